@@ -1,0 +1,38 @@
+# Both main targets do all their own set-up, can be run again at any time, and need nothing but Python >= 3.10.
+PYTHON ?= python3
+VENV   := .venv
+STAMP  := $(VENV)/.installed
+ARGS   ?=
+
+.PHONY: help train test lint bench clean
+
+help:            ## list the targets
+	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
+
+train: $(STAMP)  ## train a small GPT on real text, sharded over local ranks (ARGS="--steps 20" passes options)
+	$(VENV)/bin/fullshard train $(ARGS)
+
+test: $(STAMP)   ## run the whole test suite, then ruff and mypy
+	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+lint: $(STAMP)   ## format and check the code
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/mypy
+
+bench: $(STAMP)  ## the two CPU benchmarks; results go to bench/results/ and docs/performance.md
+	$(VENV)/bin/python -m bench.step $(ARGS)
+	$(VENV)/bin/python -m bench.host_cost
+
+clean:           ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# One install for every target. The stamp is written last, so an interrupted install is done again.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("fullshard needs Python 3.10 or newer, found %s (set PYTHON=...)" % sys.version.split()[0] if sys.version_info < (3, 10) else 0)'
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@

@@ -1,0 +1,1 @@
+"""The engine: units of parameters that are gathered, computed with, reduced and freed."""

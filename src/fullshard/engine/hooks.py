@@ -1,0 +1,125 @@
+"""Where the engine meets autograd. The only file that touches autograd nodes and ``nn.Module`` hooks.
+
+[Note: Boundaries of a unit in backward]
+A unit's backward starts when the first of its outputs receives its gradient: a pre-hook on the autograd node
+of each output gathers the parameters. The hook is on the node and not on the tensor, and for an output that is
+a view also on its base's node: an in-place operation on a view builds the view's node anew, and hooks on
+the old one would be lost, while the base's stays in the graph.
+
+It ends when the gradients of its inputs are complete: all inputs that require gradients pass through one
+autograd function, which the engine runs backward after everything between it and the outputs; gradients of
+leaves are accumulated before that, because the engine prefers such nodes. Where no input requires a gradient
+(token ids), the end of the whole backward ends the unit's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.autograd import Function, Variable
+
+from fullshard.engine.containers import iterate_tensors, map_tensors
+
+__all__ = [
+    "Call",
+    "NO_BACKWARD",
+    "at_end_of_backward",
+    "current_backward",
+    "guard_inputs",
+    "watch_outputs",
+]
+
+NO_BACKWARD = -1
+
+
+class _Unit(Protocol):
+    def pre_backward(self) -> None: ...
+
+    def post_backward(self) -> None: ...
+
+
+class Call:
+    """One forward call of a unit whose inputs require gradients, seen through its autograd node."""
+
+    __slots__ = ("_node", "_ran_in")
+
+    def __init__(self, node: Any) -> None:
+        self._node = weakref.ref(node)  # weak: the graph may go as soon as the user drops the outputs
+
+    @property
+    def alive(self) -> bool:
+        """Whether the graph of the call still exists."""
+        return self._node() is not None
+
+    def still_to_run(self) -> bool:
+        """Whether the backward pass that runs now contains this call and has not come to its inputs yet."""
+        node = self._node()
+        if node is None or node.ran_in == current_backward():
+            return False
+        return bool(torch._C._will_engine_execute_node(node))
+
+
+class _Boundary(Function):
+    """Identity on a unit's inputs; tells the unit when their gradients are complete."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: _Unit, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.unit, ctx.ran_in = unit, NO_BACKWARD
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.ran_in = current_backward()
+        ctx.unit.post_backward()
+        return (None, *gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tangents
+
+
+def guard_inputs(unit: _Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Call | None]:
+    """Pass every input that requires a gradient through the unit's boundary.
+
+    Returns:
+        ``args`` and ``kwargs`` with those tensors replaced, and the call, None if there was no such tensor.
+    """
+    tensors = {id(t): t for t in iterate_tensors((args, kwargs)) if t.requires_grad}
+    if not tensors or torch._C._are_functorch_transforms_active():
+        return args, kwargs, None
+    guarded = dict(zip(tensors, _Boundary.apply(unit, *tensors.values()), strict=True))
+    # One alias per tensor however often it was passed: modules compare inputs by identity.
+    args, kwargs = map_tensors(lambda t: guarded.get(id(t), t), (args, kwargs))
+    return args, kwargs, Call(next(iter(guarded.values())).grad_fn)
+
+
+def watch_outputs(unit: _Unit, output: Any) -> bool:
+    """Have the unit's ``pre_backward`` called before the backward of ``output``. Whether there will be one."""
+    watched = False
+
+    def pre_backward(_: tuple[torch.Tensor, ...]) -> None:
+        unit.pre_backward()
+
+    for tensor in iterate_tensors(output):
+        if tensor.grad_fn is None:
+            continue
+        watched = True
+        tensor.grad_fn.register_prehook(pre_backward)
+        base = tensor._base
+        if base is not None and base.grad_fn is not None and base.grad_fn is not tensor.grad_fn:
+            base.grad_fn.register_prehook(pre_backward)
+    return watched
+
+
+def current_backward() -> int:
+    """A number for the backward pass that runs on this thread now, or :data:`NO_BACKWARD`."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Have ``function`` called once the backward pass that runs now has computed everything."""
+    Variable._execution_engine.queue_callback(function)

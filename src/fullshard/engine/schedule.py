@@ -1,0 +1,272 @@
+"""One schedule per root: the order of the units, what is gathered ahead, and what is still being reduced.
+
+[Note: Order and prefetch]
+The order in which units start their forwards is recorded in every forward of the root and used in the next
+(the first uses the order of ``modules()``). Just before a unit computes, the gather of its successor is
+issued; in backward, that of its predecessor in the order in which this step's forwards ended. One unit is
+gathered ahead, no more: two units' full parameters are alive at a time. All of it depends only on the order
+in which units run, which is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fullshard.engine import hooks
+from fullshard.engine.ownership import check_owned, nested_units, rename
+from fullshard.errors import PhaseError, UnmaterializedParameterError
+from fullshard.memory import Lane, make_lane
+
+if TYPE_CHECKING:
+    from fullshard.engine.bucket import Bucket
+    from fullshard.engine.reduction import PendingReduction
+    from fullshard.engine.unit import Unit
+
+__all__ = ["Schedule", "optimizer_steps"]
+
+# Full gradients of how many buckets may be waiting for their reduction while others are computed.
+MAX_REDUCTIONS_IN_FLIGHT = 1
+
+# How many forwards may wait for their backward and still be prefetched in the right order (pipelines have many).
+MAX_FORWARDS_REMEMBERED = 64
+
+
+class _OptimizerSteps:
+    """Counts the steps of all optimizers in the process: what was gathered before one is out of date after it.
+
+    Only steps are seen, not other writes to sharded parameters, and so the count is equal on all ranks; a
+    version counter would not be (an optimizer does not touch empty shards).
+    """
+
+    count: int = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.count += 1
+
+
+_steps = _OptimizerSteps()
+
+
+def optimizer_steps() -> int:
+    """How many optimizer steps this process has made since the first unit was built."""
+    _watch_optimizers()
+    return _steps.count
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_post_hook(_steps)
+
+
+class Schedule:
+    """See the module docstring. Holds its units weakly; they hold it."""
+
+    root: weakref.ref[Unit]
+    gather_lane: Lane
+    reduce_lane: Lane
+    is_last_backward: bool
+    _units: list[weakref.ref[Unit]]  # in the order of modules()
+    _depth: int  # forwards that are open now, of any unit
+    _root_is_running: bool  # whether the outermost open forward is the root's
+    _order: list[weakref.ref[Unit]]  # of forward starts, as recorded in the last forward of the root
+    _recorded: list[weakref.ref[Unit]]  # of the one that runs now
+    _cursor: int  # how far that one has come in _order
+    _ended: list[weakref.ref[Unit]]  # forwards that wait for their backward, in the order in which they ended
+    _ahead: set[Unit]  # gathered but not used yet
+    _backward_runs: bool
+    _reductions: deque[PendingReduction]
+
+    def __init__(self, units: list[Unit]) -> None:
+        root = units[0]
+        self.root = root.ref
+        self.gather_lane = make_lane(root.mesh.device, priority=-1)
+        self.reduce_lane = make_lane(root.mesh.device, priority=-1)
+        self.is_last_backward = True
+        self._units = [unit.ref for unit in units]
+        self._order, self._recorded, self._ended = list(self._units), [], []
+        self._depth = self._cursor = 0
+        self._root_is_running = self._backward_runs = False
+        self._ahead, self._reductions = set(), deque()
+
+    @classmethod
+    def attach(cls, module: nn.Module) -> Schedule:
+        """Make ``module``, which is a unit, the root of all units below it.
+
+        Raises:
+            UnmaterializedParameterError: If parameters are still on the meta device.
+            TiedParameterError: If units share a parameter without a common unit above them.
+            PhaseError: If a unit below is in the middle of a step of its own.
+        """
+        units = nested_units(module)
+        for unit in units:
+            if unit.schedule is not None and unit.schedule.busy:
+                raise PhaseError(
+                    f"{type(module).__name__} became the root while its unit {unit.name or '<root>'!r} is in the "
+                    "middle of a step; run a whole step of the model first"
+                )
+        rename(module, units)
+        for unit in units:
+            for parameter in unit.parameters:
+                if not parameter.is_current():
+                    unit.adopt()
+                    break
+        check_owned(units)
+        meta = [p.describe() for unit in units for b in unit.buckets if not b.materialized for p in b.parameters]
+        if meta:
+            raise UnmaterializedParameterError(
+                "these parameters are on the meta device and have no values: " + ", ".join(meta) + "; call "
+                "model.to_empty(device=...) and initialise them, or load a state dict with assign=True"
+            )
+        schedule = cls(units)
+        for unit in units:
+            unit.schedule = schedule
+        return schedule
+
+    @property
+    def _max_ended(self) -> int:
+        return MAX_FORWARDS_REMEMBERED * len(self._units)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a forward or a backward is going on."""
+        return self._depth > 0 or self._backward_runs
+
+    def units(self) -> Iterator[Unit]:
+        """The units that still exist."""
+        return (unit for unit in (ref() for ref in self._units) if unit is not None)
+
+    # ---------------------------------------------------------------- forward
+
+    def enter(self, unit: Unit) -> None:
+        """A forward of ``unit`` begins."""
+        if self._depth == 0 and hooks.current_backward() == hooks.NO_BACKWARD:
+            if self._backward_runs:  # its end never came: it raised
+                self.recover(drop_gradients=True)
+            self._root_is_running = self.root() is unit
+            self._cursor = 0
+            self._recorded = []
+        self._depth += 1
+
+    def started_forward(self, unit: Unit) -> None:
+        """``unit`` has its full parameters and is about to compute: gather ahead."""
+        self._ahead.discard(unit)
+        if hooks.current_backward() != hooks.NO_BACKWARD:
+            return  # recomputation; the backward prefetches
+        chosen = unit.settings.forward_prefetch
+        if chosen:
+            self._gather_ahead(chosen)
+        elif self._root_is_running:
+            self._gather_ahead(self._successor(unit))
+        self._recorded.append(unit.ref)
+
+    def finished_forward(self, unit: Unit) -> None:
+        """A forward of ``unit`` that has a backward is over."""
+        if hooks.current_backward() == hooks.NO_BACKWARD:
+            self._ended.append(unit.ref)
+            if len(self._ended) > self._max_ended:  # outputs that nobody runs backward
+                del self._ended[0]
+
+    def leave(self, unit: Unit, *, failed: bool = False) -> None:
+        """A forward of ``unit`` is over."""
+        self._depth -= 1
+        if self._depth or hooks.current_backward() != hooks.NO_BACKWARD:
+            return
+        if failed:
+            self._let_go()
+            return
+        if self._root_is_running:
+            self._order = self._recorded
+        for guessed_wrong in self._ahead:
+            guessed_wrong.reshard()
+        self._ahead.clear()
+
+    def _successor(self, unit: Unit) -> list[weakref.ref[Unit]]:
+        """The unit after ``unit`` in the recorded order, found from where the present forward stands."""
+        order, ref = self._order, unit.ref
+        try:
+            self._cursor = order.index(ref, self._cursor) + 1
+        except ValueError:
+            return []  # not in the recorded order from here on
+        return order[self._cursor : self._cursor + 1]
+
+    def _gather_ahead(self, refs: list[weakref.ref[Unit]]) -> None:
+        for unit in (ref() for ref in refs):
+            if unit is None or unit.gathered:
+                continue
+            if len(self._ahead) >= len(refs):
+                return
+            self._ahead.add(unit)
+            unit.gather()
+
+    # ---------------------------------------------------------------- backward
+
+    def begin_backward(self) -> None:
+        """The first unit of a backward pass is reached (or a later one: no-op)."""
+        if not self._backward_runs:
+            self._backward_runs = True
+            hooks.at_end_of_backward(self.end_backward)
+
+    def started_backward(self, unit: Unit) -> None:
+        """``unit`` has its full parameters for the backward of its last forward: gather ahead."""
+        self._ahead.discard(unit)
+        position = self._last_ended(unit)
+        if position >= 0:
+            del self._ended[position:]
+        self._gather_ahead(unit.settings.backward_prefetch or self._ended[-1:])
+
+    def comes_next_in_backward(self, unit: Unit) -> bool:
+        """Whether the forward before the one whose backward runs was of ``unit`` too."""
+        return bool(self._ended) and self._ended[-1] is unit.ref
+
+    def _last_ended(self, unit: Unit) -> int:
+        ref = unit.ref
+        return next((i for i in range(len(self._ended) - 1, -1, -1) if self._ended[i] is ref), -1)
+
+    def reduce(self, bucket: Bucket, unit: str) -> None:
+        """Start reducing a bucket's gradients once few enough others are in flight."""
+        while len(self._reductions) >= MAX_REDUCTIONS_IN_FLIGHT:
+            self._reductions.popleft().finish()
+        reduction = bucket.reduce(self.reduce_lane, unit)
+        if reduction is not None:
+            self._reductions.append(reduction)
+
+    def end_backward(self) -> None:
+        """Autograd is through: finish the units whose end it could not tell, and everything in flight."""
+        for unit in self.units():
+            unit.end_backward()
+        self._backward_runs = False
+        if not self.is_last_backward:
+            return
+        while self._reductions:
+            self._reductions.popleft().finish()
+        self._ahead.clear()
+        self._ended.clear()
+        for unit in self.units():
+            if unit.gathered and unit.settings.reshard_after_backward:
+                unit.reshard()
+
+    # ---------------------------------------------------------------- recovery
+
+    def recover(self, *, drop_gradients: bool) -> None:
+        """Return to rest from any state, after an exception."""
+        self._let_go()
+        for unit in self.units():
+            unit.reset(drop_gradients=drop_gradients)
+        while self._reductions:
+            self._reductions.popleft().abandon()
+        self._depth, self._backward_runs = 0, False
+        self._recorded = []
+
+    def _let_go(self) -> None:
+        self._ended.clear()
+        self._ahead.clear()
+        for unit in self.units():
+            if unit.gathered:
+                unit.release_after_failure()

@@ -1,0 +1,307 @@
+"""The per-parameter layout: every parameter is cut on dim 0 exactly as ``torch.chunk`` cuts it.
+
+Two parameters on two ranks (elements are numbered through the full buffer; ``-`` is padding):
+
+>>> layout = PerParameterLayout.build(
+...     [ParameterShape("w", (4, 4), (4, 1)), ParameterShape("b", (3,), (1,))],
+...     world_size=2, itemsize=4, direct_bytes=32, alignment_bytes=16)
+>>> print(layout.picture())
+full buffer    | w 0..15            | b 16..18 -         |
+rank 0 shard   | w[0:2] 0..7        | b[0:2] 8..9        |
+rank 1 shard   | w[2:4] 0..7        | b[2:3] 8..8 -      |
+direct: w    packed: b (4 elements per rank)
+
+In the full buffer a parameter is contiguous, so its gathered form needs no copy-out. Rank r's piece of it
+starts at element ``r * piece_numel`` of its region, so that an all-gather of the (padded) pieces writes
+the parameter itself. In the shard buffer the pieces lie one after another, each starting aligned; the pieces
+of all *packed* parameters are neighbours, so that they travel as one message without a copy-in.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["ALIGNMENT_BYTES", "ParameterShape", "PerParameterLayout", "Route", "Slot"]
+
+# Vectorised CPU kernels want 64 bytes; it also satisfies the 16 bytes below which NCCL copies scalar by scalar
+# (pytorch#195450).
+ALIGNMENT_BYTES = 64
+WIRE_ALIGNMENT_BYTES = 16
+
+
+class Route(enum.Enum):
+    """How a parameter travels in a collective."""
+
+    DIRECT = "direct"  # its shard is the input and its full form the output of a collective of its own
+    PACKED = "packed"  # it shares one message per bucket with other small or oddly laid out parameters
+    REPLICATED = "replicated"  # every rank keeps all of it; its gradient rides in the shared message
+
+
+@dataclass(frozen=True)
+class ParameterShape:
+    """What a layout needs to know of a parameter.
+
+    Args:
+        fqn: Fully qualified name.
+        shape: Global shape. A 0-D parameter is replicated.
+        stride: Strides in elements of the full parameter; must be dense and non-overlapping.
+        replicated: Keep all of it on every rank although it has dimensions to cut.
+
+    Raises:
+        ValueError: If shape and stride do not fit each other.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    replicated: bool = False
+
+    def __post_init__(self) -> None:
+        if not is_dense(self.shape, self.stride):
+            raise ValueError(
+                f"{self.fqn}: expected dense, non-overlapping strides, found shape {self.shape} "
+                f"with stride {self.stride}; pass a contiguous tensor"
+            )
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether a tensor of this shape and stride fills one block of memory without holes or overlap."""
+    if len(shape) != len(stride):
+        return False
+    if math.prod(shape) == 0:
+        return True
+    expected = 1
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter lies. Offsets and sizes are in elements and equal on every rank."""
+
+    parameter: ParameterShape
+    route: Route
+    world_size: int
+    shard_offset: int  # of this parameter's piece in every rank's shard buffer
+    full_offset: int  # of its region in the full buffer
+
+    @property
+    def rows(self) -> int:
+        """Size of dim 0 (1 for replicated parameters, which are not cut)."""
+        return 1 if self.route is Route.REPLICATED else self.parameter.shape[0]
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of one row of dim 0."""
+        return self.parameter.numel if self.route is Route.REPLICATED else math.prod(self.parameter.shape[1:])
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of a full piece: ``ceil(rows / world_size)``; later ranks may hold fewer, or none."""
+        return 1 if self.route is Route.REPLICATED else -(-self.rows // self.world_size)
+
+    @property
+    def piece_numel(self) -> int:
+        """Elements reserved for the piece in every rank's shard buffer, padding included."""
+        return self.chunk_rows * self.row_numel
+
+    @property
+    def row_major(self) -> bool:
+        """Whether dim 0 is outermost in memory, so that the pieces of consecutive ranks are neighbours."""
+        return is_row_major(self.parameter)
+
+    @property
+    def padded(self) -> bool:
+        """Whether the region is larger than the parameter, because dim 0 is not a multiple of the ranks."""
+        return self.row_major and self.region_numel != self.parameter.numel
+
+    @property
+    def region_numel(self) -> int:
+        """Elements reserved in the full buffer: all (padded) pieces where they are neighbours there."""
+        if self.route is Route.REPLICATED or not self.row_major:
+            return self.parameter.numel
+        return self.piece_numel * self.world_size
+
+    def local_rows(self, rank: int) -> tuple[int, int]:
+        """First and one-past-last row that ``rank`` holds."""
+        return min(rank * self.chunk_rows, self.rows), min((rank + 1) * self.chunk_rows, self.rows)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of the piece that ``rank`` holds; dim 0 may be 0."""
+        if self.route is Route.REPLICATED:
+            return self.parameter.shape
+        start, stop = self.local_rows(rank)
+        return (stop - start, *self.parameter.shape[1:])
+
+    def local_stride(self) -> tuple[int, ...]:
+        """Strides of every rank's piece: the parameter's own where its rows are blocks, else contiguous."""
+        if self.route is Route.REPLICATED or self.world_size == 1:
+            return self.parameter.stride
+        if self.row_major:
+            return (self.row_numel, *self.parameter.stride[1:])
+        return contiguous_stride(self.parameter.shape)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides of ``shape``, in elements."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def is_row_major(parameter: ParameterShape) -> bool:
+    """Whether every row of dim 0 is one block of memory and the rows follow one another."""
+    if not parameter.shape:
+        return True
+    row_numel = math.prod(parameter.shape[1:])
+    rows_in_order = parameter.shape[0] <= 1 or parameter.stride[0] == row_numel
+    return rows_in_order and is_dense(parameter.shape[1:], parameter.stride[1:])
+
+
+@dataclass(frozen=True)
+class PerParameterLayout:
+    """Where the parameters of one bucket lie. Build with :meth:`build`; offsets and sizes are in elements."""
+
+    slots: tuple[Slot, ...]  # in the order of the parameters given
+    world_size: int
+    alignment: int
+    message_offset: int  # of the packed pieces in the shard buffer
+    message_numel: int  # elements that each rank contributes to the packed message
+    shard_numel: int
+    full_numel: int
+
+    @classmethod
+    def build(
+        cls,
+        parameters: Sequence[ParameterShape],
+        *,
+        world_size: int,
+        itemsize: int,
+        direct_bytes: int,
+        alignment_bytes: int = ALIGNMENT_BYTES,
+    ) -> PerParameterLayout:
+        """Lay out ``parameters``.
+
+        Args:
+            parameters: In model order.
+            world_size: Ranks that the parameters are cut over.
+            itemsize: Bytes per element of the bucket's dtype.
+            direct_bytes: Smallest piece in bytes for which a collective of its own pays.
+            alignment_bytes: Every piece and every full parameter starts at a multiple of it.
+        """
+        alignment = max(1, alignment_bytes // itemsize)
+        routes = [_route(p, world_size, itemsize, direct_bytes) for p in parameters]
+
+        def slot(index: int, shard_offset: int, full_offset: int) -> Slot:
+            return Slot(parameters[index], routes[index], world_size, shard_offset, full_offset)
+
+        full_offsets, full_numel = [], 0
+        for index in range(len(parameters)):
+            full_offsets.append(full_numel)
+            full_numel += _aligned(slot(index, 0, 0).region_numel, alignment)
+
+        direct = [i for i, route in enumerate(routes) if route is Route.DIRECT]
+        packed = [i for i, route in enumerate(routes) if route is not Route.DIRECT]
+        slots: dict[int, Slot] = {}
+        offset = message_offset = 0
+        for index in direct + packed:
+            if packed and index == packed[0]:
+                message_offset = offset
+            slots[index] = slot(index, offset, full_offsets[index])
+            offset += _aligned(slots[index].piece_numel, alignment)
+        return cls(
+            slots=tuple(slots[i] for i in range(len(parameters))),
+            world_size=world_size,
+            alignment=alignment,
+            message_offset=message_offset if packed else offset,
+            message_numel=offset - message_offset if packed else 0,
+            shard_numel=offset,
+            full_numel=full_numel,
+        )
+
+    def __post_init__(self) -> None:
+        full = [(s.full_offset, s.region_numel, s.parameter.fqn) for s in self.slots]
+        shard = [(s.shard_offset, s.piece_numel, s.parameter.fqn) for s in self.slots]
+        _check_disjoint(full, self.full_numel, self.alignment, "full buffer")
+        _check_disjoint(shard, self.shard_numel, self.alignment, "shard buffer")
+        for slot in self.slots:
+            held = sum(stop - start for start, stop in map(slot.local_rows, range(self.world_size)))
+            if slot.route is not Route.REPLICATED and held != slot.rows:
+                raise ValueError(f"{slot.parameter.fqn}: ranks hold {held} of {slot.rows} rows")
+            inside = self.message_offset <= slot.shard_offset
+            if slot.piece_numel and inside == (slot.route is Route.DIRECT):
+                raise ValueError(f"{slot.parameter.fqn}: {slot.route} on the wrong side of the packed message")
+
+    @property
+    def padding_factor(self) -> float:
+        """Elements kept on all ranks over elements of the parameters, minus one (replicas counted once)."""
+        needed = sum(slot.parameter.numel for slot in self.slots)
+        replicas = sum(
+            slot.parameter.numel * (self.world_size - 1)
+            for slot in self.slots
+            if slot.route is Route.REPLICATED
+        )
+        return (self.shard_numel * self.world_size - replicas) / needed - 1 if needed else 0.0
+
+    def picture(self) -> str:
+        """Draw the full buffer and every rank's shard buffer, one cell per parameter."""
+        cells = [[f"{s.parameter.fqn} {_span(s.full_offset, s.parameter.numel, s.region_numel)}"] for s in self.slots]
+        for rank in range(self.world_size):
+            for column, s in zip(cells, self.slots, strict=True):
+                start, stop = s.local_rows(rank)
+                rows = "" if s.route is Route.REPLICATED else f"[{start}:{stop}]"
+                held = math.prod(s.local_shape(rank))
+                column.append(f"{s.parameter.fqn}{rows} {_span(s.shard_offset, held, s.piece_numel)}")
+        heads = ["full buffer", *(f"rank {rank} shard" for rank in range(self.world_size))]
+        lines = [
+            f"{head:<15}| " + " | ".join(f"{column[i]:<18}" for column in cells) + " |"
+            for i, head in enumerate(heads)
+        ]
+        direct = [s.parameter.fqn for s in self.slots if s.route is Route.DIRECT]
+        packed = [s.parameter.fqn for s in self.slots if s.route is not Route.DIRECT]
+        footer = f"direct: {', '.join(direct) or 'none'}    packed: {', '.join(packed) or 'none'}"
+        return "\n".join([*lines, f"{footer} ({self.message_numel} elements per rank)"])
+
+
+def _route(parameter: ParameterShape, world_size: int, itemsize: int, direct_bytes: int) -> Route:
+    if parameter.replicated or not parameter.shape:
+        return Route.REPLICATED
+    piece_bytes = -(-parameter.shape[0] // world_size) * math.prod(parameter.shape[1:]) * itemsize
+    aligned = piece_bytes % WIRE_ALIGNMENT_BYTES == 0
+    direct = aligned and piece_bytes >= max(direct_bytes, 1) and is_row_major(parameter)
+    return Route.DIRECT if direct else Route.PACKED
+
+
+def _aligned(numel: int, alignment: int) -> int:
+    return -(-numel // alignment) * alignment
+
+
+def _span(offset: int, held: int, reserved: int) -> str:
+    span = f"{offset}..{offset + held - 1}" if held else "empty"
+    return span + (" -" if held < reserved else "")
+
+
+def _check_disjoint(spans: Sequence[tuple[int, int, str]], size: int, alignment: int, buffer: str) -> None:
+    """Raise unless all ``(offset, numel, name)`` are aligned, within ``size`` and without overlap."""
+    end, previous = 0, "its start"
+    for offset, numel, name in sorted(span for span in spans if span[1]):
+        if offset % alignment:
+            raise ValueError(f"{buffer}: {name} starts at {offset}, not a multiple of {alignment}")
+        if offset < end:
+            raise ValueError(f"{buffer}: {name} at {offset} overlaps {previous}, which ends at {end}")
+        end, previous = offset + numel, name
+    if end > size:
+        raise ValueError(f"{buffer}: {previous} ends at {end}, beyond the buffer's {size} elements")

@@ -1,0 +1,190 @@
+"""Storage that is freed and refilled in place, streams and events. The only file that touches them.
+
+[Note: Who owns a full buffer's memory]
+A buffer is allocated on the *compute* stream, and the stream that fills it first waits for an event recorded
+on the compute stream after that allocation. The caching allocator therefore reuses the block in the order of
+the compute stream, whose kernels are the ones that read it, and ``record_stream`` is not needed: peak memory
+does not depend on timing. What is lost is the overlap of the fill with kernels enqueued before the allocation,
+which is why fills are issued one unit ahead (see [Note: Order and prefetch]).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+__all__ = ["Buffer", "DeviceLane", "HostLane", "Lane", "Ticket", "Work", "keep_freed_memory", "make_lane"]
+
+
+class Work(Protocol):
+    """What a transport returns for something in flight (a c10d ``Work`` is one)."""
+
+    def wait(self) -> object:
+        """Block the host (CPU) or the current stream (accelerators) until done; raise if it failed."""
+
+
+class Buffer:
+    """A flat buffer whose memory is freed and refilled while the tensors on it stay the same objects.
+
+    Args:
+        numel: Size in elements.
+        dtype: Element type.
+        device: Where it lives.
+
+    Tensors made by :meth:`tensor` before the memory is freed are valid again after the next
+    :meth:`allocate`: freeing goes through their common storage, so also tensors that autograd saved
+    see the new contents.
+    """
+
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+    _storage: torch.UntypedStorage  # 0 bytes at rest
+    _nbytes: int
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.numel, self.dtype, self.device = numel, dtype, device
+        self._storage = torch.empty(numel, dtype=dtype, device=device).untyped_storage()
+        self._nbytes = self._storage.nbytes()
+
+    def allocate(self) -> None:
+        """Give the buffer memory (contents undefined); no-op if it has some."""
+        if self._storage.size() != self._nbytes:
+            self._storage.resize_(self._nbytes)
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self._storage.resize_(0)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes held at the moment: all or 0."""
+        return self._storage.size()
+
+    def tensor(self, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+        """A tensor on this buffer at ``offset`` (elements); the buffer must be allocated. See :func:`alias`."""
+        return _tensor_on(self._storage, self.dtype, self.device, offset, shape, stride)
+
+
+def alias(tensor: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """A tensor on the storage of ``tensor`` with a version counter of its own; ``offset`` in elements.
+
+    [Note: Alias tensors]
+    Collectives write through such aliases. A view would share the parameter's version counter, which gloo
+    bumps from its own thread when it writes an output; autograd would then refuse what it saved in forward.
+    """
+    start = tensor.storage_offset() + offset
+    return _tensor_on(tensor.untyped_storage(), tensor.dtype, tensor.device, start, shape, stride)
+
+
+def _tensor_on(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    device: torch.device,
+    offset: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> torch.Tensor:
+    empty = torch.empty(0, dtype=dtype, device=device)
+    with torch.no_grad():
+        return empty.set_(storage, offset, tuple(shape), tuple(stride))  # type: ignore[call-overload, no-any-return]
+
+
+class Ticket(Protocol):
+    """Something issued on a lane."""
+
+    def wait(self) -> None:
+        """Make the compute stream (on CPU: the host) see the result. May be called once."""
+
+
+class Lane(Protocol):
+    """Where collectives run, beside the computation."""
+
+    def issue(self, launch: Callable[[], Iterable[Work]], finish: Callable[[], None]) -> Ticket:
+        """Start ``launch`` after all computation enqueued so far, and run ``finish`` once its works are done."""
+
+
+class _HostTicket:
+    __slots__ = ("_finish", "_works")
+
+    def __init__(self, works: Iterable[Work], finish: Callable[[], None]) -> None:
+        self._works, self._finish = works, finish
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._finish()
+
+
+class HostLane:
+    """CPU: the back end's own threads do the communication; the host waits and finishes."""
+
+    def issue(self, launch: Callable[[], Iterable[Work]], finish: Callable[[], None]) -> Ticket:
+        """See :class:`Lane`."""
+        return _HostTicket(launch(), finish)
+
+
+class _DeviceTicket:
+    __slots__ = ("_done",)
+
+    def __init__(self, done: torch.Event) -> None:
+        self._done = done
+
+    def wait(self) -> None:
+        torch.accelerator.current_stream(self._done.device).wait_event(self._done)
+
+
+class DeviceLane:
+    """An accelerator: one side stream; order between it and the compute stream is by events only."""
+
+    device: torch.device
+    _stream: torch.Stream
+
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self.device = device
+        self._stream = torch.Stream(device=device, priority=priority)
+
+    def issue(self, launch: Callable[[], Iterable[Work]], finish: Callable[[], None]) -> Ticket:
+        """See :class:`Lane`. Nothing here blocks the host."""
+        ready = torch.accelerator.current_stream(self.device).record_event()
+        self._stream.wait_event(ready)
+        with self._stream:
+            for work in launch():
+                work.wait()
+            finish()
+            done = self._stream.record_event()
+        return _DeviceTicket(done)
+
+
+def make_lane(device: torch.device, priority: int = 0) -> Lane:
+    """The lane for ``device``; a negative ``priority`` is served first where the device knows priorities."""
+    return HostLane() if device.type == "cpu" else DeviceLane(device, priority)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # glibc's malloc.h
+
+
+@functools.cache
+def keep_freed_memory() -> bool:
+    """Ask the C allocator to keep freed memory mapped for the next allocation. CPU only; whole process.
+
+    Every unit's full buffer and full gradients are freed and allocated again in every step. By default glibc
+    returns blocks of this size to the kernel, which then faults in and zeroes every page anew:
+    docs/performance.md has what that costs. Set ``FULLSHARD_KEEP_FREED_MEMORY=0`` to leave the allocator alone.
+
+    Returns:
+        Whether the allocator took the setting (glibc does, others have no such call).
+    """
+    if os.environ.get("FULLSHARD_KEEP_FREED_MEMORY", "1") == "0" or not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return False
+    return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
