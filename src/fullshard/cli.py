@@ -1,0 +1,231 @@
+"""The command line: `fullshard train`. Thin: it reads options and calls what does the work.
+
+torch and matplotlib are imported inside the command, so that `fullshard --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, Optional
+
+import typer
+
+from fullshard.train.config import ConfigError, TrainConfig
+
+app = typer.Typer(
+    name="fullshard",
+    help="Fully sharded training for PyTorch: parameters, gradients and optimizer state sharded over ranks.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+DEFAULT = TrainConfig()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fullshard {version('fullshard')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Fully sharded training for PyTorch: parameters, gradients and optimizer state sharded over ranks."""
+
+
+DATA, MODEL, TRAINING, RANKS, OUTPUT = "Text", "Model", "Training", "Ranks", "Validation and output"
+
+
+@app.command()
+def train(
+    context: typer.Context,
+    data: Annotated[
+        Optional[list[Path]],  # noqa: UP045
+        typer.Argument(
+            metavar="[FILE_OR_FOLDER]...",
+            help="Text to train on; folders are searched. Default: Python's own source code.",
+            show_default=False,
+        ),
+    ] = None,
+    layers: Annotated[int, typer.Option(help="Transformer blocks.", rich_help_panel=MODEL)] = DEFAULT.layers,
+    width: Annotated[
+        int, typer.Option(help="Size of the residual stream.", rich_help_panel=MODEL)
+    ] = DEFAULT.width,
+    heads: Annotated[
+        int, typer.Option(help="Attention heads per block.", rich_help_panel=MODEL)
+    ] = DEFAULT.heads,
+    sequence: Annotated[
+        int, typer.Option(help="Context length in bytes.", rich_help_panel=MODEL)
+    ] = DEFAULT.sequence,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.", rich_help_panel=TRAINING)] = DEFAULT.steps,
+    batch: Annotated[
+        int, typer.Option(help="Sequences per step on each rank.", rich_help_panel=TRAINING)
+    ] = DEFAULT.batch,
+    lr: Annotated[
+        float,
+        typer.Option(
+            help="Peak learning rate of AdamW; falls to 1/20 as a cosine.", rich_help_panel=TRAINING
+        ),
+    ] = DEFAULT.lr,
+    warmup: Annotated[
+        int, typer.Option(help="Steps of linear warm-up.", rich_help_panel=TRAINING)
+    ] = DEFAULT.warmup,
+    weight_decay: Annotated[
+        float, typer.Option(help="Decay of matrices.", rich_help_panel=TRAINING)
+    ] = DEFAULT.weight_decay,
+    clip: Annotated[
+        float, typer.Option(help="Largest gradient norm.", rich_help_panel=TRAINING)
+    ] = DEFAULT.clip,
+    seed: Annotated[
+        int, typer.Option(help="Decides split, first weights, batches and sample.", rich_help_panel=TRAINING)
+    ] = DEFAULT.seed,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            help="Worker processes.  [dim]\\[default: one per GPU, or 2 without][/]",
+            show_default=False,
+            rich_help_panel=RANKS,
+        ),
+    ] = DEFAULT.ranks,
+    device: Annotated[
+        str,
+        typer.Option(
+            help="auto: GPUs if there is one for each rank, else the CPU.",
+            rich_help_panel=RANKS,
+            metavar="auto|cpu|cuda",
+        ),
+    ] = DEFAULT.device,
+    eval_every: Annotated[
+        int, typer.Option(help="Steps between validations.", rich_help_panel=OUTPUT)
+    ] = DEFAULT.eval_every,
+    eval_bytes: Annotated[
+        int,
+        typer.Option(
+            help="Held-out bytes of the last validation and the baselines; 1/8 in between.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = DEFAULT.eval_bytes,
+    prompt: Annotated[
+        str, typer.Option(help="Text to continue at the end.", rich_help_panel=OUTPUT)
+    ] = DEFAULT.prompt,
+    generate: Annotated[
+        int, typer.Option(help="Bytes to generate.", rich_help_panel=OUTPUT)
+    ] = DEFAULT.generate,
+    out: Annotated[Path, typer.Option(help="Folder of runs.", rich_help_panel=OUTPUT)] = Path("runs"),
+    name: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            help="The run's folder in it.  [dim]\\[default: next free number][/]",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+        ),
+    ] = None,
+    config: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            help="config.toml of an earlier run to repeat; options given beside it win.",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Train a small GPT on real text, sharded over the ranks of this machine.
+
+    Starts its own workers: one per GPU, or two on a machine without. Under torchrun it is a worker itself.
+
+    Writes metrics, plot, config, summary and weights to runs/NAME. Ctrl-C stops all ranks and keeps the results.
+    """
+    given = {
+        field.name: context.params[field.name]
+        for field in dataclasses.fields(TrainConfig)
+        if field.name in context.params
+        and getattr(context.get_parameter_source(field.name), "name", "DEFAULT") != "DEFAULT"
+    }
+    _train(given, config, out, name)
+
+
+def _train(given: dict[str, Any], config_file: Path | None, out: Path, name: str | None) -> None:
+    """Check everything that can be checked without workers, then work or launch."""
+    if "data" in given:
+        given["data"] = tuple(str(path.resolve()) for path in given["data"])
+        given["data_sha256"] = ""
+    try:
+        base = TrainConfig.from_toml(config_file) if config_file else DEFAULT
+        config = dataclasses.replace(base, **given)
+    except ConfigError as error:
+        _fail(str(error))
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        _fail("the loss plot needs matplotlib: pip install 'fullshard[train]'")
+    try:
+        code = _work(config, out, name) if _is_worker() else _launch(config, out, name)
+    except KeyboardInterrupt:
+        code = 130
+    if _is_worker():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise typer.Exit(code)
+
+
+def _work(config: TrainConfig, out: Path, name: str | None) -> int:
+    """Be one rank among those that torchrun started."""
+    from fullshard.train import run_folder
+    from fullshard.train.worker import guarded, run
+
+    return guarded(lambda: run(config, lambda: run_folder.create(out, name)))
+
+
+def _launch(config: TrainConfig, out: Path, name: str | None) -> int:
+    """Start this machine's ranks, once it is sure that their input is good."""
+    from fullshard.train import corpus, run_folder
+
+    try:
+        corpus.read(config.data, seed=config.seed, sequence=config.sequence)
+        from fullshard.train import launcher  # imports torch: after what can be checked without it
+
+        config = launcher.settle(config)
+        folder = run_folder.create(out, name)
+        config_file = folder / run_folder.CONFIG
+        config_file.write_text(config.to_toml(), encoding="utf-8")
+    except (corpus.CorpusError, ConfigError) as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"cannot write results to {out}: {error}")
+    try:
+        return launcher.launch(config_file, folder, config.ranks)
+    except launcher.WorkerError as failure:
+        typer.echo(f"fullshard train: {failure}", err=True)
+        if failure.traceback:
+            log = folder / run_folder.ERROR
+            log.write_text(failure.traceback, encoding="utf-8")
+            typer.echo(f"its traceback is in {log}", err=True)
+        return 1
+
+
+def _is_worker() -> bool:
+    """Whether torchrun, or something like it, started this process as one of its ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _fail(message: str) -> NoReturn:
+    """Report wrong input in a line and exit with 2; of torchrun's ranks, only one reports."""
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(f"fullshard train: {message}", err=True)
+    raise typer.Exit(2)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,74 @@
+"""Loss on held-out bytes, computed by all ranks together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fullshard.train.corpus import Bytes, windows
+from fullshard.train.group import Group
+from fullshard.train.stop import StopRequest
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The held-out bytes that a validation predicts: fixed windows, one after another.
+
+    Every byte but the first is predicted exactly once, from those before it in its window.
+
+    Attributes:
+        text: held-out bytes, uint8 of shape `(windows * sequence + 1,)`.
+        sequence: length of a window.
+    """
+
+    text: Bytes
+    sequence: int
+
+    @classmethod
+    def take(cls, validation: Bytes, limit: int, sequence: int) -> HeldOut:
+        """The first `limit` bytes of `validation`, cut to whole windows, at least one."""
+        count = max(1, (min(limit, len(validation) - 1)) // sequence)
+        return cls(validation[: count * sequence + 1], sequence)
+
+    @property
+    def targets(self) -> Bytes:
+        """The bytes that are predicted: what baselines must be computed on."""
+        return self.text[1:]
+
+    @property
+    def count(self) -> int:
+        """Number of windows."""
+        return len(self.targets) // self.sequence
+
+
+def evaluate(
+    model: nn.Module, held_out: HeldOut, batch: int, group: Group, stop: StopRequest
+) -> float | None:
+    """Mean cross-entropy in nats per byte over all of `held_out`; the same number on every rank.
+
+    Every rank runs the same number of forwards, which are collectives: windows are dealt out in rounds, and a
+    rank without a window left in the last round predicts one that does not count.
+
+    Returns:
+        The loss, or None if any rank was asked to stop meanwhile.
+    """
+    total = 0.0
+    model.eval()
+    for first in range(0, held_out.count, batch * group.size):
+        if group.sum(float(bool(stop)))[0]:
+            model.train()
+            return None
+        own = first + group.rank * batch + np.arange(batch)
+        counts = own < held_out.count
+        pairs = windows(held_out.text, np.where(counts, own, 0) * held_out.sequence, held_out.sequence)
+        tokens = torch.from_numpy(pairs).to(group.device)
+        with torch.no_grad():
+            logits = model(tokens[:, :-1])
+            losses = F.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:], reduction="none")
+        total += float(losses[torch.from_numpy(counts).to(group.device)].double().sum())
+    model.train()
+    return group.sum(total)[0] / len(held_out.targets)

@@ -1,0 +1,251 @@
+"""The model that `fullshard train` trains: a small byte-level GPT.
+
+Pre-norm blocks, causal attention with rotary positions, a SwiGLU MLP, no biases, an untied output head. One
+file, no dependence on how the model is sharded: it is a plain `nn.Module`.
+
+Letters in shapes: B batch, T sequence, C width, H heads, D = C / H head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCABULARY = 256  # a token is a byte
+METADATA_KEY = "fullshard.train.model"
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Size of a `GPT`.
+
+    Attributes:
+        layers: number of blocks.
+        width: size C of the residual stream; a multiple of `heads`.
+        heads: attention heads; `width / heads` must be even (rotary positions turn pairs).
+        sequence: longest context in tokens (bytes).
+
+    Raises:
+        ValueError: a size is below 1, or `width / heads` is not an even whole number.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    sequence: int
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(f"{field.name} must be at least 1, found {getattr(self, field.name)}")
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"width must be a multiple of 2 * heads, so that each head has an even size; "
+                f"found width {self.width} and {self.heads} heads"
+            )
+
+    @property
+    def hidden(self) -> int:
+        """Width of the SwiGLU MLP: 8/3 of `width`, rounded up to a multiple of 32."""
+        return math.ceil(self.width * 8 / 3 / 32) * 32
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of parameters of a `GPT` of this size."""
+        block = 4 * self.width**2 + 3 * self.width * self.hidden + 2 * self.width
+        return self.layers * block + 2 * VOCABULARY * self.width + self.width
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention, `(B, T, C) -> (B, T, C)`."""
+
+    heads: int
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Mix every position with the ones before it. `angles`: cosines and sines of shape `(T, D / 2)`."""
+        batch, length, width = x.shape
+        qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        # Normed queries and keys bound the logits, which lets a short run use a high learning rate.
+        q, k = (_turn(F.rms_norm(t, t.shape[-1:]), angles) for t in (q, k))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return out
+
+
+class MLP(nn.Module):
+    """SwiGLU: `out(silu(gate(x)) * up(x))`, `(B, T, C) -> (B, T, C)`."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(config.width, 2 * config.hidden, bias=False)
+        self.out = nn.Linear(config.hidden, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform every position by itself."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        out: Tensor = self.out(F.silu(gate) * up)
+        return out
+
+
+class Block(nn.Module):
+    """One transformer layer: attention, then MLP, each on the normed residual stream."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.width)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """`(B, T, C) -> (B, T, C)`; `angles` as in `Attention.forward`."""
+        x = x + self.attention(self.attention_norm(x), angles)
+        x = x + self.mlp(self.mlp_norm(x))
+        return x
+
+
+class GPT(nn.Module):
+    """A byte-level language model.
+
+    Attributes:
+        config: the size.
+        blocks: the `Block`s in order; shard each of them, then the model.
+    """
+
+    config: GPTConfig
+    blocks: nn.ModuleList
+    cos: Tensor  # (sequence, D / 2), as is `sin`; not saved
+    sin: Tensor
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(VOCABULARY, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width)
+        self.head = nn.Linear(config.width, VOCABULARY, bias=False)
+        cos, sin = _rotary_angles(config)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Predict the next byte at every position.
+
+        Args:
+            tokens: bytes as int64, shape `(B, T)` with `T <= config.sequence`.
+
+        Returns:
+            Logits, shape `(B, T, 256)`.
+        """
+        length = tokens.shape[1]
+        if length > self.config.sequence:
+            raise ValueError(f"at most {self.config.sequence} tokens fit this model, found {length}")
+        angles = (self.cos[:length], self.sin[:length])
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, angles)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def initialise(model: GPT, seed: int) -> None:
+    """Give a full (unsharded) `model` its starting weights in place: a pure function of size and `seed`.
+
+    Matrices are normal with standard deviation `1 / sqrt(fan-in)`; those that write into the residual stream
+    are zero, so that every block starts as the identity; the head starts small. Draws come from a CPU
+    generator of their own, so that every rank, whatever its device, starts with equal weights.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            elif name.endswith(".out.weight"):
+                parameter.zero_()
+            else:
+                scale = {"embedding.weight": 1.0, "head.weight": 0.02}.get(name, parameter.shape[1] ** -0.5)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+def load(path: str | Path) -> GPT:
+    """Load a model that `fullshard train` saved.
+
+    Args:
+        path: a `model.safetensors` file.
+
+    Returns:
+        The model in evaluation mode on the CPU, in the saved dtype.
+
+    Raises:
+        ValueError: the file was not written by `fullshard train`.
+    """
+    from safetensors import safe_open
+
+    with safe_open(str(path), framework="pt") as file:
+        metadata = file.metadata() or {}
+        if METADATA_KEY not in metadata:
+            raise ValueError(f"{path} holds no model of fullshard train: its metadata lacks {METADATA_KEY!r}")
+        model = GPT(GPTConfig(**json.loads(metadata[METADATA_KEY])))
+        model.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    return model.eval()
+
+
+def generate(
+    model: nn.Module, prompt: bytes, count: int, sequence: int, generator: torch.Generator
+) -> Iterator[int]:
+    """Continue `prompt` byte by byte, sampling from the model's distribution.
+
+    A forward of a sharded model is a collective, so every rank must call this with equal arguments and
+    exhaust it. Logits are equal on every rank (each holds the same gathered weights), and so are equally
+    seeded generators' draws.
+
+    Args:
+        model: maps tokens `(1, T)` to logits `(1, T, 256)`.
+        prompt: at least one byte; only the last `sequence` bytes are seen.
+        count: number of bytes to generate.
+        sequence: longest context of `model`.
+        generator: CPU generator; draws one number per byte.
+
+    Yields:
+        The generated bytes as ints.
+    """
+    device = next(model.parameters()).device
+    context = list(prompt)
+    for _ in range(count):
+        tokens = torch.tensor([context[-sequence:]], dtype=torch.int64, device=device)
+        with torch.no_grad():
+            logits = model(tokens)[0, -1]
+        probabilities = torch.softmax(logits.float().cpu() / 0.8, dim=-1)
+        token = int(torch.multinomial(probabilities, 1, generator=generator))
+        context.append(token)
+        yield token
+
+
+def _rotary_angles(config: GPTConfig) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every position's rotation, each of shape `(sequence, D / 2)`."""
+    half = config.width // config.heads // 2
+    frequencies = 10_000.0 ** (-torch.arange(half, dtype=torch.float32) / half)
+    angles = torch.outer(torch.arange(config.sequence, dtype=torch.float32), frequencies)
+    return angles.cos(), angles.sin()
+
+
+def _turn(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the pairs (i, i + D / 2) of every head by its position's angles."""
+    cos, sin = angles
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,0 +1,58 @@
+"""`loss.png`: training and validation loss over steps, with the baselines as lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fullshard.train.metrics import Record
+
+SMOOTHED_SHARE = 1 / 40  # of all steps, which the smoothed training loss averages over
+
+
+def plot_losses(path: Path, records: Sequence[Record], baselines: Mapping[str, float]) -> None:
+    """Draw the losses of a run in bits per byte.
+
+    Args:
+        path: PNG file to write.
+        records: what `metrics.jsonl` holds; nothing is written if there is no training record.
+        baselines: bits per byte of each yardstick by name.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    train = [(r["step"], r["bits_per_byte"]) for r in records if r["kind"] == "train"]
+    validation = [(r["step"], r["bits_per_byte"]) for r in records if r["kind"] == "validation"]
+    if not train:
+        return
+    steps, losses = zip(*train, strict=True)
+    figure, axes = plt.subplots(figsize=(8, 5), dpi=120, layout="constrained")
+    axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training, each step")
+    axes.plot(steps, _smooth(losses), color="tab:blue", linewidth=1.6, label="training, smoothed")
+    if validation:
+        axes.plot(
+            *zip(*validation, strict=True), color="tab:red", marker="o", label="validation (held-out bytes)"
+        )
+    for (name, value), style in zip(baselines.items(), ("--", ":", "-."), strict=False):
+        axes.axhline(value, color="0.35", linestyle=style, linewidth=1, label=f"{name}: {value:.2f}")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("loss (bits per byte)")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlim(0, max(steps[-1], 2))
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Exponential moving average without the pull towards its start value."""
+    keep = 1 - 1 / max(1.0, SMOOTHED_SHARE * len(values))
+    smoothed, average = [], 0.0
+    for count, value in enumerate(values, start=1):
+        average = keep * average + (1 - keep) * value
+        smoothed.append(average / (1 - keep**count))
+    return smoothed

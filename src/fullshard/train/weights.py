@@ -1,0 +1,62 @@
+"""Writing a sharded model's full weights to one safetensors file.
+
+Tensors are gathered one at a time and streamed to disk, so that no rank ever holds more than one full tensor
+beside its shards: the file's header needs only names, shapes and dtypes, which are known before anything is
+gathered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fullshard.train.model import METADATA_KEY, GPTConfig
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+
+
+def save_full(path: Path | None, config: GPTConfig, tensors: dict[str, Tensor]) -> None:
+    """Gather full weights tensor by tensor and write them in the format of safetensors.
+
+    A collective: every rank calls it with the same names in the same order.
+
+    Args:
+        path: file to write on this rank; None on the ranks that only take part in gathering.
+        config: the model's size, kept as JSON in the file's metadata; `fullshard.train.model.load` reads it.
+        tensors: parameters by name, sharded or not.
+    """
+    file = path.open("wb") if path else None
+    try:
+        if file:
+            file.write(_header(config, tensors))
+        for tensor in tensors.values():
+            full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+            if file:
+                file.write(full.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    finally:
+        if file:
+            file.close()
+
+
+def _header(config: GPTConfig, tensors: dict[str, Tensor]) -> bytes:
+    """Length (8 bytes, little-endian) and JSON: metadata, then dtype, shape and place of every tensor."""
+    entries: dict[str, object] = {
+        "__metadata__": {"format": "pt", METADATA_KEY: json.dumps(dataclasses.asdict(config))}
+    }
+    place = 0
+    for name, tensor in tensors.items():
+        end = place + tensor.numel() * tensor.element_size()
+        entries[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [place, end],
+        }
+        place = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,8 @@
+"""Makes ``bench`` importable however pytest was started (this folder has the same name)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

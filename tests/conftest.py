@@ -1,0 +1,40 @@
+"""Fixtures and settings of the whole suite. Bodies run on ranks: see the docstring of ``ranks``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent)
+)  # test modules of subfolders import ranks and compare
+
+from ranks import RankPool
+
+# Two shared cores make any wall-clock limit per example a matter of luck.
+hypothesis.settings.register_profile("fullshard", deadline=None)
+hypothesis.settings.load_profile("fullshard")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """The rank pool of the session: ``ranks(2, body, ...)`` runs ``body(rank, ...)`` on two ranks."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked ``gpu`` where there is no CUDA device."""
+    needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not needs_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in needs_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,181 @@
+"""What a rank runs: it joins the process group, then runs one body after the other until pytest goes away."""
+
+from __future__ import annotations
+
+import ast
+import faulthandler
+import gc
+import importlib.util
+import os
+import pickle
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from ranks.outcome import Outcome
+from ranks.rank import Rank
+
+GROUP_TIMEOUT = timedelta(seconds=30)  # a collective that some rank never joins fails after this
+DUMP_STACKS = signal.SIGUSR1
+
+
+@dataclass(frozen=True)
+class Job:
+    """One body to run. It travels by name: its module is loaded from the file, then ``arguments``."""
+
+    module: str
+    path: str
+    qualname: str
+    arguments: bytes
+    search_path: tuple[str, ...]
+
+
+def log_path(directory: Path, rank: int) -> Path:
+    """File that has stdout and stderr of a rank."""
+    return directory / f"rank{rank}.log"
+
+
+def stacks_path(directory: Path, rank: int) -> Path:
+    """File to which a rank writes its Python stacks upon the signal ``DUMP_STACKS``."""
+    return directory / f"rank{rank}.stacks"
+
+
+def serve(descriptor: int, rank: int, world_size: int, directory: Path) -> None:
+    """Join the world, say so with one outcome, then answer every job with its outcome."""
+    connection = Connection(descriptor)
+    _redirect_output(log_path(directory, rank))
+    stacks = stacks_path(directory, rank).open("w")
+    faulthandler.enable()
+    faulthandler.register(DUMP_STACKS, file=stacks, all_threads=True)
+
+    place: list[Rank] = []
+    joined = _run(rank, lambda: place.append(_join(rank, world_size, directory)))
+    connection.send_bytes(pickle.dumps(joined))
+    initial_state = dict(os.environ), os.getcwd()
+    while not joined.failed:
+        try:
+            job = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        _reset(*initial_state)
+        outcome = _run(rank, lambda job=job: _call(job, place[0]))
+        connection.send_bytes(_pickled(outcome))
+
+
+def _redirect_output(path: Path) -> None:
+    with path.open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)
+
+
+def _join(rank: int, world_size: int, directory: Path) -> Rank:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(LOCAL_WORLD_SIZE=str(world_size))
+    store = dist.FileStore(str(directory / "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+    mesh = init_device_mesh("cpu", (world_size,))
+    dist.barrier()  # connects every pair now, so that a first collective in a test is as fast as any other
+    return Rank(rank, world_size, mesh, dist.group.WORLD)
+
+
+def _reset(environment: dict[str, str], directory: str) -> None:
+    """Give every body the state that a new process would have, as far as bodies are known to change it."""
+    if dict(os.environ) != environment:
+        os.environ.clear()
+        os.environ.update(environment)
+    os.chdir(directory)
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(1)
+
+
+def _call(job: Job, rank: Rank) -> Any:
+    sys.path[:] = job.search_path
+    body: Any = _load(job.module, job.path)
+    for name in job.qualname.split("."):
+        body = getattr(body, name)
+    body = getattr(body, "__rank_body__", body)
+    arguments, options = pickle.loads(job.arguments)
+    return body(rank, *arguments, **options)
+
+
+def _load(name: str, path: str) -> ModuleType:
+    """Import a test module once, with pytest's assertion rewriting, so that ``assert`` tells its values."""
+    if name in sys.modules:
+        loaded = sys.modules[name]
+        if loaded.__file__ != path:
+            raise ImportError(f"two modules are called {name}: {loaded.__file__} and {path}")
+        return loaded
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        exec(_compile(Path(path)), module.__dict__)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _compile(path: Path) -> Any:
+    source = path.read_bytes()
+    tree = ast.parse(source, str(path))
+    try:
+        from _pytest.assertion.rewrite import rewrite_asserts
+    except ImportError:  # not a public name of pytest: without it, assertions are merely less talkative
+        pass
+    else:
+        rewrite_asserts(tree, source, str(path))
+    return compile(tree, str(path), "exec", dont_inherit=True)
+
+
+def _run(rank: int, work: Callable[[], Any]) -> Outcome:
+    try:
+        value = work()
+    except BaseException as error:
+        return _failure(rank, error)
+    gc.collect()
+    return Outcome(rank, "returned", time.monotonic(), value)
+
+
+def _failure(rank: int, error: BaseException) -> Outcome:
+    when = time.monotonic()
+    types = tuple(kind.__qualname__ for kind in type(error).__mro__[:-1])
+    if isinstance(error, pytest.skip.Exception):
+        return Outcome(rank, "skipped", when, error_types=types, message=str(error))
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next  # the frames of this file say nothing about the test
+    shown = frames or error.__traceback__
+    text = "".join(traceback.format_exception(type(error), error, shown))
+    return Outcome(rank, "raised", when, error_types=types, message=str(error), traceback=text)
+
+
+def _pickled(outcome: Outcome) -> bytes:
+    try:
+        return pickle.dumps(outcome)
+    except Exception as error:
+        what = f"the body returned a {type(outcome.value).__qualname__}, which cannot be pickled: {error}"
+        return pickle.dumps(_failure(outcome.rank, TypeError(what)))

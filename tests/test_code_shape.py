@@ -1,0 +1,505 @@
+"""Shape budgets of the code in ``src``: small files, classes and functions, all documented and annotated.
+
+The design says why these numbers. Each check is a function of a file's source that yields what is wrong with
+it. Each is run over every file of ``src``, and shown to find what it looks for in a bad example.
+
+Notes: a *definition* is a line that, after indentation and a comment or docstring mark, starts with
+``[Note: X]`` and ends there. Any other occurrence of ``[Note: X]`` in a line is a *citation*, usually "see
+[Note: X]". Every citation needs exactly one definition in ``src``; so a citation must not stand alone on a
+line or be broken over two.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "src" / "fullshard"
+
+MAX_FILE_LINES = 500
+MAX_ATTRIBUTES = 15
+MAX_FUNCTION_LINES = 60
+MAX_PARAMETERS = 8
+MAX_TUPLE = 3
+
+_MIRROR = "public signature that mirrors torch.distributed.fsdp: users change one import line"
+# "file::qualified name" -> why it may have more than MAX_PARAMETERS. Only its body counts as length.
+MANY_PARAMETERS_ALLOWED = {
+    "wrapper.py::FullyShardedDataParallel.__init__": _MIRROR,
+    "wrapper.py::FullyShardedDataParallel.set_state_dict_type": _MIRROR,
+    "cli.py::train": "typer command: each parameter is an option of the command line",
+}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+NOTE = re.compile(r"\[Note: ([^\]\n]+)\]")
+DEFINITION = re.compile(
+    r"""^\s*(?:\#+\s*|[rR]?\"{3}\s*|[rR]?'{3}\s*)?\[Note:\ ([^\]\n]+)\]\s*$""", re.VERBOSE
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file: ``path`` relative to the package, and its text."""
+
+    path: str
+    text: str
+
+    @property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, self.path)
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A function or class with its qualified name and whether it is reached by public names only."""
+
+    node: Function | ast.ClassDef
+    name: str
+    parent: ast.AST
+
+    @property
+    def is_public(self) -> bool:
+        return not any(part.startswith("_") or part == "<locals>" for part in self.name.split("."))
+
+
+def definitions(node: ast.AST, prefix: str = "") -> Iterator[Definition]:
+    """Every function and class below ``node``, nested ones included."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function | ast.ClassDef):
+            name = f"{prefix}{child.name}"
+            yield Definition(child, name, node)
+            yield from definitions(child, name + ("." if isinstance(child, ast.ClassDef) else ".<locals>."))
+        else:
+            yield from definitions(child, prefix)
+
+
+def functions(source: Source) -> Iterator[Definition]:
+    return (each for each in definitions(source.tree) if isinstance(each.node, Function))
+
+
+def classes(source: Source) -> Iterator[Definition]:
+    return (each for each in definitions(source.tree) if isinstance(each.node, ast.ClassDef))
+
+
+def check_file_length(source: Source) -> Iterator[str]:
+    lines = len(source.text.splitlines())
+    if lines > MAX_FILE_LINES:
+        yield f"{source.path}: {lines} lines, at most {MAX_FILE_LINES}"
+
+
+def check_file_name(source: Source) -> Iterator[str]:
+    if Path(source.path).name in ("utils.py", "util.py", "helpers.py", "common.py", "misc.py"):
+        yield f"{source.path}: name a file after the concept it holds"
+
+
+def check_attributes(source: Source) -> Iterator[str]:
+    for each in classes(source):
+        names = instance_attributes(each.node)
+        if len(names) > MAX_ATTRIBUTES:
+            yield f"{_at(source, each)} {len(names)} attributes, at most {MAX_ATTRIBUTES}: {sorted(names)}"
+
+
+def instance_attributes(node: ast.ClassDef) -> set[str]:
+    """Names annotated in the class body or set on ``self`` in methods; no ClassVar, no enum members."""
+    if any(re.search(r"(Enum|Flag)$", ast.unparse(base)) for base in node.bases):
+        return set()
+    names = set()
+    for statement in node.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            if "ClassVar" not in ast.unparse(statement.annotation):
+                names.add(statement.target.id)
+        elif isinstance(statement, Function) and not _decorators(statement) & {"staticmethod", "classmethod"}:
+            names |= _assigned_to(_all_arguments(statement)[0].arg, statement)
+    return names
+
+
+def _assigned_to(self: str, method: Function) -> set[str]:
+    names = set()
+    for node in ast.walk(method):
+        match node:
+            case ast.Attribute(value=ast.Name(id=owner), attr=name, ctx=ast.Store()) if owner == self:
+                names.add(name)
+            case ast.Call(
+                func=ast.Attribute(attr="__setattr__"), args=[*_, ast.Constant(value=str(name)), _]
+            ):
+                names.add(name)
+    return names
+
+
+def check_function_length(source: Source) -> Iterator[str]:
+    for each in functions(source):
+        lines = function_lines(each.node, body_only=_may_have_many(source, each))
+        if lines > MAX_FUNCTION_LINES:
+            yield f"{_at(source, each)} {lines} lines, at most {MAX_FUNCTION_LINES}"
+
+
+def function_lines(node: Function, body_only: bool = False) -> int:
+    """Lines from ``def``, or from the end of the signature, to the end; without the docstring."""
+    start = node.body[0].lineno if body_only else node.lineno
+    lines = node.end_lineno - start + 1
+    if ast.get_docstring(node) is not None:
+        lines -= node.body[0].end_lineno - node.body[0].lineno + 1
+    return lines
+
+
+def check_parameters(source: Source) -> Iterator[str]:
+    for each in functions(source):
+        count = len(_own_arguments(each))
+        if count > MAX_PARAMETERS and not _may_have_many(source, each):
+            yield f"{_at(source, each)} {count} parameters, at most {MAX_PARAMETERS}"
+
+
+def _may_have_many(source: Source, each: Definition) -> bool:
+    return f"{source.path}::{each.name}" in MANY_PARAMETERS_ALLOWED
+
+
+def check_returned_tuples(source: Source) -> Iterator[str]:
+    for each in functions(source):
+        if each.node.returns is not None and (size := widest_tuple(each.node.returns)) > MAX_TUPLE:
+            yield f"{_at(source, each)} annotated to return a tuple of {size}: make it a dataclass"
+        for node in _own_nodes(each.node):
+            match node:
+                case ast.Return(value=ast.Tuple(elts=parts)) if len(parts) > MAX_TUPLE:
+                    yield f"{_at(source, each)} returns a tuple of {len(parts)}: make it a dataclass"
+
+
+def widest_tuple(annotation: ast.expr) -> int:
+    """Elements of the widest ``tuple[...]`` anywhere in an annotation, quoted ones included."""
+    widest = 0
+    for node in ast.walk(annotation):
+        match node:
+            case ast.Constant(value=str(text)):
+                widest = max(widest, widest_tuple(ast.parse(text, mode="eval").body))
+            case ast.Subscript(value=owner, slice=ast.Tuple(elts=parts)):
+                if ast.unparse(owner).rpartition(".")[2] in ("tuple", "Tuple"):
+                    widest = max(widest, len(parts))
+    return widest
+
+
+def check_docstrings(source: Source) -> Iterator[str]:
+    module = Path(source.path).stem
+    is_public = not module.startswith("_") or module == "__init__"
+    if is_public and source.text.strip() and ast.get_docstring(source.tree) is None:
+        yield f"{source.path}:1: module without a docstring"
+    for each in definitions(source.tree):
+        if each.is_public and not _shares_docstring(each.node) and ast.get_docstring(each.node) is None:
+            yield f"{_at(source, each)} public, without a docstring"
+
+
+def _shares_docstring(node: Function | ast.ClassDef) -> bool:
+    """Overloads and property setters are documented at the definition they belong to."""
+    return any(re.search(r"(^|\.)(overload|setter|deleter)$", name) for name in _decorators(node))
+
+
+def check_annotations(source: Source) -> Iterator[str]:
+    for each in functions(source):
+        missing = [
+            argument.arg for argument in _own_arguments(each, starred=True) if argument.annotation is None
+        ]
+        if each.node.returns is None:
+            missing.append("return")
+        if missing:
+            yield f"{_at(source, each)} not annotated: {', '.join(missing)}"
+
+
+def _decorators(node: Function | ast.ClassDef) -> set[str]:
+    return {ast.unparse(decorator) for decorator in node.decorator_list}
+
+
+def _all_arguments(node: Function) -> list[ast.arg]:
+    return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+
+
+def _own_arguments(each: Definition, starred: bool = False) -> list[ast.arg]:
+    """Parameters without self or cls; ``*args`` and ``**kwargs`` only if asked for."""
+    arguments = _all_arguments(each.node)
+    if isinstance(each.parent, ast.ClassDef) and "staticmethod" not in _decorators(each.node):
+        arguments = arguments[1:]
+    extra = [each.node.args.vararg, each.node.args.kwarg] if starred else []
+    return arguments + [argument for argument in extra if argument is not None]
+
+
+def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """What is below a function, without what is below functions nested in it."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, Function | ast.ClassDef | ast.Lambda):
+            yield child
+            yield from _own_nodes(child)
+
+
+def _at(source: Source, each: Definition) -> str:
+    return f"{source.path}:{each.node.lineno}: {each.name}:"
+
+
+def check_notes(sources: list[Source]) -> Iterator[str]:
+    """What is wrong with the notes of all files together."""
+    defined: dict[str, list[str]] = {}
+    cited: list[tuple[str, str]] = []
+    for source in sources:
+        for number, line in enumerate(source.text.splitlines(), start=1):
+            place = f"{source.path}:{number}"
+            if definition := DEFINITION.match(line):
+                defined.setdefault(definition[1], []).append(place)
+                continue
+            cited += [(name, place) for name in NOTE.findall(line)]
+            if line.count("[Note:") > len(NOTE.findall(line)):
+                yield f"{place}: a note's name is broken over two lines, or not '[Note: X]'"
+    for name, place in cited:
+        if name not in defined:
+            yield f"{place}: cites [Note: {name}], which is defined nowhere"
+    for name, places in defined.items():
+        if len(places) > 1:
+            yield f"[Note: {name}] is defined {len(places)} times: {', '.join(places)}"
+
+
+CHECKS: dict[str, Callable[[Source], Iterator[str]]] = {
+    "file length": check_file_length,
+    "file name": check_file_name,
+    "attributes": check_attributes,
+    "function length": check_function_length,
+    "parameters": check_parameters,
+    "returned tuples": check_returned_tuples,
+    "docstrings": check_docstrings,
+    "annotations": check_annotations,
+}
+
+
+def package_sources() -> list[Source]:
+    return [
+        Source(path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8"))
+        for path in sorted(PACKAGE.rglob("*.py"))
+    ]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_package_keeps_its_shape(name: str) -> None:
+    """Every file of the package keeps within the budget."""
+    wrong = [message for source in package_sources() for message in CHECKS[name](source)]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_package_notes_resolve() -> None:
+    """Every note that is cited in the package is defined in it exactly once."""
+    wrong = list(check_notes(package_sources()))
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_exemptions_are_needed() -> None:
+    """An exempted function that is there has more parameters than the budget; else drop the exemption."""
+    idle = [
+        f"{source.path}::{each.name}"
+        for source in package_sources()
+        for each in functions(source)
+        if _may_have_many(source, each) and len(_own_arguments(each)) <= MAX_PARAMETERS
+    ]
+    assert not idle
+
+
+def _many(template: str, count: int, separator: str = "\n") -> str:
+    return separator.join(template.format(i) for i in range(count))
+
+
+ATTRIBUTES_BY_ALL_MEANS = """
+class A:
+    shared: ClassVar[int] = 0
+    constant = 1
+    declared: int
+    def __init__(self):
+        self.declared = 0
+        self.a, (self.b, *self.c) = 1, (2, 3)
+        self.d: int = 0
+        self.e += 1
+        other.f = 1
+        self.declared.g = 1
+        object.__setattr__(self, "h", 1)
+    def late(this):
+        with open(this.x) as this.i:
+            for this.j in range(3):
+                def inner():
+                    this.k = 1
+    @classmethod
+    def make(cls):
+        cls.l = 1
+    @staticmethod
+    def set(a):
+        a.m = 1
+"""
+
+# name of the check, what it finds, bad source, good source that differs in just that
+EXAMPLES = [
+    ("file length", "501 lines", _many("# {}", 501), _many("# {}", 500)),
+    (
+        "attributes",
+        "16 attributes",
+        "class A:\n" + _many("    a{}: int", 16),
+        "class A:\n" + _many("    a{}: int", 15) + "\n    b: ClassVar[int]",
+    ),
+    (
+        "attributes",
+        "16 attributes",
+        "class A:\n    def f(self):\n" + _many("        self.a{} = 0", 16),
+        "class A:\n    def f(self):\n" + _many("        self.a{0} = 0\n        self.a{0} = 1", 15),
+    ),
+    (
+        "attributes",
+        "16 attributes",
+        "class A:\n" + _many("    a{}: int", 15) + "\n    def f(self):\n        self.b = 0",
+        "class A:\n" + _many("    a{}: int", 15) + "\n    def f(self):\n        self.a1 = 0",
+    ),
+    (
+        "attributes",
+        "16 attributes",
+        "class A(Base):\n" + _many("    a{}: int", 16),
+        "class A(IntEnum):\n" + _many("    a{}: int", 16),
+    ),
+    (
+        "function length",
+        "61 lines",
+        "def f():\n" + _many("    x = {}", 60),
+        'def f():\n    """One\n\n    two.\n    """\n' + _many("    x = {}", 59),
+    ),
+    (
+        "function length",
+        "A.f: 61 lines",
+        "class A:\n  def f(\n    self):\n" + _many("    x = {}", 59),
+        "class A:\n  @decorated\n  def f(self):\n" + _many("    x = {}", 59),
+    ),
+    (
+        "parameters",
+        "9 parameters",
+        "def f(a, b, /, c, d, e, f, *, g, h, i): ...",
+        "def f(a, b, /, c, d, e, *, f, g, h): ...",
+    ),
+    (
+        "parameters",
+        "9 parameters",
+        "class A:\n def f(s, " + _many("a{}", 9, ",") + "): ...",
+        "class A:\n def f(s, " + _many("a{}", 8, ",") + "): ...",
+    ),
+    (
+        "parameters",
+        "9 parameters",
+        "class A:\n @staticmethod\n def f(" + _many("a{}", 9, ",") + "): ...",
+        "class A:\n @classmethod\n def f(" + _many("a{}", 9, ",") + "): ...",
+    ),
+    (
+        "returned tuples",
+        "a tuple of 4",
+        "def f():\n if x:\n  return 1, 2, 3, 4",
+        "def f():\n if x:\n  return 1, 2, 3",
+    ),
+    ("returned tuples", "a tuple of 4", "def f():\n return (1, 2, 3, 4)", "def f():\n return [1, 2, 3, 4]"),
+    (
+        "returned tuples",
+        "a tuple of 4",
+        "def f() -> tuple[int, int, int, int]: ...",
+        "def f() -> tuple[int, ...]: ...",
+    ),
+    (
+        "returned tuples",
+        "a tuple of 4",
+        "def f() -> 'None | Tuple[A, B, C, D]': ...",
+        "def f() -> 'None | Tuple[A, B, C]': ...",
+    ),
+    ("docstrings", "module without", "x = 1", '"""Doc."""\nx = 1'),
+    ("docstrings", "f: public", '"""Doc."""\ndef f(): ...', '"""Doc."""\ndef _f(): ...'),
+    (
+        "docstrings",
+        "A: public",
+        '"""Doc."""\nclass A: ...',
+        '"""Doc."""\nclass A:\n  "Doc."\n  def __len__(self): ...',
+    ),
+    (
+        "docstrings",
+        "A.f: public",
+        '"""Doc."""\nclass A:\n  "Doc."\n  def f(self): ...',
+        '"""Doc."""\nclass _A:\n  def f(self): ...',
+    ),
+    (
+        "docstrings",
+        "A.f: public",
+        '"""Doc."""\nclass A:\n  "Doc."\n  @property\n  def f(self): ...',
+        '"""Doc."""\nclass A:\n  "Doc."\n  @f.setter\n  def f(self): ...',
+    ),
+    ("annotations", "not annotated: a", "def f(a) -> None: ...", "def f(a: int) -> None: ..."),
+    ("annotations", "not annotated: return", "def f(a: int): ...", "class A:\n  def f(self) -> None: ..."),
+    (
+        "annotations",
+        "not annotated: args, kwargs",
+        "def f(*args, **kwargs) -> None: ...",
+        "def f(*args: int, **kwargs: int) -> None: ...",
+    ),
+    (
+        "annotations",
+        "<locals>.g: not annotated: b",
+        "def f() -> None:\n  def g(b) -> None: ...",
+        "def f() -> None:\n  g = lambda b: b",
+    ),
+    (
+        "annotations",
+        "not annotated: b",
+        "class A:\n  def f(self, *, b) -> None: ...",
+        "class A:\n  @classmethod\n  def f(cls, *, b: int) -> None: ...",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "message", "bad", "good"), EXAMPLES)
+def test_check_finds_what_it_looks_for(name: str, message: str, bad: str, good: str) -> None:
+    """Each check finds one thing in a bad example, and nothing in one that is just good enough."""
+    (found,) = CHECKS[name](Source("a.py", bad))
+    assert message in found
+    assert not list(CHECKS[name](Source("a.py", good)))
+
+
+def test_catch_all_file_names_are_found() -> None:
+    """A file called ``utils.py`` is found in any folder."""
+    assert list(check_file_name(Source("engine/utils.py", "")))
+    assert not list(check_file_name(Source("engine/unit.py", "")))
+
+
+def test_attributes_are_found_however_they_are_set() -> None:
+    """Attributes count once, whether declared, assigned, unpacked, or set in an inner function."""
+    (node,) = ast.parse(ATTRIBUTES_BY_ALL_MEANS).body
+    assert instance_attributes(node) == {"declared", *"abcdehijk"}
+
+
+def test_exempted_function_may_have_many_parameters() -> None:
+    """Only the exempted function of the exempted file may be wide; its signature adds no length."""
+    text = "def train(\n" + _many("    a{},", 80) + "\n):\n" + _many("    x = {}", 60)
+    for check in (check_parameters, check_function_length):
+        assert not list(check(Source("cli.py", text)))
+        assert list(check(Source("train/cli.py", text)))
+    assert list(check_function_length(Source("cli.py", text + "\n    x = 60")))
+
+
+@pytest.mark.parametrize(
+    ("second_file", "message"),
+    [
+        ("x = 1  # see [Note: Alias tensors]", ""),
+        ("# [Note: Other]\n# text, see [Note: Other] and [Note: Alias tensors]", ""),
+        ("'''Text.\n\n    [Note: Other]\n    text\n'''\n# see [Note: Other].", ""),
+        ("# see [Note: Alias]", "b.py:1: cites [Note: Alias], which is defined nowhere"),
+        ("# [Note: Alias tensors]", "[Note: Alias tensors] is defined 2 times: a.py:1, b.py:1"),
+        ('"""[Note: Alias tensors]', "[Note: Alias tensors] is defined 2 times"),
+        ("# see [Note: Alias\n# tensors]", "b.py:1: a note's name is broken over two lines"),
+        ("# see [Note:Alias tensors]", "b.py:1: a note's name is broken over two lines, or not"),
+    ],
+)
+def test_notes_are_resolved_over_files(second_file: str, message: str) -> None:
+    """A citation needs exactly one definition, in any file."""
+    first = textwrap.dedent(
+        """\
+        # [Note: Alias tensors]
+        # An alias is ...
+        """
+    )
+    found = list(check_notes([Source("a.py", first), Source("b.py", second_file)]))
+    assert len(found) == bool(message)
+    assert message in "".join(found)

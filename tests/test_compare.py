@@ -1,0 +1,335 @@
+"""The comparison helpers: each passes on what is equal and fails on every kind of difference."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from compare import assert_close, assert_equal, assert_models_equal, fqn_of
+from ranks import Rank, on_ranks
+
+nan, inf = float("nan"), float("inf")
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.complex64,
+    torch.int32,
+    torch.bool,
+]
+DTYPES += [torch.float8_e4m3fn, torch.uint8]
+
+Compare = Callable[[object, object, str], None]
+exactly: Compare = assert_equal
+closely: Compare = partial(assert_close, rtol=1e-3, atol=1e-6)
+both = pytest.mark.parametrize("compare", [exactly, closely], ids=["assert_equal", "assert_close"])
+
+
+def values() -> torch.Tensor:
+    return torch.tensor([[1.0, nan, -inf], [4.0, 5.0, 6.0]])
+
+
+def changed(index: tuple[int, int], value: float) -> torch.Tensor:
+    tensor = values()
+    tensor[index] = value
+    return tensor
+
+
+@both
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (5,), (2, 3)], ids=str)
+def test_equal_tensors_pass(compare: Compare, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Tensors of any dtype and shape, empty and 0-D ones too, equal their copies."""
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    compare(tensor, tensor.clone(), "x")
+
+
+@both
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wrong_value_fails_in_any_dtype(compare: Compare, dtype: torch.dtype) -> None:
+    """One wrong element fails whatever the dtype, and is found."""
+    expected = torch.zeros(2, 3).to(dtype)
+    actual = expected.clone()
+    actual[1, 2] = 1
+    with pytest.raises(AssertionError, match=r"x: 1 of 6 elements differ .* worst at \(1, 2\)"):
+        compare(actual, expected, "x")
+
+
+@both
+def test_layout_in_memory_does_not_matter(compare: Compare) -> None:
+    """Only values count: a transposed view equals its contiguous copy."""
+    tensor = torch.randn(3, 4).t()
+    compare(tensor, tensor.contiguous(), "x")
+    with pytest.raises(AssertionError, match="differ"):
+        compare(tensor, tensor.t().reshape(4, 3), "x")
+
+
+@both
+def test_same_nan_and_inf_pass(compare: Compare) -> None:
+    """NaN equals NaN in the same place, and inf equals inf of the same sign."""
+    compare(values(), values(), "x")
+
+
+@both
+@pytest.mark.parametrize(
+    ("index", "value", "shown"),
+    [
+        ((1, 2), 7.0, "expected 6.0, got 7.0"),
+        ((1, 1), nan, "expected 5.0, got nan"),
+        ((0, 1), 2.0, "expected nan, got 2.0"),
+        ((0, 2), inf, "expected -inf, got inf"),
+        ((0, 2), 3.0, "expected -inf, got 3.0"),
+        ((0, 0), inf, "expected 1.0, got inf"),
+    ],
+)
+def test_wrong_value_fails(compare: Compare, index: tuple[int, int], value: float, shown: str) -> None:
+    """One wrong element fails, NaN and inf included, and the message has its index and both values."""
+    message = f"x: 1 of 6 elements differ .*shape (2, 3), torch.float32; worst at {index}: {shown}"
+    with pytest.raises(AssertionError, match=re.escape(message).replace(r"\.\*", ".*")):
+        compare(changed(index, value), values(), "x")
+
+
+@both
+def test_worst_element_is_shown(compare: Compare) -> None:
+    """Of several wrong elements, the message shows the one that differs most."""
+    actual = torch.tensor([1.0, 2.5, 30.0, 4.1])
+    with pytest.raises(AssertionError, match=r"3 of 4 .* worst at \(2,\): expected 3.0, got 30.0"):
+        compare(actual, torch.tensor([1.0, 2.0, 3.0, 4.0]), "x")
+
+
+@both
+@pytest.mark.parametrize(
+    ("actual", "message"),
+    [
+        (values().double(), "x: dtype differs: expected torch.float32, got torch.float64"),
+        (values().view(6), "x: shape differs: expected torch.Size([2, 3]), got torch.Size([6])"),
+        (values()[None], "x: shape differs"),
+        (values().to("meta"), "x: device differs: expected cpu, got meta"),
+        (None, "x: expected Tensor(2, 3) of torch.float32 on cpu, got None"),
+        (1.0, "got 1.0"),
+        (values().tolist(), "got a list"),
+    ],
+    ids=["dtype", "shape", "extra dim", "device", "None", "number", "list"],
+)
+def test_wrong_kind_fails(compare: Compare, actual: object, message: str) -> None:
+    """A different dtype, shape or device fails even where the values agree, and so does what is no tensor."""
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        compare(actual, values(), "x")
+
+
+def test_equal_is_bitwise() -> None:
+    """The last bit and the sign of zero count for ``assert_equal``, the sign of a NaN does not."""
+    one = torch.tensor([1.0])
+    with pytest.raises(AssertionError, match=r"expected 1\.0, got 1\.00000011"):
+        assert_equal(torch.nextafter(one, torch.tensor([2.0])), one, "x")
+    with pytest.raises(AssertionError, match=r"expected 0\.0, got -0\.0"):
+        assert_equal(torch.tensor([-0.0]), torch.tensor([0.0]), "x")
+    assert_equal(torch.tensor([-nan]), torch.tensor([nan]), "x")
+
+
+def test_close_keeps_to_its_tolerances() -> None:
+    """``assert_close`` allows atol + rtol * |expected| and no more."""
+    expected = torch.tensor([100.0])
+    assert_close(expected + 0.9, expected, "x", rtol=0.01)
+    assert_close(expected + 1.4, expected, "x", rtol=0.01, atol=0.5)
+    with pytest.raises(AssertionError, match=r"rtol=0\.01, atol=0\b"):
+        assert_close(expected + 1.1, expected, "x", rtol=0.01)
+    with pytest.raises(AssertionError, match=r"rtol=0\.01, atol=0\.5"):
+        assert_close(expected + 1.6, expected, "x", rtol=0.01, atol=0.5)
+
+
+def test_close_sees_differences_that_a_narrow_dtype_hides() -> None:
+    """Tolerances are applied in float64, so that bfloat16 and large integers are not rounded first."""
+    with pytest.raises(AssertionError, match="1 of 1"):
+        assert_close(torch.tensor([1.0078125]).bfloat16(), torch.ones(1).bfloat16(), "x", rtol=0.007)
+    with pytest.raises(AssertionError, match="1 of 1"):
+        assert_close(torch.tensor([2**60 + 1]), torch.tensor([2**60]), "x", rtol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "message"),
+    [
+        ({"a": [1, 2]}, {"a": [1, 3]}, "x['a'][1]: expected 3, got 2"),
+        ({"a": 1}, {"b": 1}, "x: missing ['b'], unexpected ['a']"),
+        ([1, 2], [1, 2, 3], "x: expected 3 entries, got 2"),
+        ([1, 2], (1, 2), "x: expected a tuple, got a list"),
+        (1, 1.0, "x: expected 1.0, got 1"),
+        (None, 0, "x: expected 0, got None"),
+        (1.0, nan, "x: expected nan, got 1.0"),
+        ("a", "b", "x: expected 'b', got 'a'"),
+        ({"a": values()}, {"a": values() + 1}, "x['a']: 4 of 6 elements differ"),
+        ({"a": values()}, {"a": None}, "x['a']: expected None, got Tensor(2, 3)"),
+    ],
+)
+def test_nested_difference_fails(actual: object, expected: object, message: str) -> None:
+    """``assert_equal`` goes through mappings and sequences and names the place of a difference."""
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        assert_equal(actual, expected, "x")
+
+
+def test_nested_equality_passes() -> None:
+    """``assert_equal`` accepts equal nested values, numbers that are NaN included."""
+    assert_equal({"a": [values(), nan, "b", None]}, {"a": [values(), nan, "b", None]}, "x")
+
+
+class Pair(nn.Module):
+    """Two layers, the second one frozen, and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5)
+        self.second = nn.Linear(5, 3).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+
+def pair_with_grads() -> Pair:
+    torch.manual_seed(1)
+    model = Pair()
+    model.first(torch.randn(4, 3)).sum().mul(model.scale).backward()
+    return model
+
+
+def sharded(model: nn.Module, rank: Rank) -> nn.Module:
+    """The same model with its matrices and vectors cut on dim 0, gradients too; the scalar stays plain."""
+    for layer in (model.first, model.second):
+        for name, parameter in list(layer.named_parameters()):
+            cut = nn.Parameter(
+                distribute_tensor(parameter.detach(), rank.mesh, [Shard(0)]), parameter.requires_grad
+            )
+            if parameter.grad is not None:
+                cut.grad = distribute_tensor(parameter.grad, rank.mesh, [Shard(0)])
+            setattr(layer, name, cut)
+    return model
+
+
+def spoil_value(model: nn.Module) -> None:
+    _local(model.first.bias)[-1:] += 1
+
+
+def spoil_frozen_value(model: nn.Module) -> None:
+    _local(model.second.weight)[:1] = nan
+
+
+def spoil_dtype(model: nn.Module) -> None:
+    model.scale = nn.Parameter(model.scale.detach().double())
+
+
+def spoil_shape(model: nn.Module) -> None:
+    model.scale = nn.Parameter(model.scale.detach()[None])
+
+
+def spoil_name(model: nn.Module) -> None:
+    model.factor = model.scale
+    del model.scale
+
+
+def spoil_grad(model: nn.Module) -> None:
+    _local(model.first.weight.grad)[:1] *= 1.5
+
+
+def drop_grad(model: nn.Module) -> None:
+    model.first.bias.grad = None
+
+
+def add_zero_grad(model: nn.Module) -> None:
+    model.second.bias.grad = torch.zeros_like(model.second.bias)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+DIFFERENCES = [
+    (
+        spoil_value,
+        False,
+        r"parameter first\.bias: \d of 5 elements differ .*shape \(5,\), torch.float32; worst at",
+    ),
+    (spoil_frozen_value, False, r"parameter second\.weight: .* expected .*, got nan"),
+    (spoil_dtype, False, r"parameter scale: dtype differs: expected torch.float32, got torch.float64"),
+    (
+        spoil_shape,
+        False,
+        r"parameter scale: shape differs: expected torch.Size\(\[\]\), got torch.Size\(\[1\]\)",
+    ),
+    (spoil_name, False, r"parameters by FQN: missing \['scale'\], unexpected \['factor'\]"),
+    (spoil_grad, True, r"gradient of first\.weight: \d+ of 15 elements differ"),
+    (drop_grad, True, r"gradient of first\.bias: expected Tensor\(5,\) .*, got None"),
+    (add_zero_grad, True, r"gradient of second\.bias: expected None, got Tensor\(3,\)"),
+]
+differences = pytest.mark.parametrize(
+    ("spoil", "is_about_grad", "message"), DIFFERENCES, ids=[spoil.__name__ for spoil, *_ in DIFFERENCES]
+)
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 1e-5])
+@differences
+def test_plain_models_are_compared(
+    spoil: Callable[[nn.Module], None], is_about_grad: bool, message: str, tolerance: float
+) -> None:
+    """Equal models pass; each kind of difference fails and names the FQN, gradients only when asked for."""
+    model = pair_with_grads()
+    assert_models_equal(model, pair_with_grads(), grads=True, rtol=tolerance, atol=tolerance)
+    spoil(model)
+    if is_about_grad:
+        assert_models_equal(model, pair_with_grads(), rtol=tolerance)
+    with pytest.raises(AssertionError, match=message):
+        assert_models_equal(model, pair_with_grads(), grads=True, rtol=tolerance, atol=tolerance)
+
+
+@on_ranks(2)
+@differences
+def test_sharded_model_is_compared(
+    rank: Rank, spoil: Callable[[nn.Module], None], is_about_grad: bool, message: str
+) -> None:
+    """A sharded model is gathered and compared to a plain one; any difference fails on every rank."""
+    assert_models_equal(sharded(pair_with_grads(), rank), pair_with_grads(), grads=True)
+    model = sharded(pair_with_grads(), rank)
+    spoil(model)
+    if is_about_grad:
+        assert_models_equal(model, pair_with_grads())
+    with pytest.raises(AssertionError, match=message):
+        assert_models_equal(model, pair_with_grads(), grads=True)
+
+
+@on_ranks(2)
+def test_gradient_missing_on_one_rank_fails_on_all(rank: Rank) -> None:
+    """A gradient that is None on one rank only is an error on every rank and not a hang."""
+    model = sharded(pair_with_grads(), rank)
+    if rank.rank == 1:
+        model.first.weight.grad = None
+    with pytest.raises(AssertionError, match=r"gradient of first\.weight is None on ranks \[1\] of 2 only"):
+        assert_models_equal(model, pair_with_grads(), grads=True)
+
+
+@on_ranks(2)
+def test_wrong_piece_on_one_rank_fails_on_all(rank: Rank) -> None:
+    """A wrong value in one rank's shard is seen by every rank."""
+    model = sharded(pair_with_grads(), rank)
+    if rank.rank == 1:
+        _local(model.first.weight)[0, 0] += 1
+    with pytest.raises(AssertionError, match=r"parameter first\.weight: 1 of 15 .* worst at \(3, 0\)"):
+        assert_models_equal(model, pair_with_grads())
+
+
+@on_ranks(1)
+def test_dtensor_has_to_be_gathered_first(rank: Rank) -> None:
+    """Comparing a DTensor directly is refused, because it would compare local pieces or hide a collective."""
+    tensor = distribute_tensor(torch.ones(2), rank.mesh, [Shard(0)])
+    with pytest.raises(TypeError, match="x: actual is a DTensor"):
+        assert_equal(tensor, torch.ones(2), "x")
+
+
+def test_names_of_wrappers_are_dropped() -> None:
+    """An FQN is the name that a parameter had before any wrapping."""
+    assert fqn_of("_fsdp_wrapped_module.a._checkpoint_wrapped_module.b.weight") == "a.b.weight"
+    assert fqn_of("_orig_mod.a.bias") == "a.bias"
+    model = pair_with_grads()
+    assert_models_equal(nn.ModuleDict({"_fsdp_wrapped_module": model}), model)

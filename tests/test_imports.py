@@ -1,0 +1,341 @@
+"""House rules about who may use what: layers, banned packages, and the owners of hooks and storage.
+
+All checks read source text, so that imports inside functions and under TYPE_CHECKING count too, and no file
+has to exist. Rules are functions of a file's path and text; each is shown to find what it looks for.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "src" / "fullshard"
+NAME = "fullshard"
+
+# From top to bottom. A module imports its own layer or those below. "" is the package's __init__.
+LAYERS = [
+    {"cli", "__main__"},
+    {"train", "integrations"},
+    {""},
+    {"fully_shard", "wrapper", "dropin"},
+    {"wrap"},
+    {"checkpoint", "optim", "plan", "trace"},
+    {"engine"},
+    {"layout", "transport", "memory", "policy"},
+    {"errors"},
+]
+# The parts of the lowest layer are independent, but for this.
+BOTTOM = {
+    "layout": {"errors"},
+    "transport": {"errors", "layout", "memory", "policy"},
+    "memory": {"errors", "policy"},
+    "policy": {"errors"},
+    "errors": set(),
+}
+PURE = {"layout", "errors"}  # nothing but the standard library: no torch
+
+BANNED = (
+    "torch.distributed.fsdp",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fully_shard",
+    "fairscale",
+    "deepspeed",
+)
+MAY_NAME_BANNED = {"dropin"}
+
+HOOKS = {
+    "register_forward_pre_hook",
+    "register_forward_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+    "register_hook",
+    "register_prehook",
+    "register_multi_grad_hook",
+    "register_post_accumulate_grad_hook",
+    "queue_callback",
+    "torch.autograd.Function",
+}
+STORAGE = {
+    "resize_",
+    "record_stream",
+    "pin_memory",
+    "torch.cuda.Stream",
+    "torch.cuda.Event",
+    "torch.Stream",
+    "torch.Event",
+}
+# Names -> files and folders that may use them. train is a user of the library: its hooks are its business.
+OWNERS = {
+    "hooks and autograd nodes": (HOOKS, {"engine/hooks.py"}, {"train"}),
+    "storage, streams and pinning": (STORAGE, {"memory.py"}, {"train"}),
+}
+
+IMPORTERS = {"import_module", "__import__", "find_spec", "resolve_name"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file: ``path`` relative to the package, and its text."""
+
+    path: str
+    text: str
+
+    @property
+    def part(self) -> str:
+        """First segment below the package, which decides the layer: "engine", "" for __init__."""
+        first = self.path.partition("/")[0].removesuffix(".py")
+        return "" if first == "__init__" else first
+
+
+def imports(source: Source) -> Iterator[tuple[int, str]]:
+    """Line and absolute dotted name of all that is imported, by statements and importlib calls."""
+    package = [NAME, *source.path.split("/")[:-1]]
+    for node in ast.walk(ast.parse(source.text, source.path)):
+        match node:
+            case ast.Import(names=names):
+                yield from ((node.lineno, alias.name) for alias in names)
+            case ast.ImportFrom(module=module, names=names, level=level):
+                base = package[: len(package) - level + 1] if level else []
+                origin = ".".join([*base, *filter(None, [module])])
+                yield from ((node.lineno, f"{origin}.{alias.name}") for alias in names)
+            case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
+                if ast.unparse(function).rpartition(".")[2] in IMPORTERS:
+                    yield node.lineno, name
+
+
+def layer_of(part: str) -> int | None:
+    """Index into LAYERS; pieces beside a front end (``wrapper_state.py``) belong to its layer."""
+    for index, layer in enumerate(LAYERS):
+        if part in layer or any(part.startswith(f"{name}_") for name in layer if name):
+            return index
+    return None
+
+
+def check_layers(source: Source) -> Iterator[str]:
+    own = layer_of(source.part)
+    if own is None:
+        yield f"{source.path}: {source.part!r} has no layer; add it to LAYERS of this test"
+        return
+    for line, name in imports(source):
+        top, *rest = name.split(".")
+        if top != NAME:
+            continue
+        part = rest[0] if rest and layer_of(rest[0]) is not None else ""
+        if layer_of(part) < own:
+            yield f"{source.path}:{line}: imports {name}, which is above {source.part}"
+        elif source.part in BOTTOM and part != source.part and part not in BOTTOM[source.part]:
+            yield f"{source.path}:{line}: {source.part} must not import {name}"
+
+
+def check_purity(source: Source) -> Iterator[str]:
+    if source.part in PURE:
+        for line, name in imports(source):
+            if (top := name.partition(".")[0]) != NAME and top not in sys.stdlib_module_names:
+                yield f"{source.path}:{line}: {source.part} is pure Python, it must not import {name}"
+
+
+def check_banned(source: Source) -> Iterator[str]:
+    if source.part in MAY_NAME_BANNED:
+        return
+    for line, name in {*imports(source), *used_names(source)}:
+        if any(f"{name}.".startswith(f"{banned}.") for banned in BANNED):
+            yield f"{source.path}:{line}: uses {name}, which this project replaces"
+
+
+def used_names(source: Source) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every name used, its first segment resolved through the imports."""
+    tree = ast.parse(source.text, source.path)
+    origins: dict[str, str] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                origins |= {alias.asname: alias.name for alias in names if alias.asname}
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                origins |= {alias.asname or alias.name: f"{module}.{alias.name}" for alias in names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name):
+            first, dot, rest = ast.unparse(node).partition(".")
+            yield node.lineno, origins.get(first, first) + dot + rest
+
+
+def check_owners(source: Source) -> Iterator[str]:
+    for what, (names, files, parts) in OWNERS.items():
+        if source.path in files or source.part in parts:
+            continue
+        for line, name in sorted({*_touched(source, names)}):
+            yield f"{source.path}:{line}: uses {name}; only {', '.join(sorted(files))} touches {what}"
+
+
+def _touched(source: Source, names: set[str]) -> Iterator[tuple[int, str]]:
+    """Uses of names: methods, classes by their full name, getattr by string, keywords of torch functions."""
+    for node in ast.walk(ast.parse(source.text, source.path)):
+        match node:
+            case ast.Call(func=ast.Attribute(attr=name)) if name in names:
+                yield node.lineno, name
+            case ast.Attribute(attr=name) if name in names - {
+                "pin_memory"
+            }:  # a policy has a field of this name
+                yield node.lineno, name
+            case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=name), *_]) if (
+                name in names
+            ):
+                yield node.lineno, name
+            case ast.Call(func=function, keywords=keywords) if ast.unparse(function).startswith("torch."):
+                yield from ((node.lineno, keyword.arg) for keyword in keywords if keyword.arg in names)
+    for line, name in {*used_names(source), *imports(source)}:
+        if name in names:
+            yield line, name
+
+
+CHECKS = {check.__name__: check for check in (check_layers, check_purity, check_banned, check_owners)}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_package_keeps_the_house_rules(name: str) -> None:
+    """Every file of the package imports downward only, and leaves to others what is theirs."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    sources = [
+        Source(path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8")) for path in files
+    ]
+    wrong = [message for source in sources for message in CHECKS[name](source)]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("engine/unit.py", "from fullshard.fully_shard import FSDPModule"),
+        ("engine/unit.py", "from fullshard import fully_shard"),
+        ("engine/unit.py", "import fullshard"),
+        ("engine/unit.py", "import fullshard.plan.report"),
+        ("engine/unit.py", "def f():\n    from ..checkpoint import save"),
+        ("engine/unit.py", "if TYPE_CHECKING:\n    from ..wrap.policy import Plan"),
+        ("engine/unit.py", "from .. import optim"),
+        ("engine/unit.py", "importlib.import_module('fullshard.trace')"),
+        ("optim/clip.py", "from fullshard.wrap import plan"),
+        ("wrap/apply.py", "from fullshard.wrapper import FullyShardedDataParallel"),
+        ("wrapper_state.py", "from fullshard.train import loop"),
+        ("fully_shard.py", "from fullshard import FSDPModule"),
+        ("train/loop.py", "from fullshard.cli import app"),
+        ("layout/flat.py", "from fullshard.transport import gloo"),
+        ("layout/flat.py", "from ..memory import resize"),
+        ("transport/gloo.py", "from fullshard.engine.bucket import Bucket"),
+        ("memory.py", "from .layout import flat"),
+        ("memory.py", "from . import transport"),
+        ("memory.py", "from .engine import bucket"),
+        ("policy.py", "from fullshard.memory import x"),
+        ("errors.py", "from fullshard.policy import x"),
+        ("surprise.py", ""),
+    ],
+)
+def test_upward_imports_are_found(path: str, text: str) -> None:
+    """An import of a higher layer, or of a neighbour in the lowest one, is found however it is written."""
+    assert len(list(check_layers(Source(path, text)))) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("__init__.py", "from fullshard.fully_shard import fully_shard\nfrom .policy import OffloadPolicy"),
+        ("cli.py", "from fullshard.train import loop\nfrom fullshard.plan import report"),
+        ("train/loop.py", "from fullshard import fully_shard\nfrom .data import Corpus"),
+        ("wrapper.py", "from fullshard.wrapper_state import x\nfrom fullshard.fully_shard import y"),
+        (
+            "engine/unit.py",
+            "from .bucket import Bucket\nfrom ..layout import flat\nfrom .. import errors, memory",
+        ),
+        ("transport/gloo.py", "from fullshard.layout.flat import Flat\nfrom ..errors import FullshardError"),
+        ("layout/flat.py", "from .per_parameter import Slot\nimport dataclasses"),
+        ("memory.py", "import torch\nfrom .errors import FullshardError"),
+    ],
+)
+def test_downward_imports_pass(path: str, text: str) -> None:
+    """Imports of the same or a lower layer are nothing to complain about."""
+    assert not list(check_layers(Source(path, text)))
+
+
+def test_layout_is_pure_python() -> None:
+    """Layouts import the standard library only; the rest may import torch."""
+    for text in ("import torch", "from torch import Size", "def f():\n    import numpy as np"):
+        assert len(list(check_purity(Source("layout/flat.py", text)))) == 1
+        assert not list(check_purity(Source("engine/unit.py", text)))
+    pure = "from __future__ import annotations\nimport math\nfrom fullshard.errors import FullshardError"
+    assert not list(check_purity(Source("layout/flat.py", pure)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch.distributed.fsdp",
+        "import torch.distributed.fsdp as f",
+        "from torch.distributed import fsdp",
+        "from torch.distributed.fsdp import FullyShardedDataParallel",
+        "from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam",
+        "from torch.distributed._composable.fsdp import fully_shard",
+        "from torch.distributed._composable import fully_shard",
+        "def f():\n    import fairscale.nn",
+        "from deepspeed import zero",
+        "importlib.import_module('torch.distributed.fsdp')",
+        "__import__('deepspeed')",
+        "import torch\nx = torch.distributed.fsdp",
+        "import torch.distributed as dist\nx = dist.fsdp",
+        "from torch import distributed\nx = distributed.fsdp",
+    ],
+)
+def test_banned_packages_are_found(text: str) -> None:
+    """The implementations that this project replaces are found however they are named, save in dropin."""
+    assert list(check_banned(Source("engine/unit.py", text)))
+    assert not list(check_banned(Source("dropin.py", text)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch.distributed.fsdp_like",
+        "from torch.distributed._composable_state import _State",
+        "from torch.distributed.tensor import DTensor",
+        "'torch.distributed.fsdp'",
+        "x.fsdp",
+    ],
+)
+def test_other_packages_are_not_banned(text: str) -> None:
+    """Similar names, plain strings and unrelated attributes are nothing to complain about."""
+    assert not list(check_banned(Source("engine/unit.py", text)))
+
+
+@pytest.mark.parametrize(
+    ("owner", "text"),
+    [
+        ("engine/hooks.py", "module.register_forward_pre_hook(f)"),
+        ("engine/hooks.py", "register = module.register_forward_hook"),
+        ("engine/hooks.py", "getattr(module, 'register_forward_hook')(f)"),
+        ("engine/hooks.py", "tensor.grad_fn.register_prehook(f)"),
+        ("engine/hooks.py", "Variable._execution_engine.queue_callback(f)"),
+        ("engine/hooks.py", "import torch\nclass A(torch.autograd.Function): ..."),
+        ("engine/hooks.py", "from torch import autograd\nclass A(autograd.Function): ..."),
+        ("engine/hooks.py", "from torch.autograd import Function\nclass A(Function): ..."),
+        ("memory.py", "tensor.untyped_storage().resize_(0)"),
+        ("memory.py", "tensor.record_stream(stream)"),
+        ("memory.py", "tensor.pin_memory()"),
+        ("memory.py", "import torch\ntorch.empty(3, pin_memory=True)"),
+        ("memory.py", "import torch\nx = torch.cuda.Stream()"),
+        ("memory.py", "from torch.cuda import Event\nx = Event()"),
+        ("memory.py", "import torch as t\ndef f(x: t.Stream) -> t.Event: ..."),
+    ],
+)
+def test_only_the_owner_touches_hooks_and_storage(owner: str, text: str) -> None:
+    """What belongs to one file is found in any other, and accepted in its owner and in train."""
+    assert list(check_owners(Source("engine/unit.py", text)))
+    assert not list(check_owners(Source(owner, text)))
+    assert not list(check_owners(Source("train/loop.py", text)))
+
+
+def test_similar_names_are_not_owned() -> None:
+    """Settings and other methods with similar names are nothing to complain about."""
+    text = "import torch\npolicy.pin_memory\nOffload(pin_memory=True)\nx.resize(3)\nx.Function"
+    assert not list(check_owners(Source("engine/unit.py", text)))

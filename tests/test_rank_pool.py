@@ -1,0 +1,358 @@
+"""The rank pool itself: results, failures, hangs, deaths, and what one body leaves behind for the next."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import Rank, RankPool, RanksFailed, on_ranks
+
+TESTS = Path(__file__).resolve().parent
+
+
+def number(rank: Rank, factor: int, *, offset: int = 0) -> int:
+    return rank.rank * factor + offset
+
+
+def sum_over_ranks(rank: Rank, value: torch.Tensor) -> torch.Tensor:
+    value = value + rank.rank
+    dist.all_reduce(value, group=rank.group)
+    return value
+
+
+def fail_on(rank: Rank, failing: int) -> None:
+    print(f"printed by {rank.rank}")
+    if rank.rank == failing:
+        raise ValueError(f"bad value on {rank.rank}")
+    dist.barrier()
+
+
+def compare_on_all(rank: Rank) -> None:
+    size, expected = rank.world_size, 3
+    assert size * 100 == expected
+
+
+def sleep_on(rank: Rank, hanging: int) -> None:
+    if rank.rank == hanging:
+        take_a_long_nap()
+
+
+def take_a_long_nap() -> None:
+    time.sleep(100)
+
+
+def exit_on(rank: Rank, dying: int, code: int) -> str:
+    if rank.rank == dying:
+        os._exit(code)
+    dist.barrier()
+    return "got through"
+
+
+def kill_self(rank: Rank) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def process_id(rank: Rank) -> int:
+    return os.getpid()
+
+
+def return_lambda(rank: Rank) -> object:
+    return lambda: None
+
+
+def dirty_everything(rank: Rank) -> None:
+    torch.manual_seed(123)
+    random.seed(123)
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    os.environ["LEFT_BY_A_BODY"] = "1"
+    os.chdir("/")
+
+
+def observe_everything(rank: Rank) -> tuple[float, float, torch.dtype, bool, bool, str]:
+    return (
+        torch.rand(()).item(),
+        random.random(),
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        "LEFT_BY_A_BODY" in os.environ,
+        os.getcwd(),
+    )
+
+
+def describe_mesh(rank: Rank) -> tuple[int, str, int, tuple[int, ...], bool]:
+    square = rank.make_mesh(2, 2, names=("replicate", "shard"))
+    again = rank.make_mesh(2, 2, names=("replicate", "shard"))
+    return rank.mesh.ndim, rank.mesh.device_type, rank.mesh.size(), tuple(square.shape), square is again
+
+
+def skip_all(rank: Rank) -> None:
+    pytest.skip("not today")
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_results_come_in_rank_order(ranks: RankPool, world: int) -> None:
+    """A call passes its arguments on and returns what each rank returned, ordered by rank."""
+    assert ranks(world, number, 10, offset=3) == [rank * 10 + 3 for rank in range(world)]
+
+
+def test_ranks_share_a_process_group(ranks: RankPool) -> None:
+    """Bodies can use collectives, and tensors travel to the ranks and back."""
+    for value in ranks(4, sum_over_ranks, torch.ones(2, 3)):
+        assert torch.equal(value, torch.full((2, 3), 4.0 + 0 + 1 + 2 + 3))
+
+
+def test_processes_are_reused(ranks: RankPool) -> None:
+    """Two calls with one world size run in the same processes, as long as the first one succeeds."""
+    assert ranks(2, process_id) == ranks(2, process_id) == ranks.pids(2)
+
+
+def test_a_call_takes_milliseconds(ranks: RankPool) -> None:
+    """A call to a running world costs a small part of what starting one does."""
+    ranks(2, process_id)
+    start = time.monotonic()
+    for _ in range(20):
+        ranks(2, process_id)
+    per_call = (time.monotonic() - start) / 20
+    start = time.monotonic()
+    ranks(2, process_id, fresh=True)
+    assert per_call < (time.monotonic() - start) / 5
+
+
+def test_mesh_spans_the_world(ranks: RankPool) -> None:
+    """A rank has a 1-D CPU mesh over all ranks, and meshes of other shapes are made once."""
+    assert ranks(4, describe_mesh) == [(1, "cpu", 4, (2, 2), True)] * 4
+
+
+def test_error_on_one_rank_is_shown_first(ranks: RankPool) -> None:
+    """An exception fails the call within seconds, its traceback shown before the ranks it left hanging."""
+    start = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        ranks(2, fail_on, 1)
+    text = str(caught.value)
+    assert time.monotonic() - start < 20
+    assert "fail_on on 2 ranks" in text
+    assert "--- rank 1 raised ValueError" in text
+    assert 'raise ValueError(f"bad value on {rank.rank}")' in text  # the source line, hence a traceback
+    assert "printed by 1" in text
+    assert text.index("rank 1 raised ValueError") < text.index("rank 0 hung: still running")
+    assert "in fail_on" in text[text.index("rank 0 hung") :]
+    assert "ranks/worker.py" not in text[: text.index("rank 0 hung")]
+
+
+def test_equal_errors_are_shown_once(ranks: RankPool) -> None:
+    """An assertion that fails alike on all ranks is reported once, with the values that pytest would show."""
+    with pytest.raises(RanksFailed, match=r"ranks 0, 1, each raised AssertionError") as caught:
+        ranks(2, compare_on_all)
+    assert str(caught.value).count("Traceback") == 1
+    assert "assert (2 * 100) == 3" in str(caught.value)
+
+
+def test_world_is_replaced_after_a_failure(ranks: RankPool) -> None:
+    """After a failure, the next call runs in new processes and works."""
+    before = ranks(2, process_id)
+    with pytest.raises(RanksFailed):
+        ranks(2, compare_on_all)
+    assert ranks.pids(2) == []
+    after = ranks(2, process_id)
+    assert not set(before) & set(after)
+    assert not any(_is_running(pid) for pid in before)
+
+
+def test_hang_shows_the_stacks_of_the_stuck_rank(ranks: RankPool) -> None:
+    """A rank that does not return in time fails the call with its Python stack, and the next call works."""
+    with pytest.raises(RanksFailed, match=r"rank 1 hung: still running after the timeout of 1 s") as caught:
+        ranks(2, sleep_on, 1, timeout=1)
+    assert "in take_a_long_nap" in str(caught.value)
+    assert "ranks/worker.py" not in str(caught.value)
+    assert "1 of 2 ranks failed" in str(caught.value)
+    assert ranks(2, number, 1) == [0, 1]
+
+
+def test_death_of_a_rank_is_told_from_its_echo(ranks: RankPool) -> None:
+    """A rank that ends is named with its exit code, before the ranks that lost their connection to it."""
+    with pytest.raises(RanksFailed, match="rank 1 died with exit code 7") as caught:
+        ranks(4, exit_on, 1, 7)
+    text = str(caught.value)
+    assert text.index("rank 1 died") < text.index("consequence")
+    assert ranks(4, number, 1) == [0, 1, 2, 3]
+
+
+def test_idle_rank_that_was_killed_is_reported(ranks: RankPool) -> None:
+    """A rank that something kills between two calls fails the next call, and only that one."""
+    ranks(2, process_id)
+    os.kill(ranks.pids(2)[0], signal.SIGKILL)
+    time.sleep(0.1)
+    with pytest.raises(RanksFailed, match="rank 0 died with exit code -9"):
+        ranks(2, number, 1)
+    assert ranks(2, number, 1) == [0, 1]
+
+
+def test_expected_failure_returns_outcomes(ranks: RankPool) -> None:
+    """With ``expect_failure`` the call returns per rank what happened: value, exception or exit code."""
+    died, lost = ranks(2, exit_on, 0, 7, fresh=True, expect_failure=True)
+    assert (died.kind, died.exit_code, died.failed) == ("died", 7, True)
+    assert (lost.kind, lost.error_type, lost.is_consequence) == ("raised", "RuntimeError", True)
+
+    (killed,) = ranks(1, kill_self, fresh=True, expect_failure=True)
+    assert (killed.kind, killed.exit_code) == ("died", -signal.SIGKILL)
+
+    fine, stuck = ranks(2, sleep_on, 1, fresh=True, expect_failure=True, timeout=1)
+    assert (fine.kind, fine.value, fine.failed) == ("returned", None, False)
+    assert (stuck.kind, "take_a_long_nap" in stuck.stacks) == ("hung", True)
+
+    (raised,) = ranks(1, fail_on, 0, fresh=True, expect_failure=True)
+    assert (raised.kind, raised.error_type, raised.message) == ("raised", "ValueError", "bad value on 0")
+    assert "Exception" in raised.error_types
+    assert "Traceback" in raised.traceback
+    assert raised.output == "printed by 0\n"
+
+
+def test_fresh_world_leaves_the_pool_alone(ranks: RankPool) -> None:
+    """A fresh world has its own processes, which end with the call, and the pooled world goes on."""
+    before = ranks(2, process_id)
+    fresh = ranks(2, process_id, fresh=True)
+    assert not set(before) & set(fresh)
+    assert not any(_is_running(pid) for pid in fresh)
+    assert ranks(2, process_id) == before
+
+
+def test_state_is_reset_between_bodies(ranks: RankPool) -> None:
+    """Seeds, default dtype, grad mode, environment and directory are as in a new process for every body."""
+    clean = ranks(2, observe_everything)
+    ranks(2, dirty_everything)
+    assert ranks(2, observe_everything) == clean
+    assert clean[0] == clean[1]
+
+
+def test_closures_are_refused(ranks: RankPool) -> None:
+    """A function that ranks could not find by name is refused with a reason."""
+    with pytest.raises(TypeError, match=r"function of a module; got .*<lambda>"):
+        ranks(2, lambda rank: None)
+
+
+def test_result_that_cannot_travel_is_an_error(ranks: RankPool) -> None:
+    """A return value that cannot be pickled fails the call and says so."""
+    with pytest.raises(RanksFailed, match="returned a function, which cannot be pickled"):
+        ranks(1, return_lambda)
+
+
+def test_skip_in_a_body_skips_the_test(ranks: RankPool) -> None:
+    """``pytest.skip`` on every rank skips the test."""
+    with pytest.raises(pytest.skip.Exception, match="not today"):
+        ranks(2, skip_all)
+    assert ranks(2, number, 1) == [0, 1]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("addend", [1, 5])
+def test_decorated_body_runs_on_ranks(rank: Rank, addend: int, tmp_path: Path) -> None:
+    """A decorated body runs on every rank of every world size, with parameters and fixtures of pytest."""
+    assert isinstance(rank, Rank)
+    assert tmp_path.is_dir()
+    total = torch.tensor(rank.rank + addend)
+    dist.all_reduce(total)
+    assert total.item() == sum(range(rank.world_size)) + addend * rank.world_size
+
+
+def test_decorated_body_keeps_its_name() -> None:
+    """The decorator keeps name and docstring of the body."""
+    assert test_decorated_body_runs_on_ranks.__name__ == "test_decorated_body_runs_on_ranks"
+    assert "every rank" in test_decorated_body_runs_on_ranks.__doc__
+
+
+def test_decorator_refuses_what_it_cannot_run() -> None:
+    """The decorator needs world sizes and keeps the name ``world`` to itself."""
+    with pytest.raises(TypeError, match="needs world sizes"):
+        on_ranks(number)
+    with pytest.raises(TypeError, match="taken by on_ranks"):
+
+        @on_ranks(2)
+        def body(rank: Rank, world: int) -> None: ...
+
+
+def test_failure_reads_well_in_pytest(tmp_path: Path) -> None:
+    """A failing body fails its own test with the rank's traceback, and the next test passes."""
+    (tmp_path / "conftest.py").write_text(
+        f"import sys; sys.path.insert(0, {str(TESTS)!r})\nfrom conftest_pool import *\n"
+    )
+    (tmp_path / "conftest_pool.py").write_text(
+        "import pytest\nfrom ranks import RankPool\n\n"
+        "@pytest.fixture(scope='session')\ndef ranks():\n"
+        "    pool = RankPool()\n    yield pool\n    pool.close()\n"
+    )
+    folder = tmp_path / "inner"
+    folder.mkdir()
+    (folder / "test_inner.py").write_text(
+        textwrap.dedent(
+            """
+            from ranks import on_ranks
+
+            @on_ranks(2)
+            def test_bad(rank):
+                wrong = rank.rank + 1
+                assert wrong == 7 or rank.rank == 0
+
+            @on_ranks(2)
+            def test_good(rank):
+                pass
+            """
+        )
+    )
+    arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(folder)]
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "rank 1 raised AssertionError" in done.stdout
+    assert "assert (2 == 7 or 1 == 0)" in done.stdout
+    assert "ranks/world.py" not in done.stdout  # no frames of the pool
+
+
+def test_no_process_outlives_a_killed_pytest(tmp_path: Path) -> None:
+    """When the process that owns the pool is killed, its ranks and their nursery end too."""
+    (tmp_path / "owner.py").write_text(
+        textwrap.dedent(
+            f"""
+            import sys, time
+            sys.path.insert(0, {str(TESTS)!r})
+            from ranks import RankPool
+            pool = RankPool()
+            world = pool._start(2)
+            print(*world.pids.values(), pool._nursery.process.pid, flush=True)
+            time.sleep(100)
+            """
+        )
+    )
+    owner = subprocess.Popen(
+        [sys.executable, str(tmp_path / "owner.py")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ, TMPDIR=str(tmp_path)),
+    )
+    with owner:
+        pids = [int(word) for word in owner.stdout.readline().split()]
+        running = [_is_running(pid) for pid in pids]
+        owner.kill()
+    assert running == [True, True, True]
+    until = time.monotonic() + 10
+    while any(_is_running(pid) for pid in pids) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(_is_running(pid) for pid in pids)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
