@@ -84,9 +84,7 @@ def distribute(system: str, model: nn.Module, unit_type: type[nn.Module], device
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
         policy = ModuleWrapPolicy({unit_type})
-        return FullyShardedDataParallel(
-            model, auto_wrap_policy=policy, use_orig_params=True, device_id=device
-        )
+        return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=device)
     if system == FSDP2:
         from torch.distributed.fsdp import fully_shard
     elif system == FULLSHARD:

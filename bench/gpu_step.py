@@ -228,9 +228,7 @@ def _profile(trainer: Trainer, settings: Settings) -> dict[str, Any]:
         if settings.on_gpu:
             torch.cuda.synchronize()
     if settings.on_gpu:
-        spans = [
-            (event.name, event.time_range.elapsed_us()) for event in profiler.events() if _is_kernel(event)
-        ]
+        spans = [(event.name, event.time_range.elapsed_us()) for event in profiler.events() if _is_kernel(event)]
         copies, total = sum_copies(spans, COPY_KERNELS.search)
     else:
         operators = [(entry.key, entry.self_cpu_time_total) for entry in profiler.key_averages()]
@@ -252,9 +250,7 @@ def _is_kernel(event: Any) -> bool:
     return not re.match(r"FSDP::|nccl:|Optimizer\.|ProfilerStep|## |Activity Buffer|Context Sync", event.name)
 
 
-def sum_copies(
-    spans: Iterable[tuple[str, float]], is_copy: Callable[[str], object]
-) -> tuple[dict[str, float], float]:
+def sum_copies(spans: Iterable[tuple[str, float]], is_copy: Callable[[str], object]) -> tuple[dict[str, float], float]:
     """Time per copying kernel (names shortened to what tells them apart) and of all spans together."""
     copies: dict[str, float] = {}
     total = 0.0
@@ -407,20 +403,14 @@ def _device_name(device: str) -> str | None:
 
 def main(
     part: Annotated[list[str] | None, typer.Option(help=f"{' or '.join(PARTS)} [both].")] = None,
-    size: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(SIZES)} [all but tiny]; repeat.")
-    ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option(help=f"Run only this of {', '.join(SYSTEMS)}; repeat.")
-    ] = None,
+    size: Annotated[list[str] | None, typer.Option(help=f"{', '.join(SIZES)} [all but tiny]; repeat.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help=f"Run only this of {', '.join(SYSTEMS)}; repeat.")] = None,
     device: Annotated[str, typer.Option(help="cuda, or cpu for a rehearsal.")] = "cuda",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of turns.")] = 10,
     steps_per_round: Annotated[int, typer.Option(min=1, help="Steps in a turn.")] = 5,
     warmup_steps: Annotated[int, typer.Option(min=1, help="First steps, not timed.")] = 3,
     tf32: Annotated[bool, typer.Option(help="TF32 matrix products.")] = True,
-    results: Annotated[
-        Path | None, typer.Option(help="Folder of JSON and plot [bench/results, on cuda].")
-    ] = None,
+    results: Annotated[Path | None, typer.Option(help="Folder of JSON and plot [bench/results, on cuda].")] = None,
     document: Annotated[Path, typer.Option(help="Markdown page with the table.")] = report.DOCUMENT,
     write_document: Annotated[
         bool | None,
@@ -439,9 +429,7 @@ def main(
     if device not in ("cuda", "cpu"):
         raise typer.BadParameter(f"unknown device {device!r}; known are cuda, cpu", param_hint="--device")
     if device == "cuda" and not torch.cuda.is_available():
-        console.print(
-            "bench.gpu_step: no CUDA device here, nothing measured (--device cpu rehearses the code)"
-        )
+        console.print("bench.gpu_step: no CUDA device here, nothing measured (--device cpu rehearses the code)")
         return
     cases: list[dict[str, Any]] = []
     settings: Settings | None = None

@@ -102,9 +102,7 @@ def compete(runners: Mapping[str, Runner], settings: Settings) -> dict[str, dict
     return seconds
 
 
-def host_costs(
-    seconds: Mapping[str, Mapping[str, Sequence[float]]], figure: str, units: int
-) -> dict[str, list[float]]:
+def host_costs(seconds: Mapping[str, Mapping[str, Sequence[float]]], figure: str, units: int) -> dict[str, list[float]]:
     """Seconds per unit beyond the plain model, per contestant and round."""
     plain = seconds[PLAIN][figure]
     return {
@@ -211,12 +209,8 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of turns.")] = 20,
     steps_per_round: Annotated[int, typer.Option(min=1, help="Steps in a turn.")] = 5,
     warmup_steps: Annotated[int, typer.Option(min=1, help="First steps, not timed.")] = 3,
-    only: Annotated[
-        list[str] | None, typer.Option(help=f"Run only this of {', '.join(SYSTEMS[1:])}; repeat.")
-    ] = None,
-    profile_of: Annotated[
-        str | None, typer.Option("--profile", help="Profile this contestant instead.")
-    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help=f"Run only this of {', '.join(SYSTEMS[1:])}; repeat.")] = None,
+    profile_of: Annotated[str | None, typer.Option("--profile", help="Profile this contestant instead.")] = None,
     profile_lines: Annotated[int, typer.Option(min=1, help="Lines of the profile.")] = 30,
     results: Annotated[Path, typer.Option(help="Folder of the JSON and the plot.")] = report.RESULTS,
     document: Annotated[Path, typer.Option(help="Markdown page with the table.")] = report.DOCUMENT,

@@ -26,9 +26,7 @@ class GPTShape:
         if self.width % self.heads or self.blocks < 1:
             raise ValueError(f"a GPT needs a width that is a multiple of its heads and a block, got {self}")
         if self.tokens % self.sequence:
-            raise ValueError(
-                f"tokens per rank must be a multiple of the sequence {self.sequence}, got {self}"
-            )
+            raise ValueError(f"tokens per rank must be a multiple of the sequence {self.sequence}, got {self}")
 
     @property
     def heads(self) -> int:
@@ -81,9 +79,7 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def batch_of(
-    shape: GPTShape, step: int, rank: int, device: torch.device | str = "cpu"
-) -> tuple[Tensor, Tensor]:
+def batch_of(shape: GPTShape, step: int, rank: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """Input and target tokens, int64 ``(batch, sequence)``: equal for all contestants, new per rank and step.
 
     Arithmetic progressions modulo the vocabulary: learnable, so that losses move and a wrong gradient shows.

@@ -198,9 +198,7 @@ class Record:
 def refuse_too_much_memory(settings: Settings, contestants: int) -> None:
     """Stop before starting anyone if not all contestants fit into the free memory together."""
     shape = GPTShape(settings.width, settings.blocks, settings.tokens)
-    parameter_bytes = (
-        4 * (12 * shape.blocks * shape.width + 2 * shape.vocabulary + shape.sequence) * shape.width
-    )
+    parameter_bytes = 4 * (12 * shape.blocks * shape.width + 2 * shape.vocabulary + shape.sequence) * shape.width
     needed = contestants * settings.ranks * (PARAMETER_COPIES * parameter_bytes + PROCESS_BYTES)
     free = available_memory()
     if free is not None and needed > free:
@@ -243,9 +241,7 @@ def _drop(teams: dict[str, Team], name: str, error: Exception, failures: dict[st
     teams.pop(name).end()
 
 
-def compete(
-    contestants: Sequence[Contestant], settings: Settings
-) -> tuple[dict[str, Record], dict[str, str]]:
+def compete(contestants: Sequence[Contestant], settings: Settings) -> tuple[dict[str, Record], dict[str, str]]:
     """Run all rounds. Returns the records, and why a contestant has none."""
     failures: dict[str, str] = {}
     records: dict[str, Record] = {}
@@ -283,11 +279,7 @@ def disagreements(records: Mapping[str, Record]) -> dict[str, float]:
     if SAME_LOSSES_AS not in records:
         return {}
     reference = records[SAME_LOSSES_AS]
-    found = {
-        name: largest_difference(r.losses, reference.losses)
-        for name, r in records.items()
-        if name != "unsharded"
-    }
+    found = {name: largest_difference(r.losses, reference.losses) for name, r in records.items() if name != "unsharded"}
     return {name: difference for name, difference in found.items() if not difference <= LOSS_TOLERANCE}
 
 
@@ -422,9 +414,7 @@ def _plot(path: Path, settings: Settings, summary: Mapping[str, Mapping[str, Any
         report.Panel("step time / better of FSDP1 and FSDP2", ratios("better_peer"), 1.0),
         report.Panel("peak memory over baseline / FSDP2", memory, 1.0),
     ]
-    title = (
-        f"GPT width {settings.width}, {settings.blocks} blocks, {settings.ranks} ranks (whiskers: quartiles)"
-    )
+    title = f"GPT width {settings.width}, {settings.blocks} blocks, {settings.ranks} ranks (whiskers: quartiles)"
     panels = [panel for panel in panels if panel.values]
     if panels:
         report.plot_bars(path, title, panels)
@@ -444,9 +434,7 @@ def _print_losses(summary: Mapping[str, Mapping[str, Any]], wrong: Mapping[str, 
 
 def run(settings: Settings, contestants: Sequence[Contestant], results: Path, document: Path | None) -> bool:
     """One width: compete, report losses, then times; write the files. True if everyone that had to agreed."""
-    GPTShape(
-        settings.width, settings.blocks, settings.tokens
-    )  # refuse impossible sizes before starting anyone
+    GPTShape(settings.width, settings.blocks, settings.tokens)  # refuse impossible sizes before starting anyone
     refuse_too_much_memory(settings, len(contestants))
     started = time.monotonic()
     console.print(
@@ -485,20 +473,14 @@ def run(settings: Settings, contestants: Sequence[Contestant], results: Path, do
 
 def main(
     width: Annotated[list[int] | None, typer.Option(help="Model width; repeat for several.")] = None,
-    blocks: Annotated[
-        int | None, typer.Option(help="Transformer blocks [6 at width 512, 4 at 1024].")
-    ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(help="Tokens per rank and step [256 at 512, 64 at 1024].")
-    ] = None,
+    blocks: Annotated[int | None, typer.Option(help="Transformer blocks [6 at width 512, 4 at 1024].")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens per rank and step [256 at 512, 64 at 1024].")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of turns.")] = 9,
     steps_per_round: Annotated[int, typer.Option(min=1, help="Steps in a turn.")] = 2,
     warmup_steps: Annotated[int, typer.Option(min=1, help="First steps, not timed.")] = 2,
     ranks: Annotated[int, typer.Option(min=1, help="Processes per contestant.")] = 2,
     threads: Annotated[int, typer.Option(min=1, help="Compute threads per rank.")] = 1,
-    only: Annotated[
-        list[str] | None, typer.Option(help="Run only this contestant; repeat for several.")
-    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Run only this contestant; repeat for several.")] = None,
     results: Annotated[Path, typer.Option(help="Folder of the JSON and the plot.")] = report.RESULTS,
     document: Annotated[Path, typer.Option(help="Markdown page with the table.")] = report.DOCUMENT,
     write_document: Annotated[

@@ -5,7 +5,6 @@ torch and matplotlib are imported inside the command, so that `fullshard --help`
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from importlib.metadata import version
@@ -14,7 +13,7 @@ from typing import Annotated, Any, NoReturn, Optional
 
 import typer
 
-from fullshard.train.config import ConfigError, TrainConfig
+from fullshard.train.config import ConfigError, TrainConfig, option_names
 
 app = typer.Typer(
     name="fullshard",
@@ -58,35 +57,31 @@ def train(
             show_default=False,
         ),
     ] = None,
-    layers: Annotated[int, typer.Option(help="Transformer blocks.", rich_help_panel=MODEL)] = DEFAULT.layers,
+    layers: Annotated[int, typer.Option(help="Transformer blocks.", rich_help_panel=MODEL)] = DEFAULT.model.layers,
     width: Annotated[
         int, typer.Option(help="Size of the residual stream.", rich_help_panel=MODEL)
-    ] = DEFAULT.width,
-    heads: Annotated[
-        int, typer.Option(help="Attention heads per block.", rich_help_panel=MODEL)
-    ] = DEFAULT.heads,
+    ] = DEFAULT.model.width,
+    heads: Annotated[int, typer.Option(help="Attention heads per block.", rich_help_panel=MODEL)] = DEFAULT.model.heads,
     sequence: Annotated[
         int, typer.Option(help="Context length in bytes.", rich_help_panel=MODEL)
-    ] = DEFAULT.sequence,
-    steps: Annotated[int, typer.Option(help="Optimizer steps.", rich_help_panel=TRAINING)] = DEFAULT.steps,
+    ] = DEFAULT.model.sequence,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.", rich_help_panel=TRAINING)] = DEFAULT.training.steps,
     batch: Annotated[
         int, typer.Option(help="Sequences per step on each rank.", rich_help_panel=TRAINING)
-    ] = DEFAULT.batch,
+    ] = DEFAULT.training.batch,
     lr: Annotated[
         float,
-        typer.Option(
-            help="Peak learning rate of AdamW; falls to 1/20 as a cosine.", rich_help_panel=TRAINING
-        ),
-    ] = DEFAULT.lr,
+        typer.Option(help="Peak learning rate of AdamW; falls to 1/20 as a cosine.", rich_help_panel=TRAINING),
+    ] = DEFAULT.training.lr,
     warmup: Annotated[
         int, typer.Option(help="Steps of linear warm-up.", rich_help_panel=TRAINING)
-    ] = DEFAULT.warmup,
+    ] = DEFAULT.training.warmup,
     weight_decay: Annotated[
         float, typer.Option(help="Decay of matrices.", rich_help_panel=TRAINING)
-    ] = DEFAULT.weight_decay,
+    ] = DEFAULT.training.weight_decay,
     clip: Annotated[
         float, typer.Option(help="Largest gradient norm.", rich_help_panel=TRAINING)
-    ] = DEFAULT.clip,
+    ] = DEFAULT.training.clip,
     seed: Annotated[
         int, typer.Option(help="Decides split, first weights, batches and sample.", rich_help_panel=TRAINING)
     ] = DEFAULT.seed,
@@ -108,20 +103,20 @@ def train(
     ] = DEFAULT.device,
     eval_every: Annotated[
         int, typer.Option(help="Steps between validations.", rich_help_panel=OUTPUT)
-    ] = DEFAULT.eval_every,
+    ] = DEFAULT.evaluation.eval_every,
     eval_bytes: Annotated[
         int,
         typer.Option(
             help="Held-out bytes of the last validation and the baselines; 1/8 in between.",
             rich_help_panel=OUTPUT,
         ),
-    ] = DEFAULT.eval_bytes,
+    ] = DEFAULT.evaluation.eval_bytes,
     prompt: Annotated[
         str, typer.Option(help="Text to continue at the end.", rich_help_panel=OUTPUT)
-    ] = DEFAULT.prompt,
+    ] = DEFAULT.evaluation.prompt,
     generate: Annotated[
         int, typer.Option(help="Bytes to generate.", rich_help_panel=OUTPUT)
-    ] = DEFAULT.generate,
+    ] = DEFAULT.evaluation.generate,
     out: Annotated[Path, typer.Option(help="Folder of runs.", rich_help_panel=OUTPUT)] = Path("runs"),
     name: Annotated[
         Optional[str],  # noqa: UP045
@@ -144,13 +139,12 @@ def train(
 
     Starts its own workers: one per GPU, or two on a machine without. Under torchrun it is a worker itself.
 
-    Writes metrics, plot, config, summary and weights to runs/NAME. Ctrl-C stops all ranks and keeps the results.
+    Writes metrics, plot, config, summary and weights to runs/NAME. Ctrl-C stops all ranks and keeps them.
     """
     given = {
-        field.name: context.params[field.name]
-        for field in dataclasses.fields(TrainConfig)
-        if field.name in context.params
-        and getattr(context.get_parameter_source(field.name), "name", "DEFAULT") != "DEFAULT"
+        option: value
+        for option, value in context.params.items()
+        if option in option_names() and getattr(context.get_parameter_source(option), "name", "DEFAULT") != "DEFAULT"
     }
     _train(given, config, out, name)
 
@@ -162,7 +156,7 @@ def _train(given: dict[str, Any], config_file: Path | None, out: Path, name: str
         given["data_sha256"] = ""
     try:
         base = TrainConfig.from_toml(config_file) if config_file else DEFAULT
-        config = dataclasses.replace(base, **given)
+        config = base.with_options(given)
     except ConfigError as error:
         _fail(str(error))
     try:
@@ -193,7 +187,7 @@ def _launch(config: TrainConfig, out: Path, name: str | None) -> int:
     from fullshard.train import corpus, run_folder
 
     try:
-        corpus.read(config.data, seed=config.seed, sequence=config.sequence)
+        corpus.read(config.data, seed=config.seed, sequence=config.model.sequence)
         from fullshard.train import launcher  # imports torch: after what can be checked without it
 
         config = launcher.settle(config)

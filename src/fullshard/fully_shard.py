@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections.abc import Callable, Iterable
@@ -10,6 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -72,7 +74,7 @@ class FSDPModule(nn.Module):
         """Construct the class as it was before sharding: slicing a sharded ``Sequential`` gives a plain one."""
         plain = _plain_class(cls)
         instance = plain.__new__(plain)
-        instance.__init__(*args, **kwargs)
+        instance.__init__(*args, **kwargs)  # type: ignore[misc]
         return instance
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -179,7 +181,7 @@ class FSDPModule(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FSDPModule:
         unit = _unit(self)
         unit.reshard()
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         unit.adopt()
         return self
 
@@ -239,14 +241,21 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     module.__class__ = _sharded_class(_plain_class(type(module)), methods)
 
 
-@functools.cache
+_sharded_classes: dict[tuple[type[nn.Module], frozenset[str]], type[FSDPModule]] = {}
+
+
 def _sharded_class(plain: type[nn.Module], methods: frozenset[str]) -> type[FSDPModule]:
-    """The class ``FSDP<plain>`` whose ``methods`` run with full parameters."""
+    """The class ``FSDP<plain>`` whose ``methods`` run with full parameters. One per class and set of methods."""
+    known = _sharded_classes.get((plain, methods))
+    if known is not None:
+        return known
     namespace: dict[str, Any] = {"__module__": plain.__module__, "__doc__": plain.__doc__}
     for name in methods:
         namespace[name] = _as_forward(getattr(plain, name))
     namespace["_fullshard_class"] = (plain, methods)
-    return cast("type[FSDPModule]", type(f"FSDP{plain.__name__}", (FSDPModule, plain), namespace))
+    made = cast("type[FSDPModule]", type(f"FSDP{plain.__name__}", (FSDPModule, plain), namespace))
+    _sharded_classes[plain, methods] = made
+    return made
 
 
 def _plain_class(sharded: type) -> type[nn.Module]:
@@ -279,12 +288,10 @@ def _call_module(module: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, An
 @functools.cache
 def _outside_graph(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keep the engine out of a graph that torch.compile is tracing; what the module itself runs is compiled."""
-    return cast("Callable[..., Any]", torch.compiler.disable(function, recursive=False))
+    return cast("Callable[..., Any]", torch.compiler.disable(function, recursive=False))  # type: ignore[no-untyped-call]
 
 
 def _deepcopy_state(module: nn.Module, memo: dict[int, Any]) -> dict[str, Any]:
-    import copy
-
     state = {key: value for key, value in module.__dict__.items() if key != "_fullshard_unit"}
     return copy.deepcopy(state, memo)
 
@@ -394,7 +401,7 @@ def _default_mesh() -> DeviceMesh:
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             dist.init_process_group()
         else:  # a plain `python script.py`: the only sensible world is this process
-            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(store=HashStore(), rank=0, world_size=1)
     group = dist.distributed_c10d._get_default_group()
     if not _default or _default[0][0] is not group:
         on_accelerator = accelerator is not None and _serves(group, accelerator)

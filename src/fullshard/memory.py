@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Buffer", "DeviceLane", "HostLane", "Lane", "Ticket", "Work", "keep_freed_memory", "make_lane"]
+__all__ = ["Buffer", "DeviceLane", "HostLane", "Lane", "Ticket", "Work", "alias", "keep_freed_memory", "make_lane"]
 
 
 class Work(Protocol):
@@ -79,7 +79,7 @@ def alias(tensor: torch.Tensor, offset: int, shape: Sequence[int], stride: Seque
     Collectives write through such aliases. A view would share the parameter's version counter, which gloo
     bumps from its own thread when it writes an output; autograd would then refuse what it saved in forward.
     """
-    start = tensor.storage_offset() + offset
+    start = int(tensor.storage_offset()) + offset
     return _tensor_on(tensor.untyped_storage(), tensor.dtype, tensor.device, start, shape, stride)
 
 
@@ -93,7 +93,7 @@ def _tensor_on(
 ) -> torch.Tensor:
     empty = torch.empty(0, dtype=dtype, device=device)
     with torch.no_grad():
-        return empty.set_(storage, offset, tuple(shape), tuple(stride))  # type: ignore[call-overload, no-any-return]
+        return empty.set_(storage, offset, tuple(shape), tuple(stride))
 
 
 class Ticket(Protocol):

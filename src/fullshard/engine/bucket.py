@@ -44,9 +44,7 @@ class Bucket:
     _ticket: Ticket | None  # of the gather in flight
     _reducers: dict[tuple[int, ...], GradientReducer]  # by the indices of the trainable parameters
 
-    def __init__(
-        self, parameters: Sequence[ShardedParameter], values: Sequence[torch.Tensor], mesh: ShardMesh
-    ) -> None:
+    def __init__(self, parameters: Sequence[ShardedParameter], values: Sequence[torch.Tensor], mesh: ShardMesh) -> None:
         self.parameters, self.mesh = list(parameters), mesh
         dtype, device = values[0].dtype, values[0].device
         self.layout = PerParameterLayout.build(

@@ -24,8 +24,8 @@ from torch.autograd import Function, Variable
 from fullshard.engine.containers import iterate_tensors, map_tensors
 
 __all__ = [
-    "Call",
     "NO_BACKWARD",
+    "Call",
     "at_end_of_backward",
     "current_backward",
     "guard_inputs",
@@ -91,7 +91,8 @@ def guard_inputs(unit: _Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     tensors = {id(t): t for t in iterate_tensors((args, kwargs)) if t.requires_grad}
     if not tensors or torch._C._are_functorch_transforms_active():
         return args, kwargs, None
-    guarded = dict(zip(tensors, _Boundary.apply(unit, *tensors.values()), strict=True))
+    aliases = _Boundary.apply(unit, *tensors.values())  # type: ignore[no-untyped-call]
+    guarded: dict[int, torch.Tensor] = dict(zip(tensors, aliases, strict=True))
     # One alias per tensor however often it was passed: modules compare inputs by identity.
     args, kwargs = map_tensors(lambda t: guarded.get(id(t), t), (args, kwargs))
     return args, kwargs, Call(next(iter(guarded.values())).grad_fn)

@@ -31,7 +31,7 @@ Gradients = list["torch.Tensor | None"]
 class _PackCopy(NamedTuple):
     """One copy from a gradient (seen with ``shape`` and ``stride`` from ``offset``) into the message."""
 
-    index: int
+    gradient: int  # index of the parameter
     target: torch.Tensor
     offset: int
     shape: tuple[int, ...]
@@ -103,7 +103,7 @@ class GradientReducer:
     def _launch(self, inputs: Gradients, moves: list[Move], unit: str) -> Sequence[Work]:
         targets, sources = [], []
         for copy in self._copies:
-            gradient = inputs[copy.index]
+            gradient = inputs[copy.gradient]
             if gradient is None:
                 copy.target.zero_()
             else:
@@ -120,7 +120,9 @@ class GradientReducer:
         world_size, section = self.mesh.world_size, self.layout.message_numel
         start, piece, shape = slot.shard_offset - self.layout.message_offset, slot.piece_numel, slot.parameter
 
-        def add(rank: int, target: tuple[int, ...], strides: tuple[int, ...], offset: int, source: tuple[int, ...]) -> None:
+        def add(
+            rank: int, target: tuple[int, ...], strides: tuple[int, ...], offset: int, source: tuple[int, ...]
+        ) -> None:
             view = self.message.tensor(start + rank * section, target, strides)
             self._copies.append(_PackCopy(index, view, offset, target, source))
 

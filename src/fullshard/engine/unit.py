@@ -16,7 +16,7 @@ from fullshard.engine import hooks
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.containers import map_tensors
 from fullshard.engine.mesh import ShardMesh
-from fullshard.engine.parameter import ShardedParameter, parameter_shape
+from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.schedule import Schedule, optimizer_steps
 from fullshard.errors import PhaseError
 
@@ -95,7 +95,9 @@ class Unit:
                 value = _value(parameter.sharded)
                 key = (value.dtype, value.device.type == "meta")
                 groups.setdefault(key, []).append((parameter, value))
-            self.buckets = [Bucket(*zip(*group, strict=True), self.mesh) for group in groups.values()]
+            self.buckets = [
+                Bucket([p for p, _ in group], [value for _, value in group], self.mesh) for group in groups.values()
+            ]
         for parameter in self.parameters:
             parameter.register(parameter.sharded)
 

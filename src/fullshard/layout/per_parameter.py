@@ -250,9 +250,7 @@ class PerParameterLayout:
         """Elements kept on all ranks over elements of the parameters, minus one (replicas counted once)."""
         needed = sum(slot.parameter.numel for slot in self.slots)
         replicas = sum(
-            slot.parameter.numel * (self.world_size - 1)
-            for slot in self.slots
-            if slot.route is Route.REPLICATED
+            slot.parameter.numel * (self.world_size - 1) for slot in self.slots if slot.route is Route.REPLICATED
         )
         return (self.shard_numel * self.world_size - replicas) / needed - 1 if needed else 0.0
 
@@ -267,8 +265,7 @@ class PerParameterLayout:
                 column.append(f"{s.parameter.fqn}{rows} {_span(s.shard_offset, held, s.piece_numel)}")
         heads = ["full buffer", *(f"rank {rank} shard" for rank in range(self.world_size))]
         lines = [
-            f"{head:<15}| " + " | ".join(f"{column[i]:<18}" for column in cells) + " |"
-            for i, head in enumerate(heads)
+            f"{head:<15}| " + " | ".join(f"{column[i]:<18}" for column in cells) + " |" for i, head in enumerate(heads)
         ]
         direct = [s.parameter.fqn for s in self.slots if s.route is Route.DIRECT]
         packed = [s.parameter.fqn for s in self.slots if s.route is not Route.DIRECT]

@@ -79,9 +79,7 @@ def read(data: Sequence[str], *, seed: int, sequence: int) -> Corpus:
         source = f"source code of Python {sys.version_info.major}.{sys.version_info.minor}'s standard library"
         files, notes = _read_folder(root, suffix=".py")
         if not files:
-            raise CorpusError(
-                f"no Python source files under {root}: name a file or folder of text to train on"
-            )
+            raise CorpusError(f"no Python source files under {root}: name a file or folder of text to train on")
     total = sum(len(file.content) for file in files)
     needed = 4 * (sequence + 1)
     if total < needed:
@@ -149,9 +147,7 @@ def _read_folder(root: Path, suffix: str = "") -> tuple[list[TextFile], list[str
             continue
         if content and b"\0" not in content[:8192]:
             files.append(TextFile(path, content))
-    notes = (
-        [f"{len(unreadable)} unreadable files left out, the first is {unreadable[0]}"] if unreadable else []
-    )
+    notes = [f"{len(unreadable)} unreadable files left out, the first is {unreadable[0]}"] if unreadable else []
     return files, notes
 
 

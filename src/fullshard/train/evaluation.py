@@ -45,9 +45,7 @@ class HeldOut:
         return len(self.targets) // self.sequence
 
 
-def evaluate(
-    model: nn.Module, held_out: HeldOut, batch: int, group: Group, stop: StopRequest
-) -> float | None:
+def evaluate(model: nn.Module, held_out: HeldOut, batch: int, group: Group, stop: StopRequest) -> float | None:
     """Mean cross-entropy in nats per byte over all of `held_out`; the same number on every rank.
 
     Every rank runs the same number of forwards, which are collectives: windows are dealt out in rounds, and a

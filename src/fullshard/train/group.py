@@ -35,9 +35,7 @@ class Group:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if device == "auto":
-            device = (
-                "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local_size else "cpu"
-            )
+            device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local_size else "cpu"
         if device == "cuda":
             if torch.cuda.device_count() < local_size:
                 raise ValueError(

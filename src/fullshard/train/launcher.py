@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import signal
 import sys
@@ -11,7 +12,6 @@ import tempfile
 import uuid
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -19,8 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fullshard.train.config import ConfigError, TrainConfig
-from fullshard.train.stop import STOP_FILE_VARIABLE
-from fullshard.train.worker import INTERRUPTED
+from fullshard.train.stop import INTERRUPTED, STOP_FILE_VARIABLE
 
 CPU_RANKS = 2  # ranks on a machine without GPUs
 OTHER_SIGNALS = "SIGTERM,SIGHUP,SIGQUIT"  # those that torch elastic handles; SIGINT is handled here
@@ -116,24 +115,29 @@ class _Interrupt:
 
 
 def _explain(error: ChildFailedError) -> WorkerError:
-    """The failure that came first: ranks that failed later did so because their peer was gone."""
-    rank, failure = min(error.failures.items(), key=lambda item: (_written(item[1]), item[0]))
-    message = failure.message
-    extra: dict[str, Any] = {}
+    """What failed first, in a line."""
+    rank, failure = min(error.failures.items(), key=lambda item: _suspicion(item[1]))
+    message: object = failure.message
+    extra: dict[str, object] = {}
     if isinstance(message, dict):
         extra = message.get("extraInfo", {})
         message = message.get("message", "")
     if failure.exitcode < 0:
         message = f"ended by {signal.Signals(-failure.exitcode).name}"
-    first_line = (
-        str(message).strip().splitlines()[0] if str(message).strip() else f"exit code {failure.exitcode}"
-    )
-    return WorkerError(f"rank {rank} failed: {first_line}", str(extra.get("py_callstack", "")))
+    lines = str(message).strip().splitlines() or [f"exit code {failure.exitcode}"]
+    return WorkerError(f"rank {rank} failed: {lines[0]}", str(extra.get("py_callstack", "")))
 
 
-def _written(failure: ProcessFailure) -> float:
-    """When the failure was recorded; elastic's own timestamps are in whole seconds."""
+def _suspicion(failure: ProcessFailure) -> tuple[int, float]:
+    """Sorts failures by how likely they are the cause of the others, the likeliest first.
+
+    A rank that a signal ended did not lose its peers; the others fail soon after the first, for want of it;
+    and what SIGTERM ended, elastic did when it saw a failure. Elastic's own timestamps are in whole seconds,
+    so the times of error files decide.
+    """
+    if failure.exitcode < 0:
+        return (2 if failure.exitcode == -signal.SIGTERM else 0), 0.0
     try:
-        return os.stat(failure.error_file).st_mtime
+        return 1, os.stat(failure.error_file).st_mtime
     except OSError:
-        return float(failure.timestamp)
+        return 1, math.inf

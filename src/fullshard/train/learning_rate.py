@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from fullshard.train.config import TrainConfig
+from fullshard.train.config import TrainingConfig
 
 FLOOR = 0.05  # share of the peak that the cosine ends at
 
 
-def learning_rate(step: int, config: TrainConfig) -> float:
+def learning_rate(step: int, config: TrainingConfig) -> float:
     """Rate of optimizer step `step` (counted from 1): linear warm-up, then a cosine to 1/20 of the peak."""
     if step <= config.warmup:
         return config.lr * step / (config.warmup + 1)

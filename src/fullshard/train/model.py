@@ -8,60 +8,17 @@ Letters in shapes: B batch, T sequence, C width, H heads, D = C / H head size, V
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VOCABULARY = 256  # a token is a byte
+from fullshard.train.config import VOCABULARY, GPTConfig
+
 METADATA_KEY = "fullshard.train.model"
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """Size of a `GPT`.
-
-    Attributes:
-        layers: number of blocks.
-        width: size C of the residual stream; a multiple of `heads`.
-        heads: attention heads; `width / heads` must be even (rotary positions turn pairs).
-        sequence: longest context in tokens (bytes).
-
-    Raises:
-        ValueError: a size is below 1, or `width / heads` is not an even whole number.
-    """
-
-    layers: int
-    width: int
-    heads: int
-    sequence: int
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 1:
-                raise ValueError(f"{field.name} must be at least 1, found {getattr(self, field.name)}")
-        if self.width % (2 * self.heads):
-            raise ValueError(
-                f"width must be a multiple of 2 * heads, so that each head has an even size; "
-                f"found width {self.width} and {self.heads} heads"
-            )
-
-    @property
-    def hidden(self) -> int:
-        """Width of the SwiGLU MLP: 8/3 of `width`, rounded up to a multiple of 32."""
-        return math.ceil(self.width * 8 / 3 / 32) * 32
-
-    @property
-    def parameter_count(self) -> int:
-        """Number of parameters of a `GPT` of this size."""
-        block = 4 * self.width**2 + 3 * self.width * self.hidden + 2 * self.width
-        return self.layers * block + 2 * VOCABULARY * self.width + self.width
 
 
 class Attention(nn.Module):
@@ -115,8 +72,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """`(B, T, C) -> (B, T, C)`; `angles` as in `Attention.forward`."""
         x = x + self.attention(self.attention_norm(x), angles)
-        x = x + self.mlp(self.mlp_norm(x))
-        return x
+        mixed: Tensor = self.mlp(self.mlp_norm(x))
+        return x + mixed
 
 
 class GPT(nn.Module):
@@ -205,9 +162,7 @@ def load(path: str | Path) -> GPT:
     return model.eval()
 
 
-def generate(
-    model: nn.Module, prompt: bytes, count: int, sequence: int, generator: torch.Generator
-) -> Iterator[int]:
+def generate(model: nn.Module, prompt: bytes, count: int, sequence: int, generator: torch.Generator) -> Iterator[int]:
     """Continue `prompt` byte by byte, sampling from the model's distribution.
 
     A forward of a sharded model is a collective, so every rank must call this with equal arguments and

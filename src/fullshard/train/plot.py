@@ -22,6 +22,7 @@ def plot_losses(path: Path, records: Sequence[Record], baselines: Mapping[str, f
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     train = [(r["step"], r["bits_per_byte"]) for r in records if r["kind"] == "train"]
     validation = [(r["step"], r["bits_per_byte"]) for r in records if r["kind"] == "validation"]
@@ -32,14 +33,12 @@ def plot_losses(path: Path, records: Sequence[Record], baselines: Mapping[str, f
     axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training, each step")
     axes.plot(steps, _smooth(losses), color="tab:blue", linewidth=1.6, label="training, smoothed")
     if validation:
-        axes.plot(
-            *zip(*validation, strict=True), color="tab:red", marker="o", label="validation (held-out bytes)"
-        )
+        axes.plot(*zip(*validation, strict=True), color="tab:red", marker="o", label="validation (held-out bytes)")
     for (name, value), style in zip(baselines.items(), ("--", ":", "-."), strict=False):
         axes.axhline(value, color="0.35", linestyle=style, linewidth=1, label=f"{name}: {value:.2f}")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss (bits per byte)")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlim(0, max(steps[-1], 2))
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)

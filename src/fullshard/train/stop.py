@@ -16,6 +16,7 @@ import signal
 from pathlib import Path
 from types import FrameType
 
+INTERRUPTED = 130  # exit code that shells know for a process that Ctrl-C ended
 STOP_FILE_VARIABLE = "FULLSHARD_STOP_FILE"
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard.train.model import METADATA_KEY, GPTConfig
+from fullshard.train.config import GPTConfig
+from fullshard.train.model import METADATA_KEY
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 

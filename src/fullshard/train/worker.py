@@ -26,14 +26,13 @@ from fullshard.train.evaluation import HeldOut
 from fullshard.train.footprint import Footprint
 from fullshard.train.group import Group
 from fullshard.train.metrics import MetricsFile, Record, bits, read_metrics
-from fullshard.train.model import GPT, GPTConfig, generate
+from fullshard.train.model import GPT, generate
 from fullshard.train.plot import plot_losses
 from fullshard.train.progress import RunProgress
-from fullshard.train.stop import STOP_FILE_VARIABLE, StopRequest
+from fullshard.train.stop import INTERRUPTED, STOP_FILE_VARIABLE, StopRequest
 from fullshard.train.summary import Summary, show
 from fullshard.train.weights import save_full
 
-INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
 MISTAKE = 2  # exit code for wrong input
 FAILURE = 1
 
@@ -67,7 +66,7 @@ def run(config: TrainConfig, folder: Callable[[], Path]) -> int:
     model = loop.build(config, group)
     outcome = _train(model, corpus, config, group, stop, path)
     sample = b""
-    if not outcome.interrupted and config.generate:
+    if not outcome.interrupted and config.evaluation.generate:
         sample = _generate(model, config)
     save_full(path / run_folder.MODEL if path else None, model.config, dict(model.named_parameters()))
     footprints = [Footprint(**values) for values in group.gather(footprint.as_dict(outcome.local))]
@@ -102,7 +101,7 @@ def _read_together(config: TrainConfig, group: Group) -> Corpus:
     """Read the text on every rank; if one fails, or reads something else, all raise the same error."""
     corpus, problem = None, None
     try:
-        corpus = read(config.data, seed=config.seed, sequence=config.sequence)
+        corpus = read(config.data, seed=config.seed, sequence=config.model.sequence)
     except CorpusError as error:
         problem = str(error)
     found = group.gather((problem, corpus.sha256 if corpus else ""))
@@ -125,13 +124,14 @@ def _train(
 ) -> loop.Outcome:
     """Train, while rank 0, the one with a `folder`, writes metrics and shows progress."""
     if folder is None:
-        return loop.train(model, corpus, config, group, stop, observe=lambda record: None)
+        return loop.Run(model, corpus, config, group, stop, observe=lambda record: None).train()
     console = Console()
-    with MetricsFile(folder / run_folder.METRICS) as metrics, RunProgress(console, config.steps) as progress:
+    steps = config.training.steps
+    with MetricsFile(folder / run_folder.METRICS) as metrics, RunProgress(console, steps) as progress:
         progress.say(
             f"{model.config.parameter_count:,} parameters sharded over {group.size} ranks "
-            f"({group.device.type}), {config.steps} steps of "
-            f"{config.batch * config.sequence * group.size:,} bytes; "
+            f"({group.device.type}), {steps} steps of "
+            f"{config.training.batch * config.model.sequence * group.size:,} bytes; "
             f"text: {corpus.source}, "
             f"{len(corpus.train) / 1e6:.1f} MB in {len(corpus.train_files)} files, held out: "
             f"{len(corpus.validation) / 1e6:.2f} MB in {len(corpus.validation_files)} files"
@@ -148,9 +148,9 @@ def _train(
             else:
                 progress.say(f"step {record['step']}: validation {record['bits_per_byte']:.3f} bits/byte")
 
-        outcome = loop.train(model, corpus, config, group, stop, observe)
+        outcome = loop.Run(model, corpus, config, group, stop, observe).train()
         if outcome.interrupted:
-            progress.say(f"stopped after step {outcome.step} of {config.steps}; keeping what there is")
+            progress.say(f"stopped after step {outcome.step} of {steps}; keeping what there is")
         return outcome
 
 
@@ -158,8 +158,8 @@ def _generate(model: GPT, config: TrainConfig) -> bytes:
     """Continue the prompt; every rank runs the same forwards and draws the same bytes."""
     generator = torch.Generator().manual_seed(config.seed)
     model.eval()
-    prompt = config.prompt.encode("utf-8")
-    return bytes(generate(model, prompt, config.generate, config.sequence, generator))
+    prompt = config.evaluation.prompt.encode("utf-8")
+    return bytes(generate(model, prompt, config.evaluation.generate, config.model.sequence, generator))
 
 
 def _report(
@@ -171,7 +171,7 @@ def _report(
     sample: bytes,
 ) -> None:
     """Draw the plot, print the summary and append it to the metrics."""
-    held_out = HeldOut.take(corpus.validation, config.eval_bytes, config.sequence).targets
+    held_out = HeldOut.take(corpus.validation, config.evaluation.eval_bytes, config.model.sequence).targets
     baselines = {
         "order-0 entropy coding": order0_bits_per_byte(corpus.train, held_out),
         "zlib level 9": zlib_bits_per_byte(held_out),
@@ -180,13 +180,14 @@ def _report(
     loss = outcome.validation_loss
     summary = Summary(
         folder=folder,
-        parameters=GPTConfig(config.layers, config.width, config.heads, config.sequence).parameter_count,
+        parameters=config.model.parameter_count,
         bits_per_byte=None if loss is None else bits(loss),
         baselines=baselines,
         held_out_bytes=len(held_out),
+        sequence=config.model.sequence,
         local=footprints,
         whole=outcome.whole,
-        prompt=config.prompt,
+        prompt=config.evaluation.prompt,
         sample=sample,
         seconds=outcome.seconds,
     )
@@ -199,5 +200,7 @@ if __name__ == "__main__":
     code = guarded(lambda: run(TrainConfig.from_toml(Path(sys.argv[1])), lambda: Path(sys.argv[2])))
     sys.stdout.flush()
     sys.stderr.flush()
+    # The launcher knows of its own interruption; to torch elastic, any code but 0 is a failure.
+    code = 0 if code == INTERRUPTED else code
     # A rank whose peers are gone can block in the teardown of a backend; all files are closed by now.
     os._exit(code)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllgatherOptions, ReduceOp, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, ReduceOp, ReduceScatterOptions
 
 from fullshard.memory import Work
 from fullshard.transport.base import Move, Transport
@@ -43,7 +43,7 @@ class CollectiveTransport(Transport):
         self._gather_options.asyncOp = True
         self._reduce_options = ReduceScatterOptions()
         self._reduce_options.asyncOp = True
-        self._reduce_options.reduceOp = ReduceOp.SUM
+        self._reduce_options.reduceOp = ReduceOp(ReduceOp.SUM)
 
     def _gather(self, moves: Sequence[Move]) -> Sequence[Work]:
         # The group's own method: the functions of torch.distributed were renamed between 2.11 and 2.13 and
@@ -52,9 +52,7 @@ class CollectiveTransport(Transport):
 
     def _reduce(self, moves: Sequence[Move]) -> Sequence[Work]:
         options = self._reduce_options
-        return [
-            _Scale(self.group._reduce_scatter_base(m.piece, m.region, options), m, self.world_size) for m in moves
-        ]
+        return [_Scale(self.group._reduce_scatter_base(m.piece, m.region, options), m, self.world_size) for m in moves]
 
 
 class NcclTransport(CollectiveTransport):
@@ -66,7 +64,7 @@ class NcclTransport(CollectiveTransport):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        self._reduce_options.reduceOp = ReduceOp.AVG
+        self._reduce_options.reduceOp = ReduceOp(ReduceOp.AVG)
 
     def _gather(self, moves: Sequence[Move]) -> Sequence[Work]:
         return self._grouped(moves, super()._gather)

@@ -47,9 +47,7 @@ class GlooTransport(Transport):
             for index, move in enumerate(moves):
                 outgoing[index].append(self.group.send([_part(move, peer)], peer, _TAG))
                 incoming[index][peer] = self.group.recv([scratch[index][peer]], peer, _TAG)
-        return [
-            _RankOrderMean(move, self.rank, scratch[i], incoming[i], outgoing[i]) for i, move in enumerate(moves)
-        ]
+        return [_RankOrderMean(move, self.rank, scratch[i], incoming[i], outgoing[i]) for i, move in enumerate(moves)]
 
     def _peers(self) -> list[int]:
         """The other ranks, nearest first, so that not all ranks send to the same one at once."""
