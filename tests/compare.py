@@ -41,9 +41,7 @@ def assert_equal(actual: Any, expected: Any, what: str) -> None:
         raise AssertionError(f"{what}: expected {expected!r}, got {actual!r}")
 
 
-def assert_close(
-    actual: torch.Tensor, expected: torch.Tensor, what: str, rtol: float, atol: float = 0.0
-) -> None:
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, what: str, rtol: float, atol: float = 0.0) -> None:
     """Require ``|actual - expected| <= atol + rtol * |expected|``, and equal shape, dtype, NaN and inf."""
     _assert_comparable(actual, expected, what)
     close = torch.isclose(_wide(actual), _wide(expected), rtol=rtol, atol=atol, equal_nan=True)
@@ -103,9 +101,7 @@ def _full_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tens
         for fqn in parameters:
             ranks = [rank for rank, names in enumerate(missing_by_rank) if fqn in names]
             if 0 < len(ranks) < len(missing_by_rank):
-                raise AssertionError(
-                    f"gradient of {fqn} is None on ranks {ranks} of {len(missing_by_rank)} only"
-                )
+                raise AssertionError(f"gradient of {fqn} is None on ranks {ranks} of {len(missing_by_rank)} only")
     full: dict[str, torch.Tensor | None] = {}
     for fqn, parameter in parameters.items():
         full[fqn] = None if fqn in missing else _full(parameter.grad)
@@ -163,9 +159,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to(torch.float64 if tensor.is_floating_point() else torch.int64)
 
 
-def _raise_where(
-    wrong: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor, what: str, how: str
-) -> None:
+def _raise_where(wrong: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor, what: str, how: str) -> None:
     """Raise if any element is wrong, naming the one that differs most (NaN and inf count as far away)."""
     if not wrong.any():
         return
@@ -183,6 +177,4 @@ def _raise_where(
 def _brief(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{type(value).__name__}{tuple(value.shape)} of {value.dtype} on {value.device}"
-    return (
-        repr(value) if value is None or isinstance(value, str | int | float) else f"a {type(value).__name__}"
-    )
+    return repr(value) if value is None or isinstance(value, str | int | float) else f"a {type(value).__name__}"

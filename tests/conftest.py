@@ -9,9 +9,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent)
-)  # test modules of subfolders import ranks and compare
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # test modules of subfolders import ranks and compare
 
 from ranks import RankPool
 

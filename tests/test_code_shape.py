@@ -38,9 +38,7 @@ MANY_PARAMETERS_ALLOWED = {
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 NOTE = re.compile(r"\[Note: ([^\]\n]+)\]")
-DEFINITION = re.compile(
-    r"""^\s*(?:\#+\s*|[rR]?\"{3}\s*|[rR]?'{3}\s*)?\[Note:\ ([^\]\n]+)\]\s*$""", re.VERBOSE
-)
+DEFINITION = re.compile(r"""^\s*(?:\#+\s*|[rR]?\"{3}\s*|[rR]?'{3}\s*)?\[Note:\ ([^\]\n]+)\]\s*$""", re.VERBOSE)
 
 
 @dataclass(frozen=True)
@@ -125,9 +123,7 @@ def _assigned_to(self: str, method: Function) -> set[str]:
         match node:
             case ast.Attribute(value=ast.Name(id=owner), attr=name, ctx=ast.Store()) if owner == self:
                 names.add(name)
-            case ast.Call(
-                func=ast.Attribute(attr="__setattr__"), args=[*_, ast.Constant(value=str(name)), _]
-            ):
+            case ast.Call(func=ast.Attribute(attr="__setattr__"), args=[*_, ast.Constant(value=str(name)), _]):
                 names.add(name)
     return names
 
@@ -199,9 +195,7 @@ def _shares_docstring(node: Function | ast.ClassDef) -> bool:
 
 def check_annotations(source: Source) -> Iterator[str]:
     for each in functions(source):
-        missing = [
-            argument.arg for argument in _own_arguments(each, starred=True) if argument.annotation is None
-        ]
+        missing = [argument.arg for argument in _own_arguments(each, starred=True) if argument.annotation is None]
         if each.node.returns is None:
             missing.append("return")
         if missing:

@@ -200,9 +200,7 @@ def sharded(model: nn.Module, rank: Rank) -> nn.Module:
     """The same model with its matrices and vectors cut on dim 0, gradients too; the scalar stays plain."""
     for layer in (model.first, model.second):
         for name, parameter in list(layer.named_parameters()):
-            cut = nn.Parameter(
-                distribute_tensor(parameter.detach(), rank.mesh, [Shard(0)]), parameter.requires_grad
-            )
+            cut = nn.Parameter(distribute_tensor(parameter.detach(), rank.mesh, [Shard(0)]), parameter.requires_grad)
             if parameter.grad is not None:
                 cut.grad = distribute_tensor(parameter.grad, rank.mesh, [Shard(0)])
             setattr(layer, name, cut)

@@ -177,13 +177,9 @@ def _touched(source: Source, names: set[str]) -> Iterator[tuple[int, str]]:
         match node:
             case ast.Call(func=ast.Attribute(attr=name)) if name in names:
                 yield node.lineno, name
-            case ast.Attribute(attr=name) if name in names - {
-                "pin_memory"
-            }:  # a policy has a field of this name
+            case ast.Attribute(attr=name) if name in names - {"pin_memory"}:  # a policy has a field of this name
                 yield node.lineno, name
-            case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=name), *_]) if (
-                name in names
-            ):
+            case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=name), *_]) if name in names:
                 yield node.lineno, name
             case ast.Call(func=function, keywords=keywords) if ast.unparse(function).startswith("torch."):
                 yield from ((node.lineno, keyword.arg) for keyword in keywords if keyword.arg in names)
@@ -199,9 +195,7 @@ CHECKS = {check.__name__: check for check in (check_layers, check_purity, check_
 def test_package_keeps_the_house_rules(name: str) -> None:
     """Every file of the package imports downward only, and leaves to others what is theirs."""
     files = sorted(PACKAGE.rglob("*.py"))
-    sources = [
-        Source(path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8")) for path in files
-    ]
+    sources = [Source(path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8")) for path in files]
     wrong = [message for source in sources for message in CHECKS[name](source)]
     assert not wrong, "\n" + "\n".join(wrong)
 

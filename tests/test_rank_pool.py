@@ -310,9 +310,7 @@ def test_failure_reads_well_in_pytest(tmp_path: Path) -> None:
         )
     )
     arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(folder)]
-    done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, cwd=tmp_path, check=False
-    )
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     assert "rank 1 raised AssertionError" in done.stdout
     assert "assert (2 == 7 or 1 == 0)" in done.stdout

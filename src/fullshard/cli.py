@@ -52,7 +52,7 @@ def train(
     data: Annotated[
         Optional[list[Path]],  # noqa: UP045
         typer.Argument(
-            metavar="[FILE_OR_FOLDER]...",
+            metavar="FILE_OR_FOLDER",
             help="Text to train on; folders are searched. Default: Python's own source code.",
             show_default=False,
         ),

@@ -170,9 +170,15 @@ class FSDPModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of ``nn.Module``, without communication: values are DTensors on the live shards."""
-        for unit in nested_units(self):
+        units = nested_units(self)
+        computing = [unit for unit in units if unit.computing]
+        for unit in units:
             unit.use_sharded()
-        return super().state_dict(*args, **kwargs)
+        try:
+            return super().state_dict(*args, **kwargs)
+        finally:
+            for unit in computing:
+                unit.use_full()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         _unit(self).reshard()
@@ -181,6 +187,8 @@ class FSDPModule(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FSDPModule:
         unit = _unit(self)
         unit.reshard()
+        for parameter in unit.parameters:
+            parameter.remember_attributes()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         unit.adopt()
         return self
@@ -229,9 +237,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         ValueError: If the class has no such method.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"register_fsdp_forward_method: expected an nn.Module, found {type(module).__name__}")
     if not isinstance(module, FSDPModule):
         return
-    if not callable(getattr(type(module), method_name, None)):
+    if not isinstance(method_name, str) or not callable(getattr(type(module), method_name, None)):
         raise ValueError(
             f"expected the name of a method of {_plain_class(type(module)).__name__}, found {method_name!r}"
         )
@@ -309,6 +319,10 @@ def _units(module: nn.Module, recurse: bool) -> list[Unit]:
 
 
 def _check_units(direction: str, modules: Iterable[nn.Module]) -> list[Unit]:
+    if isinstance(modules, nn.Module) or not isinstance(modules, Iterable):
+        raise TypeError(
+            f"set_modules_to_{direction}_prefetch: expected a list of modules, found {type(modules).__name__}"
+        )
     units = []
     for index, module in enumerate(modules):
         if not isinstance(module, FSDPModule):
@@ -349,6 +363,10 @@ def _check_arguments(
         raise ValueError(f"fully_shard: mesh: expected 1 dimension, found {mesh.ndim} in {mesh}")
     if reshard_after_forward is not None:
         _check_bool("fully_shard: reshard_after_forward", reshard_after_forward)
+    if isinstance(ignored_params, torch.Tensor) or not isinstance(ignored_params, (Iterable, type(None))):
+        raise TypeError(
+            f"fully_shard: ignored_params: expected a set or list of parameters, found {type(ignored_params).__name__}"
+        )
     ignored = list(ignored_params or ())
     for parameter in ignored:
         if not isinstance(parameter, nn.Parameter):

@@ -10,9 +10,7 @@ from bench.models import GPT, GPTShape, batch_of
 from bench import gpu_step, host_cost, step
 
 
-def record(
-    losses: list[float], seconds: list[list[float]], peak: int = 300, baseline: int = 100
-) -> step.Record:
+def record(losses: list[float], seconds: list[list[float]], peak: int = 300, baseline: int = 100) -> step.Record:
     return step.Record(losses, seconds, [{"baseline": baseline, "peak": peak, "resting": 0}] * 2)
 
 

@@ -42,9 +42,7 @@ class Nursery:
         self._socket, theirs = socket.socketpair()
         tests = Path(__file__).resolve().parent.parent
         environment = dict(os.environ, GLOO_SOCKET_IFNAME="lo")
-        environment["PYTHONPATH"] = os.pathsep.join(
-            [str(tests), *filter(None, [os.environ.get("PYTHONPATH")])]
-        )
+        environment["PYTHONPATH"] = os.pathsep.join([str(tests), *filter(None, [os.environ.get("PYTHONPATH")])])
         for library in ("OMP", "MKL", "OPENBLAS"):
             environment[f"{library}_NUM_THREADS"] = "1"
         with theirs, (directory / "nursery.log").open("wb") as log:
@@ -83,9 +81,7 @@ class Nursery:
         except OSError:
             reply = b""
         if not reply:
-            raise RuntimeError(
-                f"the rank nursery ended; its output:\n{self._log.read_text(errors='replace')}"
-            )
+            raise RuntimeError(f"the rank nursery ended; its output:\n{self._log.read_text(errors='replace')}")
         return pickle.loads(reply)
 
 
@@ -121,9 +117,7 @@ def main(control: socket.socket) -> None:
 
 def _fork_world(control: socket.socket, directory: Path, descriptors: list[int]) -> list[int]:
     if sys.platform == "linux" and len(threads := os.listdir("/proc/self/task")) > 1:
-        raise RuntimeError(
-            f"the nursery has {len(threads)} threads, so it must not fork: which import started one?"
-        )
+        raise RuntimeError(f"the nursery has {len(threads)} threads, so it must not fork: which import started one?")
     nursery, pids = os.getpid(), []
     for rank, own in enumerate(descriptors):
         pid = os.fork()

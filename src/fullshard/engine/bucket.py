@@ -167,6 +167,7 @@ class Bucket:
 
     def _set_full(self, parameter: ShardedParameter, tensor: torch.Tensor) -> None:
         parameter.full = nn.Parameter(tensor, requires_grad=parameter.sharded.requires_grad)
+        parameter.full.__dict__.update(parameter.attributes)
 
     def _plan_unpack(self, slot: Slot, full: Buffer, message: Buffer) -> None:
         """Prepare the copies from the message to one full parameter: one, or one per rank if its rows interleave."""

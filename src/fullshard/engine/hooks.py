@@ -88,8 +88,15 @@ def guard_inputs(unit: _Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     Returns:
         ``args`` and ``kwargs`` with those tensors replaced, and the call, None if there was no such tensor.
     """
+    if torch._C._are_functorch_transforms_active():
+        return args, kwargs, None
+    if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # most blocks: no containers to search
+        if not args[0].requires_grad:
+            return args, kwargs, None
+        guarded_args = _Boundary.apply(unit, args[0])  # type: ignore[no-untyped-call]
+        return guarded_args, kwargs, Call(guarded_args[0].grad_fn)
     tensors = {id(t): t for t in iterate_tensors((args, kwargs)) if t.requires_grad}
-    if not tensors or torch._C._are_functorch_transforms_active():
+    if not tensors:
         return args, kwargs, None
     aliases = _Boundary.apply(unit, *tensors.values())  # type: ignore[no-untyped-call]
     guarded: dict[int, torch.Tensor] = dict(zip(tensors, aliases, strict=True))

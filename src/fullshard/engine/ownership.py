@@ -42,16 +42,16 @@ def nested_units(module: nn.Module) -> list[Unit]:
 
 def managed_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """``module`` and what is below it but not inside another unit, with names relative to it. Each once."""
+    # With a stack: a nested function that calls itself would be a reference cycle that keeps the module alive.
     found: dict[int, tuple[str, nn.Module]] = {}
-
-    def visit(name: str, child: nn.Module) -> None:
-        if id(child) in found or (child is not module and unit_of(child) is not None):
-            return
-        found[id(child)] = (name, child)
-        for child_name, grandchild in child.named_children():
-            visit(f"{name}.{child_name}" if name else child_name, grandchild)
-
-    visit("", module)
+    stack = [("", module)]
+    while stack:
+        name, current = stack.pop()
+        if id(current) in found or (current is not module and unit_of(current) is not None):
+            continue
+        found[id(current)] = (name, current)
+        children = [(f"{name}.{key}" if name else key, child) for key, child in current.named_children()]
+        stack.extend(reversed(children))
     return list(found.values())
 
 
@@ -79,29 +79,36 @@ def claim_parameters(module: nn.Module, ignored: Iterable[nn.Parameter]) -> list
             shape = parameter_shape(holder.fqn, holder.parameter)
             new = ShardedParameter(holder.parameter, [owner], [holder.fqn], shape)
             claimed[id(new)] = new
-        elif id(existing) in claimed:
-            existing.add_owner(owner, holder.fqn)
-        elif any(existing in unit.parameters for unit in inside):
+        elif id(existing) in claimed or _belongs_below(existing, module):
             existing.add_owner(owner, holder.fqn)
             claimed[id(existing)] = existing
-        else:
+        elif not _is_above(existing, module):
             existing.pending_owners.append(owner)
     for unit in inside:
         for parameter in unit.parameters:
             if any(_is_inside(owner, module) for owner in parameter.pending_owners):
                 claimed[id(parameter)] = parameter
-    _take_from(inside, claimed, module)
+    _take_over(claimed, module)
     return list(claimed.values())
 
 
-def _take_from(units: list[Unit], claimed: dict[int, ShardedParameter], module: nn.Module) -> None:
-    """Make the nested ``units`` give up what is claimed, and settle the pending owners inside ``module``."""
-    for unit in units:
-        kept = [p for p in unit.parameters if id(p) not in claimed]
-        if len(kept) != len(unit.parameters):
-            unit.reshard()
-            unit.parameters = kept
-            unit.build_buckets()
+def _belongs_below(parameter: ShardedParameter, module: nn.Module) -> bool:
+    """Whether a unit on ``module`` is the lowest for a managed parameter: it contains all holders known so far."""
+    return all(_is_inside(owner, module) for owner in parameter.owners)
+
+
+def _is_above(parameter: ShardedParameter, module: nn.Module) -> bool:
+    """Whether the unit that owns the parameter contains ``module``: then it gathers for it."""
+    unit = parameter.unit()
+    above = None if unit is None else unit.module()
+    return above is not None and any(module is submodule for submodule in above.modules())
+
+
+def _take_over(claimed: dict[int, ShardedParameter], module: nn.Module) -> None:
+    """Make the units that own claimed parameters give them up, and settle the pending owners in ``module``."""
+    owners = {id(unit): unit for unit in (p.unit() for p in claimed.values() if hasattr(p, "unit")) if unit is not None}
+    for unit in owners.values():
+        unit.give_up([p for p in unit.parameters if id(p) in claimed])
     for parameter in claimed.values():
         still_pending = []
         for owner in parameter.pending_owners:
@@ -114,11 +121,17 @@ def _take_from(units: list[Unit], claimed: dict[int, ShardedParameter], module: 
 
 def check_owned(units: list[Unit]) -> None:
     """Raise if a tied parameter still waits for a unit above all its holders."""
-    waiting = [p for unit in units for p in unit.parameters if p.pending_owners]
+    waiting = {id(p): p for unit in units for p in unit.parameters if p.pending_owners}
+    for unit in units:
+        module = unit.module()
+        for holder in [] if module is None else _holders(module):
+            parameter = managed_by(holder.parameter)
+            if parameter is not None and parameter.pending_owners:  # of a unit elsewhere
+                waiting[id(parameter)] = parameter
     if waiting:
         raise TiedParameterError(
             "these parameters are shared by modules of different units: "
-            + ", ".join(p.describe() for p in waiting)
+            + ", ".join(p.describe() for p in waiting.values())
             + "; call fully_shard on a module that contains all of them (usually the whole model) as well"
         )
 

@@ -12,7 +12,7 @@ For each managed parameter there are three tensors:
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from fullshard.engine.mesh import ShardMesh
 from fullshard.layout import ParameterShape, Route, Slot
 from fullshard.layout.per_parameter import contiguous_stride, is_dense
+
+if TYPE_CHECKING:
+    from fullshard.engine.unit import Unit
 
 __all__ = ["Owner", "ShardedParameter", "dtensor", "managed_by", "parameter_shape"]
 
@@ -70,11 +73,14 @@ class ShardedParameter:
     full: nn.Parameter
     spec: DTensorSpec
     shape: ParameterShape
+    unit: weakref.ref[Unit]  # that owns it
+    attributes: dict[str, Any]  # that users have set on the parameter object
 
     def __init__(self, sharded: nn.Parameter, owners: list[Owner], fqns: list[str], shape: ParameterShape) -> None:
         self.sharded, self.owners, self.fqns, self.shape = sharded, owners, fqns, shape
         self.fqn = fqns[0]
         self.pending_owners = []
+        self.remember_attributes()
         self._mark()
 
     def place(self, mesh: ShardMesh, slot: Slot, local: torch.Tensor) -> None:
@@ -90,13 +96,16 @@ class ShardedParameter:
         if isinstance(old, DTensor) and old.dtype == local.dtype and old.device == local.device:
             old._local_tensor = local
             old._spec = self.spec
-            self._mark()
-            return
-        self.sharded = nn.Parameter(dtensor(local, self.spec), requires_grad=old.requires_grad)
-        self.sharded.__dict__.update({k: v for k, v in vars(old).items() if not k.startswith("_")})
-        if isinstance(old, DTensor) and old.grad is not None:
-            self.sharded.grad = old.grad
+        else:
+            self.sharded = nn.Parameter(dtensor(local, self.spec), requires_grad=old.requires_grad)
+            if isinstance(old, DTensor) and old.grad is not None:
+                self.sharded.grad = old.grad
+        self.sharded.__dict__.update(self.attributes)
         self._mark()
+
+    def remember_attributes(self) -> None:
+        """Note what users have set on the parameter object: ``to()`` swaps it away, :meth:`place` puts it back."""
+        self.attributes = {key: value for key, value in vars(self.sharded).items() if not key.startswith("_")}
 
     def _mark(self) -> None:
         """Let a later ``fully_shard`` call find out that the parameter is managed."""
@@ -147,7 +156,9 @@ class ShardedParameter:
                 f"{self.describe()} was replaced by a DTensor with placements {found.placements}, expected "
                 f"{self.spec.placements}; redistribute it first"
             )
-        self.sharded = found
+        if found is not self.sharded:
+            self.sharded = found
+            self.remember_attributes()
         return found
 
     def drop_full_gradient(self) -> None:

@@ -106,17 +106,12 @@ class Schedule:
         """
         units = nested_units(module)
         for unit in units:
-            if unit.schedule is not None and unit.schedule.busy:
-                raise PhaseError(
-                    f"{type(module).__name__} became the root while its unit {unit.name or '<root>'!r} is in the "
-                    "middle of a step; run a whole step of the model first"
-                )
+            if unit.schedule is not None:
+                unit.schedule.dissolve(f"{type(module).__name__} becomes the root")
         rename(module, units)
         for unit in units:
-            for parameter in unit.parameters:
-                if not parameter.is_current():
-                    unit.adopt()
-                    break
+            if not unit.gathered and not all(parameter.is_current() for parameter in unit.parameters):
+                unit.adopt()
         check_owned(units)
         meta = [p.describe() for unit in units for b in unit.buckets if not b.materialized for p in b.parameters]
         if meta:
@@ -128,6 +123,17 @@ class Schedule:
         for unit in units:
             unit.schedule = schedule
         return schedule
+
+    def dissolve(self, reason: str) -> None:
+        """Let go of all units, because others will be among them; the next forward makes a new schedule.
+
+        Raises:
+            PhaseError: In the middle of a step.
+        """
+        if self.busy:
+            raise PhaseError(f"{reason} while its units are in the middle of a step; finish the step first")
+        for unit in self.units():
+            unit.schedule = None
 
     @property
     def _max_ended(self) -> int:

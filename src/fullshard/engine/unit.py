@@ -73,6 +73,8 @@ class Unit:
     _after_forward: Phase  # the phase that the outermost forward returns to
     _full_registered: bool
     _gathered_at: int  # optimizer_steps() when the full buffers were filled
+    _kept: bool  # whether the full parameters stay from a forward whose backward may still come
+    _unreduced: bool  # whether a backward without sync left gradients
     _calls: list[hooks.Call]  # forwards whose backward may still come
 
     def __init__(
@@ -83,13 +85,16 @@ class Unit:
         self.schedule, self.phase, self.ref = None, Phase.RESTING, weakref.ref(self)
         self._depth, self._after_forward, self._full_registered = 0, Phase.RESTING, False
         self._gathered_at, self._calls = 0, []
+        self._kept = self._unreduced = False
+        for parameter in self.parameters:
+            parameter.unit = self.ref
         self.build_buckets()
 
     # ---------------------------------------------------------------- storage
 
     def build_buckets(self) -> None:
         """(Re)build the buckets from the parameters that the modules hold now, full or sharded."""
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():  # in this order: the first switches grad on
             groups: dict[tuple[torch.dtype, bool], list[tuple[ShardedParameter, torch.Tensor]]] = {}
             for parameter in self.parameters:
                 value = _value(parameter.sharded)
@@ -100,6 +105,15 @@ class Unit:
             ]
         for parameter in self.parameters:
             parameter.register(parameter.sharded)
+
+    def give_up(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Another unit takes ``parameters`` over; it reads their values from the shards they have now."""
+        if self.schedule is not None:
+            self.schedule.dissolve(f"unit {self.name or '<root>'!r} gives up parameters")
+        self.reshard()
+        taken = {id(parameter) for parameter in parameters}
+        self.parameters = [p for p in self.parameters if id(p) not in taken]
+        self.build_buckets()
 
     def adopt(self) -> None:
         """See [Note: Adoption].
@@ -117,7 +131,7 @@ class Unit:
         if rebuild:
             self.build_buckets()
             return
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():  # in this order: the first switches grad on
             for bucket in self.buckets:
                 bucket.take_over()
         for parameter in self.parameters:
@@ -130,12 +144,13 @@ class Unit:
 
     def gather(self) -> None:
         """Start gathering; no-op if that was done. Adopts foreign parameters first."""
+        current = self._full_registered or all(parameter.is_current() for parameter in self.parameters)
         if self.gathered:
-            if self._gathered_at == optimizer_steps():
+            if current and self._gathered_at == optimizer_steps():
                 return
-            # An optimizer has stepped since: a forward without a backward left these behind.
+            # A forward without a backward left these behind, and its parameters were written to since.
             self.reshard()
-        if not all(parameter.is_current() for parameter in self.parameters):
+        if not current:
             self.adopt()
         self._gathered_at = optimizer_steps()
         schedule = self.attached()
@@ -155,6 +170,11 @@ class Unit:
                     full.requires_grad_(parameter.sharded.requires_grad)
                 parameter.register(full)
 
+    @property
+    def computing(self) -> bool:
+        """Whether the modules hold the full parameters because a forward or backward needs them now."""
+        return self._full_registered and self.phase is not Phase.RESTING
+
     def use_sharded(self) -> None:
         """Have the modules hold the sharded parameters again."""
         if self._full_registered:
@@ -165,6 +185,7 @@ class Unit:
     def reshard(self) -> None:
         """Register the sharded parameters and free the full ones."""
         self.use_sharded()
+        self._kept = False
         for bucket in self.buckets:
             bucket.reshard()
 
@@ -178,6 +199,9 @@ class Unit:
         try:
             if self._depth == 1:
                 self._after_forward = self.phase
+                if self._kept and self.settings.reshard_after_forward is None and self.phase is Phase.RESTING:
+                    # Only the root keeps them unasked; who wrote to its shards in between must see that.
+                    self.reshard()
                 self._move(Phase.FORWARD)
                 self.use_full()
                 schedule.started_forward(self)
@@ -220,6 +244,7 @@ class Unit:
             return  # recomputed inside its own backward, which needs the full parameters next
         if keep or hooks.current_backward() != hooks.NO_BACKWARD:
             self.use_sharded()
+            self._kept = True
         else:
             self.reshard()
 
@@ -260,17 +285,25 @@ class Unit:
         """The whole backward pass is over."""
         if self.phase is Phase.BACKWARD:
             self.finish_backward()
+        elif self._unreduced and self.settings.requires_gradient_sync:
+            self._reduce()  # this backward did not touch the unit, but an unsynced one before it did
 
     def finish_backward(self) -> None:
         """Reduce the gradients (or keep them for the next microbatch) and free the full parameters."""
         self.use_sharded()
         if self.settings.requires_gradient_sync:
-            schedule = self.attached()
-            for bucket in self.buckets:
-                schedule.reduce(bucket, self.name)
+            self._reduce()
+        else:
+            self._unreduced = True
         if self.settings.reshard_after_backward:
             self.reshard()
         self._move(Phase.RESTING)
+
+    def _reduce(self) -> None:
+        self._unreduced = False
+        schedule = self.attached()
+        for bucket in self.buckets:
+            schedule.reduce(bucket, self.name)
 
     # ---------------------------------------------------------------- copies
 
@@ -292,6 +325,7 @@ class Unit:
         self._calls.clear()
         self.release_after_failure()
         if drop_gradients:
+            self._unreduced = False
             for parameter in self.parameters:
                 parameter.drop_full_gradient()
 

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fullshard.train.config import ConfigError, TrainConfig
-from fullshard.train.stop import INTERRUPTED, STOP_FILE_VARIABLE
+from fullshard.train.stop import INTERRUPTED, LAUNCHER_VARIABLE, STOP_FILE_VARIABLE
 
 CPU_RANKS = 2  # ranks on a machine without GPUs
 OTHER_SIGNALS = "SIGTERM,SIGHUP,SIGQUIT"  # those that torch elastic handles; SIGINT is handled here
@@ -65,14 +65,14 @@ def launch(config_file: Path, folder: Path, ranks: int) -> int:
     Raises:
         WorkerError: a rank failed; the others have been ended.
     """
-    # Elastic logs a failure at length; `WorkerError` says it in a line.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    _silence_elastic()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch:
         stop_file = Path(scratch, "stop")
         os.environ[STOP_FILE_VARIABLE] = str(stop_file)
+        os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
         settings = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -91,10 +91,17 @@ def launch(config_file: Path, folder: Path, ranks: int) -> int:
         except ChildFailedError as error:
             raise _explain(error) from None
         except SignalException as error:
-            return 128 + int(error.sigval)
+            return INTERRUPTED if stop_file.exists() else 128 + int(error.sigval)
         finally:
             signal.signal(signal.SIGINT, previous)
         return INTERRUPTED if stop_file.exists() else 0
+
+
+def _silence_elastic() -> None:
+    """Elastic logs a failure at length, each of its modules at a level of its own; `WorkerError` says it in a line."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
 
 class _Interrupt:
@@ -110,7 +117,7 @@ class _Interrupt:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self._stop_file.exists():
-            raise SignalException("interrupted twice", signal.Signals(number))
+            raise SignalException("interrupted twice", signal.SIGTERM)  # elastic passes it on to the workers
         self._stop_file.touch()
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fullshard.train.config import VOCABULARY, GPTConfig
 
 METADATA_KEY = "fullshard.train.model"
+TEMPERATURE = 0.8  # of generated text: below 1, likely bytes are drawn more often than the model says
 
 
 class Attention(nn.Module):
@@ -163,7 +164,7 @@ def load(path: str | Path) -> GPT:
 
 
 def generate(model: nn.Module, prompt: bytes, count: int, sequence: int, generator: torch.Generator) -> Iterator[int]:
-    """Continue `prompt` byte by byte, sampling from the model's distribution.
+    """Continue `prompt` byte by byte, sampling from the model's distribution at `TEMPERATURE`.
 
     A forward of a sharded model is a collective, so every rank must call this with equal arguments and
     exhaust it. Logits are equal on every rank (each holds the same gathered weights), and so are equally
@@ -185,7 +186,7 @@ def generate(model: nn.Module, prompt: bytes, count: int, sequence: int, generat
         tokens = torch.tensor([context[-sequence:]], dtype=torch.int64, device=device)
         with torch.no_grad():
             logits = model(tokens)[0, -1]
-        probabilities = torch.softmax(logits.float().cpu() / 0.8, dim=-1)
+        probabilities = torch.softmax(logits.float().cpu() / TEMPERATURE, dim=-1)
         token = int(torch.multinomial(probabilities, 1, generator=generator))
         context.append(token)
         yield token

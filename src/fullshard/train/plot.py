@@ -25,7 +25,7 @@ def plot_losses(path: Path, records: Sequence[Record], baselines: Mapping[str, f
     from matplotlib.ticker import MaxNLocator
 
     train = [(r["step"], r["bits_per_byte"]) for r in records if r["kind"] == "train"]
-    validation = [(r["step"], r["bits_per_byte"]) for r in records if r["kind"] == "validation"]
+    validation = [(r["step"], r["bits_per_byte"], r["bytes"]) for r in records if r["kind"] == "validation"]
     if not train:
         return
     steps, losses = zip(*train, strict=True)
@@ -33,12 +33,18 @@ def plot_losses(path: Path, records: Sequence[Record], baselines: Mapping[str, f
     axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training, each step")
     axes.plot(steps, _smooth(losses), color="tab:blue", linewidth=1.6, label="training, smoothed")
     if validation:
-        axes.plot(*zip(*validation, strict=True), color="tab:red", marker="o", label="validation (held-out bytes)")
+        *between, (last_step, last, used) = validation
+        if between:
+            where, values, sizes = zip(*between, strict=True)
+            label = f"validation, {sizes[0]:,} held-out bytes"
+            axes.plot(where, values, color="tab:red", marker="o", markersize=4, linewidth=1.2, label=label)
+        label = f"validation, {used:,} held-out bytes: {last:.2f}"
+        axes.plot(last_step, last, color="tab:red", marker="*", markersize=13, linestyle="", clip_on=False, label=label)
     for (name, value), style in zip(baselines.items(), ("--", ":", "-."), strict=False):
         axes.axhline(value, color="0.35", linestyle=style, linewidth=1, label=f"{name}: {value:.2f}")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss (bits per byte)")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.set_xlim(0, max(steps[-1], 2))
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)
@@ -48,10 +54,11 @@ def plot_losses(path: Path, records: Sequence[Record], baselines: Mapping[str, f
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Exponential moving average without the pull towards its start value."""
-    keep = 1 - 1 / max(1.0, SMOOTHED_SHARE * len(values))
-    smoothed, average = [], 0.0
-    for count, value in enumerate(values, start=1):
-        average = keep * average + (1 - keep) * value
-        smoothed.append(average / (1 - keep**count))
+    """Mean over a window around each value, which shrinks towards both ends and so lags nowhere."""
+    reach = int(SMOOTHED_SHARE * len(values) / 2)
+    smoothed = []
+    for at in range(len(values)):
+        near = min(reach, at, len(values) - 1 - at)
+        window = values[at - near : at + near + 1]
+        smoothed.append(sum(window) / len(window))
     return smoothed

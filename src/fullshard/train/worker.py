@@ -51,6 +51,8 @@ def run(config: TrainConfig, folder: Callable[[], Path]) -> int:
         CorpusError: on every rank alike, if any rank cannot read the text or reads different text.
     """
     stop = StopRequest()
+    if STOP_FILE_VARIABLE in os.environ:
+        stop.end_with_launcher()
     group = Group.join(config.device)
     corpus = _read_together(config, group)
     path, problem = None, None

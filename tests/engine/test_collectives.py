@@ -1,0 +1,358 @@
+"""Which collectives a step issues: how many, for which unit, with what on the wire; and what is registered when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from compare import assert_models_equal
+from fullshard import fully_shard
+from fullshard.engine.ownership import unit_of
+from fullshard.transport import Collective, GlooTransport, record
+from models import (
+    Stack,
+    assert_at_rest,
+    batch,
+    gathered,
+    reference_backward,
+    shard_blocks,
+    square_loss,
+    with_reference,
+)
+from ranks import Rank, on_ranks
+
+CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
+BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def units(collectives: list[Collective], kind: str) -> list[str]:
+    return [c.unit for c in collectives if c.kind == kind]
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize(
+    ("setting", "gathered_in_backward"),
+    [(True, ["", "blocks.2", "blocks.1", "blocks.0"]), (None, ["blocks.2", "blocks.1", "blocks.0"]), (False, [])],
+    ids=["reshard", "default", "keep"],
+)
+def test_order_of_a_step(rank: Rank, setting: Any, gathered_in_backward: list[str]) -> None:
+    """Forward gathers root and blocks in order, backward the freed ones in reverse, and each reduces once."""
+    model = shard_blocks(Stack(), rank, reshard_after_forward=setting)
+    for step in range(3):
+        with record() as forward:
+            loss = square_loss(step)(model, rank.rank)
+        with record() as backward:
+            loss.backward()
+        assert units(forward, "gather") == ["", *BLOCKS]
+        assert units(forward, "reduce") == []
+        assert units(backward, "gather") == gathered_in_backward
+        assert units(backward, "reduce") == ["blocks.2", "blocks.1", "blocks.0", ""]
+
+
+@on_ranks(2)
+def test_setting_can_change_between_steps(rank: Rank) -> None:
+    """``set_reshard_after_forward`` overrules what ``fully_shard`` was told, also for the root."""
+    model = shard_blocks(Stack(), rank)
+    counts = []
+    for setting in (True, False, True):
+        model.set_reshard_after_forward(setting)
+        loss = square_loss()(model, rank.rank)
+        with record() as backward:
+            loss.backward()
+        counts.append(len(units(backward, "gather")))
+    assert counts == [4, 0, 4]
+    model.blocks[1].set_reshard_after_forward(False)
+    loss = square_loss()(model, rank.rank)
+    with record() as backward:
+        loss.backward()
+    assert units(backward, "gather") == ["", "blocks.2", "blocks.0"]
+
+
+def rounded(numel: int, dtype: torch.dtype = torch.float32) -> int:
+    """``numel`` rounded up to 64 bytes."""
+    multiple = 64 // dtype.itemsize
+    return -(-numel // multiple) * multiple
+
+
+@on_ranks(2, 4)
+def test_small_parameters_share_one_message(rank: Rank) -> None:
+    """A unit of small parameters makes one message per gather and one per reduction, of predictable size."""
+    size = rank.world_size
+    model = shard_blocks(Stack(depth=1), rank)
+    with record() as seen:
+        square_loss()(model, rank.rank).backward()
+    shapes = [tuple(p.shape) for p in model.blocks[0].parameters()]
+    assert shapes == [(12, 6), (12,), (6, 12), (6,)]
+    piece = sum(rounded(-(-rows // size) * (rest[0] if rest else 1)) for rows, *rest in shapes)
+    presence = rounded(len(shapes))  # which of the parameters had a gradient
+    expected_gather = Collective("gather", "blocks.0", torch.float32, piece * size, piece * 4 * (size - 1))
+    sent = piece + presence
+    expected_reduce = Collective("reduce", "blocks.0", torch.float32, sent * size, sent * 4 * (size - 1))
+    of_block = [c for c in seen if c.unit == "blocks.0"]
+    assert of_block == [expected_gather, expected_gather, expected_reduce]
+
+
+@on_ranks(2)
+def test_large_parameters_travel_on_their_own(rank: Rank) -> None:
+    """A parameter above the transport's limit is a message by itself, of exactly its own size if cut evenly."""
+    rows = 2 * GlooTransport.direct_bytes // 4 // 16
+    model = nn.Linear(16, rows)
+    fully_shard(model, mesh=rank.mesh)
+    with record() as seen:
+        model(batch(0, 0, 2, 16)).sum().backward()
+    bias = rounded(rows // 2)
+    message = bias + rounded(2)  # with the presence of weight and bias
+    assert [(c.kind, c.numel) for c in seen] == [
+        ("gather", rows * 16),
+        ("gather", bias * 2),
+        ("reduce", rows * 16),
+        ("reduce", message * 2),
+    ]
+    assert seen[0].nbytes == rows * 16 * 4 // 2
+
+
+@on_ranks(2)
+def test_each_dtype_travels_as_it_is(rank: Rank) -> None:
+    """Parameters of two dtypes in one unit make two gathers and two reductions, each in its own dtype."""
+
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6).double())
+    model[0].register_forward_hook(lambda _module, _args, output: output.double())
+    fully_shard(model, mesh=rank.mesh, reshard_after_forward=True)
+    with record() as seen:
+        model(batch(rank.rank, 0, 2, 6)).sum().backward()
+    dtypes = [torch.float32, torch.float64]
+    assert [(c.kind, c.dtype) for c in seen] == [
+        (kind, dtype) for kind in ("gather", "gather", "reduce") for dtype in dtypes
+    ]
+    assert [c.nbytes for c in seen if c.kind == "gather"][:2] == [
+        (rounded(18, dtype) + rounded(3, dtype)) * dtype.itemsize for dtype in dtypes
+    ]
+
+
+@on_ranks(2)
+def test_frozen_units_do_not_reduce(rank: Rank) -> None:
+    """Frozen parameters are gathered but not reduced; a unit of frozen ones alone reduces nothing."""
+    model = Stack()
+    model.blocks[1].requires_grad_(False)
+    model.blocks[2].up.requires_grad_(False)
+    shard_blocks(model, rank)
+    with record() as seen:
+        square_loss()(model, rank.rank).backward()
+    assert units(seen, "reduce") == ["blocks.2", "blocks.0", ""]
+    assert units(seen, "gather") == ["", *BLOCKS, "blocks.2", "blocks.1", "blocks.0"]
+    (reduced,) = [c for c in seen if c.kind == "reduce" and c.unit == "blocks.2"]
+    assert reduced.numel == 2 * (rounded(3 * 12) + rounded(3) + rounded(2))
+
+
+@on_ranks(2)
+def test_evaluation_gathers_once_and_reduces_nothing(rank: Rank) -> None:
+    """A forward without gradients gathers every unit once."""
+    model = shard_blocks(Stack(), rank)
+    for _ in range(2):
+        with record() as seen, torch.no_grad():
+            model(batch(rank.rank, 0, 4, 6))
+        assert units(seen, "gather") == ["", *BLOCKS]
+        assert units(seen, "reduce") == []
+
+
+@on_ranks(2)
+def test_unused_unit_is_gathered_by_the_first_guess_only(rank: Rank) -> None:
+    """The first step guesses that all units run; from the second step on an unused one costs nothing."""
+    model, reference = with_reference(Stack(), rank)
+
+    def skipping(module: nn.Module, number: int) -> torch.Tensor:
+        return module(batch(number, 0, 4, 6), run=[0, 2]).square().mean()
+
+    counts = []
+    for _ in range(3):
+        with record() as seen:
+            skipping(model, rank.rank).backward()
+        reference_backward(reference, rank.world_size, skipping)
+        counts.append(units(seen, "gather").count("blocks.1"))
+        assert "blocks.1" not in units(seen, "reduce")
+        assert_at_rest(model)
+    assert counts == [1, 0, 0]
+    assert model.blocks[1].up.weight.grad is None
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+# ---------------------------------------------------------------- what is registered when
+
+
+class Observed(nn.Module):
+    """Notes the type and shape of its own parameters in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.seen: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append([(type(p), tuple(p.shape), p.is_leaf, p.requires_grad) for p in self.parameters()])
+        return self.linear(x) * self.scale
+
+
+FULL = [(nn.Parameter, (), True, True), (nn.Parameter, (6, 6), True, True), (nn.Parameter, (6,), True, True)]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("setting", [True, None, False])
+def test_registered_parameters(rank: Rank, setting: Any) -> None:
+    """A module sees plain full parameters in its own forward; at any other time they are DTensors."""
+    inner = fully_shard(Observed(), mesh=rank.mesh, reshard_after_forward=setting)
+    root = Observed()
+    root.linear = inner
+    fully_shard(root, mesh=rank.mesh, reshard_after_forward=setting)
+
+    def all_sharded() -> bool:
+        return all(isinstance(p, DTensor) for p in root.parameters())
+
+    sharded = dict(root.named_parameters())
+    for _ in range(2):
+        loss = root(batch(rank.rank, 0, 2, 6)).sum()
+        assert all_sharded()
+        loss.backward()
+        assert all_sharded()
+    with torch.no_grad():
+        root(batch(rank.rank, 0, 2, 6))
+    assert all_sharded()
+    assert inner.seen == [FULL] * 3
+    assert root.seen[0][0] == FULL[0]  # the root's own; those of the nested unit are sharded at that time
+    assert [kind for kind, *_ in root.seen[0][1:]] == [type(sharded["linear.scale"])] * 3
+    assert sharded["scale"].placements == (Replicate(),)
+    assert all(p is sharded[name] for name, p in root.named_parameters())
+
+
+@on_ranks(2)
+def test_recomputation_sees_full_parameters(rank: Rank) -> None:
+    """In backward the registered parameters are the full ones while a checkpointed body runs again."""
+    model = Stack(depth=2)
+    model.blocks[1].checkpointed = False
+    kinds: list[type] = []
+    body = model.blocks[1].body
+
+    def observing(x: torch.Tensor) -> torch.Tensor:
+        kinds.append(type(model.blocks[1].up.weight))
+        return body(x)
+
+    model.blocks[1].body = observing
+    shard_blocks(model, rank)
+    square_loss()(model, rank.rank).backward()
+    assert kinds == [nn.Parameter, nn.Parameter]
+    assert_at_rest(model)
+
+
+@on_ranks(2)
+def test_manual_unshard_and_reshard(rank: Rank) -> None:
+    """``unshard`` registers the full parameters of one unit, with the right values, and ``reshard`` undoes it."""
+    model, reference = with_reference(Stack(), rank)
+    square_loss()(model, rank.rank).backward()
+    with record() as seen:
+        assert model.blocks[1].unshard() is None
+        assert model.blocks[1].unshard() is None
+    assert units(seen, "gather") == ["blocks.1"]
+    assert gathered(model) == ["blocks.1"]
+    for ours, theirs in zip(model.blocks[1].parameters(), reference.blocks[1].parameters(), strict=True):
+        assert type(ours) is nn.Parameter
+        assert torch.equal(ours, theirs)
+    assert isinstance(model.blocks[0].up.weight, DTensor)
+    model.blocks[1].reshard()
+    model.blocks[1].reshard()
+    assert_at_rest(model)
+
+
+@on_ranks(2)
+def test_reshard_between_forward_and_backward(rank: Rank) -> None:
+    """Freeing a kept unit by hand before backward costs one more gather and changes no value."""
+    model, reference = with_reference(Stack(), rank, reshard_after_forward=False)
+    loss = square_loss()(model, rank.rank)
+    model.blocks[1].reshard()
+    model.reshard()
+    with record() as seen:
+        loss.backward()
+    reference_backward(reference, rank.world_size, square_loss())
+    assert sorted(units(seen, "gather")) == ["", "blocks.1"]
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+# ---------------------------------------------------------------- several forwards, several losses
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("setting", [True, None, False])
+def test_two_forwards_before_one_backward(rank: Rank, setting: Any) -> None:
+    """Two forwards of the model and one backward reduce every unit once, the root's at the end."""
+    model, reference = with_reference(Stack(), rank, reshard_after_forward=setting)
+
+    def loss_of(module: nn.Module, number: int) -> torch.Tensor:
+        return square_loss(0)(module, number) + square_loss(1)(module, number)
+
+    for _ in range(2):
+        loss = loss_of(model, rank.rank)
+        with record() as seen:
+            loss.backward()
+        reference_backward(reference, rank.world_size, loss_of)
+        reduced = units(seen, "reduce")
+        assert sorted(reduced) == ["", *BLOCKS]
+        assert reduced[-1] == ""
+        assert_at_rest(model)
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+class TwoOutputs(nn.Module):
+    """Returns what the first block gives and what the whole model gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        early = self.blocks[0](x)
+        return early, self.last(torch.tanh(self.blocks[2](torch.tanh(self.blocks[1](early)))))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("setting", [True, None, False])
+@pytest.mark.parametrize("early_first", [True, False])
+def test_two_losses_on_one_graph(rank: Rank, early_first: bool, setting: Any) -> None:
+    """Two backward passes over one graph each reduce the units that they reach, and the gradients add up."""
+    model, reference = with_reference(TwoOutputs(), rank, reshard_after_forward=setting)
+    loss = [output.square().mean() for output in model(batch(rank.rank, 0, 4, 6))]
+    order = (0, 1) if early_first else (1, 0)
+    reached = {0: ["blocks.0"], 1: ["", *BLOCKS]}
+    for count, which in enumerate(order):
+        with record() as seen:
+            loss[which].backward(retain_graph=count == 0)
+        assert set(reached[which]) <= set(units(seen, "reduce")) <= {"", *reached[which]}
+        assert len(units(seen, "reduce")) <= 4
+        assert_at_rest(model)
+        reference_backward(
+            reference, rank.world_size, lambda m, r, which=which: m(batch(r, 0, 4, 6))[which].square().mean()
+        )
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+    model.zero_grad()
+    reference.zero_grad()
+    total = sum(output.square().mean() for output in model(batch(rank.rank, 1, 4, 6)))
+    total.backward()
+    reference_backward(reference, rank.world_size, lambda m, r: sum(o.square().mean() for o in m(batch(r, 1, 4, 6))))
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(2)
+def test_unit_names_are_those_below_the_root(rank: Rank) -> None:
+    """Collectives carry the FQN of the unit's module below the root, also after a forward of the unit alone."""
+    model = shard_blocks(Stack(), rank)
+    with record() as seen, torch.no_grad():
+        model.blocks[1](batch(rank.rank, 0, 4, 6))
+    assert [c.unit for c in seen] == [""]  # a root of its own until the real one runs
+    with record() as seen, torch.no_grad():
+        model(batch(rank.rank, 0, 4, 6))
+        model.blocks[1](batch(rank.rank, 0, 4, 6))
+    assert [c.unit for c in seen] == ["", *BLOCKS, "blocks.1"]
+    assert unit_of(model.blocks[2]).name == "blocks.2"

@@ -1,0 +1,148 @@
+"""Tensors inside nested containers: found in all of them, replaced without disturbing the rest."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from fullshard.engine.containers import iterate_tensors, map_tensors
+
+A, B, C = (torch.full((2,), float(i)) for i in range(3))
+
+
+class Pair(NamedTuple):
+    """A named tuple."""
+
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass
+class Output:
+    """An ordinary dataclass."""
+
+    logits: Any
+    loss: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """Frozen, with a field that ``__init__`` does not take."""
+
+    value: Any
+    count: int = dataclasses.field(default=7, init=False)
+    cache: Any = dataclasses.field(default=None, init=False)
+
+
+class Picky(dict):
+    """A dict whose constructor takes something else, and which has an attribute."""
+
+    def __init__(self, name: str, **items: Any) -> None:
+        super().__init__(**items)
+        self.name = name
+
+
+def double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2
+
+
+NESTED: dict[str, tuple[Any, list[torch.Tensor]]] = {
+    "tensor": (A, [A]),
+    "list": ([A, 1, [B]], [A, B]),
+    "tuple": ((A, (B, C), "x"), [A, B, C]),
+    "named tuple": (Pair(A, [B]), [A, B]),
+    "dict": ({"a": A, "n": None, "b": {"c": C}}, [A, C]),
+    "OrderedDict": (collections.OrderedDict(z=A, a=B), [A, B]),
+    "defaultdict": (collections.defaultdict(list, a=A), [A]),
+    "dict subclass": (Picky("mine", a=A), [A]),
+    "dataclass": (Output(A, Output(B)), [A, B]),
+    "frozen dataclass": (Frozen([A, B]), [A, B]),
+    "everything": ([{"p": Pair(Output((A,)), Frozen({"x": B}))}, None, C], [A, B, C]),
+}
+WITHOUT = [
+    None,
+    3,
+    "text",
+    [],
+    (),
+    {},
+    [1, (2, {"a": None})],
+    Pair(1, 2),
+    Output(1),
+    Frozen("x"),
+    {1, 2},
+    Output,
+    object(),
+]
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_all_tensors_are_found_in_order(name: str) -> None:
+    """Every tensor is found, depth first."""
+    value, tensors = NESTED[name]
+    found = list(iterate_tensors(value))
+    assert len(found) == len(tensors) and all(x is y for x, y in zip(found, tensors, strict=True))
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_mapping_replaces_tensors_and_keeps_types(name: str) -> None:
+    """Every tensor is replaced, containers keep their types at every level, and the original is untouched."""
+    value, tensors = NESTED[name]
+    mapped = map_tensors(double, value)
+    assert same_structure(mapped, value)
+    for new, old in zip(iterate_tensors(mapped), tensors, strict=True):
+        assert torch.equal(new, old * 2)
+    assert all(x is y for x, y in zip(iterate_tensors(value), tensors, strict=True))
+
+
+def same_structure(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same_structure(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same_structure, one, other))
+    if dataclasses.is_dataclass(one):
+        return all(same_structure(getattr(one, f.name), getattr(other, f.name)) for f in dataclasses.fields(one))
+    return isinstance(one, torch.Tensor) or one == other
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_unchanged_containers_are_returned_as_they_are(name: str) -> None:
+    """Where the function changes no tensor, the very same container comes back."""
+    value, _ = NESTED[name]
+    assert map_tensors(lambda t: t, value) is value
+
+
+@pytest.mark.parametrize("value", WITHOUT, ids=repr)
+def test_values_without_tensors_are_left_alone(value: Any) -> None:
+    """Values and containers without tensors have none and are returned as they are."""
+    assert list(iterate_tensors(value)) == []
+    assert map_tensors(double, value) is value
+
+
+def test_only_the_changed_branch_is_copied() -> None:
+    """Siblings of what changed stay the same objects."""
+    left, right = [A], {"b": B}
+    mapped = map_tensors(lambda t: double(t) if t is A else t, (left, right))
+    assert mapped[0] is not left and mapped[1] is right
+
+
+def test_sets_of_tensors() -> None:
+    """Tensors in a set are found and replaced too."""
+    mapped = map_tensors(double, {A})
+    assert type(mapped) is set and torch.equal(next(iter(mapped)), A * 2)
+
+
+def test_what_a_container_carries_is_kept() -> None:
+    """Default factories, attributes of subclasses and fields without ``init`` survive."""
+    assert map_tensors(double, collections.defaultdict(list, a=A))["missing"] == []
+    assert map_tensors(double, Picky("mine", a=A)).name == "mine"
+    frozen = Frozen(A)
+    object.__setattr__(frozen, "cache", B)
+    mapped = map_tensors(double, frozen)
+    assert mapped.count == 7 and torch.equal(mapped.cache, B * 2) and frozen.cache is B

@@ -1,0 +1,242 @@
+"""Layouts, without ranks: the pieces of all ranks are those of torch.chunk and reassemble to every parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fullshard.layout import ParameterShape, PerParameterLayout, Route, per_parameter
+from fullshard.layout.per_parameter import ALIGNMENT_BYTES, contiguous_stride, is_dense
+
+WORLDS = st.sampled_from([1, 2, 3, 4, 5, 8])
+DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.uint8])
+
+
+@st.composite
+def parameter_shapes(draw: st.DrawFn) -> list[ParameterShape]:
+    """Up to five parameters of 0 to 3 dims, their dims in any order in memory."""
+    parameters = []
+    for index in range(draw(st.integers(1, 5))):
+        shape = draw(st.lists(st.integers(0, 9), max_size=3))
+        order = draw(st.permutations(range(len(shape))))
+        memory = torch.empty([shape[dim] for dim in order])
+        inverse = [order.index(dim) for dim in range(len(shape))]
+        stride = memory.permute(inverse).stride()
+        replicated = draw(st.booleans()) and draw(st.booleans())
+        parameters.append(ParameterShape(f"p{index}", tuple(shape), tuple(stride), replicated))
+    return parameters
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[PerParameterLayout, torch.dtype]:
+    """A layout of such parameters, with thresholds at which some travel directly."""
+    dtype = draw(DTYPES)
+    layout = PerParameterLayout.build(
+        draw(parameter_shapes()),
+        world_size=draw(WORLDS),
+        itemsize=dtype.itemsize,
+        direct_bytes=draw(st.sampled_from([0, 16, 64, 10**9])),
+    )
+    return layout, dtype
+
+
+def values_of(parameter: ParameterShape, dtype: torch.dtype) -> torch.Tensor:
+    """Distinct values (as far as the dtype goes) in a tensor of this shape and stride."""
+    tensor = torch.empty_strided(parameter.shape, parameter.stride, dtype=dtype)
+    return tensor.copy_((torch.arange(parameter.numel) % 251 + 1).view(parameter.shape))
+
+
+def chunk_of(full: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+    pieces = full.chunk(world_size) if full.shape[0] else ()
+    return pieces[rank] if rank < len(pieces) else full[:0]
+
+
+def fill_shard(layout: PerParameterLayout, rank: int, values: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """One rank's shard buffer, with each parameter's torch.chunk piece where the layout says."""
+    shard = torch.zeros(layout.shard_numel, dtype=dtype)
+    for slot, full in zip(layout.slots, values, strict=True):
+        piece = full if slot.route is Route.REPLICATED else chunk_of(full, rank, layout.world_size)
+        assert slot.local_shape(rank) == tuple(piece.shape)
+        shard.as_strided(slot.local_shape(rank), slot.local_stride(), slot.shard_offset).copy_(piece)
+    return shard
+
+
+def gather(layout: PerParameterLayout, shards: list[torch.Tensor]) -> torch.Tensor:
+    """What an all-gather of each direct piece and of the packed message makes of the shards, by plain loops."""
+    full = torch.zeros(layout.full_numel, dtype=shards[0].dtype)
+    for slot in layout.slots:
+        for rank, shard in enumerate(shards):
+            piece = shard[slot.shard_offset : slot.shard_offset + slot.piece_numel]
+            region = full[slot.full_offset : slot.full_offset + slot.region_numel]
+            if slot.route is Route.REPLICATED:
+                region.copy_(piece)
+            elif slot.row_major:
+                region[rank * slot.piece_numel : (rank + 1) * slot.piece_numel].copy_(piece)
+            else:
+                rows = piece.as_strided(slot.local_shape(rank), slot.local_stride())
+                start, stop = slot.local_rows(rank)
+                region.as_strided(slot.parameter.shape, slot.parameter.stride)[start:stop].copy_(rows)
+    return full
+
+
+@given(layouts())
+@settings(max_examples=120)
+def test_pieces_reassemble_to_the_parameters(drawn: tuple[PerParameterLayout, torch.dtype]) -> None:
+    """Gathering all ranks' torch.chunk pieces gives every parameter with its own strides, in its region."""
+    layout, dtype = drawn
+    values = [values_of(slot.parameter, dtype) for slot in layout.slots]
+    shards = [fill_shard(layout, rank, values, dtype) for rank in range(layout.world_size)]
+    full = gather(layout, shards)
+    for slot, value in zip(layout.slots, values, strict=True):
+        found = full.as_strided(slot.parameter.shape, slot.parameter.stride, slot.full_offset)
+        assert torch.equal(found, value), slot
+
+
+@given(layouts())
+@settings(max_examples=120)
+def test_every_piece_is_aligned_and_alone_in_its_place(drawn: tuple[PerParameterLayout, torch.dtype]) -> None:
+    """Pieces and regions start aligned and inside their buffer, and no element belongs to two."""
+    layout, dtype = drawn
+    assert layout.alignment * dtype.itemsize == ALIGNMENT_BYTES
+    for spans, size in (
+        ([(s.shard_offset, s.piece_numel) for s in layout.slots], layout.shard_numel),
+        ([(s.full_offset, s.region_numel) for s in layout.slots], layout.full_numel),
+    ):
+        taken = [offset + i for offset, numel in spans for i in range(numel)]
+        assert len(taken) == len(set(taken)) and all(0 <= element < size for element in taken)
+        assert all(offset % layout.alignment == 0 for offset, numel in spans)
+
+
+@given(layouts())
+@settings(max_examples=120)
+def test_local_rows_cover_each_row_once(drawn: tuple[PerParameterLayout, torch.dtype]) -> None:
+    """The ranks' rows follow one another without gap or overlap, and the last ranks hold fewer or none."""
+    layout, _ = drawn
+    for slot in layout.slots:
+        if slot.route is not Route.REPLICATED:
+            spans = [slot.local_rows(rank) for rank in range(layout.world_size)]
+            assert [row for start, stop in spans for row in range(start, stop)] == list(range(slot.rows))
+            held = [stop - start for start, stop in spans]
+            assert held == sorted(held, reverse=True) and held[0] == slot.chunk_rows
+
+
+@given(layouts())
+@settings(max_examples=120)
+def test_padding_is_bounded(drawn: tuple[PerParameterLayout, torch.dtype]) -> None:
+    """Each parameter costs a rank at most one row and one alignment more than its share."""
+    layout, _ = drawn
+    bound = 0
+    for slot in layout.slots:
+        share = slot.parameter.numel if slot.route is Route.REPLICATED else slot.parameter.numel / layout.world_size
+        bound += share + slot.row_numel * (slot.route is not Route.REPLICATED) + layout.alignment
+    assert layout.shard_numel <= bound
+    assert layout.padding_factor >= 0 or not layout.shard_numel
+
+
+@given(layouts())
+@settings(max_examples=120)
+def test_packed_pieces_are_one_contiguous_message(drawn: tuple[PerParameterLayout, torch.dtype]) -> None:
+    """Packed and replicated pieces lie inside the message, direct ones outside of it, and nothing else is in it."""
+    layout, dtype = drawn
+    end = layout.message_offset + layout.message_numel
+    packed = 0
+    for slot in layout.slots:
+        inside = layout.message_offset <= slot.shard_offset and slot.shard_offset + slot.piece_numel <= end
+        if slot.piece_numel:
+            assert inside == (slot.route is not Route.DIRECT)
+            packed += inside * -(-slot.piece_numel // layout.alignment) * layout.alignment
+        if slot.route is Route.DIRECT:
+            assert slot.row_major and slot.piece_numel * dtype.itemsize % 16 == 0
+    assert packed == layout.message_numel
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "dense"),
+    [
+        ((), (), True),
+        ((3,), (1,), True),
+        ((3,), (2,), False),
+        ((3,), (0,), False),
+        ((4, 3), (3, 1), True),
+        ((4, 3), (1, 4), True),
+        ((4, 3), (4, 1), False),
+        ((4, 3), (0, 1), False),
+        ((1, 3), (77, 1), True),
+        ((0, 3), (5, 9), True),
+        ((2, 3, 4), (12, 1, 3), True),
+        ((4, 3), (3,), False),
+    ],
+)
+def test_dense_strides_are_told_from_others(shape: tuple[int, ...], stride: tuple[int, ...], dense: bool) -> None:
+    """Strides are dense if the tensor fills one block; others are refused with the parameter's name."""
+    assert is_dense(shape, stride) is dense
+    if dense:
+        assert ParameterShape("w", shape, stride).numel == math.prod(shape)
+    else:
+        with pytest.raises(ValueError, match="w: expected dense"):
+            ParameterShape("w", shape, stride)
+
+
+@given(st.lists(st.integers(0, 5), max_size=4))
+def test_contiguous_stride_is_that_of_torch(shape: list[int]) -> None:
+    """Row-major strides equal those of a new tensor."""
+    assert contiguous_stride(shape) == torch.empty(shape).stride()
+
+
+def make(**options: int) -> PerParameterLayout:
+    shapes = [ParameterShape("w", (64, 8), (8, 1)), ParameterShape("b", (7,), (1,)), ParameterShape("s", (), ())]
+    return PerParameterLayout.build(shapes, world_size=2, itemsize=4, direct_bytes=512, **options)
+
+
+def test_routes() -> None:
+    """Large pieces go directly, small ones packed, 0-D parameters are replicated."""
+    assert [slot.route for slot in make().slots] == [Route.DIRECT, Route.PACKED, Route.REPLICATED]
+    assert make(alignment_bytes=16).alignment == 4
+
+
+@pytest.mark.parametrize(
+    ("index", "change", "message"),
+    [
+        (1, {"full_offset": 8}, "full buffer: b starts at 8, not a multiple of 16"),
+        (1, {"full_offset": 16}, "full buffer: b at 16 overlaps w"),
+        (1, {"full_offset": 10**4 * 16}, "full buffer: b ends at .* beyond the buffer"),
+        (1, {"shard_offset": 0}, "shard buffer: (b|w) at 0 overlaps (b|w)"),
+        (1, {"shard_offset": 257}, "shard buffer: b starts at 257"),
+        (2, {"shard_offset": 16 * 10**4}, "shard buffer: s ends at .* beyond the buffer"),
+        (1, {"route": Route.DIRECT}, "b: .* on the wrong side of the packed message"),
+        (0, {"route": Route.PACKED}, "w: .* on the wrong side of the packed message"),
+    ],
+)
+def test_invalid_layouts_are_refused(index: int, change: dict[str, object], message: str) -> None:
+    """A layout with overlap, misalignment, or something out of bounds or on the wrong side cannot exist."""
+    layout = make()
+    slots = list(layout.slots)
+    slots[index] = dataclasses.replace(slots[index], **change)
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(layout, slots=tuple(slots))
+
+
+def test_buffers_that_are_too_small_are_refused() -> None:
+    """A layout whose buffers do not hold its parameters cannot exist."""
+    for field in ("shard_numel", "full_numel"):
+        with pytest.raises(ValueError, match=f"{field.split('_')[0]} buffer: .* beyond the buffer's 16 elements"):
+            dataclasses.replace(make(), **{field: 16})
+
+
+def test_layouts_are_values() -> None:
+    """Equal parameters give equal layouts, and a layout cannot be changed."""
+    assert make() == make() and hash(make()) == hash(make())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make().shard_numel = 3  # type: ignore[misc]
+
+
+def test_picture_in_the_docstring_is_true() -> None:
+    """The worked picture of the module is what the code prints."""
+    result = doctest.testmod(per_parameter)
+    assert result.attempted >= 2 and result.failed == 0

@@ -1,0 +1,240 @@
+"""Memory in units of full buffers: how many are alive at each moment of a step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard import fully_shard
+from fullshard.engine.ownership import nested_units, unit_of
+from fullshard.memory import Buffer, alias
+from ranks import Rank, on_ranks
+
+BLOCKS, WIDTH = 6, 32
+BLOCK_NUMEL = WIDTH * WIDTH + WIDTH
+
+
+class Probe:
+    """Looks, at each boundary of each block in forward and backward, at which blocks are gathered."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        self.model = model
+        self.gathered: dict[str, list[list[int]]] = {"forward": [], "backward": []}
+        for block in model:
+            block[0].register_forward_pre_hook(self._forward_pre_hook)
+            block[0].register_forward_hook(self._forward_hook)
+
+    def look(self, direction: str) -> None:
+        """Note which blocks have full buffers with memory now."""
+        self.gathered[direction].append([i for i, block in enumerate(self.model) if full_bytes(block) > 0])
+
+    def _forward_pre_hook(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        self.look("forward")
+
+    def _forward_hook(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        self.look("forward")
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self.look("backward"))
+
+    def most(self, direction: str) -> int:
+        """The largest number of blocks gathered at one moment."""
+        return max(map(len, self.gathered[direction]))
+
+
+def full_bytes(module: nn.Module) -> int:
+    """Bytes in full buffers (and messages in flight) of the unit of this module alone."""
+    return sum(bucket.full_bytes for bucket in unit_of(module).buckets)
+
+
+def all_full_bytes(model: nn.Module) -> int:
+    return sum(bucket.full_bytes for unit in nested_units(model) for bucket in unit.buckets)
+
+
+def build(rank: Rank, **options: bool) -> nn.Sequential:
+    torch.manual_seed(1)
+    blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS))
+    model = nn.Sequential(*(fully_shard(block, mesh=rank.mesh, **options) for block in blocks))
+    return fully_shard(model, mesh=rank.mesh, **options)
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def backward(output: torch.Tensor) -> None:
+    output.square().mean().backward()
+
+
+@on_ranks(2, 4)
+def test_nothing_is_gathered_at_rest(rank: Rank) -> None:
+    """No full buffer has memory before the first forward, after a step, or after a no-grad forward."""
+    model = build(rank)
+    assert all_full_bytes(model) == 0
+    for _ in range(2):
+        backward(model(inputs()))
+        assert all_full_bytes(model) == 0
+    with torch.no_grad():
+        model(inputs())
+    assert all_full_bytes(model) == 0
+
+
+@on_ranks(2, 4)
+def test_shards_divide_the_parameters_by_the_ranks(rank: Rank) -> None:
+    """At rest a rank holds its share of the parameters, plus at most the alignment of each."""
+    model = build(rank)
+    held = sum(bucket.shard_buffer.nbytes for unit in nested_units(model) for bucket in unit.buckets)
+    share = 4 * BLOCKS * BLOCK_NUMEL // rank.world_size
+    assert share <= held <= share + BLOCKS * 2 * 64
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_two_units_are_gathered_at_a_time(rank: Rank, step: int) -> None:
+    """In forward and in backward, in the first and in later steps, at most two units are gathered."""
+    model = build(rank)
+    for _ in range(step - 1):
+        backward(model(inputs()))
+    probe = Probe(model)
+    backward(model(inputs()))
+    assert probe.most("forward") == 2 and probe.most("backward") == 2
+    # The one that computes and the next in line, and at the end only the one that computes.
+    assert probe.gathered["forward"][0] == [0, 1] and probe.gathered["forward"][-1] == [BLOCKS - 1]
+    assert probe.gathered["backward"][0] == [BLOCKS - 2, BLOCKS - 1] and probe.gathered["backward"][-1] == [0]
+    assert all_full_bytes(model) == 0
+
+
+@on_ranks(2)
+def test_no_grad_forward_gathers_two_units_at_a_time(rank: Rank) -> None:
+    """A forward without gradients keeps no more than one with them."""
+    model = build(rank)
+    probe = Probe(model)
+    with torch.no_grad():
+        model(inputs())
+    assert probe.most("forward") == 2
+    assert all_full_bytes(model) == 0
+
+
+@on_ranks(2)
+def test_kept_units_stay_gathered_until_their_backward(rank: Rank) -> None:
+    """With reshard_after_forward=False all units are gathered after forward, and go one by one in backward."""
+    model = build(rank, reshard_after_forward=False)
+    probe = Probe(model)
+    output = model(inputs())
+    assert probe.gathered["forward"][-1] == list(range(BLOCKS))
+    assert all(full_bytes(block) > 0 for block in model)
+    backward(output)
+    assert [len(blocks) for blocks in probe.gathered["backward"]] == list(range(BLOCKS, 0, -1))
+    assert all_full_bytes(model) == 0
+
+
+@on_ranks(2)
+def test_units_kept_after_backward_serve_until_the_optimizer_steps(rank: Rank) -> None:
+    """With set_reshard_after_backward(False) units stay gathered, and are freed by hand with reshard()."""
+    model = build(rank)
+    model.set_reshard_after_backward(False)
+    backward(model(inputs()))
+    assert all(full_bytes(block) > 0 for block in model)
+    for block in model:
+        block.reshard()
+    assert all_full_bytes(model) == 0
+
+
+@on_ranks(2, 4)
+def test_full_buffer_is_as_large_as_the_parameters(rank: Rank) -> None:
+    """A gathered unit holds its parameters, their alignment, and no message once the gather is done."""
+    model = build(rank)
+    model[0].unshard()
+    assert 4 * BLOCK_NUMEL <= full_bytes(model[0]) <= 4 * BLOCK_NUMEL + 2 * 64 * rank.world_size
+    assert all(full_bytes(block) == 0 for block in model[1:])
+    model[0].reshard()
+    assert full_bytes(model[0]) == 0
+
+
+@on_ranks(1)
+def test_single_rank_has_no_full_buffers(rank: Rank) -> None:
+    """On one rank nothing is ever gathered: the full parameters are the shards."""
+    model = build(rank)
+    probe = Probe(model)
+    backward(model(inputs()))
+    assert probe.most("forward") == 0 and probe.most("backward") == 0
+
+
+@on_ranks(2)
+def test_full_gradients_are_freed_as_backward_goes(rank: Rank) -> None:
+    """At any moment of backward the full gradients of at most two units are alive, and none after it."""
+    model = build(rank)
+    backward(model(inputs()))
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def remember(parameter: nn.Parameter) -> None:
+        nonlocal most
+        alive.append(weakref.ref(parameter.grad))
+        most = max(most, sum(gradient() is not None for gradient in alive))
+
+    for unit in nested_units(model):
+        for parameter in unit.parameters:
+            parameter.full.register_post_accumulate_grad_hook(remember)
+    backward(model(inputs()))
+    assert len(alive) == 2 * BLOCKS
+    assert most <= 2 * 2
+    assert all(gradient() is None for gradient in alive)
+    assert all(parameter.full.grad is None for unit in nested_units(model) for parameter in unit.parameters)
+
+
+@on_ranks(2)
+def test_sharded_gradients_are_freed_with_zero_grad(rank: Rank) -> None:
+    """zero_grad drops the memory of the reduced gradients: nothing else refers to it."""
+    model = build(rank)
+    backward(model(inputs()))
+    locals_ = [weakref.ref(p.grad._local_tensor) for p in model.parameters()]
+    model.zero_grad()
+    assert all(local() is None for local in locals_)
+
+
+@on_ranks(2)
+def test_failed_forward_leaves_nothing_gathered(rank: Rank) -> None:
+    """A forward that raises frees what it and the prefetch had gathered."""
+    model = build(rank)
+    model[3].register_forward_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        model(inputs())
+    assert all_full_bytes(model) == 0
+
+
+def fail(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    raise ZeroDivisionError
+
+
+# ---------------------------------------------------------------- buffers, without ranks
+
+
+def test_buffer_is_freed_and_refilled_in_place() -> None:
+    """A tensor made on a buffer is the same memory again after free and allocate."""
+    buffer = Buffer(8, torch.float32, torch.device("cpu"))
+    tensor = buffer.tensor(2, (2, 3), (3, 1))
+    assert buffer.allocated_bytes == 32
+    buffer.free()
+    buffer.free()
+    assert buffer.allocated_bytes == 0 and tensor.untyped_storage().size() == 0
+    buffer.allocate()
+    buffer.allocate()
+    buffer.tensor(0, (8,), (1,)).copy_(torch.arange(8.0))
+    assert tensor.tolist() == [[2, 3, 4], [5, 6, 7]]
+
+
+@pytest.mark.parametrize("make", [lambda t: t[1:], lambda t: t.view(6)], ids=["rows", "flat"])
+def test_alias_shares_memory_but_not_the_version(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Writing through an alias changes the tensor without bumping its version counter."""
+    base = torch.zeros(2, 3)
+    tensor = make(base)
+    same = alias(tensor, 1, (2,), (1,))
+    version = base._version
+    same.fill_(7.0)
+    assert base._version == version
+    assert tensor.flatten()[1:3].tolist() == [7.0, 7.0]
+    assert same.data_ptr() == tensor.data_ptr() + 4

@@ -1,0 +1,246 @@
+"""After an exception the next step is that of a model that never failed; and no rank hangs on one that failed."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from compare import assert_models_equal
+from fullshard import fully_shard
+from fullshard.errors import FullshardError
+from models import (
+    Stack,
+    assert_at_rest,
+    batch,
+    gathered,
+    reference_backward,
+    square_loss,
+    with_reference,
+)
+from ranks import Rank, RankPool, on_ranks
+
+CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
+
+
+class _RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("in backward")
+
+
+def fail(*_: Any) -> None:
+    raise ZeroDivisionError("in forward")
+
+
+def fail_in_backward(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+    return _RaiseInBackward.apply(output)
+
+
+# where -> a function that makes the model fail there and returns the handle that removes the failure
+PLACES = {
+    "forward of the first block": lambda m: m.blocks[0].register_forward_pre_hook(fail),
+    "forward of a block": lambda m: m.blocks[1].up.register_forward_hook(fail),
+    "forward of the root, at its start": lambda m: m.first.register_forward_pre_hook(fail),
+    "forward of the root, at its end": lambda m: m.last.register_forward_hook(fail),
+    "backward of the root": lambda m: m.last.register_forward_hook(fail_in_backward),
+    "backward of a block": lambda m: m.blocks[1].up.register_forward_hook(fail_in_backward),
+    "backward of the first layer": lambda m: m.first.register_forward_hook(fail_in_backward),
+}
+
+
+def run_failing_step(model: nn.Module, rank: Rank, place: str, step: int = 0) -> None:
+    handle = PLACES[place](model)
+    with pytest.raises(ZeroDivisionError, match=place.split()[0]):
+        square_loss(step)(model, rank.rank).backward()
+    handle.remove()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reset", [True, False], ids=["reset", "alone"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("setting", [None, False], ids=["default", "keep"])
+def test_step_after_a_failure(rank: Rank, place: str, reset: bool, setting: Any) -> None:
+    """The step after an exception anywhere gives the gradients of a model that never failed."""
+    model, reference = with_reference(Stack(), rank, reshard_after_forward=setting)
+    square_loss(5)(model, rank.rank).backward()
+    for step in range(2):
+        run_failing_step(model, rank, place, step)
+        if reset:
+            model.reset_iter_state()
+            assert_at_rest(model)
+        model.zero_grad()
+        reference.zero_grad()
+        square_loss(step)(model, rank.rank).backward()
+        reference_backward(reference, rank.world_size, square_loss(step))
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+        assert_at_rest(model)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("place", PLACES)
+def test_failure_in_the_very_first_step(rank: Rank, place: str) -> None:
+    """The first step of a model may fail, too."""
+    model, reference = with_reference(Stack(), rank)
+    run_failing_step(model, rank, place)
+    model.zero_grad()
+    square_loss(1)(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, square_loss(1))
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+    assert_at_rest(model)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("place", [place for place in PLACES if place.startswith("forward")])
+def test_failed_forward_leaves_nothing_gathered(rank: Rank, place: str) -> None:
+    """A forward that raised leaves no unit gathered and all registered parameters sharded, without any reset."""
+    model, _ = with_reference(Stack(), rank, reshard_after_forward=False)
+    for _ in range(2):
+        run_failing_step(model, rank, place)
+        assert gathered(model) == []
+        assert_at_rest(model)
+
+
+@on_ranks(2)
+def test_failed_evaluation(rank: Rank) -> None:
+    """A forward without gradients that raised is recovered from as well."""
+    model, reference = with_reference(Stack(), rank)
+    handle = model.blocks[1].register_forward_hook(fail)
+    with pytest.raises(ZeroDivisionError), torch.no_grad():
+        model(batch(rank.rank, 0, 4, 6))
+    handle.remove()
+    assert_at_rest(model)
+    square_loss()(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, square_loss())
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("place", [place for place in PLACES if place.startswith("backward")])
+def test_failed_backward_leaves_sharded_parameters(rank: Rank, place: str) -> None:
+    """Right after a backward that raised the registered parameters are the sharded ones, for ``zero_grad`` and all."""
+    model, _ = with_reference(Stack(), rank)
+    square_loss(5)(model, rank.rank).backward()
+    sharded = dict(model.named_parameters())
+    run_failing_step(model, rank, place)
+    assert all(parameter is sharded[name] for name, parameter in model.named_parameters())
+    model.zero_grad()
+    assert all(parameter.grad is None for parameter in sharded.values())
+    model.reset_iter_state()
+    assert_at_rest(model)
+
+
+@on_ranks(2)
+def test_state_dict_after_a_failed_backward(rank: Rank) -> None:
+    """Parameters can be read and saved after a failed backward, before anything else has run."""
+    model, reference = with_reference(Stack(), rank)
+    run_failing_step(model, rank, "backward of a block")
+    state = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    for name, value in reference.state_dict().items():
+        assert torch.equal(state[name], value), name
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reset", [True, False], ids=["reset", "alone"])
+def test_pending_gradients_and_a_failed_forward(rank: Rank, reset: bool) -> None:
+    """A failed forward keeps gradients that wait for a later microbatch; ``reset_iter_state`` drops them."""
+    model, reference = with_reference(Stack(), rank)
+    model.set_requires_gradient_sync(False)
+    square_loss(0)(model, rank.rank).backward()
+    if not reset:
+        reference_backward(reference, rank.world_size, square_loss(0))
+    run_failing_step(model, rank, "forward of a block", step=1)
+    if reset:
+        model.reset_iter_state()
+    model.set_requires_gradient_sync(True)
+    square_loss(2)(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, square_loss(2))
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reset", [True, False], ids=["reset", "alone"])
+def test_pending_gradients_and_a_failed_backward(rank: Rank, reset: bool) -> None:
+    """A failed backward drops all unreduced gradients, for nobody can tell how far they are complete."""
+    model, reference = with_reference(Stack(), rank)
+    model.set_requires_gradient_sync(False)
+    square_loss(0)(model, rank.rank).backward()
+    run_failing_step(model, rank, "backward of a block", step=1)
+    if reset:
+        model.reset_iter_state()
+    model.set_requires_gradient_sync(True)
+    square_loss(2)(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, square_loss(2))
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(2)
+def test_reset_belongs_to_the_root(rank: Rank) -> None:
+    """``reset_iter_state`` on a nested unit is refused with the name of the root; on the root at rest it is a no-op."""
+    model, reference = with_reference(Stack(), rank)
+    square_loss()(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, square_loss())
+    with pytest.raises(FullshardError, match=r"unit 'blocks\.1'.*root module, a FSDPStack"):
+        model.blocks[1].reset_iter_state()
+    model.reset_iter_state()
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(2)
+def test_reset_before_anything_ran(rank: Rank) -> None:
+    """``reset_iter_state`` on a model that never ran does nothing."""
+    model, reference = with_reference(Stack(), rank)
+    model.reset_iter_state()
+    square_loss()(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, square_loss())
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(2)
+def test_reset_between_forward_and_backward(rank: Rank) -> None:
+    """Dropping a forward that will have no backward frees what it kept, and the next step is right."""
+    model, reference = with_reference(Stack(), rank, reshard_after_forward=False)
+    square_loss(1)(model, rank.rank)
+    assert gathered(model) == ["", "blocks.0", "blocks.1", "blocks.2"]
+    model.reset_iter_state()
+    assert_at_rest(model)
+    square_loss()(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, square_loss())
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+# ---------------------------------------------------------------- one rank alone fails
+
+
+def fail_on_one_rank(rank: Rank, place: str) -> None:
+    """Rank 1 raises in the middle of the second step; the group gives up on silent ranks after two seconds."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = Stack()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    square_loss(0)(model, rank.rank).backward()
+    if rank.rank == 1:
+        PLACES[place](model)
+    square_loss(1)(model, rank.rank).backward()
+    time.sleep(30)  # not reached: it would count as hung
+
+
+@pytest.mark.parametrize("place", ["forward of a block", "backward of a block"])
+def test_one_failing_rank_does_not_hang_the_other(ranks: RankPool, place: str) -> None:
+    """If one rank raises in the middle of a step, the other one's collective ends with an error in time."""
+    waiting, failed = ranks(2, fail_on_one_rank, place, fresh=True, expect_failure=True, timeout=20)
+    assert (failed.kind, failed.error_type) == ("raised", "ZeroDivisionError")
+    assert waiting.kind == "raised", waiting
+    assert "RuntimeError" in waiting.error_types

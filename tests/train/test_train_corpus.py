@@ -1,0 +1,135 @@
+"""The text of a run: reading, splitting by file, batches and errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fullshard.train import corpus
+from fullshard.train.corpus import CorpusError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Forty distinct text files of 500 bytes, in two folders."""
+    for number in range(40):
+        path = tmp_path / "text" / str(number % 2) / f"{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes((f"file {number} " * 100).encode()[:500])
+    return tmp_path / "text"
+
+
+def test_split_is_by_file(folder: Path) -> None:
+    """No file is on both sides, every file is on one, and the held-out share is near what was asked for."""
+    text = corpus.read([str(folder)], seed=0, sequence=16)
+    train, held = set(text.train_files), set(text.validation_files)
+    assert not train & held
+    assert len(train | held) == 40
+    assert len(text.validation) == 1000
+    assert len(text.train) == 19_000
+    assert text.train.tobytes() == b"".join(path.read_bytes() for path in text.train_files)
+
+
+def test_split_depends_on_seed_only(folder: Path, tmp_path: Path) -> None:
+    """The same seed gives the same split, also where the text lies elsewhere; another seed gives another."""
+    first, again, other = (corpus.read([str(folder)], seed=seed, sequence=16) for seed in (3, 3, 4))
+    assert first.sha256 == again.sha256
+    assert first.validation_files == again.validation_files
+    assert first.validation_files != other.validation_files
+    moved = folder.rename(tmp_path / "elsewhere")
+    assert corpus.read([str(moved)], seed=3, sequence=16).sha256 == first.sha256
+
+
+def test_equal_files_are_kept_once(folder: Path) -> None:
+    """A copy of a file cannot leak held-out bytes into training."""
+    (folder / "copy.txt").write_bytes((folder / "0" / "0.txt").read_bytes())
+    text = corpus.read([str(folder), str(folder / "0" / "0.txt")], seed=0, sequence=16)
+    assert len(text.train_files) + len(text.validation_files) == 40
+
+
+def test_folder_leaves_out_what_is_no_text(folder: Path) -> None:
+    """Hidden, empty and binary files of a folder are not read."""
+    before = corpus.read([str(folder)], seed=0, sequence=16).sha256
+    (folder / ".hidden").write_bytes(b"secret" * 100)
+    (folder / "empty.txt").touch()
+    (folder / "image.bin").write_bytes(b"\x89PNG\0" * 100)
+    assert corpus.read([str(folder)], seed=0, sequence=16).sha256 == before
+
+
+def test_single_file_holds_out_its_tail(tmp_path: Path) -> None:
+    """With one file its last tenth is held out, and a note says so."""
+    path = tmp_path / "one.txt"
+    path.write_bytes(bytes(range(256)) * 10)
+    text = corpus.read([str(path)], seed=0, sequence=16)
+    assert text.train.tobytes() + text.validation.tobytes() == path.read_bytes()
+    assert len(text.validation) == 256
+    assert "one.txt" in text.notes[0] and "256" in text.notes[0]
+
+
+def test_handful_of_files_holds_out_a_whole_one(tmp_path: Path) -> None:
+    """With four equal files one whole file is held out rather than the tail of one."""
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_bytes(f"{number}".encode() * 400)
+    text = corpus.read([str(tmp_path)], seed=0, sequence=16)
+    assert len(text.validation_files) == 1 and not text.notes
+    assert len(text.validation) == 400 and len(set(text.validation.tolist())) == 1
+
+
+def test_standard_library_is_the_default() -> None:
+    """Without a path the text is Python's standard library, without installed packages."""
+    text = corpus.read([], seed=0, sequence=128)
+    paths = text.train_files + text.validation_files
+    assert any(path.name == "argparse.py" for path in paths)
+    assert all(path.suffix == ".py" for path in paths)
+    assert not any("site-packages" in path.parts for path in paths)
+
+
+def test_missing_path_is_named(tmp_path: Path) -> None:
+    """A path that does not exist is an error that names it."""
+    with pytest.raises(CorpusError, match="nowhere"):
+        corpus.read([str(tmp_path / "nowhere")], seed=0, sequence=16)
+
+
+def test_too_small_input_says_what_is_needed(tmp_path: Path) -> None:
+    """Too little text is an error with both sizes and the way out."""
+    path = tmp_path / "small.txt"
+    path.write_text("tiny")
+    with pytest.raises(CorpusError, match=r"holds 4 bytes.*at least 68.*lower --sequence"):
+        corpus.read([str(path)], seed=0, sequence=16)
+
+
+def test_batch_is_a_function_of_its_key() -> None:
+    """The same seed, step and rank give the same windows; another rank gives others; targets are shifted by one."""
+    text = np.arange(200, dtype=np.uint8)
+    first = corpus.sample(text, batch=4, sequence=8, key=(0, 1, 0))
+    assert first.shape == (4, 9) and first.dtype == np.int64
+    assert (first[:, 1:] == first[:, :-1] + 1).all()
+    assert (first == corpus.sample(text, batch=4, sequence=8, key=(0, 1, 0))).all()
+    for other in ((0, 1, 1), (0, 2, 0), (1, 1, 0)):
+        assert (first != corpus.sample(text, batch=4, sequence=8, key=other)).any()
+
+
+def test_batch_reaches_the_last_byte() -> None:
+    """Text of just one window is drawn whole, and nothing beyond it."""
+    text = np.arange(9, dtype=np.uint8)
+    assert (corpus.sample(text, batch=3, sequence=8, key=(0,)) == np.arange(9)).all()
+
+
+def test_unreadable_file_is_named_with_the_remedy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A named file that cannot be read is an error; one inside a folder is left out, and a note counts it."""
+    locked = folder / "0" / "0.txt"
+    read_bytes = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path == locked:
+            raise PermissionError(13, "Permission denied")
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(CorpusError, match=r"0\.txt: Permission denied: check path and permissions"):
+        corpus.read([str(locked)], seed=0, sequence=16)
+    text = corpus.read([str(folder)], seed=0, sequence=16)
+    assert len(text.train_files) + len(text.validation_files) == 39
+    assert "1 unreadable files left out" in text.notes[0] and "0.txt" in text.notes[0]
