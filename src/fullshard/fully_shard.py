@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -80,7 +80,7 @@ class FSDPModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module with its full parameters."""
         if torch.compiler.is_compiling():
-            return _outside_graph(_call_module)(self, args, kwargs)
+            return _outside_graph(_call_module, recursive=False)(self, args, kwargs)
         unit: Unit = self.__dict__["_fullshard_unit"]
         args, kwargs = unit.pre_forward(args, kwargs)
         try:
@@ -170,6 +170,7 @@ class FSDPModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of ``nn.Module``, without communication: values are DTensors on the live shards."""
+        _unit(self).settle()
         units = nested_units(self)
         computing = [unit for unit in units if unit.computing]
         for unit in units:
@@ -180,12 +181,18 @@ class FSDPModule(nn.Module):
             for unit in computing:
                 unit.use_full()
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of ``nn.Module``; after a backward that raised, the sharded parameters again."""
+        _unit(self).settle()
+        return super().named_parameters(*args, **kwargs)
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         _unit(self).reshard()
         super()._load_from_state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FSDPModule:
         unit = _unit(self)
+        unit.settle()
         unit.reshard()
         for parameter in unit.parameters:
             parameter.remember_attributes()
@@ -196,6 +203,7 @@ class FSDPModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPModule:
         """A sharded copy with shards of its own; it starts at rest."""
         unit = _unit(self)
+        unit.settle()
         unit.reshard()
         unit.memoize_parameters(memo)
         copied: FSDPModule = object.__new__(type(self))
@@ -292,13 +300,21 @@ def _as_forward(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call_module(module: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return FSDPModule.__call__(module, *args, **kwargs)
+    """``FSDPModule.__call__`` where torch.compile is tracing: the module is compiled, what surrounds it is not."""
+    unit = _unit(module)
+    args, kwargs = _outside_graph(Unit.pre_forward)(unit, args, kwargs)
+    try:
+        output = super(FSDPModule, module).__call__(*args, **kwargs)
+    except BaseException:
+        _outside_graph(Unit.abort_forward)(unit)
+        raise
+    return _outside_graph(Unit.post_forward)(unit, output)
 
 
 @functools.cache
-def _outside_graph(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the engine out of a graph that torch.compile is tracing; what the module itself runs is compiled."""
-    return cast("Callable[..., Any]", torch.compiler.disable(function, recursive=False))  # type: ignore[no-untyped-call]
+def _outside_graph(function: Callable[..., Any], recursive: bool = True) -> Callable[..., Any]:
+    """Keep ``function``, and if ``recursive`` what it calls, out of a graph that torch.compile is tracing."""
+    return cast("Callable[..., Any]", torch.compiler.disable(function, recursive=recursive))  # type: ignore[no-untyped-call]
 
 
 def _deepcopy_state(module: nn.Module, memo: dict[int, Any]) -> dict[str, Any]:

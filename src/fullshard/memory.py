@@ -117,8 +117,14 @@ class _HostTicket:
         self._works, self._finish = works, finish
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        error: RuntimeError | None = None
+        for work in self._works:  # all of them, also after a failure: they write to memory that is used again
+            try:
+                work.wait()
+            except RuntimeError as caught:
+                error = error or caught
+        if error is not None:
+            raise error
         self._finish()
 
 

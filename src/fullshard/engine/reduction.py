@@ -9,6 +9,7 @@ itself looks at it: if nobody had one, ``.grad`` stays None as in an unsharded r
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -76,12 +77,11 @@ class GradientReducer:
     def start(self, gradients: Gradients, lane: Lane, unit: str) -> PendingReduction:
         """Start reducing ``gradients`` (full, one per parameter, None where autograd left none)."""
         like, layout = self._like, self.layout
-        present = [g is not None for g in gradients]
         inputs: Gradients = [
             None if g is None else _conform(g, p.shape, like.dtype)
             for g, p in zip(gradients, self.parameters, strict=True)
         ]
-        inputs.append(self._all_present if all(present) else like.new_tensor(present))
+        inputs.append(self._presence(gradients))
         output = like.new_empty(layout.shard_numel)
         moves = [
             Move(output.narrow(0, slot.shard_offset, slot.piece_numel), _region(gradient, slot, like))
@@ -93,7 +93,13 @@ class GradientReducer:
         packed = self.message.tensor(0, (numel * self.mesh.world_size,), (1,))
         moves.append(Move(output.narrow(0, layout.message_offset, numel), packed))
         ticket = lane.issue(partial(self._launch, inputs, moves, unit), _nothing)
-        return PendingReduction(self, ticket, moves, output, present)
+        return PendingReduction(self, ticket, inputs, moves, output)
+
+    def _presence(self, gradients: Gradients) -> torch.Tensor:
+        """See [Note: Gradients that are missing on some ranks]."""
+        if all(gradient is not None for gradient in gradients):
+            return self._all_present
+        return self._like.new_tensor([gradient is not None for gradient in gradients])
 
     def local(self, output: torch.Tensor, index: int) -> torch.Tensor:
         """This rank's rows of parameter ``index`` in a reduced buffer."""
@@ -144,36 +150,43 @@ class GradientReducer:
 class PendingReduction:
     """A reduction in flight. Keeps its inputs alive until :meth:`finish`."""
 
-    __slots__ = ("_moves", "_output", "_present", "_reducer", "_ticket")
+    __slots__ = ("_inputs", "_moves", "_output", "_present", "_reducer", "_ticket")
 
     def __init__(
         self,
         reducer: GradientReducer,
         ticket: Ticket,
+        inputs: Gradients,
         moves: list[Move],
         output: torch.Tensor,
-        present: list[bool],
     ) -> None:
-        self._reducer, self._ticket, self._moves = reducer, ticket, moves
-        self._output, self._present = output, present
+        self._reducer, self._ticket, self._output = reducer, ticket, output
+        # A side stream may still read the gradients and the message: they must not be freed before its event.
+        self._inputs, self._moves = inputs, moves
+        self._present = [gradient is not None for gradient in inputs[:-1]]
 
     def finish(self) -> None:
         """Wait, then set (or add to) the sharded gradients and run the hooks that users put on parameters."""
         reducer, output = self._reducer, self._output
         self._ticket.wait()
-        self._moves.clear()
-        reducer.message.free()
+        self._let_go()
         present = self._present
         if not all(present):
             # See [Note: Gradients that are missing on some ranks].
             elsewhere = reducer.local(output, len(present)).tolist()
-            present = [here or somewhere > 0 for here, somewhere in zip(present, elsewhere, strict=True)]
+            present = [here or abs(somewhere) > 0 for here, somewhere in zip(present, elsewhere, strict=True)]
         for index, parameter in enumerate(reducer.parameters):
             if present[index]:
                 _accumulate(parameter, reducer.local(output, index))
 
     def abandon(self) -> None:
-        """Drop it after a failure."""
+        """Drop it after a failure; what is in flight must land first, for its memory is used again."""
+        with contextlib.suppress(RuntimeError):
+            self._ticket.wait()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._inputs.clear()
         self._moves.clear()
         self._reducer.message.free()
 
@@ -188,14 +201,14 @@ def assign_local_gradients(parameters: Sequence[ShardedParameter], gradients: Gr
 def _accumulate(parameter: ShardedParameter, local: torch.Tensor) -> None:
     sharded = parameter.sharded
     gradient: torch.Tensor = dtensor(local, parameter.spec)
-    for hook in (sharded._backward_hooks or {}).values():
+    for hook in list((sharded._backward_hooks or {}).values()):  # hooks may remove themselves
         replaced = hook(gradient)
         gradient = gradient if replaced is None else replaced
     if sharded.grad is None:
         sharded.grad = gradient
     else:
         sharded.grad._local_tensor.add_(gradient._local_tensor)  # type: ignore[attr-defined]
-    for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
+    for hook in list((getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values()):
         hook(sharded)
 
 

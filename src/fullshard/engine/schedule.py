@@ -17,10 +17,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fullshard.engine import hooks
 from fullshard.engine.ownership import check_owned, nested_units, rename
+from fullshard.engine.parameter import managed_by
 from fullshard.errors import PhaseError, UnmaterializedParameterError
 from fullshard.memory import Lane, make_lane
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from fullshard.engine.reduction import PendingReduction
     from fullshard.engine.unit import Unit
 
-__all__ = ["Schedule", "optimizer_steps"]
+__all__ = ["Schedule", "watch_optimizers"]
 
 # Full gradients of how many buckets may be waiting for their reduction while others are computed.
 MAX_REDUCTIONS_IN_FLIGHT = 1
@@ -39,30 +40,33 @@ MAX_FORWARDS_REMEMBERED = 64
 
 
 class _OptimizerSteps:
-    """Counts the steps of all optimizers in the process: what was gathered before one is out of date after it.
+    """Tells units when an optimizer has stepped their parameters: what was gathered before is out of date after it.
 
-    Only steps are seen, not other writes to sharded parameters, and so the count is equal on all ranks; a
-    version counter would not be (an optimizer does not touch empty shards).
+    Only steps are seen, not other writes to sharded parameters, and so all ranks see the same ones; with a version
+    counter they would not (an optimizer does not touch empty shards).
     """
 
-    count: int = 0
+    _units: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Unit]]]]  # beside the parameters' number
 
-    def __call__(self, *_: Any) -> None:
-        self.count += 1
+    def __init__(self) -> None:
+        self._units = weakref.WeakKeyDictionary()
 
-
-_steps = _OptimizerSteps()
-
-
-def optimizer_steps() -> int:
-    """How many optimizer steps this process has made since the first unit was built."""
-    _watch_optimizers()
-    return _steps.count
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        number = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._units.get(optimizer)
+        if known is None or known[0] != number:
+            managed = (managed_by(p) for group in optimizer.param_groups for p in group["params"])
+            units = {id(unit): unit for unit in (p.unit for p in managed if p is not None)}
+            known = self._units[optimizer] = (number, list(units.values()))
+        for unit in (ref() for ref in known[1]):
+            if unit is not None:
+                unit.outdated = True
 
 
 @functools.cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_post_hook(_steps)
+def watch_optimizers() -> None:
+    """Have units told of optimizer steps from now on."""
+    register_optimizer_step_post_hook(_OptimizerSteps())
 
 
 class Schedule:
@@ -79,7 +83,7 @@ class Schedule:
     _recorded: list[weakref.ref[Unit]]  # of the one that runs now
     _cursor: int  # how far that one has come in _order
     _ended: list[weakref.ref[Unit]]  # forwards that wait for their backward, in the order in which they ended
-    _ahead: set[Unit]  # gathered but not used yet
+    _ahead: list[weakref.ref[Unit]]  # gathered but not used yet
     _backward_runs: bool
     _reductions: deque[PendingReduction]
 
@@ -93,7 +97,7 @@ class Schedule:
         self._order, self._recorded, self._ended = list(self._units), [], []
         self._depth = self._cursor = 0
         self._root_is_running = self._backward_runs = False
-        self._ahead, self._reductions = set(), deque()
+        self._ahead, self._reductions = [], deque()
 
     @classmethod
     def attach(cls, module: nn.Module) -> Schedule:
@@ -144,6 +148,11 @@ class Schedule:
         """Whether a forward or a backward is going on."""
         return self._depth > 0 or self._backward_runs
 
+    @property
+    def failed_backward(self) -> bool:
+        """Whether a backward began whose end never came, because it raised."""
+        return self._backward_runs and hooks.current_backward() == hooks.NO_BACKWARD
+
     def units(self) -> Iterator[Unit]:
         """The units that still exist."""
         return (unit for unit in (ref() for ref in self._units) if unit is not None)
@@ -153,7 +162,7 @@ class Schedule:
     def enter(self, unit: Unit) -> None:
         """A forward of ``unit`` begins."""
         if self._depth == 0 and hooks.current_backward() == hooks.NO_BACKWARD:
-            if self._backward_runs:  # its end never came: it raised
+            if self.failed_backward:
                 self.recover(drop_gradients=True)
             self._root_is_running = self.root() is unit
             self._cursor = 0
@@ -162,7 +171,7 @@ class Schedule:
 
     def started_forward(self, unit: Unit) -> None:
         """``unit`` has its full parameters and is about to compute: gather ahead."""
-        self._ahead.discard(unit)
+        self._used(unit)
         if hooks.current_backward() != hooks.NO_BACKWARD:
             return  # recomputation; the backward prefetches
         chosen = unit.settings.forward_prefetch
@@ -189,8 +198,9 @@ class Schedule:
             return
         if self._root_is_running:
             self._order = self._recorded
-        for guessed_wrong in self._ahead:
-            guessed_wrong.reshard()
+        for guessed_wrong in (ref() for ref in self._ahead):
+            if guessed_wrong is not None:
+                guessed_wrong.reshard()
         self._ahead.clear()
 
     def _successor(self, unit: Unit) -> list[weakref.ref[Unit]]:
@@ -202,13 +212,16 @@ class Schedule:
             return []  # not in the recorded order from here on
         return order[self._cursor : self._cursor + 1]
 
+    def _used(self, unit: Unit) -> None:
+        self._ahead = [ref for ref in self._ahead if ref is not unit.ref]
+
     def _gather_ahead(self, refs: list[weakref.ref[Unit]]) -> None:
         for unit in (ref() for ref in refs):
             if unit is None or unit.gathered:
                 continue
             if len(self._ahead) >= len(refs):
                 return
-            self._ahead.add(unit)
+            self._ahead.append(unit.ref)
             unit.gather()
 
     # ---------------------------------------------------------------- backward
@@ -221,7 +234,7 @@ class Schedule:
 
     def started_backward(self, unit: Unit) -> None:
         """``unit`` has its full parameters for the backward of its last forward: gather ahead."""
-        self._ahead.discard(unit)
+        self._used(unit)
         position = self._last_ended(unit)
         if position >= 0:
             del self._ended[position:]
@@ -252,10 +265,12 @@ class Schedule:
             return
         while self._reductions:
             self._reductions.popleft().finish()
+        if self._depth:  # a gradient taken inside a forward, which goes on
+            return
         self._ahead.clear()
         self._ended.clear()
         for unit in self.units():
-            if unit.gathered and unit.settings.reshard_after_backward:
+            if unit.gathered and unit.resting and unit.settings.reshard_after_backward:
                 unit.reshard()
 
     # ---------------------------------------------------------------- recovery

@@ -17,7 +17,7 @@ from fullshard.engine.bucket import Bucket
 from fullshard.engine.containers import map_tensors
 from fullshard.engine.mesh import ShardMesh
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.schedule import Schedule, optimizer_steps
+from fullshard.engine.schedule import Schedule, watch_optimizers
 from fullshard.errors import PhaseError
 
 __all__ = ["Phase", "Unit", "UnitSettings"]
@@ -69,10 +69,9 @@ class Unit:
     schedule: Schedule | None  # from the first forward on
     phase: Phase
     ref: weakref.ref[Unit]
-    _depth: int  # of nested calls of this unit's own forward
-    _after_forward: Phase  # the phase that the outermost forward returns to
+    _forwards: list[Phase]  # of this unit that are open now: the phase that each returns to
     _full_registered: bool
-    _gathered_at: int  # optimizer_steps() when the full buffers were filled
+    outdated: bool  # whether an optimizer has stepped since the full buffers were filled
     _kept: bool  # whether the full parameters stay from a forward whose backward may still come
     _unreduced: bool  # whether a backward without sync left gradients
     _calls: list[hooks.Call]  # forwards whose backward may still come
@@ -83,12 +82,13 @@ class Unit:
         self.name, self.module, self.mesh, self.settings = "", weakref.ref(module), mesh, settings
         self.parameters, self.buckets = list(parameters), []
         self.schedule, self.phase, self.ref = None, Phase.RESTING, weakref.ref(self)
-        self._depth, self._after_forward, self._full_registered = 0, Phase.RESTING, False
-        self._gathered_at, self._calls = 0, []
+        self._forwards, self._full_registered = [], False
+        self.outdated, self._calls = False, []
         self._kept = self._unreduced = False
         for parameter in self.parameters:
             parameter.unit = self.ref
         self.build_buckets()
+        watch_optimizers()
 
     # ---------------------------------------------------------------- storage
 
@@ -146,13 +146,13 @@ class Unit:
         """Start gathering; no-op if that was done. Adopts foreign parameters first."""
         current = self._full_registered or all(parameter.is_current() for parameter in self.parameters)
         if self.gathered:
-            if current and self._gathered_at == optimizer_steps():
+            if current and not self.outdated:
                 return
             # A forward without a backward left these behind, and its parameters were written to since.
             self.reshard()
         if not current:
             self.adopt()
-        self._gathered_at = optimizer_steps()
+        self.outdated = False
         schedule = self.attached()
         for bucket in self.buckets:
             bucket.gather(schedule.gather_lane, self.name)
@@ -169,6 +169,11 @@ class Unit:
                 if full.requires_grad is not parameter.sharded.requires_grad:
                     full.requires_grad_(parameter.sharded.requires_grad)
                 parameter.register(full)
+
+    @property
+    def resting(self) -> bool:
+        """Whether no forward or backward of this unit is going on."""
+        return self.phase is Phase.RESTING
 
     @property
     def computing(self) -> bool:
@@ -195,10 +200,9 @@ class Unit:
         """Gather, prefetch the next unit, and guard the inputs."""
         schedule = self.attached()
         schedule.enter(self)
-        self._depth += 1
+        self._forwards.append(self.phase)
         try:
-            if self._depth == 1:
-                self._after_forward = self.phase
+            if len(self._forwards) == 1:
                 if self._kept and self.settings.reshard_after_forward is None and self.phase is Phase.RESTING:
                     # Only the root keeps them unasked; who wrote to its shards in between must see that.
                     self.reshard()
@@ -207,7 +211,7 @@ class Unit:
                 schedule.started_forward(self)
                 if schedule.root() is self and self.mesh.device.type != "cpu":
                     args, kwargs = map_tensors(lambda t: t.to(self.mesh.device, non_blocking=True), (args, kwargs))
-            if torch.is_grad_enabled():
+            if len(self._forwards) == 1 and torch.is_grad_enabled():
                 args, kwargs, call = hooks.guard_inputs(self, args, kwargs)
                 if call is not None:
                     self._calls = [c for c in self._calls if c.alive]
@@ -220,12 +224,13 @@ class Unit:
     def post_forward(self, output: Any) -> Any:
         """Watch the outputs and let go of the full parameters as the settings say."""
         schedule = self.attached()
+        watched = False
         try:
             watched = torch.is_grad_enabled() and hooks.watch_outputs(self, output)
         finally:
-            self._depth -= 1
-            if self._depth == 0:
-                self._leave_forward(keep=watched and not self.reshards_after_forward)
+            phase = self._forwards.pop()
+            if not self._forwards:
+                self._leave_forward(phase, keep=watched and not self.reshards_after_forward)
                 if watched:
                     schedule.finished_forward(self)
             schedule.leave(self)
@@ -233,13 +238,13 @@ class Unit:
 
     def abort_forward(self) -> None:
         """The forward raised: leave a state from which the next one starts clean."""
-        self._depth -= 1
-        if self._depth == 0:
-            self._leave_forward(keep=False)
+        phase = self._forwards.pop()
+        if not self._forwards:
+            self._leave_forward(phase, keep=False)
         self.attached().leave(self, failed=True)
 
-    def _leave_forward(self, keep: bool) -> None:
-        self._move(self._after_forward)
+    def _leave_forward(self, phase: Phase, keep: bool) -> None:
+        self._move(phase)
         if self.phase is Phase.BACKWARD:
             return  # recomputed inside its own backward, which needs the full parameters next
         if keep or hooks.current_backward() != hooks.NO_BACKWARD:
@@ -321,13 +326,19 @@ class Unit:
 
     def reset(self, *, drop_gradients: bool) -> None:
         """Forget whatever was going on, after a failure."""
-        self.phase, self._depth = Phase.RESTING, 0
+        self.phase = Phase.RESTING
+        self._forwards.clear()
         self._calls.clear()
         self.release_after_failure()
         if drop_gradients:
             self._unreduced = False
             for parameter in self.parameters:
                 parameter.drop_full_gradient()
+
+    def settle(self) -> None:
+        """If a backward raised and nothing ran since, return to rest now."""
+        if self.schedule is not None and self.schedule.failed_backward:
+            self.schedule.recover(drop_gradients=True)
 
     def release_after_failure(self) -> None:
         """Free the full parameters although a gather may never arrive."""

@@ -26,4 +26,6 @@ _BY_BACKEND: dict[str, type[Transport]] = {"gloo": GlooTransport, "nccl": NcclTr
 def make_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
     """The transport for the back end that ``group`` uses on ``device``."""
     backend = group._get_backend(device).name().lower()
+    if backend == "gloo" and device.type != "cpu":
+        return CollectiveTransport(group)  # gloo stages device memory in its collectives, not in send and recv
     return _BY_BACKEND.get(backend, CollectiveTransport)(group)

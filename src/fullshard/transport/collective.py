@@ -76,7 +76,7 @@ class NcclTransport(CollectiveTransport):
         return self._grouped(moves, scatter)
 
     def _grouped(self, moves: Sequence[Move], launch: _Launch) -> Sequence[Work]:
-        if len(moves) == 1:
+        if len(moves) < 2:
             return launch(moves)
         device = moves[0].piece.device
         self.group._start_coalescing(device)

@@ -13,14 +13,16 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 
 from fullshard.memory import Work
 from fullshard.transport.base import Move, Transport
 
 __all__ = ["GlooTransport"]
 
-# Keeps our messages apart from the user's own send/recv on the same group.
-_TAG = 0x46535244
+# Keeps our messages apart from the user's own send/recv on the same group. The lower bits count our exchanges:
+# ranks that got out of step, after a failure on some of them, then time out instead of taking each other's wrong ones.
+_TAG, _TAG_COUNT = 0x46530000, 0x10000
 
 
 class GlooTransport(Transport):
@@ -29,12 +31,23 @@ class GlooTransport(Transport):
     # Below this a message costs its latency (about 60 us), not its bytes (about 1 GB/s).
     direct_bytes: ClassVar[int] = 64 * 1024
 
+    _exchanges: int
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._exchanges = 0
+
+    def _next_tag(self) -> int:
+        self._exchanges = (self._exchanges + 1) % _TAG_COUNT
+        return _TAG + self._exchanges
+
     def _gather(self, moves: Sequence[Move]) -> Sequence[Work]:
         works: list[Work] = []
+        tag = self._next_tag()
         for peer in self._peers():
             for move in moves:
-                works.append(self.group.send([move.piece], peer, _TAG))
-                works.append(self.group.recv([_part(move, peer)], peer, _TAG))
+                works.append(self.group.send([move.piece], peer, tag))
+                works.append(self.group.recv([_part(move, peer)], peer, tag))
         for move in moves:
             _part(move, self.rank).copy_(move.piece)
         return works
@@ -42,11 +55,12 @@ class GlooTransport(Transport):
     def _reduce(self, moves: Sequence[Move]) -> Sequence[Work]:
         scratch = [self._scratch(move) for move in moves]
         incoming: list[dict[int, Work]] = [{} for _ in moves]
+        tag = self._next_tag()
         outgoing: list[list[Work]] = [[] for _ in moves]
         for peer in self._peers():
             for index, move in enumerate(moves):
-                outgoing[index].append(self.group.send([_part(move, peer)], peer, _TAG))
-                incoming[index][peer] = self.group.recv([scratch[index][peer]], peer, _TAG)
+                outgoing[index].append(self.group.send([_part(move, peer)], peer, tag))
+                incoming[index][peer] = self.group.recv([scratch[index][peer]], peer, tag)
         return [_RankOrderMean(move, self.rank, scratch[i], incoming[i], outgoing[i]) for i, move in enumerate(moves)]
 
     def _peers(self) -> list[int]:
