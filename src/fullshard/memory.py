@@ -10,6 +10,7 @@ which is why fills are issued one unit ahead (see [Note: Order and prefetch]).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -114,18 +115,28 @@ class _HostTicket:
     __slots__ = ("_finish", "_works")
 
     def __init__(self, works: Iterable[Work], finish: Callable[[], None]) -> None:
-        self._works, self._finish = works, finish
+        self._works, self._finish = list(works), finish
 
     def wait(self) -> None:
+        self._land()
+        self._finish()
+
+    def _land(self) -> None:
+        """Wait for all works, also after a failure: they write to memory that is used again."""
+        works, self._works = self._works, []
         error: RuntimeError | None = None
-        for work in self._works:  # all of them, also after a failure: they write to memory that is used again
+        for work in works:
             try:
                 work.wait()
             except RuntimeError as caught:
                 error = error or caught
         if error is not None:
             raise error
-        self._finish()
+
+    def __del__(self) -> None:
+        # A model that is deleted with a gather in flight must not leave messages to the group's next users.
+        with contextlib.suppress(RuntimeError):
+            self._land()
 
 
 class HostLane:

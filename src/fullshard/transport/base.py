@@ -89,7 +89,7 @@ class Transport:
         """Start filling every move's region with all ranks' pieces."""
         if _observers:
             self._notify("gather", moves, unit)
-        return self._gather(moves)
+        return self._gather(moves, unit)
 
     def reduce(self, moves: Sequence[Move], unit: str) -> Sequence[Work]:
         """Start averaging the regions over the ranks, each rank getting its own part in ``piece``.
@@ -98,12 +98,12 @@ class Transport:
         """
         if _observers:
             self._notify("reduce", moves, unit)
-        return self._reduce(moves)
+        return self._reduce(moves, unit)
 
-    def _gather(self, moves: Sequence[Move]) -> Sequence[Work]:
+    def _gather(self, moves: Sequence[Move], unit: str) -> Sequence[Work]:
         raise NotImplementedError
 
-    def _reduce(self, moves: Sequence[Move]) -> Sequence[Work]:
+    def _reduce(self, moves: Sequence[Move], unit: str) -> Sequence[Work]:
         raise NotImplementedError
 
     def _notify(self, kind: Literal["gather", "reduce"], moves: Sequence[Move], unit: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch.distributed as dist
@@ -45,12 +46,12 @@ class CollectiveTransport(Transport):
         self._reduce_options.asyncOp = True
         self._reduce_options.reduceOp = ReduceOp(ReduceOp.SUM)
 
-    def _gather(self, moves: Sequence[Move]) -> Sequence[Work]:
+    def _gather(self, moves: Sequence[Move], unit: str) -> Sequence[Work]:
         # The group's own method: the functions of torch.distributed were renamed between 2.11 and 2.13 and
         # cost twice the host time; this one is the same in all of them.
         return [self.group._allgather_base(m.region, m.piece, self._gather_options) for m in moves]
 
-    def _reduce(self, moves: Sequence[Move]) -> Sequence[Work]:
+    def _reduce(self, moves: Sequence[Move], unit: str) -> Sequence[Work]:
         options = self._reduce_options
         return [_Scale(self.group._reduce_scatter_base(m.piece, m.region, options), m, self.world_size) for m in moves]
 
@@ -66,10 +67,10 @@ class NcclTransport(CollectiveTransport):
         super().__init__(group)
         self._reduce_options.reduceOp = ReduceOp(ReduceOp.AVG)
 
-    def _gather(self, moves: Sequence[Move]) -> Sequence[Work]:
-        return self._grouped(moves, super()._gather)
+    def _gather(self, moves: Sequence[Move], unit: str) -> Sequence[Work]:
+        return self._grouped(moves, partial(super()._gather, unit=unit))
 
-    def _reduce(self, moves: Sequence[Move]) -> Sequence[Work]:
+    def _reduce(self, moves: Sequence[Move], unit: str) -> Sequence[Work]:
         def scatter(moves: Sequence[Move]) -> Sequence[Work]:
             return [self.group._reduce_scatter_base(m.piece, m.region, self._reduce_options) for m in moves]
 

@@ -9,6 +9,7 @@ sums in rank order, so the result does not depend on how many messages were in f
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -20,9 +21,10 @@ from fullshard.transport.base import Move, Transport
 
 __all__ = ["GlooTransport"]
 
-# Keeps our messages apart from the user's own send/recv on the same group. The lower bits count our exchanges:
-# ranks that got out of step, after a failure on some of them, then time out instead of taking each other's wrong ones.
-_TAG, _TAG_COUNT = 0x46530000, 0x10000
+# Tags keep our messages apart from the user's own send/recv on the same group. They hold 14 bits of what the exchange
+# is for and 16 of how many there were: ranks that got out of step, after a failure on some of them, then time out
+# instead of taking another unit's weights for this one's.
+_TAG, _COUNTED = 0x40000000, 0x10000
 
 
 class GlooTransport(Transport):
@@ -37,13 +39,13 @@ class GlooTransport(Transport):
         super().__init__(group)
         self._exchanges = 0
 
-    def _next_tag(self) -> int:
-        self._exchanges = (self._exchanges + 1) % _TAG_COUNT
-        return _TAG + self._exchanges
+    def _next_tag(self, kind: bytes, unit: str) -> int:
+        self._exchanges = (self._exchanges + 1) % _COUNTED
+        return _TAG | (zlib.crc32(kind + unit.encode()) % 0x4000) * _COUNTED | self._exchanges
 
-    def _gather(self, moves: Sequence[Move]) -> Sequence[Work]:
+    def _gather(self, moves: Sequence[Move], unit: str) -> Sequence[Work]:
         works: list[Work] = []
-        tag = self._next_tag()
+        tag = self._next_tag(b"gather ", unit)
         for peer in self._peers():
             for move in moves:
                 works.append(self.group.send([move.piece], peer, tag))
@@ -52,10 +54,10 @@ class GlooTransport(Transport):
             _part(move, self.rank).copy_(move.piece)
         return works
 
-    def _reduce(self, moves: Sequence[Move]) -> Sequence[Work]:
+    def _reduce(self, moves: Sequence[Move], unit: str) -> Sequence[Work]:
         scratch = [self._scratch(move) for move in moves]
         incoming: list[dict[int, Work]] = [{} for _ in moves]
-        tag = self._next_tag()
+        tag = self._next_tag(b"reduce ", unit)
         outgoing: list[list[Work]] = [[] for _ in moves]
         for peer in self._peers():
             for index, move in enumerate(moves):
