@@ -117,18 +117,6 @@ def test_processes_are_reused(ranks: RankPool) -> None:
     assert ranks(2, process_id) == ranks(2, process_id) == ranks.pids(2)
 
 
-def test_a_call_takes_milliseconds(ranks: RankPool) -> None:
-    """A call to a running world costs a small part of what starting one does."""
-    ranks(2, process_id)
-    start = time.monotonic()
-    for _ in range(20):
-        ranks(2, process_id)
-    per_call = (time.monotonic() - start) / 20
-    start = time.monotonic()
-    ranks(2, process_id, fresh=True)
-    assert per_call < (time.monotonic() - start) / 5
-
-
 def test_mesh_spans_the_world(ranks: RankPool) -> None:
     """A rank has a 1-D CPU mesh over all ranks, and meshes of other shapes are made once."""
     assert ranks(4, describe_mesh) == [(1, "cpu", 4, (2, 2), True)] * 4

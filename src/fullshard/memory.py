@@ -184,7 +184,11 @@ def make_lane(device: torch.device, priority: int = 0) -> Lane:
     return HostLane() if device.type == "cpu" else DeviceLane(device, priority)
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+
+# Larger blocks go back to the kernel all the same: a heap that keeps blocks of every size for good fragments, and
+# peak memory grows by more than their page faults cost.
+_KEPT_BLOCK_BYTES = 16 * 1024 * 1024
 
 
 @functools.cache
@@ -192,8 +196,9 @@ def keep_freed_memory() -> bool:
     """Ask the C allocator to keep freed memory mapped for the next allocation. CPU only; whole process.
 
     Every unit's full buffer and full gradients are freed and allocated again in every step. By default glibc
-    returns blocks of this size to the kernel, which then faults in and zeroes every page anew:
-    docs/performance.md has what that costs. Set ``FULLSHARD_KEEP_FREED_MEMORY=0`` to leave the allocator alone.
+    returns most of them to the kernel, which then faults in and zeroes every page anew; docs/performance.md and
+    docs/log.md have what that costs. Blocks of up to 16 MiB are kept. Set ``FULLSHARD_KEEP_FREED_MEMORY=0`` to
+    leave the allocator alone.
 
     Returns:
         Whether the allocator took the setting (glibc does, others have no such call).
@@ -204,4 +209,4 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
         return False
-    return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
+    return bool(mallopt(_M_MMAP_THRESHOLD, _KEPT_BLOCK_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
