@@ -63,9 +63,7 @@ def reduce_all_to_all() -> None:
 
 
 def reduce_exchange() -> None:
-    works = [
-        (dist.isend(f.chunk(RANKS)[PEER], PEER), dist.irecv(p, PEER)) for f, p in zip(full, pieces, strict=True)
-    ]
+    works = [(dist.isend(f.chunk(RANKS)[PEER], PEER), dist.irecv(p, PEER)) for f, p in zip(full, pieces, strict=True)]
     for (sent, got), f, p in zip(works, full, pieces, strict=True):
         got.wait()
         p.add_(f.chunk(RANKS)[RANK])
