@@ -30,7 +30,7 @@ _TAG, _COUNTED = 0x40000000, 0x10000
 class GlooTransport(Transport):
     """CPU ranks over TCP."""
 
-    # Below this a message costs its latency (about 60 us), not its bytes (about 1 GB/s).
+    # Below this a message costs its latency rather than its bytes. A judgement, not yet swept.
     direct_bytes: ClassVar[int] = 64 * 1024
 
     _exchanges: int
