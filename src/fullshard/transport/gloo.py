@@ -1,9 +1,9 @@
 """Gloo: every rank sends its pieces straight to every other rank.
 
 Why not gloo's own collectives: one unit of 12.6 M fp32 parameters on two ranks of one machine (median of six,
-docs/design/transports.md has the script): one flat all-gather 61 ms, one all-gather per parameter issued
-together 26 ms, the direct exchange 21 ms; reduce-scatter 57 to 75 ms, all-reduce 38 ms, all-to-all and a
-local sum 25 ms, the direct exchange and a local sum 21 ms. The exchange needs no staging copy either, and it
+docs/design/transports.md has the script): one flat all-gather 45 ms, one all-gather per parameter issued
+together 20 ms, the direct exchange 14 ms; reduce-scatter 36 to 56 ms, all-reduce 26 ms, all-to-all and a
+local sum 20 ms, the direct exchange and a local sum 14 ms. The exchange needs no staging copy either, and it
 sums in rank order, so the result does not depend on how many messages were in flight.
 """
 
