@@ -148,8 +148,9 @@ def _same_bits(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of each element, as a last dim of a uint8 tensor."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1, 1).view(torch.uint8).reshape(*tensor.shape, tensor.element_size())
+    # Flattened first: a dim of size 1 may have any stride, which view does not take.
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return plain.view(torch.uint8).reshape(*tensor.shape, tensor.element_size())
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,9 @@ LAYERS = [
     {"train", "integrations"},
     {""},
     {"fully_shard", "wrapper", "dropin"},
+    {"fsdp_module"},
+    {"controls"},
+    {"arguments"},
     {"wrap"},
     {"checkpoint", "optim", "plan", "trace"},
     {"engine"},
@@ -184,7 +187,7 @@ def _touched(source: Source, names: set[str]) -> Iterator[tuple[int, str]]:
             case ast.Call(func=function, keywords=keywords) if ast.unparse(function).startswith("torch."):
                 yield from ((node.lineno, keyword.arg) for keyword in keywords if keyword.arg in names)
     for line, name in {*used_names(source), *imports(source)}:
-        if name in names:
+        if name in names - {"pin_memory"}:
             yield line, name
 
 

@@ -10,7 +10,6 @@ which is why fills are issued one unit ahead (see [Note: Order and prefetch]).
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
@@ -20,7 +19,28 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Buffer", "DeviceLane", "HostLane", "Lane", "Ticket", "Work", "alias", "keep_freed_memory", "make_lane"]
+__all__ = [
+    "Buffer",
+    "DeviceLane",
+    "Event",
+    "HostLane",
+    "Lane",
+    "Stream",
+    "Ticket",
+    "Work",
+    "alias",
+    "free_storage",
+    "host_buffer",
+    "keep_freed_memory",
+    "make_lane",
+    "refill_storage",
+    "run_on",
+    "to_host",
+]
+
+
+Event = torch.Event
+Stream = torch.Stream
 
 
 class Work(Protocol):
@@ -84,6 +104,33 @@ def alias(tensor: torch.Tensor, offset: int, shape: Sequence[int], stride: Seque
     return _tensor_on(tensor.untyped_storage(), tensor.dtype, tensor.device, start, shape, stride)
 
 
+def free_storage(tensor: torch.Tensor) -> int:
+    """Give back the memory of a tensor that is filled anew later. Returns the bytes it held, see the next."""
+    storage = tensor.untyped_storage()
+    nbytes = storage.nbytes()
+    storage.resize_(0)
+    return nbytes
+
+
+def refill_storage(tensor: torch.Tensor, nbytes: int) -> None:
+    """Give such a tensor memory again (contents undefined); no-op if it has some."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != nbytes:
+        storage.resize_(nbytes)
+
+
+def host_buffer(numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
+    """A flat tensor in CPU memory, contents undefined; page-locked if ``pin`` and there is an accelerator."""
+    pinned = pin and torch.accelerator.is_available()
+    return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pinned)
+
+
+def to_host(tensor: torch.Tensor, *, pin: bool) -> torch.Tensor:
+    """A copy of ``tensor``, of any subclass, in CPU memory; see :func:`host_buffer`."""
+    host = tensor.cpu()
+    return host.pin_memory() if pin and torch.accelerator.is_available() else host
+
+
 def _tensor_on(
     storage: torch.UntypedStorage,
     dtype: torch.dtype,
@@ -101,49 +148,83 @@ class Ticket(Protocol):
     """Something issued on a lane."""
 
     def wait(self) -> None:
-        """Make the compute stream (on CPU: the host) see the result. May be called once."""
+        """Make the compute stream (on CPU: the host) see the result. Any number of times."""
+
+    def settle(self) -> None:
+        """Block the host until the result is there."""
 
 
 class Lane(Protocol):
     """Where collectives run, beside the computation."""
 
-    def issue(self, launch: Callable[[], Iterable[Work]], finish: Callable[[], None]) -> Ticket:
-        """Start ``launch`` after all computation enqueued so far, and run ``finish`` once its works are done."""
+    def issue(
+        self,
+        launch: Callable[[], Iterable[Work]],
+        finish: Callable[[], None],
+        *,
+        allocate: Callable[[], None] | None = None,
+        after: torch.Event | None = None,
+    ) -> Ticket:
+        """Start ``launch`` after all computation enqueued so far, and run ``finish`` once its works are done.
+
+        Args:
+            launch: Starts what is to run and returns what to wait for.
+            finish: Uses what has arrived.
+            allocate: Allocates the memory that is filled, see [Note: Who owns a full buffer's memory].
+            after: Wait for this event only, instead of all computation; everything that used the memory before
+                must be ordered before it.
+        """
 
 
 class _HostTicket:
-    __slots__ = ("_finish", "_works")
+    __slots__ = ("_error", "_finish", "_works")
 
     def __init__(self, works: Iterable[Work], finish: Callable[[], None]) -> None:
-        self._works, self._finish = list(works), finish
+        self._works = list(works)
+        self._finish: Callable[[], None] | None = finish
+        self._error: RuntimeError | None = None
 
     def wait(self) -> None:
-        self._land()
-        self._finish()
+        if self._works:
+            self._land()
+        if self._error is not None:  # for all who share the ticket: nothing has arrived
+            raise self._error
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+    settle = wait
 
     def _land(self) -> None:
         """Wait for all works, also after a failure: they write to memory that is used again."""
         works, self._works = self._works, []
-        error: RuntimeError | None = None
         for work in works:
             try:
                 work.wait()
             except RuntimeError as caught:
-                error = error or caught
-        if error is not None:
-            raise error
+                self._error = self._error or caught
 
     def __del__(self) -> None:
         # A model that is deleted with a gather in flight must not leave messages to the group's next users.
-        with contextlib.suppress(RuntimeError):
-            self._land()
+        self._land()
 
 
 class HostLane:
     """CPU: the back end's own threads do the communication; the host waits and finishes."""
 
-    def issue(self, launch: Callable[[], Iterable[Work]], finish: Callable[[], None]) -> Ticket:
+    def issue(
+        self,
+        launch: Callable[[], Iterable[Work]],
+        finish: Callable[[], None],
+        *,
+        allocate: Callable[[], None] | None = None,
+        after: torch.Event | None = None,
+    ) -> Ticket:
         """See :class:`Lane`."""
+        if after is not None:
+            after.synchronize()
+        if allocate is not None:
+            allocate()
         return _HostTicket(launch(), finish)
 
 
@@ -156,6 +237,9 @@ class _DeviceTicket:
     def wait(self) -> None:
         torch.accelerator.current_stream(self._done.device).wait_event(self._done)
 
+    def settle(self) -> None:
+        self._done.synchronize()
+
 
 class DeviceLane:
     """An accelerator: one side stream; order between it and the compute stream is by events only."""
@@ -167,16 +251,44 @@ class DeviceLane:
         self.device = device
         self._stream = torch.Stream(device=device, priority=priority)
 
-    def issue(self, launch: Callable[[], Iterable[Work]], finish: Callable[[], None]) -> Ticket:
+    def issue(
+        self,
+        launch: Callable[[], Iterable[Work]],
+        finish: Callable[[], None],
+        *,
+        allocate: Callable[[], None] | None = None,
+        after: torch.Event | None = None,
+    ) -> Ticket:
         """See :class:`Lane`. Nothing here blocks the host."""
-        ready = torch.accelerator.current_stream(self.device).record_event()
-        self._stream.wait_event(ready)
+        if after is None:
+            if allocate is not None:
+                allocate()
+            self._stream.wait_event(torch.accelerator.current_stream(self.device).record_event())
+        else:
+            self._stream.wait_event(after)
         with self._stream:
+            if after is not None and allocate is not None:
+                allocate()  # from this stream's own pool: its blocks were last used before the event
             for work in launch():
                 work.wait()
             finish()
             done = self._stream.record_event()
         return _DeviceTicket(done)
+
+
+def run_on(stream: torch.Stream | None, function: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> None:
+    """Call ``function(tensor)`` on ``stream``, between what the current stream did before and does next.
+
+    None, or a tensor in CPU memory: on the current stream.
+    """
+    if stream is None or tensor.device.type == "cpu":
+        function(tensor)
+        return
+    current = torch.accelerator.current_stream(tensor.device)
+    stream.wait_stream(current)
+    with stream:
+        function(tensor)
+    current.wait_stream(stream)
 
 
 def make_lane(device: torch.device, priority: int = 0) -> Lane:

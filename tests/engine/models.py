@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard import fully_shard
 from fullshard.engine.ownership import nested_units
 from fullshard.engine.unit import Phase
+from fullshard.transport import GlooTransport
 from ranks import Rank
 
 LossOf = Callable[[nn.Module, int], torch.Tensor]  # (model, rank) -> the loss of that rank's batch
@@ -135,6 +137,17 @@ def square_loss(step: int = 0, *shape: int) -> LossOf:
         return model(batch(rank, step, *(shape or (4, 6)))).square().mean()
 
     return loss_of
+
+
+@contextlib.contextmanager
+def tiny_units(up_to: int = 0) -> Iterator[None]:
+    """Units made inside travel with a neighbour up to this size in bytes when gathered; 0: none do."""
+    usual = GlooTransport.tiny_bytes
+    GlooTransport.tiny_bytes = up_to
+    try:
+        yield
+    finally:
+        GlooTransport.tiny_bytes = usual
 
 
 def shard_blocks(model: nn.Module, rank: Rank, **settings: Any) -> nn.Module:

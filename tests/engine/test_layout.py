@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.layout import ParameterShape, PerParameterLayout, Route, per_parameter
+from fullshard.layout import ParameterShape, PerParameterLayout, Route, Slot, per_parameter
 from fullshard.layout.per_parameter import ALIGNMENT_BYTES, contiguous_stride, is_dense
 
 WORLDS = st.sampled_from([1, 2, 3, 4, 5, 8])
@@ -20,7 +21,7 @@ DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.ui
 
 @st.composite
 def parameter_shapes(draw: st.DrawFn) -> list[ParameterShape]:
-    """Up to five parameters of 0 to 3 dims, their dims in any order in memory."""
+    """Up to five parameters of 0 to 3 dims, their dims in any order in memory, any dim cut."""
     parameters = []
     for index in range(draw(st.integers(1, 5))):
         shape = draw(st.lists(st.integers(0, 9), max_size=3))
@@ -29,7 +30,8 @@ def parameter_shapes(draw: st.DrawFn) -> list[ParameterShape]:
         inverse = [order.index(dim) for dim in range(len(shape))]
         stride = memory.permute(inverse).stride()
         replicated = draw(st.booleans()) and draw(st.booleans())
-        parameters.append(ParameterShape(f"p{index}", tuple(shape), tuple(stride), replicated))
+        cut = draw(st.integers(0, max(len(shape) - 1, 0)))
+        parameters.append(ParameterShape(f"p{index}", tuple(shape), tuple(stride), replicated, cut))
     return parameters
 
 
@@ -52,18 +54,19 @@ def values_of(parameter: ParameterShape, dtype: torch.dtype) -> torch.Tensor:
     return tensor.copy_((torch.arange(parameter.numel) % 251 + 1).view(parameter.shape))
 
 
-def chunk_of(full: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    pieces = full.chunk(world_size) if full.shape[0] else ()
-    return pieces[rank] if rank < len(pieces) else full[:0]
+def chunk_of(full: torch.Tensor, rank: int, world_size: int, dim: int) -> torch.Tensor:
+    pieces = full.chunk(world_size, dim) if full.shape[dim] else ()
+    return pieces[rank] if rank < len(pieces) else full.narrow(dim, 0, 0)
 
 
 def fill_shard(layout: PerParameterLayout, rank: int, values: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """One rank's shard buffer, with each parameter's torch.chunk piece where the layout says."""
     shard = torch.zeros(layout.shard_numel, dtype=dtype)
     for slot, full in zip(layout.slots, values, strict=True):
-        piece = full if slot.route is Route.REPLICATED else chunk_of(full, rank, layout.world_size)
+        cut, replicated = slot.parameter.cut, slot.route is Route.REPLICATED
+        piece = full if replicated else chunk_of(full, rank, layout.world_size, cut)
         assert slot.local_shape(rank) == tuple(piece.shape)
-        shard.as_strided(slot.local_shape(rank), slot.local_stride(), slot.shard_offset).copy_(piece)
+        shard.as_strided(slot.local_shape(rank), slot.local_stride(rank), slot.shard_offset).copy_(piece)
     return shard
 
 
@@ -79,9 +82,10 @@ def gather(layout: PerParameterLayout, shards: list[torch.Tensor]) -> torch.Tens
             elif slot.row_major:
                 region[rank * slot.piece_numel : (rank + 1) * slot.piece_numel].copy_(piece)
             else:
-                rows = piece.as_strided(slot.local_shape(rank), slot.local_stride())
+                rows = piece.as_strided(slot.local_shape(rank), slot.local_stride(rank))
                 start, stop = slot.local_rows(rank)
-                region.as_strided(slot.parameter.shape, slot.parameter.stride)[start:stop].copy_(rows)
+                whole = region.as_strided(slot.parameter.shape, slot.parameter.stride)
+                whole.narrow(slot.parameter.cut, start, stop - start).copy_(rows)
     return full
 
 
@@ -124,6 +128,78 @@ def test_local_rows_cover_each_row_once(drawn: tuple[PerParameterLayout, torch.d
             assert [row for start, stop in spans for row in range(start, stop)] == list(range(slot.rows))
             held = [stop - start for start, stop in spans]
             assert held == sorted(held, reverse=True) and held[0] == slot.chunk_rows
+
+
+@given(layouts())
+@settings(max_examples=120)
+def test_pieces_are_dense_blocks(drawn: tuple[PerParameterLayout, torch.dtype]) -> None:
+    """Every piece fills one block: in the parameter's own order where pieces are neighbours, else contiguous."""
+    layout, dtype = drawn
+    for slot in layout.slots:
+        full = values_of(slot.parameter, dtype)
+        for rank in range(layout.world_size):
+            shape, stride = slot.local_shape(rank), slot.local_stride(rank)
+            assert is_dense(shape, stride) and math.prod(shape) <= slot.piece_numel
+            if slot.route is Route.REPLICATED or layout.world_size == 1:
+                assert (shape, stride) == (slot.parameter.shape, slot.parameter.stride)
+            elif not slot.row_major:
+                assert stride == torch.empty(shape).stride()
+            elif math.prod(shape) and slot.rows > 1:
+                piece = chunk_of(full, rank, layout.world_size, slot.parameter.cut)
+                assert stride == piece.stride() and piece.storage_offset() == rank * slot.piece_numel
+
+
+@given(layouts())
+@settings(max_examples=120)
+def test_row_major_is_that_rows_follow_one_another(drawn: tuple[PerParameterLayout, torch.dtype]) -> None:
+    """A slot is row-major exactly if row i takes the i-th block of the parameter's memory, or nothing is cut."""
+    layout, _ = drawn
+    for slot in layout.slots:
+        parameter = slot.parameter
+        if slot.route is Route.REPLICATED or layout.world_size == 1:
+            assert slot.row_major and slot.region_numel == parameter.numel and not slot.padded
+        elif parameter.numel:
+            places = torch.arange(parameter.numel).as_strided(parameter.shape, parameter.stride)
+            rows = [row.flatten().sort().values for row in places.unbind(parameter.cut)]
+            assert slot.row_major == torch.equal(torch.cat(rows), torch.arange(parameter.numel))
+            assert slot.padded == (slot.row_major and slot.rows % layout.world_size != 0)
+
+
+@given(
+    parameter_shapes(), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 3, 5]), st.sampled_from([0, 64, 10**9])
+)
+@settings(max_examples=120)
+def test_a_smaller_group_gathers_into_the_buffer_of_a_larger(
+    parameters: list[ParameterShape], ranks: int, multiple: int, direct_bytes: int
+) -> None:
+    """For k | N no region over k ranks exceeds that over N, so the k-layout fits N's full buffer and fills it alike."""
+    larger = PerParameterLayout.build(parameters, world_size=ranks * multiple, itemsize=2, direct_bytes=64)
+    layout = PerParameterLayout.build(
+        parameters,
+        world_size=ranks,
+        itemsize=2,
+        direct_bytes=direct_bytes,
+        full_offsets=[slot.full_offset for slot in larger.slots],
+        full_numel=larger.full_numel,
+    )
+    assert layout.full_numel == larger.full_numel
+    values = [values_of(parameter, torch.int16) for parameter in parameters]
+    full = gather(layout, [fill_shard(layout, rank, values, torch.int16) for rank in range(ranks)])
+    for slot, other, value in zip(layout.slots, larger.slots, values, strict=True):
+        assert slot.full_offset == other.full_offset and slot.region_numel <= other.region_numel
+        assert torch.equal(full.as_strided(value.shape, value.stride(), other.full_offset), value)
+
+
+@given(parameter_shapes(), WORLDS)
+def test_own_offsets_change_nothing(parameters: list[ParameterShape], world_size: int) -> None:
+    """A layout that takes its full offsets from an equal layout is equal to it."""
+
+    def build(offsets: list[int] | None = None, numel: int | None = None) -> PerParameterLayout:
+        return PerParameterLayout.build(
+            parameters, world_size=world_size, itemsize=4, direct_bytes=16, full_offsets=offsets, full_numel=numel
+        )
+
+    assert build([slot.full_offset for slot in build().slots], build().full_numel) == build()
 
 
 @given(layouts())
@@ -183,13 +259,23 @@ def test_dense_strides_are_told_from_others(shape: tuple[int, ...], stride: tupl
             ParameterShape("w", shape, stride)
 
 
+@pytest.mark.parametrize(("shape", "cut"), [((4, 3), 2), ((4, 3), -1), ((5,), 1)])
+def test_a_dim_to_cut_must_exist(shape: tuple[int, ...], cut: int) -> None:
+    """A cut outside of the dims is refused with the parameter's name, unless nothing is cut anyway."""
+    stride = contiguous_stride(shape)
+    with pytest.raises(ValueError, match=f"w: expected a dim to cut from 0 to {len(shape) - 1}, found {cut}"):
+        ParameterShape("w", shape, stride, cut=cut)
+    assert ParameterShape("w", shape, stride, replicated=True, cut=cut).shape == shape
+    assert ParameterShape("w", (), (), cut=cut).numel == 1
+
+
 @given(st.lists(st.integers(0, 5), max_size=4))
 def test_contiguous_stride_is_that_of_torch(shape: list[int]) -> None:
     """Row-major strides equal those of a new tensor."""
     assert contiguous_stride(shape) == torch.empty(shape).stride()
 
 
-def make(**options: int) -> PerParameterLayout:
+def make(**options: Any) -> PerParameterLayout:
     shapes = [ParameterShape("w", (64, 8), (8, 1)), ParameterShape("b", (7,), (1,)), ParameterShape("s", (), ())]
     return PerParameterLayout.build(shapes, world_size=2, itemsize=4, direct_bytes=512, **options)
 
@@ -198,6 +284,92 @@ def test_routes() -> None:
     """Large pieces go directly, small ones packed, 0-D parameters are replicated."""
     assert [slot.route for slot in make().slots] == [Route.DIRECT, Route.PACKED, Route.REPLICATED]
     assert make(alignment_bytes=16).alignment == 4
+
+
+def slot_of(shape: tuple[int, ...], stride: tuple[int, ...], cut: int, world_size: int, direct_bytes: int = 0) -> Slot:
+    """The slot of one fp32 parameter; unless said otherwise a message of its own always pays."""
+    parameter = ParameterShape("w", shape, stride, cut=cut)
+    layout = PerParameterLayout.build([parameter], world_size=world_size, itemsize=4, direct_bytes=direct_bytes)
+    return layout.slots[0]
+
+
+@pytest.mark.parametrize(
+    ("stride", "cut", "world_size", "route"),
+    [
+        ((16, 1), 0, 2, Route.DIRECT),
+        ((16, 1), 1, 2, Route.PACKED),
+        ((1, 8), 0, 2, Route.PACKED),
+        ((1, 8), 1, 2, Route.DIRECT),
+        ((16, 1), 1, 1, Route.DIRECT),
+        ((1, 8), 0, 1, Route.PACKED),
+        ((1, 8), 1, 1, Route.DIRECT),
+    ],
+)
+def test_routes_by_cut_and_strides(stride: tuple[int, int], cut: int, world_size: int, route: Route) -> None:
+    """A parameter goes directly where its rows are blocks of memory; on one rank also with any cut but 0."""
+    slot = slot_of((8, 16), stride, cut, world_size)
+    assert slot.route is route
+    assert slot.row_major == (route is Route.DIRECT or world_size == 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_direct_bytes_are_those_of_a_piece_of_the_cut_dim(world_size: int) -> None:
+    """The threshold is compared with the padded piece of the dim that is cut."""
+    piece_bytes = -(-16 // world_size) * 8 * 4
+    assert slot_of((8, 16), (1, 8), 1, world_size, piece_bytes).route is Route.DIRECT
+    assert slot_of((8, 16), (1, 8), 1, world_size, piece_bytes + 1).route is Route.PACKED
+
+
+def test_one_row_has_the_stride_of_a_row() -> None:
+    """A cut dim of size 1 may have any stride in the parameter; in its piece it has that of a row."""
+    for rank in (0, 1):
+        assert slot_of((1, 3), (77, 1), 0, world_size=2).local_stride(rank) == (3, 1)
+        assert slot_of((4, 1), (1, 77), 1, world_size=2).local_stride(rank) == (1, 4)
+
+
+def test_columns_of_a_contiguous_matrix() -> None:
+    """Each rank's columns are contiguous in a piece as large as the first rank's; the region is the parameter."""
+    slot = slot_of((4, 7), (7, 1), cut=1, world_size=3)
+    assert (slot.rows, slot.row_numel, slot.chunk_rows, slot.piece_numel, slot.region_numel) == (7, 4, 3, 12, 28)
+    assert [slot.local_shape(rank) for rank in range(3)] == [(4, 3), (4, 3), (4, 1)]
+    assert [slot.local_stride(rank) for rank in range(3)] == [(3, 1), (3, 1), (1, 1)]
+    assert not slot.row_major and not slot.padded
+
+
+def test_columns_of_a_transposed_matrix() -> None:
+    """Columns that are blocks of memory keep their strides, also on a rank that holds none of them."""
+    slot = slot_of((8, 3), (1, 8), cut=1, world_size=4)
+    assert slot.row_major and slot.padded and slot.region_numel == 32
+    assert [slot.local_shape(rank) for rank in range(4)] == [(8, 1), (8, 1), (8, 1), (8, 0)]
+    assert {slot.local_stride(rank) for rank in range(4)} == {(1, 8)}
+
+
+@pytest.mark.parametrize(("shape", "cut"), [((0, 3), 0), ((0, 3), 1), ((3, 0), 0), ((3, 0), 1)])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameters_without_elements(shape: tuple[int, int], cut: int, world_size: int) -> None:
+    """A parameter without elements takes no place, whichever dim is empty."""
+    slot = slot_of(shape, contiguous_stride(shape), cut, world_size)
+    assert slot.piece_numel == slot.region_numel == 0 and slot.route is Route.PACKED
+    assert slot.rows == shape[cut] and slot.row_numel == shape[1 - cut]
+    assert slot.local_shape(0)[1 - cut] == shape[1 - cut]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "numel", "message"),
+    [
+        ([0, 512, 528], None, "expected both full_offsets and full_numel"),
+        (None, 544, "expected both full_offsets and full_numel"),
+        ([0, 512], 544, "expected 3 full_offsets, one per parameter, found 2"),
+        ([0, 512, 528], 512, "full buffer: s ends at 529, beyond the buffer's 512 elements"),
+        ([0, 256, 528], 544, "full buffer: b at 256 overlaps w"),
+        ([0, 513, 528], 544, "full buffer: b starts at 513"),
+    ],
+)
+def test_full_offsets_that_do_not_fit_are_refused(offsets: list[int] | None, numel: int | None, message: str) -> None:
+    """Full offsets come with the size of their buffer, one per parameter, and must hold every region."""
+    with pytest.raises(ValueError, match=message):
+        make(full_offsets=offsets, full_numel=numel)
+    assert make(full_offsets=[0, 512, 528], full_numel=544) == make()
 
 
 @pytest.mark.parametrize(
@@ -239,4 +411,4 @@ def test_layouts_are_values() -> None:
 def test_picture_in_the_docstring_is_true() -> None:
     """The worked picture of the module is what the code prints."""
     result = doctest.testmod(per_parameter)
-    assert result.attempted >= 2 and result.failed == 0
+    assert result.attempted >= 4 and result.failed == 0

@@ -12,6 +12,7 @@ from torch import nn
 from fullshard import fully_shard
 from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.memory import Buffer, alias
+from models import tiny_units
 from ranks import Rank, on_ranks
 
 BLOCKS, WIDTH = 6, 32
@@ -57,8 +58,9 @@ def all_full_bytes(model: nn.Module) -> int:
 def build(rank: Rank, **options: bool) -> nn.Sequential:
     torch.manual_seed(1)
     blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS))
-    model = nn.Sequential(*(fully_shard(block, mesh=rank.mesh, **options) for block in blocks))
-    return fully_shard(model, mesh=rank.mesh, **options)
+    with tiny_units(up_to=0):
+        model = nn.Sequential(*(fully_shard(block, mesh=rank.mesh, **options) for block in blocks))
+        return fully_shard(model, mesh=rank.mesh, **options)
 
 
 def inputs() -> torch.Tensor:

@@ -22,6 +22,7 @@ from models import (
     gathered,
     reference_backward,
     square_loss,
+    tiny_units,
     with_reference,
 )
 from ranks import Rank, RankPool, on_ranks
@@ -67,19 +68,26 @@ def run_failing_step(model: nn.Module, rank: Rank, place: str, step: int = 0) ->
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("reset", [True, False], ids=["reset", "alone"])
+@pytest.mark.parametrize("tiny", [0, 65536], ids=["own messages", "tiny"])
+@pytest.mark.parametrize("remedy", ["reset", "zero_grad", "alone"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("setting", [None, False], ids=["default", "keep"])
-def test_step_after_a_failure(rank: Rank, place: str, reset: bool, setting: Any) -> None:
+def test_step_after_a_failure(rank: Rank, place: str, remedy: str, setting: Any, tiny: int) -> None:
     """The step after an exception anywhere gives the gradients of a model that never failed."""
-    model, reference = with_reference(Stack(), rank, reshard_after_forward=setting)
+    with tiny_units(up_to=tiny):
+        model, reference = with_reference(Stack(), rank, reshard_after_forward=setting)
+    sharded = list(model.parameters())
     square_loss(5)(model, rank.rank).backward()
     for step in range(2):
         run_failing_step(model, rank, place, step)
-        if reset:
+        if remedy == "reset":
             model.reset_iter_state()
             assert_at_rest(model)
-        model.zero_grad()
+        if remedy == "alone":  # nothing of the module is called before its next forward
+            for parameter in sharded:
+                parameter.grad = None
+        else:
+            model.zero_grad()
         reference.zero_grad()
         square_loss(step)(model, rank.rank).backward()
         reference_backward(reference, rank.world_size, square_loss(step))
@@ -101,10 +109,12 @@ def test_failure_in_the_very_first_step(rank: Rank, place: str) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("tiny", [0, 65536], ids=["own messages", "tiny"])
 @pytest.mark.parametrize("place", [place for place in PLACES if place.startswith("forward")])
-def test_failed_forward_leaves_nothing_gathered(rank: Rank, place: str) -> None:
+def test_failed_forward_leaves_nothing_gathered(rank: Rank, place: str, tiny: int) -> None:
     """A forward that raised leaves no unit gathered and all registered parameters sharded, without any reset."""
-    model, _ = with_reference(Stack(), rank, reshard_after_forward=False)
+    with tiny_units(up_to=tiny):
+        model, _ = with_reference(Stack(), rank, reshard_after_forward=False)
     for _ in range(2):
         run_failing_step(model, rank, place)
         assert gathered(model) == []

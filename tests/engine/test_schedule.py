@@ -20,6 +20,7 @@ from models import (
     reference_backward,
     shard_blocks,
     square_loss,
+    tiny_units,
     with_reference,
 )
 from ranks import Rank, on_ranks
@@ -63,10 +64,8 @@ def run_step(model: nn.Module, events: Events, rank: Rank, step: int = 0) -> tup
 
 def build(rank: Rank, depth: int = 3, **settings: Any) -> tuple[nn.Module, Events]:
     events = Events()
-    model = Stack(depth=depth, log=events)
-    for block in model.blocks:
-        fully_shard(block, mesh=rank.mesh, **settings)
-    return fully_shard(model, mesh=rank.mesh, **settings), events
+    with tiny_units(up_to=0):
+        return shard_blocks(Stack(depth=depth, log=events), rank, **settings), events
 
 
 FORWARD = "Gr G0 G1 F0 G2 F1 F2"
@@ -148,7 +147,8 @@ def test_root_prefetches_what_it_is_told(rank: Rank) -> None:
 @pytest.mark.parametrize("target", [[2], [1], [0, 2], [2, 1, 0]], ids=str)
 def test_wrong_prefetch_targets(rank: Rank, target: list[int]) -> None:
     """Prefetching units that are through or far away neither blocks nor changes a value nor leaves memory."""
-    model, reference = with_reference(Stack(), rank)
+    with tiny_units(up_to=0):
+        model, reference = with_reference(Stack(), rank)
     for block in model.blocks:
         wrong = [model.blocks[i] for i in target]
         block.set_modules_to_backward_prefetch(wrong)
@@ -208,7 +208,8 @@ class Groups(nn.Module):
 def test_nested_checkpoints_gather_once(rank: Rank) -> None:
     """With checkpoints nested around and inside units each unit is gathered once forward and once backward."""
     events = Events()
-    model, reference = with_reference(Groups(Events()), rank)
+    with tiny_units(up_to=0):
+        model, reference = with_reference(Groups(Events()), rank)
     for block in model.blocks:
         block.log = events
 
@@ -246,7 +247,7 @@ def test_reductions_start_inside_backward(rank: Rank) -> None:
 @on_ranks(2)
 def test_at_most_two_units_are_gathered_at_once(rank: Rank) -> None:
     """Beside the root, a unit and the one gathered ahead are all that holds memory, forward and backward."""
-    model = shard_blocks(Stack(depth=5), rank)
+    model, _ = build(rank, depth=5)
     largest: list[int] = []
 
     def observe(*_: Any) -> None:

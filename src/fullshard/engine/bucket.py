@@ -1,202 +1,329 @@
-"""Storage and communication of the parameters of a unit that share a device and a dtype."""
+"""Storage and communication of the parameters of a unit that share a mesh, a device and a dtype."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from typing import NamedTuple
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
+from fullshard.engine.gather import BufferGather, Gather
 from fullshard.engine.mesh import ShardMesh
-from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.reduction import GradientReducer, PendingReduction, assign_local_gradients
-from fullshard.layout import PerParameterLayout, Route, Slot
-from fullshard.memory import Buffer, Lane, Ticket, alias
-from fullshard.transport import Move
+from fullshard.engine.parameter import ShardedParameter, value_of
+from fullshard.engine.reduction import GradientReducer, PendingReduction, ReductionTerms
+from fullshard.layout import PerParameterLayout, Slot
+from fullshard.memory import Buffer, Ticket, alias, host_buffer
 
-__all__ = ["Bucket"]
+__all__ = ["Bucket", "BufferBucket", "Storage", "local_rows"]
+
+
+class Storage(NamedTuple):
+    """In which dtypes, and where, a bucket keeps what.
+
+    Args:
+        full_dtype: Of the full parameters, and of the shards as they travel.
+        reduce_dtype: Of full gradients, and of gradients as they travel.
+        offload: Shards and their gradients are kept in CPU memory.
+        pin_memory: That memory is page-locked.
+    """
+
+    full_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    offload: bool
+    pin_memory: bool
 
 
 class Bucket:
-    """One shard buffer, one full buffer, and what moves between them.
-
-    On a single rank the full parameters lie in the shard buffer itself: nothing is copied or freed.
+    """What all buckets have in common: when they gather, and how they reduce.
 
     Args:
-        parameters: In model order; all of one dtype and on one device.
-        values: Their present values: full tensors, or this rank's rows of them.
+        parameters: In model order; all of one dtype, on one device and one mesh.
         mesh: The ranks to shard over.
+        storage: See there.
     """
 
     parameters: list[ShardedParameter]
     mesh: ShardMesh
-    layout: PerParameterLayout
-    shard_buffer: torch.Tensor  # (layout.shard_numel,), for the life of the bucket
-    gathered: bool  # whether the full buffer is filled, or being filled
-    _ready: bool  # whether the full parameters exist
-    _full: Buffer | None  # made at the first gather; memory only while gathered
-    _message: Buffer | None  # the packed pieces of all ranks; memory only while they travel
-    _moves: list[Move]
-    _unpack_to: list[torch.Tensor]
-    _unpack_from: list[torch.Tensor]
+    storage: Storage
+    gathered: bool  # whether the full parameters are there, or on their way
     _ticket: Ticket | None  # of the gather in flight
+    _in_flight: list[Gather]
     _reducers: dict[tuple[int, ...], GradientReducer]  # by the indices of the trainable parameters
 
-    def __init__(self, parameters: Sequence[ShardedParameter], values: Sequence[torch.Tensor], mesh: ShardMesh) -> None:
-        self.parameters, self.mesh = list(parameters), mesh
-        dtype, device = values[0].dtype, values[0].device
-        self.layout = PerParameterLayout.build(
-            [p.shape for p in parameters],
-            world_size=mesh.world_size,
-            itemsize=dtype.itemsize,
-            direct_bytes=mesh.direct_bytes,
-        )
-        self.shard_buffer = torch.zeros(
-            self.layout.shard_numel, dtype=dtype, device="meta" if device.type == "meta" else mesh.device
-        )
-        self.gathered = self._ready = False
-        self._full = self._message = self._ticket = None
-        self._moves, self._unpack_to, self._unpack_from = [], [], []
-        self._reducers = {}
-        for parameter, slot, value in zip(self.parameters, self.layout.slots, values, strict=True):
-            local = self.shard_buffer.as_strided(slot.local_shape(mesh.rank), slot.local_stride(), slot.shard_offset)
-            local.copy_(_local_rows(value, slot, mesh.rank))
-            parameter.place(mesh, slot, local)
+    def __init__(self, parameters: Sequence[ShardedParameter], mesh: ShardMesh, storage: Storage) -> None:
+        self.parameters, self.mesh, self.storage = list(parameters), mesh, storage
+        self.gathered, self._ticket, self._in_flight, self._reducers = False, None, [], {}
+
+    # ---------------------------------------------------------------- what kinds of buckets differ in
 
     def take_over(self) -> None:
-        """Write the values of adopted parameters into the shard buffer and put the parameters on it."""
-        for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
-            sharded = parameter.sharded
-            value = sharded._local_tensor if isinstance(sharded, DTensor) else sharded
-            if value is not parameter.local:
-                parameter.local.copy_(_local_rows(value, slot, self.mesh.rank))
-                parameter.place(self.mesh, slot, parameter.local)
+        """Take the values of adopted parameters over and make the parameters ours."""
+        raise NotImplementedError
 
     @property
     def materialized(self) -> bool:
         """False while the parameters are on the meta device."""
-        return self.shard_buffer.device.type != "meta"
+        raise NotImplementedError
 
     @property
     def full_bytes(self) -> int:
-        """Bytes that the full buffer (with a message in flight) holds at the moment."""
-        return sum(buffer.allocated_bytes for buffer in (self._full, self._message) if buffer is not None)
+        """Bytes that gathered parameters hold at the moment, messages in flight included."""
+        raise NotImplementedError
 
-    def gather(self, lane: Lane, unit: str) -> None:
-        """Start filling the full buffer; no-op if that was done."""
+    @property
+    def full_size(self) -> int:
+        """Bytes of all parameters when gathered."""
+        raise NotImplementedError
+
+    def keep_near(self, size: int) -> None:
+        """Keep this rank's part of the full parameters over ``size`` neighbouring ranks, to gather from next."""
+        raise NotImplementedError
+
+    def drop_near(self) -> None:
+        """Forget what :meth:`keep_near` kept."""
+
+    def reroute(self, mesh: ShardMesh) -> None:
+        """Communicate through ``mesh``, which has the same ranks, from now on. The full parameters stay the same."""
+        raise NotImplementedError
+
+    def _gathers(self, near: bool) -> list[Gather]:
+        """What fills the full parameters, which need to exist only once it has arrived."""
+        raise NotImplementedError
+
+    def _free(self) -> None:
+        """Free the memory of the full parameters."""
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------- gather and reshard
+
+    def begin_gather(self, near: bool) -> list[Gather]:
+        """What has to be issued to fill the full parameters; nothing if that was done.
+
+        Args:
+            near: From the neighbours, if :meth:`keep_near` was called since the last reshard.
+        """
         if self.gathered:
-            return
+            return []
         self.gathered = True
-        if not self._ready:
-            with torch.inference_mode(False), torch.no_grad():
-                self._make_full()
-        transport = self.mesh.transport
-        if transport is None or self._full is None or self._message is None:
-            return
-        self._full.allocate()
-        self._message.allocate()
-        self._ticket = lane.issue(partial(transport.gather, self._moves, unit), self._unpack)
+        return self._gathers(near)
+
+    def issued(self, ticket: Ticket, gathers: list[Gather]) -> None:
+        """Those gathers are in flight now."""
+        self._ticket, self._in_flight = ticket, gathers
 
     def finish_gather(self) -> None:
         """Make the computation see the full parameters."""
         if self._ticket is not None:
             ticket, self._ticket = self._ticket, None
             ticket.wait()
-            assert self._message is not None
-            self._message.free()
+            self._arrive()
+
+    def _arrive(self) -> None:
+        gathers, self._in_flight = self._in_flight, []
+        for gather in gathers:
+            gather.arrived()
 
     def reshard(self) -> None:
-        """Free the full buffer."""
+        """Free the full parameters."""
         if not self.gathered:
             return
         self.finish_gather()
         self.gathered = False
-        if self._full is not None:
-            self._full.free()
+        self._free()
 
     def forget_gather(self) -> None:
-        """Free the full buffer after a failure, when what was in flight may never arrive."""
+        """Free the full parameters after a failure, when what was in flight may never arrive."""
         try:
             self.finish_gather()
         except RuntimeError:  # the failure that is being recovered from, seen once more
-            if self._message is not None:
-                self._message.free()
-        self.reshard()
+            self._in_flight.clear()
+        self.gathered = False
+        self._free()
+        self.drop_near()
 
-    def reduce(self, lane: Lane, unit: str) -> PendingReduction | None:
-        """Take the full gradients of the trainable parameters and start reducing them to sharded ones."""
-        trainable = tuple(i for i, p in enumerate(self.parameters) if p.full.requires_grad)
-        if not trainable:
-            return None
-        parameters = [self.parameters[i] for i in trainable]
-        gradients = []
-        for parameter in parameters:
-            gradients.append(parameter.full.grad)
-            parameter.full.grad = None
-        if self.mesh.transport is None:
-            assign_local_gradients(parameters, gradients)
-            return None
-        reducer = self._reducers.get(trainable)
-        if reducer is None:
-            reducer = self._reducers[trainable] = GradientReducer(parameters, self.shard_buffer, self.mesh)
-        return reducer.start(gradients, lane, unit)
+    # ---------------------------------------------------------------- reduce
+
+    def begin_reduction(self, terms: ReductionTerms) -> list[PendingReduction]:
+        """Take the full gradients of the trainable parameters; what is returned is to be issued."""
+        trainable = tuple(i for i, p in enumerate(self.parameters) if p.sharded.requires_grad)
+        pending = []
+        if terms.all_reduce:  # what other sets of trainable parameters left unfinished on the replicate axis
+            left = [r for key, r in self._reducers.items() if key != trainable and r.partial is not None]
+            pending = [reducer.start([None] * len(reducer.parameters), terms) for reducer in left]
+        if trainable:
+            reducer = self._reducers.get(trainable)
+            if reducer is None:
+                parameters = [self.parameters[i] for i in trainable]
+                reducer = self._reducers[trainable] = GradientReducer(parameters, self.mesh, *self._reduction_dtypes())
+            pending.append(reducer.start([p.take_gradient() for p in reducer.parameters], terms))
+        return pending
+
+    def _reduction_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        return self.storage.reduce_dtype, self.parameters[0].local.dtype
+
+    @property
+    def reducers(self) -> list[GradientReducer]:
+        """Those in use so far."""
+        return list(self._reducers.values())
+
+
+class BufferBucket(Bucket):
+    """One shard buffer, one full buffer, and what moves between them.
+
+    On a single rank, if no dtype or device differs, the full parameters lie in the shard buffer itself: nothing is
+    copied or freed.
+
+    Args:
+        parameters: In model order; all of one dtype and on one device.
+        values: Their present values: full tensors, or this rank's rows of them.
+        mesh: The ranks to shard over.
+        storage: See there.
+    """
+
+    layout: PerParameterLayout
+    shard_buffer: torch.Tensor  # (layout.shard_numel,), for the life of the bucket
+    _full: Buffer | None  # made at the first gather; memory only while gathered
+    _home: BufferGather | None  # fills it; None: it is the shard buffer
+    _near: BufferGather | None  # fills it from neighbours
+    _near_shard: Buffer | None  # what this rank keeps for them
+    _ready: bool  # whether the full parameters exist
+
+    def __init__(
+        self,
+        parameters: Sequence[ShardedParameter],
+        values: Sequence[torch.Tensor],
+        mesh: ShardMesh,
+        storage: Storage,
+    ) -> None:
+        super().__init__(parameters, mesh, storage)
+        self._full = self._home = self._near = self._near_shard = None
+        self._ready = False
+        self._place(values)
+
+    def _place(self, values: Sequence[torch.Tensor]) -> None:
+        """Lay out a shard buffer and put the parameters on it."""
+        mesh, storage = self.mesh, self.storage
+        dtype, on_meta = values[0].dtype, values[0].device.type == "meta"
+        self.layout = PerParameterLayout.build(
+            [p.shape for p in self.parameters],
+            world_size=mesh.world_size,
+            itemsize=min(dtype.itemsize, storage.full_dtype.itemsize),
+            direct_bytes=mesh.transport.direct_bytes if mesh.transport is not None else 0,
+        )
+        numel = self.layout.shard_numel
+        if storage.offload and not on_meta:
+            self.shard_buffer = host_buffer(numel, dtype, pin=storage.pin_memory).zero_()
+        else:
+            self.shard_buffer = torch.zeros(numel, dtype=dtype, device="meta" if on_meta else mesh.device)
+        for parameter, slot, value in zip(self.parameters, self.layout.slots, values, strict=True):
+            shape, stride = slot.local_shape(mesh.rank), slot.local_stride(mesh.rank)
+            local = self.shard_buffer.as_strided(shape, stride, slot.shard_offset)
+            local.copy_(local_rows(value, slot, mesh.rank))
+            parameter.place(local)
+
+    def reroute(self, mesh: ShardMesh) -> None:
+        """See :class:`Bucket`. Where full parameters lie does not depend on how they travel; where shards lie does."""
+        self.mesh, self._reducers = mesh, {}
+        self._place([parameter.local for parameter in self.parameters])
+        if self._full is not None:
+            self._full.allocate()  # the plan takes tensors on it
+            self._home = BufferGather(self.layout, self.shard_buffer, self._full, mesh.transport)
+            self._full.free()
+
+    def take_over(self) -> None:
+        """See :class:`Bucket`: into the shard buffer."""
+        for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
+            value = value_of(parameter.sharded)
+            if value is not parameter.local:
+                parameter.local.copy_(local_rows(value, slot, self.mesh.rank))
+                parameter.place(parameter.local)
+
+    @property
+    def materialized(self) -> bool:
+        """See :class:`Bucket`."""
+        return self.shard_buffer.device.type != "meta"
+
+    @property
+    def full_bytes(self) -> int:
+        """See :class:`Bucket`."""
+        held = 0 if self._full is None else self._full.allocated_bytes
+        return held + sum(g.in_flight_bytes for g in (self._home, self._near) if g is not None)
+
+    @property
+    def full_size(self) -> int:
+        """See :class:`Bucket`."""
+        return self.layout.full_numel * self.storage.full_dtype.itemsize
+
+    def _gathers(self, near: bool) -> list[Gather]:
+        if not self._ready:
+            with torch.inference_mode(False), torch.no_grad():
+                self._make_full()
+        if near and self._near is not None and self._near_shard is not None and self._near_shard.allocated_bytes:
+            return [self._near]
+        return [] if self._home is None else [self._home]
 
     def _make_full(self) -> None:
-        """Create the full parameters, and, if anything travels, the moves that fill them."""
+        """Create the full parameters and what fills them."""
         self._ready = True
-        if self.mesh.transport is None:
+        shard, dtype = self.shard_buffer, self.storage.full_dtype
+        if self.mesh.transport is None and dtype is shard.dtype and shard.device == self.mesh.device:
             for p, slot in zip(self.parameters, self.layout.slots, strict=True):
-                self._set_full(p, alias(self.shard_buffer, slot.shard_offset, p.shape.shape, p.shape.stride))
+                p.set_full(alias(shard, slot.shard_offset, p.shape.shape, p.shape.stride), self.storage.reduce_dtype)
             return
-        dtype, device = self.shard_buffer.dtype, self.shard_buffer.device
-        full = self._full = Buffer(self.layout.full_numel, dtype, device)
-        message_numel, world_size = self.layout.message_numel, self.mesh.world_size
-        message = self._message = Buffer(message_numel * world_size, dtype, device)
+        self._full = Buffer(self.layout.full_numel, dtype, self.mesh.device)
         for p, slot in zip(self.parameters, self.layout.slots, strict=True):
-            self._set_full(p, full.tensor(slot.full_offset, p.shape.shape, p.shape.stride))
-            if slot.route is Route.DIRECT:
-                piece = alias(self.shard_buffer, slot.shard_offset, (slot.piece_numel,), (1,))
-                self._moves.append(Move(piece, full.tensor(slot.full_offset, (slot.region_numel,), (1,))))
-            elif slot.piece_numel:
-                self._plan_unpack(slot, full, message)
-        if message_numel:
-            piece = alias(self.shard_buffer, self.layout.message_offset, (message_numel,), (1,))
-            self._moves.append(Move(piece, message.tensor(0, (message_numel * world_size,), (1,))))
+            full = self._full.tensor(slot.full_offset, p.shape.shape, p.shape.stride)
+            p.set_full(full, self.storage.reduce_dtype)
+        self._home = BufferGather(self.layout, shard, self._full, self.mesh.transport)
 
-    def _set_full(self, parameter: ShardedParameter, tensor: torch.Tensor) -> None:
-        parameter.full = nn.Parameter(tensor, requires_grad=parameter.sharded.requires_grad)
-        parameter.full.__dict__.update(parameter.attributes)
+    def _free(self) -> None:
+        if self._full is not None:
+            self._full.free()
 
-    def _plan_unpack(self, slot: Slot, full: Buffer, message: Buffer) -> None:
-        """Prepare the copies from the message to one full parameter: one, or one per rank if its rows interleave."""
-        world_size, stride = self.mesh.world_size, self.layout.message_numel
-        start = slot.shard_offset - self.layout.message_offset
-        piece, own = slot.piece_numel, slot.parameter
-        if slot.route is Route.REPLICATED:
-            self._unpack_to.append(full.tensor(slot.full_offset, (piece,), (1,)))
-            self._unpack_from.append(message.tensor(start, (piece,), (1,)))
-        elif slot.row_major:
-            self._unpack_to.append(full.tensor(slot.full_offset, (world_size, piece), (piece, 1)))
-            self._unpack_from.append(message.tensor(start, (world_size, piece), (stride, 1)))
-        else:
-            for rank in range(world_size):
-                rows = slot.local_shape(rank)
-                offset = slot.full_offset + slot.local_rows(rank)[0] * own.stride[0]
-                if rows[0]:
-                    self._unpack_to.append(full.tensor(offset, rows, own.stride))
-                    self._unpack_from.append(message.tensor(start + rank * stride, rows, slot.local_stride()))
+    def keep_near(self, size: int) -> None:
+        """See :class:`Bucket`."""
+        if self._full is None or self.mesh.transport is None:
+            return
+        if self._near is None or self._near.layout.world_size != size:
+            self._plan_near(size)
+        near, shard, full = self._near, self._near_shard, self._full
+        assert near is not None and shard is not None
+        shard.allocate()
+        rank = self.mesh.neighbours(size).rank
+        targets, sources = [], []
+        for slot in near.layout.slots:
+            own, rows = slot.parameter, slot.local_shape(rank)
+            start = slot.local_rows(rank)[0] * (own.stride[own.cut] if rows else 0)
+            targets.append(near.source.as_strided(rows, slot.local_stride(rank), slot.shard_offset))
+            sources.append(full.tensor(slot.full_offset + start, rows, own.stride))
+        torch._foreach_copy_(targets, sources)
 
-    def _unpack(self) -> None:
-        if self._unpack_to:
-            torch._foreach_copy_(self._unpack_to, self._unpack_from)
+    def drop_near(self) -> None:
+        """See :class:`Bucket`."""
+        if self._near_shard is not None:
+            self._near_shard.free()
+
+    def _plan_near(self, size: int) -> None:
+        assert self._full is not None
+        transport = self.mesh.neighbours(size).transport
+        layout = PerParameterLayout.build(
+            [p.shape for p in self.parameters],
+            world_size=size,
+            itemsize=self._full.dtype.itemsize,
+            direct_bytes=transport.direct_bytes,
+            full_offsets=[slot.full_offset for slot in self.layout.slots],
+            full_numel=self.layout.full_numel,
+        )
+        self._near_shard = Buffer(layout.shard_numel, self._full.dtype, self._full.device)
+        source = self._near_shard.tensor(0, (layout.shard_numel,), (1,))
+        self._near = BufferGather(layout, source, self._full, transport)
+        self._near_shard.free()
 
 
-def _local_rows(value: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
+def local_rows(value: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
     """This rank's rows of ``value``, which may be the full tensor or those rows already."""
     shape = slot.local_shape(rank)
     if tuple(value.shape) == shape:
         return value
     start, stop = slot.local_rows(rank)
-    return value[start:stop]
+    return value.narrow(slot.parameter.cut, start, stop - start)

@@ -82,6 +82,11 @@ class _Boundary(Function):
         return tangents
 
 
+# Function.apply looks for functorch wrappers in every argument, which costs more than the rest; guard_inputs has made
+# sure that there are none.
+_pass_boundary: Callable[..., Any] = super(Function, _Boundary).apply
+
+
 def guard_inputs(unit: _Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Call | None]:
     """Pass every input that requires a gradient through the unit's boundary.
 
@@ -93,12 +98,12 @@ def guard_inputs(unit: _Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # most blocks: no containers to search
         if not args[0].requires_grad:
             return args, kwargs, None
-        guarded_args = _Boundary.apply(unit, args[0])  # type: ignore[no-untyped-call]
+        guarded_args = _pass_boundary(unit, args[0])
         return guarded_args, kwargs, Call(guarded_args[0].grad_fn)
     tensors = {id(t): t for t in iterate_tensors((args, kwargs)) if t.requires_grad}
     if not tensors:
         return args, kwargs, None
-    aliases = _Boundary.apply(unit, *tensors.values())  # type: ignore[no-untyped-call]
+    aliases = _pass_boundary(unit, *tensors.values())
     guarded: dict[int, torch.Tensor] = dict(zip(tensors, aliases, strict=True))
     # One alias per tensor however often it was passed: modules compare inputs by identity.
     args, kwargs = map_tensors(lambda t: guarded.get(id(t), t), (args, kwargs))

@@ -1,36 +1,146 @@
-"""The ranks that parameters are sharded over, seen from this rank."""
+"""The ranks that parameters are sharded and replicated over, seen from this rank."""
 
 from __future__ import annotations
+
+import copy
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement, Replicate
 
+from fullshard.policy import DataParallelMeshDims
 from fullshard.transport import Transport, make_transport
 
-__all__ = ["ShardMesh"]
+__all__ = ["Neighbours", "ShardMesh", "WholeMesh", "axis_of", "shard_mesh"]
+
+
+class WholeMesh(NamedTuple):
+    """A mesh of all axes, data-parallel and others, on which parameters are DTensors already."""
+
+    device_mesh: DeviceMesh
+    dims: DataParallelMeshDims
+
+
+class Neighbours(NamedTuple):
+    """A smaller group, a part of the shard axis, from which backward gathers (``reshard_after_forward=<int>``)."""
+
+    rank: int
+    transport: Transport
 
 
 class ShardMesh:
-    """A 1-D device mesh, its process group and the transport on it. Shared by the units of one mesh."""
+    """The data-parallel axes: one to shard over, one of replicas, either of which may be missing (size 1).
+
+    Pure sharding, HSDP, pure replication and a single rank differ in the two sizes only. Shared by the units
+    of one mesh, so that they share transports.
+
+    Args:
+        device_mesh: The data-parallel mesh: DTensors of plain parameters lie on it. Axes in the order replicate,
+            shard, as far as they exist.
+        shard: The 1-D part to shard over; None: nothing is sharded.
+        replicate: The 1-D part that holds replicas; None: there are none.
+        whole: Where parameters are DTensors on a mesh that includes the data-parallel axes.
+    """
 
     device_mesh: DeviceMesh
-    device: torch.device  # where this rank keeps its shards and computes
-    rank: int
-    world_size: int
-    transport: Transport | None  # None on a single rank, where nothing ever travels
+    shard: DeviceMesh | None
+    replicate: DeviceMesh | None
+    whole: WholeMesh | None
+    device: torch.device  # where this rank computes
+    rank: int  # on the shard axis
+    world_size: int  # of the shard axis
+    replicas: int  # size of the replicate axis
+    transport: Transport | None  # on the shard axis; None if its size is 1
+    replica_transport: Transport | None  # on the replicate axis; None if its size is 1
+    _neighbours: dict[int, Neighbours]
 
-    def __init__(self, device_mesh: DeviceMesh) -> None:
-        group: dist.ProcessGroup = device_mesh.get_group()
-        self.device_mesh = device_mesh
+    def __init__(
+        self,
+        device_mesh: DeviceMesh,
+        shard: DeviceMesh | None,
+        replicate: DeviceMesh | None = None,
+        whole: WholeMesh | None = None,
+    ) -> None:
+        self.device_mesh, self.shard, self.replicate, self.whole = device_mesh, shard, replicate, whole
         self.device = _compute_device(device_mesh.device_type)
-        self.rank, self.world_size = group.rank(), group.size()
-        self.transport = make_transport(group, self.device) if self.world_size > 1 else None
+        self.rank, self.world_size = (0, 1) if shard is None else (shard.get_local_rank(), shard.size())
+        self.replicas = 1 if replicate is None else replicate.size()
+        self.transport = self.replica_transport = None
+        if shard is not None and self.world_size > 1:
+            self.transport = make_transport(shard.get_group(), self.device)
+        if replicate is not None and self.replicas > 1:
+            self.replica_transport = make_transport(replicate.get_group(), self.device, reduces=False)
+        self._neighbours = {}
 
-    @property
-    def direct_bytes(self) -> int:
-        """Smallest piece worth a message of its own."""
-        return self.transport.direct_bytes if self.transport is not None else 0
+    def placements(self, placement: Placement) -> tuple[Placement, ...]:
+        """Placements on :attr:`device_mesh` of a parameter whose shard axis has ``placement``."""
+        replicated = (Replicate(),) if self.replicate is not None else ()
+        return replicated if self.shard is None else (*replicated, placement)
+
+    def with_transport(self, transport: Transport) -> ShardMesh:
+        """The same ranks with other means of communication on the shard axis."""
+        changed = copy.copy(self)
+        changed.transport = transport
+        return changed
+
+    def neighbours(self, size: int) -> Neighbours:
+        """The ``size`` consecutive ranks of the shard axis that this rank belongs to. All ranks must call it."""
+        if size not in self._neighbours:
+            assert self.shard is not None
+            ranks = dist.get_process_group_ranks(self.shard.get_group())
+            first = self.rank // size * size
+            group = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+            transport = make_transport(group, self.device, reduces=False)
+            self._neighbours[size] = Neighbours(self.rank - first, transport)
+        return self._neighbours[size]
+
+
+def shard_mesh(
+    mesh: DeviceMesh,
+    shard: DeviceMesh | None = None,
+    replicate: DeviceMesh | None = None,
+    dims: DataParallelMeshDims | None = None,
+) -> ShardMesh:
+    """The ranks of some axes of ``mesh``; the same object for the same axes of the same mesh.
+
+    Args:
+        mesh: What the user passed.
+        shard: The axis to shard over, a part of it.
+        replicate: The axis of replicas, a part of it.
+        dims: Instead of the last two, where parameters are DTensors on all of ``mesh``.
+    """
+    # On the root: slicing it, as in fully_shard(block, mesh=mesh["dp"]), makes a new object every time.
+    known: dict[object, ShardMesh] = mesh._get_root_mesh().__dict__.setdefault("_fullshard_meshes", {})
+    whole = None if dims is None else WholeMesh(mesh, dims)
+    if dims is not None:
+        shard, replicate = _flat(mesh, dims.shard_names), _flat(mesh, dims.replicate_names)
+    key = (_ranks(shard), _ranks(replicate), dims)
+    if key not in known:
+        parts = [part for part in (replicate, shard) if part is not None]
+        ordered = len(parts) == mesh.ndim and dims is None and (replicate is None or _ranks(mesh) == _ranks(replicate))
+        device_mesh = mesh if ordered else parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
+        known[key] = ShardMesh(device_mesh, shard, replicate, whole)
+    return known[key]
+
+
+def _ranks(mesh: DeviceMesh | None) -> tuple[int, ...] | None:
+    """This rank's companions on the first axis of ``mesh``."""
+    return None if mesh is None else tuple(dist.get_process_group_ranks(mesh.get_group(0)))
+
+
+def axis_of(mesh: DeviceMesh, axis: int) -> DeviceMesh:
+    """One axis of ``mesh`` as a mesh of its own; the axes need not have names."""
+    if mesh.mesh_dim_names is not None:
+        return mesh[mesh.mesh_dim_names[axis]]
+    return DeviceMesh.from_group(mesh.get_group(axis), mesh.device_type)
+
+
+def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
+    if not names:
+        return None
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
 def _compute_device(device_type: str) -> torch.device:

@@ -9,12 +9,13 @@ beside that unit leaves its own attribute alone and notes it as pending, for the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
-from fullshard.engine.parameter import Owner, ShardedParameter, managed_by, parameter_shape
+from fullshard.engine.parameter import Owner, ShardedParameter, managed_by
+from fullshard.engine.placement import ParameterPlacement
 from fullshard.errors import TiedParameterError
 
 if TYPE_CHECKING:
@@ -36,18 +37,19 @@ def set_unit(module: nn.Module, unit: Unit) -> None:
 
 
 def nested_units(module: nn.Module) -> list[Unit]:
-    """The units of ``module`` and everything below it, in the order of ``modules()``."""
-    return [unit for unit in map(unit_of, module.modules()) if unit is not None]
+    """The units of ``module`` and everything below it, in the order of ``modules()``, each once."""
+    return list({id(unit): unit for unit in map(unit_of, module.modules()) if unit is not None}.values())
 
 
-def managed_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """``module`` and what is below it but not inside another unit, with names relative to it. Each once."""
+def managed_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """``modules`` and what is below them but not inside another unit, with names relative to them. Each once."""
     # With a stack: a nested function that calls itself would be a reference cycle that keeps the module alive.
     found: dict[int, tuple[str, nn.Module]] = {}
-    stack = [("", module)]
+    roots = {id(module) for module in modules}
+    stack = [("", module) for module in reversed(modules)]
     while stack:
         name, current = stack.pop()
-        if id(current) in found or (current is not module and unit_of(current) is not None):
+        if id(current) in found or (id(current) not in roots and unit_of(current) is not None):
             continue
         found[id(current)] = (name, current)
         children = [(f"{name}.{key}" if name else key, child) for key, child in current.named_children()]
@@ -62,57 +64,69 @@ class _Holder(NamedTuple):
     parameter: nn.Parameter
 
 
-def claim_parameters(module: nn.Module, ignored: Iterable[nn.Parameter]) -> list[ShardedParameter]:
-    """The parameters that a unit on ``module`` owns, in model order. See [Note: Tied parameters].
+def claim_parameters(
+    modules: Sequence[nn.Module],
+    ignored: Iterable[nn.Parameter],
+    place: Callable[[str, nn.Parameter], ParameterPlacement],
+) -> list[ShardedParameter]:
+    """The parameters that a unit on ``modules`` owns, in model order. See [Note: Tied parameters].
 
-    Those that nested units own and that turn out to be tied are taken away from these.
+    Those that nested units own and that turn out to be tied are taken away from these. ``place`` is called with the
+    name and the parameter for each that no unit owns yet.
     """
     ignored_ids = {id(p) for p in ignored}
-    inside = nested_units(module)
+    inside = _Inside(modules)
+    nested = {id(unit): unit for module in modules for unit in nested_units(module)}
     claimed: dict[int, ShardedParameter] = {}
-    for holder in _holders(module):
+    for holder in _holders(modules):
         if id(holder.parameter) in ignored_ids:
             continue
         owner = Owner.of(holder.module, holder.name)
         existing = managed_by(holder.parameter)
         if existing is None:
-            shape = parameter_shape(holder.fqn, holder.parameter)
-            new = ShardedParameter(holder.parameter, [owner], [holder.fqn], shape)
+            new = ShardedParameter.of(holder.parameter, owner, holder.fqn, place(holder.fqn, holder.parameter))
             claimed[id(new)] = new
-        elif id(existing) in claimed or _belongs_below(existing, module):
+        elif id(existing) in claimed or all(owner in inside for owner in existing.owners):
             existing.add_owner(owner, holder.fqn)
             claimed[id(existing)] = existing
-        elif not _is_above(existing, module):
+        elif not _is_above(existing, modules[0]):
             existing.pending_owners.append(owner)
-    for unit in inside:
+    for unit in nested.values():
         for parameter in unit.parameters:
-            if any(_is_inside(owner, module) for owner in parameter.pending_owners):
+            if any(owner in inside for owner in parameter.pending_owners):
                 claimed[id(parameter)] = parameter
-    _take_over(claimed, module)
+    _take_over(claimed, inside)
     return list(claimed.values())
 
 
-def _belongs_below(parameter: ShardedParameter, module: nn.Module) -> bool:
-    """Whether a unit on ``module`` is the lowest for a managed parameter: it contains all holders known so far."""
-    return all(_is_inside(owner, module) for owner in parameter.owners)
+class _Inside:
+    """What some modules contain."""
+
+    _modules: set[int]
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = {id(submodule) for module in modules for submodule in module.modules()}
+
+    def __contains__(self, owner: Owner) -> bool:
+        return id(owner.module()) in self._modules
 
 
 def _is_above(parameter: ShardedParameter, module: nn.Module) -> bool:
     """Whether the unit that owns the parameter contains ``module``: then it gathers for it."""
     unit = parameter.unit()
-    above = None if unit is None else unit.module()
-    return above is not None and any(module is submodule for submodule in above.modules())
+    above = [] if unit is None else [ref() for ref in unit.modules]
+    return any(module is submodule for m in above if m is not None for submodule in m.modules())
 
 
-def _take_over(claimed: dict[int, ShardedParameter], module: nn.Module) -> None:
-    """Make the units that own claimed parameters give them up, and settle the pending owners in ``module``."""
+def _take_over(claimed: dict[int, ShardedParameter], inside: _Inside) -> None:
+    """Make the units that own claimed parameters give them up, and settle the pending owners that are inside."""
     owners = {id(unit): unit for unit in (p.unit() for p in claimed.values() if hasattr(p, "unit")) if unit is not None}
     for unit in owners.values():
         unit.give_up([p for p in unit.parameters if id(p) in claimed])
     for parameter in claimed.values():
         still_pending = []
         for owner in parameter.pending_owners:
-            if _is_inside(owner, module):
+            if owner in inside:
                 parameter.add_owner(owner, "")
             else:
                 still_pending.append(owner)
@@ -123,8 +137,7 @@ def check_owned(units: list[Unit]) -> None:
     """Raise if a tied parameter still waits for a unit above all its holders."""
     waiting = {id(p): p for unit in units for p in unit.parameters if p.pending_owners}
     for unit in units:
-        module = unit.module()
-        for holder in [] if module is None else _holders(module):
+        for holder in _holders([module for module in (ref() for ref in unit.modules) if module is not None]):
             parameter = managed_by(holder.parameter)
             if parameter is not None and parameter.pending_owners:  # of a unit elsewhere
                 waiting[id(parameter)] = parameter
@@ -136,29 +149,26 @@ def check_owned(units: list[Unit]) -> None:
         )
 
 
-def rename(root: nn.Module, units: list[Unit]) -> None:
-    """Give units and parameters the names they have below ``root``."""
+def rename(roots: Sequence[nn.Module], units: list[Unit]) -> None:
+    """Give units and parameters the names they have below ``roots`` (usually one)."""
     names: dict[int, list[str]] = {}
-    for name, module in root.named_modules(remove_duplicate=False):
-        names.setdefault(id(module), []).append(name)
+    for root in roots:
+        for name, module in root.named_modules(remove_duplicate=False):
+            names.setdefault(id(module), []).append(name)
     for unit in units:
-        unit.name = names[id(unit.module())][0]
+        unit.name = next(names[id(ref())][0] for ref in unit.modules if id(ref()) in names)
         for parameter in unit.parameters:
-            parameter.fqns = [
+            found = [
                 f"{prefix}.{owner.name}" if prefix else owner.name
                 for owner in parameter.owners
                 for prefix in names.get(id(owner.module()), [])
             ]
+            parameter.fqns = found or parameter.fqns  # its modules may be gone, or elsewhere
             parameter.fqn = parameter.fqns[0]
 
 
-def _holders(module: nn.Module) -> Iterator[_Holder]:
-    for prefix, submodule in managed_modules(module):
+def _holders(modules: Sequence[nn.Module]) -> Iterator[_Holder]:
+    for prefix, submodule in managed_modules(modules):
         for name, parameter in submodule._parameters.items():
             if parameter is not None:
                 yield _Holder(f"{prefix}.{name}" if prefix else name, submodule, name, parameter)
-
-
-def _is_inside(owner: Owner, module: nn.Module) -> bool:
-    holder = owner.module()
-    return any(holder is submodule for submodule in module.modules())

@@ -5,29 +5,31 @@ For each managed parameter there are three tensors:
 - ``sharded``: an ``nn.Parameter`` that is a ``DTensor`` with ``Shard(0)`` (0-D: ``Replicate()``). It is what the
   module holds at rest, what optimizers and state dicts see. Its local tensor is
 - ``local``: this rank's rows, a view of the bucket's shard buffer;
-- ``full``: a plain ``nn.Parameter`` on the bucket's full buffer. It is what the module holds while it computes
-  and the leaf whose ``.grad`` autograd fills. It is created once, so compiled code and saved tensors keep it.
+- ``full``: an ``nn.Parameter`` on the bucket's full buffer: plain, or the DTensor that tensor parallelism made. It
+  is what the module holds while it computes and the leaf whose ``.grad`` autograd fills. It is created once, so
+  compiled code and saved tensors keep it. Its ``grad_dtype`` is the dtype gradients are reduced in: autograd casts
+  each gradient once, on its way into ``.grad``, and so also adds up microbatches in that dtype.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from fullshard.engine.mesh import ShardMesh
-from fullshard.layout import ParameterShape, Route, Slot
+from fullshard.engine.placement import ParameterPlacement, dtensor
+from fullshard.layout import ParameterShape
 from fullshard.layout.per_parameter import contiguous_stride, is_dense
 
 if TYPE_CHECKING:
     from fullshard.engine.unit import Unit
 
-__all__ = ["Owner", "ShardedParameter", "dtensor", "managed_by", "parameter_shape"]
+__all__ = ["Owner", "ShardedParameter", "managed_by", "value_of"]
 
 _MANAGED_BY = "_fullshard_parameter"  # attribute of parameter objects: weak reference to the ShardedParameter
 
@@ -71,53 +73,87 @@ class ShardedParameter:
     sharded: nn.Parameter
     local: torch.Tensor
     full: nn.Parameter
-    spec: DTensorSpec
-    shape: ParameterShape
+    spec: DTensorSpec  # of the sharded parameter
+    placement: ParameterPlacement
+    shape: ParameterShape  # of what the ranks of the shard axis hold together
     unit: weakref.ref[Unit]  # that owns it
     attributes: dict[str, Any]  # that users have set on the parameter object
 
-    def __init__(self, sharded: nn.Parameter, owners: list[Owner], fqns: list[str], shape: ParameterShape) -> None:
-        self.sharded, self.owners, self.fqns, self.shape = sharded, owners, fqns, shape
+    def __init__(
+        self,
+        sharded: nn.Parameter,
+        owners: list[Owner],
+        fqns: list[str],
+        placement: ParameterPlacement,
+        shape: ParameterShape,
+    ) -> None:
+        self.sharded, self.owners, self.fqns, self.placement, self.shape = sharded, owners, fqns, placement, shape
         self.fqn = fqns[0]
         self.pending_owners = []
         self.remember_attributes()
         self._mark()
 
-    def place(self, mesh: ShardMesh, slot: Slot, local: torch.Tensor) -> None:
-        """Put this rank's piece at ``local``, a view of the shard buffer, and make ``sharded`` the DTensor on it.
+    @classmethod
+    def of(cls, parameter: nn.Parameter, owner: Owner, fqn: str, placement: ParameterPlacement) -> ShardedParameter:
+        """For a parameter that no unit manages yet."""
+        value, cut = value_of(parameter), placement.cut
+        stride: tuple[Any, ...] = tuple(value.stride())
+        if not is_dense(tuple(value.shape), stride):
+            stride = contiguous_stride(value.shape)
+        shape = ParameterShape(fqn, tuple(value.shape), stride, replicated=cut is None, cut=cut or 0)
+        return cls(parameter, [owner], [fqn], placement, shape)
 
-        The parameter object that the module holds stays the same if it is a DTensor already.
+    def place(self, local: torch.Tensor) -> None:
+        """Put this rank's piece at ``local`` and make ``sharded`` the DTensor on it.
+
+        The parameter object that the module holds stays the same if it is one already.
         """
-        placement = Replicate() if slot.route is Route.REPLICATED else Shard(0)
         old = self.sharded
-        meta = TensorMeta(torch.Size(self.shape.shape), self.shape.stride, local.dtype)
-        self.spec = DTensorSpec(mesh.device_mesh, (placement,), tensor_meta=meta)
+        self.spec = self.placement.sharded_spec(local.dtype)
         self.local = local
-        if isinstance(old, DTensor) and old.dtype == local.dtype and old.device == local.device:
+        if (
+            isinstance(old, DTensor)
+            and old.placements == self.spec.placements
+            and old.dtype == local.dtype
+            and old.device == local.device
+        ):
             old._local_tensor = local
             old._spec = self.spec
         else:
             self.sharded = nn.Parameter(dtensor(local, self.spec), requires_grad=old.requires_grad)
-            if isinstance(old, DTensor) and old.grad is not None:
+            self.sharded._local_tensor = local  # type: ignore[attr-defined] # nn.Parameter detaches it
+            if isinstance(old, DTensor) and old.grad is not None and old.placements == self.spec.placements:
                 self.sharded.grad = old.grad
         self.sharded.__dict__.update(self.attributes)
         self._mark()
 
+    def set_full(self, tensor: torch.Tensor, gradient_dtype: torch.dtype) -> None:
+        """Make the full parameter, whose memory (this rank's part, if it is a DTensor) is ``tensor``."""
+        full = self.full = nn.Parameter(self.placement.full(tensor), requires_grad=self.sharded.requires_grad)
+        if full.dtype is not gradient_dtype and full.dtype.is_floating_point:
+            full.grad_dtype = gradient_dtype
+        full.__dict__.update(self.attributes)
+
+    def take_gradient(self) -> torch.Tensor | None:
+        """The full gradient (this rank's part of it), which the parameter then no longer has."""
+        gradient = self.full.grad
+        if gradient is None:
+            return None
+        self.full.grad = None
+        return gradient if self.placement.own is None else self.placement.local_gradient(gradient)
+
     def remember_attributes(self) -> None:
         """Note what users have set on the parameter object: ``to()`` swaps it away, :meth:`place` puts it back."""
-        self.attributes = {key: value for key, value in vars(self.sharded).items() if not key.startswith("_")}
+        known: Collection[str] = ()
+        if not isinstance(self.sharded, DTensor) and type(self.sharded) is not nn.Parameter:
+            known = vars(self.sharded.detach())  # what a tensor subclass keeps its own contents in
+        self.attributes = {
+            key: value for key, value in vars(self.sharded).items() if not key.startswith("_") and key not in known
+        }
 
     def _mark(self) -> None:
         """Let a later ``fully_shard`` call find out that the parameter is managed."""
         setattr(self.sharded, _MANAGED_BY, weakref.ref(self))
-
-    def register(self, parameter: nn.Parameter) -> None:
-        """Make all owners hold ``parameter``."""
-        for owner in self.owners:
-            if owner.plain:
-                owner.parameters[owner.name] = parameter
-            else:
-                owner.set(parameter)
 
     def add_owner(self, owner: Owner, fqn: str) -> None:
         """One more module attribute turned out to hold this parameter (the name is set at the first forward)."""
@@ -146,24 +182,33 @@ class ShardedParameter:
         found = next((held for held in map(Owner.held, self.owners) if held is not self.sharded), self.sharded)
         if found is None:
             raise ValueError(f"{self.describe()} was removed from its module; fully_shard manages it, put it back")
-        if tuple(found.shape) != tuple(self.shape.shape):
+        if found.shape != self.placement.shape:
             raise ValueError(
                 f"{self.describe()} was replaced by a parameter of shape {tuple(found.shape)}; assign a DTensor "
                 "sharded like the old one, or a full tensor of the old shape"
             )
-        if isinstance(found, DTensor) and found.placements != self.spec.placements:
+        own = None if self.placement.own is None else self.placement.own.placements
+        known = {self.spec.placements, own}
+        placements = found.placements if isinstance(found, DTensor) else None
+        if placements not in known:
             raise ValueError(
-                f"{self.describe()} was replaced by a DTensor with placements {found.placements}, expected "
-                f"{self.spec.placements}; redistribute it first"
+                f"{self.describe()} was replaced by a "
+                + ("plain tensor" if placements is None else f"DTensor with placements {placements}")
+                + f", expected a DTensor with {self.spec.placements}; redistribute it first"
             )
         if found is not self.sharded:
             self.sharded = found
             self.remember_attributes()
         return found
 
+    @property
+    def has_full(self) -> bool:
+        """Whether the full parameter has been made."""
+        return "full" in self.__dict__
+
     def drop_full_gradient(self) -> None:
         """Forget the gradient that was not reduced yet."""
-        if "full" in self.__dict__:
+        if self.has_full:
             self.full.grad = None
 
     def memoize(self, memo: dict[int, Any]) -> None:
@@ -178,23 +223,18 @@ class ShardedParameter:
         """This parameter in a deep copy whose modules and parameters are in ``memo``."""
         modules = [(memo[id(owner.module())], owner.name) for owner in self.owners]
         owners = [Owner.of(module, name) for module, name in modules]
-        return ShardedParameter(memo[id(self.sharded)], owners, list(self.fqns), self.shape)
+        return ShardedParameter(memo[id(self.sharded)], owners, list(self.fqns), self.placement, self.shape)
 
     def describe(self) -> str:
         """FQN, global shape and dtype, for errors."""
-        return f"{self.fqn} (shape {tuple(self.shape.shape)}, {self.sharded.dtype})"
+        return f"{self.fqn} (shape {tuple(self.placement.shape)}, {self.sharded.dtype})"
 
 
-def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor on ``local`` without copies. Bypasses ``DTensor.__init__``, which costs ten times as much."""
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
-
-
-def parameter_shape(fqn: str, tensor: torch.Tensor) -> ParameterShape:
-    """Shape and strides of ``tensor`` as a layout wants them: its own if dense, else contiguous ones."""
-    shape = tuple(tensor.shape)
-    stride: tuple[Any, ...] = tuple(tensor.stride())
-    return ParameterShape(fqn, shape, stride if is_dense(shape, stride) else contiguous_stride(shape))
+def value_of(parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank holds: the local tensor of a DTensor, else the tensor itself; without autograd's history."""
+    if isinstance(parameter, DTensor):
+        return parameter._local_tensor
+    return parameter.detach()
 
 
 def managed_by(parameter: torch.Tensor) -> ShardedParameter | None:

@@ -6,34 +6,38 @@ The order in which units start their forwards is recorded in every forward of th
 issued; in backward, that of its predecessor in the order in which this step's forwards ended. One unit is
 gathered ahead, no more: two units' full parameters are alive at a time. All of it depends only on the order
 in which units run, which is the same on all ranks.
+
+Tiny units, such as a lone norm, are gathered in the same launch as the unit after them and do not count as one
+ahead; their reductions wait for the next unit's and go with it. So a tiny unit costs no message of its own.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fullshard.engine import hooks
+from fullshard.engine.gather import issue_gathers
 from fullshard.engine.ownership import check_owned, nested_units, rename
 from fullshard.engine.parameter import managed_by
+from fullshard.engine.reductions import Reductions
+from fullshard.engine.settings import Lanes
 from fullshard.errors import PhaseError, UnmaterializedParameterError
-from fullshard.memory import Lane, make_lane
+from fullshard.memory import Event
 
 if TYPE_CHECKING:
-    from fullshard.engine.bucket import Bucket
     from fullshard.engine.reduction import PendingReduction
     from fullshard.engine.unit import Unit
 
 __all__ = ["Schedule", "watch_optimizers"]
 
-# Full gradients of how many buckets may be waiting for their reduction while others are computed.
-MAX_REDUCTIONS_IN_FLIGHT = 1
+# A model of nothing but tiny units should not be gathered all at once.
+MAX_TINY_UNITS_TOGETHER = 8
 
 # How many forwards may wait for their backward and still be prefetched in the right order (pipelines have many).
 MAX_FORWARDS_REMEMBERED = 64
@@ -73,8 +77,7 @@ class Schedule:
     """See the module docstring. Holds its units weakly; they hold it."""
 
     root: weakref.ref[Unit]
-    gather_lane: Lane
-    reduce_lane: Lane
+    lanes: Lanes
     is_last_backward: bool
     _units: list[weakref.ref[Unit]]  # in the order of modules()
     _depth: int  # forwards that are open now, of any unit
@@ -83,39 +86,44 @@ class Schedule:
     _recorded: list[weakref.ref[Unit]]  # of the one that runs now
     _cursor: int  # how far that one has come in _order
     _ended: list[weakref.ref[Unit]]  # forwards that wait for their backward, in the order in which they ended
-    _ahead: list[weakref.ref[Unit]]  # gathered but not used yet
+    _ahead: dict[int, weakref.ref[Unit]]  # by id: gathered but not used yet
+    _waiting: list[weakref.ref[Unit]]  # of several modules, not all of which have run in this forward
     _backward_runs: bool
-    _reductions: deque[PendingReduction]
+    _reductions: Reductions
+    _after: Event | None  # what gathers wait for instead of all computation, while the root's forward begins
 
     def __init__(self, units: list[Unit]) -> None:
         root = units[0]
         self.root = root.ref
-        self.gather_lane = make_lane(root.mesh.device, priority=-1)
-        self.reduce_lane = make_lane(root.mesh.device, priority=-1)
+        shared = next((unit.settings.lanes for unit in units if unit.settings.lanes is not None), None)
+        self.lanes = shared if shared is not None else Lanes.on(root.mesh.device)
         self.is_last_backward = True
         self._units = [unit.ref for unit in units]
         self._order, self._recorded, self._ended = list(self._units), [], []
         self._depth = self._cursor = 0
         self._root_is_running = self._backward_runs = False
-        self._ahead, self._reductions = [], deque()
+        self._ahead, self._waiting, self._reductions, self._after = {}, [], Reductions(), None
 
     @classmethod
-    def attach(cls, module: nn.Module) -> Schedule:
-        """Make ``module``, which is a unit, the root of all units below it.
+    def attach(cls, root: Unit) -> Schedule:
+        """Make ``root`` the root of all units below its modules.
 
         Raises:
             UnmaterializedParameterError: If parameters are still on the meta device.
             TiedParameterError: If units share a parameter without a common unit above them.
             PhaseError: If a unit below is in the middle of a step of its own.
         """
-        units = nested_units(module)
+        modules = [module for module in (ref() for ref in root.modules) if module is not None]
+        assert modules, "a unit outlived its modules"
+        found = [unit for module in modules for unit in nested_units(module)]
+        units = list({id(unit): unit for unit in [root, *found]}.values())
         for unit in units:
             if unit.schedule is not None:
-                unit.schedule.dissolve(f"{type(module).__name__} becomes the root")
-        rename(module, units)
+                unit.schedule.dissolve(f"{type(modules[0]).__name__} becomes the root")
+        rename(modules, units)
         for unit in units:
-            if not unit.gathered and not all(parameter.is_current() for parameter in unit.parameters):
-                unit.adopt()
+            if not unit.gathered:
+                unit.settle_parameters()
         check_owned(units)
         meta = [p.describe() for unit in units for b in unit.buckets if not b.materialized for p in b.parameters]
         if meta:
@@ -167,6 +175,8 @@ class Schedule:
             self._root_is_running = self.root() is unit
             self._cursor = 0
             self._recorded = []
+            if self._root_is_running:
+                self._after, unit.settings.post_optim_event = unit.settings.post_optim_event, None
         self._depth += 1
 
     def started_forward(self, unit: Unit) -> None:
@@ -176,9 +186,10 @@ class Schedule:
             return  # recomputation; the backward prefetches
         chosen = unit.settings.forward_prefetch
         if chosen:
-            self._gather_ahead(chosen)
+            self._gather_chosen(chosen)
         elif self._root_is_running:
-            self._gather_ahead(self._successor(unit))
+            self._gather_next(self._successors(unit))
+        self._after = None
         self._recorded.append(unit.ref)
 
     def finished_forward(self, unit: Unit) -> None:
@@ -196,33 +207,75 @@ class Schedule:
         if failed:
             self._let_go()
             return
+        for waiting in (ref() for ref in self._waiting):
+            if waiting is not None and waiting.progress.ran:
+                waiting.complete_forward()
+        self._waiting.clear()
         if self._root_is_running:
             self._order = self._recorded
-        for guessed_wrong in (ref() for ref in self._ahead):
-            if guessed_wrong is not None:
-                guessed_wrong.reshard()
+        for guessed_wrong in self._units_ahead():
+            guessed_wrong.reshard()
         self._ahead.clear()
 
-    def _successor(self, unit: Unit) -> list[weakref.ref[Unit]]:
-        """The unit after ``unit`` in the recorded order, found from where the present forward stands."""
-        order, ref = self._order, unit.ref
+    def waits_for_others(self, unit: Unit) -> bool:
+        """Whether the other modules of ``unit`` may still run in the forward that is open."""
+        if self._depth <= 1 or hooks.current_backward() != hooks.NO_BACKWARD:
+            return False
+        self._waiting.append(unit.ref)
+        return True
+
+    def _successors(self, unit: Unit) -> Iterable[weakref.ref[Unit]]:
+        """The units after ``unit`` in the recorded order, found from where the present forward stands."""
         try:
-            self._cursor = order.index(ref, self._cursor) + 1
+            self._cursor = self._order.index(unit.ref, self._cursor) + 1
         except ValueError:
-            return []  # not in the recorded order from here on
-        return order[self._cursor : self._cursor + 1]
+            return ()  # not in the recorded order from here on
+        return islice(self._order, self._cursor, None)
+
+    def is_ahead(self, unit: Unit) -> bool:
+        """Whether ``unit`` was gathered just now, for what runs next."""
+        return id(unit) in self._ahead
 
     def _used(self, unit: Unit) -> None:
-        self._ahead = [ref for ref in self._ahead if ref is not unit.ref]
+        self._ahead.pop(id(unit), None)
 
-    def _gather_ahead(self, refs: list[weakref.ref[Unit]]) -> None:
+    def _gather_next(self, refs: Iterable[weakref.ref[Unit]]) -> None:
+        """Gather ahead the first of ``refs`` that is not tiny, and the tiny ones before it, together."""
+        found: list[Unit] = []
+        for unit in (ref() for ref in refs):
+            if unit is None or id(unit) in self._ahead:
+                break  # those from here to the next that is not tiny are ahead already
+            if not unit.gathered:
+                if not unit.tiny and any(not ahead.tiny for ahead in self._units_ahead()):
+                    break
+                found.append(unit)
+            if not unit.tiny or len(found) == MAX_TINY_UNITS_TOGETHER:
+                break
+        if found:
+            self._ahead.update((id(unit), unit.ref) for unit in found)
+            self.gather(found)
+
+    def _units_ahead(self) -> list[Unit]:
+        return [unit for unit in (ref() for ref in self._ahead.values()) if unit is not None]
+
+    def _gather_chosen(self, refs: list[weakref.ref[Unit]]) -> None:
+        """Gather ahead what the user has listed, as many as are listed."""
         for unit in (ref() for ref in refs):
             if unit is None or unit.gathered:
                 continue
             if len(self._ahead) >= len(refs):
                 return
-            self._ahead.append(unit.ref)
+            self._ahead[id(unit)] = unit.ref
             unit.gather()
+
+    def gather(self, units: list[Unit]) -> None:
+        """Start gathering ``units`` in one launch, as far as they are not gathered."""
+        begun = [(unit.name, bucket, gathers) for unit in units for bucket, gathers in unit.begin_gather()]
+        if not begun:
+            return
+        ticket = issue_gathers([(n, g) for n, _, gathers in begun for g in gathers], self.lanes.gather, self._after)
+        for _, bucket, gathers in begun:
+            bucket.issued(ticket, gathers)
 
     # ---------------------------------------------------------------- backward
 
@@ -230,6 +283,7 @@ class Schedule:
         """The first unit of a backward pass is reached (or a later one: no-op)."""
         if not self._backward_runs:
             self._backward_runs = True
+            self._reductions.max_in_flight = max(unit.settings.reduction.max_in_flight for unit in self.units())
             hooks.at_end_of_backward(self.end_backward)
 
     def started_backward(self, unit: Unit) -> None:
@@ -238,7 +292,10 @@ class Schedule:
         position = self._last_ended(unit)
         if position >= 0:
             del self._ended[position:]
-        self._gather_ahead(unit.settings.backward_prefetch or self._ended[-1:])
+        if unit.settings.backward_prefetch:
+            self._gather_chosen(unit.settings.backward_prefetch)
+        else:
+            self._gather_next(ref for ref in reversed(self._ended) if _gathers_in_backward(ref))
 
     def comes_next_in_backward(self, unit: Unit) -> bool:
         """Whether the forward before the one whose backward runs was of ``unit`` too."""
@@ -248,23 +305,21 @@ class Schedule:
         ref = unit.ref
         return next((i for i in range(len(self._ended) - 1, -1, -1) if self._ended[i] is ref), -1)
 
-    def reduce(self, bucket: Bucket, unit: str) -> None:
-        """Start reducing a bucket's gradients once few enough others are in flight."""
-        while len(self._reductions) >= MAX_REDUCTIONS_IN_FLIGHT:
-            self._reductions.popleft().finish()
-        reduction = bucket.reduce(self.reduce_lane, unit)
-        if reduction is not None:
-            self._reductions.append(reduction)
+    def reduce(self, unit: Unit, pending: list[PendingReduction]) -> None:
+        """Start reducing the gradients of ``unit`` once few enough others are in flight."""
+        waiting = self._reductions.add(unit.name, pending)
+        if not (unit.tiny and self._backward_runs and waiting < MAX_TINY_UNITS_TOGETHER):
+            self._reductions.launch(self.lanes)
 
     def end_backward(self) -> None:
         """Autograd is through: finish the units whose end it could not tell, and everything in flight."""
         for unit in self.units():
             unit.end_backward()
         self._backward_runs = False
+        self._reductions.launch(self.lanes)
         if not self.is_last_backward:
             return
-        while self._reductions:
-            self._reductions.popleft().finish()
+        self._reductions.finish(self.lanes)
         if self._depth:  # a gradient taken inside a forward, which goes on
             return
         self._ahead.clear()
@@ -273,6 +328,11 @@ class Schedule:
             if unit.gathered and unit.resting and unit.settings.reshard_after_backward:
                 unit.reshard()
 
+    def finish_reductions(self) -> None:
+        """Have every sharded gradient hold what was reduced for it."""
+        self._reductions.launch(self.lanes)
+        self._reductions.finish(self.lanes)
+
     # ---------------------------------------------------------------- recovery
 
     def recover(self, *, drop_gradients: bool) -> None:
@@ -280,14 +340,20 @@ class Schedule:
         self._let_go()
         for unit in self.units():
             unit.reset(drop_gradients=drop_gradients)
-        while self._reductions:
-            self._reductions.popleft().abandon()
+        self._reductions.abandon()
         self._depth, self._backward_runs = 0, False
         self._recorded = []
 
     def _let_go(self) -> None:
         self._ended.clear()
         self._ahead.clear()
+        self._waiting.clear()
         for unit in self.units():
+            unit.progress.ran.clear()
             if unit.gathered:
                 unit.release_after_failure()
+
+
+def _gathers_in_backward(ref: weakref.ref[Unit]) -> bool:
+    unit = ref()
+    return unit is None or unit.settings.unshard_in_backward

@@ -2,89 +2,75 @@
 
 from __future__ import annotations
 
-import enum
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fullshard.engine import hooks
-from fullshard.engine.bucket import Bucket
+from fullshard.engine.bucket import Bucket, BufferBucket
 from fullshard.engine.containers import map_tensors
+from fullshard.engine.extension import ExtensionBucket, has_extension
+from fullshard.engine.gather import Gather
 from fullshard.engine.mesh import ShardMesh
-from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.parameter import ShardedParameter, value_of
+from fullshard.engine.progress import LEGAL_MOVES, Phase, Progress
+from fullshard.engine.reduction import PendingReduction
+from fullshard.engine.registration import Registration
 from fullshard.engine.schedule import Schedule, watch_optimizers
-from fullshard.errors import PhaseError
+from fullshard.engine.settings import UnitPolicy, UnitSettings
+from fullshard.errors import FullshardError, PhaseError
 
-__all__ = ["Phase", "Unit", "UnitSettings"]
-
-
-class Phase(enum.Enum):
-    """What a unit is in the middle of."""
-
-    RESTING = "resting"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-
-
-_LEGAL_MOVES: dict[Phase, frozenset[Phase]] = {
-    Phase.RESTING: frozenset({Phase.FORWARD, Phase.BACKWARD}),
-    # Back to backward: recomputation of checkpointed activations runs forwards inside the backward.
-    Phase.FORWARD: frozenset({Phase.RESTING, Phase.BACKWARD}),
-    Phase.BACKWARD: frozenset({Phase.RESTING, Phase.FORWARD}),
-}
-
-
-@dataclass
-class UnitSettings:
-    """What a user may change between steps. Must be equal on all ranks."""
-
-    reshard_after_forward: bool | None = None  # None: True, but False for the root
-    reshard_after_backward: bool = True
-    requires_gradient_sync: bool = True
-    forward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)  # empty: the recorded order
-    backward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
+__all__ = ["Unit"]
 
 
 class Unit:
-    """See the module docstring. Owned by its module; everything here that points up is weak.
+    """See the module docstring. Owned by its modules; everything here that points up is weak.
 
     [Note: Adoption]
     Users replace registered parameters: ``load_state_dict(assign=True)`` puts new objects in, ``to_empty`` and
     ``to(dtype)`` swap the contents of the old ones. Before each gather of a resting unit the registered
     parameters are compared (by identity) with the ones the unit knows, and foreign ones are taken over:
     their values are written into the shard buffer, or into a new one if dtype or device changed.
+
+    [Note: Units of several modules]
+    A unit may belong to several modules. It is gathered when the first of them runs and let go of when all have run,
+    or when the outermost forward ends with some of them not run (a head that is called later, chunk by chunk).
+    In backward it is done when all of its calls in that backward are, as one module that is called several times.
     """
 
-    name: str  # FQN of the module below the root; "" for the root itself
-    module: weakref.ref[nn.Module]
+    name: str  # FQN of the (first) module below the root; "" for the root itself
+    modules: list[weakref.ref[nn.Module]]
     mesh: ShardMesh
+    policy: UnitPolicy
     parameters: list[ShardedParameter]
     buckets: list[Bucket]
     settings: UnitSettings
     schedule: Schedule | None  # from the first forward on
     phase: Phase
     ref: weakref.ref[Unit]
-    _forwards: list[Phase]  # of this unit that are open now: the phase that each returns to
-    _full_registered: bool
+    progress: Progress
     outdated: bool  # whether an optimizer has stepped since the full buffers were filled
-    _kept: bool  # whether the full parameters stay from a forward whose backward may still come
-    _unreduced: bool  # whether a backward without sync left gradients
-    _calls: list[hooks.Call]  # forwards whose backward may still come
+    tiny: bool  # whether all of it is not worth a message of its own, see [Note: Order and prefetch]
+    _full_registered: bool
+    _registration: Registration
 
     def __init__(
-        self, module: nn.Module, mesh: ShardMesh, parameters: Sequence[ShardedParameter], settings: UnitSettings
+        self,
+        modules: Sequence[nn.Module],
+        mesh: ShardMesh,
+        parameters: Sequence[ShardedParameter],
+        policy: UnitPolicy,
+        settings: UnitSettings,
     ) -> None:
-        self.name, self.module, self.mesh, self.settings = "", weakref.ref(module), mesh, settings
+        self.name, self.modules, self.mesh = "", [weakref.ref(module) for module in modules], mesh
+        self.policy, self.settings = policy, settings
         self.parameters, self.buckets = list(parameters), []
         self.schedule, self.phase, self.ref = None, Phase.RESTING, weakref.ref(self)
-        self._forwards, self._full_registered = [], False
-        self.outdated, self._calls = False, []
-        self._kept = self._unreduced = False
+        self.progress, self.outdated, self._full_registered = Progress(), False, False
         for parameter in self.parameters:
             parameter.unit = self.ref
         self.build_buckets()
@@ -93,26 +79,62 @@ class Unit:
     # ---------------------------------------------------------------- storage
 
     def build_buckets(self) -> None:
-        """(Re)build the buckets from the parameters that the modules hold now, full or sharded."""
+        """(Re)build the buckets from the parameters that the modules hold now, full or sharded.
+
+        Raises:
+            TypeError: If a tensor subclass has half of the methods of [Note: Extensions].
+            ValueError: If a tensor subclass cannot be cut.
+        """
         with torch.inference_mode(False), torch.no_grad():  # in this order: the first switches grad on
-            groups: dict[tuple[torch.dtype, bool], list[tuple[ShardedParameter, torch.Tensor]]] = {}
+            groups: dict[tuple[int, torch.dtype, bool, bool], list[ShardedParameter]] = {}
             for parameter in self.parameters:
-                value = _value(parameter.sharded)
-                key = (value.dtype, value.device.type == "meta")
-                groups.setdefault(key, []).append((parameter, value))
-            self.buckets = [
-                Bucket([p for p, _ in group], [value for _, value in group], self.mesh) for group in groups.values()
-            ]
-        for parameter in self.parameters:
-            parameter.register(parameter.sharded)
+                value = value_of(parameter.sharded)
+                extended = has_extension(value, parameter.fqn)
+                key = (id(parameter.placement.mesh), value.dtype, value.device.type == "meta", extended)
+                groups.setdefault(key, []).append(parameter)
+            self.buckets = [self._bucket(group, extended) for (_, _, _, extended), group in groups.items()]
+        self._registration = Registration(self.parameters)
+        transport = self.mesh.transport or self.mesh.replica_transport
+        size = sum(bucket.full_size for bucket in self.buckets)
+        self.tiny = transport is not None and size <= transport.tiny_bytes
+        self._registration.use_sharded()
+
+    def _bucket(self, parameters: list[ShardedParameter], extended: bool) -> Bucket:
+        values = [value_of(parameter.sharded) for parameter in parameters]
+        mesh = self.settings.communicating(parameters[0].placement.mesh)
+        storage = self.policy.storage(values[0].dtype)
+        if extended:
+            return ExtensionBucket(parameters, values, mesh, storage, self.policy.precision)
+        return BufferBucket(parameters, values, mesh, storage)
+
+    def reroute(self) -> None:
+        """The user has set other collectives.
+
+        Raises:
+            FullshardError: If gradients wait for their all-reduce: their place depends on how they travelled so far.
+        """
+        if self.has_partial:
+            raise FullshardError(
+                f"unit {self.name or '<root>'!r} holds gradients that are still to be reduced over the replicate axis; "
+                "call synchronize_gradients() before changing how it communicates"
+            )
+        self.reshard()
+        with torch.inference_mode(False), torch.no_grad():
+            for bucket in self.buckets:
+                bucket.reroute(self.settings.communicating(bucket.parameters[0].placement.mesh))
+        self._registration.use_sharded()
 
     def give_up(self, parameters: Sequence[ShardedParameter]) -> None:
         """Another unit takes ``parameters`` over; it reads their values from the shards they have now."""
         if self.schedule is not None:
             self.schedule.dissolve(f"unit {self.name or '<root>'!r} gives up parameters")
-        self.reshard()
         taken = {id(parameter) for parameter in parameters}
         self.parameters = [p for p in self.parameters if id(p) not in taken]
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Build the buckets anew from the present shards, because something that they depend on has changed."""
+        self.reshard()
         self.build_buckets()
 
     def adopt(self) -> None:
@@ -120,55 +142,70 @@ class Unit:
 
         Raises:
             ValueError: If a registered parameter has the wrong shape.
+            FullshardError: If it is on the accelerator although the unit is offloaded.
         """
         rebuild = False
         for parameter in self.parameters:
             if parameter.is_current():
                 continue
-            found = parameter.adopt_registered()
-            value = _value(found)
-            rebuild |= value.dtype != parameter.local.dtype or value.device != parameter.local.device
+            value, local = value_of(parameter.adopt_registered()), parameter.local
+            if self.policy.offloads and value.device.type not in ("cpu", "meta"):
+                raise FullshardError(
+                    f"{parameter.describe()} was moved to {value.device}, but its unit has a CPUOffloadPolicy; keep "
+                    "the module, and what is loaded into it, on the CPU"
+                )
+            rebuild |= value.dtype != local.dtype or value.device != local.device or type(value) is not type(local)
         if rebuild:
             self.build_buckets()
             return
         with torch.inference_mode(False), torch.no_grad():  # in this order: the first switches grad on
             for bucket in self.buckets:
                 bucket.take_over()
-        for parameter in self.parameters:
-            parameter.register(parameter.sharded)
+        self._registration.use_sharded()
+
+    def settle_parameters(self) -> None:
+        """Before the first forward: adopt foreign parameters, and find the methods of [Note: Extensions] that users
+        have put on local tensors since these were placed.
+        """
+        known = {id(p) for bucket in self.buckets if isinstance(bucket, ExtensionBucket) for p in bucket.parameters}
+        if any(has_extension(p.local, p.fqn) and id(p) not in known for p in self.parameters):
+            self.rebuild()
+        if not self._registration.is_current():
+            self.adopt()
 
     @property
     def gathered(self) -> bool:
         """Whether the full parameters are there, or on their way."""
         return any(bucket.gathered for bucket in self.buckets)
 
-    def gather(self) -> None:
-        """Start gathering; no-op if that was done. Adopts foreign parameters first."""
-        current = self._full_registered or all(parameter.is_current() for parameter in self.parameters)
+    def begin_gather(self) -> list[tuple[Bucket, list[Gather]]]:
+        """What has to be issued to gather; nothing if that was done. Adopts foreign parameters first."""
+        current = self._full_registered or self._registration.is_current()
         if self.gathered:
             if current and not self.outdated:
-                return
+                return []
             # A forward without a backward left these behind, and its parameters were written to since.
             self.reshard()
         if not current:
             self.adopt()
         self.outdated = False
-        schedule = self.attached()
-        for bucket in self.buckets:
-            bucket.gather(schedule.gather_lane, self.name)
+        near = hooks.current_backward() != hooks.NO_BACKWARD
+        return [(bucket, gathers) for bucket in self.buckets if (gathers := bucket.begin_gather(near))]
+
+    def gather(self) -> None:
+        """Start gathering; no-op if that was done."""
+        self.attached().gather([self])
 
     def use_full(self) -> None:
         """Gather if need be, wait, and have the modules hold the full parameters."""
-        self.gather()
+        schedule = self.attached()
+        if not (schedule.is_ahead(self) and self.gathered):  # else it was looked at a moment ago
+            schedule.gather([self])
         for bucket in self.buckets:
             bucket.finish_gather()
         if not self._full_registered:
             self._full_registered = True
-            for parameter in self.parameters:
-                full = parameter.full
-                if full.requires_grad is not parameter.sharded.requires_grad:
-                    full.requires_grad_(parameter.sharded.requires_grad)
-                parameter.register(full)
+            self._registration.use_full()
 
     @property
     def resting(self) -> bool:
@@ -177,33 +214,52 @@ class Unit:
 
     @property
     def computing(self) -> bool:
-        """Whether the modules hold the full parameters because a forward or backward needs them now."""
-        return self._full_registered and self.phase is not Phase.RESTING
+        """Whether the modules hold the full parameters because a forward, a backward or the user needs them now."""
+        return self._full_registered and (self.phase is not Phase.RESTING or self.progress.held > 0)
 
     def use_sharded(self) -> None:
         """Have the modules hold the sharded parameters again."""
         if self._full_registered:
             self._full_registered = False
-            for parameter in self.parameters:
-                parameter.register(parameter.sharded)
+            self._registration.use_sharded()
 
-    def reshard(self) -> None:
-        """Register the sharded parameters and free the full ones."""
+    def reshard(self, near: int = 0) -> None:
+        """Register the sharded parameters and free the full ones.
+
+        Args:
+            near: Keep this rank's part of them over so many neighbouring ranks for backward to gather from.
+        """
         self.use_sharded()
-        self._kept = False
+        self.progress.kept = False
         for bucket in self.buckets:
+            if near:
+                bucket.keep_near(near)
+            else:
+                bucket.drop_near()
             bucket.reshard()
+
+    def hold(self) -> None:
+        """Have the modules hold the full parameters until :meth:`release`, whatever runs in between."""
+        self.use_full()
+        self.progress.held += 1
+
+    def release(self) -> None:
+        """See :meth:`hold`."""
+        self.progress.held -= 1
+        if not self.progress.held and self.resting:
+            self.reshard()
 
     # ---------------------------------------------------------------- forward
 
     def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Gather, prefetch the next unit, and guard the inputs."""
+        """Gather, prefetch the next unit, and guard and cast the inputs."""
         schedule = self.attached()
         schedule.enter(self)
-        self._forwards.append(self.phase)
+        progress = self.progress  # not before: after a failure, enter starts a new one
+        progress.forwards.append(self.phase)
         try:
-            if len(self._forwards) == 1:
-                if self._kept and self.settings.reshard_after_forward is None and self.phase is Phase.RESTING:
+            if len(progress.forwards) == 1:
+                if progress.kept and self.settings.reshard_after_forward is None and self.phase is Phase.RESTING:
                     # Only the root keeps them unasked; who wrote to its shards in between must see that.
                     self.reshard()
                 self._move(Phase.FORWARD)
@@ -211,50 +267,84 @@ class Unit:
                 schedule.started_forward(self)
                 if schedule.root() is self and self.mesh.device.type != "cpu":
                     args, kwargs = map_tensors(lambda t: t.to(self.mesh.device, non_blocking=True), (args, kwargs))
-            if len(self._forwards) == 1 and torch.is_grad_enabled():
-                args, kwargs, call = hooks.guard_inputs(self, args, kwargs)
-                if call is not None:
-                    self._calls = [c for c in self._calls if c.alive]
-                    self._calls.append(call)
+                if torch.is_grad_enabled():
+                    args, kwargs, call = hooks.guard_inputs(self, args, kwargs)
+                    progress.guarded = call is not None
+                    if call is not None:
+                        progress.calls = [c for c in progress.calls if c.alive]
+                        progress.calls.append(call)
+            precision = self.policy.precision
+            if precision.param_dtype is not None and precision.cast_forward_inputs:
+                args, kwargs = _cast(precision.param_dtype, (args, kwargs))
         except BaseException:
             self.abort_forward()
             raise
         return args, kwargs
 
-    def post_forward(self, output: Any) -> Any:
-        """Watch the outputs and let go of the full parameters as the settings say."""
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Cast and watch the outputs and let go of the full parameters as the settings say."""
         schedule = self.attached()
         watched = False
         try:
+            if self.policy.precision.output_dtype is not None:
+                output = _cast(self.policy.precision.output_dtype, output)
             watched = torch.is_grad_enabled() and hooks.watch_outputs(self, output)
         finally:
-            phase = self._forwards.pop()
-            if not self._forwards:
-                self._leave_forward(phase, keep=watched and not self.reshards_after_forward)
+            phase = self.progress.forwards.pop()
+            if not self.progress.forwards:
+                self._leave_forward(module, phase, watched=watched)
                 if watched:
+                    self.progress.open_ended |= not self.progress.guarded
                     schedule.finished_forward(self)
             schedule.leave(self)
         return output
 
     def abort_forward(self) -> None:
         """The forward raised: leave a state from which the next one starts clean."""
-        phase = self._forwards.pop()
-        if not self._forwards:
-            self._leave_forward(phase, keep=False)
+        phase = self.progress.forwards.pop()
+        if not self.progress.forwards:
+            self.progress.ran.clear()
+            self._move(phase)
+            if self.phase is not Phase.BACKWARD:
+                self._rest_after_forward(watched=False)
         self.attached().leave(self, failed=True)
 
-    def _leave_forward(self, phase: Phase, keep: bool) -> None:
+    def _leave_forward(self, module: nn.Module, phase: Phase, *, watched: bool) -> None:
         self._move(phase)
         if self.phase is Phase.BACKWARD:
             return  # recomputed inside its own backward, which needs the full parameters next
-        if keep or hooks.current_backward() != hooks.NO_BACKWARD:
+        if len(self.modules) > 1:
+            # See [Note: Units of several modules].
+            progress, schedule = self.progress, self.attached()
+            progress.ran.add(id(module))
+            progress.watched |= watched
+            if len(progress.ran) < len(self.modules) and schedule.waits_for_others(self):
+                self.use_sharded()
+                return
+            self.complete_forward()
+            return
+        self._rest_after_forward(watched=watched)
+
+    def complete_forward(self) -> None:
+        """All modules of the unit have run, or those that have not will not in this forward."""
+        progress = self.progress
+        watched, progress.watched = progress.watched, False
+        progress.ran.clear()
+        if self.resting:
+            self._rest_after_forward(watched=watched)
+
+    def _rest_after_forward(self, *, watched: bool) -> None:
+        if self.progress.held:
+            return
+        setting = self.reshards_after_forward
+        if (watched and setting is False) or hooks.current_backward() != hooks.NO_BACKWARD:
             self.use_sharded()
-            self._kept = True
+            self.progress.kept = True
         else:
-            self.reshard()
+            self.reshard(near=setting if watched and setting is not True else 0)
 
     @property
-    def reshards_after_forward(self) -> bool:
+    def reshards_after_forward(self) -> bool | int:
         """The setting, with None resolved: all units but the root reshard."""
         setting = self.settings.reshard_after_forward
         return self.attached().root() is not self if setting is None else setting
@@ -268,72 +358,114 @@ class Unit:
         schedule = self.attached()
         schedule.begin_backward()
         self._move(Phase.BACKWARD)
-        self.use_full()
+        if self.settings.unshard_in_backward:
+            self.use_full()
         schedule.started_backward(self)
 
     def post_backward(self) -> None:
         """The gradients of the inputs of one call are complete."""
         if self.phase is not Phase.BACKWARD:
             return
-        if len(self._calls) > 1 and any(call.still_to_run() for call in self._calls):
+        progress = self.progress
+        if progress.open_ended or (len(progress.calls) > 1 and any(call.still_to_run() for call in progress.calls)):
             # Autograd adds up a parameter's gradients over all calls first. Until then others may compute.
             schedule = self.attached()
             if schedule.comes_next_in_backward(self):
                 schedule.started_backward(self)
             else:
+                progress.unreduced = True
                 self._move(Phase.RESTING)
-                self.reshard()
+                if not progress.held:
+                    self.reshard()
             return
         self.finish_backward()
 
     def end_backward(self) -> None:
         """The whole backward pass is over."""
+        settings = self.settings
         if self.phase is Phase.BACKWARD:
             self.finish_backward()
-        elif self._unreduced and self.settings.requires_gradient_sync:
-            self._reduce()  # this backward did not touch the unit, but an unsynced one before it did
+        elif settings.requires_gradient_sync and (
+            self.progress.unreduced or (settings.requires_all_reduce and self.has_partial)
+        ):
+            # This backward did not touch the unit, but one without sync did, or its own had no clear end.
+            self.progress.open_ended = False
+            self._reduce()
 
     def finish_backward(self) -> None:
         """Reduce the gradients (or keep them for the next microbatch) and free the full parameters."""
-        self.use_sharded()
+        progress = self.progress
+        progress.open_ended = False
+        if not progress.held:
+            self.use_sharded()
         if self.settings.requires_gradient_sync:
             self._reduce()
         else:
-            self._unreduced = True
-        if self.settings.reshard_after_backward:
+            progress.unreduced = True
+        if self.settings.reshard_after_backward and not progress.held:
             self.reshard()
         self._move(Phase.RESTING)
 
-    def _reduce(self) -> None:
-        self._unreduced = False
-        schedule = self.attached()
+    @property
+    def has_partial(self) -> bool:
+        """Whether gradients were reduced over the shard axis and not yet over the replicate axis."""
+        return self.mesh.replicas > 1 and any(r.partial is not None for b in self.buckets for r in b.reducers)
+
+    def synchronize(self) -> None:
+        """Reduce whatever microbatches without sync have left, over all axes."""
+        if self.progress.unreduced or self.has_partial:
+            self._reduce(finally_=True)
+
+    def _reduce(self, *, finally_: bool = False) -> None:
+        self.progress.unreduced = False
+        self.attached().reduce(self, self.begin_reduction(all_reduce=finally_ or self.settings.requires_all_reduce))
+
+    def begin_reduction(self, *, all_reduce: bool) -> list[PendingReduction]:
+        """Take the full gradients; what is returned is to be issued."""
+        reduction, pending = self.settings.reduction, []
         for bucket in self.buckets:
-            schedule.reduce(bucket, self.name)
+            terms = reduction.terms(bucket.mesh, bucket.storage, all_reduce=all_reduce)
+            pending += bucket.begin_reduction(terms)
+        return pending
+
+    def pending_gradients(self) -> list[tuple[ShardedParameter, torch.Tensor | None, torch.Tensor | None]]:
+        """The parameters with gradients that are still to be reduced: the full one, and rows, see PendingReduction."""
+        partial = {id(p): rows for bucket in self.buckets for r in bucket.reducers for p, rows in r.partial_rows()}
+        found = [(p, p.full.grad if p.has_full else None, partial.get(id(p))) for p in self.parameters]
+        return [entry for entry in found if entry[1] is not None or entry[2] is not None]
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that were not reduced yet."""
+        self.progress.unreduced = False
+        for parameter in self.parameters:
+            parameter.drop_full_gradient()
+        for bucket in self.buckets:
+            for reducer in bucket.reducers:
+                reducer.partial = None
 
     # ---------------------------------------------------------------- copies
+
+    def copy_for(self, modules: Sequence[nn.Module], memo: dict[int, Any]) -> Unit:
+        """The unit of deep copies of this unit's modules; these, with what is below them, are in ``memo`` already."""
+        settings = replace(self.settings, forward_prefetch=[], backward_prefetch=[], lanes=None, post_optim_event=None)
+        settings.reduction = replace(settings.reduction)
+        return Unit(modules, self.mesh, [p.copy_for(memo) for p in self.parameters], self.policy, settings)
 
     def memoize_parameters(self, memo: dict[int, Any]) -> None:
         """Put copies of the sharded parameters into a deepcopy's memo (DTensor's own would copy the mesh too)."""
         for parameter in self.parameters:
-            parameter.memoize(memo)
-
-    def copy_for(self, module: nn.Module, memo: dict[int, Any]) -> Unit:
-        """The unit of a deep copy of this unit's module, whose submodules are in ``memo`` already."""
-        settings = replace(self.settings, forward_prefetch=[], backward_prefetch=[])
-        return Unit(module, self.mesh, [parameter.copy_for(memo) for parameter in self.parameters], settings)
+            if id(parameter.sharded) not in memo:
+                parameter.memoize(memo)
 
     # ---------------------------------------------------------------- recovery and moves
 
     def reset(self, *, drop_gradients: bool) -> None:
         """Forget whatever was going on, after a failure."""
-        self.phase = Phase.RESTING
-        self._forwards.clear()
-        self._calls.clear()
+        held, unreduced = self.progress.held, self.progress.unreduced
+        self.phase, self.progress = Phase.RESTING, Progress(held=held, unreduced=unreduced)
         self.release_after_failure()
         if drop_gradients:
-            self._unreduced = False
-            for parameter in self.parameters:
-                parameter.drop_full_gradient()
+            self.drop_gradients()
 
     def settle(self) -> None:
         """If a backward raised and nothing ran since, return to rest now."""
@@ -349,13 +481,11 @@ class Unit:
     def attached(self) -> Schedule:
         """The schedule; a unit that is run before it has one becomes the root of its own module tree."""
         if self.schedule is None:
-            module = self.module()
-            assert module is not None, "a unit outlived its module"
-            self.schedule = Schedule.attach(module)
+            self.schedule = Schedule.attach(self)
         return self.schedule
 
     def _move(self, phase: Phase) -> None:
-        if phase not in _LEGAL_MOVES[self.phase]:
+        if phase not in LEGAL_MOVES[self.phase]:
             raise PhaseError(
                 f"unit {self.name or '<root>'!r} cannot go from {self.phase.value} to {phase.value}; was its "
                 "backward run from inside its own forward?"
@@ -363,7 +493,6 @@ class Unit:
         self.phase = phase
 
 
-def _value(parameter: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor, else the tensor itself."""
-    value = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    return value.detach()
+def _cast(dtype: torch.dtype, value: Any) -> Any:
+    """``value`` with all floating-point tensors in it cast, as autograd sees it."""
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t, value)

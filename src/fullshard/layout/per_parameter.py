@@ -1,4 +1,4 @@
-"""The per-parameter layout: every parameter is cut on dim 0 exactly as ``torch.chunk`` cuts it.
+"""The per-parameter layout: every parameter is cut on one dim (0 unless said) exactly as ``torch.chunk`` cuts it.
 
 Two parameters on two ranks (elements are numbered through the full buffer; ``-`` is padding):
 
@@ -15,11 +15,24 @@ In the full buffer a parameter is contiguous, so its gathered form needs no copy
 starts at element ``r * piece_numel`` of its region, so that an all-gather of the (padded) pieces writes
 the parameter itself. In the shard buffer the pieces lie one after another, each starting aligned; the pieces
 of all *packed* parameters are neighbours, so that they travel as one message without a copy-in.
+
+A *row* is one index of the cut dim. Where the rows are not blocks of memory that follow one another, as below
+where columns are cut, the pieces are kept contiguous and travel packed. Such a parameter's region is as large as
+the parameter, whereas every rank's piece is as large as the largest:
+
+>>> columns = PerParameterLayout.build(
+...     [ParameterShape("w", (2, 3), (3, 1), cut=1)], world_size=2, itemsize=4, direct_bytes=0, alignment_bytes=16)
+>>> print(columns.picture())
+full buffer    | w 0..5             |
+rank 0 shard   | w[:, 0:2] 0..3     |
+rank 1 shard   | w[:, 2:3] 0..1 -   |
+direct: none    packed: w (4 elements per rank)
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,22 +61,29 @@ class ParameterShape:
         fqn: Fully qualified name.
         shape: Global shape. A 0-D parameter is replicated.
         stride: Strides in elements of the full parameter; must be dense and non-overlapping.
-        replicated: Keep all of it on every rank although it has dimensions to cut.
+        replicated: Keep all of it on every rank although it has dims to cut.
+        cut: The dim that is cut over the ranks. Without meaning for a replicated parameter.
 
     Raises:
-        ValueError: If shape and stride do not fit each other.
+        ValueError: If shape and stride do not fit each other, or there is no such dim to cut.
     """
 
     fqn: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     replicated: bool = False
+    cut: int = 0
 
     def __post_init__(self) -> None:
         if not is_dense(self.shape, self.stride):
             raise ValueError(
                 f"{self.fqn}: expected dense, non-overlapping strides, found shape {self.shape} "
                 f"with stride {self.stride}; pass a contiguous tensor"
+            )
+        if self.shape and not self.replicated and not 0 <= self.cut < len(self.shape):
+            raise ValueError(
+                f"{self.fqn}: expected a dim to cut from 0 to {len(self.shape) - 1}, found {self.cut} "
+                f"for shape {self.shape}"
             )
 
     @property
@@ -98,13 +118,13 @@ class Slot:
 
     @property
     def rows(self) -> int:
-        """Size of dim 0 (1 for replicated parameters, which are not cut)."""
-        return 1 if self.route is Route.REPLICATED else self.parameter.shape[0]
+        """Size of the cut dim (1 for replicated parameters, which are not cut)."""
+        return 1 if self.route is Route.REPLICATED else self.parameter.shape[self.parameter.cut]
 
     @property
     def row_numel(self) -> int:
-        """Elements of one row of dim 0."""
-        return self.parameter.numel if self.route is Route.REPLICATED else math.prod(self.parameter.shape[1:])
+        """Elements of one row, also where there are no rows."""
+        return self.parameter.numel if self.route is Route.REPLICATED else _row_numel(self.parameter)
 
     @property
     def chunk_rows(self) -> int:
@@ -118,12 +138,15 @@ class Slot:
 
     @property
     def row_major(self) -> bool:
-        """Whether dim 0 is outermost in memory, so that the pieces of consecutive ranks are neighbours."""
-        return is_row_major(self.parameter)
+        """Whether the cut dim is outermost in memory, so that the pieces of consecutive ranks are neighbours.
+
+        Always so on a single rank, whose piece is the whole parameter.
+        """
+        return self.world_size == 1 or is_row_major(self.parameter)
 
     @property
     def padded(self) -> bool:
-        """Whether the region is larger than the parameter, because dim 0 is not a multiple of the ranks."""
+        """Whether the region is larger than the parameter, because its rows are not a multiple of the ranks."""
         return self.row_major and self.region_numel != self.parameter.numel
 
     @property
@@ -138,19 +161,22 @@ class Slot:
         return min(rank * self.chunk_rows, self.rows), min((rank + 1) * self.chunk_rows, self.rows)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the piece that ``rank`` holds; dim 0 may be 0."""
+        """Shape of the piece that ``rank`` holds; the cut dim may be 0, the others are the parameter's."""
         if self.route is Route.REPLICATED:
             return self.parameter.shape
         start, stop = self.local_rows(rank)
-        return (stop - start, *self.parameter.shape[1:])
+        return _replaced(self.parameter.shape, self.parameter.cut, stop - start)
 
-    def local_stride(self) -> tuple[int, ...]:
-        """Strides of every rank's piece: the parameter's own where its rows are blocks, else contiguous."""
+    def local_stride(self, rank: int) -> tuple[int, ...]:
+        """Strides of the piece that ``rank`` holds: the parameter's own where its rows are blocks, else contiguous.
+
+        Contiguous strides depend on the rank, because its rows are not outermost in them unless dim 0 is cut.
+        """
         if self.route is Route.REPLICATED or self.world_size == 1:
             return self.parameter.stride
         if self.row_major:
-            return (self.row_numel, *self.parameter.stride[1:])
-        return contiguous_stride(self.parameter.shape)
+            return _replaced(self.parameter.stride, self.parameter.cut, self.row_numel)
+        return contiguous_stride(self.local_shape(rank))
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -163,12 +189,12 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_row_major(parameter: ParameterShape) -> bool:
-    """Whether every row of dim 0 is one block of memory and the rows follow one another."""
-    if not parameter.shape:
+    """Whether every row is one block of memory and the rows follow one another; a replicated parameter is one row."""
+    if parameter.replicated or not parameter.shape:
         return True
-    row_numel = math.prod(parameter.shape[1:])
-    rows_in_order = parameter.shape[0] <= 1 or parameter.stride[0] == row_numel
-    return rows_in_order and is_dense(parameter.shape[1:], parameter.stride[1:])
+    cut = parameter.cut
+    rows_in_order = parameter.shape[cut] <= 1 or parameter.stride[cut] == _row_numel(parameter)
+    return rows_in_order and is_dense(_without(parameter.shape, cut), _without(parameter.stride, cut))
 
 
 @dataclass(frozen=True)
@@ -192,15 +218,27 @@ class PerParameterLayout:
         itemsize: int,
         direct_bytes: int,
         alignment_bytes: int = ALIGNMENT_BYTES,
+        full_offsets: Sequence[int] | None = None,
+        full_numel: int | None = None,
     ) -> PerParameterLayout:
         """Lay out ``parameters``.
+
+        A smaller group gathers into the full buffer of a larger one by taking ``full_offsets`` and ``full_numel``
+        from the layout over the larger group. Its regions fit there if the ranks of the larger group are a multiple
+        of ``world_size``: each layout rounds a parameter's rows up to the next multiple of its ranks.
 
         Args:
             parameters: In model order.
             world_size: Ranks that the parameters are cut over.
-            itemsize: Bytes per element of the bucket's dtype.
-            direct_bytes: Smallest piece in bytes for which a collective of its own pays.
+            itemsize: Bytes per element of the smallest dtype in which a buffer of this layout is held (a shard may be
+                kept in fp32 and travel in bf16). What is aligned in it is aligned in every larger dtype.
+            direct_bytes: Smallest piece, in bytes of that dtype, for which a collective of its own pays.
             alignment_bytes: Every piece and every full parameter starts at a multiple of it.
+            full_offsets: Where the regions start in the full buffer, one per parameter; None: one after another.
+            full_numel: Elements of the full buffer; goes with ``full_offsets``.
+
+        Raises:
+            ValueError: If only one of the last two is given, or they are not of a layout that fits.
         """
         alignment = max(1, alignment_bytes // itemsize)
         routes = [_route(p, world_size, itemsize, direct_bytes) for p in parameters]
@@ -208,10 +246,13 @@ class PerParameterLayout:
         def slot(index: int, shard_offset: int, full_offset: int) -> Slot:
             return Slot(parameters[index], routes[index], world_size, shard_offset, full_offset)
 
-        full_offsets, full_numel = [], 0
-        for index in range(len(parameters)):
-            full_offsets.append(full_numel)
-            full_numel += _aligned(slot(index, 0, 0).region_numel, alignment)
+        if full_offsets is None or full_numel is None:
+            if full_offsets is not None or full_numel is not None:
+                raise ValueError("expected both full_offsets and full_numel, or neither; take both from one layout")
+            regions = [slot(index, 0, 0).region_numel for index in range(len(parameters))]
+            full_offsets, full_numel = _one_after_another(regions, alignment)
+        elif len(full_offsets) != len(parameters):
+            raise ValueError(f"expected {len(parameters)} full_offsets, one per parameter, found {len(full_offsets)}")
 
         direct = [i for i, route in enumerate(routes) if route is Route.DIRECT]
         packed = [i for i, route in enumerate(routes) if route is not Route.DIRECT]
@@ -260,7 +301,7 @@ class PerParameterLayout:
         for rank in range(self.world_size):
             for column, s in zip(cells, self.slots, strict=True):
                 start, stop = s.local_rows(rank)
-                rows = "" if s.route is Route.REPLICATED else f"[{start}:{stop}]"
+                rows = "" if s.route is Route.REPLICATED else f"[{':, ' * s.parameter.cut}{start}:{stop}]"
                 held = math.prod(s.local_shape(rank))
                 column.append(f"{s.parameter.fqn}{rows} {_span(s.shard_offset, held, s.piece_numel)}")
         heads = ["full buffer", *(f"rank {rank} shard" for rank in range(self.world_size))]
@@ -276,10 +317,29 @@ class PerParameterLayout:
 def _route(parameter: ParameterShape, world_size: int, itemsize: int, direct_bytes: int) -> Route:
     if parameter.replicated or not parameter.shape:
         return Route.REPLICATED
-    piece_bytes = -(-parameter.shape[0] // world_size) * math.prod(parameter.shape[1:]) * itemsize
+    piece_bytes = -(-parameter.shape[parameter.cut] // world_size) * _row_numel(parameter) * itemsize
     aligned = piece_bytes % WIRE_ALIGNMENT_BYTES == 0
-    direct = aligned and piece_bytes >= max(direct_bytes, 1) and is_row_major(parameter)
-    return Route.DIRECT if direct else Route.PACKED
+    # On one rank the piece is the whole, whichever dim is cut; without a cut > 0 the route is that of more ranks.
+    blocks = is_row_major(parameter) or (world_size == 1 and parameter.cut > 0)
+    return Route.DIRECT if aligned and blocks and piece_bytes >= max(direct_bytes, 1) else Route.PACKED
+
+
+def _row_numel(parameter: ParameterShape) -> int:
+    return math.prod(_without(parameter.shape, parameter.cut))
+
+
+def _without(values: Sequence[int], dim: int) -> tuple[int, ...]:
+    return (*values[:dim], *values[dim + 1 :])
+
+
+def _replaced(values: Sequence[int], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])
+
+
+def _one_after_another(numels: Sequence[int], alignment: int) -> tuple[list[int], int]:
+    """Aligned offsets of blocks of these sizes, and where the last one ends."""
+    ends = [0, *itertools.accumulate(_aligned(numel, alignment) for numel in numels)]
+    return ends[:-1], ends[-1]
 
 
 def _aligned(numel: int, alignment: int) -> int:

@@ -1,18 +1,37 @@
-"""What the engine asks of a back end: gather pieces into regions, reduce regions into pieces."""
+"""What the engine asks of a back end: gather pieces into regions, reduce regions into pieces, sum regions."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fullshard.memory import Work
 
-__all__ = ["Collective", "Move", "Transport", "record"]
+__all__ = ["Collective", "Division", "Kind", "Move", "Parcel", "Transport", "record"]
+
+Kind = Literal["gather", "reduce", "all_reduce"]
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a sum over ranks is scaled: inputs are divided by ``before``, the sum by ``after``.
+
+    Args:
+        before: Divisor of every rank's input; 1.0 leaves the inputs untouched.
+        after: Divisor of the sum; 1.0 leaves the sum untouched.
+        native: Whether the back end may divide by itself (NCCL's AVG and PREMUL_SUM). If not: a plain sum,
+            then a multiplication.
+    """
+
+    before: float = 1.0
+    after: float = 1.0
+    native: bool = True
 
 
 @dataclass(frozen=True)
@@ -21,11 +40,25 @@ class Move:
 
     Args:
         piece: This rank's part, ``numel`` elements.
-        region: ``world_size * numel`` elements, rank r's part at ``r * numel``.
+        region: ``world_size * numel`` elements, rank r's part at ``r * numel``. In an all-reduce: the piece itself.
     """
 
     piece: torch.Tensor
     region: torch.Tensor
+
+
+class Parcel(NamedTuple):
+    """What one bucket sends in one launch.
+
+    Args:
+        unit: Name of the unit; equal on all ranks.
+        moves: Equal in number, sizes and dtypes on all ranks.
+        division: How sums are scaled; a gather ignores it.
+    """
+
+    unit: str
+    moves: Sequence[Move]
+    division: Division = Division()
 
 
 @dataclass(frozen=True)
@@ -37,17 +70,21 @@ class Collective:
         unit: Name of the unit it was done for.
         dtype: Element type on the wire.
         numel: Elements of the region (all ranks' parts).
-        nbytes: Bytes that this rank receives from others: ``region bytes * (N - 1) / N``.
+        nbytes: Bytes that this rank receives from others, with N ranks and a region of B bytes: ``B * (N - 1) / N``;
+            in an all-reduce twice that, rounded down.
+        launch: Number of the launch it was part of: launches of all transports of the process, counted from 0.
     """
 
-    kind: Literal["gather", "reduce"]
+    kind: Kind
     unit: str
     dtype: torch.dtype
     numel: int
     nbytes: int
+    launch: int
 
 
 _observers: list[Callable[[Collective], None]] = []
+_launches = itertools.count()
 
 
 @contextlib.contextmanager
@@ -70,44 +107,79 @@ def record() -> Iterator[list[Collective]]:
 class Transport:
     """Base of all transports.
 
-    One *gather* or *reduce* of the engine is one call with all the moves of a bucket; how many messages that
-    becomes is the transport's business. Nothing here waits for completion: the returned works do.
+    One call is one *launch*: the moves of all its parcels are issued together, and how many messages they become is
+    the transport's business. Every rank of the group has to make the same calls in the same order.
+
+    A launch returns works, which belong to all its parcels together: none of the parcels is done before all works
+    were waited for, each once, in the order given. Regions and pieces must stay alive until then. Regions may be
+    overwritten by a reduction.
     """
 
-    # Smallest piece in bytes that is worth a message of its own; smaller ones share one.
-    direct_bytes: ClassVar[int]
+    # Smallest piece in bytes that is worth a move of its own; smaller ones should share a packed one.
+    direct_bytes: int
+    # Units that are no larger than this when gathered travel with a neighbour.
+    tiny_bytes: int = 64 * 1024
 
     group: dist.ProcessGroup
+    reduce_group: dist.ProcessGroup  # communicator of reduce(); ``group`` itself unless they are separate
     rank: int
     world_size: int
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self.group = self.reduce_group = group
         self.rank, self.world_size = group.rank(), group.size()
 
-    def gather(self, moves: Sequence[Move], unit: str) -> Sequence[Work]:
-        """Start filling every move's region with all ranks' pieces."""
-        if _observers:
-            self._notify("gather", moves, unit)
-        return self._gather(moves, unit)
+    def gather(self, parcels: Sequence[Parcel]) -> Sequence[Work]:
+        """Start filling every move's region with all ranks' pieces. Any dtype."""
+        self._notify("gather", parcels)
+        return self._gather(parcels)
 
-    def reduce(self, moves: Sequence[Move], unit: str) -> Sequence[Work]:
-        """Start averaging the regions over the ranks, each rank getting its own part in ``piece``.
+    def reduce(self, parcels: Sequence[Parcel]) -> Sequence[Work]:
+        """Start a reduce-scatter: each rank gets the sum of its part of the regions in ``piece``, divided."""
+        self._notify("reduce", parcels)
+        return self._reduce(parcels)
 
-        The regions may be overwritten. They and the pieces must stay alive until the works are done.
+    def all_reduce(self, parcels: Sequence[Parcel]) -> Sequence[Work]:
+        """Start summing regions over the ranks in place, and dividing.
+
+        Every move has the same flat tensor as piece and as region, of any size. All ranks get the same bits.
         """
-        if _observers:
-            self._notify("reduce", moves, unit)
-        return self._reduce(moves, unit)
+        self._notify("all_reduce", parcels)
+        return self._all_reduce(parcels)
 
-    def _gather(self, moves: Sequence[Move], unit: str) -> Sequence[Work]:
+    def allocate(
+        self, kind: Literal["gather", "reduce"], numel: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor | None:
+        """Memory for the region of a packed move, flat, where the transport brings its own.
+
+        None, as on every built-in back end: the caller uses memory of its own.
+        """
+        return None
+
+    def separate_reduce_group(self, enable: bool) -> None:
+        """Whether reductions use a communicator of their own, so that they overlap with gathers. Call on all ranks.
+
+        A no-op unless the back end keeps the collectives of one communicator in order, as NCCL does. Gloo's messages,
+        and those of other back ends, are in flight side by side anyway.
+        """
+
+    def _gather(self, parcels: Sequence[Parcel]) -> Sequence[Work]:
         raise NotImplementedError
 
-    def _reduce(self, moves: Sequence[Move], unit: str) -> Sequence[Work]:
+    def _reduce(self, parcels: Sequence[Parcel]) -> Sequence[Work]:
         raise NotImplementedError
 
-    def _notify(self, kind: Literal["gather", "reduce"], moves: Sequence[Move], unit: str) -> None:
-        for move in moves:
-            received = move.piece.nbytes * (self.world_size - 1)
-            for observer in _observers:
-                observer(Collective(kind, unit, move.piece.dtype, move.region.numel(), received))
+    def _all_reduce(self, parcels: Sequence[Parcel]) -> Sequence[Work]:
+        raise NotImplementedError
+
+    def _notify(self, kind: Kind, parcels: Sequence[Parcel]) -> None:
+        launch = next(_launches)
+        if not _observers:
+            return
+        for unit, moves, _ in parcels:
+            for move in moves:
+                received = move.region.nbytes * (self.world_size - 1) // self.world_size
+                if kind == "all_reduce":
+                    received = 2 * move.region.nbytes * (self.world_size - 1) // self.world_size
+                for observer in _observers:
+                    observer(Collective(kind, unit, move.piece.dtype, move.region.numel(), received, launch))

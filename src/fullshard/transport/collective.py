@@ -2,87 +2,198 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, ReduceOp, ReduceScatterOptions
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    ReduceOp,
+    ReduceScatterOptions,
+    _make_nccl_premul_sum,
+)
 
 from fullshard.memory import Work
-from fullshard.transport.base import Move, Transport
+from fullshard.transport.base import Division, Move, Parcel, Transport
 
-__all__ = ["CollectiveTransport", "NcclTransport"]
+__all__ = ["CollectiveTransport", "NcclTransport", "Reduction", "Scaled", "nccl_reduction"]
 
-_Launch = Callable[[Sequence[Move]], Sequence[Work]]
+# What every back end can gather as it is. NCCL knows neither int16 nor uint16, some versions no float8.
+_GATHERED_AS_THEY_ARE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.uint8})
 
 
-class _Scale:
-    """Divides sums by the number of ranks where the back end cannot average."""
+class Reduction(NamedTuple):
+    """How a division is carried out.
 
-    __slots__ = ("_move", "_work", "_world_size")
+    Args:
+        op: What the back end does.
+        before: Factor that every rank's region is multiplied by ahead of it; 1.0 for none.
+        after: Factor that the result is multiplied by; 1.0 for none.
+    """
 
-    def __init__(self, work: Work, move: Move, world_size: int) -> None:
-        self._work, self._move, self._world_size = work, move, world_size
+    op: ReduceOp
+    before: float
+    after: float
+
+
+class Scaled:
+    """Multiplies results once the work that brings them is done.
+
+    Args:
+        work: What is in flight.
+        results: Pairs of a tensor and its factor.
+    """
+
+    __slots__ = ("_results", "_work")
+
+    def __init__(self, work: Work, results: Iterable[tuple[torch.Tensor, float]]) -> None:
+        self._work, self._results = work, list(results)
 
     def wait(self) -> None:
+        """Wait, then multiply (on accelerators: enqueue that on the current stream)."""
         self._work.wait()
-        self._move.piece.mul_(1 / self._world_size)
+        for tensor, factor in self._results:
+            tensor.mul_(factor)
 
 
 class CollectiveTransport(Transport):
-    """One all-gather or reduce-scatter per move, all in flight together."""
+    """One collective per move, all in flight together. Sums are divided by multiplications ahead and afterwards."""
 
-    direct_bytes: ClassVar[int] = 64 * 1024
+    direct_bytes: int = 64 * 1024
 
     _gather_options: AllgatherOptions
-    _reduce_options: ReduceScatterOptions
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self._gather_options = AllgatherOptions()
         self._gather_options.asyncOp = True
-        self._reduce_options = ReduceScatterOptions()
-        self._reduce_options.asyncOp = True
-        self._reduce_options.reduceOp = ReduceOp(ReduceOp.SUM)
 
-    def _gather(self, moves: Sequence[Move], unit: str) -> Sequence[Work]:
+    def _gather(self, parcels: Sequence[Parcel]) -> Sequence[Work]:
+        moves = [move for parcel in parcels for move in parcel.moves if move.region.numel()]
+        return self._together(self.group, moves, lambda: [self._issue_gather(move) for move in moves])
+
+    def _issue_gather(self, move: Move) -> Work:
+        piece, region = move.piece, move.region
+        if piece.dtype not in _GATHERED_AS_THEY_ARE:
+            piece, region = piece.view(torch.uint8), region.view(torch.uint8)
         # The group's own method: the functions of torch.distributed were renamed between 2.11 and 2.13 and
         # cost twice the host time; this one is the same in all of them.
-        return [self.group._allgather_base(m.region, m.piece, self._gather_options) for m in moves]
+        return self.group._allgather_base(region, piece, self._gather_options)
 
-    def _reduce(self, moves: Sequence[Move], unit: str) -> Sequence[Work]:
-        options = self._reduce_options
-        return [_Scale(self.group._reduce_scatter_base(m.piece, m.region, options), m, self.world_size) for m in moves]
+    def _reduce(self, parcels: Sequence[Parcel]) -> Sequence[Work]:
+        def issue(move: Move, op: ReduceOp) -> Work:
+            options = ReduceScatterOptions()
+            options.reduceOp, options.asyncOp = op, True
+            return self.reduce_group._reduce_scatter_base(move.piece, move.region, options)
+
+        return self._summed(self.reduce_group, parcels, issue)
+
+    def _all_reduce(self, parcels: Sequence[Parcel]) -> Sequence[Work]:
+        def issue(move: Move, op: ReduceOp) -> Work:
+            options = AllreduceOptions()
+            options.reduceOp, options.asyncOp = op, True
+            return self.group.allreduce([move.region], options)
+
+        return self._summed(self.group, parcels, issue)
+
+    def _summed(
+        self, group: dist.ProcessGroup, parcels: Sequence[Parcel], issue: Callable[[Move, ReduceOp], Work]
+    ) -> Sequence[Work]:
+        reductions = [
+            (move, self._reduction(move.piece.dtype, parcel.division))
+            for parcel in parcels
+            for move in parcel.moves
+            if move.region.numel()
+        ]
+        # Ahead of the launch: nothing but collectives may come inside a group call.
+        for move, reduction in reductions:
+            if reduction.before != 1:
+                move.region.mul_(reduction.before)
+        moves = [move for move, _ in reductions]
+        works = self._together(group, moves, lambda: [issue(move, reduction.op) for move, reduction in reductions])
+        scaled = [(move.piece, reduction.after) for move, reduction in reductions if reduction.after != 1]
+        if not scaled:
+            return works
+        if len(works) == 1:
+            return [Scaled(works[0], scaled)]
+        return [
+            work if reduction.after == 1 else Scaled(work, [(move.piece, reduction.after)])
+            for work, (move, reduction) in zip(works, reductions, strict=True)
+        ]
+
+    def _reduction(self, dtype: torch.dtype, division: Division) -> Reduction:
+        """How to carry out ``division`` for sums of ``dtype``."""
+        return _plain_sum(division)
+
+    def _together(
+        self, group: dist.ProcessGroup, moves: Sequence[Move], launch: Callable[[], Sequence[Work]]
+    ) -> Sequence[Work]:
+        """The works of ``launch``, which issues one collective per move on ``group``; one work each, or one for all."""
+        return launch()
 
 
 class NcclTransport(CollectiveTransport):
-    """NVIDIA (and AMD) devices: one group call, that is one kernel, for all the moves of a bucket."""
+    """NVIDIA (and AMD) devices: one group call, that is one kernel, for all the moves of a launch.
+
+    NCCL divides by itself where it can, see :func:`nccl_reduction`.
+
+    Args:
+        group: The ranks, and the communicator of gathers and all-reduces.
+        reduce_group: The same ranks with a communicator for reductions; None: they share that of ``group``.
+    """
 
     # From about 1 MB per rank NCCL reaches its bandwidth inside a group call; smaller pieces are cheaper to
     # pack than to launch. Not measured on our own hardware yet (docs/performance.md says so).
-    direct_bytes: ClassVar[int] = 1024 * 1024
+    direct_bytes: int = 1024 * 1024
+    tiny_bytes: int = 1024 * 1024
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    _own_reduce_group: dist.ProcessGroup | None
+
+    def __init__(self, group: dist.ProcessGroup, reduce_group: dist.ProcessGroup | None = None) -> None:
         super().__init__(group)
-        self._reduce_options.reduceOp = ReduceOp(ReduceOp.AVG)
+        self._own_reduce_group = reduce_group
+        self.separate_reduce_group(True)
 
-    def _gather(self, moves: Sequence[Move], unit: str) -> Sequence[Work]:
-        return self._grouped(moves, partial(super()._gather, unit=unit))
+    def separate_reduce_group(self, enable: bool) -> None:
+        """Switch between the communicator made for reductions (as at first) and the one shared with gathers."""
+        self.reduce_group = self._own_reduce_group if enable and self._own_reduce_group is not None else self.group
 
-    def _reduce(self, moves: Sequence[Move], unit: str) -> Sequence[Work]:
-        def scatter(moves: Sequence[Move]) -> Sequence[Work]:
-            return [self.group._reduce_scatter_base(m.piece, m.region, self._reduce_options) for m in moves]
+    def _reduction(self, dtype: torch.dtype, division: Division) -> Reduction:
+        return nccl_reduction(dtype, division, self.world_size)
 
-        return self._grouped(moves, scatter)
-
-    def _grouped(self, moves: Sequence[Move], launch: _Launch) -> Sequence[Work]:
+    def _together(
+        self, group: dist.ProcessGroup, moves: Sequence[Move], launch: Callable[[], Sequence[Work]]
+    ) -> Sequence[Work]:
         if len(moves) < 2:
-            return launch(moves)
+            return launch()
         device = moves[0].piece.device
-        self.group._start_coalescing(device)
+        group._start_coalescing(device)
         try:
-            launch(moves)
+            launch()
         finally:
-            work = self.group._end_coalescing(device)
+            work = group._end_coalescing(device)
         return [work]
+
+
+_PREMULTIPLIED = frozenset({torch.float32, torch.bfloat16})
+
+
+def nccl_reduction(dtype: torch.dtype, division: Division, world_size: int) -> Reduction:
+    """How NCCL carries out ``division`` over ``world_size`` ranks: AVG or PREMUL_SUM where allowed, else SUM.
+
+    A premultiplied sum is left to fp32 and bf16, whose range leaves it room; inputs that are divided beforehand
+    (fp16) are multiplied explicitly on both sides.
+    """
+    if division.after == 1 or division.before != 1 or not division.native:
+        return _plain_sum(division)
+    if division.after == world_size:
+        return Reduction(ReduceOp(ReduceOp.AVG), 1.0, 1.0)
+    if dtype in _PREMULTIPLIED:
+        return Reduction(_make_nccl_premul_sum(1 / division.after), 1.0, 1.0)
+    return _plain_sum(division)
+
+
+def _plain_sum(division: Division) -> Reduction:
+    return Reduction(ReduceOp(ReduceOp.SUM), 1 / division.before, 1 / division.after)

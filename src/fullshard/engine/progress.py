@@ -1,0 +1,41 @@
+"""What a unit is in the middle of."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from fullshard.engine import hooks
+
+__all__ = ["LEGAL_MOVES", "Phase", "Progress"]
+
+
+class Phase(enum.Enum):
+    """Resting, or in which kind of computation."""
+
+    RESTING = "resting"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+LEGAL_MOVES: dict[Phase, frozenset[Phase]] = {
+    Phase.RESTING: frozenset({Phase.FORWARD, Phase.BACKWARD}),
+    # Back to backward: recomputation of checkpointed activations runs forwards inside the backward.
+    Phase.FORWARD: frozenset({Phase.RESTING, Phase.BACKWARD}),
+    Phase.BACKWARD: frozenset({Phase.RESTING, Phase.FORWARD}),
+}
+
+
+@dataclass
+class Progress:
+    """Where a unit stands between two moments of rest."""
+
+    forwards: list[Phase] = field(default_factory=list)  # that are open now: the phase that each returns to
+    calls: list[hooks.Call] = field(default_factory=list)  # forwards whose backward may still come
+    ran: set[int] = field(default_factory=set)  # ids of those of several modules that have run in this forward
+    watched: bool = False  # whether one of those has a backward
+    kept: bool = False  # whether the full parameters stay from a forward whose backward may still come
+    unreduced: bool = False  # whether a backward without sync, or the first part of one, left gradients
+    guarded: bool = False  # whether an input of the last forward tells when its backward is over
+    open_ended: bool = False  # whether a forward with a backward had no such input
+    held: int = 0  # how often `hold` was called more than `release`

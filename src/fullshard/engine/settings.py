@@ -1,0 +1,111 @@
+"""What a user has chosen for a unit. Must be equal on all ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from fullshard.engine.bucket import Storage
+from fullshard.engine.mesh import ShardMesh
+from fullshard.engine.reduction import ReductionTerms
+from fullshard.memory import Event, Lane, Stream, make_lane
+from fullshard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.transport import AllGather, CustomTransport, Division, ReduceScatter
+
+if TYPE_CHECKING:
+    from fullshard.engine.unit import Unit
+
+__all__ = ["Lanes", "ReductionSettings", "UnitPolicy", "UnitSettings"]
+
+
+class UnitPolicy(NamedTuple):
+    """What is fixed when the unit is made."""
+
+    precision: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    offload: OffloadPolicy = OffloadPolicy()
+
+    def storage(self, dtype: torch.dtype) -> Storage:
+        """How parameters of ``dtype`` are kept."""
+        full = reduce = dtype
+        # Integers have no precision to choose; one-byte floats are packed data with scales of their own.
+        if dtype.is_floating_point and dtype.itemsize > 1:
+            full = self.precision.param_dtype or dtype
+            reduce = self.precision.reduce_dtype or full
+        offload = self.offload
+        return Storage(full, reduce, self.offloads, isinstance(offload, CPUOffloadPolicy) and offload.pin_memory)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether shards are kept in CPU memory."""
+        return isinstance(self.offload, CPUOffloadPolicy)
+
+
+class Lanes(NamedTuple):
+    """Where the collectives of a schedule run."""
+
+    gather: Lane
+    reduce: Lane
+    all_reduce: Lane
+
+    @classmethod
+    def on(cls, device: torch.device) -> Lanes:
+        """New ones."""
+        return cls(*(make_lane(device, priority=-1) for _ in range(3)))
+
+
+@dataclass
+class ReductionSettings:
+    """How gradients are reduced."""
+
+    divide_factor: float | None = None  # None: the number of ranks, so that gradients are means
+    force_sum: bool = False
+    zeros_for_missing: bool = False
+    max_in_flight: int = 1  # buckets whose full gradients may wait for their reduction while others are computed
+    hook: Callable[[torch.Tensor], object] | None = None
+    hook_stream: Stream | None = None
+
+    def terms(self, mesh: ShardMesh, storage: Storage, *, all_reduce: bool) -> ReductionTerms:
+        """For one bucket."""
+        scatter, replicas = float(mesh.world_size), float(mesh.replicas)
+        if self.divide_factor is not None and self.divide_factor != scatter * replicas:
+            scatter, replicas = self.divide_factor, 1.0
+        native = not self.force_sum
+        if storage.reduce_dtype is torch.float16 and (total := scatter * replicas) > 1:
+            # Sums over many ranks overflow: divide by about the root of the factor before, by the rest at the end.
+            before = 2.0 ** (int(total).bit_length() // 2)
+            rest = total / before
+            first = Division(before, 1.0 if mesh.replicas > 1 else rest, native=False)
+            last = Division(1.0, rest if mesh.replicas > 1 else 1.0, native=False)
+        else:
+            first, last = Division(1.0, scatter, native), Division(1.0, replicas, native)
+        return ReductionTerms(
+            first, last, all_reduce, self.zeros_for_missing, self.hook, self.hook_stream, storage.pin_memory
+        )
+
+
+@dataclass
+class UnitSettings:
+    """What may change between steps."""
+
+    reshard_after_forward: bool | int | None = None  # None: True, but False for the root; int: see Bucket.keep_near
+    reshard_after_backward: bool = True
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = True
+    unshard_in_backward: bool = True
+    forward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)  # empty: the recorded order
+    backward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
+    reduction: ReductionSettings = field(default_factory=ReductionSettings)
+    custom_all_gather: AllGather | None = None
+    custom_reduce_scatter: ReduceScatter | None = None
+    lanes: Lanes | None = None  # shared with other roots; None: the root's schedule makes its own
+    post_optim_event: Event | None = None  # for the next forward of the root only
+
+    def communicating(self, mesh: ShardMesh) -> ShardMesh:
+        """``mesh`` with the collectives that the user has set."""
+        if mesh.transport is None or not (self.custom_all_gather or self.custom_reduce_scatter):
+            return mesh
+        return mesh.with_transport(CustomTransport(mesh.transport, self.custom_all_gather, self.custom_reduce_scatter))

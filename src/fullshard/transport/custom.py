@@ -1,0 +1,216 @@
+"""Collectives and memory that users bring: the interfaces, and the transport that uses them.
+
+The interfaces have the names and signatures of those in torch.distributed.fsdp, so that objects written for one serve
+the other. None has to be inherited from: whatever is callable and can allocate will do.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ReduceOp
+
+from fullshard.memory import Work
+from fullshard.transport.base import Division, Move, Parcel, Transport
+from fullshard.transport.collective import NcclTransport, Scaled
+
+__all__ = ["AllGather", "AllGatherLike", "Comm", "CustomTransport", "ReduceScatter", "ReduceScatterLike"]
+
+
+class _Allocates(Protocol):
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See :meth:`Comm.allocate`."""
+
+
+class AllGatherLike(_Allocates, Protocol):
+    """What can be used as an all-gather, inherited from :class:`AllGather` or not."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """See :class:`AllGather`."""
+
+
+class ReduceScatterLike(_Allocates, Protocol):
+    """What can be used as a reduce-scatter, inherited from :class:`ReduceScatter` or not."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp | ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """See :class:`ReduceScatter`."""
+
+
+class Comm(ABC):
+    """A collective with memory of its own choice."""
+
+    @abstractmethod
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for a message: temporary, pooled or persistent, but not in use by another message in flight.
+
+        Args:
+            size: Shape of the tensor to return.
+            dtype: Its element type.
+            device: Where it has to be.
+        """
+
+
+class AllGather(Comm):
+    """An all-gather of flat tensors."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather ``input_tensor`` of all ranks, in rank order, into ``output_tensor``.
+
+        Returns:
+            What to wait for; None if the result is there (on accelerators: for the current stream).
+        """
+
+
+class ReduceScatter(Comm):
+    """A reduce-scatter of flat tensors."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp | ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce ``input_tensor`` over all ranks with ``op``, and put this rank's part into ``output_tensor``.
+
+        Returns:
+            What to wait for; None if the result is there (on accelerators: for the current stream).
+        """
+
+
+class CustomTransport(Transport):
+    """A transport with some collectives replaced by the user's.
+
+    ``direct_bytes`` is beyond any size, so that whatever a bucket sends is one packed move in the memory that the
+    user's object allocates. A launch of several parcels calls the object once per move. What is not replaced goes to
+    the transport underneath.
+
+    A reduce-scatter is asked for AVG where the group is NCCL's and that is all of the division; else for SUM, with
+    multiplications ahead and afterwards.
+
+    Args:
+        base: The group's own transport.
+        all_gather: Replaces gathers.
+        reduce_scatter: Replaces reductions.
+
+    Raises:
+        TypeError: An object is not callable or has no ``allocate``.
+    """
+
+    direct_bytes: int = sys.maxsize
+
+    base: Transport
+    all_gather: AllGatherLike | None
+    reduce_scatter: ReduceScatterLike | None
+
+    def __init__(
+        self,
+        base: Transport,
+        all_gather: AllGatherLike | None = None,
+        reduce_scatter: ReduceScatterLike | None = None,
+    ) -> None:
+        super().__init__(base.group)
+        self.base, self.reduce_group = base, base.reduce_group
+        for role, comm in (("all-gather", all_gather), ("reduce-scatter", reduce_scatter)):
+            if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
+                raise TypeError(
+                    f"a custom {role} has to be callable and have a method allocate(size, *, dtype, device), "
+                    f"as fullshard.transport.custom.Comm describes; got {type(comm).__name__}"
+                )
+        self.all_gather, self.reduce_scatter = all_gather, reduce_scatter
+
+    def allocate(
+        self, kind: Literal["gather", "reduce"], numel: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor | None:
+        """Memory from the user's object.
+
+        Raises:
+            ValueError: It returned a tensor of another size, dtype or device.
+        """
+        comm = self.all_gather if kind == "gather" else self.reduce_scatter
+        if comm is None:
+            return self.base.allocate(kind, numel, dtype, device)
+        memory = comm.allocate((numel,), dtype=dtype, device=device)
+        if memory.numel() != numel or memory.dtype is not dtype or memory.device.type != device.type:
+            raise ValueError(
+                f"{type(comm).__name__}.allocate: expected {numel} elements of {dtype} on {device}, "
+                f"got {memory.numel()} of {memory.dtype} on {memory.device}"
+            )
+        return memory.view(-1)
+
+    def separate_reduce_group(self, enable: bool) -> None:
+        """As the transport underneath does."""
+        self.base.separate_reduce_group(enable)
+        self.reduce_group = self.base.reduce_group
+
+    def _gather(self, parcels: Sequence[Parcel]) -> Sequence[Work]:
+        if self.all_gather is None:
+            return self.base._gather(parcels)
+        works: list[Work] = []
+        for parcel in parcels:
+            for move in parcel.moves:
+                work = self.all_gather(
+                    output_tensor=move.region, input_tensor=move.piece, group=self.group, async_op=True
+                )
+                if work is not None:
+                    works.append(work)
+        return works
+
+    def _reduce(self, parcels: Sequence[Parcel]) -> Sequence[Work]:
+        if self.reduce_scatter is None:
+            return self.base._reduce(parcels)
+        works = [self._issue(self.reduce_scatter, move, parcel.division) for parcel in parcels for move in parcel.moves]
+        return [work for work in works if work is not None]
+
+    def _all_reduce(self, parcels: Sequence[Parcel]) -> Sequence[Work]:
+        return self.base._all_reduce(parcels)
+
+    def _issue(self, reduce_scatter: ReduceScatterLike, move: Move, division: Division) -> Work | None:
+        averages = (
+            isinstance(self.base, NcclTransport)
+            and division.native
+            and division.before == 1
+            and division.after == self.world_size
+        )
+        if division.before != 1:
+            move.region.mul_(1 / division.before)
+        work = reduce_scatter(
+            output_tensor=move.piece,
+            input_tensor=move.region,
+            group=self.reduce_group,
+            op=ReduceOp.AVG if averages else ReduceOp.SUM,
+            async_op=True,
+        )
+        if averages or division.after == 1:
+            return work
+        if work is None:
+            move.piece.mul_(1 / division.after)
+            return None
+        return Scaled(work, [(move.piece, 1 / division.after)])

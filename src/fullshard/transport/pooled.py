@@ -1,0 +1,217 @@
+"""Collectives whose messages lie in memory that the network reaches without a copy.
+
+Two kinds: what a process group's back end allocates itself (NCCL registers it), and symmetric memory, which is at the
+same place on all ranks. Both are used through :class:`~fullshard.transport.custom.CustomTransport`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, ReduceOp, ReduceScatterOptions
+
+from fullshard.transport.custom import AllGather, ReduceScatter
+
+__all__ = [
+    "ProcessGroupMemory",
+    "ProcessGroupMemoryAllGather",
+    "ProcessGroupMemoryReduceScatter",
+    "SymmetricMemory",
+    "SymmetricMemoryAllGather",
+    "SymmetricMemoryReduceScatter",
+]
+
+
+class ProcessGroupMemory:
+    """Allocates from the memory pool of a process group, and as usual where its back end has none.
+
+    Args:
+        group: Whose back end is asked; the group that the collective will run on.
+    """
+
+    group: dist.ProcessGroup
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See :meth:`~fullshard.transport.custom.Comm.allocate`."""
+        backend = self.group._get_backend(device)
+        if not backend.supports_tensor_alloc(device):
+            return torch.empty(tuple(size), dtype=dtype, device=device)
+        return backend.allocate_tensor(math.prod(size), dtype=dtype, device=device).view(tuple(size))
+
+
+class ProcessGroupMemoryAllGather(ProcessGroupMemory, AllGather):
+    """The process group's own all-gather, in its own memory."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """See :class:`~fullshard.transport.custom.AllGather`."""
+        return _all_gather(output_tensor, input_tensor, group, async_op)
+
+
+class ProcessGroupMemoryReduceScatter(ProcessGroupMemory, ReduceScatter):
+    """The process group's own reduce-scatter, in its own memory."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp | ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """See :class:`~fullshard.transport.custom.ReduceScatter`."""
+        return _reduce_scatter(output_tensor, input_tensor, group, op, async_op)
+
+
+class SymmetricMemory:
+    """Allocates memory that all ranks of a group know of each other.
+
+    Making ranks know each other's memory is a collective and slow, so what was made is kept for the life of this
+    object and used again for messages of the same size and dtype, once no tensor on it is left. Ranks that run the
+    same program let go of tensors at the same places, so all of them reuse, or make, memory at the same time.
+
+    Args:
+        group: The ranks. Constructing this is a collective over them.
+        backend: Only "NCCL".
+
+    Raises:
+        ValueError: Another back end was asked for, or the group is not NCCL's on a CUDA device.
+    """
+
+    group: dist.ProcessGroup
+    _made: dict[tuple[int, torch.dtype, torch.device], list[_Kept]]
+
+    def __init__(self, group: dist.ProcessGroup, backend: str = "NCCL") -> None:
+        if backend != "NCCL":
+            raise ValueError(f'symmetric memory: backend must be "NCCL", got {backend!r}')
+        found = _cuda_backend(group)
+        if found != "nccl":
+            raise ValueError(
+                "symmetric memory needs a CUDA device and a process group whose back end there is NCCL; "
+                + ("there is no CUDA device" if found is None else f"its back end is {found}")
+            )
+        self.group, self._made = group, {}
+        import torch.distributed._symmetric_memory as symmetric  # half a second; hardly anyone needs it
+
+        symmetric.set_backend("NCCL")
+        # Without a communicator there is nothing to register memory with, and NCCL makes it at the first collective.
+        dist.barrier(group=group)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See :meth:`~fullshard.transport.custom.Comm.allocate`. A collective unless memory is used again."""
+        numel = math.prod(size)
+        made = self._made.setdefault((numel, dtype, device), [])
+        for kept in made:
+            if kept.unused:
+                return kept.tensor.view(tuple(size))
+        made.append(_Kept(self._make(numel, dtype, device)))
+        return made[-1].tensor.view(tuple(size))
+
+    def _make(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        import torch.distributed._symmetric_memory as symmetric
+
+        tensor: torch.Tensor = symmetric.empty((numel,), dtype=dtype, device=device)
+        symmetric.rendezvous(tensor, self.group.group_name)
+        return tensor
+
+
+class _Kept:
+    """A tensor that is kept, and who else is on its storage."""
+
+    __slots__ = ("_users", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self._users = tensor, _storage_users(tensor)
+
+    @property
+    def unused(self) -> bool:
+        """Whether no other tensor is on the storage."""
+        return _storage_users(self.tensor) == self._users
+
+
+class SymmetricMemoryAllGather(SymmetricMemory, AllGather):
+    """NCCL's all-gather in symmetric memory, in place: NCCL then picks a copy engine or a symmetric kernel."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """See :class:`~fullshard.transport.custom.AllGather`."""
+        own = output_tensor.narrow(0, group.rank() * input_tensor.numel(), input_tensor.numel())
+        if own.data_ptr() != input_tensor.data_ptr():
+            own.copy_(input_tensor)  # both ends have to be symmetric
+        return _all_gather(output_tensor, own, group, async_op)
+
+
+class SymmetricMemoryReduceScatter(SymmetricMemory, ReduceScatter):
+    """NCCL's reduce-scatter in symmetric memory, which it is good at for sums only."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp | ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """See :class:`~fullshard.transport.custom.ReduceScatter`. Always done for the current stream: returns None."""
+        # Both ends have to be symmetric, and the output is a gradient that outlives the message.
+        landing = self.allocate(output_tensor.shape, dtype=output_tensor.dtype, device=output_tensor.device)
+        _reduce_scatter(landing, input_tensor, group, op, async_op=False)
+        output_tensor.copy_(landing)
+        return None
+
+
+def _all_gather(
+    output: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    return _started(group._allgather_base(output, piece, options), async_op)
+
+
+def _reduce_scatter(
+    output: torch.Tensor,
+    region: torch.Tensor,
+    group: dist.ProcessGroup,
+    op: ReduceOp | ReduceOp.RedOpType,
+    async_op: bool,
+) -> dist.Work | None:
+    options = ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = op if isinstance(op, ReduceOp) else ReduceOp(op), async_op
+    return _started(group._reduce_scatter_base(output, region, options), async_op)
+
+
+def _started(work: dist.Work, async_op: bool) -> dist.Work | None:
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def _cuda_backend(group: dist.ProcessGroup) -> str | None:
+    """Name of the back end that ``group`` uses for CUDA tensors, in lower case; None without a CUDA device."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        return group._get_backend(torch.device("cuda")).name().lower()
+    except RuntimeError:  # the group has none for CUDA
+        return "for CPU tensors only"
+
+
+def _storage_users(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -1,0 +1,379 @@
+"""Small tensor subclasses with the ``fsdp_pre_all_gather`` / ``fsdp_post_all_gather`` protocol.
+
+Two families, as in practice:
+
+- :class:`PackedWeight`: frozen int8 codes with a scale per row, like NF4. Four times smaller than what it stands
+  for, gathered as it is, expanded in the layer.
+- :class:`CastWeight` and its subclasses: trainable, kept in high precision, cast for the gather, like float8.
+
+``calls`` of a class lists what the protocol was called with; :func:`forget_calls` empties all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+aten = torch.ops.aten
+
+
+class Call(NamedTuple):
+    """One call of the protocol: ``pre``, ``post`` (first time) or ``refill`` (with ``out``)."""
+
+    method: str
+    arguments: tuple[Any, ...]
+
+
+calls: list[Call] = []
+
+
+def forget_calls() -> None:
+    calls.clear()
+
+
+def called(method: str) -> list[tuple[Any, ...]]:
+    """Arguments of every call of ``method``."""
+    return [call.arguments for call in calls if call.method == method]
+
+
+def padded_rows(rows: int, ranks: int) -> int:
+    """Rows of the largest shard."""
+    return -(-rows // ranks)
+
+
+def pad(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """``tensor`` with zero rows below, up to ``rows``."""
+    return torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], *tensor.shape[1:])])
+
+
+# Packed: frozen codes and scales.
+
+
+class PackedWeight(torch.Tensor):
+    """A (rows, columns) weight as int8 codes and one float32 scale per row. Frozen. Asks for one argument."""
+
+    codes: torch.Tensor  # (rows, columns), int8
+    scale: torch.Tensor  # (rows,), float32
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, flat: bool = False) -> PackedWeight:
+        shape = (codes.numel(),) if flat else codes.shape
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=scale.dtype, device=codes.device)
+        self.codes, self.scale = codes, scale
+        return self
+
+    @classmethod
+    def pack(cls, weight: torch.Tensor) -> PackedWeight:
+        """The packed form of a float32 weight."""
+        scale = weight.detach().abs().amax(dim=1).clamp_min(1e-12) / 127
+        return cls((weight.detach() / scale[:, None]).round().to(torch.int8), scale)
+
+    def unpacked(self) -> torch.Tensor:
+        """The float32 weight that this one stands for."""
+        return self.codes.to(self.scale.dtype) * self.scale[:, None]
+
+    def __repr__(self, **_: Any) -> str:
+        return f"{type(self).__name__}{tuple(self.shape)}"
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], _: None, size: Any, stride: Any) -> PackedWeight:
+        return cls(inner["codes"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operation = _PACKED_OPERATIONS.get(func)
+        if operation is None:
+            raise NotImplementedError(f"{cls.__name__} does not support {func}")
+        return operation(func, *args, **(kwargs or {}))
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+        calls.append(Call("pre", (self, mesh)))
+        return (self.codes, self.scale), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[torch.Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        codes, scale = outputs
+        if out is not None:
+            calls.append(Call("refill", (self, outputs, metadata, dtype)))
+            assert isinstance(out, PackedWeight)
+            assert _storage(out.codes) == _storage(codes)  # what is gathered has to land where `out` looks
+            assert _storage(out.scale) == _storage(scale)
+            return None
+        calls.append(Call("post", (self, outputs, metadata, dtype)))
+        return type(self)(codes[:metadata], scale[:metadata]), (codes, scale)  # None: all rows
+
+
+class SizedPackedWeight(PackedWeight):
+    """A packed weight that asks for five arguments, pads its rows, and cuts them off by itself afterwards."""
+
+    def fsdp_pre_all_gather(  # type: ignore[override]
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        calls.append(Call("pre", (self, mesh, outer_size, outer_stride, module, mp_policy)))
+        rows = padded_rows(outer_size[0], mesh.size())
+        return (pad(self.codes, rows), pad(self.scale, rows)), outer_size[0]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _on_both(func: Any, weight: PackedWeight, **options: Any) -> PackedWeight:
+    return type(weight)(func(weight.codes, **options), func(weight.scale, **options))
+
+
+def _split(func: Any, weight: PackedWeight, rows: int, dim: int = 0) -> list[PackedWeight]:
+    assert dim == 0
+    pieces = zip(func(weight.codes, rows), func(weight.scale, rows), strict=True)
+    return [type(weight)(codes, scale) for codes, scale in pieces]
+
+
+def _new(func: Any, weight: PackedWeight, size: Sequence[int], **options: Any) -> PackedWeight:
+    # torch asks for `new_empty(0)` where a rank gets no rows.
+    shape = (0, weight.shape[1]) if len(size) == 1 else tuple(size)
+    options = _placed(options)
+    return type(weight)(func(weight.codes, shape, **options), func(weight.scale, shape[:1], **options))
+
+
+def _placed(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key in ("device", "pin_memory")}
+
+
+def _slice(func: Any, weight: PackedWeight, dim: int = 0, start: Any = None, end: Any = None) -> PackedWeight:
+    assert dim == 0
+    return type(weight)(weight.codes[start:end], weight.scale[start:end])
+
+
+def _view(func: Any, weight: PackedWeight, size: Sequence[int]) -> PackedWeight:
+    assert list(size) in ([-1], list(weight.shape))
+    return type(weight)(weight.codes, weight.scale, flat=list(size) == [-1])
+
+
+def _as_strided(func: Any, weight: PackedWeight, size: Sequence[int], stride: Any, offset: int = 0) -> PackedWeight:
+    assert offset == 0 and size[1] == weight.shape[1]
+    return type(weight)(weight.codes[: size[0]], weight.scale[: size[0]])
+
+
+def _copy(func: Any, weight: PackedWeight, source: torch.Tensor, non_blocking: bool = False) -> PackedWeight:
+    packed = source if isinstance(source, PackedWeight) else weight.pack(source)
+    func(weight.codes, packed.codes)
+    func(weight.scale, packed.scale)
+    return weight
+
+
+def _to(func: Any, weight: PackedWeight, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
+    if dtype is not None and dtype != weight.dtype:
+        return weight.unpacked().to(dtype=dtype, device=device)
+    return type(weight)(weight.codes.to(device), weight.scale.to(device))
+
+
+_PACKED_OPERATIONS: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _on_both,
+    aten.clone.default: lambda func, weight, **_: _on_both(func, weight),
+    aten.empty_like.default: lambda func, weight, **options: _on_both(func, weight, **_placed(options)),
+    aten.split.Tensor: _split,
+    aten.new_zeros.default: _new,
+    aten.new_empty.default: _new,
+    aten.slice.Tensor: _slice,
+    aten.view.default: _view,
+    aten.as_strided.default: _as_strided,
+    aten.copy_.default: _copy,
+    aten._to_copy.default: _to,
+}
+
+
+class _PackedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+        ctx.save_for_backward(weight)  # the packed one: expanding it again is what saves the memory
+        return x @ weight.unpacked().T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return gradient @ weight.unpacked(), None
+
+
+class Adapted(nn.Module):
+    """A frozen packed weight with trainable low-rank factors beside it."""
+
+    def __init__(self, columns: int, rows: int, kind: type[PackedWeight] = PackedWeight, rank: int = 4) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(kind.pack(torch.randn(rows, columns) / columns**0.5), requires_grad=False)
+        self.down, self.up = nn.Linear(columns, rank, bias=False), nn.Linear(rank, rows, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _PackedProduct.apply(x, self.weight) + self.up(self.down(x))
+
+
+# Cast: trainable, high precision at rest, low on the wire.
+
+
+class CastWeight(torch.Tensor):
+    """Base: wraps a float tensor and behaves as it. Subclasses say what travels.
+
+    ``hint`` stands for what libraries put on the local tensor between steps (float8: a precomputed scale).
+    """
+
+    inner: torch.Tensor
+    hint: Any
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> CastWeight:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+        self.inner, self.hint = inner, None
+        return self
+
+    def __repr__(self, **_: Any) -> str:
+        return f"{type(self).__name__}{tuple(self.shape)}"
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], _: None, size: Any, stride: Any) -> CastWeight:
+        return cls(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(CastWeight, lambda weight: weight.inner, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        return tree_map_only(torch.Tensor, cls, result) if func in _CAST_PRESERVING else result
+
+
+_CAST_PRESERVING = {
+    aten.detach.default,
+    aten.clone.default,
+    aten.empty_like.default,
+    aten.new_zeros.default,
+    aten.new_empty.default,
+    aten.split.Tensor,
+    aten.slice.Tensor,
+    aten.view.default,
+    aten.as_strided.default,
+    aten.copy_.default,
+    aten._to_copy.default,
+    aten._pin_memory.default,
+}
+
+
+def _refill(out: torch.Tensor, value: torch.Tensor) -> None:
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+        out.copy_(value)
+
+
+class RoundedWeight(CastWeight):
+    """Travels as bfloat16 and is used in the unit's dtype. One argument."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+        calls.append(Call("pre", (self, mesh, self.hint)))
+        return (self.inner.to(torch.bfloat16),), ("rounded", self.hint)
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[torch.Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        (low,) = outputs
+        assert low.dtype is torch.bfloat16 and metadata[0] == "rounded"
+        if out is not None:
+            calls.append(Call("refill", (self, outputs, metadata, dtype)))
+            if _storage(out) != _storage(low):
+                _refill(out, low[: out.shape[0]])
+            return None
+        calls.append(Call("post", (self, outputs, metadata, dtype)))
+        full = low.to(dtype)  # a copy, unless the unit computes in bfloat16
+        return full, (low,) if full is low else (low, full)
+
+
+class SizedRoundedWeight(RoundedWeight):
+    """As its base, with five arguments; pads its rows to those of the largest shard."""
+
+    def fsdp_pre_all_gather(  # type: ignore[override]
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        calls.append(Call("pre", (self, mesh, outer_size, outer_stride, module, mp_policy)))
+        low = self.inner.to(torch.bfloat16)
+        return (pad(low, padded_rows(outer_size[0], mesh.size())),), ("rounded", self.hint)
+
+
+class ScaledWeight(CastWeight):
+    """Travels as int8 with one scale for all ranks, which it agrees on with a collective of its own, like float8."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+        largest = self.inner.abs().max() if self.inner.numel() else self.inner.new_zeros(())
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group())
+        scale = largest / 127
+        calls.append(Call("pre", (self, mesh)))
+        return ((self.inner / scale).round().to(torch.int8),), scale
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[torch.Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        (codes,) = outputs
+        full = codes.to(dtype) * metadata
+        if out is not None:
+            _refill(out, full[: out.shape[0]])
+            return None
+        return full, (codes, full)
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    """What ranks see of a :class:`RoundedWeight`."""
+    return weight.to(torch.bfloat16).to(weight.dtype)
+
+
+def scaled(weight: torch.Tensor) -> torch.Tensor:
+    """What ranks see of a :class:`ScaledWeight`."""
+    scale = weight.abs().max() / 127
+    return (weight / scale).round().to(torch.int8).to(weight.dtype) * scale
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, cast: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return cast(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class CastLinear(nn.Linear):
+    """The unsharded reference of a linear layer with a :class:`CastWeight`: casts in its forward."""
+
+    cast: Callable[[torch.Tensor], torch.Tensor]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, _StraightThrough.apply(self.weight, self.cast), self.bias)
+
+
+CASTS: dict[type[CastWeight], Callable[[torch.Tensor], torch.Tensor]] = {
+    RoundedWeight: rounded,
+    SizedRoundedWeight: rounded,
+    ScaledWeight: scaled,
+}
+
+
+def with_cast_weights(model: nn.Module, kind: type[CastWeight]) -> nn.Module:
+    """``model`` with the weight of every linear layer as ``kind``, in place."""
+    for layer in [module for module in model.modules() if isinstance(module, nn.Linear)]:
+        layer.weight = nn.Parameter(kind(layer.weight.detach()))
+    return model
+
+
+def casting(model: nn.Module, kind: type[CastWeight]) -> nn.Module:
+    """``model`` with linear layers that cast their plain weights as ``kind`` does, in place."""
+    for layer in [module for module in model.modules() if isinstance(module, nn.Linear)]:
+        layer.__class__ = CastLinear
+        layer.cast = CASTS[kind]
+    return model

@@ -1,0 +1,316 @@
+"""What each way to accumulate gradients sends and holds, in bytes, and that all of them add up to the same."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compare import assert_equal, assert_models_equal
+from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.engine.ownership import nested_units
+from fullshard.transport import record
+from models import LossOf, Stack, assert_at_rest, batch, reference_backward, square_loss
+from ranks import Rank, on_ranks
+
+CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
+BF16, F32 = torch.bfloat16, torch.float32
+WIDTH, COUNT = 128, 3
+NUMEL = WIDTH * WIDTH + WIDTH  # of one layer; every rank's rows of it are a multiple of 64 bytes
+PRESENCE = 16  # fp32 numbers beside each rank's rows: one per parameter, padded to 64 bytes
+
+
+def flat_or_hybrid(rank: Rank) -> list[DeviceMesh]:
+    """The flat mesh, and the square one of four ranks."""
+    hybrid = [rank.make_mesh(2, 2, names=("replicate", "shard"))] if rank.world_size == 4 else []
+    return [rank.mesh, *hybrid]
+
+
+def layers(mesh: DeviceMesh, **settings: Any) -> nn.Module:
+    """Layers of which each is a unit, and a root without parameters."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(COUNT)))
+    return sharded(model, mesh, **settings)
+
+
+def sharded(model: nn.Module, mesh: DeviceMesh, **settings: Any) -> nn.Module:
+    for child in getattr(model, "blocks", model):
+        fully_shard(child, mesh=mesh, **settings)
+    return fully_shard(model, mesh=mesh, **settings)
+
+
+def microbatch(model: nn.Module, rank: Rank, step: int) -> None:
+    model(batch(rank.rank, step, 2, WIDTH)).float().square().mean().backward()
+
+
+def set_mode(model: nn.Module, mode: str, last: bool) -> None:
+    model.set_requires_gradient_sync(last or mode != "no sync")
+    model.set_requires_all_reduce(last or mode != "reduce-scatter only")
+
+
+# -------------------------------------------------------------------- bytes
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(BF16, F32)], ids=["fp32", "bf16-fp32"])
+@pytest.mark.parametrize("mode", ["no sync", "sharded", "reduce-scatter only"])
+def test_bytes_of_each_mode(rank: Rank, mode: str, policy: MixedPrecisionPolicy) -> None:
+    """K microbatches gather 2 K times in all modes; they reduce once, or K times, and all-reduce once, or K times."""
+    microbatches = 4
+    for mesh in flat_or_hybrid(rank):
+        replicas, shards = (1, mesh.size()) if mesh.ndim == 1 else mesh.shape
+        model = layers(mesh, mp_policy=policy, reshard_after_forward=True)
+        with record() as seen:
+            for step in range(microbatches):
+                set_mode(model, mode, step == microbatches - 1)
+                microbatch(model, rank, step)
+        sent = {kind: sum(c.nbytes for c in seen if c.kind == kind) for kind in ("gather", "reduce", "all_reduce")}
+        itemsize = (policy.param_dtype or F32).itemsize
+        reduces = 1 if mode == "no sync" else microbatches
+        all_reduces = microbatches if mode == "sharded" else 1
+        rows = NUMEL // shards + PRESENCE
+        assert sent["gather"] == COUNT * 2 * microbatches * NUMEL * itemsize * (shards - 1) // shards
+        assert sent["reduce"] == COUNT * reduces * 4 * rows * (shards - 1)
+        assert sent["all_reduce"] == COUNT * all_reduces * 2 * 4 * rows * (replicas - 1) // replicas
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("mode", ["no sync", "sharded", "reduce-scatter only"])
+def test_bytes_held_between_microbatches(rank: Rank, mode: str) -> None:
+    """No sync holds full gradients in the reduce dtype; the others this rank's rows, in it or in the shards'."""
+    for mesh in flat_or_hybrid(rank):
+        replicas, shards = (1, mesh.size()) if mesh.ndim == 1 else mesh.shape
+        model = layers(mesh, mp_policy=MixedPrecisionPolicy(BF16, F32))
+        for step in range(3):
+            set_mode(model, mode, False)
+            microbatch(model, rank, step)
+            pending = model.get_pending_gradients().values()
+            unreduced = sum(entry.unreduced.nbytes for entry in pending if entry.unreduced is not None)
+            partial = sum(entry.partial.nbytes for entry in pending if entry.partial is not None)
+            landed = sum(p.grad.to_local().nbytes for p in model.parameters() if p.grad is not None)
+            rows = COUNT * NUMEL * 4 // shards
+            if mode == "no sync":
+                assert (unreduced, partial, landed) == (COUNT * NUMEL * 4, 0, 0)
+            elif mode == "reduce-scatter only" and replicas > 1:
+                assert (unreduced, partial, landed) == (0, rows, 0)
+            else:
+                assert (unreduced, partial, landed) == (0, 0, rows)
+            assert_at_rest(model) if rank.world_size > 1 else None
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("which", ["root", "one block", "all but one"])
+def test_bytes_when_some_units_sync(rank: Rank, which: str) -> None:
+    """Only what syncs is sent: the bytes of each unit's reductions are those of the microbatches in which it does."""
+    model = sharded(Stack(2, 16), rank.mesh)
+    names = {"root": [""], "one block": ["blocks.0"], "all but one": ["", "blocks.1"]}[which]
+    units = {unit.name or "": unit for unit in nested_units(model)}
+    square_loss(0, 4, 16)(model, rank.rank).backward()
+    with record() as seen:
+        square_loss(0, 4, 16)(model, rank.rank).backward()
+    once = {name: sum(c.nbytes for c in seen if c.kind == "reduce" and c.unit == name) for name in units}
+    model.zero_grad()
+    with record() as seen:
+        for step in range(4):
+            for name in names:
+                model.get_submodule(name).set_requires_gradient_sync(step == 3, recurse=False)
+            square_loss(step, 4, 16)(model, rank.rank).backward()
+    sent = {name: sum(c.nbytes for c in seen if c.kind == "reduce" and c.unit == name) for name in units}
+    assert sent == {name: once[name] * (1 if name in names else 4) for name in units}
+
+
+# -------------------------------------------------------------------- no copies
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that run inside, with the elements of their first tensor argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat = torch.utils._pytree.tree_leaves((args, kwargs))
+        numel = max((leaf.numel() for leaf in flat if isinstance(leaf, torch.Tensor)), default=0)
+        self.seen.append((func.overloadpacket.__name__, numel))
+        return func(*args, **(kwargs or {}))
+
+
+COPIES = {"cat", "stack", "copy_", "_foreach_copy_", "clone", "_to_copy", "contiguous", "empty_strided", "zeros"}
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(BF16, F32)], ids=["fp32", "bf16-fp32"])
+def test_nothing_is_copied_or_sent_without_sync(rank: Rank, policy: MixedPrecisionPolicy) -> None:
+    """From the second microbatch on gradients are added where autograd left them: no collective, copy or new memory."""
+    model = layers(rank.mesh, mp_policy=policy, reshard_after_forward=False)
+    model.set_reshard_after_backward(False)  # so that nothing is gathered either
+    model.set_requires_gradient_sync(False)
+    microbatch(model, rank, 0)
+    before = {p: entry.unreduced for p, entry in model.get_pending_gradients().items()}
+    pointers = {p: (gradient.data_ptr(), gradient._version) for p, gradient in before.items()}
+    for step in (1, 2):
+        loss = model(batch(rank.rank, step, 2, WIDTH)).float().square().mean()
+        with record() as seen, Operators() as operators:
+            loss.backward()
+        assert not seen
+        weights = [name for name, numel in operators.seen if numel >= WIDTH * WIDTH]
+        # The one copy that remains is autograd's: a bf16 weight gradient on its way into fp32.
+        casts = COUNT if policy.reduce_dtype else 0
+        assert sum(name in COPIES for name in weights) == casts, weights
+        assert weights.count("_to_copy") == casts and weights.count("add_") == COUNT
+    after = {p: entry.unreduced for p, entry in model.get_pending_gradients().items()}
+    assert len(after) == 2 * COUNT
+    for parameter, gradient in after.items():
+        assert gradient is before[parameter] and gradient.dtype is F32
+        assert gradient.data_ptr() == pointers[parameter][0]
+        assert gradient._version == pointers[parameter][1] + 2  # one addition in place per microbatch
+
+
+@on_ranks(2)
+def test_gradients_stay_in_place_while_parameters_come_and_go(rank: Rank) -> None:
+    """Freeing and gathering parameters in between moves no gradient, and the last microbatch copies none either."""
+    model = layers(rank.mesh)
+    model.set_requires_gradient_sync(False)
+    pointers = []
+    for step in range(3):
+        microbatch(model, rank, step)
+        assert_at_rest(model)
+        pointers.append([entry.unreduced.data_ptr() for entry in model.get_pending_gradients().values()])
+    assert pointers[0] == pointers[1] == pointers[2]
+
+
+# -------------------------------------------------------------------- parity
+
+
+def mixed_loss(step: int) -> LossOf:
+    """Of a batch of the step, through all blocks or some."""
+    run = [[0, 1, 2], [0, 2], [1], [0, 1, 2]][step % 4]
+    return lambda model, rank: model(batch(rank, step, 4, 6), run=run).square().mean()
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("seed", range(4))
+def test_any_interleaving(rank: Rank, seed: int) -> None:
+    """Units that sync, only reduce-scatter or do neither as a die says, microbatch by microbatch, then all: parity."""
+    for mesh in flat_or_hybrid(rank):
+        die = random.Random(seed)
+        torch.manual_seed(seed)
+        model = Stack(3)
+        reference = copy.deepcopy(model)
+        sharded(model, mesh)
+        modules = [model, *model.blocks]
+        microbatches = die.randint(3, 6)
+        for step in range(microbatches):
+            for module in modules:
+                last = step == microbatches - 1
+                module.set_requires_gradient_sync(last or die.random() < 0.5, recurse=False)
+                module.set_requires_all_reduce(last or die.random() < 0.5, recurse=False)
+            mixed_loss(step)(model, rank.rank).backward()
+            reference_backward(reference, rank.world_size, mixed_loss(step))
+            assert_at_rest(model)
+        assert not model.get_pending_gradients()
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("mode", ["no sync", "sharded", "reduce-scatter only"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_with_checkpointing(rank: Rank, where: str, reentrant: bool, mode: str) -> None:
+    """Microbatches whose activations are recomputed, inside or around the unit, add up in every mode."""
+    for mesh in flat_or_hybrid(rank):
+        torch.manual_seed(0)
+        model = Stack(2)
+        reference = copy.deepcopy(model)
+        sharded(model, mesh)
+        for module in [model] if where == "around" else model.blocks:
+            module.checkpointed = reentrant
+        for step in range(3):
+            set_mode(model, mode, step == 2)
+            square_loss(step)(model, rank.rank).backward()
+            reference_backward(reference, rank.world_size, square_loss(step))
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("mode", ["no sync", "sharded", "reduce-scatter only"])
+def test_with_frozen_parts(rank: Rank, mode: str) -> None:
+    """Frozen parameters, a frozen unit among them, get no gradient and no bytes; the rest adds up."""
+    for mesh in flat_or_hybrid(rank):
+        torch.manual_seed(1)
+        model = Stack(3)
+        for frozen in (model.blocks[1], model.blocks[0].up, model.first):
+            frozen.requires_grad_(False)
+        reference = copy.deepcopy(model)
+        sharded(model, mesh)
+        with record() as seen:
+            for step in range(3):
+                set_mode(model, mode, step == 2)
+                square_loss(step)(model, rank.rank).backward()
+                reference_backward(reference, rank.world_size, square_loss(step))
+        assert "blocks.1" not in {c.unit for c in seen if c.kind != "gather"}
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("when", ["frozen later", "unfrozen later"])
+def test_freezing_between_unsynced_microbatches(rank: Rank, when: str) -> None:
+    """A parameter frozen after it has accumulated keeps what it has, one unfrozen later starts then."""
+    for mesh in flat_or_hybrid(rank):
+        torch.manual_seed(2)
+        model = Stack(2)
+        reference = copy.deepcopy(model)
+        sharded(model, mesh)
+        for step in range(3):
+            for module in (model, reference):
+                module.blocks[0].up.requires_grad_((step == 0) == (when == "frozen later"))
+            if step == 2:  # trainable again, so that it takes part in the last
+                for module in (model, reference):
+                    module.blocks[0].up.requires_grad_(True)
+            model.set_requires_gradient_sync(step == 2)
+            square_loss(step)(model, rank.rank).backward()
+            reference_backward(reference, rank.world_size, square_loss(step))
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(BF16, F32)], ids=["fp32", "bf16-fp32"])
+def test_world_of_one(rank: Rank, policy: MixedPrecisionPolicy) -> None:
+    """On one rank the modes differ in nothing but when ``.grad`` appears, and nothing is sent."""
+    results = []
+    for mode in ("no sync", "sharded", "reduce-scatter only"):
+        torch.manual_seed(3)
+        model = layers(rank.mesh, mp_policy=policy)
+        with record() as seen:
+            for step in range(3):
+                set_mode(model, mode, step == 2)
+                microbatch(model, rank, step)
+                assert (model[0].weight.grad is None) == (mode == "no sync" and step < 2)
+        assert not seen
+        results.append([p.grad.to_local() for p in model.parameters()])
+    for other in results[1:]:
+        assert_equal(other, results[0], "gradients")
+
+
+@on_ranks(2, 4)
+def test_modes_give_the_same_gradients(rank: Rank) -> None:
+    """All modes agree within rounding, and with one batch of all microbatches."""
+    for mesh in flat_or_hybrid(rank):
+        results = []
+        for mode in ("no sync", "sharded", "reduce-scatter only", "one batch"):
+            torch.manual_seed(4)
+            model = layers(mesh)
+            steps = [batch(rank.rank, step, 2, WIDTH) for step in range(3)]
+            for step, x in enumerate([torch.cat(steps)] if mode == "one batch" else steps):
+                set_mode(model, mode, step == 2 or mode == "one batch")
+                model(x).square().sum().backward()
+            results.append([p.grad.full_tensor() for p in model.parameters()])
+        for other in results[1:]:
+            for ours, first in zip(other, results[0], strict=True):
+                torch.testing.assert_close(ours, first, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,377 @@
+"""Units of several modules: ``fully_shard([a, b])`` gathers and reduces them as one, however they are called."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from compare import assert_models_equal
+from fullshard import FSDPModule, fully_shard
+from fullshard.engine.ownership import nested_units, unit_of
+from fullshard.transport import record
+from models import Block, LossOf, assert_at_rest, batch, gathered, reference_backward, tiny_units, tokens
+from ranks import Rank, on_ranks
+
+CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
+DIM, VOCABULARY = 6, 13
+
+
+class Language(nn.Module):
+    """Token ids to logits. ``mode`` says how the head is run: once, in chunks, or not at all."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(VOCABULARY, DIM)
+        self.blocks = nn.ModuleList(Block(DIM) for _ in range(3))
+        self.norm = nn.LayerNorm(DIM)
+        self.head = nn.Linear(DIM, VOCABULARY, bias=False)
+        self.spare = nn.Linear(DIM, DIM)  # never runs
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.mode = "once"
+        self.checkpointed = False
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = self.call(block, x)
+        x = self.call(self.norm, x)
+        if self.mode == "no head":
+            return x
+        if self.mode == "chunks":
+            return torch.cat([self.call(self.head, chunk) for chunk in x.chunk(3)])
+        return self.call(self.head, x)
+
+    def call(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(module, x, use_reentrant=False) if self.checkpointed else module(x)
+
+    def encode(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding(ids)
+
+
+def score(logits: torch.Tensor, rank: int, step: int) -> torch.Tensor:
+    return cross_entropy(logits, tokens(rank, step + 100, len(logits)))
+
+
+def loss_at(step: int) -> LossOf:
+    """Of the logits."""
+    return lambda model, rank: score(model(tokens(rank, step, 9)), rank, step)
+
+
+def loss_of_hidden(step: int) -> LossOf:
+    """Of what goes into the head, which does not run."""
+    return lambda model, rank: model(tokens(rank, step, 9)).square().mean()
+
+
+def loss_of_chunks(step: int) -> LossOf:
+    """The head is called on its own, chunk by chunk, after the model; one backward for all."""
+
+    def loss_of(model: Any, rank: int) -> torch.Tensor:
+        hidden = model(tokens(rank, step, 9))
+        return sum(score(model.head(chunk), rank, step) for chunk in hidden.chunk(3))
+
+    return loss_of
+
+
+def loss_of_detached_chunks(step: int) -> LossOf:
+    """As ``loss_of_chunks``, with a backward after each chunk, so that one chunk's logits are alive at a time."""
+
+    def loss_of(model: Any, rank: int) -> torch.Tensor:
+        hidden = model(tokens(rank, step, 9))
+        leaf = hidden.detach().requires_grad_()
+        for chunk in leaf.chunk(3):
+            score(model.head(chunk), rank, step).backward()
+        return (hidden * leaf.grad).sum()
+
+    return loss_of
+
+
+# name -> the modules that become one unit
+GROUPS: dict[str, Callable[[Any], list[nn.Module]]] = {
+    "norm and head": lambda m: [m.norm, m.head],
+    "head and norm": lambda m: [m.head, m.norm],
+    "embedding and block": lambda m: [m.embedding, m.blocks[0]],
+    "embedding and last block": lambda m: [m.embedding, m.blocks[2]],
+    "first and last block": lambda m: [m.blocks[0], m.blocks[2]],
+    "embedding, norm, head": lambda m: [m.embedding, m.norm, m.head],
+    "with an unused one": lambda m: [m.blocks[1], m.spare],
+    "inside modules": lambda m: [m.blocks[0].up, m.blocks[1].down],
+    "everything": lambda m: [m.embedding, *m.blocks, m.norm, m.head, m.spare],
+    "alone": lambda m: [m.blocks[1]],
+}
+
+
+def grouped(rank: Rank, model: Any, group: str = "norm and head", *, tiny: int = 0, **options: Any) -> Any:
+    """``model`` with that group, a unit for each block that is not in it, and the root."""
+    with tiny_units(up_to=tiny):
+        members = GROUPS[group](model)
+        fully_shard(members, mesh=rank.mesh, **options)
+        for block in model.blocks:
+            if unit_of(block) is None:
+                fully_shard(block, mesh=rank.mesh, **options)
+        return fully_shard(model, mesh=rank.mesh, **options)
+
+
+def train(
+    rank: Rank,
+    model: Any,
+    reference: Any,
+    losses: Callable[[int], LossOf] = loss_at,
+    *,
+    steps: int = 3,
+    rtol: float = 1e-4,
+    atol: float = 1e-6,
+) -> None:
+    """Train both for some steps, and compare the weights before the last one and its gradients."""
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    for step in range(steps):
+        model.zero_grad()
+        reference.zero_grad()
+        losses(step)(model, rank.rank).backward()
+        assert_at_rest(model)
+        reference_backward(reference, rank.world_size, losses(step))
+        if step == steps - 1:
+            assert_models_equal(model, reference, grads=True, rtol=rtol, atol=atol)
+        for optimizer in optimizers:
+            optimizer.step()
+    model.zero_grad()
+    reference.zero_grad()
+
+
+def count(model: Any, run: Callable[[], Any]) -> tuple[Counter[str], Any]:
+    """How often each unit was gathered and reduced, as "gather NAME" and "reduce NAME"; what ``run`` returned."""
+    with record() as seen:
+        result = run()
+    return Counter(f"{c.kind} {c.unit}" for c in seen), result
+
+
+# ---------------------------------------------------------------- one unit
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("given", "units"), [(list, 5), (tuple, 5)], ids=["list", "tuple"])
+def test_list_becomes_one_unit(rank: Rank, given: Any, units: int) -> None:
+    """All modules of the list become FSDP modules of one unit that owns all their parameters; the list is returned."""
+    model = Language()
+    modules = given([model.norm, model.head])
+    assert fully_shard(modules, mesh=rank.mesh) is modules
+    assert type(model.norm).__name__ == "FSDPLayerNorm" and type(model.head).__name__ == "FSDPLinear"
+    assert isinstance(model.norm, FSDPModule) and isinstance(model.head, FSDPModule)
+    assert unit_of(model.norm) is unit_of(model.head)
+    assert [p.fqn for p in unit_of(model.head).parameters] == ["weight", "bias", "weight"]
+    grouped_model = grouped(rank, Language())
+    assert len(nested_units(grouped_model)) == units
+    grouped_model(tokens(0, 0, 9))
+    assert [unit.name for unit in nested_units(grouped_model)] == ["", "blocks.0", "blocks.1", "blocks.2", "norm"]
+    names = [parameter.fqn for parameter in unit_of(grouped_model.head).parameters]
+    assert names == ["norm.weight", "norm.bias", "head.weight"]
+
+
+@on_ranks(2)
+def test_members_inside_others_and_twice(rank: Rank) -> None:
+    """A module that another one of the list contains is part of that one; one listed twice counts once."""
+    model = Language()
+    reference = copy.deepcopy(model)
+    fully_shard([model.blocks[0].up, model.blocks[0], model.norm, model.blocks[0]], mesh=rank.mesh)
+    assert not isinstance(model.blocks[0].up, FSDPModule) and unit_of(model.blocks[0].up) is None
+    unit = unit_of(model.norm)
+    assert unit is unit_of(model.blocks[0]) and [ref() for ref in unit.modules] == [model.blocks[0], model.norm]
+    train(rank, fully_shard(model, mesh=rank.mesh), reference)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("setting", [True, None, False], ids=["reshard", "default", "keep"])
+def test_one_gather_and_one_reduction(rank: Rank, setting: bool | None) -> None:
+    """A group is gathered once forward, once backward unless it is kept, and reduced once."""
+    model = grouped(rank, Language(), reshard_after_forward=setting)
+    for step in range(3):
+        forward, loss = count(model, lambda step=step: loss_at(step)(model, rank.rank))
+        backward, _ = count(model, loss.backward)
+        blocks = ["blocks.0", "blocks.1", "blocks.2"]
+        assert forward == Counter(f"gather {name}" for name in ["", *blocks, "norm"])
+        expected = Counter(f"reduce {name}" for name in ["", *blocks, "norm"])
+        if setting is not False:
+            expected.update(f"gather {name}" for name in [*([""] if setting else []), *blocks, "norm"])
+        assert backward == expected
+        assert_at_rest(model)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("setting", [True, None, False], ids=["reshard", "default", "keep"])
+def test_training(rank: Rank, group: str, setting: bool | None) -> None:
+    """Every group trains as the model without sharding does, whatever runs between its members."""
+    model = Language()
+    reference = copy.deepcopy(model)
+    train(rank, grouped(rank, model, group, reshard_after_forward=setting), reference)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("group", ["norm and head", "embedding and last block", "with an unused one"])
+def test_training_on_four_ranks(rank: Rank, group: str) -> None:
+    """The same where most pieces are empty."""
+    model = Language()
+    reference = copy.deepcopy(model)
+    train(rank, grouped(rank, model, group), reference)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("group", ["norm and head", "embedding and last block", "with an unused one"])
+def test_gathered_from_neighbours(rank: Rank, group: str) -> None:
+    """``reshard_after_forward=2``: backward gathers a group from two ranks, also one of which a part did not run."""
+    model = Language()
+    reference = copy.deepcopy(model)
+    grouped(rank, model, group, reshard_after_forward=2)
+    for mode, losses in [("once", loss_at), ("no head", loss_of_hidden), ("chunks", loss_at)]:
+        model.mode = reference.mode = mode
+        train(rank, model, reference, losses, steps=2)
+
+
+@on_ranks(4)
+def test_on_two_axes(rank: Rank) -> None:
+    """Groups work on a (replicate, shard) mesh."""
+    model = Language()
+    reference = copy.deepcopy(model)
+    mesh = rank.make_mesh(2, 2, names=("replicate", "shard"))
+    fully_shard([model.embedding, model.blocks[1]], mesh=mesh)
+    fully_shard([model.norm, model.head], mesh=mesh)
+    train(rank, fully_shard(model, mesh=mesh), reference)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("group", ["norm and head", "embedding and block", "everything"])
+def test_tiny_groups(rank: Rank, group: str) -> None:
+    """Groups that travel with a neighbour, or whose neighbours travel with them, train right."""
+    model = Language()
+    reference = copy.deepcopy(model)
+    grouped(rank, model, group, tiny=65536)
+    for mode, losses in [("once", loss_at), ("no head", loss_of_hidden), ("chunks", loss_at)]:
+        model.mode = reference.mode = mode
+        train(rank, model, reference, losses, steps=2)
+
+
+@on_ranks(2)
+def test_units_inside_members(rank: Rank) -> None:
+    """A member may contain units of its own, which keep their parameters."""
+    model = Language()
+    reference = copy.deepcopy(model)
+    fully_shard(model.blocks[0].up, mesh=rank.mesh)
+    fully_shard([model.blocks[0], model.blocks[1]], mesh=rank.mesh)
+    train(rank, fully_shard(model, mesh=rank.mesh), reference)
+    names = [unit.name for unit in nested_units(model)]
+    assert names == ["", "blocks.0", "blocks.0.up"]
+
+
+# ---------------------------------------------------------------- parts of a group
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("group", ["norm and head", "head and norm", "embedding, norm, head", "everything"])
+@pytest.mark.parametrize("setting", [True, False], ids=["reshard", "keep"])
+def test_only_a_part_runs(rank: Rank, group: str, setting: bool) -> None:
+    """Members that do not run get no gradient; the group is freed when the outermost forward ends."""
+    model = Language()
+    reference = copy.deepcopy(model)
+    grouped(rank, model, group, reshard_after_forward=setting)
+    for mode, losses in [("no head", loss_of_hidden), ("once", loss_at), ("no head", loss_of_hidden)]:
+        model.mode = reference.mode = mode
+        with torch.no_grad():
+            losses(0)(model, rank.rank)
+        assert_at_rest(model)
+        loss = losses(0)(model, rank.rank)
+        assert bool(gathered(model)) is not setting
+        loss.backward()
+        reference_backward(reference, rank.world_size, losses(0))
+        assert (model.head.weight.grad is None) is (mode == "no head")
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+        assert_at_rest(model)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("setting", [True, None, False], ids=["reshard", "default", "keep"])
+@pytest.mark.parametrize("losses", [loss_of_chunks, loss_of_detached_chunks], ids=["one backward", "one each"])
+@pytest.mark.parametrize("group", ["norm and head", "embedding, norm, head", "everything"])
+def test_head_is_called_afterwards_in_chunks(rank: Rank, group: str, losses: Any, setting: bool | None) -> None:
+    """A member may be called on its own, several times, when the root's forward is over."""
+    model = Language()
+    reference = copy.deepcopy(model)
+    grouped(rank, model, group, reshard_after_forward=setting)
+    model.mode = reference.mode = "no head"
+    train(rank, model, reference, losses)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("setting", [True, None, False], ids=["reshard", "default", "keep"])
+@pytest.mark.parametrize("group", ["norm and head", "head and norm", "embedding, norm, head"])
+def test_head_is_called_several_times_inside(rank: Rank, group: str, setting: bool | None) -> None:
+    """A member that runs in chunks inside the root is gathered at most once more, and reduced once."""
+    model = Language()
+    reference = copy.deepcopy(model)
+    grouped(rank, model, group, reshard_after_forward=setting)
+    model.mode = reference.mode = "chunks"
+    train(rank, model, reference)
+    name = unit_of(model.head).name
+    forward, loss = count(model, lambda: loss_at(0)(model, rank.rank))
+    assert forward[f"gather {name}"] <= 2
+    backward, _ = count(model, loss.backward)
+    assert backward[f"gather {name}"] <= 2 and backward[f"reduce {name}"] == 1
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("losses", [loss_of_chunks, loss_of_detached_chunks], ids=["one backward", "one each"])
+def test_chunks_with_accumulation(rank: Rank, losses: Any) -> None:
+    """Microbatches without sync reduce nothing, also of chunks that have a backward each."""
+    model = Language()
+    reference = copy.deepcopy(model)
+    grouped(rank, model)
+    model.mode = reference.mode = "no head"
+    for step, sync in enumerate([False, False, True]):
+        model.set_requires_gradient_sync(sync)
+        reductions, _ = count(model, lambda step=step: losses(step)(model, rank.rank).backward())
+        assert any(name.startswith("reduce") for name in reductions) is sync
+        reference_backward(reference, rank.world_size, losses(step))
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+    assert_at_rest(model)
+
+
+@on_ranks(2)
+def test_modes_take_turns(rank: Rank) -> None:
+    """Whole, partial and chunked steps, evaluations and calls of members alone may follow each other in any order."""
+    model = Language()
+    reference = copy.deepcopy(model)
+    grouped(rank, model)
+    steps = [("once", loss_at), ("no head", loss_of_chunks), ("chunks", loss_at), ("no head", loss_of_hidden)]
+    for mode, losses in [*steps, *reversed(steps)]:
+        model.mode = reference.mode = mode
+        train(rank, model, reference, losses, steps=1)
+        x = batch(0, 0, 2, DIM)
+        with torch.no_grad():
+            assert torch.allclose(model.head(model.norm(x)), reference.head(reference.norm(x)), atol=1e-6)
+        assert_at_rest(model)
+
+
+@on_ranks(2)
+def test_members_called_before_the_root_ran(rank: Rank) -> None:
+    """A member may run and train on its own before the model's first forward."""
+    model = Language()
+    reference = copy.deepcopy(model)
+    grouped(rank, model)
+    loss: LossOf = lambda module, number: module.head(batch(number, 0, 3, DIM)).square().mean()  # noqa: E731
+    loss(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, loss)
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+    model.head.reshard()
+    model.zero_grad()
+    reference.zero_grad()
+    train(rank, model, reference)

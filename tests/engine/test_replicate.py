@@ -1,0 +1,464 @@
+"""``replicate``: every rank keeps everything, gradients are averaged while backward goes on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close as torch_assert_close
+
+from compare import assert_equal, assert_models_equal
+from fullshard import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    ReplicateModule,
+    fully_shard,
+    replicate,
+)
+from fullshard.engine.ownership import nested_units
+from fullshard.transport import GlooTransport, record
+from models import Branch, Language, Stack, batch, reference_backward, square_loss, tokens
+from ranks import Rank, on_ranks
+
+CLOSE: dict[str, float] = {"rtol": 2e-5, "atol": 1e-6}
+
+
+def build() -> Stack:
+    torch.manual_seed(4)
+    return Stack()
+
+
+def by_blocks(model: nn.Module, rank: Rank, **options: Any) -> Any:
+    for block in model.blocks:
+        replicate(block, mesh=rank.mesh, **options)
+    return replicate(model, mesh=rank.mesh, **options)
+
+
+def whole(model: nn.Module, rank: Rank, **options: Any) -> Any:
+    return replicate(model, mesh=rank.mesh, **options)
+
+
+WAYS: list[Callable[..., Any]] = [by_blocks, whole]
+
+
+def ways(function: Callable[..., Any]) -> Any:
+    return pytest.mark.parametrize("make", WAYS, ids=lambda make: make.__name__)(function)
+
+
+# ---------------------------------------------------------------- training
+
+
+@on_ranks(1, 2, 4)
+@ways
+def test_trains_like_the_plain_module(rank: Rank, make: Callable[..., Any]) -> None:
+    """Gradients and parameters equal the unsharded ones over several Adam steps."""
+    reference = build()
+    model = make(copy.deepcopy(reference), rank)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.02) for m in (model, reference)]
+    for step in range(4):
+        square_loss(step)(model, rank.rank).backward()
+        reference_backward(reference, rank.world_size, square_loss(step))
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_models_equal(model, reference, **CLOSE)
+
+
+@on_ranks(2, 4)
+@ways
+def test_trains_like_ddp(rank: Rank, make: Callable[..., Any]) -> None:
+    """The same losses and parameters as DistributedDataParallel."""
+    ddp = DistributedDataParallel(build())
+    model = make(build(), rank)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.2, momentum=0.9) for m in (model, ddp)]
+    for step in range(4):
+        losses = []
+        for one, optimizer in zip((model, ddp), optimizers, strict=True):
+            optimizer.zero_grad()
+            losses.append(square_loss(step)(one, rank.rank))
+            losses[-1].backward()
+            optimizer.step()
+        torch_assert_close(losses[0].detach(), losses[1].detach())
+    assert_models_equal(model, ddp.module, **CLOSE)
+
+
+@on_ranks(2, 4)
+def test_same_bits_on_every_rank(rank: Rank) -> None:
+    """After training, parameters and gradients are bitwise the same on all ranks."""
+    model = by_blocks(build(), rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for step in range(3):
+        optimizer.zero_grad()
+        square_loss(step)(model, rank.rank).backward()
+        optimizer.step()
+    for fqn, parameter in model.named_parameters():
+        for what, value in (("value", parameter.detach()), ("gradient", parameter.grad)):
+            local = value.to_local().contiguous()
+            everyone = [torch.empty_like(local) for _ in range(rank.world_size)]
+            torch.distributed.all_gather(everyone, local)
+            for other in everyone:
+                assert_equal(local, other, f"{what} of {fqn}")
+
+
+@on_ranks(2, 4)
+def test_equals_sharding(rank: Rank) -> None:
+    """Two ranks: bitwise the losses and parameters of ``fully_shard``; more: within rounding."""
+    replicated, sharded = by_blocks(build(), rank), build()
+    for block in sharded.blocks:
+        fully_shard(block, mesh=rank.mesh)
+    fully_shard(sharded, mesh=rank.mesh)
+    for step in range(3):
+        for model in (replicated, sharded):
+            model.zero_grad()
+            square_loss(step)(model, rank.rank).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+    for (fqn, ours), theirs in zip(replicated.named_parameters(), sharded.parameters(), strict=True):
+        torch_assert_close(ours.detach().full_tensor(), theirs.detach().full_tensor(), msg=fqn, rtol=1e-6, atol=1e-7)
+
+
+@on_ranks(2)
+@ways
+def test_tied_weights_and_embeddings(rank: Rank, make: Callable[..., Any]) -> None:
+    """An embedding that is tied to the head trains like the unsharded one."""
+    torch.manual_seed(2)
+    reference = Language()
+    model = make(copy.deepcopy(reference), rank)
+
+    def loss_of(module: nn.Module, number: int) -> torch.Tensor:
+        return module(tokens(number, 0, 3, 5)).square().mean()
+
+    loss_of(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, loss_of)
+    assert model.head.weight is model.embedding.weight
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(2, 4)
+def test_gradients_missing_on_some_ranks(rank: Rank) -> None:
+    """Where some ranks had no gradient it counts as zeros; where none had one it stays None, or zeros if asked."""
+    torch.manual_seed(1)
+    for zeros in (False, True):
+        reference = Branch()
+        model = replicate(copy.deepcopy(reference), mesh=rank.mesh)
+        model.set_reduce_scatter_unused_params(zeros)
+
+        def loss_of(module: nn.Module, number: int) -> torch.Tensor:
+            module.rank = number
+            return module(batch(number, 0, 4, 6)).square().mean()
+
+        loss_of(model, rank.rank).backward()
+        reference_backward(reference, rank.world_size, loss_of)
+        if zeros:
+            assert not model.never.weight.grad.to_local().any()
+            for parameter in reference.never.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("per_microbatch", [True, False], ids=["reduced each", "reduced last"])
+def test_accumulation(rank: Rank, per_microbatch: bool) -> None:
+    """Microbatches add up, whether all are reduced or the last only; without sync nothing is sent."""
+    reference = build()
+    model = by_blocks(copy.deepcopy(reference), rank)
+    for step in range(3):
+        model.set_requires_gradient_sync(per_microbatch or step == 2)
+        with record() as seen:
+            square_loss(step)(model, rank.rank).backward()
+        reference_backward(reference, rank.world_size, square_loss(step))
+        assert bool(seen) == (per_microbatch or step == 2)
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(2)
+@ways
+def test_set_requires_all_reduce(rank: Rank, make: Callable[..., Any]) -> None:
+    """Without the all-reduce gradients wait on this rank, and the next backward with it reduces the sum."""
+    reference = build()
+    model = make(copy.deepcopy(reference), rank)
+    for step in range(3):
+        model.set_requires_all_reduce(step == 2)
+        with record() as seen:
+            square_loss(step)(model, rank.rank).backward()
+        reference_backward(reference, rank.world_size, square_loss(step))
+        assert bool(seen) == (step == 2)
+        assert (model.last.weight.grad is None) == (step < 2)
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(2, 4)
+def test_mixed_precision(rank: Rank) -> None:
+    """bf16 compute, fp32 all-reduce, fp32 parameters and gradients; equal to a reference written by hand."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    reference = build()
+    model = by_blocks(copy.deepcopy(reference), rank, mp_policy=policy)
+    with record() as seen:
+        loss = square_loss()(model, rank.rank)
+        loss.backward()
+    assert loss.dtype is torch.bfloat16
+    assert {(c.kind, c.dtype) for c in seen} == {("all_reduce", torch.float32)}
+    low = copy.deepcopy(reference).to(torch.bfloat16)
+    totals = {fqn: torch.zeros_like(p) for fqn, p in reference.named_parameters()}
+    for number in range(rank.world_size):
+        low.zero_grad()
+        low(batch(number, 0, 4, 6).to(torch.bfloat16)).square().mean().backward()
+        for fqn, parameter in low.named_parameters():
+            totals[fqn] += parameter.grad.float()
+    for fqn, parameter in model.named_parameters():
+        assert parameter.dtype is parameter.grad.dtype is torch.float32
+        torch_assert_close(parameter.grad.full_tensor(), totals[fqn] / rank.world_size, rtol=1e-6, atol=1e-7)
+
+
+@on_ranks(2)
+def test_half_precision_does_not_overflow(rank: Rank) -> None:
+    """fp16 gradients near the largest number are divided before they are summed."""
+    model = nn.Linear(1, 4, bias=False).half()
+    replicate(model, mesh=rank.mesh)
+    (model(torch.ones(1, 1, dtype=torch.float16)) * 40000).sum().backward()
+    assert_equal(model.weight.grad.to_local(), torch.full((4, 1), 40000.0, dtype=torch.float16), "gradient")
+
+
+@on_ranks(2)
+def test_gradient_divide_factor(rank: Rank) -> None:
+    """The sum is divided by what was asked for."""
+    reference = build()
+    model = whole(copy.deepcopy(reference), rank)
+    model.set_gradient_divide_factor(5.0)
+    square_loss()(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, square_loss())
+    for parameter in reference.parameters():
+        parameter.grad *= 2 / 5
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(2)
+def test_all_reduce_hook(rank: Rank) -> None:
+    """A hook sees what was all-reduced, and what it leaves becomes the gradient."""
+    reference = build()
+    model = whole(copy.deepcopy(reference), rank)
+    numels: list[int] = []
+
+    def hook(rows: torch.Tensor) -> None:
+        numels.append(rows.numel())
+        rows.mul_(3)
+
+    model.set_all_reduce_hook(hook)
+    square_loss()(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, square_loss())
+    for parameter in reference.parameters():
+        parameter.grad *= 3
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+    assert sum(numels) >= sum(p.numel() for p in reference.parameters())
+
+
+@on_ranks(1, 2)
+def test_cpu_offload(rank: Rank) -> None:
+    """An offload policy is accepted and changes no value."""
+    reference = build()
+    model = by_blocks(copy.deepcopy(reference), rank, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    for step in range(2):
+        square_loss(step)(model, rank.rank).backward()
+        reference_backward(reference, rank.world_size, square_loss(step))
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(2)
+def test_ignored_parameters(rank: Rank) -> None:
+    """Ignored parameters stay plain and get this rank's own gradient."""
+    reference = build()
+    model = copy.deepcopy(reference)
+    replicate(model, mesh=rank.mesh, ignored_params=set(model.last.parameters()))
+    assert type(model.last.weight) is nn.Parameter and isinstance(model.first.weight, DTensor)
+    square_loss()(model, rank.rank).backward()
+    square_loss()(reference, rank.rank).backward()
+    torch_assert_close(model.last.weight.grad, reference.last.weight.grad)
+
+
+# ---------------------------------------------------------------- what travels, what is registered
+
+
+@on_ranks(2, 4)
+def test_messages(rank: Rank) -> None:
+    """Nothing is gathered; each unit is all-reduced once, in backward's order, in predictable bytes."""
+    before, GlooTransport.tiny_bytes = GlooTransport.tiny_bytes, 0
+    try:
+        model = by_blocks(build(), rank)
+        for step in range(2):
+            with record() as forward:
+                loss = square_loss(step)(model, rank.rank)
+            with record() as backward:
+                loss.backward()
+            assert forward == []
+            assert {c.kind for c in backward} == {"all_reduce"}
+            assert [c.unit for c in backward] == ["blocks.2", "blocks.1", "blocks.0", ""]
+            assert len({c.launch for c in backward}) == 4
+    finally:
+        GlooTransport.tiny_bytes = before
+    sizes = {c.unit: c.numel for c in backward}
+    for unit in nested_units(model):
+        aligned = [-(-p.numel() // 16) * 16 for p in _own(unit)]
+        assert sizes[unit.name] == sum(aligned) + 16, unit.name  # one presence number each fit into 64 bytes
+    for c in backward:
+        assert c.dtype is torch.float32
+        assert c.nbytes == 2 * c.numel * 4 * (rank.world_size - 1) // rank.world_size
+
+
+def _own(unit: Any) -> list[torch.Tensor]:
+    return [parameter.sharded for parameter in unit.parameters]
+
+
+@on_ranks(2)
+def test_large_gradients_travel_from_where_they_are(rank: Rank) -> None:
+    """A large parameter is all-reduced by itself, without a copy into a message."""
+    rows = 2 * GlooTransport.direct_bytes // 4 // 16
+    model = replicate(nn.Linear(16, rows), mesh=rank.mesh)
+    with record() as seen:
+        model(batch(rank.rank, 0, 2, 16)).sum().backward()
+    assert sorted(c.numel for c in seen) == [rows + 16, rows * 16]
+
+
+@on_ranks(1)
+def test_one_rank_sends_nothing(rank: Rank) -> None:
+    """On one rank there is no collective at all."""
+    model = by_blocks(build(), rank)
+    with record() as seen:
+        square_loss()(model, 0).backward()
+    assert seen == []
+
+
+@on_ranks(1, 2)
+@ways
+def test_registered_parameters(rank: Rank, make: Callable[..., Any]) -> None:
+    """At rest parameters are DTensors with Replicate() on the mesh, whole on every rank, and so are gradients."""
+    reference = build()
+    model = make(copy.deepcopy(reference), rank)
+    square_loss()(model, rank.rank).backward()
+    for fqn, plain in reference.named_parameters():
+        parameter = model.get_parameter(fqn)
+        assert parameter.placements == parameter.grad.placements == (Replicate(),)
+        assert parameter.device_mesh == rank.mesh
+        assert_equal(parameter.detach().to_local(), plain.detach(), fqn)
+        assert parameter.grad.to_local().shape == plain.shape
+
+
+@on_ranks(2)
+def test_parameters_in_forward(rank: Rank) -> None:
+    """In forward the module holds plain parameters, in place: nothing is copied, for they are all there."""
+    seen: list[tuple[type, int]] = []
+
+    class Observed(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append((type(self.weight), self.weight.data_ptr()))
+            return super().forward(x)
+
+    model = replicate(Observed(4, 4), mesh=rank.mesh)
+    pointer = model.weight.to_local().data_ptr()
+    model(torch.ones(1, 4)).sum().backward()
+    assert seen == [(nn.Parameter, pointer)]
+    assert isinstance(model.weight, DTensor)
+
+
+@on_ranks(2)
+def test_state_dict(rank: Rank) -> None:
+    """Values are replicated DTensors on the live parameters, and load into a plain model."""
+    model = by_blocks(build(), rank)
+    square_loss()(model, rank.rank).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with record() as seen:
+        state = model.state_dict()
+    assert seen == []
+    plain = build()
+    plain.load_state_dict({fqn: value.full_tensor() for fqn, value in state.items()})
+    other = whole(build(), rank)
+    other.load_state_dict(state)
+    assert_models_equal(other, plain)
+    assert all(v.to_local().data_ptr() == model.get_parameter(k).to_local().data_ptr() for k, v in state.items())
+
+
+@on_ranks(2, 4)
+def test_clip_grad_norm(rank: Rank) -> None:
+    """torch's ``clip_grad_norm_`` finds the norm of the unsharded model."""
+    reference = build()
+    model = by_blocks(copy.deepcopy(reference), rank)
+    square_loss()(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, square_loss())
+    norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.01) for m in (model, reference)]
+    torch_assert_close(norms[0].full_tensor(), norms[1])
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+# ---------------------------------------------------------------- modules and meshes
+
+
+@on_ranks(1, 2)
+def test_class_and_module(rank: Rank) -> None:
+    """The module itself comes back as ``Replicate<Class>``, which has all methods of sharded modules."""
+    plain = build()
+    model = by_blocks(plain, rank)
+    assert model is plain
+    assert type(model).__name__ == "ReplicateStack" and type(model.blocks[0]).__name__ == "ReplicateBlock"
+    assert isinstance(model, ReplicateModule) and isinstance(model, FSDPModule) and isinstance(model, Stack)
+    assert type(model.first) is nn.Linear
+    sliced = replicate(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), mesh=rank.mesh)[:1]
+    assert type(sliced) is nn.Sequential
+
+
+@on_ranks(2)
+def test_default_mesh(rank: Rank) -> None:
+    """Without a mesh all ranks are meant."""
+    model = replicate(nn.Linear(3, 3))
+    assert model.weight.device_mesh.size() == rank.world_size and model.weight.placements == (Replicate(),)
+    model(torch.full((1, 3), float(rank.rank))).sum().backward()
+    assert_equal(model.weight.grad.to_local(), torch.full((3, 3), 0.5), "mean")
+
+
+@on_ranks(4)
+def test_axis_of_a_mesh(rank: Rank) -> None:
+    """One axis of a larger mesh: averages over its ranks only."""
+    mesh = rank.make_mesh(2, 2, names=("a", "b"))
+    for name in mesh.mesh_dim_names:
+        model = replicate(nn.Linear(1, 1, bias=False), mesh=mesh[name])
+        model(torch.full((1, 1), float(rank.rank))).sum().backward()
+        members = torch.distributed.get_process_group_ranks(mesh[name].get_group())
+        assert model.weight.grad.to_local().item() == sum(members) / 2
+
+
+@on_ranks(4)
+def test_inside_and_outside_of_sharded_modules(rank: Rank) -> None:
+    """A replicated module inside a sharded one keeps what it owns; the sharded one owns the rest."""
+    reference = build()
+    model = copy.deepcopy(reference)
+    replicate(model.blocks[0], mesh=rank.mesh)
+    fully_shard(model, mesh=rank.mesh)
+    assert model.blocks[0].up.weight.placements == (Replicate(),)
+    assert model.blocks[1].up.weight.placements != (Replicate(),)
+    square_loss()(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, square_loss())
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("names", ["r", ("r", "s")], ids=str)
+def test_dtensors_on_a_whole_mesh(rank: Rank, names: Any) -> None:
+    """``dp_mesh_dims=DataParallelMeshDims(replicate=...)``: DTensors stay as they are and are averaged."""
+    mesh = rank.make_mesh(2, 2, names=("r", "s"))
+    module = distribute_module(nn.Linear(1, 1, bias=False), mesh)
+    module.register_forward_pre_hook(
+        lambda m, args: tuple(DTensor.from_local(a, mesh, [Replicate(), Replicate()], run_check=False) for a in args)
+    )
+    model = replicate(module, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate=names))
+    number = float(rank.rank if len(names) == 2 else mesh["r"].get_local_rank())
+    model(torch.full((1, 1), number)).to_local().sum().backward()
+    assert model.weight.placements == (Replicate(), Replicate())
+    assert model.weight.grad.full_tensor().item() == (1.5 if len(names) == 2 else 0.5)

@@ -1,0 +1,257 @@
+"""``reshard_after_forward=<int>``: between forward and backward parameters stay sharded over a few neighbours."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from compare import assert_models_equal
+from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.engine.bucket import BufferBucket
+from fullshard.engine.ownership import nested_units
+from fullshard.transport import Collective, record
+from models import (
+    Language,
+    LossOf,
+    Mlp,
+    Stack,
+    assert_at_rest,
+    batch,
+    reference_backward,
+    shard_blocks,
+    square_loss,
+    tiny_units,
+    tokens,
+    with_reference,
+)
+from ranks import Rank, on_ranks
+
+CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
+
+
+def kept_bytes(model: nn.Module) -> dict[str, int]:
+    """Bytes that units keep for their neighbours, by name."""
+    kept = {}
+    for unit in nested_units(model):
+        buckets = [bucket for bucket in unit.buckets if isinstance(bucket, BufferBucket)]
+        kept[unit.name] = sum(b._near_shard.allocated_bytes for b in buckets if b._near_shard is not None)
+    return kept
+
+
+def received(seen: list[Collective], unit: str) -> int:
+    return sum(c.nbytes for c in seen if c.kind == "gather" and c.unit == unit)
+
+
+def logits_loss(step: int) -> LossOf:
+    return lambda model, rank: model(tokens(rank, step, 4, 5)).square().mean()
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], LossOf]]] = {
+    "even": (lambda: Stack(3, 8), lambda step: square_loss(step, 4, 8)),
+    "uneven": (lambda: Stack(2, 7), lambda step: square_loss(step, 4, 7)),
+    "tiny": (lambda: Mlp(3, 1, 2, 3), lambda step: square_loss(step, 4, 3)),
+    "tied": (Language, logits_loss),
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", MODELS)
+def test_parity(rank: Rank, kind: str) -> None:
+    """Adam steps with backward gathers over two neighbours equal the reference, whatever the shapes."""
+    make, loss_at = MODELS[kind]
+    model, reference = with_reference(make(), rank, reshard_after_forward=2)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, reference)]
+    for step in range(3):
+        loss_at(step)(model, rank.rank).backward()
+        reference_backward(reference, rank.world_size, loss_at(step))
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+        assert_at_rest(model)
+        assert not any(kept_bytes(model).values())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_bytes_received_and_kept(rank: Rank, dtype: torch.dtype | None) -> None:
+    """Forward receives 3/4 of the parameters, backward 1/2; half is kept in between, in the dtype of computation."""
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+    for module in (*model, model):
+        fully_shard(module, mesh=rank.mesh, reshard_after_forward=2, mp_policy=MixedPrecisionPolicy(dtype))
+    size = (128 * 128 + 128) * (dtype or torch.float32).itemsize
+    for _ in range(2):
+        with record() as forward:
+            loss = model(batch(rank.rank, 0, 2, 128)).float().sum()
+        assert kept_bytes(model) == {"": 0, "0": size // 2, "1": size // 2}
+        with record() as backward:
+            loss.backward()
+        assert not any(kept_bytes(model).values())
+        for unit in ("0", "1"):
+            assert (received(forward, unit), received(backward, unit)) == (size * 3 // 4, size // 2)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_sizes_that_mean_true_or_false(rank: Rank, size: int) -> None:
+    """A group of one keeps everything and gathers nothing in backward; one of all ranks keeps nothing."""
+    if size > rank.world_size:
+        return
+    with tiny_units(0):
+        model = shard_blocks(Stack(2), rank, reshard_after_forward=size)
+    with record() as forward:
+        loss = square_loss()(model, rank.rank)
+    near = size not in (1, rank.world_size)
+    assert any(kept_bytes(model).values()) == near
+    with record() as backward:
+        loss.backward()
+    assert {c.unit for c in forward if c.kind == "gather"} == {"", "blocks.0", "blocks.1"}
+    gathered = [c.unit for c in backward if c.kind == "gather"]
+    assert gathered == ([] if size == 1 else ["", "blocks.1", "blocks.0"])
+    assert_at_rest(model)
+
+
+@on_ranks(4)
+def test_on_the_shard_axis_of_a_two_dimensional_mesh(rank: Rank) -> None:
+    """On a (1, 4) mesh the neighbours are those of the shard axis."""
+    mesh = rank.make_mesh(1, 4, names=("replicate", "shard"))
+    model = Stack(2)
+    reference = copy.deepcopy(model)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=2)
+    for step in range(2):
+        loss = square_loss(step)(model, rank.rank)
+        assert all(kept_bytes(model).values())
+        loss.backward()
+        reference_backward(reference, 4, square_loss(step))
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_recomputation(rank: Rank, where: str, reentrant: bool) -> None:
+    """Recomputed activations, inside or around the unit, see the right parameters."""
+    model, reference = with_reference(Stack(3), rank, reshard_after_forward=2)
+    for module in [model] if where == "around" else model.blocks:
+        module.checkpointed = reentrant
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, reference)]
+    for step in range(3):
+        square_loss(step)(model, rank.rank).backward()
+        reference_backward(reference, 4, square_loss(step))
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+        assert_at_rest(model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_ranks(4)
+def test_optimizer_step_after_a_forward_without_backward(rank: Rank) -> None:
+    """What a forward kept is not what the next one uses once the optimizer has stepped."""
+    model, reference = with_reference(Stack(2), rank, reshard_after_forward=2)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, reference)]
+    for step in range(2):
+        square_loss(step)(model, rank.rank).backward()
+        reference_backward(reference, 4, square_loss(step))
+        abandoned = square_loss(7)(model, rank.rank)  # keeps half of the parameters as they are now
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        loss = square_loss(step)(model, rank.rank)
+        assert abandoned.requires_grad
+        loss.backward()
+        reference_backward(reference, 4, square_loss(step))
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+        assert not any(kept_bytes(model).values())
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("order", ["one-backward", "two-backwards", "reversed"])
+def test_two_forwards_before_backward(rank: Rank, order: str) -> None:
+    """Two forwards, then their backwards together or one by one, give the sum of both."""
+    model, reference = with_reference(Stack(2), rank, reshard_after_forward=2)
+    losses = [square_loss(step)(model, rank.rank) for step in range(2)]
+    if order == "one-backward":
+        (losses[0] + losses[1]).backward()
+    else:
+        for loss in losses[:: -1 if order == "reversed" else 1]:
+            loss.backward()
+    for step in range(2):
+        reference_backward(reference, 4, square_loss(step))
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+    assert_at_rest(model)
+
+
+@on_ranks(4)
+def test_evaluation_between_forward_and_backward(rank: Rank) -> None:
+    """A forward without gradients keeps nothing, and one between forward and backward disturbs nothing."""
+    model, reference = with_reference(Stack(2), rank, reshard_after_forward=2)
+    with torch.no_grad():
+        square_loss()(model, rank.rank)
+    assert not any(kept_bytes(model).values())
+    loss = square_loss()(model, rank.rank)
+    with torch.no_grad():
+        square_loss(1)(model, rank.rank)
+    loss.backward()
+    reference_backward(reference, 4, square_loss())
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(4)
+def test_accumulation_without_sync(rank: Rank) -> None:
+    """Microbatches without reduction add up as with any other setting."""
+    model, reference = with_reference(Stack(2), rank, reshard_after_forward=2)
+    for step in range(3):
+        model.set_requires_gradient_sync(step == 2)
+        square_loss(step)(model, rank.rank).backward()
+        reference_backward(reference, 4, square_loss(step))
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(4)
+def test_one_unit_among_others(rank: Rank) -> None:
+    """Every unit has its own setting, and ``set_reshard_after_forward`` overrules it."""
+    with tiny_units(0):
+        model = Stack(3)
+        for block, setting in zip(model.blocks, (True, 2, False), strict=True):
+            fully_shard(block, mesh=rank.mesh, reshard_after_forward=setting)
+        fully_shard(model, mesh=rank.mesh)
+    loss = square_loss()(model, rank.rank)
+    assert [name for name, size in kept_bytes(model).items() if size] == ["blocks.1"]
+    with record() as seen:
+        loss.backward()
+    assert [c.unit for c in seen if c.kind == "gather"] == ["blocks.1", "blocks.0"]
+    model.set_reshard_after_forward(True)
+    loss = square_loss()(model, rank.rank)
+    assert not any(kept_bytes(model).values())
+    loss.backward()
+    assert_at_rest(model)
+
+
+@on_ranks(4)
+def test_recovers_from_a_failure_in_between(rank: Rank) -> None:
+    """A backward that raises leaves nothing kept, and the next step is right."""
+
+    class Bomb(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+            raise ArithmeticError("boom")
+
+    model, reference = with_reference(Stack(2), rank, reshard_after_forward=2)
+    loss = Bomb.apply(model(batch(rank.rank, 0, 4, 6))).sum()
+    with pytest.raises(ArithmeticError):
+        loss.backward()
+    model.zero_grad()
+    square_loss()(model, rank.rank).backward()
+    reference_backward(reference, 4, square_loss())
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+    assert not any(kept_bytes(model).values())

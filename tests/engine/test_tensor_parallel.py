@@ -1,0 +1,404 @@
+"""Parameters that tensor parallelism has cut already: ``fully_shard`` cuts this rank's part of them once more."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils.checkpoint import checkpoint
+
+from compare import assert_close, assert_equal, assert_models_equal
+from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.transport import record
+from models import assert_at_rest, batch, reference_backward
+from ranks import Rank, on_ranks
+
+CLOSE: dict[str, float] = {"rtol": 2e-5, "atol": 1e-6}
+TWO = ("dp", "tp")
+THREE = ("replicate", "shard", "tp")
+SHAPES_3D = [(1, 2, 2), (2, 1, 2), (2, 2, 1)]
+
+
+class Layer(nn.Module):
+    """Norm, up, down, with a residual around them."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+        self.checkpointed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (checkpoint(self.body, x, use_reentrant=False) if self.checkpointed else self.body(x))
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Two layers between a linear one and a head, on (batch, sequence, dim); a 0-D parameter scales the output."""
+
+    def __init__(self, dim: int = 8, hidden: int = 16) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, dim)
+        self.layers = nn.ModuleList(Layer(dim, hidden) for _ in range(2))
+        self.head = nn.Linear(dim, 4)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x) * self.scale
+
+
+def build(dim: int = 8, hidden: int = 16) -> Net:
+    torch.manual_seed(5)
+    return Net(dim, hidden)
+
+
+def cut_by_columns_and_rows(model: Net, tp: DeviceMesh) -> Net:
+    """Tensor parallelism inside the layers; everything else stays plain."""
+    for layer in model.layers:
+        parallelize_module(layer, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def cut_by_sequence(model: Net, tp: DeviceMesh) -> Net:
+    """Tensor and sequence parallelism of all but the 0-D parameter: norms replicated, their gradients partial."""
+    plan: dict[str, Any] = {
+        "first": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for i in range(len(model.layers)):
+        plan[f"layers.{i}.norm"] = SequenceParallel()
+        plan[f"layers.{i}.up"] = ColwiseParallel(input_layouts=Shard(1))
+        plan[f"layers.{i}.down"] = RowwiseParallel(output_layouts=Shard(1))
+    return parallelize_module(model, tp, plan)
+
+
+STYLES: dict[str, Callable[[Net, DeviceMesh], Net]] = {
+    "columns and rows": cut_by_columns_and_rows,
+    "sequence": cut_by_sequence,
+}
+
+
+def shard(model: Net, data_parallel: DeviceMesh, **options: Any) -> Net:
+    for layer in model.layers:
+        fully_shard(layer, mesh=data_parallel, **options)
+    return fully_shard(model, mesh=data_parallel, **options)
+
+
+def loss_of(model: nn.Module, number: int, step: int = 0) -> torch.Tensor:
+    return model(batch(number, step, 3, 4, 6)).square().mean()
+
+
+class Training:
+    """A model on its mesh beside an unsharded one, both trained with Adam on the same data."""
+
+    def __init__(self, mesh: DeviceMesh, style: str = "sequence", model: Net | None = None, **options: Any) -> None:
+        self.reference = build() if model is None else model
+        names = mesh.mesh_dim_names
+        assert names is not None
+        data_parallel = mesh[names[:-1]] if len(names) > 2 else mesh[names[0]]
+        cut = STYLES[style](copy.deepcopy(self.reference), mesh["tp"])
+        self.model = shard(cut, data_parallel, **options)
+        self.size = data_parallel.size()
+        self.number = mesh.get_rank() // mesh["tp"].size()  # of this rank's batch
+        self.adam, self.plain_adam = (
+            torch.optim.Adam(m.parameters(), lr=0.02, foreach=False) for m in (self.model, self.reference)
+        )
+
+    def backward(self, step: int = 0) -> None:
+        """One backward of both."""
+        loss_of(self.model, self.number, step).backward()
+        reference_backward(self.reference, self.size, functools.partial(loss_of, step=step))
+
+    def step(self) -> None:
+        """Let both optimizers step."""
+        for optimizer in (self.adam, self.plain_adam):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def run(self, steps: int) -> None:
+        """Whole steps; gradients and parameters have to agree after each."""
+        for step in range(steps):
+            self.backward(step)
+            self.check(grads=True)
+            self.step()
+        self.check()
+
+    def check(self, *, grads: bool = False) -> None:
+        """Parameters, and gradients if asked for, equal those of the unsharded model."""
+        assert_models_equal(self.model, self.reference, grads=grads, **CLOSE)
+
+
+# ---------------------------------------------------------------- training
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("reshard", [True, False, None, 1])
+def test_two_axes_train_like_the_plain_module(rank: Rank, style: str, reshard: Any) -> None:
+    """Data x tensor parallel: gradients and parameters equal the unsharded ones over several Adam steps."""
+    training = Training(rank.make_mesh(2, 2, names=TWO), style, reshard_after_forward=reshard)
+    training.run(4)
+    assert_at_rest(training.model)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("shape", SHAPES_3D, ids=str)
+def test_three_axes_train_like_the_plain_module(rank: Rank, style: str, shape: tuple[int, ...]) -> None:
+    """Replicate x shard x tensor parallel, whichever of the three axes has size 1."""
+    training = Training(rank.make_mesh(*shape, names=THREE), style)
+    training.run(3)
+    assert_at_rest(training.model)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("shape", [(4, 1), (1, 4)], ids=str)
+@pytest.mark.parametrize("style", STYLES)
+def test_axes_of_size_one(rank: Rank, shape: tuple[int, int], style: str) -> None:
+    """A tensor-parallel axis, or a data-parallel one, of size 1 is ordinary."""
+    Training(rank.make_mesh(*shape, names=TWO), style).run(3)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("dim", "hidden"), [(7, 10), (3, 2)])
+def test_uneven_rows(rank: Rank, style: str, dim: int, hidden: int) -> None:
+    """Rows that neither axis divides, down to local parts without any row."""
+    training = Training(rank.make_mesh(2, 2, names=TWO), style, build(dim, hidden))
+    training.run(2)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("shape", SHAPES_3D[:2], ids=str)
+def test_uneven_rows_on_three_axes(rank: Rank, shape: tuple[int, ...]) -> None:
+    """The same with replicas."""
+    Training(rank.make_mesh(*shape, names=THREE), "sequence", build(5, 14)).run(2)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("style", STYLES)
+def test_part_of_the_shard_axis_kept_for_backward(rank: Rank, style: str) -> None:
+    """``reshard_after_forward=<int>`` works for DTensors: backward gathers from neighbours, the values are the same."""
+    training = Training(rank.make_mesh(4, 1, names=TWO), style, reshard_after_forward=2)
+    training.run(3)
+    with record() as forward:
+        loss = loss_of(training.model, training.number)
+    with record() as backward:
+        loss.backward()
+    # Half the ranks: half of what crosses the network, 1/2 instead of 3/4 of each region.
+    gathered = [sum(c.nbytes for c in seen if c.kind == "gather") for seen in (forward, backward)]
+    assert 0 < gathered[1] < gathered[0]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("shape", [(2, 2), *SHAPES_3D], ids=str)
+def test_accumulation(rank: Rank, shape: tuple[int, ...]) -> None:
+    """Two microbatches without sync, one with: the sum of all three, and nothing reduced before the last."""
+    names = TWO if len(shape) == 2 else THREE
+    training = Training(rank.make_mesh(*shape, names=names))
+    for _ in range(2):
+        for step in range(3):
+            training.model.set_requires_gradient_sync(step == 2)
+            with record() as seen:
+                training.backward(step)
+            kinds = {c.kind for c in seen}
+            assert step == 2 or kinds <= {"gather"}
+        training.check(grads=True)
+        training.step()
+    training.check()
+
+
+@on_ranks(4)
+def test_accumulation_sharded_and_partly_reduced(rank: Rank) -> None:
+    """Every microbatch reduced, or reduced over the shard axis only until the last: both add up."""
+    for setter in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+        training = Training(rank.make_mesh(2, 2, 1, names=THREE))
+        for step in range(3):
+            getattr(training.model, setter)(setter.endswith("sync") or step == 2)
+            training.backward(step)
+        training.check(grads=True)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)], ids=str)
+def test_activation_checkpointing(rank: Rank, style: str, shape: tuple[int, ...]) -> None:
+    """Recomputing the layers in backward changes nothing."""
+    names = TWO if len(shape) == 2 else THREE
+    training = Training(rank.make_mesh(*shape, names=names), style)
+    for layer in training.model.layers:
+        layer.checkpointed = True
+    training.run(3)
+    assert_at_rest(training.model)
+
+
+# ---------------------------------------------------------------- mixed precision
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("style", STYLES)
+def test_mixed_precision(rank: Rank, style: str) -> None:
+    """bf16 compute and fp32 reduce: fp32 shards and gradients, bf16 gathers, fp32 reductions, values near fp32's."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    training = Training(rank.make_mesh(2, 2, names=TWO), style, mp_policy=policy)
+    with record() as seen:
+        training.backward()
+    assert {c.dtype for c in seen if c.kind == "gather"} == {torch.bfloat16}
+    assert {c.dtype for c in seen if c.kind == "reduce"} == {torch.float32}
+    for parameter in training.model.parameters():
+        assert parameter.dtype is parameter.grad.dtype is torch.float32
+        assert parameter.grad.placements == parameter.placements
+    assert_models_equal(training.model, training.reference, grads=True, rtol=0.05, atol=0.01)
+
+
+@on_ranks(4)
+def test_mixed_precision_equals_the_same_without_tensor_parallelism(rank: Rank) -> None:
+    """On a (4, 1) mesh the DTensors change nothing: bitwise what plain parameters give, in every dtype."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    mesh = rank.make_mesh(4, 1, names=TWO)
+    model = shard(cut_by_columns_and_rows(build(), mesh["tp"]), mesh["dp"], mp_policy=policy)
+    plain = shard(build(), mesh["dp"], mp_policy=policy)
+    for step in range(2):
+        for one in (model, plain):
+            loss = loss_of(one, rank.rank, step)
+            assert loss.dtype is torch.bfloat16
+            loss.backward()
+    for (fqn, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_equal(ours.grad.full_tensor(), theirs.grad.full_tensor(), fqn)
+
+
+# ---------------------------------------------------------------- placements, values, state dicts
+
+
+@on_ranks(4)
+def test_placements_on_two_axes(rank: Rank) -> None:
+    """Rows cut twice are a ``_StridedShard`` on the data-parallel axis; other parameters keep their own placement."""
+    mesh = rank.make_mesh(2, 2, names=TWO)
+    training = Training(mesh)
+    layer = training.model.layers[0]
+    assert layer.up.weight.placements == (_StridedShard(0, split_factor=2), Shard(0))
+    assert layer.up.bias.placements == (_StridedShard(0, split_factor=2), Shard(0))
+    assert layer.down.weight.placements == (Shard(0), Shard(1))
+    assert layer.down.bias.placements == (Shard(0), Replicate())
+    assert layer.norm.weight.placements == (Shard(0), Replicate())
+    assert training.model.scale.placements == (Replicate(),)  # plain: not on the tensor-parallel axis
+    assert layer.up.weight.shape == (16, 8) and layer.up.weight.to_local().shape == (4, 8)
+    assert layer.down.weight.to_local().shape == (4, 8)
+    assert {p.device_mesh.mesh_dim_names for p in layer.parameters()} == {TWO}
+    training.backward()
+    for parameter in training.model.parameters():
+        assert parameter.grad.placements == parameter.placements
+        assert parameter.grad.device_mesh == parameter.device_mesh
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("shape", SHAPES_3D, ids=str)
+def test_placements_on_three_axes(rank: Rank, shape: tuple[int, ...]) -> None:
+    """Replicate() on the first axis, then as on two."""
+    training = Training(rank.make_mesh(*shape, names=THREE))
+    layer, (_, _, tp) = training.model.layers[0], shape
+    rows = Shard(0) if tp == 1 else _StridedShard(0, split_factor=tp)
+    assert layer.up.weight.placements == (Replicate(), rows, Shard(0))
+    assert layer.down.weight.placements == (Replicate(), Shard(0), Shard(1))
+    assert layer.down.bias.placements == (Replicate(), Shard(0), Replicate())
+    assert layer.up.weight.device_mesh.mesh_dim_names == THREE
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("shape", [(2, 2), *SHAPES_3D], ids=str)
+def test_local_rows_and_full_tensors(rank: Rank, shape: tuple[int, ...]) -> None:
+    """This rank holds its chunk of its tensor-parallel part, bitwise, and ``full_tensor`` puts the whole together."""
+    mesh = rank.make_mesh(*shape, names=TWO if len(shape) == 2 else THREE)
+    training = Training(mesh, model=build(6, 10))
+    tp, data = mesh["tp"].get_local_rank(), mesh[mesh.mesh_dim_names[-2]].get_local_rank()
+    for fqn, whole in training.reference.named_parameters():
+        ours = training.model.get_parameter(fqn)
+        assert_equal(ours.detach().full_tensor(), whole.detach(), fqn)
+        part = whole.detach()
+        if isinstance(ours.placements[-1], Shard) and "tp" in ours.device_mesh.mesh_dim_names:
+            part = part.chunk(shape[-1], dim=ours.placements[-1].dim)[tp]
+        part = part.chunk(shape[-2], dim=0)[data] if part.ndim else part
+        assert_equal(ours.detach().to_local(), part, f"local rows of {fqn}")
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)], ids=str)
+def test_state_dict(rank: Rank, shape: tuple[int, ...]) -> None:
+    """State dicts hold DTensors on the live shards, without communication, and can be loaded into another model."""
+    mesh = rank.make_mesh(*shape, names=TWO if len(shape) == 2 else THREE)
+    training, other = Training(mesh), Training(mesh)
+    training.run(2)
+    with record() as seen:
+        state = training.model.state_dict()
+    assert seen == [] and set(state) == set(training.reference.state_dict())
+    for fqn, value in state.items():
+        live = training.model.get_parameter(fqn)
+        assert value.placements == live.placements
+        assert value.to_local().data_ptr() == live.to_local().data_ptr()
+    other.model.load_state_dict(state)
+    assert_models_equal(other.model, training.reference, **CLOSE)
+    loss = loss_of(other.model, other.number)
+    assert_equal(loss.detach(), loss_of(training.model, training.number).detach(), "loss after loading")
+
+
+@on_ranks(4)
+def test_assigned_state_dict(rank: Rank) -> None:
+    """``load_state_dict(assign=True)`` takes DTensors of the same placements over."""
+    mesh = rank.make_mesh(2, 2, names=TWO)
+    training, other = Training(mesh), Training(mesh)
+    training.run(1)
+    state = {fqn: value.detach().clone() for fqn, value in training.model.state_dict().items()}
+    other.model.load_state_dict(state, assign=True)
+    other.reference.load_state_dict(training.reference.state_dict())
+    other.adam = torch.optim.Adam(other.model.parameters(), lr=0.02, foreach=False)
+    other.run(2)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("shape", [(2, 2), *SHAPES_3D], ids=str)
+def test_clip_grad_norm(rank: Rank, shape: tuple[int, ...], norm_type: float) -> None:
+    """torch's own ``clip_grad_norm_`` finds the norm of the unsharded model, and clips to the same gradients."""
+    training = Training(rank.make_mesh(*shape, names=TWO if len(shape) == 2 else THREE))
+    training.backward()
+    ours = [p for fqn, p in training.model.named_parameters() if fqn != "scale"]  # which is not on all axes
+    theirs = [p for fqn, p in training.reference.named_parameters() if fqn != "scale"]
+    total = torch.nn.utils.clip_grad_norm_(ours, 0.1, norm_type, foreach=False)
+    expected = torch.nn.utils.clip_grad_norm_(theirs, 0.1, norm_type)
+    assert isinstance(total, DTensor)
+    assert_close(total.full_tensor(), expected, "total norm", **CLOSE)
+    training.check(grads=True)
+
+
+@on_ranks(4)
+def test_frozen_and_missing_gradients(rank: Rank) -> None:
+    """A frozen DTensor is gathered and not reduced; one without a gradient on all ranks keeps None."""
+    training = Training(rank.make_mesh(2, 2, names=TWO))
+    for model in (training.model, training.reference):
+        model.layers[0].requires_grad_(False)
+        model.layers[1].up.bias.requires_grad_(False)
+    with record() as seen:
+        training.backward()
+    assert "layers.0" not in {c.unit for c in seen if c.kind == "reduce"}
+    training.check(grads=True)
+    training.step()
+    training.check()

@@ -1,0 +1,404 @@
+"""Tiny units travel with a neighbour: whose launch they share, that nothing else changes, and what memory it takes."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compare import assert_equal, assert_models_equal
+from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fullshard.engine.ownership import nested_units, unit_of
+from fullshard.transport import Collective, GlooTransport, record
+from models import assert_at_rest, batch, gathered, reference_backward, tiny_units
+from ranks import Rank, on_ranks
+
+CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
+WIDTH, LIMIT = 64, 1024  # a norm has 512 bytes, a linear layer 16,640
+
+
+class Chain(nn.Module):
+    """Linear layers ("L", large) and norms ("n", tiny) one after another; runs the parts numbered in ``run``."""
+
+    def __init__(self, pattern: str, *, scaled: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) if part == "L" else nn.LayerNorm(WIDTH) for part in pattern)
+        self.scale = nn.Parameter(torch.ones(WIDTH)) if scaled else None  # the root's own
+        self.run = list(range(len(pattern)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.run:
+            x = torch.tanh(self.parts[index](x))
+        return x if self.scale is None else x * self.scale
+
+
+def sharded(rank: Rank, model: Chain, *, limit: int = LIMIT, **options: Any) -> Any:
+    options.setdefault("mesh", rank.mesh)
+    with tiny_units(up_to=limit):
+        for part in model.parts:
+            fully_shard(part, **options)
+        return fully_shard(model, **options)
+
+
+def loss_of(step: int) -> Any:
+    """The loss on the batch of ``step``, whose input requires a gradient, so that every unit's backward has an end."""
+    return lambda model, rank: model(batch(rank, step, 4, WIDTH).requires_grad_()).square().mean()
+
+
+def launches(collectives: list[Collective], kind: str) -> list[str]:
+    """The numbers of the parts whose messages were launched together; "root" for the root."""
+    grouped: dict[int, dict[str, None]] = {}
+    for collective in collectives:
+        if collective.kind == kind:
+            grouped.setdefault(collective.launch, {})[collective.unit.removeprefix("parts.") or "root"] = None
+    return [" ".join(names) for names in grouped.values()]
+
+
+def run_step(model: nn.Module, rank: Rank, step: int = 0) -> tuple[list[Collective], list[Collective]]:
+    with record() as forward:
+        loss = loss_of(step)(model, rank.rank)
+    with record() as backward:
+        loss.backward()
+    return forward, backward
+
+
+# pattern -> launches of gathers in forward, of gathers in backward, of reductions
+PATTERNS: dict[str, tuple[str, str, str]] = {
+    "LL": ("0, 1", "1, 0", "1, 0"),
+    "LnL": ("0, 1 2", "2, 1 0", "2, 1 0"),
+    "nL": ("0 1", "1, 0", "1, 0"),
+    "Ln": ("0, 1", "1 0", "1 0"),
+    "nLn": ("0 1, 2", "2 1, 0", "2 1, 0"),
+    "LnLnnLn": ("0, 1 2, 3 4 5, 6", "6 5, 4 3 2, 1 0", "6 5, 4 3 2, 1 0"),
+    "nnLLnnn": ("0 1 2, 3, 4 5 6", "6 5 4 3, 2, 1 0", "6 5 4 3, 2, 1 0"),
+    "nnn": ("0 1 2", "2 1 0", "2 1 0"),
+    "n": ("0", "0", "0"),
+}
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_launches(rank: Rank, pattern: str) -> None:
+    """Tiny units before a large one are gathered in its launch, and reduced in that of the next large one, always."""
+    model = sharded(rank, Chain(pattern), reshard_after_forward=True)
+    for step in range(3):
+        forward, backward = run_step(model, rank, step)
+        found = launches(forward, "gather"), launches(backward, "gather"), launches(backward, "reduce")
+        assert found == tuple(text.split(", ") for text in PATTERNS[pattern])
+        assert_at_rest(model)
+
+
+@on_ranks(2)
+def test_messages_carry_no_more_than_before(rank: Rank) -> None:
+    """Whether units are tiny changes neither number nor sizes of what travels, only how it is launched."""
+    found: list[list[Collective]] = []
+    for limit in (0, LIMIT):
+        model = sharded(rank, Chain("nLnnLn", scaled=True), limit=limit)
+        with record() as seen:
+            for step in range(2):
+                loss_of(step)(model, rank.rank).backward()
+        found.append(seen)
+    alone, together = found
+    assert sorted(map(brief, alone)) == sorted(map(brief, together))
+    assert len({c.launch for c in alone}) == 2 * (7 + 6 + 7)
+    assert len({c.launch for c in together}) == 2 * (4 + 3 + 3)
+
+
+def brief(collective: Collective) -> tuple[str, str, str, int, int]:
+    return collective.kind, collective.unit, str(collective.dtype), collective.numel, collective.nbytes
+
+
+@on_ranks(2)
+def test_size_at_the_limit(rank: Rank) -> None:
+    """A unit is tiny if it has at most as many bytes as the transport says, gathered and in the dtype it travels in."""
+    norm = nn.LayerNorm(WIDTH)
+    for limit, precision, expected in ((512, None, True), (511, None, False), (256, torch.bfloat16, True)):
+        one = copy.deepcopy(norm)
+        with tiny_units(up_to=limit):
+            fully_shard(one, mesh=rank.mesh, mp_policy=MixedPrecisionPolicy(param_dtype=precision))
+        assert unit_of(one).tiny is expected, (limit, precision)
+    usual = fully_shard(copy.deepcopy(norm), mesh=rank.mesh)
+    assert GlooTransport.tiny_bytes == 64 * 1024 and unit_of(usual).tiny
+
+
+@on_ranks(1)
+def test_no_unit_is_tiny_on_one_rank(rank: Rank) -> None:
+    """Where nothing travels nothing is gathered early."""
+    model = sharded(rank, Chain("LnL"))
+    assert [unit.tiny for unit in nested_units(model)] == [False] * 4
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("setting", [None, False], ids=["default", "keep"])
+def test_root_is_tiny(rank: Rank, setting: bool | None) -> None:
+    """A tiny root is gathered when it starts; its reduction, the last of all, is not forgotten."""
+    model = Chain("LnL", scaled=True)
+    reference = copy.deepcopy(model)
+    sharded(rank, model, reshard_after_forward=setting)
+    for step in range(2):
+        forward, backward = run_step(model, rank, step)
+        reference_backward(reference, rank.world_size, loss_of(step))
+        assert launches(forward, "gather") == ["root", "0", "1 2"]
+        assert launches(backward, "gather") == (["2", "1 0"] if setting is None else [])
+        assert launches(backward, "reduce") == ["2", "1 0", "root"]
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(2)
+def test_input_without_a_gradient(rank: Rank) -> None:
+    """The first unit's and the root's reductions, which start when backward is over, take waiting ones with them."""
+    model = Chain("nLn", scaled=True)
+    reference = copy.deepcopy(model)
+    sharded(rank, model)
+    for step in range(2):
+
+        def loss(module: nn.Module, number: int, step: int = step) -> torch.Tensor:
+            return module(batch(number, step, 4, WIDTH)).square().mean()
+
+        value = loss(model, rank.rank)
+        with record() as seen:
+            value.backward()
+        reference_backward(reference, rank.world_size, loss)
+        assert launches(seen, "reduce") == ["2 1", "root 0"]
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("setting", [True, None, False], ids=["reshard", "default", "keep"])
+@pytest.mark.parametrize("pattern", ["nnLLnnn", "LnLnnLn", "nnn"])
+def test_training_is_the_same(rank: Rank, pattern: str, setting: bool | None) -> None:
+    """Weights after several steps are bitwise those of training in which every unit has launches of its own."""
+    reference = Chain(pattern, scaled=True)
+    models = [sharded(rank, copy.deepcopy(reference), limit=n, reshard_after_forward=setting) for n in (LIMIT, 0)]
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.02) for m in (*models, reference)]
+    for step in range(4):
+        for model in models:
+            loss_of(step)(model, rank.rank).backward()
+            assert_at_rest(model)
+        reference_backward(reference, rank.world_size, loss_of(step))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_models_equal(models[0], reference, rtol=1e-3, atol=1e-5)
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert_equal(ours.detach().to_local(), theirs.detach().to_local(), "weights with and without tiny units")
+
+
+# ---------------------------------------------------------------- several axes
+
+
+@on_ranks(4)
+def test_launches_on_two_axes(rank: Rank) -> None:
+    """With replicas a tiny unit rides along in gathers, in reduce-scatters and in all-reduces."""
+    model = Chain("nLnnLn")
+    reference = copy.deepcopy(model)
+    sharded(rank, model, mesh=rank.make_mesh(2, 2, names=("replicate", "shard")), reshard_after_forward=True)
+    for step in range(2):
+        forward, backward = run_step(model, rank, step)
+        reference_backward(reference, rank.world_size, loss_of(step))
+        assert launches(forward, "gather") == ["0 1", "2 3 4", "5"]
+        assert launches(backward, "gather") == ["5 4", "3 2 1", "0"]
+        assert launches(backward, "reduce") == ["5 4", "3 2 1", "0"]
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+        assert launches(backward, "all_reduce") == ["5 4", "3 2 1", "0"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)], ids=str)
+def test_training_on_two_axes_one_of_which_has_size_one(rank: Rank, shape: tuple[int, int]) -> None:
+    """(1, n) and (n, 1) meshes train right with tiny units among the others."""
+    model = Chain("nnLnL", scaled=True)
+    reference = copy.deepcopy(model)
+    sharded(rank, model, mesh=rank.make_mesh(*shape, names=("replicate", "shard")))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    for step in range(3):
+        loss_of(step)(model, rank.rank).backward()
+        reference_backward(reference, rank.world_size, loss_of(step))
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_ranks(4)
+def test_accumulation_on_two_axes(rank: Rank) -> None:
+    """Reduce-scatters of microbatches share launches; the partial results of tiny units are added up like others."""
+    model = Chain("nLnnLn", scaled=True)
+    reference = copy.deepcopy(model)
+    sharded(rank, model, mesh=rank.make_mesh(2, 2, names=("replicate", "shard")))
+    for step, (sync, reduces) in enumerate([(True, False), (False, True), (True, False), (True, True)]):
+        model.set_requires_gradient_sync(sync)
+        model.set_requires_all_reduce(reduces)
+        loss_of(step)(model, rank.rank).backward()
+        reference_backward(reference, rank.world_size, loss_of(step))
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+# ---------------------------------------------------------------- what else may happen to them
+
+
+@on_ranks(2)
+def test_dtypes_of_their_own(rank: Rank) -> None:
+    """Tiny units in another precision than their neighbour's share its launch, in their own dtype."""
+    model = Chain("nLnL")
+    reference = copy.deepcopy(model)
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    with tiny_units(up_to=LIMIT):
+        for index, part in enumerate(model.parts):
+            policy = MixedPrecisionPolicy() if index % 2 == 0 else half
+            fully_shard(part, mesh=rank.mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(model, mesh=rank.mesh)
+    forward, backward = run_step(model, rank)
+    assert launches(forward, "gather") == ["0 1", "2 3"]
+    assert [c.dtype for c in forward] == [torch.float32, torch.bfloat16] * 2
+    assert launches(backward, "reduce") == ["3", "2 1", "0"]
+    assert {c.dtype for c in backward if c.kind == "reduce"} == {torch.float32}
+    reference_backward(reference, rank.world_size, loss_of(0))
+    assert_models_equal(model, reference, grads=True, rtol=0.1, atol=1e-3)
+
+
+@on_ranks(2)
+def test_accumulation_without_sync(rank: Rank) -> None:
+    """Microbatches without sync reduce nothing; the one with it reduces all, tiny ones in company."""
+    model = Chain("nLnnL", scaled=True)
+    reference = copy.deepcopy(model)
+    sharded(rank, model)
+    for step, sync in enumerate([False, False, True, False]):
+        model.set_requires_gradient_sync(sync)
+        _, backward = run_step(model, rank, step)
+        reference_backward(reference, rank.world_size, loss_of(step))
+        assert launches(backward, "reduce") == (["4", "3 2 1", "0 root"] if sync else [])
+    model.synchronize_gradients()
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(2)
+def test_frozen_and_unused_ones(rank: Rank) -> None:
+    """Frozen tiny units reduce nothing; unused ones reduce zeros, so that ranks agree, and keep no gradient."""
+    model = Chain("nLnLn")
+    model.parts[2].requires_grad_(False)
+    model.run = [0, 1, 2, 3]
+    reference = copy.deepcopy(model)
+    sharded(rank, model)
+    for step in range(2):
+        _, backward = run_step(model, rank, step)
+        reference_backward(reference, rank.world_size, loss_of(step))
+        assert launches(backward, "reduce") == ["3", "1", "0"]
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+        assert_at_rest(model)
+
+
+@on_ranks(2)
+def test_another_order(rank: Rank) -> None:
+    """If a step leaves out, repeats or swaps units, those gathered in vain are freed, and values stay right."""
+    model = Chain("nLnLnL")
+    reference = copy.deepcopy(model)
+    sharded(rank, model)
+    for step, order in enumerate([[0, 1, 2, 3, 4, 5], [0, 1, 3, 5], [5, 4, 1, 2], [2, 1, 2, 3, 2, 5], [1], [4, 0]]):
+        model.run = reference.run = order
+        run_step(model, rank, step)
+        reference_backward(reference, rank.world_size, loss_of(step))
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+        assert_at_rest(model)
+        with torch.no_grad():
+            loss_of(step)(model, rank.rank)
+        assert_at_rest(model)
+
+
+@on_ranks(2)
+def test_listed_prefetch(rank: Rank) -> None:
+    """What the user lists is gathered as listed, whether tiny or not."""
+    model = sharded(rank, Chain("LnLnL"))
+    parts = list(model.parts)
+    parts[0].set_modules_to_forward_prefetch(parts[1:3])
+    parts[4].set_modules_to_backward_prefetch([parts[3]])
+    for step in range(2):
+        forward, backward = run_step(model, rank, step)
+        assert launches(forward, "gather") == ["0", "1", "2", "3 4"]
+        assert launches(backward, "gather") == ["4", "3", "2", "1 0"]
+        assert_at_rest(model)
+
+
+@on_ranks(2)
+def test_checkpointed_and_called_twice(rank: Rank) -> None:
+    """A norm that is used at two places, and recomputed, is gathered and reduced like any other."""
+
+    class Twice(Chain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+            return self.parts[0](x)
+
+    model = Twice("nLnL")
+    reference = copy.deepcopy(model)
+    sharded(rank, model)
+    for step in range(3):
+        run_step(model, rank, step)
+        reference_backward(reference, rank.world_size, loss_of(step))
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+        assert_at_rest(model)
+
+
+# ---------------------------------------------------------------- memory
+
+
+@on_ranks(2)
+def test_large_units_are_still_gathered_two_at_a_time(rank: Rank) -> None:
+    """Beside one large unit that computes and one ahead only the tiny ones on the way to it hold memory."""
+    model = sharded(rank, Chain("LnLnnLnLL"), reshard_after_forward=True)
+    large = {f"parts.{i}" for i, part in enumerate(model.parts) if isinstance(part, nn.Linear)}
+    seen: list[set[str]] = []
+
+    def look(*_: Any) -> None:
+        seen.append(set(gathered(model)))
+
+    for part in model.parts:
+        part.register_forward_hook(look)
+        part.register_full_backward_hook(look)
+        part.weight.register_hook(look)
+    for step in range(2):
+        seen.clear()
+        run_step(model, rank, step)
+        assert max(len(names & large) for names in seen) == 2
+        assert max(len(names - large) for names in seen) == 2
+        assert_at_rest(model)
+    assert len(seen) >= 2 * len(model.parts)
+
+
+@on_ranks(2)
+def test_gradients_wait_no_longer_than_for_the_next_large_unit(rank: Rank) -> None:
+    """Full gradients of tiny units live until the next large unit's are reduced, and none outlives backward."""
+    model = sharded(rank, Chain("LnLnLnLnL"), reshard_after_forward=True)
+    run_step(model, rank)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def remember(parameter: nn.Parameter) -> None:
+        nonlocal most
+        alive.append(weakref.ref(parameter.grad))
+        most = max(most, sum(gradient() is not None for gradient in alive))
+
+    units: list[Any] = nested_units(model)
+    for parameter in (parameter for unit in units for parameter in unit.parameters):
+        parameter.full.register_post_accumulate_grad_hook(remember)
+    run_step(model, rank)
+    assert len(alive) == 2 * len(model.parts)
+    assert most <= 2 * 4  # two pairs of a large and a tiny unit
+    assert all(gradient() is None for gradient in alive)
+
+
+@on_ranks(2)
+def test_copies_are_tiny_too(rank: Rank) -> None:
+    """A deepcopy, and a model whose dtype was changed, gather as the original did, by their present size."""
+    with tiny_units(up_to=LIMIT):
+        model = sharded(rank, Chain("nLnL"))
+        twin = copy.deepcopy(model)
+        assert isinstance(twin, FSDPModule)
+        forward, _ = run_step(twin, rank)
+        assert launches(forward, "gather") == ["0 1", "2 3"]
+        forward, _ = run_step(model.double().float(), rank)
+        assert launches(forward, "gather") == ["0 1", "2 3"]

@@ -1,0 +1,254 @@
+"""``dp_mesh_dims``: parameters are DTensors on the whole mesh already, some of whose axes are data-parallel."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from compare import assert_equal, assert_models_equal
+from fullshard import DataParallelMeshDims, fully_shard
+from fullshard.transport import record
+from models import batch, reference_backward
+from ranks import Rank, on_ranks
+
+CLOSE: dict[str, float] = {"rtol": 2e-5, "atol": 1e-6}
+TWO = ("dp", "tp")
+THREE = ("replicate", "shard", "tp")
+
+
+class OnWholeMesh(nn.Module):
+    """Linear layers that compute with DTensors on the whole mesh; the loss is this data-parallel rank's own."""
+
+    def __init__(self, dim: int = 8, hidden: int = 12) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, hidden), nn.Linear(hidden, dim)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x))) * self.scale
+
+
+def build_whole(dim: int = 8, hidden: int = 12) -> OnWholeMesh:
+    torch.manual_seed(6)
+    return OnWholeMesh(dim, hidden)
+
+
+def distribute(model: OnWholeMesh, mesh: DeviceMesh) -> OnWholeMesh:
+    """Rows and columns over the last axis, everything replicated over the others; batches cut over those."""
+    others = [Replicate()] * (mesh.ndim - 1)
+    last: dict[str, Any] = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}
+
+    for name, module in model.named_modules():
+        for key, parameter in list(module._parameters.items()):
+            assert parameter is not None
+            fqn = f"{name}.{key}" if name else key
+            placed = distribute_tensor(parameter.detach(), mesh, [*others, last.get(fqn, Replicate())])
+            module.register_parameter(key, nn.Parameter(placed))
+    return model
+
+
+def whole_loss(model: nn.Module, number: int, mesh: DeviceMesh | None = None, step: int = 0) -> torch.Tensor:
+    """The loss of one data-parallel rank's batch, on a mesh as that rank's part of a batch that is cut."""
+    x = batch(number, step, 3, 6)
+    if mesh is None:
+        return model(x).square().mean()
+    placements = [*[Shard(0)] * (mesh.ndim - 1), Replicate()]
+    output = model(DTensor.from_local(x, mesh, placements, run_check=False))
+    return output.redistribute(placements=placements).to_local().square().mean()
+
+
+DIMS: dict[str, tuple[tuple[str, ...], tuple[int, ...], DataParallelMeshDims]] = {
+    "shard": (TWO, (2, 2), DataParallelMeshDims(shard="dp")),
+    "shard of 4": (TWO, (4, 1), DataParallelMeshDims(shard="dp")),
+    "shard of 1": (TWO, (1, 4), DataParallelMeshDims(shard="dp")),
+    "replicate": (TWO, (2, 2), DataParallelMeshDims(replicate="dp")),
+    "both, 122": (THREE, (1, 2, 2), DataParallelMeshDims(shard="shard", replicate="replicate")),
+    "both, 212": (THREE, (2, 1, 2), DataParallelMeshDims(shard="shard", replicate="replicate")),
+    "both, 221": (THREE, (2, 2, 1), DataParallelMeshDims(shard="shard", replicate="replicate")),
+    "two to shard": (THREE, (2, 2, 1), DataParallelMeshDims(shard=("replicate", "shard"))),
+    "two to shard, 122": (THREE, (1, 2, 2), DataParallelMeshDims(shard=("replicate", "shard"))),
+    "two to shard, 212": (THREE, (2, 1, 2), DataParallelMeshDims(shard=("replicate", "shard"))),
+    "two of replicas": (THREE, (2, 2, 1), DataParallelMeshDims(replicate=("replicate", "shard"))),
+    "two of replicas, 122": (THREE, (1, 2, 2), DataParallelMeshDims(replicate=("replicate", "shard"))),
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("case", DIMS)
+def test_whole_mesh_trains_like_the_plain_module(rank: Rank, case: str) -> None:
+    """DTensors on all axes, with the data-parallel ones named: means over those, whatever their shape.
+
+    Gradients come partial on the data-parallel axes, and stay so until the reduction.
+    """
+    names, shape, dims = DIMS[case]
+    mesh = rank.make_mesh(*shape, names=names)
+    reference = build_whole(5, 6) if case in ("shard", "both, 122", "two to shard") else build_whole()
+    model = fully_shard(distribute(copy.deepcopy(reference), mesh), mesh=mesh, dp_mesh_dims=dims)
+    copies = 4 // shape[-1]
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.02, foreach=False) for m in (model, reference)]
+    for step in range(2):
+        whole_loss(model, rank.rank // shape[-1], mesh, step).backward()
+        reference_backward(reference, copies, functools.partial(whole_loss, step=step))
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_models_equal(model, reference, **CLOSE)
+    assert_equal(list(model.state_dict()), list(reference.state_dict()), "keys")
+
+
+@on_ranks(4)
+def test_placements_on_the_whole_mesh(rank: Rank) -> None:
+    """The shard axis gets ``Shard(0)`` or ``_StridedShard``; several axes become one; replicas stay as they are."""
+    expected = {
+        "shard": (_StridedShard(0, split_factor=2), Shard(0)),
+        "replicate": (Replicate(), Shard(0)),
+        "both, 122": (Replicate(), _StridedShard(0, split_factor=2), Shard(0)),
+        "two to shard": (Shard(0), Shard(0)),
+        "two to shard, 122": (_StridedShard(0, split_factor=2), Shard(0)),
+        "two of replicas": (Replicate(), Replicate(), Shard(0)),
+    }
+    for case, placements in expected.items():
+        names, shape, dims = DIMS[case]
+        mesh = rank.make_mesh(*shape, names=names)
+        model = fully_shard(distribute(build_whole(), mesh), mesh=mesh, dp_mesh_dims=dims)
+        assert model.up.weight.placements == placements, case
+        assert model.up.weight.device_mesh.ndim == len(placements)
+        if len(placements) == mesh.ndim:
+            assert model.up.weight.device_mesh == mesh
+        assert_equal(model.up.weight.detach().full_tensor(), build_whole().up.weight.detach(), case)
+
+
+@on_ranks(4)
+def test_module_distributed_as_a_whole(rank: Rank) -> None:
+    """``distribute_module`` without a partition function replicates everything: pure data parallelism."""
+    mesh = rank.make_mesh(2, 2, names=TWO)
+    reference = build_whole()
+    model = distribute_module(copy.deepcopy(reference), mesh)
+    fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=TWO))
+    with record() as seen:
+        x = DTensor.from_local(batch(rank.rank, 0, 3, 6), mesh, [Shard(0), Shard(0)], run_check=False)
+        model(x).to_local().square().mean().backward()
+    reference_backward(reference, 4, whole_loss)
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+    assert {c.kind for c in seen} == {"gather", "reduce"}
+
+
+@on_ranks(4)
+def test_accumulation_on_the_whole_mesh(rank: Rank) -> None:
+    """Microbatches without sync add up where tensor parallelism left them, and stay partial."""
+    mesh = rank.make_mesh(2, 2, names=TWO)
+    reference = build_whole()
+    model = distribute(copy.deepcopy(reference), mesh)
+    fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    for step in range(3):
+        model.set_requires_gradient_sync(step == 2)
+        whole_loss(model, rank.rank // 2, mesh, step).backward()
+        reference_backward(reference, 2, functools.partial(whole_loss, step=step))
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def placed(mesh: DeviceMesh, *placements: Any) -> nn.Linear:
+    module = nn.Linear(4, 4, bias=False)
+    module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, placements))
+    return module
+
+
+def two(rank: Rank) -> DeviceMesh:
+    return rank.make_mesh(2, 2, names=TWO)
+
+
+DP = DataParallelMeshDims(shard="dp")
+
+REFUSALS: dict[str, tuple[Callable[[Rank], Any], type[Exception], str]] = {
+    "neither": (lambda r: DataParallelMeshDims(), ValueError, "expected shard, replicate or both, found neither"),
+    "twice": (
+        lambda r: DataParallelMeshDims(shard="dp", replicate="dp"),
+        ValueError,
+        r"expected every axis once, found \('dp', 'dp'\)",
+    ),
+    "type": (
+        lambda r: fully_shard(placed(two(r), Replicate(), Shard(0)), mesh=two(r), dp_mesh_dims="dp"),
+        TypeError,
+        "fully_shard: dp_mesh_dims: expected DataParallelMeshDims or None, found str",
+    ),
+    "plain tensor": (
+        lambda r: fully_shard(nn.Linear(4, 4), mesh=two(r), dp_mesh_dims=DP),
+        ValueError,
+        "with dp_mesh_dims all parameters have to be DTensors on the mesh; weight is a plain tensor.*distribute_module",
+    ),
+    "other mesh": (
+        lambda r: fully_shard(placed(two(r)["tp"], Shard(0)), mesh=two(r), dp_mesh_dims=DP),
+        ValueError,
+        "fully_shard: weight: expected a DTensor on the mesh passed to fully_shard.*found one on",
+    ),
+    "cut on a data-parallel axis": (
+        lambda r: fully_shard(placed(two(r), Shard(0), Replicate()), mesh=two(r), dp_mesh_dims=DP),
+        ValueError,
+        r"weight: expected Replicate\(\) on the data-parallel axis 'dp', found S",
+    ),
+    "cut on a replicate axis": (
+        lambda r: fully_shard(
+            placed(two(r), Shard(1), Replicate()), mesh=two(r), dp_mesh_dims=DataParallelMeshDims(replicate="dp")
+        ),
+        ValueError,
+        r"weight: expected Replicate\(\) on the data-parallel axis 'dp'",
+    ),
+    "unknown axis": (
+        lambda r: fully_shard(
+            placed(two(r), Replicate(), Shard(0)), mesh=two(r), dp_mesh_dims=DataParallelMeshDims(shard="data")
+        ),
+        ValueError,
+        r"dp_mesh_dims names \['data'\], but the axes of the mesh are \['dp', 'tp'\]",
+    ),
+    "no names": (
+        lambda r: fully_shard(
+            placed(r.make_mesh(2, 2), Replicate(), Shard(0)), mesh=r.make_mesh(2, 2), dp_mesh_dims=DP
+        ),
+        ValueError,
+        r"dp_mesh_dims names \['dp'\], but the axes of the mesh are \[\]",
+    ),
+    "no named axes in common": (
+        lambda r: fully_shard(placed(r.mesh, Shard(0)), mesh=two(r)["dp"]),
+        ValueError,
+        "fully_shard: weight: expected the DTensor's mesh, .*, and the data-parallel mesh, .* different named axes",
+    ),
+    "the same axis": (
+        lambda r: fully_shard(placed(two(r)["dp"], Shard(0)), mesh=two(r)["dp"]),
+        ValueError,
+        "fully_shard: weight: expected the DTensor's mesh, .* different named axes of one mesh",
+    ),
+    "reshard to a number that is no divisor": (
+        lambda r: fully_shard(placed(two(r)["tp"], Shard(0)), mesh=two(r)["dp"], reshard_after_forward=3),
+        ValueError,
+        "reshard_after_forward: expected a divisor of the 2 ranks of the shard axis, found 3",
+    ),
+    "3-D without names of axes": (
+        lambda r: fully_shard(nn.Linear(4, 4), mesh=r.make_mesh(1, 2, 2, names=THREE)),
+        ValueError,
+        "mesh: expected 1 dimension, or 2 .*found 3.*dp_mesh_dims",
+    ),
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", REFUSALS)
+def test_wrong_argument_is_refused(rank: Rank, name: str) -> None:
+    """Every rank raises, saying what was expected and found."""
+    call, error, words = REFUSALS[name]
+    with pytest.raises(error) as raised:
+        call(rank)
+    assert re.search(words, str(raised.value), re.DOTALL), str(raised.value)
