@@ -8,15 +8,21 @@ so it overlaps nothing.
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 UNSHARDED, DDP, FSDP1, FSDP2, FULLSHARD = "unsharded", "ddp", "fsdp1", "fsdp2", "fullshard"
+# Where each finds its fully_shard and the policies that go with it.
+COMPOSABLE = {FSDP2: "torch.distributed.fsdp", FULLSHARD: "fullshard"}
 
 # glibc reads these when a process starts: never return freed memory to the kernel, so that the next step does
 # not fault the same pages in again. fullshard may choose as much for its own process; given to the peers too,
@@ -58,6 +64,13 @@ def contestant_named(name: str) -> Contestant:
     raise ValueError(f"unknown contestant {name!r}; known are {', '.join(c.name for c in CONTESTANTS)}")
 
 
+def process_environment(contestant: Contestant, threads: int) -> dict[str, str]:
+    """The environment of a contestant's processes: this one's, less what would favour one of them."""
+    kept = {name: value for name, value in os.environ.items() if name not in GOVERNED_VARIABLES}
+    network = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    return {**kept, **network, "OMP_NUM_THREADS": str(threads), **contestant.environment}
+
+
 def start_fake_group(ranks: int) -> None:
     """Become rank 0 of a group whose collectives return at once without moving anything."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -85,15 +98,16 @@ def distribute(system: str, model: nn.Module, unit_type: type[nn.Module], device
 
         policy = ModuleWrapPolicy({unit_type})
         return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=device)
-    if system == FSDP2:
-        from torch.distributed.fsdp import fully_shard
-    elif system == FULLSHARD:
-        from fullshard import fully_shard
-    else:
+    if system not in COMPOSABLE:
         raise ValueError(f"unknown system {system!r}")
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    shard_units(system, model, unit_type, init_device_mesh(device.type, (dist.get_world_size(),)))
+    return model
+
+
+def shard_units(system: str, model: nn.Module, unit_type: type[nn.Module], mesh: DeviceMesh, **options: Any) -> None:
+    """Call the system's ``fully_shard`` with the same options on every ``unit_type``, then on the root."""
+    fully_shard = importlib.import_module(COMPOSABLE[system]).fully_shard
     for module in model.modules():
         if isinstance(module, unit_type):
-            fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
+            fully_shard(module, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)

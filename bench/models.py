@@ -94,8 +94,9 @@ def batch_of(shape: GPTShape, step: int, rank: int, device: torch.device | str =
 
 
 def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Mean cross entropy, fp32 whatever the logits' dtype: a bf16 loss has three digits, too few to compare."""
     inputs, targets = batch
-    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
 
 
 class TinyUnit(nn.Module):

@@ -34,6 +34,18 @@ median over the rounds, with the quartiles in brackets. Below 1 is faster, or sm
 <!-- bench:step:1024 -->
 <!-- /bench -->
 
+## The modes of fully_shard
+
+`python -m bench.modes --write-document` trains the same GPT with mixed precision, on a two-axis mesh, with gradient
+accumulation and under the CPU offload policy. "Sent per rank" is what the busiest rank sends per step, by the
+kernel's count of TCP payload.
+
+<!-- bench:modes:512 -->
+<!-- /bench -->
+
+<!-- bench:modes:1024 -->
+<!-- /bench -->
+
 ## Host time per unit
 
 `python -m bench.host_cost` steps through a hundred tiny units on a fake process group: no bytes travel, so

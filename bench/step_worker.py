@@ -14,9 +14,11 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -60,6 +62,14 @@ class ResidentMemory:
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
 
+    @classmethod
+    def forget_freed(cls) -> None:
+        """To be called on a model just built: the unsharded one was the benchmark's own way to initialise, so
+        hand back what it left behind and measure the peak from here."""
+        gc.collect()
+        cls.return_freed()
+        cls.reset_peak()
+
     @staticmethod
     def reset_peak() -> None:
         """From here on ``peak`` is the highest value since now; 5 resets the mark, see proc(5)."""
@@ -99,15 +109,12 @@ class Trainer:
             world_size=assignment.ranks,
             timeout=timedelta(seconds=120),
         )
-        _load_training_code()
+        load_training_code()
         self.baseline = ResidentMemory.now()
         torch.manual_seed(0)
         self.model = distribute(system, GPT(self.shape), Block, torch.device("cpu"))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=assignment.learning_rate)
-        # The unsharded model was this benchmark's way to initialise: hand back what it left behind.
-        gc.collect()
-        ResidentMemory.return_freed()
-        ResidentMemory.reset_peak()
+        ResidentMemory.forget_freed()
 
     def run(self, steps: int) -> dict[str, object]:
         """Train ``steps`` steps; ``zero_grad`` is part of the timed step, making its data is not."""
@@ -128,7 +135,15 @@ class Trainer:
         return {"baseline": self.baseline, "peak": ResidentMemory.peak(), "resting": ResidentMemory.now()}
 
 
-def _load_training_code() -> None:
+class Servant(Protocol):
+    """What :func:`serve` asks of the object that trains."""
+
+    def run(self, steps: int) -> dict[str, object]: ...
+
+    def memory(self) -> dict[str, object]: ...
+
+
+def load_training_code() -> None:
     """Train four numbers once, with a collective: torch imports parts of itself at the first step, and that
     memory is no contestant's own."""
     weight = torch.nn.Parameter(torch.ones(4))
@@ -138,7 +153,8 @@ def _load_training_code() -> None:
     optimizer.step()
 
 
-def serve(assignment: Assignment) -> None:
+def serve(threads: int, build: Callable[[], Servant]) -> None:
+    """Build on ``threads`` compute threads, then answer requests until the input is closed; does not return."""
     # Whatever libraries print goes to stderr; the original stdout carries answers only.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -147,8 +163,8 @@ def serve(assignment: Assignment) -> None:
         answers.write(json.dumps(message) + "\n")
 
     try:
-        torch.set_num_threads(assignment.threads)
-        trainer = Trainer(assignment)
+        torch.set_num_threads(threads)
+        trainer = build()
         answer({"ready": True})
         for line in sys.stdin:
             request = json.loads(line)
@@ -169,4 +185,5 @@ def serve(assignment: Assignment) -> None:
 
 
 if __name__ == "__main__":
-    serve(Assignment(**json.loads(sys.argv[1])))
+    given = Assignment(**json.loads(sys.argv[1]))
+    serve(given.threads, lambda: Trainer(given))
