@@ -78,7 +78,12 @@ def _check_module(api: str, module: nn.Module) -> None:
         raise ValueError(
             f"{api}: this {plain.__name__} is a unit already, made by an earlier call; each module can be one once"
         )
-    if type(module).forward in (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward):
+    # torch.compile, and those who patch models, put a forward on the instance.
+    if "forward" not in module.__dict__ and type(module).forward in (
+        nn.Module.forward,
+        nn.ModuleList.forward,
+        nn.ModuleDict.forward,
+    ):
         raise ValueError(
             f"{api}: {type(module).__name__} has no forward of its own, so there is no moment to gather "
             f"its parameters; call {api} on each of its modules and on the module that contains it"

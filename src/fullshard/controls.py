@@ -50,11 +50,12 @@ class Controls(nn.Module):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. False: they stay unsharded and add up until the next one that does.
 
-        They add up in ``reduce_dtype``, without copies, where autograd left them.
+        They add up in ``reduce_dtype``, without copies, where autograd left them. It sets
+        :meth:`set_requires_all_reduce` to the same.
         """
         check_bool("requires_gradient_sync", requires_gradient_sync)
         for unit in units_at(self, recurse):
-            unit.settings.requires_gradient_sync = requires_gradient_sync
+            unit.settings.requires_gradient_sync = unit.settings.requires_all_reduce = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces over the replicate axis of a 2-D mesh. False: gradients are reduced over the shard
@@ -125,8 +126,9 @@ class Controls(nn.Module):
         Args:
             hook: Gets a flat tensor, in the reduce dtype, with this rank's rows of all trainable parameters (between
                 them zeros), and may change it in place: after the reduce-scatter on a 1-D mesh,
-                after the all-reduce on a 2-D one. Without a shard axis it is called once for each large parameter
-                and once for all others. It must do the same on all ranks.
+                after the all-reduce on a 2-D one. It is called once per dtype of the unit's parameters, and without a
+                shard axis (a single rank included) once for each large parameter and once for all others. It must do
+                the same on all ranks.
             stream: Where it runs; None: where the collectives do.
 
         Raises:

@@ -23,6 +23,7 @@ __all__ = [
     "PendingGradient",
     "ReplicateModule",
     "UnshardHandle",
+    "become",
     "register_fsdp_forward_method",
     "sharded_class",
     "share_comm_ctx",
@@ -97,12 +98,14 @@ class FSDPModule(Controls):
         """The gradients, of this module's and all nested units, that are not in ``.grad`` yet. No communication.
 
         Returns:
-            By sharded parameter, those that have any. The tensors are live: what is written to them counts.
+            By sharded parameter, those that have any. The tensors are live: what is written to them counts. What is
+            on its way, as after a backward with :meth:`set_is_last_backward` False, is in neither place.
         """
+        unit_at(self).settle()
         return {
             parameter.sharded: PendingGradient(unreduced, partial)
             for unit in nested_units(self)
-            for parameter, unreduced, partial in unit.pending_gradients()
+            for parameter, unreduced, partial in unit.gradients.pending()
         }
 
     def synchronize_gradients(self) -> None:
@@ -110,23 +113,29 @@ class FSDPModule(Controls):
 
         Call it on all ranks. Where nothing is left it does nothing.
         """
+        unit_at(self).settle()
         units = nested_units(self)
+        schedules = list({id(u.schedule): u.schedule for u in units if u.schedule is not None}.values())
+        for schedule in schedules:
+            schedule.finish_reductions()
         for unit in units:
             unit.synchronize()
-        for schedule in {id(unit.schedule): unit.schedule for unit in units if unit.schedule is not None}.values():
+        for schedule in schedules:
             schedule.finish_reductions()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of ``nn.Module``, and for gradients that wait for a later microbatch to be reduced as well."""
+        for unit in nested_units(self):
+            if unit.schedule is not None:
+                unit.schedule.finish_reductions()  # what is under way would land afterwards
         super().zero_grad(set_to_none)
         for unit in nested_units(self):
+            if unit.progress.held:  # inside `unsharded`, nn.Module has seen the full parameters
+                unit.gradients.zero_sharded(set_to_none=set_to_none)
             if set_to_none:
                 unit.drop_gradients()
             else:
-                for _, unreduced, partial in unit.pending_gradients():
-                    for tensor in (unreduced, partial):
-                        if tensor is not None:
-                            tensor.detach().zero_()
+                unit.gradients.zero_pending()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of ``nn.Module``, without communication: values are DTensors on the live shards."""
@@ -165,6 +174,7 @@ class FSDPModule(Controls):
         unit = unit_at(self)
         unit.settle()
         unit.reshard()
+        unit.settle_parameters()
         unit.memoize_parameters(memo)
         copied: FSDPModule = object.__new__(type(self))
         memo[id(self)] = copied
@@ -224,9 +234,10 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
     """Gather all units of ``module`` once and keep them until the end of the ``with`` block.
 
     For loops that run the model many times without training it, such as ``generate()``: nothing is gathered or
-    freed in between. Inside, the modules hold their full parameters, at addresses that stay the same; what is
-    written to them is lost at the end. All ranks have to enter it. If an optimizer steps inside, the next forward
-    gathers anew.
+    freed in between. Inside, the modules hold their full parameters, at addresses that stay the same. Do not write to
+    them: it is lost at the end, unless they lie in the shards, as on one rank. ``parameters()`` are those as well, so
+    build optimizers and clip gradients outside. All ranks have to enter it. If an optimizer steps inside, the next
+    forward gathers anew.
 
     Args:
         module: Any module; units below it count.
@@ -240,7 +251,8 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
     held: list[Unit] = []
     try:
         for unit in units:
-            unit.gather()
+            unit.settle()
+            unit.begin_hold()
         for unit in units:
             unit.hold()
             held.append(unit)
@@ -248,6 +260,9 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
     finally:
         for unit in held:
             unit.release()
+        for unit in units[len(held) :]:  # one of them could not be gathered
+            if unit.resting and not unit.progress.held:
+                unit.reshard()
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
@@ -294,7 +309,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     # On a class, not on the instance: a bound method in the instance would be a reference cycle, and a deepcopy
     # would run the original's.
     plain, methods, base = cast("_Made", type(module)._fullshard_class)  # type: ignore[attr-defined]
-    module.__class__ = sharded_class(plain, methods | {method_name}, base)
+    become(module, sharded_class(plain, methods | {method_name}, base))
+
+
+def become(module: nn.Module, made: type[FSDPModule]) -> None:
+    """Change the class of ``module``, also where its class passes attributes on (what torch.compile returns)."""
+    object.__setattr__(module, "__class__", made)
 
 
 _Made = tuple[type[nn.Module], frozenset[str], type[FSDPModule]]

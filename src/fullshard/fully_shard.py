@@ -22,7 +22,7 @@ from fullshard.engine.mesh import ShardMesh, shard_mesh
 from fullshard.engine.ownership import claim_parameters, managed_modules, set_unit, unit_of
 from fullshard.engine.settings import UnitPolicy, UnitSettings
 from fullshard.engine.unit import Unit
-from fullshard.fsdp_module import FSDPModule, ReplicateModule, sharded_class
+from fullshard.fsdp_module import FSDPModule, ReplicateModule, become, sharded_class
 from fullshard.memory import keep_freed_memory
 from fullshard.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
@@ -112,7 +112,7 @@ def fully_shard(
     if isinstance(reshard, int) and not isinstance(reshard, bool):
         ranks.neighbours(reshard)  # makes their process group while all ranks are here
     for one in modules:
-        one.__class__ = sharded_class(type(one))
+        become(one, sharded_class(type(one)))
     return module
 
 
@@ -163,7 +163,7 @@ def replicate(
     policy = _policy(api, mp_policy, offload_policy)
     settings = UnitSettings(reshard_after_forward=False)
     _make_unit(api, modules, ranks, Placer(api, ranks, None), policy, settings, ignored_params)
-    module.__class__ = sharded_class(type(module), base=ReplicateModule)
+    become(module, sharded_class(type(module), base=ReplicateModule))
     return module
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 __all__ = [
     "Buffer",
@@ -33,6 +34,7 @@ __all__ = [
     "host_buffer",
     "keep_freed_memory",
     "make_lane",
+    "own_storage",
     "refill_storage",
     "run_on",
     "to_host",
@@ -102,6 +104,24 @@ def alias(tensor: torch.Tensor, offset: int, shape: Sequence[int], stride: Seque
     """
     start = int(tensor.storage_offset()) + offset
     return _tensor_on(tensor.untyped_storage(), tensor.dtype, tensor.device, start, shape, stride)
+
+
+def own_storage(view: torch.Tensor) -> torch.Tensor:
+    """The memory of ``view``, which lies inside a larger storage, as a tensor that begins a storage of its own size.
+
+    For the local tensors of DTensors: a wrapper takes over the storage offset of its local tensor, and where that is
+    not 0, copy.deepcopy and torch.save take the wrapper for a tensor with memory. It also lets a saved shard be as
+    large as the parameter's part and not as the whole buffer. The larger storage lives as long as the result.
+    """
+    if view.device.type == "meta" or not view.numel():
+        return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device)
+    try:
+        own: torch.Tensor = from_dlpack(view)
+    except (BufferError, RuntimeError, TypeError):  # a dtype that the exchange format has no name for
+        if not view.is_contiguous():
+            return view
+        own = from_dlpack(view.view(-1).view(torch.uint8)).view(view.dtype)
+    return own.as_strided(view.shape, view.stride(), 0)  # the format forgets strides of dims of size 1
 
 
 def free_storage(tensor: torch.Tensor) -> int:

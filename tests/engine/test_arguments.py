@@ -294,6 +294,9 @@ CASES: dict[str, Case] = {
     "set_gradient_divide_factor: not a number": Case(
         lambda r, p, s: s.set_gradient_divide_factor(float("nan")), "factor: expected a positive number, found nan"
     ),
+    "set_gradient_divide_factor: infinite": Case(
+        lambda r, p, s: s.set_gradient_divide_factor(float("inf")), "factor: expected a positive .*, found inf"
+    ),
     "set_gradient_divide_factor: bool": Case(
         lambda r, p, s: s.set_gradient_divide_factor(True), "factor: expected a positive number, found True"
     ),

@@ -30,7 +30,7 @@ from user_collectives import (
 
 import fullshard
 from compare import assert_equal, assert_models_equal
-from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard import FullshardError, MixedPrecisionPolicy, fully_shard
 from models import assert_at_rest, batch, reference_backward
 from ranks import Rank, RankPool, on_ranks
 
@@ -116,17 +116,34 @@ def test_set_after_the_first_step_and_removed(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("setter", ["set_requires_gradient_sync", "set_requires_all_reduce"])
-def test_set_while_gradients_are_pending(rank: Rank, setter: str) -> None:
-    """Gradients of microbatches without sync, or partly reduced ones, survive the change."""
-    mesh = rank.make_mesh(2, 1, names=("r", "s")) if setter == "set_requires_all_reduce" else rank.mesh
+def test_set_while_gradients_are_pending(rank: Rank) -> None:
+    """Gradients of microbatches without sync survive the change."""
     reference = build()
-    model = shard(copy.deepcopy(reference), mesh)
-    getattr(model, setter)(False)
+    model = shard(copy.deepcopy(reference), rank.mesh)
+    model.set_requires_gradient_sync(False)
     loss_of(6, 0)(model, rank.rank).backward()
     model.blocks[1].set_custom_all_gather(Gather())
     model.blocks[2].set_custom_reduce_scatter(Scatter())
-    getattr(model, setter)(True)
+    model.set_requires_gradient_sync(True)
+    loss_of(6, 1)(model, rank.rank).backward()
+    for step in range(2):
+        reference_backward(reference, rank.world_size, loss_of(6, step))
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(2, 4)
+def test_set_while_gradients_are_partly_reduced(rank: Rank) -> None:
+    """Refused while gradients wait for the replicate axis, with what to do; after that nothing is lost."""
+    reference = build()
+    model = shard(copy.deepcopy(reference), rank.make_mesh(2, rank.world_size // 2, names=("r", "s")))
+    model.set_requires_all_reduce(False)
+    loss_of(6, 0)(model, rank.rank).backward()
+    if rank.world_size > 2:
+        with pytest.raises(FullshardError, match=r"unit 'blocks\.1' holds gradients .*call synchronize_gradients\(\)"):
+            model.blocks[1].set_custom_all_gather(Gather())
+    model.synchronize_gradients()
+    model.blocks[1].set_custom_all_gather(Gather())
+    model.set_requires_all_reduce(True)
     loss_of(6, 1)(model, rank.rank).backward()
     for step in range(2):
         reference_backward(reference, rank.world_size, loss_of(6, step))

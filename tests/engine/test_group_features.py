@@ -430,3 +430,19 @@ def test_list_of_one_root(rank: Rank) -> None:
     seen, loss = count(model, lambda: loss_at(0)(model, rank.rank))
     assert seen == {"gather ": 1}
     loss.backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("ran", [False, True], ids=["before the first forward", "later"])
+def test_member_is_taken_out(rank: Rank, ran: bool) -> None:
+    """If a member, or a part of one, is replaced by another module, what is left of the group trains on."""
+    model = Language()
+    reference = copy.deepcopy(model)
+    grouped(rank, model, "embedding, norm, head")
+    if ran:
+        train(rank, model, reference)
+    for one in (model, reference):
+        one.norm = nn.Tanh()
+        one.blocks[0].up = nn.Identity()
+        one.blocks[0].down = nn.Identity()
+    train(rank, model, reference)

@@ -443,3 +443,48 @@ def test_pending_gradients_do_not_share_with_a_copy(rank: Rank) -> None:
     copied = copy.deepcopy(model)
     assert copied.get_pending_gradients() == {}
     assert set(model.get_pending_gradients()) == set(model.parameters())
+
+
+@on_ranks(4)
+def test_partial_gradients_that_appear_later(rank: Rank) -> None:
+    """A parameter that only a later microbatch uses pends too, with its rows of that one."""
+    model = Stack(2)
+    reference = copy.deepcopy(model)
+    fully_shard(model, mesh=square(rank))
+    model.set_requires_all_reduce(False)
+    runs = ([0], [0, 1])
+    for step, run in enumerate(runs):
+        model(batch(rank.rank, step, 4, 6), run=run).square().mean().backward()
+    assert set(model.get_pending_gradients()) == set(model.parameters())
+    model.synchronize_gradients()
+    for step, run in enumerate(runs):
+        reference_backward(reference, 4, lambda m, r, s=step, u=run: m(batch(r, s, 4, 6), run=u).square().mean())
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("set_to_none", "listed"), [(True, False), (False, False), (True, True)])
+def test_partial_gradients_from_other_ranks(rank: Rank, set_to_none: bool, listed: bool) -> None:
+    """Rows reduced from another rank's gradient pend here as well, and ``zero_grad`` clears them everywhere."""
+    model = nn.Sequential(nn.Linear(6, 6), Branch())
+    reference = copy.deepcopy(model)
+    for module in (*model, model):
+        fully_shard(module, mesh=square(rank))
+
+    def loss_of(module: nn.Module, number: int, users: tuple[int, ...] = (1,)) -> torch.Tensor:
+        module[1].rank = int(number in users)
+        return square_loss()(module, number)
+
+    model.set_requires_all_reduce(False)
+    loss_of(model, rank.rank).backward()
+    assert (model[1].odd.weight in model.get_pending_gradients()) == (rank.rank < 2) or not listed
+    model.zero_grad(set_to_none=set_to_none)
+    model.set_requires_all_reduce(True)
+    loss_of(model, rank.rank, ()).backward()
+    reference_backward(reference, 4, lambda m, r: loss_of(m, r, ()))
+    for name, ours in model.named_parameters():
+        theirs = reference.get_parameter(name).grad
+        whole = None if ours.grad is None else ours.grad.full_tensor()
+        if theirs is not None or whole is not None:
+            theirs = torch.zeros(ours.shape) if theirs is None else theirs
+            torch.testing.assert_close(whole, theirs, **CLOSE, msg=name)

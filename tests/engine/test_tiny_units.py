@@ -13,6 +13,7 @@ from torch import nn
 from compare import assert_equal, assert_models_equal
 from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fullshard.engine.ownership import nested_units, unit_of
+from fullshard.engine.schedule import MAX_TINY_UNITS_TOGETHER
 from fullshard.transport import Collective, GlooTransport, record
 from models import assert_at_rest, batch, gathered, reference_backward, tiny_units
 from ranks import Rank, on_ranks
@@ -90,6 +91,21 @@ def test_launches(rank: Rank, pattern: str) -> None:
         forward, backward = run_step(model, rank, step)
         found = launches(forward, "gather"), launches(backward, "gather"), launches(backward, "reduce")
         assert found == tuple(text.split(", ") for text in PATTERNS[pattern])
+        assert_at_rest(model)
+
+
+@on_ranks(2)
+def test_long_rows_are_cut(rank: Rank) -> None:
+    """A model of nothing but tiny units is neither gathered nor reduced all at once."""
+    most = MAX_TINY_UNITS_TOGETHER
+    model = sharded(rank, Chain("n" * (2 * most + 3)), reshard_after_forward=True)
+    for step in range(2):
+        forward, backward = run_step(model, rank, step)
+        for seen, kind in ((forward, "gather"), (backward, "gather"), (backward, "reduce")):
+            together = [text.split() for text in launches(seen, kind)]
+            assert max(map(len, together)) <= most and len(together) <= 4
+            order = [int(name) for names in together for name in names]
+            assert order == sorted(order, reverse=seen is backward)
         assert_at_rest(model)
 
 
@@ -367,6 +383,11 @@ def test_large_units_are_still_gathered_two_at_a_time(rank: Rank) -> None:
         assert max(len(names - large) for names in seen) == 2
         assert_at_rest(model)
     assert len(seen) >= 2 * len(model.parts)
+    model.run = [0, 5, 7, 8]  # 2 is gathered ahead in vain
+    seen.clear()
+    run_step(model, rank)
+    assert max(len(names & large) for names in seen) == 2
+    assert_at_rest(model)
 
 
 @on_ranks(2)

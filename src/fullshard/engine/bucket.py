@@ -10,9 +10,10 @@ import torch
 from fullshard.engine.gather import BufferGather, Gather
 from fullshard.engine.mesh import ShardMesh
 from fullshard.engine.parameter import ShardedParameter, value_of
-from fullshard.engine.reduction import GradientReducer, PendingReduction, ReductionTerms
+from fullshard.engine.reducer import GradientReducer
+from fullshard.engine.reduction import PendingReduction, ReductionTerms
 from fullshard.layout import PerParameterLayout, Slot
-from fullshard.memory import Buffer, Ticket, alias, host_buffer
+from fullshard.memory import Buffer, Ticket, alias, host_buffer, own_storage
 
 __all__ = ["Bucket", "BufferBucket", "Storage", "local_rows"]
 
@@ -46,13 +47,14 @@ class Bucket:
     mesh: ShardMesh
     storage: Storage
     gathered: bool  # whether the full parameters are there, or on their way
+    owed: set[int]  # indices of parameters that have gradients from microbatches without sync
     _ticket: Ticket | None  # of the gather in flight
     _in_flight: list[Gather]
     _reducers: dict[tuple[int, ...], GradientReducer]  # by the indices of the trainable parameters
 
     def __init__(self, parameters: Sequence[ShardedParameter], mesh: ShardMesh, storage: Storage) -> None:
         self.parameters, self.mesh, self.storage = list(parameters), mesh, storage
-        self.gathered, self._ticket, self._in_flight, self._reducers = False, None, [], {}
+        self.gathered, self.owed, self._ticket, self._in_flight, self._reducers = False, set(), None, [], {}
 
     # ---------------------------------------------------------------- what kinds of buckets differ in
 
@@ -145,18 +147,25 @@ class Bucket:
 
     def begin_reduction(self, terms: ReductionTerms) -> list[PendingReduction]:
         """Take the full gradients of the trainable parameters; what is returned is to be issued."""
-        trainable = tuple(i for i, p in enumerate(self.parameters) if p.sharded.requires_grad)
+        owed = self.owed
+        trainable = tuple(i for i, p in enumerate(self.parameters) if p.sharded.requires_grad or i in owed)
+        owed.clear()
         pending = []
         if terms.all_reduce:  # what other sets of trainable parameters left unfinished on the replicate axis
-            left = [r for key, r in self._reducers.items() if key != trainable and r.partial is not None]
-            pending = [reducer.start([None] * len(reducer.parameters), terms) for reducer in left]
+            left = [r for key, r in self._reducers.items() if key != trainable and r.owing]
+            pending = [PendingReduction(reducer, [None] * len(reducer.parameters), terms) for reducer in left]
         if trainable:
             reducer = self._reducers.get(trainable)
             if reducer is None:
                 parameters = [self.parameters[i] for i in trainable]
                 reducer = self._reducers[trainable] = GradientReducer(parameters, self.mesh, *self._reduction_dtypes())
-            pending.append(reducer.start([p.take_gradient() for p in reducer.parameters], terms))
+            gradients = [p.take_gradient() for p in reducer.parameters]
+            pending.append(PendingReduction(reducer, gradients, terms))
         return pending
+
+    def note_trainable(self) -> None:
+        """Have the next reduction include the parameters that are trainable now."""
+        self.owed.update(i for i, p in enumerate(self.parameters) if p.sharded.requires_grad)
 
     def _reduction_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
         return self.storage.reduce_dtype, self.parameters[0].local.dtype
@@ -217,7 +226,7 @@ class BufferBucket(Bucket):
             self.shard_buffer = torch.zeros(numel, dtype=dtype, device="meta" if on_meta else mesh.device)
         for parameter, slot, value in zip(self.parameters, self.layout.slots, values, strict=True):
             shape, stride = slot.local_shape(mesh.rank), slot.local_stride(mesh.rank)
-            local = self.shard_buffer.as_strided(shape, stride, slot.shard_offset)
+            local = own_storage(self.shard_buffer.as_strided(shape, stride, slot.shard_offset))
             local.copy_(local_rows(value, slot, mesh.rank))
             parameter.place(local)
 
@@ -274,6 +283,7 @@ class BufferBucket(Bucket):
         for p, slot in zip(self.parameters, self.layout.slots, strict=True):
             full = self._full.tensor(slot.full_offset, p.shape.shape, p.shape.stride)
             p.set_full(full, self.storage.reduce_dtype)
+        self._full.free()  # its first memory is of the compute stream, whatever a gather allocates on
         self._home = BufferGather(self.layout, shard, self._full, self.mesh.transport)
 
     def _free(self) -> None:

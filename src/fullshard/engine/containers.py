@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 __all__ = ["iterate_tensors", "map_tensors"]
 
@@ -38,6 +39,8 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         mapped = [map_tensors(function, item) for item in value]
         if all(new is old for new, old in zip(mapped, value, strict=True)):
             return value
+        if isinstance(value, PackedSequence):  # its sizes have to stay where they are
+            return PackedSequence(mapped[0], value.batch_sizes, *mapped[2:])
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*mapped)
         return type(value)(mapped)

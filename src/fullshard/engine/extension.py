@@ -25,6 +25,7 @@ from fullshard.engine.bucket import Bucket, Storage
 from fullshard.engine.gather import Gather
 from fullshard.engine.mesh import ShardMesh
 from fullshard.engine.parameter import ShardedParameter, value_of
+from fullshard.errors import FullshardError
 from fullshard.layout import PerParameterLayout, Slot
 from fullshard.memory import Buffer, free_storage, refill_storage, to_host
 from fullshard.policy import MixedPrecisionPolicy
@@ -165,7 +166,7 @@ class _ExtensionGather:
     _policy: MixedPrecisionPolicy
     _arguments: int  # that fsdp_pre_all_gather takes
     _sizes: list[tuple[torch.Size, torch.dtype]]  # of the inner tensors that each rank sends, padded
-    _own_sizes: list[torch.Size] | None  # of those that this rank returned; None until the first gather
+    _own_sizes: list[tuple[torch.Size, torch.dtype]] | None  # of those that this rank returned at the first gather
     _inputs: list[torch.Tensor]
     _metadata: Any
     _inner: list[tuple[torch.Tensor, int]]  # memory that the full parameter needs beside the regions, with its bytes
@@ -200,9 +201,14 @@ class _ExtensionGather:
             if self._own_sizes is not None:
                 raise
             error = caught  # at the first gather the others are told
-        sizes = [tensor.size() for tensor in inputs]
-        if sizes != self._own_sizes:
-            self._agree([(tensor.size(), tensor.dtype) for tensor in inputs], error)
+        sizes = [(tensor.size(), tensor.dtype) for tensor in inputs]
+        if self._own_sizes is not None and sizes != self._own_sizes:
+            raise FullshardError(
+                f"{self.parameter.describe()}: {_PRE} of {type(local).__name__} returned {_shown(sizes)}, and in the "
+                f"gathers before {_shown(self._own_sizes)}; sizes and dtypes have to stay those of the first gather"
+            )
+        if self._own_sizes is None:
+            self._agree(sizes, error)
             self._own_sizes = sizes
             world_size = self.mesh.world_size
             self.regions = [Buffer(size.numel() * world_size, dtype, self.mesh.device) for size, dtype in self._sizes]

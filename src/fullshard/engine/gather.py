@@ -7,13 +7,14 @@ lane: what this rank sends), the collective, ``copy_out`` (on the lane), ``arriv
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 
 from fullshard.layout import PerParameterLayout, Route, Slot
 from fullshard.memory import Buffer, Event, Lane, Ticket, Work, alias
-from fullshard.transport import Move, Parcel, Transport
+from fullshard.transport import Move, Parcel, Transport, issue_all
 
 __all__ = ["BufferGather", "Gather", "issue_gathers"]
 
@@ -52,7 +53,7 @@ def issue_gathers(gathers: Sequence[tuple[str, Gather]], lane: Lane, after: Even
             gather.copy_in()
             if gather.transport is not None:
                 parcels.setdefault(id(gather.transport), (gather.transport, []))[1].append(gather.parcel(unit))
-        return [work for transport, sent in parcels.values() for work in transport.gather(sent)]
+        return issue_all(partial(transport.gather, sent) for transport, sent in parcels.values())
 
     def finish() -> None:
         for _, gather in gathers:

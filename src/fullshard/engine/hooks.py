@@ -1,4 +1,4 @@
-"""Where the engine meets autograd. The only file that touches autograd nodes and ``nn.Module`` hooks.
+"""Where the engine meets autograd. The only file that registers hooks.
 
 [Note: Boundaries of a unit in backward]
 A unit's backward starts when the first of its outputs receives its gradient: a pre-hook on the autograd node
@@ -25,8 +25,8 @@ from fullshard.engine.containers import iterate_tensors, map_tensors
 
 __all__ = [
     "NO_BACKWARD",
+    "BackwardPass",
     "Call",
-    "at_end_of_backward",
     "current_backward",
     "guard_inputs",
     "watch_outputs",
@@ -133,6 +133,31 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
-def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Have ``function`` called once the backward pass that runs now has computed everything."""
-    Variable._execution_engine.queue_callback(function)
+class BackwardPass:
+    """The backward pass that runs on this thread when it is made.
+
+    Args:
+        end: Called once the pass has computed everything.
+    """
+
+    _alive: weakref.ref[_EndOfPass]
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        callback = _EndOfPass(end)
+        self._alive = weakref.ref(callback)
+        Variable._execution_engine.queue_callback(callback)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it still runs; not if it has raised."""
+        return self._alive() is not None  # autograd drops the callback together with the pass
+
+
+class _EndOfPass:
+    __slots__ = ("__weakref__", "_end")
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def __call__(self) -> None:
+        self._end()

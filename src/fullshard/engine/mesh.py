@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from fullshard.policy import DataParallelMeshDims
-from fullshard.transport import Transport, make_transport
+from fullshard.transport import Transport, make_transport, part_of
 
 __all__ = ["Neighbours", "ShardMesh", "WholeMesh", "axis_of", "shard_mesh"]
 
@@ -48,6 +49,7 @@ class ShardMesh:
     shard: DeviceMesh | None
     replicate: DeviceMesh | None
     whole: WholeMesh | None
+    root: DeviceMesh  # that the user's mesh is a part of
     device: torch.device  # where this rank computes
     rank: int  # on the shard axis
     world_size: int  # of the shard axis
@@ -55,6 +57,7 @@ class ShardMesh:
     transport: Transport | None  # on the shard axis; None if its size is 1
     replica_transport: Transport | None  # on the replicate axis; None if its size is 1
     _neighbours: dict[int, Neighbours]
+    _joined: dict[DeviceMesh, DeviceMesh]
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class ShardMesh:
         whole: WholeMesh | None = None,
     ) -> None:
         self.device_mesh, self.shard, self.replicate, self.whole = device_mesh, shard, replicate, whole
-        self.device = _compute_device(device_mesh.device_type)
+        self.root, self.device = device_mesh, _compute_device(device_mesh.device_type)
         self.rank, self.world_size = (0, 1) if shard is None else (shard.get_local_rank(), shard.size())
         self.replicas = 1 if replicate is None else replicate.size()
         self.transport = self.replica_transport = None
@@ -72,12 +75,28 @@ class ShardMesh:
             self.transport = make_transport(shard.get_group(), self.device)
         if replicate is not None and self.replicas > 1:
             self.replica_transport = make_transport(replicate.get_group(), self.device, reduces=False)
-        self._neighbours = {}
+        self._neighbours, self._joined = {}, {}
 
     def placements(self, placement: Placement) -> tuple[Placement, ...]:
         """Placements on :attr:`device_mesh` of a parameter whose shard axis has ``placement``."""
         replicated = (Replicate(),) if self.replicate is not None else ()
         return replicated if self.shard is None else (*replicated, placement)
+
+    def joined(self, other: DeviceMesh) -> DeviceMesh:
+        """The data-parallel axes and those of ``other``; the same object every time, so that DTensors combine cheaply.
+
+        Raises:
+            ValueError: If they are not parts of one mesh.
+        """
+        if other not in self._joined:
+            try:
+                self._joined[other] = DeviceMesh._concatenate([self.device_mesh, other])
+            except (RuntimeError, AttributeError, ValueError, TypeError, AssertionError) as error:
+                raise ValueError(
+                    f"expected the DTensor's mesh, {other}, and the data-parallel mesh, {self.device_mesh}, to be "
+                    "different named axes of one mesh, made by init_device_mesh(..., mesh_dim_names=...)"
+                ) from error
+        return self._joined[other]
 
     def with_transport(self, transport: Transport) -> ShardMesh:
         """The same ranks with other means of communication on the shard axis."""
@@ -91,10 +110,15 @@ class ShardMesh:
             assert self.shard is not None
             ranks = dist.get_process_group_ranks(self.shard.get_group())
             first = self.rank // size * size
-            group = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+            group = part_of(self.shard.get_group(), ranks[first : first + size], "neighbours")
             transport = make_transport(group, self.device, reduces=False)
             self._neighbours[size] = Neighbours(self.rank - first, transport)
         return self._neighbours[size]
+
+
+# Not on the device meshes, which DTensors take along wherever they are copied or saved. A value keeps the mesh whose
+# id is in its key alive.
+_shard_meshes: weakref.WeakValueDictionary[object, ShardMesh] = weakref.WeakValueDictionary()
 
 
 def shard_mesh(
@@ -111,18 +135,19 @@ def shard_mesh(
         replicate: The axis of replicas, a part of it.
         dims: Instead of the last two, where parameters are DTensors on all of ``mesh``.
     """
-    # On the root: slicing it, as in fully_shard(block, mesh=mesh["dp"]), makes a new object every time.
-    known: dict[object, ShardMesh] = mesh._get_root_mesh().__dict__.setdefault("_fullshard_meshes", {})
     whole = None if dims is None else WholeMesh(mesh, dims)
     if dims is not None:
         shard, replicate = _flat(mesh, dims.shard_names), _flat(mesh, dims.replicate_names)
-    key = (_ranks(shard), _ranks(replicate), dims)
-    if key not in known:
+    # By the root: slicing it, as in fully_shard(block, mesh=mesh["dp"]), makes a new object every time.
+    key = (id(mesh._get_root_mesh()), _ranks(shard), _ranks(replicate), dims)
+    found = _shard_meshes.get(key)
+    if found is None:
         parts = [part for part in (replicate, shard) if part is not None]
         ordered = len(parts) == mesh.ndim and dims is None and (replicate is None or _ranks(mesh) == _ranks(replicate))
         device_mesh = mesh if ordered else parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
-        known[key] = ShardMesh(device_mesh, shard, replicate, whole)
-    return known[key]
+        found = _shard_meshes[key] = ShardMesh(device_mesh, shard, replicate, whole)
+        found.root = mesh._get_root_mesh()
+    return found
 
 
 def _ranks(mesh: DeviceMesh | None) -> tuple[int, ...] | None:

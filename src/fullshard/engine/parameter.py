@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fullshard.engine.placement import ParameterPlacement, dtensor
+from fullshard.errors import FullshardError
 from fullshard.layout import ParameterShape
 from fullshard.layout.per_parameter import contiguous_stride, is_dense
 
@@ -136,7 +137,7 @@ class ShardedParameter:
 
     def take_gradient(self) -> torch.Tensor | None:
         """The full gradient (this rank's part of it), which the parameter then no longer has."""
-        gradient = self.full.grad
+        gradient = self.full.grad if self.has_full else None
         if gradient is None:
             return None
         self.full.grad = None
@@ -182,6 +183,12 @@ class ShardedParameter:
         found = next((held for held in map(Owner.held, self.owners) if held is not self.sharded), self.sharded)
         if found is None:
             raise ValueError(f"{self.describe()} was removed from its module; fully_shard manages it, put it back")
+        if not isinstance(found, nn.Parameter):
+            raise FullshardError(
+                f"{self.describe()} was replaced by a {type(found).__name__} that is no nn.Parameter, as "
+                "torch.func.functional_call does; a sharded module computes with its own parameters, so call it "
+                "without others, or load them"
+            )
         if found.shape != self.placement.shape:
             raise ValueError(
                 f"{self.describe()} was replaced by a parameter of shape {tuple(found.shape)}; assign a DTensor "

@@ -81,7 +81,7 @@ class ParameterPlacement:
             return self._on_whole_mesh(self.own)
         inner = [self.own.mesh.size(i) for i in self._cuts_of(self.own.placements)]
         placements = (*self.mesh.placements(self._data_placement(inner)), *self.own.placements)
-        return joined(self.mesh.device_mesh, self.own.mesh), placements
+        return self.mesh.joined(self.own.mesh), placements
 
     def _on_whole_mesh(self, own: DTensorSpec) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         assert self.mesh.whole is not None
@@ -122,24 +122,6 @@ class ParameterPlacement:
             return Replicate()
         factor = math.prod(inner)
         return Shard(self.cut) if factor == 1 else _StridedShard(self.cut, split_factor=factor)
-
-
-def joined(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
-    """The mesh of the axes of both; the same object every time, so that DTensors on it combine cheaply.
-
-    Raises:
-        ValueError: If they are not parts of one mesh.
-    """
-    known: dict[DeviceMesh, DeviceMesh] = first.__dict__.setdefault("_fullshard_joined", {})
-    if second not in known:
-        try:
-            known[second] = DeviceMesh._concatenate([first, second])
-        except (RuntimeError, AttributeError, ValueError, TypeError, AssertionError) as error:
-            raise ValueError(
-                f"expected the DTensor's mesh, {second}, and the data-parallel mesh, {first}, to be different named "
-                f"axes of one mesh, made by init_device_mesh(..., mesh_dim_names=...): {error}"
-            ) from error
-    return known[second]
 
 
 def dtensor(local: torch.Tensor, spec: Any) -> DTensor:

@@ -36,6 +36,7 @@ class Progress:
     watched: bool = False  # whether one of those has a backward
     kept: bool = False  # whether the full parameters stay from a forward whose backward may still come
     unreduced: bool = False  # whether a backward without sync, or the first part of one, left gradients
+    reduced: bool = False  # whether its gradients were reduced in this backward
     guarded: bool = False  # whether an input of the last forward tells when its backward is over
     open_ended: bool = False  # whether a forward with a backward had no such input
     held: int = 0  # how often `hold` was called more than `release`

@@ -1,11 +1,5 @@
 """From full gradients to sharded gradients.
 
-[Note: Gradients that are missing on some ranks]
-Which collectives run must not depend on whether this rank's gradient is None. So all trainable parameters of a
-bucket take part in every reduction, missing gradients as zeros, and every rank sends along one number per
-parameter: 1 if it had a gradient, else 0. Their mean rides in the packed message. Only a rank that had none
-itself looks at it: if nobody had one, ``.grad`` stays None as in an unsharded run, otherwise it is the mean.
-
 [Note: Stages of a reduction]
 A reduction goes through up to three stages: a reduce-scatter over the shard axis, an all-reduce of this rank's rows
 over the replicate axis, and landing: into the parameters' own dtype, in CPU memory if they are offloaded, added to
@@ -16,23 +10,19 @@ gradients themselves. Memory for all of it is allocated on the compute stream wh
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from fullshard.engine.mesh import ShardMesh
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.placement import dtensor
-from fullshard.layout import ParameterShape, PerParameterLayout, Route, Slot
-from fullshard.layout.per_parameter import contiguous_stride
-from fullshard.memory import Buffer, Lane, Stream, Ticket, Work, host_buffer, run_on
-from fullshard.transport import Division, Move, Parcel, Transport
+from fullshard.engine.reducer import GradientReducer, Gradients
+from fullshard.memory import Lane, Stream, Ticket, Work, host_buffer, run_on
+from fullshard.transport import Division, Move, Parcel, Transport, issue_all
 
-__all__ = ["GradientReducer", "PendingReduction", "ReductionTerms", "issue_reductions", "issue_second_stage"]
-
-Gradients = list["torch.Tensor | None"]
+__all__ = ["PendingReduction", "ReductionTerms", "issue_reductions", "issue_second_stage"]
 
 
 class ReductionTerms(NamedTuple):
@@ -57,169 +47,6 @@ class ReductionTerms(NamedTuple):
     pin_memory: bool = False
 
 
-class _PackCopy(NamedTuple):
-    """One copy from a gradient (seen with ``shape`` and ``stride`` from ``offset``) into the message."""
-
-    gradient: int  # index of the parameter
-    target: torch.Tensor  # in our own message
-    start: int  # of the target in the message
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-class _RowsView(NamedTuple):
-    """This rank's rows of one parameter: in which of the tensors of rows, and where in it."""
-
-    tensor: int
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def on(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return tensors[self.tensor].as_strided(self.shape, self.stride, self.offset)
-
-
-class GradientReducer:
-    """Reduces the gradients of one set of parameters of a bucket. Planned once, used every step.
-
-    Args:
-        parameters: The trainable ones of the bucket, in model order.
-        mesh: The ranks to reduce over.
-        dtype: In which gradients travel and are summed.
-        shard_dtype: In which they land.
-    """
-
-    parameters: list[ShardedParameter]
-    mesh: ShardMesh
-    layout: PerParameterLayout  # of the parameters, and behind them the presence numbers
-    message: Buffer
-    message_tensor: torch.Tensor  # all of it
-    dtype: torch.dtype
-    shard_dtype: torch.dtype
-    partial: PendingReduction | None  # whose rows are still to be reduced over the replicate axis
-    views: list[_RowsView]  # of the parameters, and behind them the presence numbers
-    direct: list[tuple[int, Slot]]  # the parameters that travel on their own, with their indices
-    rows_numel: int  # elements of the first tensor of rows
-    _copies: list[_PackCopy]
-    _all_present: torch.Tensor
-
-    def __init__(
-        self, parameters: list[ShardedParameter], mesh: ShardMesh, dtype: torch.dtype, shard_dtype: torch.dtype
-    ) -> None:
-        self.parameters, self.mesh, self.dtype, self.shard_dtype = parameters, mesh, dtype, shard_dtype
-        self.partial = None
-        count = len(parameters)
-        shapes = [p.shape for p in parameters]
-        if self._travels:
-            shapes.append(ParameterShape("<presence>", (count,), (1,), replicated=True))
-        transport = mesh.transport or mesh.replica_transport
-        self.layout = PerParameterLayout.build(
-            shapes,
-            world_size=mesh.world_size,
-            itemsize=min(dtype.itemsize, shard_dtype.itemsize),
-            direct_bytes=transport.direct_bytes if transport is not None else 0,
-        )
-        self.message = Buffer(self.layout.message_numel * mesh.world_size, dtype, mesh.device)
-        self.message_tensor = self.message.tensor(0, (self.message.numel,), (1,))
-        self._all_present = torch.ones(count, dtype=dtype, device=mesh.device)
-        self._copies = []
-        # Without a shard axis, direct gradients are tensors of rows themselves.
-        start = 0 if mesh.transport is not None else self.layout.message_offset
-        self.rows_numel = self.layout.shard_numel - start
-        self.views, self.direct = [], []
-        for index, slot in enumerate(self.layout.slots):
-            if slot.route is Route.DIRECT:
-                self.direct.append((index, slot))
-            elif slot.piece_numel:
-                self._plan_pack(index, slot)
-            own = slot.route is Route.DIRECT and mesh.transport is None
-            where = (len(self.direct), 0) if own else (0, slot.shard_offset - start)
-            self.views.append(_RowsView(*where, slot.local_shape(mesh.rank), slot.local_stride(mesh.rank)))
-        self.message.free()
-
-    @property
-    def _travels(self) -> bool:
-        return self.mesh.transport is not None or self.mesh.replica_transport is not None
-
-    def partial_rows(self) -> list[tuple[ShardedParameter, torch.Tensor]]:
-        """Parameters with gradients that are still to be reduced over the replicate axis, and this rank's rows."""
-        return [] if self.partial is None else self.partial.partial_rows()
-
-    @property
-    def presence_offset(self) -> int:
-        """Where in the first tensor of rows the presence numbers begin, which come last in it."""
-        return self.views[-1].offset if self._travels else self.rows_numel
-
-    def start(self, gradients: Gradients, terms: ReductionTerms) -> PendingReduction:
-        """Prepare the reduction of ``gradients`` (full, one per parameter, None where there are none)."""
-        conformed: Gradients = [
-            None if g is None else _conform(g, p.shape, self.dtype)
-            for g, p in zip(gradients, self.parameters, strict=True)
-        ]
-        if self._travels:
-            conformed.append(self._presence(gradients))
-        return PendingReduction(self, conformed, terms)
-
-    def _presence(self, gradients: Gradients) -> torch.Tensor:
-        """See [Note: Gradients that are missing on some ranks]."""
-        if all(gradient is not None for gradient in gradients):
-            return self._all_present
-        return self._all_present.new_tensor([gradient is not None for gradient in gradients])
-
-    def new_zeros(self, numel: int) -> torch.Tensor:
-        """A flat tensor of zeros where gradients are computed."""
-        return self._all_present.new_zeros(numel)
-
-    def new_empty(self, numel: int) -> torch.Tensor:
-        """A flat tensor where gradients are computed."""
-        return self._all_present.new_empty(numel)
-
-    def pack(self, inputs: Gradients, foreign: torch.Tensor | None) -> None:
-        """Copy the small and the oddly laid out gradients into the message, which is ``foreign`` if that is given."""
-        targets, sources = [], []
-        for copy in self._copies:
-            target = copy.target
-            if foreign is not None:
-                target = foreign.as_strided(target.shape, target.stride(), foreign.storage_offset() + copy.start)
-            gradient = inputs[copy.gradient]
-            if gradient is None:
-                target.zero_()
-            else:
-                targets.append(target)
-                offset = gradient.storage_offset() + copy.offset
-                sources.append(gradient.as_strided(copy.shape, copy.stride, offset))
-        if targets:
-            torch._foreach_copy_(targets, sources)
-
-    def _plan_pack(self, index: int, slot: Slot) -> None:
-        """Prepare the copies from one gradient to the message: at most two, or one per rank if rows interleave."""
-        world_size, section = self.mesh.world_size, self.layout.message_numel
-        start, piece, shape = slot.shard_offset - self.layout.message_offset, slot.piece_numel, slot.parameter
-
-        def add(
-            rank: int, target: tuple[int, ...], strides: tuple[int, ...], offset: int, source: tuple[int, ...]
-        ) -> None:
-            position = start + rank * section
-            view = self.message.tensor(position, target, strides)
-            self._copies.append(_PackCopy(index, view, position, offset, target, source))
-
-        if slot.route is Route.REPLICATED:
-            add(0, (world_size, piece), (section, 1), 0, (0, 1))
-        elif slot.row_major:
-            whole, rest = divmod(shape.numel, piece)
-            if whole:
-                add(0, (whole, piece), (section, 1), 0, (piece, 1))
-            if rest:
-                add(whole, (rest,), (1,), whole * piece, (1,))
-        else:
-            for rank in range(world_size):
-                rows = slot.local_shape(rank)
-                if rows[shape.cut]:
-                    first = slot.local_rows(rank)[0] * shape.stride[shape.cut]
-                    add(rank, rows, slot.local_stride(rank), first, shape.stride)
-
-
 class PendingReduction:
     """A reduction under way: its stages, and what must live until they are through. See [Note: Stages of a reduction].
 
@@ -230,6 +57,7 @@ class PendingReduction:
     reducer: GradientReducer
     terms: ReductionTerms
     scattered: bool  # whether the first stage is over
+    earlier: PendingReduction | None  # whose rows are reduced over the replicate axis together with these
     _inputs: Gradients
     _moves: list[Move]
     _foreign: torch.Tensor | None  # the message, where the transport brings memory of its own
@@ -237,25 +65,31 @@ class PendingReduction:
     _ticket: Ticket | None  # of the present stage
     _rows: list[torch.Tensor]
     _landed: list[torch.Tensor]  # the same tensors in the dtype, and on the device, of the shards
+    _leaving: list[torch.Tensor]  # what is being copied to the host: a side stream still reads it
 
-    def __init__(self, reducer: GradientReducer, inputs: Gradients, terms: ReductionTerms) -> None:
-        self.reducer, self.terms, self._inputs, self.scattered = reducer, terms, inputs, False
-        self._present = [gradient is not None for gradient in inputs[: len(reducer.parameters)]]
-        self._ticket = self._foreign = None
+    def __init__(self, reducer: GradientReducer, gradients: Gradients, terms: ReductionTerms) -> None:
+        self.reducer, self.terms, self.scattered = reducer, terms, False
+        self._inputs = inputs = reducer.inputs(gradients)
+        self._present = [gradient is not None for gradient in gradients]
+        self._ticket = self._foreign = self.earlier = None
+        if terms.all_reduce:
+            self.earlier, reducer.partial = reducer.partial, None
+        reducer.owing = not terms.all_reduce and reducer.mesh.replica_transport is not None
         rows = reducer.new_empty(reducer.rows_numel)
         if terms.hook is not None:  # which may look at what lies between the parameters
             rows.zero_()
         self._rows, self._moves = [rows], []
         sharded = self.transport is not None
         for index, slot in reducer.direct:
-            region = _region(inputs[index], slot, reducer)
+            region = reducer.region(inputs[index], slot)
             if sharded:
                 self._moves.append(Move(rows.narrow(0, slot.shard_offset, slot.piece_numel), region))
             else:
                 self._rows.append(region)
         self._landed = self._rows
-        if reducer.dtype is not reducer.shard_dtype:
+        if reducer.dtype is not reducer.shard_dtype and (terms.all_reduce or reducer.mesh.replica_transport is None):
             self._landed = [torch.empty_like(rows, dtype=reducer.shard_dtype) for rows in self._rows]
+        self._leaving = []
 
     @property
     def transport(self) -> Transport | None:
@@ -325,9 +159,10 @@ class PendingReduction:
             else:
                 reducer.partial._add(self)
             return False
-        if reducer.partial is not None:
-            self._add(reducer.partial)
-            reducer.partial = None
+        for earlier in (self.earlier, reducer.partial):  # the second: one that was under way when this began
+            if earlier is not None:
+                self._add(earlier)
+        self.earlier = reducer.partial = None
         return True
 
     def replica_parcel(self, unit: str) -> Parcel:
@@ -349,12 +184,13 @@ class PendingReduction:
             hosts = [host_buffer(rows.numel(), rows.dtype, pin=terms.pin_memory) for rows in self._landed]
             for host, rows in zip(hosts, self._landed, strict=True):
                 host.copy_(rows, non_blocking=True)
-            self._landed = hosts
+            self._landed, self._leaving = hosts, self._landed
 
     def release(self) -> None:
         """Wait for the last stage and let go of what only the device needs."""
         assert self.scattered and self._ticket is not None
         self._ticket.wait()
+        self._leaving = []
         if self.reducer.partial is not self:
             self._rows = []
 
@@ -366,13 +202,7 @@ class PendingReduction:
             return
         if self.lands_on_host:
             self._ticket.settle()
-        present = self._present
-        if terms.zeros_for_missing:
-            present = [True] * len(present)
-        elif not all(present) and len(reducer.views) > len(present):
-            # See [Note: Gradients that are missing on some ranks].
-            elsewhere = reducer.views[len(present)].on(self._landed).tolist()
-            present = [here or abs(somewhere) > 0 for here, somewhere in zip(present, elsewhere, strict=True)]
+        present = [True] * len(self._present) if terms.zeros_for_missing else self._present_anywhere(self._landed)
         for index, parameter in enumerate(reducer.parameters):
             if present[index]:
                 _accumulate(parameter, reducer.views[index].on(self._landed))
@@ -382,16 +212,22 @@ class PendingReduction:
         if self._ticket is not None:
             with contextlib.suppress(RuntimeError):
                 self._ticket.wait()
-        self.reducer.partial = None
+        self.reducer.drop_partial()
         self._let_go()
 
     def partial_rows(self) -> list[tuple[ShardedParameter, torch.Tensor]]:
         """The parameters that have gradients here, with this rank's rows of them, before they land."""
-        return [
-            (parameter, self.reducer.views[index].on(self._rows))
-            for index, parameter in enumerate(self.reducer.parameters)
-            if self._present[index]
-        ]
+        views, present = self.reducer.views, self._present_anywhere(self._rows)
+        named = zip(self.reducer.parameters, present, strict=True)
+        return [(parameter, views[i].on(self._rows)) for i, (parameter, is_there) in enumerate(named) if is_there]
+
+    def _present_anywhere(self, rows: list[torch.Tensor]) -> list[bool]:
+        """See [Note: Gradients that are missing on some ranks]."""
+        present, views = self._present, self.reducer.views
+        if all(present) or len(views) == len(present):
+            return present
+        elsewhere = views[len(present)].on(rows).tolist()
+        return [here or abs(somewhere) > 0 for here, somewhere in zip(present, elsewhere, strict=True)]
 
     def _add(self, other: PendingReduction) -> None:
         torch._foreach_add_(self._rows, other._rows)
@@ -404,49 +240,57 @@ class PendingReduction:
         self.reducer.message.free()
 
 
-def issue_reductions(pending: Sequence[tuple[str, PendingReduction]], lane: Lane) -> None:
-    """Start the first stage of reductions, with the names of their units, in one launch per transport."""
+_Named = tuple[str, PendingReduction]  # with the name of its unit
+
+
+def issue_reductions(pending: Sequence[_Named], lane: Lane) -> None:
+    """Start the first stage of reductions in one launch per transport."""
 
     def allocate() -> None:
         for _, reduction in pending:
             reduction.allocate()
 
     def launch() -> list[Work]:
-        parcels: dict[int, tuple[Transport, list[Parcel]]] = {}
-        for unit, reduction in pending:
+        for _, reduction in pending:
             reduction.copy_in()
-            transport = reduction.transport
-            if transport is not None:
-                parcels.setdefault(id(transport), (transport, []))[1].append(reduction.parcel(unit))
-        return [work for transport, sent in parcels.values() for work in transport.reduce(sent)]
+        sent = [(reduction.transport, reduction.parcel(unit)) for unit, reduction in pending]
+        return issue_all(partial(transport.reduce, parcels) for transport, parcels in _grouped(sent))
 
     def finish() -> None:
         for _, reduction in pending:
             reduction.copy_out()
 
-    ticket = lane.issue(launch, finish, allocate=allocate)
-    for _, reduction in pending:
-        reduction.issued(ticket)
+    _issue(pending, lane.issue(launch, finish, allocate=allocate))
 
 
-def issue_second_stage(pending: Sequence[tuple[str, PendingReduction]], lane: Lane) -> None:
+def issue_second_stage(pending: Sequence[_Named], lane: Lane) -> None:
     """Start the second stage of reductions in one launch per transport."""
 
     def launch() -> list[Work]:
-        parcels: dict[int, tuple[Transport, list[Parcel]]] = {}
-        for unit, reduction in pending:
-            transport = reduction.reducer.mesh.replica_transport
-            assert transport is not None
-            parcels.setdefault(id(transport), (transport, []))[1].append(reduction.replica_parcel(unit))
-        return [work for transport, sent in parcels.values() for work in transport.all_reduce(sent)]
+        sent = [
+            (reduction.reducer.mesh.replica_transport, reduction.replica_parcel(unit)) for unit, reduction in pending
+        ]
+        return issue_all(partial(transport.all_reduce, parcels) for transport, parcels in _grouped(sent))
 
     def finish() -> None:
         for _, reduction in pending:
             reduction.land()
 
-    ticket = lane.issue(launch, finish)
+    _issue(pending, lane.issue(launch, finish))
+
+
+def _issue(pending: Sequence[_Named], ticket: Ticket) -> None:
     for _, reduction in pending:
         reduction.issued(ticket)
+
+
+def _grouped(sent: Sequence[tuple[Transport | None, Parcel]]) -> list[tuple[Transport, list[Parcel]]]:
+    """What travels, by transport."""
+    groups: dict[int, tuple[Transport, list[Parcel]]] = {}
+    for transport, parcel in sent:
+        if transport is not None:
+            groups.setdefault(id(transport), (transport, []))[1].append(parcel)
+    return list(groups.values())
 
 
 def _accumulate(parameter: ShardedParameter, local: torch.Tensor) -> None:
@@ -460,34 +304,11 @@ def _accumulate(parameter: ShardedParameter, local: torch.Tensor) -> None:
     present = sharded.grad
     if present is None:
         sharded.grad = gradient
-    else:
+    elif present.placements == parameter.spec.placements:  # type: ignore[attr-defined]
         present._local_tensor.add_(gradient._local_tensor)  # type: ignore[attr-defined]
+    else:
+        present.add_(gradient)  # one that the user has put there
     hooks = getattr(sharded, "_post_accumulate_grad_hooks", None)
     if hooks:
         for hook in list(hooks.values()):
             hook(sharded)
-
-
-def _conform(gradient: torch.Tensor, shape: ParameterShape, dtype: torch.dtype) -> torch.Tensor:
-    """``gradient`` with the parameter's dtype and strides; itself if it has them, as nearly always."""
-    if gradient.requires_grad:  # create_graph=True
-        gradient = gradient.detach()
-    if gradient.layout is not torch.strided:
-        gradient = gradient.to_dense()
-    if gradient.dtype is dtype and gradient.stride() == shape.stride:
-        return gradient
-    if gradient.dtype is dtype and gradient.is_contiguous() and shape.stride == contiguous_stride(shape.shape):
-        return gradient
-    conforming = torch.empty_strided(shape.shape, shape.stride, dtype=dtype, device=gradient.device)
-    return conforming.copy_(gradient)
-
-
-def _region(gradient: torch.Tensor | None, slot: Slot, reducer: GradientReducer) -> torch.Tensor:
-    """The gradient as a flat region of padded pieces: its own memory unless it is missing or uneven."""
-    if gradient is not None and not slot.padded:
-        return gradient.as_strided((slot.region_numel,), (1,))
-    region = reducer.new_zeros(slot.region_numel)
-    if gradient is not None:
-        numel = math.prod(slot.parameter.shape)
-        region.narrow(0, 0, numel).copy_(gradient.as_strided((numel,), (1,)))
-    return region

@@ -59,6 +59,10 @@ class Reductions:
         while self._first:
             self._advance(lanes)
         self._release()
+        self.land()
+
+    def land(self) -> None:
+        """Have the host wait for what is on its way to it, so that it need not be kept beside the gradients."""
         landing, self._landing = self._landing, []
         for reduction in landing:
             reduction.accumulate()

@@ -18,18 +18,20 @@ class Registration:
         parameters: With all their owners.
     """
 
+    full: bool  # whether the modules hold the full ones
     _parameters: list[ShardedParameter]
     _plain: list[tuple[dict[str, nn.Parameter | None], str, ShardedParameter]]  # see Owner.plain
     _others: list[tuple[Owner, ShardedParameter]]
 
     def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
         owned = [(owner, parameter) for parameter in parameters for owner in parameter.owners]
-        self._parameters = list(parameters)
+        self._parameters, self.full = list(parameters), False
         self._plain = [(owner.parameters, owner.name, parameter) for owner, parameter in owned if owner.plain]
         self._others = [(owner, parameter) for owner, parameter in owned if not owner.plain]
 
     def use_sharded(self) -> None:
         """Have the modules hold the sharded parameters."""
+        self.full = False
         for held, name, parameter in self._plain:
             held[name] = parameter.sharded
         for owner, parameter in self._others:
@@ -37,6 +39,7 @@ class Registration:
 
     def use_full(self) -> None:
         """Have the modules hold the full parameters, which require gradients as the sharded ones do."""
+        self.full = True
         for parameter in self._parameters:
             trained = parameter.sharded.requires_grad
             if parameter.full.requires_grad is not trained:

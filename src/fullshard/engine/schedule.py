@@ -50,18 +50,18 @@ class _OptimizerSteps:
     counter they would not (an optimizer does not touch empty shards).
     """
 
-    _units: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Unit]]]]  # beside the parameters' number
+    _units: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[weakref.ref[Unit]]]]  # beside parameters' ids
 
     def __init__(self) -> None:
         self._units = weakref.WeakKeyDictionary()
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        number = sum(len(group["params"]) for group in optimizer.param_groups)
+        ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
         known = self._units.get(optimizer)
-        if known is None or known[0] != number:
+        if known is None or known[0] != ids:
             managed = (managed_by(p) for group in optimizer.param_groups for p in group["params"])
             units = {id(unit): unit for unit in (p.unit for p in managed if p is not None)}
-            known = self._units[optimizer] = (number, list(units.values()))
+            known = self._units[optimizer] = (ids, list(units.values()))
         for unit in (ref() for ref in known[1]):
             if unit is not None:
                 unit.outdated = True
@@ -88,7 +88,7 @@ class Schedule:
     _ended: list[weakref.ref[Unit]]  # forwards that wait for their backward, in the order in which they ended
     _ahead: dict[int, weakref.ref[Unit]]  # by id: gathered but not used yet
     _waiting: list[weakref.ref[Unit]]  # of several modules, not all of which have run in this forward
-    _backward_runs: bool
+    _pass: hooks.BackwardPass | None  # that has begun and not ended
     _reductions: Reductions
     _after: Event | None  # what gathers wait for instead of all computation, while the root's forward begins
 
@@ -101,7 +101,7 @@ class Schedule:
         self._units = [unit.ref for unit in units]
         self._order, self._recorded, self._ended = list(self._units), [], []
         self._depth = self._cursor = 0
-        self._root_is_running = self._backward_runs = False
+        self._root_is_running, self._pass = False, None
         self._ahead, self._waiting, self._reductions, self._after = {}, [], Reductions(), None
 
     @classmethod
@@ -154,12 +154,12 @@ class Schedule:
     @property
     def busy(self) -> bool:
         """Whether a forward or a backward is going on."""
-        return self._depth > 0 or self._backward_runs
+        return self._depth > 0 or self._pass is not None
 
     @property
     def failed_backward(self) -> bool:
         """Whether a backward began whose end never came, because it raised."""
-        return self._backward_runs and hooks.current_backward() == hooks.NO_BACKWARD
+        return self._pass is not None and hooks.current_backward() == hooks.NO_BACKWARD
 
     def units(self) -> Iterator[Unit]:
         """The units that still exist."""
@@ -270,21 +270,29 @@ class Schedule:
 
     def gather(self, units: list[Unit]) -> None:
         """Start gathering ``units`` in one launch, as far as they are not gathered."""
-        begun = [(unit.name, bucket, gathers) for unit in units for bucket, gathers in unit.begin_gather()]
+        begun = [(unit.name, bucket, started) for unit in units for bucket, started in unit.begin_gather()]
         if not begun:
             return
-        ticket = issue_gathers([(n, g) for n, _, gathers in begun for g in gathers], self.lanes.gather, self._after)
-        for _, bucket, gathers in begun:
-            bucket.issued(ticket, gathers)
+        gathers = [(name, gather) for name, _, started in begun for gather in started]
+        try:
+            ticket = issue_gathers(gathers, self.lanes.gather, self._after)
+        except BaseException:
+            for unit in units:
+                self._ahead.pop(id(unit), None)
+                unit.release_after_failure()
+            raise
+        for _, bucket, started in begun:
+            bucket.issued(ticket, started)
 
     # ---------------------------------------------------------------- backward
 
     def begin_backward(self) -> None:
         """The first unit of a backward pass is reached (or a later one: no-op)."""
-        if not self._backward_runs:
-            self._backward_runs = True
+        if self._pass is not None and not self._pass.runs:
+            self.recover(drop_gradients=True)  # an earlier pass raised, and no forward has come since
+        if self._pass is None:
             self._reductions.max_in_flight = max(unit.settings.reduction.max_in_flight for unit in self.units())
-            hooks.at_end_of_backward(self.end_backward)
+            self._pass = hooks.BackwardPass(self.end_backward)
 
     def started_backward(self, unit: Unit) -> None:
         """``unit`` has its full parameters for the backward of its last forward: gather ahead."""
@@ -308,16 +316,17 @@ class Schedule:
     def reduce(self, unit: Unit, pending: list[PendingReduction]) -> None:
         """Start reducing the gradients of ``unit`` once few enough others are in flight."""
         waiting = self._reductions.add(unit.name, pending)
-        if not (unit.tiny and self._backward_runs and waiting < MAX_TINY_UNITS_TOGETHER):
+        if not (unit.tiny and self._pass is not None and waiting < MAX_TINY_UNITS_TOGETHER):
             self._reductions.launch(self.lanes)
 
     def end_backward(self) -> None:
         """Autograd is through: finish the units whose end it could not tell, and everything in flight."""
         for unit in self.units():
             unit.end_backward()
-        self._backward_runs = False
+        self._pass = None
         self._reductions.launch(self.lanes)
         if not self.is_last_backward:
+            self._reductions.land()
             return
         self._reductions.finish(self.lanes)
         if self._depth:  # a gradient taken inside a forward, which goes on
@@ -325,7 +334,7 @@ class Schedule:
         self._ahead.clear()
         self._ended.clear()
         for unit in self.units():
-            if unit.gathered and unit.resting and unit.settings.reshard_after_backward:
+            if unit.gathered and unit.resting and unit.settings.reshard_after_backward and not unit.progress.held:
                 unit.reshard()
 
     def finish_reductions(self) -> None:
@@ -341,7 +350,7 @@ class Schedule:
         for unit in self.units():
             unit.reset(drop_gradients=drop_gradients)
         self._reductions.abandon()
-        self._depth, self._backward_runs = 0, False
+        self._depth, self._pass = 0, None
         self._recorded = []
 
     def _let_go(self) -> None:

@@ -15,10 +15,10 @@ from fullshard.engine.bucket import Bucket, BufferBucket
 from fullshard.engine.containers import map_tensors
 from fullshard.engine.extension import ExtensionBucket, has_extension
 from fullshard.engine.gather import Gather
+from fullshard.engine.gradients import UnitGradients
 from fullshard.engine.mesh import ShardMesh
 from fullshard.engine.parameter import ShardedParameter, value_of
 from fullshard.engine.progress import LEGAL_MOVES, Phase, Progress
-from fullshard.engine.reduction import PendingReduction
 from fullshard.engine.registration import Registration
 from fullshard.engine.schedule import Schedule, watch_optimizers
 from fullshard.engine.settings import UnitPolicy, UnitSettings
@@ -55,7 +55,7 @@ class Unit:
     progress: Progress
     outdated: bool  # whether an optimizer has stepped since the full buffers were filled
     tiny: bool  # whether all of it is not worth a message of its own, see [Note: Order and prefetch]
-    _full_registered: bool
+    gradients: UnitGradients
     _registration: Registration
 
     def __init__(
@@ -70,7 +70,7 @@ class Unit:
         self.policy, self.settings = policy, settings
         self.parameters, self.buckets = list(parameters), []
         self.schedule, self.phase, self.ref = None, Phase.RESTING, weakref.ref(self)
-        self.progress, self.outdated, self._full_registered = Progress(), False, False
+        self.progress, self.outdated = Progress(), False
         for parameter in self.parameters:
             parameter.unit = self.ref
         self.build_buckets()
@@ -82,8 +82,7 @@ class Unit:
         """(Re)build the buckets from the parameters that the modules hold now, full or sharded.
 
         Raises:
-            TypeError: If a tensor subclass has half of the methods of [Note: Extensions].
-            ValueError: If a tensor subclass cannot be cut.
+            TypeError, ValueError: If a tensor subclass has half of the methods of [Note: Extensions], or cannot be cut.
         """
         with torch.inference_mode(False), torch.no_grad():  # in this order: the first switches grad on
             groups: dict[tuple[int, torch.dtype, bool, bool], list[ShardedParameter]] = {}
@@ -94,6 +93,7 @@ class Unit:
                 groups.setdefault(key, []).append(parameter)
             self.buckets = [self._bucket(group, extended) for (_, _, _, extended), group in groups.items()]
         self._registration = Registration(self.parameters)
+        self.gradients = UnitGradients(self.parameters, self.buckets)
         transport = self.mesh.transport or self.mesh.replica_transport
         size = sum(bucket.full_size for bucket in self.buckets)
         self.tiny = transport is not None and size <= transport.tiny_bytes
@@ -113,7 +113,7 @@ class Unit:
         Raises:
             FullshardError: If gradients wait for their all-reduce: their place depends on how they travelled so far.
         """
-        if self.has_partial:
+        if self.gradients.partial:
             raise FullshardError(
                 f"unit {self.name or '<root>'!r} holds gradients that are still to be reduced over the replicate axis; "
                 "call synchronize_gradients() before changing how it communicates"
@@ -133,7 +133,16 @@ class Unit:
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Build the buckets anew from the present shards, because something that they depend on has changed."""
+        """Build the buckets anew from the present shards, because something that they depend on has changed.
+
+        Raises:
+            FullshardError: If gradients wait for a later microbatch: they would be lost.
+        """
+        if self.progress.unreduced or self.gradients.partial:
+            raise FullshardError(
+                f"unit {self.name or '<root>'!r} holds gradients of microbatches without sync; call "
+                "synchronize_gradients() or zero_grad() before changing the dtype, device or owner of its parameters"
+            )
         self.reshard()
         self.build_buckets()
 
@@ -156,7 +165,7 @@ class Unit:
                 )
             rebuild |= value.dtype != local.dtype or value.device != local.device or type(value) is not type(local)
         if rebuild:
-            self.build_buckets()
+            self.rebuild()
             return
         with torch.inference_mode(False), torch.no_grad():  # in this order: the first switches grad on
             for bucket in self.buckets:
@@ -180,7 +189,7 @@ class Unit:
 
     def begin_gather(self) -> list[tuple[Bucket, list[Gather]]]:
         """What has to be issued to gather; nothing if that was done. Adopts foreign parameters first."""
-        current = self._full_registered or self._registration.is_current()
+        current = self._registration.full or self._registration.is_current()
         if self.gathered:
             if current and not self.outdated:
                 return []
@@ -203,24 +212,22 @@ class Unit:
             schedule.gather([self])
         for bucket in self.buckets:
             bucket.finish_gather()
-        if not self._full_registered:
-            self._full_registered = True
+        if not self._registration.full:
             self._registration.use_full()
 
     @property
     def resting(self) -> bool:
-        """Whether no forward or backward of this unit is going on."""
+        """Whether none of its forwards or backwards is going on."""
         return self.phase is Phase.RESTING
 
     @property
     def computing(self) -> bool:
         """Whether the modules hold the full parameters because a forward, a backward or the user needs them now."""
-        return self._full_registered and (self.phase is not Phase.RESTING or self.progress.held > 0)
+        return self._registration.full and (self.phase is not Phase.RESTING or self.progress.held > 0)
 
     def use_sharded(self) -> None:
         """Have the modules hold the sharded parameters again."""
-        if self._full_registered:
-            self._full_registered = False
+        if self._registration.full:
             self._registration.use_sharded()
 
     def reshard(self, near: int = 0) -> None:
@@ -234,14 +241,20 @@ class Unit:
         for bucket in self.buckets:
             if near:
                 bucket.keep_near(near)
-            else:
-                bucket.drop_near()
             bucket.reshard()
+            if not near:
+                bucket.drop_near()  # only now: a gather that was in flight has sent from it
 
     def hold(self) -> None:
         """Have the modules hold the full parameters until :meth:`release`, whatever runs in between."""
         self.use_full()
         self.progress.held += 1
+
+    def begin_hold(self) -> None:
+        """Start gathering for :meth:`hold`."""
+        if self.progress.kept and self.resting and not self.progress.held:
+            self.reshard()  # they may be older than the shards
+        self.gather()
 
     def release(self) -> None:
         """See :meth:`hold`."""
@@ -259,7 +272,12 @@ class Unit:
         progress.forwards.append(self.phase)
         try:
             if len(progress.forwards) == 1:
-                if progress.kept and self.settings.reshard_after_forward is None and self.phase is Phase.RESTING:
+                if (
+                    progress.kept
+                    and not progress.held
+                    and self.settings.reshard_after_forward is None
+                    and self.phase is Phase.RESTING
+                ):
                     # Only the root keeps them unasked; who wrote to its shards in between must see that.
                     self.reshard()
                 self._move(Phase.FORWARD)
@@ -315,10 +333,10 @@ class Unit:
             return  # recomputed inside its own backward, which needs the full parameters next
         if len(self.modules) > 1:
             # See [Note: Units of several modules].
-            progress, schedule = self.progress, self.attached()
+            progress = self.progress
             progress.ran.add(id(module))
             progress.watched |= watched
-            if len(progress.ran) < len(self.modules) and schedule.waits_for_others(self):
+            if len(progress.ran) < len(self.modules) and self.attached().waits_for_others(self):
                 self.use_sharded()
                 return
             self.complete_forward()
@@ -327,9 +345,8 @@ class Unit:
 
     def complete_forward(self) -> None:
         """All modules of the unit have run, or those that have not will not in this forward."""
-        progress = self.progress
-        watched, progress.watched = progress.watched, False
-        progress.ran.clear()
+        watched, self.progress.watched = self.progress.watched, False
+        self.progress.ran.clear()
         if self.resting:
             self._rest_after_forward(watched=watched)
 
@@ -386,11 +403,14 @@ class Unit:
         if self.phase is Phase.BACKWARD:
             self.finish_backward()
         elif settings.requires_gradient_sync and (
-            self.progress.unreduced or (settings.requires_all_reduce and self.has_partial)
+            self.progress.unreduced
+            or (settings.requires_all_reduce and self.gradients.partial)
+            or (settings.reduction.zeros_for_missing and not self.progress.reduced)
         ):
             # This backward did not touch the unit, but one without sync did, or its own had no clear end.
             self.progress.open_ended = False
             self._reduce()
+        self.progress.reduced = False
 
     def finish_backward(self) -> None:
         """Reduce the gradients (or keep them for the next microbatch) and free the full parameters."""
@@ -402,46 +422,26 @@ class Unit:
             self._reduce()
         else:
             progress.unreduced = True
+            self.gradients.note_trainable()
         if self.settings.reshard_after_backward and not progress.held:
             self.reshard()
         self._move(Phase.RESTING)
 
-    @property
-    def has_partial(self) -> bool:
-        """Whether gradients were reduced over the shard axis and not yet over the replicate axis."""
-        return self.mesh.replicas > 1 and any(r.partial is not None for b in self.buckets for r in b.reducers)
-
     def synchronize(self) -> None:
         """Reduce whatever microbatches without sync have left, over all axes."""
-        if self.progress.unreduced or self.has_partial:
-            self._reduce(finally_=True)
+        if self.progress.unreduced or self.gradients.partial:
+            self._reduce(all_reduce=True)
 
-    def _reduce(self, *, finally_: bool = False) -> None:
-        self.progress.unreduced = False
-        self.attached().reduce(self, self.begin_reduction(all_reduce=finally_ or self.settings.requires_all_reduce))
-
-    def begin_reduction(self, *, all_reduce: bool) -> list[PendingReduction]:
-        """Take the full gradients; what is returned is to be issued."""
-        reduction, pending = self.settings.reduction, []
-        for bucket in self.buckets:
-            terms = reduction.terms(bucket.mesh, bucket.storage, all_reduce=all_reduce)
-            pending += bucket.begin_reduction(terms)
-        return pending
-
-    def pending_gradients(self) -> list[tuple[ShardedParameter, torch.Tensor | None, torch.Tensor | None]]:
-        """The parameters with gradients that are still to be reduced: the full one, and rows, see PendingReduction."""
-        partial = {id(p): rows for bucket in self.buckets for r in bucket.reducers for p, rows in r.partial_rows()}
-        found = [(p, p.full.grad if p.has_full else None, partial.get(id(p))) for p in self.parameters]
-        return [entry for entry in found if entry[1] is not None or entry[2] is not None]
+    def _reduce(self, *, all_reduce: bool | None = None) -> None:
+        self.progress.unreduced, self.progress.reduced = False, True
+        settings = self.settings
+        all_reduce = settings.requires_all_reduce if all_reduce is None else all_reduce
+        self.attached().reduce(self, self.gradients.begin_reduction(settings.reduction, all_reduce=all_reduce))
 
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced yet."""
         self.progress.unreduced = False
-        for parameter in self.parameters:
-            parameter.drop_full_gradient()
-        for bucket in self.buckets:
-            for reducer in bucket.reducers:
-                reducer.partial = None
+        self.gradients.drop_pending()
 
     # ---------------------------------------------------------------- copies
 
@@ -473,7 +473,9 @@ class Unit:
             self.schedule.recover(drop_gradients=True)
 
     def release_after_failure(self) -> None:
-        """Free the full parameters although a gather may never arrive."""
+        """Free the full parameters although a gather may never arrive; those that a user holds stay if they have."""
+        if self.progress.held and self._registration.full:
+            return
         self.use_sharded()
         for bucket in self.buckets:
             bucket.forget_gather()

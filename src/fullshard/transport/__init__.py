@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 import torch.distributed as dist
 
-from fullshard.transport.base import Collective, Division, Move, Parcel, Transport, record
+from fullshard.transport.base import Collective, Division, Move, Parcel, Transport, issue_all, record
 from fullshard.transport.collective import CollectiveTransport, NcclTransport
 from fullshard.transport.custom import AllGather, Comm, CustomTransport, ReduceScatter
 from fullshard.transport.gloo import GlooTransport
+from fullshard.transport.groups import part_of
 from fullshard.transport.pooled import (
     ProcessGroupMemoryAllGather,
     ProcessGroupMemoryReduceScatter,
@@ -35,11 +34,11 @@ __all__ = [
     "SymmetricMemoryAllGather",
     "SymmetricMemoryReduceScatter",
     "Transport",
+    "issue_all",
     "make_transport",
+    "part_of",
     "record",
 ]
-
-_reduce_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def make_transport(group: dist.ProcessGroup, device: torch.device, *, reduces: bool = True) -> Transport:
@@ -60,19 +59,8 @@ def make_transport(group: dist.ProcessGroup, device: torch.device, *, reduces: b
 
 
 def _make_reduce_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """The same ranks with another communicator; the one made before if there is one.
-
-    None where it would be of no use, and reductions share the group's. If the job's communicators are split off that
-    of all ranks (which is so when init_process_group got a device_id), all ranks of the job would have to take part,
-    not only those of the group. And a new group sorts its ranks, so that they would get each other's pieces if those
-    of ``group`` are in another order.
+    """The same ranks with another communicator; None, so that reductions share the group's, if these are not in order:
+    a new group sorts its ranks, and they would get each other's pieces.
     """
-    world, ranks = dist.group.WORLD, dist.get_process_group_ranks(group)
-    assert world is not None
-    if ranks != sorted(ranks) or (world.bound_device_id is not None and len(ranks) < world.size()):
-        return None
-    if group not in _reduce_groups:
-        _reduce_groups[group] = dist.new_group(
-            ranks, backend="nccl", use_local_synchronization=True, group_desc="fullshard reduce"
-        )
-    return _reduce_groups[group]
+    ranks = dist.get_process_group_ranks(group)
+    return part_of(group, ranks, "reduce") if ranks == sorted(ranks) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fullshard.memory import Work
 
-__all__ = ["Collective", "Division", "Kind", "Move", "Parcel", "Transport", "record"]
+__all__ = ["Collective", "Division", "Kind", "Move", "Parcel", "Transport", "issue_all", "record"]
 
 Kind = Literal["gather", "reduce", "all_reduce"]
 
@@ -102,6 +102,23 @@ def record() -> Iterator[list[Collective]]:
         yield seen
     finally:
         _observers.remove(seen.append)
+
+
+def issue_all(calls: Iterable[Callable[[], Sequence[Work]]]) -> list[Work]:
+    """The works of all ``calls``. If one raises, what the ones before it issued lands first.
+
+    It writes to memory that the caller is about to free, and messages left behind would be taken for others.
+    """
+    works: list[Work] = []
+    try:
+        for call in calls:
+            works += call()
+    except BaseException:
+        for work in works:
+            with contextlib.suppress(RuntimeError):
+                work.wait()
+        raise
+    return works
 
 
 class Transport:

@@ -58,6 +58,11 @@ class Scaled:
             tensor.mul_(factor)
 
 
+def _real(flat: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs: sums are the same, and NCCL knows no others."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
 class CollectiveTransport(Transport):
     """One collective per move, all in flight together. Sums are divided by multiplications ahead and afterwards."""
 
@@ -86,7 +91,7 @@ class CollectiveTransport(Transport):
         def issue(move: Move, op: ReduceOp) -> Work:
             options = ReduceScatterOptions()
             options.reduceOp, options.asyncOp = op, True
-            return self.reduce_group._reduce_scatter_base(move.piece, move.region, options)
+            return self.reduce_group._reduce_scatter_base(_real(move.piece), _real(move.region), options)
 
         return self._summed(self.reduce_group, parcels, issue)
 
@@ -94,7 +99,7 @@ class CollectiveTransport(Transport):
         def issue(move: Move, op: ReduceOp) -> Work:
             options = AllreduceOptions()
             options.reduceOp, options.asyncOp = op, True
-            return self.group.allreduce([move.region], options)
+            return self.group.allreduce([_real(move.region)], options)
 
         return self._summed(self.group, parcels, issue)
 

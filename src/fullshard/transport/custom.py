@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ReduceOp
 
 from fullshard.memory import Work
-from fullshard.transport.base import Division, Move, Parcel, Transport
+from fullshard.transport.base import Division, Move, Parcel, Transport, issue_all
 from fullshard.transport.collective import NcclTransport, Scaled
 
 __all__ = ["AllGather", "AllGatherLike", "Comm", "CustomTransport", "ReduceScatter", "ReduceScatterLike"]
@@ -137,7 +138,7 @@ class CustomTransport(Transport):
         reduce_scatter: ReduceScatterLike | None = None,
     ) -> None:
         super().__init__(base.group)
-        self.base, self.reduce_group = base, base.reduce_group
+        self.base = base
         for role, comm in (("all-gather", all_gather), ("reduce-scatter", reduce_scatter)):
             if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
                 raise TypeError(
@@ -168,26 +169,28 @@ class CustomTransport(Transport):
     def separate_reduce_group(self, enable: bool) -> None:
         """As the transport underneath does."""
         self.base.separate_reduce_group(enable)
-        self.reduce_group = self.base.reduce_group
 
     def _gather(self, parcels: Sequence[Parcel]) -> Sequence[Work]:
-        if self.all_gather is None:
+        all_gather = self.all_gather
+        if all_gather is None:
             return self.base._gather(parcels)
-        works: list[Work] = []
-        for parcel in parcels:
-            for move in parcel.moves:
-                work = self.all_gather(
-                    output_tensor=move.region, input_tensor=move.piece, group=self.group, async_op=True
-                )
-                if work is not None:
-                    works.append(work)
-        return works
+
+        def issue(move: Move) -> Sequence[Work]:
+            work = all_gather(output_tensor=move.region, input_tensor=move.piece, group=self.group, async_op=True)
+            return [] if work is None else [work]
+
+        return issue_all(partial(issue, move) for parcel in parcels for move in parcel.moves)
 
     def _reduce(self, parcels: Sequence[Parcel]) -> Sequence[Work]:
-        if self.reduce_scatter is None:
+        reduce_scatter = self.reduce_scatter
+        if reduce_scatter is None:
             return self.base._reduce(parcels)
-        works = [self._issue(self.reduce_scatter, move, parcel.division) for parcel in parcels for move in parcel.moves]
-        return [work for work in works if work is not None]
+
+        def issue(move: Move, division: Division) -> Sequence[Work]:
+            work = self._issue(reduce_scatter, move, division)
+            return [] if work is None else [work]
+
+        return issue_all(partial(issue, move, parcel.division) for parcel in parcels for move in parcel.moves)
 
     def _all_reduce(self, parcels: Sequence[Parcel]) -> Sequence[Work]:
         return self.base._all_reduce(parcels)
@@ -204,7 +207,7 @@ class CustomTransport(Transport):
         work = reduce_scatter(
             output_tensor=move.piece,
             input_tensor=move.region,
-            group=self.reduce_group,
+            group=self.base.reduce_group,
             op=ReduceOp.AVG if averages else ReduceOp.SUM,
             async_op=True,
         )

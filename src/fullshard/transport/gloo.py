@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from fullshard.memory import Work
 from fullshard.transport.base import Division, Kind, Move, Parcel, Transport
+from fullshard.transport.groups import GroupRecord, record_of
 from fullshard.transport.summation import fold
 
 __all__ = ["GlooTransport"]
@@ -46,11 +47,11 @@ class GlooTransport(Transport):
     # Below this a message costs its latency rather than its bytes. A judgement, not yet swept.
     direct_bytes: int = 64 * 1024
 
-    _exchanges: int
+    _record: GroupRecord
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        self._exchanges = 0
+        self._record = record_of(group)
 
     def _gather(self, parcels: Sequence[Parcel]) -> Sequence[Work]:
         moves = [move for move, _ in _moves(parcels)]
@@ -119,9 +120,9 @@ class GlooTransport(Transport):
 
     def _exchange(self, kind: Kind, parcels: Sequence[Parcel]) -> _Exchange:
         """A new exchange with the next tag, which ranks have in common only if kind, units and count are the same."""
-        self._exchanges = (self._exchanges + 1) % _COUNTED
+        count = self._record.exchanges = (self._record.exchanges + 1) % _COUNTED
         what = "\0".join((kind, *(parcel.unit for parcel in parcels))).encode()
-        tag = _TAG | (zlib.crc32(what) % 0x4000) * _COUNTED | self._exchanges
+        tag = _TAG | (zlib.crc32(what) % 0x4000) * _COUNTED | count
         return _Exchange(self.group, tag, self.direct_bytes)
 
     def _peers(self) -> list[int]:

@@ -1,0 +1,78 @@
+"""The gradients of a unit: those still to be reduced, and those that are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fullshard.engine.bucket import Bucket
+from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.reduction import PendingReduction
+from fullshard.engine.settings import ReductionSettings
+
+__all__ = ["UnitGradients"]
+
+
+class UnitGradients:
+    """Looks at, and clears, what autograd and the reducers of a unit hold.
+
+    Args:
+        parameters: Of the unit.
+        buckets: Of the unit.
+    """
+
+    _parameters: Sequence[ShardedParameter]
+    _buckets: Sequence[Bucket]
+
+    def __init__(self, parameters: Sequence[ShardedParameter], buckets: Sequence[Bucket]) -> None:
+        self._parameters, self._buckets = parameters, buckets
+
+    def begin_reduction(self, settings: ReductionSettings, *, all_reduce: bool) -> list[PendingReduction]:
+        """Take the full gradients; what is returned is to be issued."""
+        pending = []
+        for bucket in self._buckets:
+            terms = settings.terms(bucket.mesh, bucket.storage, all_reduce=all_reduce)
+            pending += bucket.begin_reduction(terms)
+        return pending
+
+    def note_trainable(self) -> None:
+        """A microbatch without sync ends: its gradients count also if their parameters are frozen before the next."""
+        for bucket in self._buckets:
+            bucket.note_trainable()
+
+    @property
+    def partial(self) -> bool:
+        """Whether some are reduced, or being reduced, over the shard axis and not over the replicate axis."""
+        return any(reducer.owing for bucket in self._buckets for reducer in bucket.reducers)
+
+    def pending(self) -> list[tuple[ShardedParameter, torch.Tensor | None, torch.Tensor | None]]:
+        """The parameters with gradients that are still to be reduced: the full one, and rows, see PendingReduction."""
+        partial = {id(p): rows for bucket in self._buckets for r in bucket.reducers for p, rows in r.partial_rows()}
+        found = [(p, p.full.grad if p.has_full else None, partial.get(id(p))) for p in self._parameters]
+        return [entry for entry in found if entry[1] is not None or entry[2] is not None]
+
+    def drop_pending(self) -> None:
+        """Forget those that are still to be reduced."""
+        for parameter in self._parameters:
+            parameter.drop_full_gradient()
+        for bucket in self._buckets:
+            bucket.owed.clear()
+            for reducer in bucket.reducers:
+                reducer.drop_partial()
+
+    def zero_pending(self) -> None:
+        """Set those that are still to be reduced to zero."""
+        for _, unreduced, rows in self.pending():
+            for tensor in (unreduced, rows):
+                if tensor is not None:
+                    tensor.detach().zero_()
+
+    def zero_sharded(self, *, set_to_none: bool) -> None:
+        """As ``zero_grad``, whatever the modules hold at the moment."""
+        for parameter in self._parameters:
+            sharded = parameter.sharded
+            if set_to_none or sharded.grad is None:
+                sharded.grad = None
+            else:
+                sharded.grad.detach_().zero_()

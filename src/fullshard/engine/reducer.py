@@ -1,0 +1,218 @@
+"""How the gradients of some parameters travel: planned once, used every step.
+
+[Note: Gradients that are missing on some ranks]
+Which collectives run must not depend on whether this rank's gradient is None. So all trainable parameters of a
+bucket take part in every reduction, missing gradients as zeros, and every rank sends along one number per
+parameter: 1 if it had a gradient, else 0. Their mean rides in the packed message. Only a rank that had none
+itself looks at it: if nobody had one, ``.grad`` stays None as in an unsharded run, otherwise it is the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from fullshard.engine.mesh import ShardMesh
+from fullshard.engine.parameter import ShardedParameter
+from fullshard.layout import ParameterShape, PerParameterLayout, Route, Slot
+from fullshard.layout.per_parameter import contiguous_stride
+from fullshard.memory import Buffer
+
+if TYPE_CHECKING:
+    from fullshard.engine.reduction import PendingReduction
+
+__all__ = ["GradientReducer", "Gradients"]
+
+Gradients = list["torch.Tensor | None"]
+
+
+class _PackCopy(NamedTuple):
+    """One copy from a gradient (seen with ``shape`` and ``stride`` from ``offset``) into the message."""
+
+    gradient: int  # index of the parameter
+    target: torch.Tensor  # in our own message
+    start: int  # of the target in the message
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class _RowsView(NamedTuple):
+    """This rank's rows of one parameter: in which of the tensors of rows, and where in it."""
+
+    tensor: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def on(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return tensors[self.tensor].as_strided(self.shape, self.stride, self.offset)
+
+
+class GradientReducer:
+    """Reduces the gradients of one set of parameters of a bucket. Planned once, used every step.
+
+    Args:
+        parameters: The trainable ones of the bucket, in model order.
+        mesh: The ranks to reduce over.
+        dtype: In which gradients travel and are summed.
+        shard_dtype: In which they land.
+    """
+
+    parameters: list[ShardedParameter]
+    mesh: ShardMesh
+    layout: PerParameterLayout  # of the parameters, and behind them the presence numbers
+    message: Buffer
+    message_tensor: torch.Tensor  # all of it
+    dtype: torch.dtype
+    shard_dtype: torch.dtype
+    owing: bool  # whether the last reduction begun was not to go over the replicate axis
+    partial: PendingReduction | None  # one that has come to that point
+    views: list[_RowsView]  # of the parameters, and behind them the presence numbers
+    direct: list[tuple[int, Slot]]  # the parameters that travel on their own, with their indices
+    rows_numel: int  # elements of the first tensor of rows
+    _copies: list[_PackCopy]
+    _all_present: torch.Tensor
+
+    def __init__(
+        self, parameters: list[ShardedParameter], mesh: ShardMesh, dtype: torch.dtype, shard_dtype: torch.dtype
+    ) -> None:
+        self.parameters, self.mesh, self.dtype, self.shard_dtype = parameters, mesh, dtype, shard_dtype
+        self.owing, self.partial = False, None
+        count = len(parameters)
+        shapes = [p.shape for p in parameters]
+        if self._travels:
+            shapes.append(ParameterShape("<presence>", (count,), (1,), replicated=True))
+        transport = mesh.transport or mesh.replica_transport
+        self.layout = PerParameterLayout.build(
+            shapes,
+            world_size=mesh.world_size,
+            itemsize=min(dtype.itemsize, shard_dtype.itemsize),
+            direct_bytes=transport.direct_bytes if transport is not None else 0,
+        )
+        self.message = Buffer(self.layout.message_numel * mesh.world_size, dtype, mesh.device)
+        self.message_tensor = self.message.tensor(0, (self.message.numel,), (1,))
+        self._all_present = torch.ones(count, dtype=dtype, device=mesh.device)
+        self._copies = []
+        # Without a shard axis, direct gradients are tensors of rows themselves.
+        start = 0 if mesh.transport is not None else self.layout.message_offset
+        self.rows_numel = self.layout.shard_numel - start
+        self.views, self.direct = [], []
+        for index, slot in enumerate(self.layout.slots):
+            if slot.route is Route.DIRECT:
+                self.direct.append((index, slot))
+            elif slot.piece_numel:
+                self._plan_pack(index, slot)
+            own = slot.route is Route.DIRECT and mesh.transport is None
+            where = (len(self.direct), 0) if own else (0, slot.shard_offset - start)
+            self.views.append(_RowsView(*where, slot.local_shape(mesh.rank), slot.local_stride(mesh.rank)))
+        self.message.free()
+
+    @property
+    def _travels(self) -> bool:
+        return self.mesh.transport is not None or self.mesh.replica_transport is not None
+
+    def partial_rows(self) -> list[tuple[ShardedParameter, torch.Tensor]]:
+        """Parameters with gradients that are still to be reduced over the replicate axis, and this rank's rows."""
+        return [] if self.partial is None else self.partial.partial_rows()
+
+    @property
+    def presence_offset(self) -> int:
+        """Where in the first tensor of rows the presence numbers begin, which come last in it."""
+        return self.views[-1].offset if self._travels else self.rows_numel
+
+    def drop_partial(self) -> None:
+        """Forget what is still to be reduced over the replicate axis."""
+        self.owing, self.partial = False, None
+
+    def inputs(self, gradients: Gradients) -> Gradients:
+        """Gradients (full, one per parameter, None where there are none) as they are sent, and the presence numbers."""
+        inputs: Gradients = [
+            None if g is None else _conform(g, p.shape, self.dtype)
+            for g, p in zip(gradients, self.parameters, strict=True)
+        ]
+        if self._travels:
+            inputs.append(self._presence(gradients))
+        return inputs
+
+    def region(self, gradient: torch.Tensor | None, slot: Slot) -> torch.Tensor:
+        """A gradient as a flat region of padded pieces: its own memory unless it is missing or uneven."""
+        if gradient is not None and not slot.padded:
+            return gradient.as_strided((slot.region_numel,), (1,))
+        region = self._all_present.new_zeros(slot.region_numel)
+        if gradient is not None:
+            numel = slot.parameter.numel
+            region.narrow(0, 0, numel).copy_(gradient.as_strided((numel,), (1,)))
+        return region
+
+    def _presence(self, gradients: Gradients) -> torch.Tensor:
+        """See [Note: Gradients that are missing on some ranks]."""
+        if all(gradient is not None for gradient in gradients):
+            return self._all_present
+        return self._all_present.new_tensor([gradient is not None for gradient in gradients])
+
+    def new_empty(self, numel: int) -> torch.Tensor:
+        """A flat tensor where gradients are computed."""
+        return self._all_present.new_empty(numel)
+
+    def pack(self, inputs: Gradients, foreign: torch.Tensor | None) -> None:
+        """Copy the small and the oddly laid out gradients into the message, which is ``foreign`` if that is given."""
+        targets, sources = [], []
+        for copy in self._copies:
+            target = copy.target
+            if foreign is not None:
+                target = foreign.as_strided(target.shape, target.stride(), foreign.storage_offset() + copy.start)
+            gradient = inputs[copy.gradient]
+            if gradient is None:
+                target.zero_()
+            else:
+                targets.append(target)
+                offset = gradient.storage_offset() + copy.offset
+                sources.append(gradient.as_strided(copy.shape, copy.stride, offset))
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def _plan_pack(self, index: int, slot: Slot) -> None:
+        """Prepare the copies from one gradient to the message: at most two, or one per rank if rows interleave."""
+        world_size, section = self.mesh.world_size, self.layout.message_numel
+        start, piece, shape = slot.shard_offset - self.layout.message_offset, slot.piece_numel, slot.parameter
+
+        def add(
+            rank: int, target: tuple[int, ...], strides: tuple[int, ...], offset: int, source: tuple[int, ...]
+        ) -> None:
+            position = start + rank * section
+            view = self.message.tensor(position, target, strides)
+            self._copies.append(_PackCopy(index, view, position, offset, target, source))
+
+        if slot.route is Route.REPLICATED:
+            add(0, (world_size, piece), (section, 1), 0, (0, 1))
+        elif slot.row_major:
+            whole, rest = divmod(shape.numel, piece)
+            if whole:
+                add(0, (whole, piece), (section, 1), 0, (piece, 1))
+            if rest:
+                add(whole, (rest,), (1,), whole * piece, (1,))
+        else:
+            for rank in range(world_size):
+                rows = slot.local_shape(rank)
+                if rows[shape.cut]:
+                    first = slot.local_rows(rank)[0] * shape.stride[shape.cut]
+                    add(rank, rows, slot.local_stride(rank), first, shape.stride)
+
+
+def _conform(gradient: torch.Tensor, shape: ParameterShape, dtype: torch.dtype) -> torch.Tensor:
+    """``gradient`` with the parameter's dtype and strides; itself if it has them, as nearly always."""
+    if gradient.requires_grad:  # create_graph=True
+        gradient = gradient.detach()
+    if gradient.layout is not torch.strided:
+        gradient = gradient.to_dense()
+    if gradient.is_complex():
+        gradient = gradient.resolve_conj()  # autograd conjugates lazily, which flat views do not see
+    if gradient.dtype is dtype and gradient.stride() == shape.stride:
+        return gradient
+    if gradient.dtype is dtype and gradient.is_contiguous() and shape.stride == contiguous_stride(shape.shape):
+        return gradient
+    conforming = torch.empty_strided(shape.shape, shape.stride, dtype=dtype, device=gradient.device)
+    return conforming.copy_(gradient)
