@@ -369,10 +369,14 @@ def _call_module(module: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, An
     return _outside_graph(Unit.post_forward)(unit, module, output)
 
 
-@functools.cache
+_outside: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
 def _outside_graph(function: Callable[..., Any], recursive: bool = True) -> Callable[..., Any]:
     """Keep ``function``, and if ``recursive`` what it calls, out of a graph that torch.compile is tracing."""
-    return cast("Callable[..., Any]", torch.compiler.disable(function, recursive=recursive))  # type: ignore[no-untyped-call]
+    if function not in _outside:
+        _outside[function] = torch.compiler.disable(function, recursive=recursive)  # type: ignore[no-untyped-call]
+    return _outside[function]
 
 
 def _deepcopy_state(module: nn.Module, memo: dict[int, Any]) -> dict[str, Any]:

@@ -38,8 +38,8 @@ def fully_shard(
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: PlacementFunction | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
+    mp_policy: MixedPrecisionPolicy | None = ...,
+    offload_policy: OffloadPolicy | None = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> FSDPModule: ...
@@ -52,8 +52,8 @@ def fully_shard(
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: PlacementFunction | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
+    mp_policy: MixedPrecisionPolicy | None = ...,
+    offload_policy: OffloadPolicy | None = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> list[FSDPModule]: ...
@@ -65,8 +65,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFunction | None = None,
-    mp_policy: MixedPrecisionPolicy = _FULL_PRECISION,
-    offload_policy: OffloadPolicy = _NO_OFFLOAD,
+    mp_policy: MixedPrecisionPolicy | None = _FULL_PRECISION,
+    offload_policy: OffloadPolicy | None = _NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
@@ -88,7 +88,7 @@ def fully_shard(
             for the root.
         shard_placement_fn: Called with each parameter. ``Shard(dim)``: cut it there, evenly or not.
             :class:`ShardPlacementResult`: also over another mesh (experts). None: ``Shard(0)`` on ``mesh``.
-        mp_policy: In which dtypes to compute, reduce and return.
+        mp_policy: In which dtypes to compute, reduce and return. None: in the parameters' own.
         offload_policy: :class:`CPUOffloadPolicy` keeps shards, gradients and optimizer state in CPU memory.
         ignored_params: Parameters to leave alone: not sharded, moved or reduced.
         dp_mesh_dims: Where the parameters are DTensors on all of ``mesh`` already: which of its axes are
@@ -120,8 +120,8 @@ def replicate(
     module: nn.Module,
     *,
     mesh: DeviceMesh | None = None,
-    mp_policy: MixedPrecisionPolicy = _FULL_PRECISION,
-    offload_policy: OffloadPolicy = _NO_OFFLOAD,
+    mp_policy: MixedPrecisionPolicy | None = _FULL_PRECISION,
+    offload_policy: OffloadPolicy | None = _NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
@@ -167,10 +167,10 @@ def replicate(
     return module
 
 
-def _policy(api: str, precision: MixedPrecisionPolicy, offload: OffloadPolicy) -> UnitPolicy:
-    check_instance(f"{api}: mp_policy", precision, MixedPrecisionPolicy)
-    check_instance(f"{api}: offload_policy", offload, OffloadPolicy)
-    return UnitPolicy(precision, offload)
+def _policy(api: str, precision: MixedPrecisionPolicy | None, offload: OffloadPolicy | None) -> UnitPolicy:
+    check_instance(f"{api}: mp_policy", precision, (MixedPrecisionPolicy, type(None)))
+    check_instance(f"{api}: offload_policy", offload, (OffloadPolicy, type(None)))
+    return UnitPolicy(precision or _FULL_PRECISION, offload or _NO_OFFLOAD)
 
 
 def _make_unit(

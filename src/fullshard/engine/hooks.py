@@ -14,6 +14,7 @@ leaves are accumulated before that, because the engine prefers such nodes. Where
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -29,10 +30,12 @@ __all__ = [
     "Call",
     "current_backward",
     "guard_inputs",
+    "outside_transforms",
     "watch_outputs",
 ]
 
 NO_BACKWARD = -1
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 class _Unit(Protocol):
@@ -68,7 +71,9 @@ class _Boundary(Function):
     @staticmethod
     def forward(ctx: Any, unit: _Unit, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.unit, ctx.ran_in = unit, NO_BACKWARD
-        ctx.set_materialize_grads(False)
+        # Missing gradients stay missing. Not where inputs are wrappers (DTensor, what functional collectives return):
+        # without this step of autograd's, compiled code that takes them loses the node that made them.
+        ctx.set_materialize_grads(any(type(t) is not torch.Tensor for t in tensors))
         return tensors
 
     @staticmethod
@@ -126,6 +131,13 @@ def watch_outputs(unit: _Unit, output: Any) -> bool:
         if base is not None and base.grad_fn is not None and base.grad_fn is not tensor.grad_fn:
             base.grad_fn.register_prehook(pre_backward)
     return watched
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[object]:
+    """Where what is done is not part of what torch.func transforms: gathers move memory, not values."""
+    if torch._C._are_functorch_transforms_active():
+        return torch._C._DisableFuncTorch()
+    return _NO_CONTEXT
 
 
 def current_backward() -> int:

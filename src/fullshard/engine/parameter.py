@@ -14,6 +14,7 @@ For each managed parameter there are three tensors:
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Owner", "ShardedParameter", "managed_by", "value_of"]
 
-_MANAGED_BY = "_fullshard_parameter"  # attribute of parameter objects: weak reference to the ShardedParameter
+_MANAGED_BY = "_fullshard_parameter"  # attribute of parameter objects
 
 
 class Owner(NamedTuple):
@@ -154,7 +155,7 @@ class ShardedParameter:
 
     def _mark(self) -> None:
         """Let a later ``fully_shard`` call find out that the parameter is managed."""
-        setattr(self.sharded, _MANAGED_BY, weakref.ref(self))
+        setattr(self.sharded, _MANAGED_BY, _Mark(self))
 
     def add_owner(self, owner: Owner, fqn: str) -> None:
         """One more module attribute turned out to hold this parameter (the name is set at the first forward)."""
@@ -246,5 +247,19 @@ def value_of(parameter: torch.Tensor) -> torch.Tensor:
 
 def managed_by(parameter: torch.Tensor) -> ShardedParameter | None:
     """The sharded parameter that ``parameter`` is, or was before it was sharded; None if not managed."""
-    reference = getattr(parameter, _MANAGED_BY, None)
-    return None if reference is None else reference()
+    mark = getattr(parameter, _MANAGED_BY, None)
+    return mark.parameter() if isinstance(mark, _Mark) else None
+
+
+class _Mark:
+    """Says whose a parameter object is. Copies and files of the object get an empty dictionary instead, which every
+    reader knows.
+    """
+
+    __slots__ = ("parameter",)
+
+    def __init__(self, parameter: ShardedParameter) -> None:
+        self.parameter = weakref.ref(parameter)
+
+    def __reduce__(self) -> tuple[type[OrderedDict[Any, Any]], tuple[()]]:
+        return OrderedDict, ()

@@ -127,8 +127,9 @@ class Schedule:
         check_owned(units)
         meta = [p.describe() for unit in units for b in unit.buckets if not b.materialized for p in b.parameters]
         if meta:
+            more = f" and {len(meta) - 20} more" if len(meta) > 20 else ""
             raise UnmaterializedParameterError(
-                "these parameters are on the meta device and have no values: " + ", ".join(meta) + "; call "
+                "these parameters are on the meta device and have no values: " + ", ".join(meta[:20]) + f"{more}; call "
                 "model.to_empty(device=...) and initialise them, or load a state dict with assign=True"
             )
         schedule = cls(units)

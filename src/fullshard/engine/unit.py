@@ -111,7 +111,7 @@ class Unit:
         """The user has set other collectives.
 
         Raises:
-            FullshardError: If gradients wait for their all-reduce: their place depends on how they travelled so far.
+            FullshardError: If gradients wait for their all-reduce: their place depends on how they have travelled.
         """
         if self.gradients.partial:
             raise FullshardError(
@@ -281,8 +281,9 @@ class Unit:
                     # Only the root keeps them unasked; who wrote to its shards in between must see that.
                     self.reshard()
                 self._move(Phase.FORWARD)
-                self.use_full()
-                schedule.started_forward(self)
+                with hooks.outside_transforms():
+                    self.use_full()
+                    schedule.started_forward(self)
                 if schedule.root() is self and self.mesh.device.type != "cpu":
                     args, kwargs = map_tensors(lambda t: t.to(self.mesh.device, non_blocking=True), (args, kwargs))
                 if torch.is_grad_enabled():
@@ -331,8 +332,7 @@ class Unit:
         self._move(phase)
         if self.phase is Phase.BACKWARD:
             return  # recomputed inside its own backward, which needs the full parameters next
-        if len(self.modules) > 1:
-            # See [Note: Units of several modules].
+        if len(self.modules) > 1:  # see [Note: Units of several modules]
             progress = self.progress
             progress.ran.add(id(module))
             progress.watched |= watched
@@ -428,7 +428,7 @@ class Unit:
         self._move(Phase.RESTING)
 
     def synchronize(self) -> None:
-        """Reduce whatever microbatches without sync have left, over all axes."""
+        """Reduce what microbatches without sync have left, over all axes."""
         if self.progress.unreduced or self.gradients.partial:
             self._reduce(all_reduce=True)
 
