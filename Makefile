@@ -23,8 +23,9 @@ lint: $(STAMP)   ## format and check the code
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/mypy
 
-bench: $(STAMP)  ## the two CPU benchmarks; results go to bench/results/ and docs/performance.md
+bench: $(STAMP)  ## the CPU benchmarks; results go to bench/results/ and docs/performance.md
 	$(VENV)/bin/python -m bench.step $(ARGS)
+	$(VENV)/bin/python -m bench.modes --write-document
 	$(VENV)/bin/python -m bench.host_cost
 
 clean:           ## remove the virtual environment and caches
