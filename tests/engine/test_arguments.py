@@ -157,18 +157,13 @@ CASES: dict[str, Case] = {
     "reshard_after_forward: text": Case(
         lambda r, p, s: shard(r, reshard_after_forward="yes"), "None or a number of ranks, found 'yes' of type str"
     ),
-    "mp_policy: None": Case(
-        lambda r, p, s: shard(r, p, mp_policy=None), "mp_policy: expected MixedPrecisionPolicy, found NoneType"
-    ),
     "mp_policy: dtype": Case(
-        lambda r, p, s: shard(r, p, mp_policy=torch.bfloat16), "mp_policy: expected MixedPrecisionPolicy, found dtype"
-    ),
-    "offload_policy: None": Case(
-        lambda r, p, s: shard(r, p, offload_policy=None), "offload_policy: expected OffloadPolicy, found NoneType"
+        lambda r, p, s: shard(r, p, mp_policy=torch.bfloat16),
+        "mp_policy: expected MixedPrecisionPolicy or None, found dtype",
     ),
     "offload_policy: class": Case(
         lambda r, p, s: shard(r, p, offload_policy=CPUOffloadPolicy),
-        "offload_policy: expected OffloadPolicy, found type",
+        "offload_policy: expected OffloadPolicy or None, found type",
     ),
     "MixedPrecisionPolicy: name": Case(
         lambda r, p, s: MixedPrecisionPolicy(param_dtype="bf16"),

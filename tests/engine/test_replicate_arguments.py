@@ -44,12 +44,12 @@ CASES: dict[str, Case] = {
     "mp_policy": Case(
         lambda r: replicate(nn.Linear(1, 1), mesh=r.mesh, mp_policy=torch.bfloat16),
         TypeError,
-        "replicate: mp_policy: expected MixedPrecisionPolicy, found dtype",
+        "replicate: mp_policy: expected MixedPrecisionPolicy or None, found dtype",
     ),
     "offload_policy": Case(
         lambda r: replicate(nn.Linear(1, 1), mesh=r.mesh, offload_policy=True),
         TypeError,
-        "replicate: offload_policy: expected OffloadPolicy, found bool",
+        "replicate: offload_policy: expected OffloadPolicy or None, found bool",
     ),
     "ignored_params": Case(
         lambda r: replicate(nn.Linear(1, 1), mesh=r.mesh, ignored_params=["weight"]),
@@ -102,7 +102,7 @@ def test_wrong_argument_is_refused(rank: Rank, name: str) -> None:
 def test_refused_module_can_be_replicated_afterwards(rank: Rank) -> None:
     """A refusal leaves the module as it was."""
     module = nn.Linear(1, 1)
-    for options in ({"mesh": 3}, {"mesh": rank.mesh, "mp_policy": None}, {"mesh": rank.mesh, "ignored_params": [1]}):
+    for options in ({"mesh": 3}, {"mesh": rank.mesh, "mp_policy": 16}, {"mesh": rank.mesh, "ignored_params": [1]}):
         with pytest.raises(TypeError):
             replicate(module, **options)
     assert type(module) is nn.Linear and unit_of(module) is None
