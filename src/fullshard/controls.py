@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from fullshard.arguments import check_bool, check_modules, check_reshard
+from fullshard.arguments import check_bool, check_modules
 from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError
@@ -148,9 +148,7 @@ class Controls(nn.Module):
         """Whether to free the full parameters between forward and backward; ends the special rule for the root."""
         check_bool("reshard_after_forward", reshard_after_forward)
         for unit in units_at(self, recurse):
-            unit.settings.reshard_after_forward = check_reshard(
-                "set_reshard_after_forward", reshard_after_forward, unit.mesh.world_size
-            )
+            unit.settings.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether to free the full parameters after backward. False: they serve the next forward as well,

@@ -34,7 +34,7 @@ from fullshard.transport import (
     record,
 )
 from fullshard.transport.collective import nccl_reduction
-from fullshard.transport.pooled import _Kept
+from fullshard.transport.pooled import SymmetricMemory
 from fullshard.transport.summation import fold
 from ranks import Rank, on_ranks
 
@@ -641,20 +641,30 @@ def test_symmetric_memory_says_what_it_needs(rank: Rank, kind: type) -> None:
         kind(rank.group, "NVSHMEM")
 
 
-def test_kept_memory_is_unused_once_no_tensor_is_on_it() -> None:
-    """Views and aliases count, also when the tensor they were made of is gone."""
-    kept = _Kept(torch.empty(10))
-    assert kept.unused
-    lent = kept.tensor.view(2, 5)
-    row = lent[0]
-    alias = torch.empty(0).set_(lent.untyped_storage(), 5, (5,), (1,))
-    assert not kept.unused
-    del lent
-    assert not kept.unused
-    del row
-    assert not kept.unused
-    del alias
-    assert kept.unused
+def test_symmetric_memory_is_used_again_once_it_was_released() -> None:
+    """Who still refers to a tensor does not count: that may differ between ranks, and making memory is a collective."""
+    made: list[torch.Tensor] = []
+
+    class OnOneProcess(SymmetricMemory):
+        def __init__(self) -> None:
+            self._free = {}
+
+        def _make(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            made.append(torch.empty(numel, dtype=dtype, device=device))
+            return made[-1]
+
+    memory, cpu = OnOneProcess(), torch.device("cpu")
+    first = memory.allocate((2, 5), dtype=torch.float32, device=cpu)
+    assert first.shape == (2, 5)
+    second = memory.allocate((10,), dtype=torch.float32, device=cpu)
+    assert len(made) == 2 and second.data_ptr() != first.data_ptr()
+    memory.release(first)
+    assert memory.allocate((10,), dtype=torch.float32, device=cpu).data_ptr() == first.data_ptr()
+    memory.release(second)
+    memory.allocate((10,), dtype=torch.bfloat16, device=cpu)
+    memory.allocate((5,), dtype=torch.float32, device=cpu)
+    assert len(made) == 4
+    assert memory.allocate((10,), dtype=torch.float32, device=cpu).data_ptr() == second.data_ptr()
 
 
 # Which transport, and what it tells the back end

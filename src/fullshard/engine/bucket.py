@@ -138,7 +138,9 @@ class Bucket:
         try:
             self.finish_gather()
         except RuntimeError:  # the failure that is being recovered from, seen once more
-            self._in_flight.clear()
+            for gather in self._in_flight:
+                gather.abandon()
+            self._in_flight = []
         self.gathered = False
         self._free()
         self.drop_near()
@@ -158,7 +160,7 @@ class Bucket:
             reducer = self._reducers.get(trainable)
             if reducer is None:
                 parameters = [self.parameters[i] for i in trainable]
-                reducer = self._reducers[trainable] = GradientReducer(parameters, self.mesh, *self._reduction_dtypes())
+                reducer = self._reducers[trainable] = GradientReducer(parameters, self.mesh, self.storage.reduce_dtype)
             gradients = [p.take_gradient() for p in reducer.parameters]
             pending.append(PendingReduction(reducer, gradients, terms))
         return pending
@@ -166,9 +168,6 @@ class Bucket:
     def note_trainable(self) -> None:
         """Have the next reduction include the parameters that are trainable now."""
         self.owed.update(i for i, p in enumerate(self.parameters) if p.sharded.requires_grad)
-
-    def _reduction_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        return self.storage.reduce_dtype, self.parameters[0].local.dtype
 
     @property
     def reducers(self) -> list[GradientReducer]:

@@ -260,6 +260,10 @@ class _ExtensionGather:
             tensor, inner = post()
             self._make_full(tensor, inner)
 
+    def abandon(self) -> None:
+        """Forget what was to be sent."""
+        self._inputs, self._metadata = [], None
+
     def free(self) -> None:
         """Free the memory of the full parameter."""
         for region in self.regions:

@@ -7,14 +7,13 @@ lane: what this rank sends), the collective, ``copy_out`` (on the lane), ``arriv
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 
 from fullshard.layout import PerParameterLayout, Route, Slot
 from fullshard.memory import Buffer, Event, Lane, Ticket, Work, alias
-from fullshard.transport import Move, Parcel, Transport, issue_all
+from fullshard.transport import Move, Parcel, Transport, launch_all
 
 __all__ = ["BufferGather", "Gather", "issue_gathers"]
 
@@ -39,6 +38,9 @@ class Gather(Protocol):
     def arrived(self) -> None:
         """Free what was needed on the way; on the compute stream, which has waited."""
 
+    def abandon(self) -> None:
+        """The same where nothing has arrived, because it failed."""
+
 
 def issue_gathers(gathers: Sequence[tuple[str, Gather]], lane: Lane, after: Event | None = None) -> Ticket:
     """Start filling several buffers, with the names of their units, in one launch per transport."""
@@ -48,12 +50,9 @@ def issue_gathers(gathers: Sequence[tuple[str, Gather]], lane: Lane, after: Even
             gather.allocate()
 
     def launch() -> list[Work]:
-        parcels: dict[int, tuple[Transport, list[Parcel]]] = {}
-        for unit, gather in gathers:
+        for _, gather in gathers:
             gather.copy_in()
-            if gather.transport is not None:
-                parcels.setdefault(id(gather.transport), (gather.transport, []))[1].append(gather.parcel(unit))
-        return issue_all(partial(transport.gather, sent) for transport, sent in parcels.values())
+        return launch_all(((gather.transport, gather.parcel(unit)) for unit, gather in gathers), Transport.gather)
 
     def finish() -> None:
         for _, gather in gathers:
@@ -175,10 +174,14 @@ class BufferGather:
 
     def arrived(self) -> None:
         """Free what was needed on the way."""
+        if self._foreign is not None and self.transport is not None:
+            self.transport.release("gather", self._foreign)
         self._foreign = None
         for buffer in (self._wire, self._message):
             if buffer is not None:
                 buffer.free()
+
+    abandon = arrived
 
     def _plan_copy_out(self, slot: Slot) -> None:
         """The copies from the message to one full parameter: one, or one per rank if its rows interleave."""

@@ -58,7 +58,6 @@ class GradientReducer:
         parameters: The trainable ones of the bucket, in model order.
         mesh: The ranks to reduce over.
         dtype: In which gradients travel and are summed.
-        shard_dtype: In which they land.
     """
 
     parameters: list[ShardedParameter]
@@ -67,7 +66,7 @@ class GradientReducer:
     message: Buffer
     message_tensor: torch.Tensor  # all of it
     dtype: torch.dtype
-    shard_dtype: torch.dtype
+    shard_dtype: torch.dtype  # in which they land
     owing: bool  # whether the last reduction begun was not to go over the replicate axis
     partial: PendingReduction | None  # one that has come to that point
     views: list[_RowsView]  # of the parameters, and behind them the presence numbers
@@ -76,10 +75,9 @@ class GradientReducer:
     _copies: list[_PackCopy]
     _all_present: torch.Tensor
 
-    def __init__(
-        self, parameters: list[ShardedParameter], mesh: ShardMesh, dtype: torch.dtype, shard_dtype: torch.dtype
-    ) -> None:
-        self.parameters, self.mesh, self.dtype, self.shard_dtype = parameters, mesh, dtype, shard_dtype
+    def __init__(self, parameters: list[ShardedParameter], mesh: ShardMesh, dtype: torch.dtype) -> None:
+        self.parameters, self.mesh, self.dtype = parameters, mesh, dtype
+        self.shard_dtype = parameters[0].local.dtype
         self.owing, self.partial = False, None
         count = len(parameters)
         shapes = [p.shape for p in parameters]
@@ -89,7 +87,7 @@ class GradientReducer:
         self.layout = PerParameterLayout.build(
             shapes,
             world_size=mesh.world_size,
-            itemsize=min(dtype.itemsize, shard_dtype.itemsize),
+            itemsize=min(dtype.itemsize, self.shard_dtype.itemsize),
             direct_bytes=transport.direct_bytes if transport is not None else 0,
         )
         self.message = Buffer(self.layout.message_numel * mesh.world_size, dtype, mesh.device)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.placement import dtensor
 from fullshard.engine.reducer import GradientReducer, Gradients
 from fullshard.memory import Lane, Stream, Ticket, Work, host_buffer, run_on
-from fullshard.transport import Division, Move, Parcel, Transport, issue_all
+from fullshard.transport import Division, Move, Parcel, Transport, launch_all
 
 __all__ = ["PendingReduction", "ReductionTerms", "issue_reductions", "issue_second_stage"]
 
@@ -236,6 +235,8 @@ class PendingReduction:
     def _let_go(self) -> None:
         self.scattered = True
         # A side stream may have read the gradients and the message until now.
+        if self._foreign is not None and self.transport is not None:
+            self.transport.release("reduce", self._foreign)
         self._inputs, self._moves, self._foreign = [], [], None
         self.reducer.message.free()
 
@@ -253,8 +254,8 @@ def issue_reductions(pending: Sequence[_Named], lane: Lane) -> None:
     def launch() -> list[Work]:
         for _, reduction in pending:
             reduction.copy_in()
-        sent = [(reduction.transport, reduction.parcel(unit)) for unit, reduction in pending]
-        return issue_all(partial(transport.reduce, parcels) for transport, parcels in _grouped(sent))
+        sent = ((reduction.transport, reduction.parcel(unit)) for unit, reduction in pending)
+        return launch_all(sent, Transport.reduce)
 
     def finish() -> None:
         for _, reduction in pending:
@@ -267,10 +268,8 @@ def issue_second_stage(pending: Sequence[_Named], lane: Lane) -> None:
     """Start the second stage of reductions in one launch per transport."""
 
     def launch() -> list[Work]:
-        sent = [
-            (reduction.reducer.mesh.replica_transport, reduction.replica_parcel(unit)) for unit, reduction in pending
-        ]
-        return issue_all(partial(transport.all_reduce, parcels) for transport, parcels in _grouped(sent))
+        sent = ((each.reducer.mesh.replica_transport, each.replica_parcel(unit)) for unit, each in pending)
+        return launch_all(sent, Transport.all_reduce)
 
     def finish() -> None:
         for _, reduction in pending:
@@ -282,15 +281,6 @@ def issue_second_stage(pending: Sequence[_Named], lane: Lane) -> None:
 def _issue(pending: Sequence[_Named], ticket: Ticket) -> None:
     for _, reduction in pending:
         reduction.issued(ticket)
-
-
-def _grouped(sent: Sequence[tuple[Transport | None, Parcel]]) -> list[tuple[Transport, list[Parcel]]]:
-    """What travels, by transport."""
-    groups: dict[int, tuple[Transport, list[Parcel]]] = {}
-    for transport, parcel in sent:
-        if transport is not None:
-            groups.setdefault(id(transport), (transport, []))[1].append(parcel)
-    return list(groups.values())
 
 
 def _accumulate(parameter: ShardedParameter, local: torch.Tensor) -> None:

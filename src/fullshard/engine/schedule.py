@@ -271,11 +271,11 @@ class Schedule:
 
     def gather(self, units: list[Unit]) -> None:
         """Start gathering ``units`` in one launch, as far as they are not gathered."""
-        begun = [(unit.name, bucket, started) for unit in units for bucket, started in unit.begin_gather()]
-        if not begun:
-            return
-        gathers = [(name, gather) for name, _, started in begun for gather in started]
         try:
+            begun = [(unit.name, bucket, started) for unit in units for bucket, started in unit.begin_gather()]
+            if not begun:
+                return
+            gathers = [(name, gather) for name, _, started in begun for gather in started]
             ticket = issue_gathers(gathers, self.lanes.gather, self._after)
         except BaseException:
             for unit in units:

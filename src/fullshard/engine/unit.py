@@ -122,7 +122,6 @@ class Unit:
         with torch.inference_mode(False), torch.no_grad():
             for bucket in self.buckets:
                 bucket.reroute(self.settings.communicating(bucket.parameters[0].placement.mesh))
-        self._registration.use_sharded()
 
     def give_up(self, parameters: Sequence[ShardedParameter]) -> None:
         """Another unit takes ``parameters`` over; it reads their values from the shards they have now."""
@@ -391,6 +390,7 @@ class Unit:
                 schedule.started_backward(self)
             else:
                 progress.unreduced = True
+                self.gradients.note_trainable()
                 self._move(Phase.RESTING)
                 if not progress.held:
                     self.reshard()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from fullshard.transport.base import Collective, Division, Move, Parcel, Transport, issue_all, record
+from fullshard.transport.base import Collective, Division, Move, Parcel, Transport, issue_all, launch_all, record
 from fullshard.transport.collective import CollectiveTransport, NcclTransport
 from fullshard.transport.custom import AllGather, Comm, CustomTransport, ReduceScatter
 from fullshard.transport.gloo import GlooTransport
@@ -35,6 +35,7 @@ __all__ = [
     "SymmetricMemoryReduceScatter",
     "Transport",
     "issue_all",
+    "launch_all",
     "make_transport",
     "part_of",
     "record",

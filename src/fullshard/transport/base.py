@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from fullshard.memory import Work
 
-__all__ = ["Collective", "Division", "Kind", "Move", "Parcel", "Transport", "issue_all", "record"]
+__all__ = ["Collective", "Division", "Kind", "Move", "Parcel", "Transport", "issue_all", "launch_all", "record"]
 
 Kind = Literal["gather", "reduce", "all_reduce"]
 
@@ -104,6 +105,17 @@ def record() -> Iterator[list[Collective]]:
         _observers.remove(seen.append)
 
 
+def launch_all(
+    sent: Iterable[tuple[Transport | None, Parcel]], launch: Callable[[Transport, Sequence[Parcel]], Sequence[Work]]
+) -> list[Work]:
+    """One ``launch`` (such as ``Transport.gather``) per transport for all its parcels; None: nothing travels."""
+    groups: dict[int, tuple[Transport, list[Parcel]]] = {}
+    for transport, parcel in sent:
+        if transport is not None:
+            groups.setdefault(id(transport), (transport, []))[1].append(parcel)
+    return issue_all(partial(launch, transport, parcels) for transport, parcels in groups.values())
+
+
 def issue_all(calls: Iterable[Callable[[], Sequence[Work]]]) -> list[Work]:
     """The works of all ``calls``. If one raises, what the ones before it issued lands first.
 
@@ -172,6 +184,9 @@ class Transport:
         None, as on every built-in back end: the caller uses memory of its own.
         """
         return None
+
+    def release(self, kind: Literal["gather", "reduce"], memory: torch.Tensor) -> None:
+        """The message in memory that :meth:`allocate` gave is over. Called in the same order on all ranks."""
 
     def separate_reduce_group(self, enable: bool) -> None:
         """Whether reductions use a communicator of their own, so that they overlap with gathers. Call on all ranks.

@@ -10,7 +10,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -20,39 +20,7 @@ from fullshard.memory import Work
 from fullshard.transport.base import Division, Move, Parcel, Transport, issue_all
 from fullshard.transport.collective import NcclTransport, Scaled
 
-__all__ = ["AllGather", "AllGatherLike", "Comm", "CustomTransport", "ReduceScatter", "ReduceScatterLike"]
-
-
-class _Allocates(Protocol):
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """See :meth:`Comm.allocate`."""
-
-
-class AllGatherLike(_Allocates, Protocol):
-    """What can be used as an all-gather, inherited from :class:`AllGather` or not."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """See :class:`AllGather`."""
-
-
-class ReduceScatterLike(_Allocates, Protocol):
-    """What can be used as a reduce-scatter, inherited from :class:`ReduceScatter` or not."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: ReduceOp | ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """See :class:`ReduceScatter`."""
+__all__ = ["AllGather", "Comm", "CustomTransport", "ReduceScatter"]
 
 
 class Comm(ABC):
@@ -106,6 +74,14 @@ class ReduceScatter(Comm):
         """
 
 
+@runtime_checkable
+class Releases(Protocol):
+    """An all-gather or reduce-scatter that wants its memory back."""
+
+    def release(self, memory: torch.Tensor) -> None:
+        """The message in ``memory``, which ``allocate`` returned, is over. Called in the same order on all ranks."""
+
+
 class CustomTransport(Transport):
     """A transport with some collectives replaced by the user's.
 
@@ -128,14 +104,14 @@ class CustomTransport(Transport):
     direct_bytes: int = sys.maxsize
 
     base: Transport
-    all_gather: AllGatherLike | None
-    reduce_scatter: ReduceScatterLike | None
+    all_gather: AllGather | None
+    reduce_scatter: ReduceScatter | None
 
     def __init__(
         self,
         base: Transport,
-        all_gather: AllGatherLike | None = None,
-        reduce_scatter: ReduceScatterLike | None = None,
+        all_gather: AllGather | None = None,
+        reduce_scatter: ReduceScatter | None = None,
     ) -> None:
         super().__init__(base.group)
         self.base = base
@@ -166,6 +142,14 @@ class CustomTransport(Transport):
             )
         return memory.view(-1)
 
+    def release(self, kind: Literal["gather", "reduce"], memory: torch.Tensor) -> None:
+        """Tell the user's object, if it wants to know."""
+        comm = self.all_gather if kind == "gather" else self.reduce_scatter
+        if comm is None:
+            self.base.release(kind, memory)
+        elif isinstance(comm, Releases):
+            comm.release(memory)
+
     def separate_reduce_group(self, enable: bool) -> None:
         """As the transport underneath does."""
         self.base.separate_reduce_group(enable)
@@ -195,7 +179,7 @@ class CustomTransport(Transport):
     def _all_reduce(self, parcels: Sequence[Parcel]) -> Sequence[Work]:
         return self.base._all_reduce(parcels)
 
-    def _issue(self, reduce_scatter: ReduceScatterLike, move: Move, division: Division) -> Work | None:
+    def _issue(self, reduce_scatter: ReduceScatter, move: Move, division: Division) -> Work | None:
         averages = (
             isinstance(self.base, NcclTransport)
             and division.native

@@ -78,8 +78,9 @@ class SymmetricMemory:
     """Allocates memory that all ranks of a group know of each other.
 
     Making ranks know each other's memory is a collective and slow, so what was made is kept for the life of this
-    object and used again for messages of the same size and dtype, once no tensor on it is left. Ranks that run the
-    same program let go of tensors at the same places, so all of them reuse, or make, memory at the same time.
+    object and used again for messages of the same size and dtype, once it was released. Releases come from the
+    engine at the same places on all ranks, so all of them reuse, or make, memory at the same time; when a rank's
+    last reference to a tensor goes would not do.
 
     Args:
         group: The ranks. Constructing this is a collective over them.
@@ -90,7 +91,7 @@ class SymmetricMemory:
     """
 
     group: dist.ProcessGroup
-    _made: dict[tuple[int, torch.dtype, torch.device], list[_Kept]]
+    _free: dict[tuple[int, torch.dtype], list[torch.Tensor]]  # flat, released; by size and dtype
 
     def __init__(self, group: dist.ProcessGroup, backend: str = "NCCL") -> None:
         if backend != "NCCL":
@@ -101,7 +102,7 @@ class SymmetricMemory:
                 "symmetric memory needs a CUDA device and a process group whose back end there is NCCL; "
                 + ("there is no CUDA device" if found is None else f"its back end is {found}")
             )
-        self.group, self._made = group, {}
+        self.group, self._free = group, {}
         import torch.distributed._symmetric_memory as symmetric  # half a second; hardly anyone needs it
 
         symmetric.set_backend("NCCL")
@@ -111,12 +112,13 @@ class SymmetricMemory:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See :meth:`~fullshard.transport.custom.Comm.allocate`. A collective unless memory is used again."""
         numel = math.prod(size)
-        made = self._made.setdefault((numel, dtype, device), [])
-        for kept in made:
-            if kept.unused:
-                return kept.tensor.view(tuple(size))
-        made.append(_Kept(self._make(numel, dtype, device)))
-        return made[-1].tensor.view(tuple(size))
+        free = self._free.get((numel, dtype))
+        memory = free.pop() if free else self._make(numel, dtype, device)
+        return memory.view(tuple(size))
+
+    def release(self, memory: torch.Tensor) -> None:
+        """Use ``memory``, which :meth:`allocate` returned, for other messages."""
+        self._free.setdefault((memory.numel(), memory.dtype), []).append(memory.view(-1))
 
     def _make(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         import torch.distributed._symmetric_memory as symmetric
@@ -124,20 +126,6 @@ class SymmetricMemory:
         tensor: torch.Tensor = symmetric.empty((numel,), dtype=dtype, device=device)
         symmetric.rendezvous(tensor, self.group.group_name)
         return tensor
-
-
-class _Kept:
-    """A tensor that is kept, and who else is on its storage."""
-
-    __slots__ = ("_users", "tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self._users = tensor, _storage_users(tensor)
-
-    @property
-    def unused(self) -> bool:
-        """Whether no other tensor is on the storage."""
-        return _storage_users(self.tensor) == self._users
 
 
 class SymmetricMemoryAllGather(SymmetricMemory, AllGather):
@@ -173,6 +161,7 @@ class SymmetricMemoryReduceScatter(SymmetricMemory, ReduceScatter):
         landing = self.allocate(output_tensor.shape, dtype=output_tensor.dtype, device=output_tensor.device)
         _reduce_scatter(landing, input_tensor, group, op, async_op=False)
         output_tensor.copy_(landing)
+        self.release(landing)
         return None
 
 
@@ -211,7 +200,3 @@ def _cuda_backend(group: dist.ProcessGroup) -> str | None:
         return group._get_backend(torch.device("cuda")).name().lower()
     except RuntimeError:  # the group has none for CUDA
         return "for CPU tensors only"
-
-
-def _storage_users(tensor: torch.Tensor) -> int:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
