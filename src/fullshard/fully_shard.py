@@ -190,6 +190,6 @@ def _make_unit(
         for name, buffer in submodule._buffers.items():
             if buffer is not None and buffer.device.type not in (ranks.device.type, "meta"):
                 submodule._buffers[name] = buffer.to(ranks.device)
-    unit = Unit(modules, ranks, claim_parameters(modules, ignored, place), policy, settings)
+    unit = Unit(modules, ranks, claim_parameters(modules, ignored, place, policy.form), policy, settings)
     for module in modules:
         set_unit(module, unit)

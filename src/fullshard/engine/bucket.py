@@ -10,28 +10,14 @@ import torch
 from fullshard.engine.gather import BufferGather, Gather
 from fullshard.engine.mesh import ShardMesh
 from fullshard.engine.parameter import ShardedParameter, value_of
-from fullshard.engine.reducer import GradientReducer
+from fullshard.engine.reducer import GradientReducer, PerParameterReducer
 from fullshard.engine.reduction import PendingReduction, ReductionTerms
+from fullshard.engine.storage import Storage
+from fullshard.errors import FullshardError
 from fullshard.layout import PerParameterLayout, Slot
 from fullshard.memory import Buffer, Ticket, alias, host_buffer, own_storage
 
-__all__ = ["Bucket", "BufferBucket", "Storage", "local_rows"]
-
-
-class Storage(NamedTuple):
-    """In which dtypes, and where, a bucket keeps what.
-
-    Args:
-        full_dtype: Of the full parameters, and of the shards as they travel.
-        reduce_dtype: Of full gradients, and of gradients as they travel.
-        offload: Shards and their gradients are kept in CPU memory.
-        pin_memory: That memory is page-locked.
-    """
-
-    full_dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    offload: bool
-    pin_memory: bool
+__all__ = ["Bucket", "BufferBucket", "local_rows"]
 
 
 class Bucket:
@@ -87,6 +73,24 @@ class Bucket:
     def reroute(self, mesh: ShardMesh) -> None:
         """Communicate through ``mesh``, which has the same ranks, from now on. The full parameters stay the same."""
         raise NotImplementedError
+
+    def copies(self) -> BufferCopies:
+        """The full parameters once more, in the shards' own dtype, for who wants to read or edit them."""
+        raise FullshardError(
+            f"{self.parameters[0].describe()} is a tensor subclass that is gathered through hooks of its own; its full "
+            "value is what the module computes with: use fullshard.unsharded"
+        )
+
+    def write(self, values: Sequence[torch.Tensor]) -> None:
+        """Put this rank's part of full ``values``, one per parameter, into the shards."""
+        raise NotImplementedError
+
+    def _reduced_together(self, trainable: set[int]) -> tuple[int, ...]:
+        """Indices of the parameters that a reduction takes if these have gradients."""
+        return tuple(sorted(trainable))
+
+    def _reducer(self, parameters: list[ShardedParameter]) -> GradientReducer:
+        return PerParameterReducer(parameters, self.mesh, self.storage)
 
     def _gathers(self, near: bool) -> list[Gather]:
         """What fills the full parameters, which need to exist only once it has arrived."""
@@ -150,7 +154,7 @@ class Bucket:
     def begin_reduction(self, terms: ReductionTerms) -> list[PendingReduction]:
         """Take the full gradients of the trainable parameters; what is returned is to be issued."""
         owed = self.owed
-        trainable = tuple(i for i, p in enumerate(self.parameters) if p.sharded.requires_grad or i in owed)
+        trainable = self._reduced_together({i for i, p in enumerate(self.parameters) if p.requires_grad or i in owed})
         owed.clear()
         pending = []
         if terms.all_reduce:  # what other sets of trainable parameters left unfinished on the replicate axis
@@ -159,20 +163,33 @@ class Bucket:
         if trainable:
             reducer = self._reducers.get(trainable)
             if reducer is None:
-                parameters = [self.parameters[i] for i in trainable]
-                reducer = self._reducers[trainable] = GradientReducer(parameters, self.mesh, self.storage.reduce_dtype)
+                reducer = self._reducers[trainable] = self._reducer([self.parameters[i] for i in trainable])
             gradients = [p.take_gradient() for p in reducer.parameters]
             pending.append(PendingReduction(reducer, gradients, terms))
         return pending
 
     def note_trainable(self) -> None:
         """Have the next reduction include the parameters that are trainable now."""
-        self.owed.update(i for i, p in enumerate(self.parameters) if p.sharded.requires_grad)
+        self.owed.update(i for i, p in enumerate(self.parameters) if p.requires_grad)
 
     @property
     def reducers(self) -> list[GradientReducer]:
         """Those in use so far."""
         return list(self._reducers.values())
+
+
+class BufferCopies(NamedTuple):
+    """Full parameters beside those that modules compute with.
+
+    Args:
+        gather: Fills them, once issued.
+        values: One per parameter of the bucket, in its shape.
+        buffer: Their memory. Whoever is done with it frees it.
+    """
+
+    gather: Gather
+    values: list[torch.Tensor]
+    buffer: Buffer
 
 
 class BufferBucket(Bucket):
@@ -261,6 +278,18 @@ class BufferBucket(Bucket):
     def full_size(self) -> int:
         """See :class:`Bucket`."""
         return self.layout.full_numel * self.storage.full_dtype.itemsize
+
+    def copies(self) -> BufferCopies:
+        """See :class:`Bucket`."""
+        buffer = Buffer(self.layout.full_numel, self.shard_buffer.dtype, self.mesh.device)
+        placed = zip(self.parameters, self.layout.slots, strict=True)
+        values = [buffer.tensor(slot.full_offset, p.shape.shape, p.shape.stride) for p, slot in placed]
+        return BufferCopies(BufferGather(self.layout, self.shard_buffer, buffer, self.mesh.transport), values, buffer)
+
+    def write(self, values: Sequence[torch.Tensor]) -> None:
+        """See :class:`Bucket`."""
+        for parameter, slot, value in zip(self.parameters, self.layout.slots, values, strict=True):
+            parameter.local.copy_(local_rows(value, slot, self.mesh.rank))
 
     def _gathers(self, near: bool) -> list[Gather]:
         if not self._ready:

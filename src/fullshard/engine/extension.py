@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.engine.bucket import Bucket, Storage
+from fullshard.engine.bucket import Bucket
 from fullshard.engine.gather import Gather
 from fullshard.engine.mesh import ShardMesh
 from fullshard.engine.parameter import ShardedParameter, value_of
+from fullshard.engine.storage import Storage
 from fullshard.errors import FullshardError
 from fullshard.layout import PerParameterLayout, Slot
 from fullshard.memory import Buffer, free_storage, refill_storage, to_host

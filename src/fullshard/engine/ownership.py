@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
+from fullshard.engine.form import Form
 from fullshard.engine.parameter import Owner, ShardedParameter, managed_by
 from fullshard.engine.placement import ParameterPlacement
 from fullshard.errors import TiedParameterError
@@ -68,6 +69,7 @@ def claim_parameters(
     modules: Sequence[nn.Module],
     ignored: Iterable[nn.Parameter],
     place: Callable[[str, nn.Parameter], ParameterPlacement],
+    form: Form,
 ) -> list[ShardedParameter]:
     """The parameters that a unit on ``modules`` owns, in model order. See [Note: Tied parameters].
 
@@ -84,7 +86,7 @@ def claim_parameters(
         owner = Owner.of(holder.module, holder.name)
         existing = managed_by(holder.parameter)
         if existing is None:
-            new = ShardedParameter.of(holder.parameter, owner, holder.fqn, place(holder.fqn, holder.parameter))
+            new = form.parameter(holder.parameter, owner, holder.fqn, place(holder.fqn, holder.parameter))
             claimed[id(new)] = new
         elif id(existing) in claimed or all(owner in inside for owner in existing.owners):
             existing.add_owner(owner, holder.fqn)

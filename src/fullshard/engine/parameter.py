@@ -31,7 +31,7 @@ from fullshard.layout.per_parameter import contiguous_stride, is_dense
 if TYPE_CHECKING:
     from fullshard.engine.unit import Unit
 
-__all__ = ["Owner", "ShardedParameter", "managed_by", "value_of"]
+__all__ = ["Owner", "ShardedParameter", "accumulate_gradient", "managed_by", "value_of"]
 
 _MANAGED_BY = "_fullshard_parameter"  # attribute of parameter objects
 
@@ -135,6 +135,15 @@ class ShardedParameter:
         if full.dtype is not gradient_dtype and full.dtype.is_floating_point:
             full.grad_dtype = gradient_dtype
         full.__dict__.update(self.attributes)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it is trained."""
+        return self.sharded.requires_grad
+
+    def accumulate(self, local: torch.Tensor) -> None:
+        """Set the sharded gradient to this rank's rows ``local``, or add them, and run the user's hooks."""
+        accumulate_gradient(self.sharded, dtensor(local, self.spec))
 
     def take_gradient(self) -> torch.Tensor | None:
         """The full gradient (this rank's part of it), which the parameter then no longer has."""
@@ -243,6 +252,26 @@ def value_of(parameter: torch.Tensor) -> torch.Tensor:
     if isinstance(parameter, DTensor):
         return parameter._local_tensor
     return parameter.detach()
+
+
+def accumulate_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """Do to ``parameter`` what autograd does where a gradient arrives: hooks, ``.grad``, hooks."""
+    hooks = parameter._backward_hooks
+    if hooks:
+        for hook in list(hooks.values()):  # hooks may remove themselves
+            replaced = hook(gradient)
+            gradient = gradient if replaced is None else replaced
+    present = parameter.grad
+    if present is None:
+        parameter.grad = gradient
+    elif isinstance(present, DTensor) and isinstance(gradient, DTensor) and present.placements == gradient.placements:
+        present._local_tensor.add_(gradient._local_tensor)  # what DTensor would do in ten times as long
+    else:
+        present.add_(gradient)  # maybe one that the user has put there
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    if hooks:
+        for hook in list(hooks.values()):
+            hook(parameter)
 
 
 def managed_by(parameter: torch.Tensor) -> ShardedParameter | None:

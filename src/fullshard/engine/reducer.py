@@ -16,14 +16,16 @@ import torch
 
 from fullshard.engine.mesh import ShardMesh
 from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.storage import Storage
 from fullshard.layout import ParameterShape, PerParameterLayout, Route, Slot
 from fullshard.layout.per_parameter import contiguous_stride
 from fullshard.memory import Buffer
+from fullshard.transport import Move
 
 if TYPE_CHECKING:
     from fullshard.engine.reduction import PendingReduction
 
-__all__ = ["GradientReducer", "Gradients"]
+__all__ = ["GradientReducer", "Gradients", "PerParameterReducer", "RowsView"]
 
 Gradients = list["torch.Tensor | None"]
 
@@ -39,7 +41,7 @@ class _PackCopy(NamedTuple):
     stride: tuple[int, ...]
 
 
-class _RowsView(NamedTuple):
+class RowsView(NamedTuple):
     """This rank's rows of one parameter: in which of the tensors of rows, and where in it."""
 
     tensor: int
@@ -48,6 +50,7 @@ class _RowsView(NamedTuple):
     stride: tuple[int, ...]
 
     def on(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The rows on these tensors of rows."""
         return tensors[self.tensor].as_strided(self.shape, self.stride, self.offset)
 
 
@@ -55,61 +58,50 @@ class GradientReducer:
     """Reduces the gradients of one set of parameters of a bucket. Planned once, used every step.
 
     Args:
-        parameters: The trainable ones of the bucket, in model order.
+        parameters: Of the bucket, in model order.
         mesh: The ranks to reduce over.
-        dtype: In which gradients travel and are summed.
+        storage: Of the bucket.
     """
 
     parameters: list[ShardedParameter]
     mesh: ShardMesh
-    layout: PerParameterLayout  # of the parameters, and behind them the presence numbers
-    message: Buffer
+    dtype: torch.dtype  # in which gradients travel and are summed
+    landing_dtype: torch.dtype  # in which they end
+    lands_on_host: bool  # whether they end in CPU memory, away from where they were computed
+    message: Buffer  # what is packed; no memory without a shard axis, where gradients are packed into the rows
     message_tensor: torch.Tensor  # all of it
-    dtype: torch.dtype
-    shard_dtype: torch.dtype  # in which they land
     owing: bool  # whether the last reduction begun was not to go over the replicate axis
     partial: PendingReduction | None  # one that has come to that point
-    views: list[_RowsView]  # of the parameters, and behind them the presence numbers
+    views: list[RowsView]  # of the parameters, and behind them the presence numbers
     direct: list[tuple[int, Slot]]  # the parameters that travel on their own, with their indices
     rows_numel: int  # elements of the first tensor of rows
-    _copies: list[_PackCopy]
     _all_present: torch.Tensor
 
-    def __init__(self, parameters: list[ShardedParameter], mesh: ShardMesh, dtype: torch.dtype) -> None:
-        self.parameters, self.mesh, self.dtype = parameters, mesh, dtype
-        self.shard_dtype = parameters[0].local.dtype
+    def __init__(self, parameters: list[ShardedParameter], mesh: ShardMesh, storage: Storage) -> None:
+        self.parameters, self.mesh, self.dtype = parameters, mesh, storage.reduce_dtype
+        self.landing_dtype = storage.reduce_dtype if storage.keep_reduced else parameters[0].local.dtype
+        self.lands_on_host = (storage.offload or storage.offload_gradients) and mesh.device.type != "cpu"
         self.owing, self.partial = False, None
-        count = len(parameters)
-        shapes = [p.shape for p in parameters]
-        if self._travels:
-            shapes.append(ParameterShape("<presence>", (count,), (1,), replicated=True))
-        transport = mesh.transport or mesh.replica_transport
-        self.layout = PerParameterLayout.build(
-            shapes,
-            world_size=mesh.world_size,
-            itemsize=min(dtype.itemsize, self.shard_dtype.itemsize),
-            direct_bytes=transport.direct_bytes if transport is not None else 0,
-        )
-        self.message = Buffer(self.layout.message_numel * mesh.world_size, dtype, mesh.device)
-        self.message_tensor = self.message.tensor(0, (self.message.numel,), (1,))
-        self._all_present = torch.ones(count, dtype=dtype, device=mesh.device)
-        self._copies = []
-        # Without a shard axis, direct gradients are tensors of rows themselves.
-        start = 0 if mesh.transport is not None else self.layout.message_offset
-        self.rows_numel = self.layout.shard_numel - start
         self.views, self.direct = [], []
-        for index, slot in enumerate(self.layout.slots):
-            if slot.route is Route.DIRECT:
-                self.direct.append((index, slot))
-            elif slot.piece_numel:
-                self._plan_pack(index, slot)
-            own = slot.route is Route.DIRECT and mesh.transport is None
-            where = (len(self.direct), 0) if own else (0, slot.shard_offset - start)
-            self.views.append(_RowsView(*where, slot.local_shape(mesh.rank), slot.local_stride(mesh.rank)))
-        self.message.free()
+        self._all_present = torch.ones(len(parameters), dtype=self.dtype, device=mesh.device)
+
+    def pack(self, inputs: Gradients, target: torch.Tensor) -> None:
+        """Copy what does not travel on its own into ``target``: the message, or without a shard axis the rows."""
+        raise NotImplementedError
+
+    def packed_moves(self, rows: torch.Tensor, message: torch.Tensor) -> list[Move]:
+        """How the message becomes this rank's rows."""
+        raise NotImplementedError
+
+    def accumulate(self, landed: Sequence[torch.Tensor], present: Sequence[bool]) -> None:
+        """Set (or add to) the sharded gradients, and run the hooks that users put on parameters."""
+        for index, parameter in enumerate(self.parameters):
+            if present[index]:
+                parameter.accumulate(self.views[index].on(landed))
 
     @property
-    def _travels(self) -> bool:
+    def travels(self) -> bool:
+        """Whether there is anybody to reduce with."""
         return self.mesh.transport is not None or self.mesh.replica_transport is not None
 
     def partial_rows(self) -> list[tuple[ShardedParameter, torch.Tensor]]:
@@ -119,7 +111,7 @@ class GradientReducer:
     @property
     def presence_offset(self) -> int:
         """Where in the first tensor of rows the presence numbers begin, which come last in it."""
-        return self.views[-1].offset if self._travels else self.rows_numel
+        return self.views[-1].offset if self.travels else self.rows_numel
 
     def drop_partial(self) -> None:
         """Forget what is still to be reduced over the replicate axis."""
@@ -131,7 +123,7 @@ class GradientReducer:
             None if g is None else _conform(g, p.shape, self.dtype)
             for g, p in zip(gradients, self.parameters, strict=True)
         ]
-        if self._travels:
+        if self.travels:
             inputs.append(self._presence(gradients))
         return inputs
 
@@ -155,18 +147,58 @@ class GradientReducer:
         """A flat tensor where gradients are computed."""
         return self._all_present.new_empty(numel)
 
-    def pack(self, inputs: Gradients, foreign: torch.Tensor | None) -> None:
-        """Copy the small and the oddly laid out gradients into the message, which is ``foreign`` if that is given."""
+
+class PerParameterReducer(GradientReducer):
+    """For rows of each parameter: large ones travel on their own, the others packed."""
+
+    layout: PerParameterLayout  # of the parameters, and behind them the presence numbers
+    _copies: list[_PackCopy]
+
+    def __init__(self, parameters: list[ShardedParameter], mesh: ShardMesh, storage: Storage) -> None:
+        super().__init__(parameters, mesh, storage)
+        count = len(parameters)
+        shapes = [p.shape for p in parameters]
+        if self.travels:
+            shapes.append(ParameterShape("<presence>", (count,), (1,), replicated=True))
+        transport = mesh.transport or mesh.replica_transport
+        self.layout = PerParameterLayout.build(
+            shapes,
+            world_size=mesh.world_size,
+            itemsize=min(self.dtype.itemsize, self.landing_dtype.itemsize),
+            direct_bytes=transport.direct_bytes if transport is not None else 0,
+        )
+        self.message = Buffer(self.layout.message_numel * mesh.world_size, self.dtype, mesh.device)
+        self.message_tensor = self.message.tensor(0, (self.message.numel,), (1,))
+        self._copies = []
+        # Without a shard axis, direct gradients are tensors of rows themselves.
+        start = 0 if mesh.transport is not None else self.layout.message_offset
+        self.rows_numel = self.layout.shard_numel - start
+        for index, slot in enumerate(self.layout.slots):
+            if slot.route is Route.DIRECT:
+                self.direct.append((index, slot))
+            elif slot.piece_numel:
+                self._plan_pack(index, slot)
+            own = slot.route is Route.DIRECT and mesh.transport is None
+            where = (len(self.direct), 0) if own else (0, slot.shard_offset - start)
+            self.views.append(RowsView(*where, slot.local_shape(mesh.rank), slot.local_stride(mesh.rank)))
+        self.message.free()
+
+    def packed_moves(self, rows: torch.Tensor, message: torch.Tensor) -> list[Move]:
+        """See :class:`GradientReducer`."""
+        return [Move(rows.narrow(0, self.layout.message_offset, self.layout.message_numel), message)]
+
+    def pack(self, inputs: Gradients, target: torch.Tensor) -> None:
+        """See :class:`GradientReducer`."""
         targets, sources = [], []
         for copy in self._copies:
-            target = copy.target
-            if foreign is not None:
-                target = foreign.as_strided(target.shape, target.stride(), foreign.storage_offset() + copy.start)
+            place = copy.target
+            if target is not self.message_tensor:
+                place = target.as_strided(place.shape, place.stride(), target.storage_offset() + copy.start)
             gradient = inputs[copy.gradient]
             if gradient is None:
-                target.zero_()
+                place.zero_()
             else:
-                targets.append(target)
+                targets.append(place)
                 offset = gradient.storage_offset() + copy.offset
                 sources.append(gradient.as_strided(copy.shape, copy.stride, offset))
         if targets:

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.placement import dtensor
 from fullshard.engine.reducer import GradientReducer, Gradients
 from fullshard.memory import Lane, Stream, Ticket, Work, host_buffer, run_on
 from fullshard.transport import Division, Move, Parcel, Transport, launch_all
@@ -59,6 +58,7 @@ class PendingReduction:
     earlier: PendingReduction | None  # whose rows are reduced over the replicate axis together with these
     _inputs: Gradients
     _moves: list[Move]
+    _packed: list[Move]  # those of them that are the message
     _foreign: torch.Tensor | None  # the message, where the transport brings memory of its own
     _present: list[bool]
     _ticket: Ticket | None  # of the present stage
@@ -77,7 +77,7 @@ class PendingReduction:
         rows = reducer.new_empty(reducer.rows_numel)
         if terms.hook is not None:  # which may look at what lies between the parameters
             rows.zero_()
-        self._rows, self._moves = [rows], []
+        self._rows, self._moves, self._packed = [rows], [], []
         sharded = self.transport is not None
         for index, slot in reducer.direct:
             region = reducer.region(inputs[index], slot)
@@ -86,8 +86,8 @@ class PendingReduction:
             else:
                 self._rows.append(region)
         self._landed = self._rows
-        if reducer.dtype is not reducer.shard_dtype and (terms.all_reduce or reducer.mesh.replica_transport is None):
-            self._landed = [torch.empty_like(rows, dtype=reducer.shard_dtype) for rows in self._rows]
+        if reducer.dtype is not reducer.landing_dtype and (terms.all_reduce or reducer.mesh.replica_transport is None):
+            self._landed = [torch.empty_like(rows, dtype=reducer.landing_dtype) for rows in self._rows]
         self._leaving = []
 
     @property
@@ -98,32 +98,34 @@ class PendingReduction:
     @property
     def lands_on_host(self) -> bool:
         """Whether the host has to wait before the gradients can be used."""
-        return self.reducer.parameters[0].local.device != self.reducer.mesh.device
+        return self.reducer.lands_on_host
 
     # ---------------------------------------------------------------- first stage
 
     def allocate(self) -> None:
-        """Give memory to the packed message."""
+        """Give memory to the packed message. Without a shard axis there is none: the rows are what is packed."""
         message, transport = self.reducer.message, self.transport
-        if not message.numel:
+        if not message.numel or transport is None:
             return
-        if transport is not None:
-            self._foreign = transport.allocate("reduce", message.numel, message.dtype, message.device)
+        self._foreign = transport.allocate("reduce", message.numel, message.dtype, message.device)
         if self._foreign is None:
             message.allocate()
-        offset = self.reducer.layout.message_offset if transport is not None else 0
-        piece = self._rows[0].narrow(0, offset, self.reducer.layout.message_numel)
-        self._moves.append(Move(piece, self.reducer.message_tensor if self._foreign is None else self._foreign))
+        self._packed = self.reducer.packed_moves(self._rows[0], self._message)
+        self._moves += self._packed
+
+    @property
+    def _message(self) -> torch.Tensor:
+        return self.reducer.message_tensor if self._foreign is None else self._foreign
 
     def copy_in(self) -> None:
         """On the lane: pack what travels packed."""
-        if not self.reducer.message.numel:
-            return
-        if self.terms.hook is not None:
-            self._moves[-1].region.zero_()
-        self.reducer.pack(self._inputs, self._foreign)
         if self.transport is None:
-            self._moves[-1].piece.copy_(self._moves[-1].region)
+            self.reducer.pack(self._inputs, self._rows[0])
+        elif self._packed:
+            if self.terms.hook is not None:
+                for move in self._packed:
+                    move.region.zero_()
+            self.reducer.pack(self._inputs, self._message)
 
     def parcel(self, unit: str) -> Parcel:
         """What travels in the first stage."""
@@ -202,9 +204,7 @@ class PendingReduction:
         if self.lands_on_host:
             self._ticket.settle()
         present = [True] * len(self._present) if terms.zeros_for_missing else self._present_anywhere(self._landed)
-        for index, parameter in enumerate(reducer.parameters):
-            if present[index]:
-                _accumulate(parameter, reducer.views[index].on(self._landed))
+        reducer.accumulate(self._landed, present)
 
     def abandon(self) -> None:
         """Drop it after a failure; what is in flight must land first, for its memory is used again."""
@@ -237,7 +237,7 @@ class PendingReduction:
         # A side stream may have read the gradients and the message until now.
         if self._foreign is not None and self.transport is not None:
             self.transport.release("reduce", self._foreign)
-        self._inputs, self._moves, self._foreign = [], [], None
+        self._inputs, self._moves, self._packed, self._foreign = [], [], [], None
         self.reducer.message.free()
 
 
@@ -281,24 +281,3 @@ def issue_second_stage(pending: Sequence[_Named], lane: Lane) -> None:
 def _issue(pending: Sequence[_Named], ticket: Ticket) -> None:
     for _, reduction in pending:
         reduction.issued(ticket)
-
-
-def _accumulate(parameter: ShardedParameter, local: torch.Tensor) -> None:
-    sharded = parameter.sharded
-    gradient: torch.Tensor = dtensor(local, parameter.spec)
-    hooks = sharded._backward_hooks
-    if hooks:
-        for hook in list(hooks.values()):  # hooks may remove themselves
-            replaced = hook(gradient)
-            gradient = gradient if replaced is None else replaced
-    present = sharded.grad
-    if present is None:
-        sharded.grad = gradient
-    elif present.placements == parameter.spec.placements:  # type: ignore[attr-defined]
-        present._local_tensor.add_(gradient._local_tensor)  # type: ignore[attr-defined]
-    else:
-        present.add_(gradient)  # one that the user has put there
-    hooks = getattr(sharded, "_post_accumulate_grad_hooks", None)
-    if hooks:
-        for hook in list(hooks.values()):
-            hook(sharded)

@@ -41,7 +41,7 @@ class Registration:
         """Have the modules hold the full parameters, which require gradients as the sharded ones do."""
         self.full = True
         for parameter in self._parameters:
-            trained = parameter.sharded.requires_grad
+            trained = parameter.requires_grad
             if parameter.full.requires_grad is not trained:
                 parameter.full.requires_grad_(trained)
         for held, name, parameter in self._plain:

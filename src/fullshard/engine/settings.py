@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from fullshard.engine.bucket import Storage
+from fullshard.engine.form import Form
 from fullshard.engine.mesh import ShardMesh
 from fullshard.engine.reduction import ReductionTerms
+from fullshard.engine.storage import Storage
 from fullshard.memory import Event, Lane, Stream, make_lane
 from fullshard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.transport import AllGather, CustomTransport, Division, ReduceScatter
@@ -27,6 +28,9 @@ class UnitPolicy(NamedTuple):
 
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy()
     offload: OffloadPolicy = OffloadPolicy()
+    form: Form = Form()
+    offload_gradients: bool = False
+    keep_reduced: bool = False  # see Storage
 
     def storage(self, dtype: torch.dtype) -> Storage:
         """How parameters of ``dtype`` are kept."""
@@ -35,8 +39,8 @@ class UnitPolicy(NamedTuple):
         if dtype.is_floating_point and dtype.itemsize > 1:
             full = self.precision.param_dtype or dtype
             reduce = self.precision.reduce_dtype or full
-        offload = self.offload
-        return Storage(full, reduce, self.offloads, isinstance(offload, CPUOffloadPolicy) and offload.pin_memory)
+        pin = self.offload.pin_memory if isinstance(self.offload, CPUOffloadPolicy) else self.offload_gradients
+        return Storage(full, reduce, self.offloads, pin, self.offload_gradients, self.keep_reduced)
 
     @property
     def offloads(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fullshard.engine import hooks
-from fullshard.engine.bucket import Bucket, BufferBucket
+from fullshard.engine.bucket import Bucket
 from fullshard.engine.containers import map_tensors
 from fullshard.engine.extension import ExtensionBucket, has_extension
 from fullshard.engine.gather import Gather
@@ -85,27 +85,21 @@ class Unit:
             TypeError, ValueError: If a tensor subclass has half of the methods of [Note: Extensions], or cannot be cut.
         """
         with torch.inference_mode(False), torch.no_grad():  # in this order: the first switches grad on
-            groups: dict[tuple[int, torch.dtype, bool, bool], list[ShardedParameter]] = {}
+            groups: dict[Hashable, list[ShardedParameter]] = {}
             for parameter in self.parameters:
-                value = value_of(parameter.sharded)
-                extended = has_extension(value, parameter.fqn)
-                key = (id(parameter.placement.mesh), value.dtype, value.device.type == "meta", extended)
-                groups.setdefault(key, []).append(parameter)
-            self.buckets = [self._bucket(group, extended) for (_, _, _, extended), group in groups.items()]
-        self._registration = Registration(self.parameters)
+                groups.setdefault(self.policy.form.group(parameter), []).append(parameter)
+            self.buckets = [self._bucket(group) for group in groups.values()]
+        self._registration = self.policy.form.registration(self.parameters, self.buckets)
         self.gradients = UnitGradients(self.parameters, self.buckets)
         transport = self.mesh.transport or self.mesh.replica_transport
         size = sum(bucket.full_size for bucket in self.buckets)
         self.tiny = transport is not None and size <= transport.tiny_bytes
         self._registration.use_sharded()
 
-    def _bucket(self, parameters: list[ShardedParameter], extended: bool) -> Bucket:
-        values = [value_of(parameter.sharded) for parameter in parameters]
+    def _bucket(self, parameters: list[ShardedParameter]) -> Bucket:
         mesh = self.settings.communicating(parameters[0].placement.mesh)
-        storage = self.policy.storage(values[0].dtype)
-        if extended:
-            return ExtensionBucket(parameters, values, mesh, storage, self.policy.precision)
-        return BufferBucket(parameters, values, mesh, storage)
+        storage = self.policy.storage(value_of(parameters[0].sharded).dtype)
+        return self.policy.form.bucket(parameters, mesh, storage, self.policy.precision)
 
     def reroute(self) -> None:
         """The user has set other collectives.

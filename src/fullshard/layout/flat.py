@@ -1,0 +1,142 @@
+"""The flat layout: all parameters one after another, padded once, and cut into equal slices.
+
+Two parameters on two ranks (elements are numbered through the full buffer; ``-`` is padding):
+
+>>> layout = FlatLayout.build(
+...     [ParameterShape("w", (3, 3), (3, 1)), ParameterShape("b", (3,), (1,))],
+...     world_size=2, itemsize=4)
+>>> print(layout.picture())
+full buffer    | w 0..8             | b 12..14           | 16 elements, 4 of them padding
+rank 0 shard   | w[0:8] 0..7        | b empty            |
+rank 1 shard   | w[8:9] 0..0        | b[0:3] 4..6        |
+
+Rank r's slice is the shard buffer itself, so that a gather is one collective without copies, and so is a reduction
+once the gradients lie one after another. In return a rank holds pieces that end anywhere inside a parameter: they are
+1-D, and know nothing of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fullshard.layout.per_parameter import ParameterShape
+
+__all__ = ["FLAT_ALIGNMENT_BYTES", "FlatLayout", "FlatSlot", "Piece"]
+
+# What vectorised kernels on accelerators ask of a parameter, and what torch's FSDP aligns to.
+FLAT_ALIGNMENT_BYTES = 16
+
+
+class Piece(NamedTuple):
+    """What one rank holds of one parameter.
+
+    Args:
+        start: First element of the parameter's memory that it holds.
+        numel: How many; 0: none.
+        offset: Where they begin in the rank's slice.
+    """
+
+    start: int
+    numel: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class FlatSlot:
+    """Where one parameter lies. Offsets and sizes are in elements."""
+
+    parameter: ParameterShape
+    full_offset: int
+    slice_numel: int  # of every rank
+
+    def piece(self, rank: int) -> Piece:
+        """What ``rank`` holds."""
+        first, end = rank * self.slice_numel, (rank + 1) * self.slice_numel
+        start = min(max(first - self.full_offset, 0), self.parameter.numel)
+        stop = min(max(end - self.full_offset, 0), self.parameter.numel)
+        offset = min(max(self.full_offset - first, 0), self.slice_numel)
+        return Piece(start, stop - start, offset)
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Where the parameters of one bucket lie. Build with :meth:`build`; offsets and sizes are in elements."""
+
+    slots: tuple[FlatSlot, ...]  # in the order of the parameters given
+    world_size: int
+    slice_numel: int  # of every rank's shard buffer
+
+    @classmethod
+    def build(
+        cls,
+        parameters: Sequence[ParameterShape],
+        *,
+        world_size: int,
+        itemsize: int,
+        alignment_bytes: int = FLAT_ALIGNMENT_BYTES,
+    ) -> FlatLayout:
+        """Lay out ``parameters``.
+
+        Args:
+            parameters: In model order.
+            world_size: Ranks that they are cut over.
+            itemsize: Bytes per element of the smallest dtype in which a buffer of this layout is held.
+            alignment_bytes: Every parameter starts at a multiple of it in the full buffer.
+        """
+        alignment = max(1, alignment_bytes // itemsize)
+        offsets, end = [], 0
+        for parameter in parameters:
+            start = -(-end // alignment) * alignment
+            offsets.append(start)
+            end = start + parameter.numel
+        slice_numel = -(-end // world_size)
+        slots = (FlatSlot(p, offset, slice_numel) for p, offset in zip(parameters, offsets, strict=True))
+        return cls(tuple(slots), world_size, slice_numel)
+
+    def __post_init__(self) -> None:
+        end = 0
+        for slot in self.slots:
+            fqn, numel = slot.parameter.fqn, slot.parameter.numel
+            if slot.full_offset < end:
+                raise ValueError(f"full buffer: {fqn} at {slot.full_offset} overlaps what ends at {end}")
+            end = slot.full_offset + numel
+            pieces = [slot.piece(rank) for rank in range(self.world_size)]
+            if sum(piece.numel for piece in pieces) != numel:
+                raise ValueError(f"{fqn}: ranks hold {sum(piece.numel for piece in pieces)} of {numel} elements")
+            for rank, piece in enumerate(pieces):
+                if piece.numel and piece.offset + rank * self.slice_numel != slot.full_offset + piece.start:
+                    raise ValueError(f"{fqn}: rank {rank} holds {piece}, which is not where it lies when gathered")
+        if end > self.full_numel:
+            raise ValueError(f"the parameters end at {end}, beyond the {self.full_numel} elements of all slices")
+
+    @property
+    def full_numel(self) -> int:
+        """Elements of the full buffer."""
+        return self.slice_numel * self.world_size
+
+    @property
+    def padding(self) -> int:
+        """Elements of the full buffer that belong to no parameter."""
+        return self.full_numel - sum(slot.parameter.numel for slot in self.slots)
+
+    def picture(self) -> str:
+        """Draw the full buffer and every rank's slice, one cell per parameter."""
+        cells = []
+        for slot in self.slots:
+            fqn, numel = slot.parameter.fqn, slot.parameter.numel
+            column = [f"{fqn} {_span(slot.full_offset, numel)}"]
+            for start, held, offset in map(slot.piece, range(self.world_size)):
+                column.append(f"{fqn}[{start}:{start + held}] {_span(offset, held)}" if held else f"{fqn} empty")
+            cells.append(column)
+        heads = ["full buffer", *(f"rank {rank} shard" for rank in range(self.world_size))]
+        lines = [
+            f"{head:<15}| " + " | ".join(f"{column[i]:<18}" for column in cells) + " |" for i, head in enumerate(heads)
+        ]
+        lines[0] += f" {self.full_numel} elements, {self.padding} of them padding"
+        return "\n".join(lines)
+
+
+def _span(offset: int, held: int) -> str:
+    return f"{offset}..{offset + held - 1}" if held else "empty"

@@ -1,0 +1,39 @@
+"""Which modules become units: policies, the plans they make, and annotations in the model's own code."""
+
+from fullshard.wrap.annotate import enable_wrap, wrap
+from fullshard.wrap.plan import WrapEntry, WrapFunction, WrapPlan
+from fullshard.wrap.policies import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    Policy,
+    PolicyFunction,
+    _or_policy,
+    _Policy,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    plan_for,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+from fullshard.wrap.units import PlannedParameter, PlannedUnit
+
+__all__ = [
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "PlannedParameter",
+    "PlannedUnit",
+    "Policy",
+    "PolicyFunction",
+    "WrapEntry",
+    "WrapFunction",
+    "WrapPlan",
+    "_Policy",
+    "_or_policy",
+    "always_wrap_policy",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "plan_for",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+]

@@ -1,0 +1,59 @@
+"""Wrapping while a model is being built: modules marked with ``wrap`` inside an ``enable_wrap`` block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from torch import nn
+
+__all__ = ["enable_wrap", "wrap"]
+
+
+class _Wrapping(NamedTuple):
+    wrapper_cls: Callable[..., nn.Module]
+    kwargs: dict[str, Any]
+
+
+# Of a thread, or task: models may be built in several at once.
+_active: ContextVar[_Wrapping | None] = ContextVar("fullshard_enable_wrap", default=None)
+
+
+@contextmanager
+def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
+    """Make :func:`wrap` do something inside a ``with`` block.
+
+    So layers can be sharded one after another while the model is being built, which never exists as a whole.
+
+    Args:
+        wrapper_cls: Called as ``wrapper_cls(module, **kwargs)``: a class, or a function that returns a module.
+        **wrapper_kwargs: Arguments for every call.
+
+    Raises:
+        TypeError: If ``wrapper_cls`` cannot be called.
+        NotImplementedError: Inside another such block.
+    """
+    if not callable(wrapper_cls):
+        raise TypeError(f"enable_wrap: wrapper_cls: expected a class or function, found {wrapper_cls!r}")
+    if _active.get() is not None:
+        raise NotImplementedError("enable_wrap: expected no other enable_wrap block around this one, found one")
+    token = _active.set(_Wrapping(wrapper_cls, wrapper_kwargs))
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """``module`` wrapped as the :func:`enable_wrap` block around says; outside of one, ``module`` itself.
+
+    Args:
+        module: The module.
+        **wrap_overrides: Arguments that take precedence over those of the block.
+    """
+    active = _active.get()
+    if active is None:
+        return module
+    return active.wrapper_cls(module, **{**active.kwargs, **wrap_overrides})

@@ -1,0 +1,81 @@
+"""A wrap plan as text."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fullshard.wrap.units import PlannedUnit
+
+__all__ = ["table"]
+
+_HEADER = ("unit", "class", "elements", "to gather", "notes")
+_ABSENT = object()
+
+
+def table(units: Sequence[PlannedUnit]) -> str:
+    """The units as a table, the root last, and a line of totals."""
+    rows = [_HEADER]
+    for unit in units:
+        numbers = (f"{unit.numel:,}", _size(unit.gather_bytes))
+        rows.append((unit.title, unit.class_name, *numbers, "; ".join(_notes(unit, units))))
+    total, largest = sum(unit.numel for unit in units), max(unit.gather_bytes for unit in units)
+    summary = f"{len(units) - 1} below the root, the largest {_size(largest)}"
+    rows.append(("total", "", f"{total:,}", _size(sum(unit.gather_bytes for unit in units)), summary))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+    return "\n".join(_line(row, widths) for row in rows)
+
+
+def _line(row: tuple[str, ...], widths: list[int]) -> str:
+    cells = [
+        cell.rjust(width) if column in (2, 3) else cell.ljust(width)
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]
+    return "  ".join(cells).rstrip()
+
+
+def _notes(unit: PlannedUnit, units: Sequence[PlannedUnit]) -> Iterator[str]:
+    yield from (f"tied: {' = '.join(p.names)}" for p in unit.parameters if len(p.names) > 1)
+    for parameter in unit.lifted:
+        owner = next(other for other in units if parameter in other.parameters)
+        yield f"without {parameter.name}, shared: see {owner.title}"
+    if unit.frozen:
+        mixed = len(unit.frozen) < len(unit.parameters)
+        yield f"mixed, frozen: {', '.join(p.name for p in unit.frozen)}" if mixed else "all frozen"
+    dtypes = dict.fromkeys(str(parameter.dtype).removeprefix("torch.") for parameter in unit.parameters)
+    if len(dtypes) > 1:
+        yield f"mixed dtypes: {', '.join(dtypes)}"
+    if unit.ignored:
+        yield f"{unit.ignored} ignored"
+    if not unit.parameters:
+        yield "holds no parameters"
+    yield from _differences(unit.kwargs, units[-1].kwargs)
+
+
+def _differences(kwargs: dict[str, Any], of_root: dict[str, Any]) -> Iterator[str]:
+    for name, value in kwargs.items():
+        inherited = of_root.get(name, _ABSENT)
+        if value is not inherited and not _equal(value, inherited):
+            yield f"{name}={_short.repr(value)}"
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # tensors and the like, whose == says something else
+        return False
+
+
+_short = reprlib.Repr()
+_short.maxother = _short.maxstring = 80
+
+
+def _size(count: int) -> str:
+    """Bytes for people."""
+    amount, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if amount < 1024:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{count} B" if unit == "B" else f"{amount:.1f} {unit}"
