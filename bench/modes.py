@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -30,13 +29,13 @@ import typer
 
 from bench import report
 from bench.comparison import LOSS_TOLERANCE, Record, disagreements, optional_text, ratio_text, summarise
-from bench.contestants import COMPOSABLE, Contestant, contestant_named, process_environment
+from bench.contestants import COMPOSABLE, Contestant, contestant_named
 from bench.environment import Environment, current_environment
 from bench.models import GPTShape
-from bench.modes_worker import ACCUMULATION, BF16, HSDP, OFFLOAD, Assignment
+from bench.modes_worker import ACCUMULATION, BF16, HSDP, OFFLOAD, ModeAssignment
 from bench.statistics import Spread
-from bench.step import Settings, refuse_too_much_memory
-from bench.teams import Launch, console, take_turns
+from bench.step import Settings, compete, refuse_too_much_memory
+from bench.teams import console
 
 BLOCKS = {512: 6, 1024: 8}
 OUR_SYSTEM, PEER = "fullshard", "fsdp2"
@@ -93,6 +92,16 @@ class ModeSettings(Settings):
     def name(self) -> str:
         return f"{self.mode}_{self.width}"
 
+    @property
+    def worker(self) -> str:
+        """See :class:`Settings`."""
+        return "bench.modes_worker"
+
+    def assignment(self, contestant: str, rank: int, store: str) -> ModeAssignment:
+        """See :class:`Settings`."""
+        plain = asdict(super().assignment(contestant, rank, store))
+        return ModeAssignment(**plain, mode=self.mode, microbatches=self.microbatches)
+
 
 def contestants_of(mode: Mode, only: Sequence[str] | None) -> list[Contestant]:
     """The mode's contestants, or those asked for that can run it.
@@ -102,34 +111,6 @@ def contestants_of(mode: Mode, only: Sequence[str] | None) -> list[Contestant]:
     """
     chosen = [contestant_named(name) for name in only or mode.contestants]
     return [contestant for contestant in chosen if contestant.system in {*COMPOSABLE, *mode.contestants}]
-
-
-def compete(contestants: Sequence[Contestant], settings: ModeSettings) -> tuple[dict[str, Record], dict[str, str]]:
-    """Run all rounds. Returns the records, and why a contestant has none."""
-    with tempfile.TemporaryDirectory() as folder:
-        launches = [_launch(contestant, settings, Path(folder)) for contestant in contestants]
-        return take_turns(launches, settings.turns, Path(folder))
-
-
-def _launch(contestant: Contestant, settings: ModeSettings, folder: Path) -> Launch:
-    assignments = [
-        Assignment(
-            contestant=contestant.name,
-            mode=settings.mode,
-            rank=rank,
-            ranks=settings.ranks,
-            store=str(folder / f"{contestant.name}.store"),
-            threads=settings.threads,
-            width=settings.width,
-            blocks=settings.blocks,
-            tokens=settings.tokens,
-            microbatches=settings.microbatches,
-            learning_rate=settings.learning_rate,
-        ).as_argument()
-        for rank in range(settings.ranks)
-    ]
-    environment = process_environment(contestant, settings.threads)
-    return Launch(contestant.name, "bench.modes_worker", environment, assignments)
 
 
 def summarise_mode(records: Mapping[str, Record]) -> dict[str, dict[str, Any]]:

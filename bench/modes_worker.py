@@ -14,8 +14,7 @@ import stat
 import struct
 import sys
 import time
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bench.contestants import COMPOSABLE, FSDP1, contestant_named, distribute, prepare, shard_units
 from bench.models import GPT, Block, GPTShape, batch_of, next_token_loss
-from bench.step_worker import ResidentMemory, load_training_code, serve
+from bench.step_worker import Assignment, ResidentMemory, join_group, load_training_code, serve
 
 BF16, HSDP, ACCUMULATION, OFFLOAD = "bf16", "hsdp", "accumulation", "offload"
 # The mesh of HSDP has this many ranks on its replicate axis, all others on its shard axis.
@@ -35,23 +34,11 @@ TCPI_BYTES_ACKED = 120
 
 
 @dataclass(frozen=True)
-class Assignment:
-    """Who this process is and what it trains. ``tokens`` are those of one microbatch."""
+class ModeAssignment(Assignment):
+    """That of a plain step, in a mode. ``tokens`` are those of one microbatch."""
 
-    contestant: str
     mode: str
-    rank: int
-    ranks: int
-    store: str
-    threads: int
-    width: int
-    blocks: int
-    tokens: int
     microbatches: int
-    learning_rate: float
-
-    def as_argument(self) -> str:
-        return json.dumps(asdict(self))
 
 
 def mesh_of(mode: str, ranks: int) -> DeviceMesh:
@@ -94,19 +81,13 @@ def unsynchronised(system: str, model: Any, last: bool) -> contextlib.AbstractCo
 class Trainer:
     """The model of one rank, its optimizer, and how many steps it has trained."""
 
-    def __init__(self, assignment: Assignment) -> None:
+    def __init__(self, assignment: ModeAssignment) -> None:
         self.assignment = assignment
         self.shape = GPTShape(assignment.width, assignment.blocks, assignment.tokens)
         self.system = contestant_named(assignment.contestant).system
         self.step = 0
         prepare(self.system)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{assignment.store}",
-            rank=assignment.rank,
-            world_size=assignment.ranks,
-            timeout=timedelta(seconds=120),
-        )
+        join_group(assignment)
         load_training_code()
         self.baseline = ResidentMemory.now()
         torch.manual_seed(0)
@@ -166,5 +147,5 @@ def bytes_sent() -> int | None:
 
 
 if __name__ == "__main__":
-    given = Assignment(**json.loads(sys.argv[1]))
+    given = ModeAssignment(**json.loads(sys.argv[1]))
     serve(given.threads, lambda: Trainer(given))

@@ -67,6 +67,25 @@ class Settings:
     learning_rate: float = 1e-3
 
     @property
+    def worker(self) -> str:
+        """The module that a rank runs."""
+        return "bench.step_worker"
+
+    def assignment(self, contestant: str, rank: int, store: str) -> Assignment:
+        """What one rank of a contestant is told; ``store`` is the rendezvous file of its ranks."""
+        return Assignment(
+            contestant=contestant,
+            rank=rank,
+            ranks=self.ranks,
+            store=store,
+            threads=self.threads,
+            width=self.width,
+            blocks=self.blocks,
+            tokens=self.tokens,
+            learning_rate=self.learning_rate,
+        )
+
+    @property
     def turns(self) -> Turns:
         return Turns(self.warmup_steps, self.rounds, self.steps_per_round)
 
@@ -96,21 +115,9 @@ def compete(contestants: Sequence[Contestant], settings: Settings) -> tuple[dict
 
 
 def _launch(contestant: Contestant, settings: Settings, folder: Path) -> Launch:
-    assignments = [
-        Assignment(
-            contestant=contestant.name,
-            rank=rank,
-            ranks=settings.ranks,
-            store=str(folder / f"{contestant.name}.store"),
-            threads=settings.threads,
-            width=settings.width,
-            blocks=settings.blocks,
-            tokens=settings.tokens,
-            learning_rate=settings.learning_rate,
-        ).as_argument()
-        for rank in range(settings.ranks)
-    ]
-    return Launch(contestant.name, "bench.step_worker", _environment_of(contestant, settings.threads), assignments)
+    store = str(folder / f"{contestant.name}.store")
+    assignments = [settings.assignment(contestant.name, rank, store).as_argument() for rank in range(settings.ranks)]
+    return Launch(contestant.name, settings.worker, _environment_of(contestant, settings.threads), assignments)
 
 
 def table(summary: Mapping[str, Mapping[str, Any]], failures: Mapping[str, str]) -> str:

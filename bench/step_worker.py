@@ -102,13 +102,7 @@ class Trainer:
         self.step = 0
         system = contestant_named(assignment.contestant).system
         prepare(system)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{assignment.store}",
-            rank=assignment.rank,
-            world_size=assignment.ranks,
-            timeout=timedelta(seconds=120),
-        )
+        join_group(assignment)
         load_training_code()
         self.baseline = ResidentMemory.now()
         torch.manual_seed(0)
@@ -141,6 +135,17 @@ class Servant(Protocol):
     def run(self, steps: int) -> dict[str, object]: ...
 
     def memory(self) -> dict[str, object]: ...
+
+
+def join_group(assignment: Assignment) -> None:
+    """Make the default process group that of the contestant's ranks."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{assignment.store}",
+        rank=assignment.rank,
+        world_size=assignment.ranks,
+        timeout=timedelta(seconds=120),
+    )
 
 
 def load_training_code() -> None:

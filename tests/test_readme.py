@@ -26,6 +26,7 @@ RANKS = {
     "docs/mechanisms.md": 2,
     "docs/meshes.md": 4,
     "docs/offload.md": 2,
+    "docs/policies.md": 2,
     "docs/precision.md": 2,
     "docs/wrapping.md": 2,
 }

@@ -1,9 +1,9 @@
 """fullshard: parameters, gradients and optimizer state sharded over ranks, gathered just in time and freed."""
 
+from fullshard.engine.flat_parameter import FlatParameter
 from fullshard.errors import FullshardError, PhaseError, TiedParameterError, UnmaterializedParameterError
 from fullshard.fsdp_module import (
     FSDPModule,
-    PendingGradient,
     ReplicateModule,
     UnshardHandle,
     register_fsdp_forward_method,
@@ -12,27 +12,38 @@ from fullshard.fsdp_module import (
 )
 from fullshard.fully_shard import fully_shard, replicate
 from fullshard.policy import (
+    BackwardPrefetch,
+    CPUOffload,
     CPUOffloadPolicy,
     DataParallelMeshDims,
     FSDPMeshInfo,
     HSDPMeshInfo,
+    MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    ShardingStrategy,
     ShardPlacementResult,
 )
+from fullshard.sharded_module import PendingGradient
 from fullshard.transport import AllGather, Comm, ReduceScatter
+from fullshard.wrapper import FullyShardedDataParallel
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AllGather",
+    "BackwardPrefetch",
+    "CPUOffload",
     "CPUOffloadPolicy",
     "Comm",
     "DataParallelMeshDims",
     "FSDPMeshInfo",
     "FSDPModule",
+    "FlatParameter",
     "FullshardError",
+    "FullyShardedDataParallel",
     "HSDPMeshInfo",
+    "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "PendingGradient",
@@ -40,6 +51,7 @@ __all__ = [
     "ReduceScatter",
     "ReplicateModule",
     "ShardPlacementResult",
+    "ShardingStrategy",
     "TiedParameterError",
     "UnmaterializedParameterError",
     "UnshardHandle",

@@ -28,6 +28,7 @@ __all__ = [
     "check_modules",
     "check_parameters",
     "check_reshard",
+    "default_mesh",
     "ignored_parameters",
     "root_modules",
     "shard_mesh_for",
@@ -237,7 +238,7 @@ def shard_mesh_for(api: str, mesh: DeviceMesh | None, dims: DataParallelMeshDims
     check_instance(f"{api}: mesh", mesh, (DeviceMesh, type(None)))
     check_instance(f"{api}: dp_mesh_dims", dims, (DataParallelMeshDims, type(None)))
     if mesh is None:
-        mesh = _default_mesh()
+        mesh = default_mesh()
     if dims is None:
         if mesh.ndim > 2:
             raise ValueError(
@@ -254,11 +255,14 @@ def shard_mesh_for(api: str, mesh: DeviceMesh | None, dims: DataParallelMeshDims
     return shard_mesh(mesh, dims=dims)
 
 
-_default: list[tuple[dist.ProcessGroup, DeviceMesh]] = []  # at most one: the mesh of the present default group
+_default: dict[str, tuple[dist.ProcessGroup, DeviceMesh]] = {}  # by device type: the mesh of the default group
 
 
-def _default_mesh() -> DeviceMesh:
-    """All ranks in one dimension, on the accelerator if there is one."""
+def default_mesh(device_type: str | None = None) -> DeviceMesh:
+    """All ranks in one dimension, on devices of this type; None: on the accelerator if there is one.
+
+    Starts the default process group if that was not done.
+    """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if not dist.is_initialized():
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -266,11 +270,13 @@ def _default_mesh() -> DeviceMesh:
         else:  # a plain `python script.py`: the only sensible world is this process
             dist.init_process_group(store=HashStore(), rank=0, world_size=1)
     group = dist.distributed_c10d._get_default_group()
-    if not _default or _default[0][0] is not group:
+    if device_type is None:
         on_accelerator = accelerator is not None and _serves(group, accelerator)
         device_type = accelerator.type if accelerator is not None and on_accelerator else "cpu"
-        _default[:] = [(group, init_device_mesh(device_type, (group.size(),)))]
-    return _default[0][1]
+    known = _default.get(device_type)
+    if known is None or known[0] is not group:
+        known = _default[device_type] = (group, init_device_mesh(device_type, (group.size(),)))
+    return known[1]
 
 
 def _serves(group: dist.ProcessGroup, device: torch.device) -> bool:

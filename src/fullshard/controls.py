@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from fullshard.arguments import check_bool, check_modules
-from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError
 from fullshard.memory import Event, Stream
+from fullshard.sharded_module import unit_at, units_at
 from fullshard.transport import (
     ProcessGroupMemoryAllGather,
     ProcessGroupMemoryReduceScatter,
@@ -25,21 +25,7 @@ from fullshard.transport import (
 if TYPE_CHECKING:
     from fullshard.transport import AllGather, ReduceScatter
 
-__all__ = ["Controls", "unit_at", "units_at"]
-
-
-def unit_at(module: nn.Module) -> Unit:
-    """The unit of a sharded module."""
-    unit = unit_of(module)
-    if unit is None:
-        raise FullshardError(f"{type(module).__name__} lost its unit; was its __dict__ replaced?")
-    return unit
-
-
-def units_at(module: nn.Module, recurse: bool) -> list[Unit]:
-    """The unit of a sharded module, and with ``recurse`` those of all modules below."""
-    check_bool("recurse", recurse)
-    return nested_units(module) if recurse else [unit_at(module)]
+__all__ = ["Controls"]
 
 
 class Controls(nn.Module):

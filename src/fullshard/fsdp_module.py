@@ -6,21 +6,21 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 
 from fullshard.arguments import check_bool, check_modules
-from fullshard.controls import Controls, unit_at
+from fullshard.controls import Controls
 from fullshard.engine.ownership import nested_units, set_unit, unit_of
 from fullshard.engine.settings import Lanes
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError
+from fullshard.sharded_module import ShardedModule, unit_at
 
 __all__ = [
     "FSDPModule",
-    "PendingGradient",
     "ReplicateModule",
     "UnshardHandle",
     "become",
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-class FSDPModule(Controls):
+class FSDPModule(Controls, ShardedModule):
     """What every module becomes that :func:`fully_shard` was called on."""
 
     _fullshard_prefix: ClassVar[str] = "FSDP"  # of the names of the classes made
@@ -94,49 +94,6 @@ class FSDPModule(Controls):
             )
         unit.attached().recover(drop_gradients=True)
 
-    def get_pending_gradients(self) -> dict[nn.Parameter, PendingGradient]:
-        """The gradients, of this module's and all nested units, that are not in ``.grad`` yet. No communication.
-
-        Returns:
-            By sharded parameter, those that have any. The tensors are live: what is written to them counts. What is
-            on its way, as after a backward with :meth:`set_is_last_backward` False, is in neither place.
-        """
-        unit_at(self).settle()
-        return {
-            parameter.sharded: PendingGradient(unreduced, partial)
-            for unit in nested_units(self)
-            for parameter, unreduced, partial in unit.gradients.pending()
-        }
-
-    def synchronize_gradients(self) -> None:
-        """Reduce what microbatches without sync have left, of this module's and all nested units, into ``.grad``.
-
-        Call it on all ranks. Where nothing is left it does nothing.
-        """
-        unit_at(self).settle()
-        units = nested_units(self)
-        schedules = list({id(u.schedule): u.schedule for u in units if u.schedule is not None}.values())
-        for schedule in schedules:
-            schedule.finish_reductions()
-        for unit in units:
-            unit.synchronize()
-        for schedule in schedules:
-            schedule.finish_reductions()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of ``nn.Module``, and for gradients that wait for a later microbatch to be reduced as well."""
-        for unit in nested_units(self):
-            if unit.schedule is not None:
-                unit.schedule.finish_reductions()  # what is under way would land afterwards
-        super().zero_grad(set_to_none)
-        for unit in nested_units(self):
-            if unit.progress.held:  # inside `unsharded`, nn.Module has seen the full parameters
-                unit.gradients.zero_sharded(set_to_none=set_to_none)
-            if set_to_none:
-                unit.drop_gradients()
-            else:
-                unit.gradients.zero_pending()
-
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of ``nn.Module``, without communication: values are DTensors on the live shards."""
         unit_at(self).settle()
@@ -149,11 +106,6 @@ class FSDPModule(Controls):
         finally:
             for unit in computing:
                 unit.use_full()
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of ``nn.Module``; after a backward that raised, the sharded parameters again."""
-        unit_at(self).settle()
-        return super().named_parameters(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         unit_at(self).reshard()
@@ -215,18 +167,6 @@ class ReplicateModule(FSDPModule):
     """What every module becomes that :func:`replicate` was called on."""
 
     _fullshard_prefix: ClassVar[str] = "Replicate"
-
-
-class PendingGradient(NamedTuple):
-    """Gradients of one parameter that are still to be reduced; each is None if there is none.
-
-    Args:
-        unreduced: This rank's full gradient, of the parameter's full shape, in the reduce dtype.
-        partial: This rank's rows, reduced over the shard axis and not yet over the replicate axis.
-    """
-
-    unreduced: torch.Tensor | None
-    partial: torch.Tensor | None
 
 
 @contextlib.contextmanager

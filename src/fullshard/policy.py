@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard
 
 __all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPMeshInfo",
     "HSDPMeshInfo",
+    "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardPlacementResult",
+    "ShardingStrategy",
 ]
 
 
@@ -42,18 +49,8 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-            dtype = getattr(self, name)
-            if dtype is None:
-                continue
-            if not isinstance(dtype, torch.dtype):
-                raise TypeError(f"MixedPrecisionPolicy: {name}: expected a torch.dtype or None, found {dtype!r}")
-            if not dtype.is_floating_point:
-                raise ValueError(f"MixedPrecisionPolicy: {name}: expected a floating-point dtype, found {dtype}")
-        if not isinstance(self.cast_forward_inputs, bool):
-            raise TypeError(
-                f"MixedPrecisionPolicy: cast_forward_inputs: expected True or False, found {self.cast_forward_inputs!r}"
-            )
+        _check_dtypes(self, ("param_dtype", "reduce_dtype", "output_dtype"))
+        _check_flags(self, ("cast_forward_inputs",))
 
 
 @dataclass(frozen=True)
@@ -146,3 +143,97 @@ class ShardPlacementResult(NamedTuple):
 
     placement: Shard | None
     mesh_info: FSDPMeshInfo | DeviceMesh
+
+
+class ShardingStrategy(enum.Enum):
+    """What :class:`FullyShardedDataParallel` shards. Each is a mesh and a moment of resharding, no more."""
+
+    FULL_SHARD = enum.auto()  # parameters, gradients and optimizer state; full parameters are freed after forward
+    SHARD_GRAD_OP = enum.auto()  # the same, but full parameters stay from forward to backward
+    NO_SHARD = enum.auto()  # nothing: gradients are all-reduced
+    HYBRID_SHARD = enum.auto()  # FULL_SHARD inside of a group, replicas over groups
+    _HYBRID_SHARD_ZERO2 = enum.auto()  # SHARD_GRAD_OP inside of a group, replicas over groups
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether there are replicas of what is sharded."""
+        return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+    @property
+    def keeps_full(self) -> bool:
+        """Whether full parameters stay from forward to backward."""
+        return self in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+class BackwardPrefetch(enum.Enum):
+    """When the parameters of the next unit of a backward are gathered. None instead of it: when they are needed."""
+
+    BACKWARD_PRE = enum.auto()  # before the backward of this unit: they overlap, two units are full at a time
+    BACKWARD_POST = enum.auto()  # after it, while its gradients are being reduced
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """In which dtypes a :class:`FullyShardedDataParallel` computes, reduces and keeps what.
+
+    Args:
+        param_dtype: Floating-point parameters are gathered and used in it. None: in their own.
+        reduce_dtype: Gradients are added up over microbatches, and reduced, in it. None: in ``param_dtype``.
+        buffer_dtype: Floating-point buffers are cast to it before the first forward. None: left alone. State dicts
+            have them in their original dtype.
+        keep_low_precision_grads: Leave sharded gradients in the reduce dtype for the optimizer, instead of casting
+            them to that of the shards.
+        cast_forward_inputs: Whether floating-point inputs of modules that are not the root are cast.
+        cast_root_forward_inputs: The same for the root.
+        _module_classes_to_ignore: With an ``auto_wrap_policy``, modules of these classes become units of their own in
+            full precision, whose inputs are cast up and whose outputs are cast back.
+
+    Raises:
+        TypeError: If a dtype is not a ``torch.dtype``, or a flag is not True or False.
+        ValueError: If a dtype is not floating-point.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (nn.modules.batchnorm._BatchNorm,)
+
+    def __post_init__(self) -> None:
+        _check_dtypes(self, ("param_dtype", "reduce_dtype", "buffer_dtype"))
+        _check_flags(self, ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"))
+
+
+@dataclass(frozen=True)
+class CPUOffload:
+    """What a :class:`FullyShardedDataParallel` keeps in CPU memory. Gradients of several backwards add up there.
+
+    Args:
+        offload_params: Shards, their gradients, and so optimizer state.
+        offload_grads: Gradients only, wherever the shards are.
+    """
+
+    offload_params: bool = False
+    offload_grads: bool = False
+
+    def __post_init__(self) -> None:
+        _check_flags(self, ("offload_params", "offload_grads"))
+
+
+def _check_dtypes(policy: object, names: Sequence[str]) -> None:
+    for name in names:
+        dtype = getattr(policy, name)
+        if dtype is None:
+            continue
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{type(policy).__name__}: {name}: expected a torch.dtype or None, found {dtype!r}")
+        if not dtype.is_floating_point:
+            raise ValueError(f"{type(policy).__name__}: {name}: expected a floating-point dtype, found {dtype}")
+
+
+def _check_flags(policy: object, names: Sequence[str]) -> None:
+    for name in names:
+        if not isinstance(getattr(policy, name), bool):
+            raise TypeError(f"{type(policy).__name__}: {name}: expected True or False, found {getattr(policy, name)!r}")

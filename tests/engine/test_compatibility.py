@@ -8,10 +8,10 @@ import io
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from compare import assert_close, assert_equal
-from fullshard import FullshardError, fully_shard
+from fullshard import FullshardError, MixedPrecisionPolicy, fully_shard
 from ranks import Rank, on_ranks
 
 WIDTH = 12
@@ -143,9 +143,22 @@ def test_packed_sequences(rank: Rank) -> None:
     """An RNN as a unit takes a PackedSequence, whose sizes stay on the CPU, and casts only its data."""
     torch.manual_seed(0)
     model = nn.LSTM(WIDTH, WIDTH)
-    reference = copy.deepcopy(model)
-    fully_shard(model, mesh=rank.mesh)
-    packed = pack_padded_sequence(inputs(rank, 0)[:, None].expand(4, 2, WIDTH), torch.tensor([4, 2]))
-    output, expected = model(packed)[0], reference(packed)[0]
-    close(output.data, expected.data)
+    reference = copy.deepcopy(model).double()
+    fully_shard(model, mesh=rank.mesh, mp_policy=MixedPrecisionPolicy(torch.float64, output_dtype=torch.float32))
+    lengths = torch.tensor([2, 4])  # not sorted: the packed sequence carries the two orders as well
+    packed = pack_padded_sequence(
+        inputs(rank, 0)[:, None].expand(4, 2, WIDTH), lengths, batch_first=False, enforce_sorted=False
+    )
+    seen: list[PackedSequence] = []
+    model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    output, expected = model(packed)[0], reference(packed._replace(data=packed.data.double()))[0]
+    (taken,) = seen
+    assert taken.data.dtype is torch.float64 and taken.batch_sizes.dtype is torch.int64
+    assert taken.batch_sizes.device.type == "cpu"
+    assert output.data.dtype is torch.float32
     assert output.batch_sizes.tolist() == [2, 2, 1, 1]
+    for name in ("sorted_indices", "unsorted_indices"):
+        assert_equal(getattr(output, name), getattr(expected, name), name)
+    close(output.data, expected.data.float())
+    output.data.square().sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -48,14 +48,6 @@ def shard(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
 
 
 @pytest.fixture
-def nccl_mesh() -> Iterator[DeviceMesh]:
-    """One rank on NCCL."""
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cuda", (1,))
-    dist.destroy_process_group()
-
-
-@pytest.fixture
 def fake_mesh() -> Iterator[DeviceMesh]:
     """Rank 0 of 8 on a group whose collectives do nothing: memory and host behaviour are real, values are not."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)

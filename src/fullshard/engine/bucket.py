@@ -74,15 +74,25 @@ class Bucket:
         """Communicate through ``mesh``, which has the same ranks, from now on. The full parameters stay the same."""
         raise NotImplementedError
 
-    def copies(self) -> BufferCopies:
-        """The full parameters once more, in the shards' own dtype, for who wants to read or edit them."""
+    def copies(self, gradients: bool = False) -> BufferCopies:
+        """The full parameters once more, in the shards' own dtype, for who wants to read or edit them.
+
+        Args:
+            gradients: Their gradients instead, zeros where there are none.
+        """
         raise FullshardError(
             f"{self.parameters[0].describe()} is a tensor subclass that is gathered through hooks of its own; its full "
             "value is what the module computes with: use fullshard.unsharded"
         )
 
-    def write(self, values: Sequence[torch.Tensor]) -> None:
-        """Put this rank's part of full ``values``, one per parameter, into the shards."""
+    def restore(self) -> None:
+        """Before the parameters are laid out anew, with others: have them hold what every layout can start from.
+
+        A collective, unless the shards are that.
+        """
+
+    def parts(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's parts of full ``values``, one per parameter, in the shapes of the shards."""
         raise NotImplementedError
 
     def _reduced_together(self, trainable: set[int]) -> tuple[int, ...]:
@@ -279,17 +289,23 @@ class BufferBucket(Bucket):
         """See :class:`Bucket`."""
         return self.layout.full_numel * self.storage.full_dtype.itemsize
 
-    def copies(self) -> BufferCopies:
+    def copies(self, gradients: bool = False) -> BufferCopies:
         """See :class:`Bucket`."""
-        buffer = Buffer(self.layout.full_numel, self.shard_buffer.dtype, self.mesh.device)
+        source, rank = self.shard_buffer, self.mesh.rank
+        if gradients:
+            source = torch.zeros_like(source)
+            for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
+                if parameter.sharded.grad is not None:
+                    target = source.as_strided(slot.local_shape(rank), slot.local_stride(rank), slot.shard_offset)
+                    target.copy_(value_of(parameter.sharded.grad))
+        buffer = Buffer(self.layout.full_numel, source.dtype, self.mesh.device)
         placed = zip(self.parameters, self.layout.slots, strict=True)
         values = [buffer.tensor(slot.full_offset, p.shape.shape, p.shape.stride) for p, slot in placed]
-        return BufferCopies(BufferGather(self.layout, self.shard_buffer, buffer, self.mesh.transport), values, buffer)
+        return BufferCopies(BufferGather(self.layout, source, buffer, self.mesh.transport), values, buffer)
 
-    def write(self, values: Sequence[torch.Tensor]) -> None:
+    def parts(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See :class:`Bucket`."""
-        for parameter, slot, value in zip(self.parameters, self.layout.slots, values, strict=True):
-            parameter.local.copy_(local_rows(value, slot, self.mesh.rank))
+        return [local_rows(v, slot, self.mesh.rank) for v, slot in zip(values, self.layout.slots, strict=True)]
 
     def _gathers(self, near: bool) -> list[Gather]:
         if not self._ready:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["iterate_tensors", "map_tensors"]
+__all__ = ["cast_tensors", "iterate_tensors", "map_tensors"]
 
 
 def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -71,3 +71,8 @@ def _with_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -
     for name, new in changed.items():
         object.__setattr__(result, name, new)
     return result
+
+
+def cast_tensors(dtype: torch.dtype, value: Any) -> Any:
+    """``value`` with all floating-point tensors in it cast, as autograd sees it."""
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t, value)

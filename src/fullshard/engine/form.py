@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from fullshard.engine.bucket import Bucket, BufferBucket
@@ -15,7 +17,16 @@ from fullshard.engine.registration import Registration
 from fullshard.engine.storage import Storage
 from fullshard.policy import MixedPrecisionPolicy
 
-__all__ = ["Form"]
+__all__ = ["BucketKey", "Form"]
+
+
+class BucketKey(NamedTuple):
+    """What parameters of a bucket have in common; the last is whatever else the form keeps apart."""
+
+    mesh: ShardMesh
+    dtype: torch.dtype
+    on_meta: bool
+    apart: bool
 
 
 class Form:
@@ -27,11 +38,15 @@ class Form:
         """For a parameter that no unit manages yet."""
         return ShardedParameter.of(parameter, owner, fqn, placement)
 
-    def group(self, parameter: ShardedParameter) -> Hashable:
+    def accepts(self, parameter: ShardedParameter) -> bool:
+        """Whether a parameter that another unit has kept can go on in this form."""
+        return type(parameter) is ShardedParameter
+
+    def group(self, parameter: ShardedParameter) -> BucketKey:
         """Parameters with equal ones share a bucket."""
         value = value_of(parameter.sharded)
         extended = has_extension(value, parameter.fqn)
-        return id(parameter.placement.mesh), value.dtype, value.device.type == "meta", extended
+        return BucketKey(parameter.placement.mesh, value.dtype, value.device.type == "meta", extended)
 
     def bucket(
         self,

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.autograd import Function, Variable
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from fullshard.engine.containers import iterate_tensors, map_tensors
 
@@ -74,7 +75,8 @@ class _Boundary(Function):
         # Missing gradients stay missing. Not where inputs are wrappers (DTensor, what functional collectives return):
         # without this step of autograd's, compiled code that takes them loses the node that made them.
         ctx.set_materialize_grads(any(type(t) is not torch.Tensor for t in tensors))
-        return tensors
+        # Compiled code that is given an unfinished collective loses its gradient; whatever computes waits for it first.
+        return tuple(t.wait() if isinstance(t, AsyncCollectiveTensor) else t for t in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

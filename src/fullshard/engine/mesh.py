@@ -98,10 +98,10 @@ class ShardMesh:
                 ) from error
         return self._joined[other]
 
-    def with_transport(self, transport: Transport) -> ShardMesh:
-        """The same ranks with other means of communication on the shard axis."""
+    def with_transports(self, shard: Transport | None, replicas: Transport | None) -> ShardMesh:
+        """The same ranks with other means of communication on the shard axis and on that of replicas."""
         changed = copy.copy(self)
-        changed.transport = transport
+        changed.transport, changed.replica_transport = shard, replicas
         return changed
 
     def neighbours(self, size: int) -> Neighbours:

@@ -22,7 +22,16 @@ from fullshard.errors import TiedParameterError
 if TYPE_CHECKING:
     from fullshard.engine.unit import Unit
 
-__all__ = ["check_owned", "claim_parameters", "managed_modules", "nested_units", "rename", "set_unit", "unit_of"]
+__all__ = [
+    "check_owned",
+    "claim_parameters",
+    "clear_unit",
+    "managed_modules",
+    "nested_units",
+    "rename",
+    "set_unit",
+    "unit_of",
+]
 
 _UNIT = "_fullshard_unit"
 
@@ -35,6 +44,11 @@ def unit_of(module: nn.Module) -> Unit | None:
 def set_unit(module: nn.Module, unit: Unit) -> None:
     """Attach ``unit`` to its module."""
     module.__dict__[_UNIT] = unit
+
+
+def clear_unit(module: nn.Module) -> None:
+    """Detach the unit again."""
+    module.__dict__.pop(_UNIT, None)
 
 
 def nested_units(module: nn.Module) -> list[Unit]:
@@ -70,17 +84,20 @@ def claim_parameters(
     ignored: Iterable[nn.Parameter],
     place: Callable[[str, nn.Parameter], ParameterPlacement],
     form: Form,
+    lifted: Iterable[nn.Parameter] = (),
 ) -> list[ShardedParameter]:
     """The parameters that a unit on ``modules`` owns, in model order. See [Note: Tied parameters].
 
-    Those that nested units own and that turn out to be tied are taken away from these. ``place`` is called with the
-    name and the parameter for each that no unit owns yet.
+    Those that nested units own and that turn out to be tied are taken away from these, and those ``lifted`` ones that
+    they have left out are taken in. ``place`` is called with the name and the parameter for each that no unit owns yet.
     """
     ignored_ids = {id(p) for p in ignored}
     inside = _Inside(modules)
     nested = {id(unit): unit for module in modules for unit in nested_units(module)}
     claimed: dict[int, ShardedParameter] = {}
-    for holder in _holders(modules):
+    lifted_ids = {id(p) for p in lifted}
+    below = (holder for holder in _all_holders(modules) if id(holder.parameter) in lifted_ids) if lifted_ids else ()
+    for holder in (*_holders(modules), *below):
         if id(holder.parameter) in ignored_ids:
             continue
         owner = Owner.of(holder.module, holder.name)
@@ -88,7 +105,10 @@ def claim_parameters(
         if existing is None:
             new = form.parameter(holder.parameter, owner, holder.fqn, place(holder.fqn, holder.parameter))
             claimed[id(new)] = new
-        elif id(existing) in claimed or all(owner in inside for owner in existing.owners):
+        elif id(existing) in claimed or (
+            # Of a nested unit only: to contain a module that is shared is not to be on every path to it.
+            id(existing.unit()) in nested and all(owner in inside for owner in existing.owners)
+        ):
             existing.add_owner(owner, holder.fqn)
             claimed[id(existing)] = existing
         elif not _is_above(existing, modules[0]):
@@ -97,7 +117,7 @@ def claim_parameters(
         for parameter in unit.parameters:
             if any(owner in inside for owner in parameter.pending_owners):
                 claimed[id(parameter)] = parameter
-    _take_over(claimed, inside)
+    _take_over(claimed, inside, form)
     return list(claimed.values())
 
 
@@ -120,8 +140,14 @@ def _is_above(parameter: ShardedParameter, module: nn.Module) -> bool:
     return any(module is submodule for m in above if m is not None for submodule in m.modules())
 
 
-def _take_over(claimed: dict[int, ShardedParameter], inside: _Inside) -> None:
+def _take_over(claimed: dict[int, ShardedParameter], inside: _Inside, form: Form) -> None:
     """Make the units that own claimed parameters give them up, and settle the pending owners that are inside."""
+    for parameter in claimed.values():
+        if not form.accepts(parameter):
+            raise TiedParameterError(
+                f"{parameter.describe()} is shared by a module of a FullyShardedDataParallel unit and one of a "
+                "fully_shard unit, which keep it in different forms; use one of them for both modules"
+            )
     owners = {id(unit): unit for unit in (p.unit() for p in claimed.values() if hasattr(p, "unit")) if unit is not None}
     for unit in owners.values():
         unit.give_up([p for p in unit.parameters if id(p) in claimed])
@@ -169,8 +195,16 @@ def rename(roots: Sequence[nn.Module], units: list[Unit]) -> None:
             parameter.fqn = parameter.fqns[0]
 
 
+def _all_holders(modules: Sequence[nn.Module]) -> Iterator[_Holder]:
+    return _holders_in([named for module in modules for named in module.named_modules()])
+
+
 def _holders(modules: Sequence[nn.Module]) -> Iterator[_Holder]:
-    for prefix, submodule in managed_modules(modules):
+    return _holders_in(managed_modules(modules))
+
+
+def _holders_in(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[_Holder]:
+    for prefix, submodule in modules:
         for name, parameter in submodule._parameters.items():
             if parameter is not None:
                 yield _Holder(f"{prefix}.{name}" if prefix else name, submodule, name, parameter)

@@ -31,7 +31,7 @@ from fullshard.layout.per_parameter import contiguous_stride, is_dense
 if TYPE_CHECKING:
     from fullshard.engine.unit import Unit
 
-__all__ = ["Owner", "ShardedParameter", "accumulate_gradient", "managed_by", "value_of"]
+__all__ = ["Owner", "ShardedParameter", "accumulate_gradient", "managed_by", "mark", "unmark", "value_of"]
 
 _MANAGED_BY = "_fullshard_parameter"  # attribute of parameter objects
 
@@ -141,6 +141,20 @@ class ShardedParameter:
         """Whether it is trained."""
         return self.sharded.requires_grad
 
+    @property
+    def local_gradient(self) -> torch.Tensor | None:
+        """This rank's part of the sharded gradient."""
+        return None if self.sharded.grad is None else value_of(self.sharded.grad)
+
+    @property
+    def whole_on_every_rank(self) -> bool:
+        """Whether it is not cut, so that all ranks of the shard axis hold the same."""
+        return self.shape.replicated
+
+    def set_gradient(self, local: torch.Tensor | None) -> None:
+        """Replace the sharded gradient by a copy of this rank's rows ``local``."""
+        self.sharded.grad = None if local is None else dtensor(local.clone(), self.spec)
+
     def accumulate(self, local: torch.Tensor) -> None:
         """Set the sharded gradient to this rank's rows ``local``, or add them, and run the user's hooks."""
         accumulate_gradient(self.sharded, dtensor(local, self.spec))
@@ -164,7 +178,7 @@ class ShardedParameter:
 
     def _mark(self) -> None:
         """Let a later ``fully_shard`` call find out that the parameter is managed."""
-        setattr(self.sharded, _MANAGED_BY, _Mark(self))
+        mark(self.sharded, self)
 
     def add_owner(self, owner: Owner, fqn: str) -> None:
         """One more module attribute turned out to hold this parameter (the name is set at the first forward)."""
@@ -272,6 +286,16 @@ def accumulate_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None
     if hooks:
         for hook in list(hooks.values()):
             hook(parameter)
+
+
+def mark(parameter: nn.Parameter, managed: ShardedParameter) -> None:
+    """Have :func:`managed_by` find ``managed`` for this parameter object."""
+    setattr(parameter, _MANAGED_BY, _Mark(managed))
+
+
+def unmark(parameter: nn.Parameter) -> None:
+    """Nobody manages this parameter object any more."""
+    parameter.__dict__.pop(_MANAGED_BY, None)
 
 
 def managed_by(parameter: torch.Tensor) -> ShardedParameter | None:

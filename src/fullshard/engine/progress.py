@@ -39,4 +39,5 @@ class Progress:
     reduced: bool = False  # whether its gradients were reduced in this backward
     guarded: bool = False  # whether an input of the last forward tells when its backward is over
     open_ended: bool = False  # whether a forward with a backward had no such input
+    summoned: bool = False  # whether the modules hold copies, see FullCopies
     held: int = 0  # how often `hold` was called more than `release`

@@ -93,6 +93,10 @@ class GradientReducer:
         """How the message becomes this rank's rows."""
         raise NotImplementedError
 
+    def replica_moves(self, rows: Sequence[torch.Tensor]) -> list[Move]:
+        """How rows are reduced over the replicate axis."""
+        return [Move(tensor, tensor) for tensor in rows if tensor.numel()]
+
     def accumulate(self, landed: Sequence[torch.Tensor], present: Sequence[bool]) -> None:
         """Set (or add to) the sharded gradients, and run the hooks that users put on parameters."""
         for index, parameter in enumerate(self.parameters):

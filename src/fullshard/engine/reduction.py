@@ -168,7 +168,7 @@ class PendingReduction:
 
     def replica_parcel(self, unit: str) -> Parcel:
         """What travels in the second stage."""
-        return Parcel(unit, [Move(rows, rows) for rows in self._rows if rows.numel()], self.terms.replicas)
+        return Parcel(unit, self.reducer.replica_moves(self._rows), self.terms.replicas)
 
     def land(self) -> None:
         """On the lane: let the user's hook see the rows, cast them, and send them to the host if they live there."""

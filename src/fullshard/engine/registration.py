@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -48,6 +48,14 @@ class Registration:
             held[name] = parameter.full
         for owner, parameter in self._others:
             owner.set(parameter.full)
+
+    def use_instead(self, others: Mapping[int, nn.Parameter]) -> None:
+        """Have the modules hold ``others``, by the ids of the parameters that they stand for."""
+        self.full = True
+        for held, name, parameter in self._plain:
+            held[name] = others[id(parameter)]
+        for owner, parameter in self._others:
+            owner.set(others[id(parameter)])
 
     def is_current(self) -> bool:
         """Whether the modules hold our sharded parameters, and these are where we put them. See [Note: Adoption]."""

@@ -303,8 +303,12 @@ class Schedule:
             del self._ended[position:]
         if unit.settings.backward_prefetch:
             self._gather_chosen(unit.settings.backward_prefetch)
-        else:
-            self._gather_next(ref for ref in reversed(self._ended) if _gathers_in_backward(ref))
+        elif unit.settings.backward_order == "before":
+            self.prefetch_backward()
+
+    def prefetch_backward(self) -> None:
+        """Gather ahead for the backward of the forward that ended last and has not been run backward."""
+        self._gather_next(ref for ref in reversed(self._ended) if _gathers_in_backward(ref))
 
     def comes_next_in_backward(self, unit: Unit) -> bool:
         """Whether the forward before the one whose backward runs was of ``unit`` too."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -15,7 +15,7 @@ from fullshard.engine.reduction import ReductionTerms
 from fullshard.engine.storage import Storage
 from fullshard.memory import Event, Lane, Stream, make_lane
 from fullshard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.transport import AllGather, CustomTransport, Division, ReduceScatter
+from fullshard.transport import AllGather, CustomTransport, Division, HookedTransport, ReduceScatter
 
 if TYPE_CHECKING:
     from fullshard.engine.unit import Unit
@@ -102,14 +102,23 @@ class UnitSettings:
     unshard_in_backward: bool = True
     forward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)  # empty: the recorded order
     backward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
+    backward_order: Literal["before", "after", "none"] = "before"  # of the next unit's gather and this one's backward
     reduction: ReductionSettings = field(default_factory=ReductionSettings)
     custom_all_gather: AllGather | None = None
     custom_reduce_scatter: ReduceScatter | None = None
+    comm_hook: tuple[object, Callable[..., Any]] | None = None  # with its state; reduces instead of the transport
     lanes: Lanes | None = None  # shared with other roots; None: the root's schedule makes its own
     post_optim_event: Event | None = None  # for the next forward of the root only
 
     def communicating(self, mesh: ShardMesh) -> ShardMesh:
         """``mesh`` with the collectives that the user has set."""
+        if self.comm_hook is not None:
+            shard, replicas = (
+                None if transport is None else HookedTransport(transport, *self.comm_hook)
+                for transport in (mesh.transport, mesh.replica_transport)
+            )
+            return mesh.with_transports(shard, replicas)
         if mesh.transport is None or not (self.custom_all_gather or self.custom_reduce_scatter):
             return mesh
-        return mesh.with_transport(CustomTransport(mesh.transport, self.custom_all_gather, self.custom_reduce_scatter))
+        custom = CustomTransport(mesh.transport, self.custom_all_gather, self.custom_reduce_scatter)
+        return mesh.with_transports(custom, mesh.replica_transport)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,9 @@ from torch import nn
 
 from fullshard.engine import hooks
 from fullshard.engine.bucket import Bucket
-from fullshard.engine.containers import map_tensors
+from fullshard.engine.containers import cast_tensors, map_tensors
 from fullshard.engine.extension import ExtensionBucket, has_extension
+from fullshard.engine.form import BucketKey
 from fullshard.engine.gather import Gather
 from fullshard.engine.gradients import UnitGradients
 from fullshard.engine.mesh import ShardMesh
@@ -56,7 +57,7 @@ class Unit:
     outdated: bool  # whether an optimizer has stepped since the full buffers were filled
     tiny: bool  # whether all of it is not worth a message of its own, see [Note: Order and prefetch]
     gradients: UnitGradients
-    _registration: Registration
+    registration: Registration
 
     def __init__(
         self,
@@ -85,16 +86,16 @@ class Unit:
             TypeError, ValueError: If a tensor subclass has half of the methods of [Note: Extensions], or cannot be cut.
         """
         with torch.inference_mode(False), torch.no_grad():  # in this order: the first switches grad on
-            groups: dict[Hashable, list[ShardedParameter]] = {}
+            groups: dict[BucketKey, list[ShardedParameter]] = {}
             for parameter in self.parameters:
                 groups.setdefault(self.policy.form.group(parameter), []).append(parameter)
             self.buckets = [self._bucket(group) for group in groups.values()]
-        self._registration = self.policy.form.registration(self.parameters, self.buckets)
+        self.registration = self.policy.form.registration(self.parameters, self.buckets)
         self.gradients = UnitGradients(self.parameters, self.buckets)
         transport = self.mesh.transport or self.mesh.replica_transport
         size = sum(bucket.full_size for bucket in self.buckets)
         self.tiny = transport is not None and size <= transport.tiny_bytes
-        self._registration.use_sharded()
+        self.registration.use_sharded()
 
     def _bucket(self, parameters: list[ShardedParameter]) -> Bucket:
         mesh = self.settings.communicating(parameters[0].placement.mesh)
@@ -122,11 +123,13 @@ class Unit:
         if self.schedule is not None:
             self.schedule.dissolve(f"unit {self.name or '<root>'!r} gives up parameters")
         taken = {id(parameter) for parameter in parameters}
-        self.parameters = [p for p in self.parameters if id(p) not in taken]
-        self.rebuild()
+        self.rebuild([p for p in self.parameters if id(p) not in taken])
 
-    def rebuild(self) -> None:
+    def rebuild(self, kept: list[ShardedParameter] | None = None) -> None:
         """Build the buckets anew from the present shards, because something that they depend on has changed.
+
+        Args:
+            kept: The parameters that the unit still has; None: all.
 
         Raises:
             FullshardError: If gradients wait for a later microbatch: they would be lost.
@@ -137,6 +140,11 @@ class Unit:
                 "synchronize_gradients() or zero_grad() before changing the dtype, device or owner of its parameters"
             )
         self.reshard()
+        if kept is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                for bucket in self.buckets:
+                    bucket.restore()
+            self.parameters = kept
         self.build_buckets()
 
     def adopt(self) -> None:
@@ -163,16 +171,14 @@ class Unit:
         with torch.inference_mode(False), torch.no_grad():  # in this order: the first switches grad on
             for bucket in self.buckets:
                 bucket.take_over()
-        self._registration.use_sharded()
+        self.registration.use_sharded()
 
     def settle_parameters(self) -> None:
-        """Before the first forward: adopt foreign parameters, and find the methods of [Note: Extensions] that users
-        have put on local tensors since these were placed.
-        """
+        """Adopt foreign parameters, and find methods of [Note: Extensions] put on local tensors since they were placed."""
         known = {id(p) for bucket in self.buckets if isinstance(bucket, ExtensionBucket) for p in bucket.parameters}
         if any(has_extension(p.local, p.fqn) and id(p) not in known for p in self.parameters):
             self.rebuild()
-        if not self._registration.is_current():
+        if not self.registration.is_current():
             self.adopt()
 
     @property
@@ -182,7 +188,7 @@ class Unit:
 
     def begin_gather(self) -> list[tuple[Bucket, list[Gather]]]:
         """What has to be issued to gather; nothing if that was done. Adopts foreign parameters first."""
-        current = self._registration.full or self._registration.is_current()
+        current = self.registration.full or self.registration.is_current()
         if self.gathered:
             if current and not self.outdated:
                 return []
@@ -205,8 +211,8 @@ class Unit:
             schedule.gather([self])
         for bucket in self.buckets:
             bucket.finish_gather()
-        if not self._registration.full:
-            self._registration.use_full()
+        if not self.registration.full:
+            self.registration.use_full()
 
     @property
     def resting(self) -> bool:
@@ -216,12 +222,12 @@ class Unit:
     @property
     def computing(self) -> bool:
         """Whether the modules hold the full parameters because a forward, a backward or the user needs them now."""
-        return self._registration.full and (self.phase is not Phase.RESTING or self.progress.held > 0)
+        return self.registration.full and (self.phase is not Phase.RESTING or self.progress.held > 0)
 
     def use_sharded(self) -> None:
         """Have the modules hold the sharded parameters again."""
-        if self._registration.full:
-            self._registration.use_sharded()
+        if self.registration.full:
+            self.registration.use_sharded()
 
     def reshard(self, near: int = 0) -> None:
         """Register the sharded parameters and free the full ones.
@@ -259,6 +265,8 @@ class Unit:
 
     def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Gather, prefetch the next unit, and guard and cast the inputs."""
+        if self.progress.summoned:
+            raise PhaseError(f"unit {self.name or '<root>'!r} was run inside summon_full_params; run it after that")
         schedule = self.attached()
         schedule.enter(self)
         progress = self.progress  # not before: after a failure, enter starts a new one
@@ -287,7 +295,7 @@ class Unit:
                         progress.calls.append(call)
             precision = self.policy.precision
             if precision.param_dtype is not None and precision.cast_forward_inputs:
-                args, kwargs = _cast(precision.param_dtype, (args, kwargs))
+                args, kwargs = cast_tensors(precision.param_dtype, (args, kwargs))
         except BaseException:
             self.abort_forward()
             raise
@@ -299,7 +307,7 @@ class Unit:
         watched = False
         try:
             if self.policy.precision.output_dtype is not None:
-                output = _cast(self.policy.precision.output_dtype, output)
+                output = cast_tensors(self.policy.precision.output_dtype, output)
             watched = torch.is_grad_enabled() and hooks.watch_outputs(self, output)
         finally:
             phase = self.progress.forwards.pop()
@@ -420,6 +428,8 @@ class Unit:
         if self.settings.reshard_after_backward and not progress.held:
             self.reshard()
         self._move(Phase.RESTING)
+        if self.settings.backward_order == "after":
+            self.attached().prefetch_backward()
 
     def synchronize(self) -> None:
         """Reduce what microbatches without sync have left, over all axes."""
@@ -468,7 +478,7 @@ class Unit:
 
     def release_after_failure(self) -> None:
         """Free the full parameters although a gather may never arrive; those that a user holds stay if they have."""
-        if self.progress.held and self._registration.full:
+        if self.progress.held and self.registration.full:
             return
         self.use_sharded()
         for bucket in self.buckets:
@@ -487,8 +497,3 @@ class Unit:
                 "backward run from inside its own forward?"
             )
         self.phase = phase
-
-
-def _cast(dtype: torch.dtype, value: Any) -> Any:
-    """``value`` with all floating-point tensors in it cast, as autograd sees it."""
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t, value)

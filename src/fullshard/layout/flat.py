@@ -4,7 +4,7 @@ Two parameters on two ranks (elements are numbered through the full buffer; ``-`
 
 >>> layout = FlatLayout.build(
 ...     [ParameterShape("w", (3, 3), (3, 1)), ParameterShape("b", (3,), (1,))],
-...     world_size=2, itemsize=4)
+...     world_size=2)
 >>> print(layout.picture())
 full buffer    | w 0..8             | b 12..14           | 16 elements, 4 of them padding
 rank 0 shard   | w[0:8] 0..7        | b empty            |
@@ -23,10 +23,7 @@ from typing import NamedTuple
 
 from fullshard.layout.per_parameter import ParameterShape
 
-__all__ = ["FLAT_ALIGNMENT_BYTES", "FlatLayout", "FlatSlot", "Piece"]
-
-# What vectorised kernels on accelerators ask of a parameter, and what torch's FSDP aligns to.
-FLAT_ALIGNMENT_BYTES = 16
+__all__ = ["FlatLayout", "FlatSlot", "Piece"]
 
 
 class Piece(NamedTuple):
@@ -74,18 +71,15 @@ class FlatLayout:
         parameters: Sequence[ParameterShape],
         *,
         world_size: int,
-        itemsize: int,
-        alignment_bytes: int = FLAT_ALIGNMENT_BYTES,
+        alignment: int = 4,
     ) -> FlatLayout:
         """Lay out ``parameters``.
 
         Args:
             parameters: In model order.
             world_size: Ranks that they are cut over.
-            itemsize: Bytes per element of the smallest dtype in which a buffer of this layout is held.
-            alignment_bytes: Every parameter starts at a multiple of it in the full buffer.
+            alignment: Every parameter starts at a multiple of so many elements in the full buffer.
         """
-        alignment = max(1, alignment_bytes // itemsize)
         offsets, end = [], 0
         for parameter in parameters:
             start = -(-end // alignment) * alignment

@@ -10,6 +10,7 @@ from fullshard.transport.collective import CollectiveTransport, NcclTransport
 from fullshard.transport.custom import AllGather, Comm, CustomTransport, ReduceScatter
 from fullshard.transport.gloo import GlooTransport
 from fullshard.transport.groups import part_of
+from fullshard.transport.hooked import HookedTransport
 from fullshard.transport.pooled import (
     ProcessGroupMemoryAllGather,
     ProcessGroupMemoryReduceScatter,
@@ -25,6 +26,7 @@ __all__ = [
     "CustomTransport",
     "Division",
     "GlooTransport",
+    "HookedTransport",
     "Move",
     "NcclTransport",
     "Parcel",

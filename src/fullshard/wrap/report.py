@@ -12,6 +12,7 @@ __all__ = ["table"]
 
 _HEADER = ("unit", "class", "elements", "to gather", "notes")
 _ABSENT = object()
+_SHOWN = 4  # names in a note
 
 
 def table(units: Sequence[PlannedUnit]) -> str:
@@ -21,7 +22,7 @@ def table(units: Sequence[PlannedUnit]) -> str:
         numbers = (f"{unit.numel:,}", _size(unit.gather_bytes))
         rows.append((unit.title, unit.class_name, *numbers, "; ".join(_notes(unit, units))))
     total, largest = sum(unit.numel for unit in units), max(unit.gather_bytes for unit in units)
-    summary = f"{len(units) - 1} below the root, the largest {_size(largest)}"
+    summary = f"{len(units)} units, the largest {_size(largest)}"
     rows.append(("total", "", f"{total:,}", _size(sum(unit.gather_bytes for unit in units)), summary))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
     return "\n".join(_line(row, widths) for row in rows)
@@ -42,7 +43,7 @@ def _notes(unit: PlannedUnit, units: Sequence[PlannedUnit]) -> Iterator[str]:
         yield f"without {parameter.name}, shared: see {owner.title}"
     if unit.frozen:
         mixed = len(unit.frozen) < len(unit.parameters)
-        yield f"mixed, frozen: {', '.join(p.name for p in unit.frozen)}" if mixed else "all frozen"
+        yield f"mixed, frozen: {_few([p.name for p in unit.frozen])}" if mixed else "all frozen"
     dtypes = dict.fromkeys(str(parameter.dtype).removeprefix("torch.") for parameter in unit.parameters)
     if len(dtypes) > 1:
         yield f"mixed dtypes: {', '.join(dtypes)}"
@@ -69,6 +70,11 @@ def _equal(one: Any, other: Any) -> bool:
 
 _short = reprlib.Repr()
 _short.maxother = _short.maxstring = 80
+
+
+def _few(names: list[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 
 
 def _size(count: int) -> str:

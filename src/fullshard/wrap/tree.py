@@ -29,8 +29,8 @@ class TreeParameter:
     Args:
         parameter: The parameter itself.
         names: All its FQNs below the root, that of ``named_parameters()`` first.
-        above: The modules that every path from the root to it goes through, the root first. See [Note: Who holds a
-            shared parameter].
+        above: The modules that every path from the root to it goes through, the root first.
+            See [Note: Who holds a shared parameter].
         ignored: Whether nobody is to shard it.
     """
 

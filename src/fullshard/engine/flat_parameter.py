@@ -1,0 +1,238 @@
+"""Parameters in the flat form: 1-D pieces of the original ones, or one ``FlatParameter`` for all of a bucket.
+
+[Note: Flat pieces]
+In the flat form the ``sharded`` face of a parameter is the *piece* of it that lies in this rank's slice of the
+concatenation: 1-D, maybe empty. It is the very object that the user's module had before, so that optimizers that were
+built earlier, and parameter groups, stay right; only what lies in it changes. Where nothing is cut (one rank, or
+replication only) the piece is the whole parameter and keeps its shape.
+
+If flat parameters are visible (``use_orig_params=False``), modules hold the pieces as plain attributes, and what is
+registered, optimized and saved is the :class:`FlatParameter` that has all of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.engine.parameter import Owner, ShardedParameter, accumulate_gradient, mark, value_of
+from fullshard.errors import FullshardError
+from fullshard.layout import Piece
+from fullshard.memory import own_storage
+
+__all__ = ["FlatHome", "FlatParameter", "FlatPiece", "on_its_device"]
+
+
+class FlatParameter(nn.Parameter):
+    """This rank's slice of a bucket as a parameter: 1-D, padding included.
+
+    Attributes:
+        fqns: Names of the parameters in it, in order.
+        shapes: Their shapes.
+    """
+
+    fqns: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+
+
+class FlatPiece(ShardedParameter):
+    """See [Note: Flat pieces]."""
+
+    piece: Piece | None = None  # of the parameter's memory that is here; None: all of it is, before it is laid out
+    alignment: int = 0  # of the layout that cut the piece; kept, so that a move to another dtype cuts alike
+    home: FlatHome | None = None  # if flat parameters are visible
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it is trained: what the user can set."""
+        return self.sharded.requires_grad if self.home is None else self.home.flat.requires_grad
+
+    def place(self, local: torch.Tensor) -> None:
+        """Put this rank's piece at ``local``; the parameter object stays the same wherever that is possible."""
+        old, self.local = self.sharded, local
+        if old.grad is not None and (old.grad.shape != local.shape or old.grad.dtype is not local.dtype):
+            old.grad = None  # of the whole parameter, from before it was sharded
+        if isinstance(old, DTensor) or not torch._has_compatible_shallow_copy_type(old, local):
+            self.sharded = nn.Parameter(local, requires_grad=old.requires_grad)
+        else:
+            old.data = local
+        self.sharded.__dict__.update(self.attributes)
+        self._mark()
+
+    def part_like_local(self, value: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of ``value``, the whole parameter or that piece already, in the shape of ``local``."""
+        shape = self.shape
+        if self.local.dim() != 1 or tuple(value.shape) != shape.shape:
+            return value.view(self.local.shape)
+        if tuple(value.stride()) != shape.stride:
+            value = torch.empty_strided(shape.shape, shape.stride, dtype=value.dtype, device=value.device).copy_(value)
+        assert self.piece is not None
+        start, numel, _ = self.piece
+        return value.as_strided((numel,), (1,), int(value.storage_offset()) + start)
+
+    def is_current(self) -> bool:
+        """Whether the module still holds our parameter and that still lies in the shard buffer."""
+        if self.home is not None:
+            return self.home.is_current() and all(owner.held() is None for owner in self.owners)
+        return self.is_home() and all(owner.held() is self.sharded for owner in self.owners)
+
+    def is_home(self) -> bool:
+        """Whether the parameter object's memory is still the piece's."""
+        sharded, local = self.sharded, self.local
+        return sharded.data_ptr() == local.data_ptr() and sharded.shape == local.shape
+
+    def adopt_registered(self) -> nn.Parameter:
+        """Make what the user has put into the module ours; its value is taken over afterwards.
+
+        Raises:
+            FullshardError: If it is of neither the piece's nor the parameter's shape.
+        """
+        held = [owner.held() for owner in self.owners]
+        if self.home is not None:
+            if any(other is not None for other in held):
+                raise FullshardError(
+                    f"cannot write back {self.describe()}: a parameter was assigned to its module although "
+                    "use_orig_params is False; edit it inside summon_full_params"
+                )
+            self.sharded.data = self.home.held_piece(self)
+            return self.sharded
+        found = next((other for other in held if other is not self.sharded), self.sharded)
+        if not isinstance(found, nn.Parameter):
+            raise FullshardError(
+                f"cannot write back {self.describe()}: its module holds {type(found).__name__} instead of a parameter; "
+                "assign to its .data, or edit it inside summon_full_params"
+            )
+        if found.shape not in (self.local.shape, self.placement.shape):
+            raise FullshardError(
+                f"cannot write back {self.describe()}: its shape was changed to {tuple(found.shape)}; expected this "
+                f"rank's piece, {tuple(self.local.shape)}, or the whole parameter, {tuple(self.placement.shape)}"
+            )
+        if found is not self.sharded:
+            self.sharded = found
+            self.remember_attributes()
+        return found
+
+    @property
+    def local_gradient(self) -> torch.Tensor | None:
+        """See :class:`ShardedParameter`."""
+        if self.home is None or self.piece is None:
+            return self.sharded.grad
+        gradient = self.home.flat.grad
+        return None if gradient is None else gradient.narrow(0, self.piece.offset, self.piece.numel)
+
+    @property
+    def whole_on_every_rank(self) -> bool:
+        """See :class:`ShardedParameter`. A slice cuts whatever lies on its edge."""
+        return False
+
+    def set_gradient(self, local: torch.Tensor | None) -> None:
+        """See :class:`ShardedParameter`. In the gradient of a visible flat parameter, missing ones become zeros."""
+        if self.home is None:
+            self.sharded.grad = None if local is None else local.clone().view(self.local.shape)
+        elif self.home.flat.grad is not None and self.piece is not None:
+            target = self.home.flat.grad.narrow(0, self.piece.offset, self.piece.numel)
+            if local is None:
+                target.zero_()
+            else:
+                target.as_strided(self.local.shape, self.local.stride()).copy_(local)
+
+    def accumulate(self, local: torch.Tensor) -> None:
+        """Set the gradient of the piece to ``local``, or add it, and run the user's hooks."""
+        accumulate_gradient(self.sharded, on_its_device(local, self.sharded))
+
+    def memoize(self, memo: dict[int, Any]) -> None:
+        """Put a copy of the piece, gradient included, into a deepcopy's memo."""
+        old = self.sharded
+        new = nn.Parameter(self.local.clone(), requires_grad=old.requires_grad)
+        if old.grad is not None:
+            new.grad = old.grad.clone()
+        memo[id(old)] = new
+
+    def copy_for(self, memo: dict[int, Any]) -> ShardedParameter:
+        """This parameter in a deep copy whose modules and parameters are in ``memo``."""
+        modules = [(memo[id(owner.module())], owner.name) for owner in self.owners]
+        owners = [Owner.of(module, name) for module, name in modules]
+        copied = FlatPiece(memo[id(self.sharded)], owners, list(self.fqns), self.placement, self.shape)
+        copied.piece, copied.alignment = self.piece, self.alignment
+        return copied
+
+
+class FlatHome:
+    """A visible flat parameter: where it is registered and which memory it is on.
+
+    Args:
+        module: That it is registered on.
+        name: Under which.
+        slice_: The shard buffer.
+        pieces: That lie in it, in order.
+    """
+
+    flat: FlatParameter
+    name: str
+    parameters: dict[str, nn.Parameter | None]  # of the module
+    module: weakref.ref[nn.Module]
+    pieces: list[FlatPiece]
+    _slice: torch.Tensor
+
+    def __init__(self, module: nn.Module, name: str, slice_: torch.Tensor, pieces: Sequence[FlatPiece]) -> None:
+        self.name, self.parameters, self.module = name, module._parameters, weakref.ref(module)
+        self.pieces, self._slice = list(pieces), slice_
+        requires_grad = pieces[0].sharded.requires_grad
+        flat: FlatParameter = torch.Tensor._make_subclass(FlatParameter, slice_.detach(), requires_grad)
+        flat.fqns = tuple(piece.fqn for piece in pieces)
+        flat.shapes = tuple(piece.placement.shape for piece in pieces)
+        self.flat = flat
+        mark(flat, pieces[0])
+
+    def move_to(self, slice_: torch.Tensor) -> None:
+        """The shard buffer is another one now."""
+        self._slice = slice_
+        if self.flat.grad is not None and self.flat.grad.dtype is not slice_.dtype:
+            self.flat.grad = None
+        self.flat.data = slice_
+
+    def settle(self) -> None:
+        """Have the flat parameter lie on the shard buffer again."""
+        self.flat.data = self._slice
+
+    def is_current(self) -> bool:
+        """Whether the flat parameter is registered and on the shard buffer."""
+        flat = self.flat
+        return self.parameters.get(self.name) is flat and flat.data_ptr() == self._slice.data_ptr()
+
+    def held_piece(self, piece: FlatPiece) -> torch.Tensor:
+        """The piece in what the user has put in the flat parameter's place.
+
+        Raises:
+            FullshardError: If that has another size.
+        """
+        held = self.parameters.get(self.name)
+        value = self.flat if held is None else held
+        if value.shape != self._slice.shape:
+            raise FullshardError(
+                f"cannot write back the flat parameter {self.name}: its shape was changed to {tuple(value.shape)}, "
+                f"expected {tuple(self._slice.shape)}"
+            )
+        assert piece.piece is not None
+        _, numel, offset = piece.piece
+        return value_of(value).narrow(0, offset, numel).view(piece.local.shape)
+
+
+def on_its_device(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """``gradient`` as autograd lets it be assigned, also if it is in CPU memory and the parameter is not."""
+    if gradient.device == parameter.device:
+        return gradient
+    shell = torch.empty_like(parameter, dtype=gradient.dtype)
+    shell.data = gradient  # autograd looks at the device only when a gradient is assigned as a whole
+    return shell
+
+
+def placed(slice_: torch.Tensor, piece: Piece, parameter: FlatPiece, *, whole: bool) -> torch.Tensor:
+    """The memory of a piece in the slice, in the parameter's own shape if it is the ``whole`` of it."""
+    shape, stride = (parameter.shape.shape, parameter.shape.stride) if whole else ((piece.numel,), (1,))
+    return own_storage(slice_.as_strided(shape, stride, int(slice_.storage_offset()) + piece.offset))

@@ -1,0 +1,123 @@
+"""Before a module is sharded: memory and values for what is on the meta device, and rank 0's values for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.engine.mesh import ShardMesh
+from fullshard.engine.parameter import value_of
+from fullshard.wrapper_options import API
+
+__all__ = ["Initializer", "sync_states"]
+
+# Large enough that latency does not count, small enough to be no memory of note beside a model.
+BROADCAST_BYTES = 250 * 1024 * 1024
+
+
+class Initializer:
+    """Materialises the modules of a tree unit by unit, and keeps tied parameters tied over it.
+
+    Args:
+        root: Of the tree.
+        ignored: Modules that are left alone.
+    """
+
+    left_out: set[nn.Parameter]  # that units have left to one above them
+    _root: nn.Module
+    _ignored: set[nn.Module]
+    _renamed: dict[nn.Parameter, nn.Parameter]  # what parameters that were on the meta device have become
+
+    def __init__(self, root: nn.Module, ignored: set[nn.Module]) -> None:
+        self._root, self._ignored, self._renamed, self.left_out = root, ignored, {}, set()
+
+    def present(self, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
+        """The same parameters as objects that modules hold now."""
+        return {self._renamed.get(parameter, parameter) for parameter in parameters}
+
+    def leave_out(self, parameters: Iterable[nn.Parameter]) -> None:
+        """These were left to a unit above."""
+        self.left_out |= self.present(parameters)
+
+    def materialize(
+        self, modules: Collection[nn.Module], init: Callable[[nn.Module], object] | None, device: torch.device
+    ) -> None:
+        """Give memory and values to what ``modules`` themselves, not those below them, have on the meta device.
+
+        Args:
+            modules: Of one unit.
+            init: Called with each module that has something there; None: memory and ``reset_parameters()``.
+            device: Where.
+
+        Raises:
+            ValueError: If a module has no ``reset_parameters``, or something is on the meta device afterwards.
+        """
+        waiting = [module for module in modules if module not in self._ignored and _on_meta(module)]
+        if not waiting:
+            return
+        holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in self._root.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    holders.setdefault(parameter, []).append((module, name))
+        for module in waiting:
+            if init is not None:
+                init(module)
+                continue
+            reset = getattr(module, "reset_parameters", None)
+            if not callable(reset):
+                raise ValueError(
+                    f"{API}: {type(module).__name__} has parameters or buffers on the meta device and no "
+                    "reset_parameters() to fill them; pass param_init_fn"
+                )
+            module.to_empty(device=device, recurse=False)
+            with torch.no_grad():
+                reset()
+        left = sorted({type(module).__name__ for module in waiting if _on_meta(module)})
+        if left:
+            raise ValueError(f"{API}: param_init_fn left parameters or buffers of {left} on the meta device")
+        self._tie(holders)
+
+    def _tie(self, holders: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> None:
+        for old, places in holders.items():
+            held = (module._parameters[name] for module, name in places)
+            made = next((p for p in held if p is not None and not p.is_meta), None)
+            if made is None or made is old:
+                continue
+            made.requires_grad_(old.requires_grad)
+            self._renamed[old] = made
+            for module, name in places:
+                module._parameters[name] = made
+
+
+def _on_meta(module: nn.Module) -> bool:
+    own = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None and tensor.is_meta for tensor in own)
+
+
+def sync_states(modules: Iterable[nn.Module], ignored: set[nn.Parameter], mesh: ShardMesh) -> None:
+    """Give all ranks the parameters and buffers that the first one has. A collective."""
+    found: dict[int, torch.Tensor] = {}
+    for module in modules:
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter not in ignored:
+                found[id(parameter)] = value_of(parameter)
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                found[id(buffer)] = buffer.detach()
+    states = list(found.values())
+    # Replicas first: after that, the first rank of every shard group has the very first one's values.
+    for part, size in ((mesh.replicate, mesh.replicas), (mesh.shard, mesh.world_size)):
+        if part is not None and size > 1:
+            _broadcast(states, part.get_group(), mesh.device)
+
+
+def _broadcast(states: list[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+    sent = [state.to(device).contiguous() for state in states]  # the same tensor where nothing is to be done
+    dist._broadcast_coalesced(group, sent, BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
+    for state, received in zip(states, sent, strict=True):
+        if received is not state:
+            state.copy_(received)

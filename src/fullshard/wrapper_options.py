@@ -1,0 +1,281 @@
+"""The constructor arguments of ``FullyShardedDataParallel``, checked, and the strategy that they mean."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fullshard.arguments import check_bool, check_instance, default_mesh
+from fullshard.engine.mesh import ShardMesh, axis_of, shard_mesh
+from fullshard.engine.ownership import unit_of
+from fullshard.engine.settings import UnitSettings
+from fullshard.policy import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
+
+__all__ = ["API", "Groups", "WrapperOptions"]
+
+API = "FullyShardedDataParallel"
+
+Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+
+
+@dataclass(frozen=True)
+class WrapperOptions:
+    """What one instance was asked for. Equal on all ranks.
+
+    Args:
+        mesh: The ranks to shard and replicate over.
+        strategy: As given.
+        offload: As given.
+        prefetch: As given.
+        precision: As given; None: the parameters' own.
+        param_init_fn: What fills modules that were on the meta device; None: their ``reset_parameters``.
+        sync_module_states: Whether rank 0's parameters and buffers replace those of the others.
+        use_orig_params: Whether users see the original parameters.
+        limit_all_gathers: As given. Gathers are limited to one unit ahead in either case.
+        forward_prefetch: As given. The next unit is gathered ahead in either case.
+    """
+
+    mesh: ShardMesh
+    strategy: ShardingStrategy
+    offload: CPUOffload
+    prefetch: BackwardPrefetch | None
+    precision: MixedPrecision | None
+    param_init_fn: Callable[[nn.Module], object] | None
+    sync_module_states: bool
+    use_orig_params: bool
+    limit_all_gathers: bool
+    forward_prefetch: bool
+
+    @classmethod
+    def of(cls, module: nn.Module, arguments: Mapping[str, Any]) -> WrapperOptions:
+        """From the arguments of the constructor, by their names there.
+
+        Raises:
+            TypeError: If an argument has the wrong type.
+            ValueError: If arguments do not fit each other.
+        """
+        given = dict(arguments)
+        strategy = given["sharding_strategy"]
+        check_instance(f"{API}: sharding_strategy", strategy, (ShardingStrategy, type(None)))
+        strategy = strategy or ShardingStrategy.FULL_SHARD
+        check_instance(f"{API}: cpu_offload", given["cpu_offload"], (CPUOffload, type(None)))
+        check_instance(f"{API}: backward_prefetch", given["backward_prefetch"], (BackwardPrefetch, type(None)))
+        check_instance(f"{API}: mixed_precision", given["mixed_precision"], (MixedPrecision, type(None)))
+        for flag in ("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params"):
+            check_bool(f"{API}: {flag}", given[flag])
+        init = given["param_init_fn"]
+        if init is not None and not callable(init):
+            raise ValueError(f"{API}: param_init_fn: expected a function of a module, found {init!r}")
+        device_type = _device_type(module, given["device_id"])
+        return cls(
+            mesh=_mesh(strategy, given["process_group"], given["device_mesh"], device_type),
+            strategy=strategy,
+            offload=given["cpu_offload"] or CPUOffload(),
+            prefetch=given["backward_prefetch"],
+            precision=given["mixed_precision"],
+            param_init_fn=init,
+            sync_module_states=given["sync_module_states"],
+            use_orig_params=given["use_orig_params"],
+            limit_all_gathers=given["limit_all_gathers"],
+            forward_prefetch=given["forward_prefetch"],
+        )
+
+    @property
+    def precision_policy(self) -> MixedPrecisionPolicy:
+        """The part of the precision that the engine takes care of. Inputs are the wrapper's business."""
+        if self.precision is None:
+            return MixedPrecisionPolicy(cast_forward_inputs=False)
+        return MixedPrecisionPolicy(self.precision.param_dtype, self.precision.reduce_dtype, None, False)
+
+    @property
+    def offload_policy(self) -> OffloadPolicy:
+        """Where shards are kept."""
+        return CPUOffloadPolicy() if self.offload.offload_params else OffloadPolicy()
+
+    def settings(self) -> UnitSettings:
+        """What the strategy means for a unit."""
+        order = {BackwardPrefetch.BACKWARD_PRE: "before", BackwardPrefetch.BACKWARD_POST: "after", None: "none"}
+        return UnitSettings(
+            reshard_after_forward=False if self.strategy.keeps_full else None,
+            backward_order=order[self.prefetch],  # type: ignore[arg-type]
+        )
+
+
+def _device_type(module: nn.Module, device_id: int | torch.device | None) -> str | None:
+    """Type of the device to compute on, which becomes the current one if an index is given; None: not said."""
+    check_instance(f"{API}: device_id", device_id, (int, torch.device, type(None)))
+    types = sorted({t.device.type for t in (*module.parameters(), *module.buffers())} - {"cpu", "meta"})
+    if len(types) > 1:
+        raise ValueError(f"{API}: expected a module on one type of accelerator, found {types}; move it to one of them")
+    if device_id is None:
+        return types[0] if types else None
+    if isinstance(device_id, int):
+        accelerator = torch.accelerator.current_accelerator()
+        device = torch.device("cpu") if accelerator is None else torch.device(accelerator.type, device_id)
+    else:
+        device = device_id
+    if device.type == "cpu":
+        if types:
+            raise ValueError(f"{API}: device_id is {device_id}, but the module has parameters on {types[0]}")
+        return "cpu"
+    if device.index is None:
+        current = torch.accelerator.current_device_index()
+        warnings.warn(f"{API}: device_id {device} has no index; using the current device, {current}", stacklevel=4)
+    else:
+        found = {t.device for t in (*module.parameters(), *module.buffers())} - {
+            torch.device("cpu"),
+            torch.device("meta"),
+        }
+        if found - {device}:
+            raise ValueError(
+                f"{API}: device_id is {device}, but the module has parameters on {sorted(map(str, found))}"
+            )
+        torch.accelerator.set_device_index(device.index)
+    return device.type
+
+
+def _mesh(strategy: ShardingStrategy, groups: Groups, mesh: DeviceMesh | None, device_type: str | None) -> ShardMesh:
+    check_instance(f"{API}: device_mesh", mesh, (DeviceMesh, type(None)))
+    if groups is not None and mesh is not None:
+        raise ValueError(f"{API}: expected process_group or device_mesh, found both; pass one of them")
+    if groups is not None:
+        mesh = _mesh_of(strategy, groups, device_type)
+    elif mesh is None:
+        mesh = _hybrid_mesh(device_type) if strategy.hybrid else default_mesh(device_type)
+    if strategy.hybrid:
+        if mesh.ndim != 2:
+            raise ValueError(
+                f"{API}: {strategy.name} needs a device_mesh of 2 dimensions (replicate, shard), found {mesh.ndim} in "
+                f"{mesh}"
+            )
+        return shard_mesh(mesh, axis_of(mesh, 1), axis_of(mesh, 0))
+    if mesh.ndim != 1:
+        raise ValueError(f"{API}: {strategy.name} needs a device_mesh of 1 dimension, found {mesh.ndim} in {mesh}")
+    return shard_mesh(mesh, None, mesh) if strategy is ShardingStrategy.NO_SHARD else shard_mesh(mesh, mesh, None)
+
+
+_meshes: dict[tuple[str | tuple[str, ...], str], tuple[object, DeviceMesh]] = {}  # of groups, by their names
+
+
+def _mesh_of(strategy: ShardingStrategy, groups: Groups, device_type: str | None) -> DeviceMesh:
+    """A mesh on process groups; the same one for the same groups, so that units share transports."""
+    if strategy.hybrid:
+        if not isinstance(groups, tuple) or len(groups) != 2 or not all(map(_is_group, groups)):
+            raise ValueError(
+                f"{API}: with {strategy.name}, process_group has to be None or a tuple of two process groups, to shard "
+                f"over and to replicate over; found {groups!r}"
+            )
+    elif not _is_group(groups):
+        raise TypeError(f"{API}: process_group: expected a process group, found {type(groups).__name__}")
+    members = cast("tuple[dist.ProcessGroup, ...]", groups if isinstance(groups, tuple) else (groups,))
+    device_type = device_type or _served_by(members[0])
+    key = (tuple(member.group_name for member in members), device_type)
+    known = _meshes.get(key)
+    if known is not None and known[0] == members:
+        return known[1]
+    if len(members) == 1:
+        mesh = DeviceMesh.from_group(members[0], device_type)
+    else:
+        shard, replicate = members
+        rows: list[Any] = [None] * replicate.size()
+        dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
+        mesh = DeviceMesh.from_group(
+            [replicate, shard],
+            device_type,
+            mesh=torch.tensor(rows, dtype=torch.int),
+            mesh_dim_names=("replicate", "shard"),
+        )
+    _meshes[key] = (members, mesh)
+    return mesh
+
+
+def _is_group(value: object) -> bool:
+    return isinstance(value, dist.ProcessGroup)
+
+
+def _served_by(group: Any) -> str:
+    """The accelerator if the group has a back end for it, else the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        try:
+            group._get_backend(accelerator)
+        except RuntimeError:
+            return "cpu"
+        return accelerator.type
+    return "cpu"
+
+
+def _hybrid_mesh(device_type: str | None) -> DeviceMesh:
+    """Shard inside of a machine, replicate over machines. torchrun says how many ranks a machine has."""
+    world = default_mesh(device_type)
+    ranks = world.size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if not local:
+        local = torch.accelerator.device_count() if world.device_type != "cpu" else ranks
+    if ranks % local:
+        raise ValueError(
+            f"{API}: cannot tell machines apart: {ranks} ranks are not a multiple of the {local} on this one; pass "
+            "device_mesh=init_device_mesh(type, (machines, ranks per machine))"
+        )
+    group = dist.distributed_c10d._get_default_group()
+    key = (("", str(local)), world.device_type)
+    known = _meshes.get(key)
+    if known is None or known[0] is not group:
+        names = ("replicate", "shard")
+        mesh = init_device_mesh(world.device_type, (ranks // local, local), mesh_dim_names=names)
+        known = _meshes[key] = (group, mesh)
+    return known[1]
+
+
+def ignored_states(
+    module: nn.Module, modules: Iterable[nn.Module] | None, states: Iterable[Any] | None
+) -> tuple[set[nn.Module], set[nn.Parameter]]:
+    """What ``ignored_modules`` or ``ignored_states`` say: modules with all below them, and parameters.
+
+    Raises:
+        TypeError: If something in them is neither a module nor a parameter.
+        ValueError: If both are given, or ``ignored_states`` mixes modules and parameters.
+    """
+    if modules is not None and states is not None:
+        raise ValueError(f"{API}: expected ignored_modules or ignored_states, found both; pass one of them")
+    name = "ignored_modules" if states is None else "ignored_states"
+    given = modules if states is None else states
+    if given is None:
+        return set(), set()
+    if isinstance(given, (nn.Module, torch.Tensor)) or not isinstance(given, Iterable):
+        raise TypeError(f"{API}: {name}: expected a list of modules or parameters, found {type(given).__name__}")
+    found = list(given)
+    parameters = {p for p in found if isinstance(p, nn.Parameter)}
+    roots = [m for m in found if isinstance(m, nn.Module)]
+    wrong = [type(x).__name__ for x in found if not isinstance(x, (nn.Parameter, nn.Module))]
+    if wrong or (parameters and name == "ignored_modules"):
+        raise TypeError(
+            f"{API}: {name}: expected modules{' or parameters' if states is not None else ''}, found {wrong}"
+        )
+    if parameters and roots:
+        kinds = sorted({type(x).__name__ for x in found})
+        raise ValueError(f"{API}: ignored_states: expected all parameters or all modules, found {kinds}")
+    below: set[nn.Module] = set()
+    for root in roots:
+        if unit_of(root) is not None:
+            raise ValueError(f"{API}: {name}: expected modules that are not sharded, found a {type(root).__name__}")
+        if root is module:
+            warnings.warn(f"{API}: the module that is wrapped is ignored, so nothing of it is sharded", stacklevel=4)
+        below.update(root.modules())
+    return below, parameters | {p for m in below for p in m._parameters.values() if p is not None}

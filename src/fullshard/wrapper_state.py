@@ -1,0 +1,112 @@
+"""State dicts of wrappers: full parameters under the names that the model had before, and buffers as they were."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.engine.full_copies import FullCopies
+from fullshard.memory import own_storage
+from fullshard.sharded_module import unit_at
+
+__all__ = ["WRAPPED", "WrapperState", "clean_name"]
+
+WRAPPED = "_fsdp_wrapped_module"
+CHECKPOINTED = "_checkpoint_wrapped_module"
+
+
+def clean_name(name: str) -> str:
+    """A dotted name without the parts that wrappers of either kind add."""
+    if WRAPPED not in name and CHECKPOINTED not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part not in (WRAPPED, CHECKPOINTED))
+
+
+class WrapperState(nn.Module):
+    """What of a wrapper is saved and loaded: see the module docstring."""
+
+    _buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] | None  # before they were cast; None: not cast yet
+    _managed: list[nn.Module]  # of this wrapper and no other
+    _loading: FullCopies | None  # while a state dict is being loaded
+    _options: Any
+
+    def _prepare_state(self, managed: Iterable[nn.Module]) -> None:
+        self.__dict__["_managed"] = list(managed)  # not as a child
+        self._buffer_dtypes = self._loading = None
+        self.register_load_state_dict_post_hook(WrapperState._end_load)  # type: ignore[no-untyped-call]
+
+    def _settle_state(self) -> None:
+        """Before a forward: buffers in the dtype that the user wants."""
+        if self._loading is not None:
+            self._close_load(writeback=False)
+        if self._buffer_dtypes is not None:
+            return
+        self._buffer_dtypes = {}
+        precision = self._options.precision
+        dtype = None if precision is None else precision.buffer_dtype
+        if dtype is None:
+            return
+        for module in self._managed:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    self._buffer_dtypes[module, name] = buffer.dtype
+                    module._buffers[name] = buffer.to(dtype)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of ``nn.Module`` before wrapping: names, full parameters, buffers in their own dtypes. All ranks call it.
+
+        Gathered unit by unit; every value has memory of its own.
+        """
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        copies = FullCopies(unit_at(self))
+        cast = [(m, name, m._buffers[name], dtype) for (m, name), dtype in (self._buffer_dtypes or {}).items()]
+        try:
+            for parameter in copies.parameters.values():
+                if not kwargs.get("keep_vars", args[2] if len(args) > 2 else False):
+                    parameter.data = _own(parameter.data)
+            for module, name, buffer, dtype in cast:
+                module._buffers[name] = None if buffer is None else buffer.to(dtype)
+            state = super().state_dict(*args, **kwargs)
+        finally:
+            for module, name, buffer, _ in cast:
+                module._buffers[name] = buffer
+            copies.keep_memory()
+            copies.close(writeback=False)
+        _rename(state, f"{prefix}{WRAPPED}.", prefix)
+        metadata = getattr(state, "_metadata", None)
+        if metadata is not None:
+            _rename(metadata, f"{prefix}{WRAPPED}", prefix.removesuffix("."))
+        return state
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        if self._loading is not None:  # an earlier load raised
+            self._close_load(writeback=False)
+        self._loading = FullCopies(unit_at(self))
+        _rename(state_dict, prefix, f"{prefix}{WRAPPED}.")
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _end_load(self, incompatible: Any) -> None:
+        for names in incompatible:
+            names[:] = [clean_name(name) for name in names]
+        self._close_load(writeback=True)
+
+    def _close_load(self, *, writeback: bool) -> None:
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            loading.close(writeback=writeback)
+
+
+def _own(value: torch.Tensor) -> torch.Tensor:
+    return own_storage(value) if type(value) is torch.Tensor else value
+
+
+def _rename(state: Any, old: str, new: str) -> None:
+    """Replace the prefix of all keys that have it, in place and in order."""
+    if not isinstance(state, (dict, OrderedDict)):
+        return
+    for key in [key for key in state if key.startswith(old)]:
+        state[new + key.removeprefix(old)] = state.pop(key)

@@ -1,0 +1,58 @@
+"""A wrap that fails leaves the module as it was."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from fullshard.engine.ownership import clear_unit, nested_units, unit_of
+from fullshard.engine.parameter import unmark
+from fullshard.engine.unit import Unit
+
+__all__ = ["undone_on_failure"]
+
+
+@contextlib.contextmanager
+def undone_on_failure(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """If the ``with`` block raises, give the parameters of all units made in it their old forms and places back.
+
+    Collective where parameters were sharded already: all ranks have to fail in the same place, as they do for what is
+    checked here. What a failing ``param_init_fn`` has initialised stays so.
+
+    Yields:
+        A list for the modules that units were made of, in the order in which they were.
+    """
+    before = {id(unit) for unit in nested_units(module)}
+    holders = [(m, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None]
+    made: list[nn.Module] = []
+    try:
+        yield made
+    except BaseException:
+        for wrapper in reversed(made):
+            unit = unit_of(wrapper)
+            if unit is not None and id(unit) not in before:
+                _dissolve(unit)
+                clear_unit(wrapper)
+        for holder, name, parameter in holders:
+            holder.__dict__.pop(name, None)
+            if holder._parameters.get(name) is None:
+                holder._parameters[name] = parameter
+        raise
+
+
+def _dissolve(unit: Unit) -> None:
+    with torch.inference_mode(False), torch.no_grad():
+        for bucket in unit.buckets:
+            bucket.restore()
+    for parameter in unit.parameters:
+        unmark(parameter.sharded)
+        for owner in parameter.owners:
+            module = owner.module()
+            if module is not None:
+                for name in [name for name in module._parameters if name.startswith("_flat_param")]:
+                    del module._parameters[name]
+                module.__dict__.pop(owner.name, None)
+            owner.set(parameter.sharded)

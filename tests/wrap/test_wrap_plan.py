@@ -1,0 +1,412 @@
+"""What plans say and do: who holds which parameter, one pass that wraps, and a table."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import re
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+
+from fullshard import FullshardError, MixedPrecisionPolicy
+from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, WrapPlan, always_wrap_policy, plan_for
+from fullshard.wrap import size_based_auto_wrap_policy as by_size
+
+
+class Node(nn.Module):
+    """What random trees are made of."""
+
+
+class Wrapper(nn.Module):
+    """What a front end puts around a module."""
+
+    def __init__(self, module: nn.Module, **kwargs: Any) -> None:
+        super().__init__()
+        self.module, self.kwargs = module, kwargs
+
+
+@dataclass
+class Case:
+    """A random model with modules registered several times and tied parameters, and what to do with it."""
+
+    root: nn.Module
+    wrapped: set[nn.Module] = field(default_factory=set)
+    ignored_modules: list[nn.Module] = field(default_factory=list)
+    ignored_params: list[nn.Parameter] = field(default_factory=list)
+    sharded: list[nn.Module] = field(default_factory=list)
+
+    def plan(self) -> WrapPlan:
+        return plan_for(
+            CustomPolicy(lambda module: module in self.wrapped),
+            self.root,
+            ignored_modules=self.ignored_modules,
+            ignored_params=self.ignored_params,
+            sharded=lambda module: module in self.sharded,
+        )
+
+
+@st.composite
+def cases(draw: st.DrawFn, with_sharded: bool = False) -> Case:
+    """Node i holds some of the nodes after it, at least its successor is held by someone."""
+    nodes = [Node() for _ in range(draw(st.integers(1, 8)))]
+    pool = [nn.Parameter(torch.zeros(size)) for size in range(1, draw(st.integers(1, 6)) + 1)]
+    for index, node in enumerate(nodes[1:], start=1):
+        for number, above in enumerate(draw(st.lists(st.integers(0, index - 1), min_size=1, max_size=3))):
+            setattr(nodes[above], f"n{index}_{number}", node)
+    for number, parameter in enumerate(pool):
+        for node in draw(st.lists(st.sampled_from(nodes), min_size=1, max_size=3)):
+            setattr(node, f"p{number}", parameter)
+    some = st.lists(st.sampled_from(nodes), max_size=2)
+    return Case(
+        nodes[0],
+        draw(st.sets(st.sampled_from(nodes))),
+        draw(some) if draw(st.booleans()) else [],
+        draw(st.lists(st.sampled_from(pool), max_size=2)),
+        draw(some) if with_sharded else [],
+    )
+
+
+def paths(module: nn.Module, above: tuple[nn.Module, ...] = ()) -> Iterator[tuple[nn.Module, ...]]:
+    """Every path from the root down to every module."""
+    here = (*above, module)
+    yield here
+    for child in module._modules.values():
+        assert child is not None
+        yield from paths(child, here)
+
+
+def expected_owners(case: Case) -> dict[nn.Parameter, nn.Module]:
+    """By listing all paths: the last module that is a unit and lies on all paths to all holders."""
+    ignored_modules = {below for module in case.ignored_modules for below in module.modules()}
+    ignored = {*case.ignored_params, *(p for module in ignored_modules for p in module.parameters())}
+    units = (case.wrapped - ignored_modules) | {case.root}
+    owners: dict[nn.Parameter, nn.Module] = {}
+    for parameter in case.root.parameters():
+        if parameter in ignored:
+            continue
+        ways = [path for path in paths(case.root) if any(p is parameter for p in path[-1]._parameters.values())]
+        common = [module for module in ways[0] if module in units and all(module in way for way in ways)]
+        owners[parameter] = common[-1]
+    return owners
+
+
+@settings(max_examples=300)
+@given(case=cases())
+def test_every_parameter_has_one_owner(case: Case) -> None:
+    """The lowest unit on all ways to it holds a parameter, listed by all its names; ignored ones nobody holds."""
+    plan, expected = case.plan(), expected_owners(case)
+    named: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in case.root.named_parameters(remove_duplicate=False):
+        named.setdefault(parameter, []).append(name)
+    found: dict[nn.Parameter, str] = {}
+    for unit, held in plan.owners().items():
+        for names in held:
+            (parameter,) = {case.root.get_parameter(name) for name in names}
+            assert sorted(names) == sorted(named[parameter]) and names[0] == named[parameter][0]
+            assert parameter not in found
+            found[parameter] = unit
+    first_names = {module: name for name, module in case.root.named_modules()}
+    assert found == {parameter: first_names[owner] for parameter, owner in expected.items()}
+
+
+@given(case=cases(with_sharded=True))
+def test_a_front_end_that_takes_what_is_left(case: Case) -> None:
+    """Wrapping bottom-up, taking what nobody took and may be taken, gives each unit what the plan says."""
+    plan = case.plan()
+    taken = {p for module in case.sharded if module is not case.root for p in module.parameters()}
+    taken |= {p for module in case.ignored_modules for p in module.parameters()} | set(case.ignored_params)
+    names = {module: name for name, module in case.root.named_modules()}
+    of: dict[str, set[nn.Parameter]] = {}
+
+    def wrap(module: nn.Module, kwargs: dict[str, Any], lifted: frozenset[nn.Parameter]) -> nn.Module:
+        assert lifted <= set(module.parameters())
+        of[names[module]] = set(module.parameters()) - taken - lifted
+        taken.update(of[names[module]])
+        return module
+
+    plan.apply(wrap)
+    of[""] = set(case.root.parameters()) - taken
+    if not case.sharded:  # what these share with the rest is between their front end and the root's
+        owned = {
+            unit: {case.root.get_parameter(held[0]) for held in all_held} for unit, all_held in plan.owners().items()
+        }
+        assert owned == of
+    shut = {below for module in case.sharded if module is not case.root for below in module.modules()}
+    assert not shut & {entry.module for entry in plan.entries}
+
+
+@given(case=cases())
+def test_apply_wraps_children_first(case: Case) -> None:
+    """Each entry is wrapped once, after all entries below it, and its wrapper stands wherever it was."""
+    plan, before = case.plan(), slots(case.root)
+    done: dict[nn.Module, Wrapper] = {}
+
+    def wrap(module: nn.Module, kwargs: dict[str, Any], lifted: frozenset[nn.Parameter]) -> nn.Module:
+        assert module not in done
+        below = {entry.module for entry in plan.entries} & set(originals(module)) - {module}
+        assert below <= done.keys()
+        done[module] = Wrapper(module)
+        return done[module]
+
+    plan.apply(wrap)
+    assert list(done) == [entry.module for entry in plan.entries] == list(plan.modules)
+    after = {(id(holder), name): child for holder in originals(case.root) for name, child in holder._modules.items()}
+    assert after == {slot: done.get(child, child) for slot, child in before.items()}
+    assert case.root not in done
+
+
+@given(case=cases(), number=st.integers(0, 7))
+def test_a_failure_puts_everything_back(case: Case, number: int) -> None:
+    """If a call raises, every attribute holds what it held before, and the exception goes on."""
+    plan, before = case.plan(), slots(case.root)
+    calls = 0
+
+    def wrap(module: nn.Module, kwargs: dict[str, Any], lifted: frozenset[nn.Parameter]) -> nn.Module:
+        nonlocal calls
+        calls += 1
+        if calls > number:
+            raise KeyError(calls)
+        return Wrapper(module)
+
+    if number < len(plan.entries):
+        with pytest.raises(KeyError):
+            plan.apply(wrap)
+        assert slots(case.root) == before
+
+
+def originals(root: nn.Module) -> list[nn.Module]:
+    return [module for module in root.modules() if not isinstance(module, Wrapper)]
+
+
+def slots(root: nn.Module) -> dict[tuple[int, str], nn.Module | None]:
+    return {(id(holder), name): child for holder in root.modules() for name, child in holder._modules.items()}
+
+
+class Block(nn.Module):
+    """A linear layer and a norm."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(dim, dim), nn.LayerNorm(dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x))
+
+
+class Language(nn.Module):
+    """An embedding tied to the head, and blocks."""
+
+    def __init__(self, dim: int = 8, vocabulary: int = 100, depth: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(depth))
+        self.head = nn.Linear(dim, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_tied_across_entries() -> None:
+    """A parameter of two units is held by the root, and both are told to leave it out."""
+    model = Language()
+    plan = plan_for(ModuleWrapPolicy({nn.Embedding, nn.Linear}), model)
+    assert plan.owners()[""][0] == ("embed.weight", "head.weight")
+    assert plan.owners()["embed"] == plan.owners()["head"] == []
+    by_name = {entry.name: entry for entry in plan.entries}
+    assert plan.lifted(by_name["embed"]) == plan.lifted(by_name["head"]) == {model.embed.weight}
+    assert plan.lifted(by_name["blocks.0.linear"]) == set()
+
+
+def test_tied_below_an_entry() -> None:
+    """The lowest common ancestor may be an entry itself; only what is below it leaves the parameter out."""
+    model = nn.Sequential(Language(), nn.Linear(2, 2))
+    plan = plan_for(ModuleWrapPolicy({nn.Embedding, Language}), model)
+    embed, language = plan.entries
+    assert (embed.name, language.name) == ("0.embed", "0")
+    assert plan.lifted(embed) == {model[0].embed.weight} and plan.lifted(language) == set()
+    assert plan.owners()["0"][0] == ("0.embed.weight", "0.head.weight")
+    assert plan.owners()[""] == [("1.weight",), ("1.bias",)]
+
+
+def test_shared_module_in_two_entries() -> None:
+    """A module inside two units, and no unit itself, is the root's; as a unit it keeps its parameters."""
+    model = nn.Sequential(Block(2), Block(2))
+    model[1].linear = model[0].linear
+    plan = plan_for(ModuleWrapPolicy({Block}), model)
+    assert plan.owners()[""] == [("0.linear.weight", "1.linear.weight"), ("0.linear.bias", "1.linear.bias")]
+    assert all(plan.lifted(entry) == set(model[0].linear.parameters()) for entry in plan.entries)
+    plan = plan_for(ModuleWrapPolicy({Block, nn.Linear}), model)
+    assert [entry.name for entry in plan.entries] == ["0.linear", "0", "1"]
+    assert plan.owners()["0.linear"] == [("0.linear.weight", "1.linear.weight"), ("0.linear.bias", "1.linear.bias")]
+    assert not any(plan.lifted(entry) for entry in plan.entries)
+
+
+def test_module_that_holds_its_parent() -> None:
+    """A cycle among modules is gone round once."""
+    model = nn.Sequential(Block(2), nn.Linear(2, 2))
+    model[0].parent = model
+    plan = plan_for(ModuleWrapPolicy({Block, nn.Linear, nn.LayerNorm}), model)
+    assert [entry.name for entry in plan.entries] == ["0.linear", "0.norm", "0", "1"]
+    assert plan.owners()["0.norm"] == [("0.norm.weight",), ("0.norm.bias",)]
+    assert plan.owners()[""] == []
+
+
+def test_modules_that_hold_each_other() -> None:
+    """A parameter inside a cycle that is entered from two units is the root's."""
+    one, other = Block(2), Block(2)
+    one.other, other.one = other, one
+    model = nn.Sequential(nn.Sequential(one), nn.Sequential(other))
+    plan = plan_for(ModuleWrapPolicy({nn.Sequential}), model)
+    assert len(plan.owners()[""]) == 8
+    assert all(plan.lifted(entry) == set(model.parameters()) for entry in plan.entries)
+
+
+def test_three_holders() -> None:
+    """Two holders in one unit and a third elsewhere: not that unit's."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
+    model[0][1].weight = model[1].weight = model[0][0].weight
+    plan = plan_for(ModuleWrapPolicy({nn.Sequential}), model)
+    assert plan.owners()[""] == [("0.0.weight", "0.1.weight", "1.weight"), ("1.bias",)]
+
+
+def test_every_holder_gets_the_wrapper() -> None:
+    """Sequential, ModuleList and ModuleDict, twice in one of them, and inside of ignored modules."""
+    shared, ignored = nn.Linear(2, 2), nn.ModuleDict({"only": nn.Linear(2, 2)})
+    model = nn.Module()
+    model.one = nn.Sequential(shared, nn.Tanh(), shared)
+    model.two = nn.ModuleList([nn.Tanh(), shared])
+    model.three = nn.ModuleDict({"it": shared, "ignored": ignored})
+    plan = plan_for(ModuleWrapPolicy({nn.Linear}), model, ignored_modules=[ignored], root_kwargs={"a": 1})
+    plan.apply(lambda module, kwargs, lifted: Wrapper(module, **kwargs))
+    wrapper = model.one[0]
+    assert type(wrapper) is Wrapper and wrapper.module is shared and wrapper.kwargs == {"a": 1}
+    assert all(child is wrapper for child in (model.one[2], model.two[1], model.three["it"]))
+    assert list(model.three) == ["it", "ignored"] and list(model.one._modules) == ["0", "1", "2"]
+    assert type(ignored["only"]) is nn.Linear
+
+
+def test_kwargs_of_a_call_are_its_own() -> None:
+    """What a front end does to its arguments does not show in the plan."""
+    plan = plan_for(always_wrap_policy, Language(), root_kwargs={"a": 1})
+
+    def wrap(module: nn.Module, kwargs: dict[str, Any], lifted: frozenset[nn.Parameter]) -> nn.Module:
+        assert kwargs.pop("a") == 1
+        return module
+
+    plan.apply(wrap)
+    assert all(entry.kwargs == {"a": 1} for entry in plan.entries)
+
+
+def test_apply_to_a_changed_model() -> None:
+    """A module that has gone meanwhile is an error before anything is wrapped."""
+    model = Language()
+    plan = plan_for(ModuleWrapPolicy({Block}), model)
+    model.blocks[2] = nn.Identity()
+    with pytest.raises(FullshardError, match=r"'blocks\.2' \(Block\)"):
+        plan.apply(lambda module, kwargs, lifted: Wrapper(module))
+    assert type(model.blocks[0]) is Block
+
+
+def test_wrapper_has_to_be_a_module() -> None:
+    """A front end that returns nothing is an error, and the tree is as it was."""
+    model = Language()
+    with pytest.raises(TypeError, match=r"'blocks\.0\.linear', found a NoneType"):
+        plan_for(ModuleWrapPolicy({nn.Linear}), model).apply(lambda *_: None)  # type: ignore[arg-type,return-value]
+    assert type(model.blocks[0].linear) is nn.Linear
+
+
+def test_mixed_frozen() -> None:
+    """Units with both kinds of parameters, and the frozen ones; ignored ones do not make a unit mixed."""
+    model = Language()
+    model.blocks[0].requires_grad_(False)
+    model.blocks[1].linear.requires_grad_(False)
+    model.blocks[2].norm.requires_grad_(False)
+    policy = ModuleWrapPolicy({Block})
+    assert plan_for(policy, model).mixed_frozen() == {
+        "blocks.1": ["blocks.1.linear.weight", "blocks.1.linear.bias"],
+        "blocks.2": ["blocks.2.norm.weight", "blocks.2.norm.bias"],
+    }
+    ignored = [model.blocks[1].linear]
+    assert list(plan_for(policy, model, ignored_modules=ignored).mixed_frozen()) == ["blocks.2"]
+    model.blocks.requires_grad_(False)
+    assert plan_for(CustomPolicy(lambda m: False), model).mixed_frozen().keys() == {""}
+
+
+def test_a_plan_keeps_no_parameter_alive() -> None:
+    """A plan may outlive the full parameters."""
+    model = Language()
+    plan = plan_for(ModuleWrapPolicy({nn.Embedding, nn.Linear}), model)
+    old = weakref.ref(model.embed.weight)
+    model.embed.weight = model.head.weight = nn.Parameter(torch.zeros(1))
+    gc.collect()
+    assert old() is None
+    assert plan.lifted(plan.entries[0]) == set()
+    assert "embed.weight = head.weight" in str(plan)
+
+
+EXPLAINED = """\
+unit             class      elements  to gather  notes
+embed            Embedding         0        0 B  without embed.weight, shared: see (root); holds no parameters
+blocks.0         Block            88      176 B  all frozen
+blocks.1.linear  Linear           72      288 B  mp_policy=None; reshard_after_forward=False
+blocks.1         Block             8       16 B  1 ignored
+blocks.2         Block            88      176 B  mixed, frozen: blocks.2.norm.bias; mixed dtypes: float32, float64
+(root)           Language        800    1.6 KiB  tied: embed.weight = head.weight
+total                          1,056    2.2 KiB  6 units, the largest 1.6 KiB"""
+
+
+def test_explain() -> None:
+    """The table names every unit with its size in the dtype it is gathered in, and what is special about it."""
+    model = Language()
+    model.blocks[0].requires_grad_(False)
+    model.blocks[2].norm.bias = nn.Parameter(torch.zeros(8, dtype=torch.float64), requires_grad=False)
+    own = {"reshard_after_forward": False, "mp_policy": None}
+    answers = {model.blocks[1].linear: own, model.embed: True} | dict.fromkeys(model.blocks, True)
+    plan = plan_for(
+        CustomPolicy(lambda module: answers.get(module, False)),
+        model,
+        ignored_params=[model.blocks[1].norm.weight],
+        root_kwargs={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16), "mesh": object()},
+    )
+    assert plan.explain() == str(plan) == EXPLAINED
+
+
+def test_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/policies.md shows the table that its first snippet prints."""
+    page = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
+    (snippet, *_), (shown,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "text"))
+    exec(compile(snippet, "docs/policies.md", "exec"), {"__name__": "snippet"})
+    assert capsys.readouterr().out == shown
+
+
+def test_explain_is_short() -> None:
+    """Long lists of names and long arguments are cut; integers are gathered as they are."""
+    model = Language(depth=8)
+    model.embed.weight.requires_grad_(False)
+    for block in model.blocks:
+        block.norm.weight.requires_grad_(False)
+    model.register_parameter("table", nn.Parameter(torch.zeros(1 << 20, dtype=torch.uint8), requires_grad=False))
+    precision = {"mixed_precision": MixedPrecisionPolicy(param_dtype=torch.bfloat16), "tags": ["tag"] * 99}
+    text = plan_for(CustomPolicy(lambda module: False), model, root_kwargs=precision).explain()
+    (root,) = [line for line in text.splitlines() if line.startswith("(root)")]
+    assert "mixed, frozen: table, embed.weight, blocks.0.norm.weight, blocks.1.norm.weight and 6 more" in root
+    assert "1.0 MiB" in root and "tags" not in root
+    text = plan_for(CustomPolicy(lambda m: {"tags": ["tag"] * 99} if m is model.head else False), model).explain()
+    assert "tags=['tag', 'tag', 'tag', 'tag', 'tag', 'tag', ...]" in text
+
+
+def test_sizes_are_those_of_the_parameters() -> None:
+    """Elements of all units add up to the model's, whatever the policy."""
+    model = Language()
+    for policy in (always_wrap_policy, functools.partial(by_size, min_num_params=80), ModuleWrapPolicy({Block})):
+        units = plan_for(policy, model).units
+        assert sum(unit.numel for unit in units) == sum(p.numel() for p in model.parameters())
+        assert sum(unit.gather_bytes for unit in units) == 4 * sum(p.numel() for p in model.parameters())
+        assert units[-1].name == "" and units[-1].title == "(root)"

@@ -1,0 +1,238 @@
+"""Communication hooks, and the transport that leaves reductions to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from compare import assert_close, assert_equal
+from fullshard import comm_hooks
+from fullshard.comm_hooks import DefaultState, LowPrecisionState
+from fullshard.transport import Division, GlooTransport, Move, Parcel, make_transport, record
+from fullshard.transport.hooked import HookedTransport
+from ranks import Rank, on_ranks
+
+CPU = torch.device("cpu")
+MEAN = Division(1.0, 2.0)  # of two ranks
+SIZES = (1, 5, 70_000)
+
+
+class Recorder:
+    """A hook that notes what it got, does nothing, and is not a function."""
+
+    seen: list[tuple[object, list[int], list[torch.dtype]]]
+
+    def __init__(self) -> None:
+        self.seen = []
+
+    def __call__(self, state: object, *tensors: torch.Tensor) -> None:
+        self.seen.append((state, [t.numel() for t in tensors], [t.dtype for t in tensors]))
+
+
+def hooked(rank: Rank, hook: Any, state: Any = None) -> HookedTransport:
+    return HookedTransport(make_transport(rank.group, CPU), state, hook)
+
+
+def noise(rank: int, numel: int) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+
+
+def numbers(rank: Rank, numel: int) -> Move:
+    """A reduce-scatter of ``numel`` elements per rank, of whole numbers."""
+    region = torch.arange(rank.world_size * numel, dtype=torch.float32) * (rank.rank + 1)
+    return Move(torch.full((numel,), -1.0), region)
+
+
+def sums(rank: Rank, numel: int) -> torch.Tensor:
+    """What :func:`numbers` add up to on this rank."""
+    total = sum(range(1, rank.world_size + 1))
+    return torch.arange(rank.world_size * numel, dtype=torch.float32).chunk(rank.world_size)[rank.rank] * total
+
+
+def wait(works: Any) -> None:
+    for work in works:
+        work.wait()
+
+
+@on_ranks(2, 4)
+def test_once_per_parcel_with_exact_sizes(rank: Rank) -> None:
+    """The hook gets the first move of each parcel, in order; the others are summed and divided underneath."""
+    hook, state = Recorder(), object()
+    transport = hooked(rank, hook, state)
+    parcels = [
+        Parcel("a", [numbers(rank, 5), numbers(rank, 2), numbers(rank, 70_000)], MEAN),
+        Parcel("b", [numbers(rank, 3)]),
+        Parcel("c", [numbers(rank, 70_000), numbers(rank, 1)], Division(2.0, 1.0)),
+    ]
+    with record() as collectives:
+        wait(transport.reduce(parcels))
+    n, single = rank.world_size, [torch.float32] * 2
+    assert hook.seen == [(state, [numel * n, numel], single) for numel in (5, 3, 70_000)]
+    assert hook.seen[0][0] is state
+    for parcel in parcels:
+        first, *others = parcel.moves
+        assert_equal(first.piece, torch.full_like(first.piece, -1.0), "untouched, as is the hook's region")
+        assert_equal(first.region, numbers(rank, first.piece.numel()).region, "not divided")
+        for move in others:
+            assert_equal(move.piece, sums(rank, move.piece.numel()) / 2, "others")
+    assert [(c.kind, c.unit, c.numel) for c in collectives] == [
+        ("reduce", parcel.unit, move.region.numel()) for parcel in parcels for move in parcel.moves
+    ]
+
+
+@on_ranks(2, 4)
+def test_all_reduce(rank: Rank) -> None:
+    """Without a shard axis the hook gets one tensor, which it changes in place."""
+    calls = []
+
+    def hook(state: str, tensor: torch.Tensor) -> None:
+        calls.append((state, tensor.numel()))
+        dist.all_reduce(tensor)
+
+    tensors = [torch.full((numel,), float(rank.rank + 1)) for numel in (7, 2)]
+    wait(hooked(rank, hook, "mine").all_reduce([Parcel("a", [Move(t, t) for t in tensors], MEAN)]))
+    total = float(sum(range(1, rank.world_size + 1)))
+    assert calls == [("mine", 7)]
+    assert_equal(tensors[0], torch.full((7,), total), "the hook's, not divided")
+    assert_equal(tensors[1], torch.full((2,), total / 2), "the other's, divided")
+
+
+@on_ranks(2)
+def test_gathers_and_memory_are_the_bases(rank: Rank) -> None:
+    """Gathers do not reach the hook; sizes of units that travel together are the base's."""
+    hook = Recorder()
+    transport = hooked(rank, hook)
+    region = torch.zeros(6)
+    wait(transport.gather([Parcel("a", [Move(torch.full((3,), float(rank.rank)), region)])]))
+    assert_equal(region, torch.tensor([0.0, 0, 0, 1, 1, 1]), "gathered")
+    assert not hook.seen
+    assert transport.tiny_bytes == GlooTransport.tiny_bytes
+    assert transport.direct_bytes > 2**60, "gradients of a bucket are one move"
+    assert transport.allocate("reduce", 4, torch.float32, CPU) is None
+    transport.separate_reduce_group(True)
+    assert transport.reduce_group is rank.group
+
+
+@on_ranks(2)
+def test_nothing_to_reduce(rank: Rank) -> None:
+    """No parcels, no moves, and empty gradients are not the hook's business."""
+    hook = Recorder()
+    transport = hooked(rank, hook)
+    other = numbers(rank, 2)
+    wait(transport.reduce([]))
+    wait(transport.reduce([Parcel("a", []), Parcel("b", [numbers(rank, 0), other])]))
+    assert not hook.seen
+    assert_equal(other.piece, sums(rank, 2), "what came with an empty one")
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("numel", SIZES)
+def test_plain_hooks_average(rank: Rank, numel: int) -> None:
+    """PyTorch's own hooks leave the mean over ranks."""
+    state = DefaultState(rank.group)
+    everyone = [noise(r, rank.world_size * numel) for r in range(rank.world_size)]
+    mean = torch.stack(everyone).mean(0)
+    region, piece = everyone[rank.rank].clone(), torch.empty(numel)
+    wait(hooked(rank, comm_hooks.reduce_scatter_hook, state).reduce([Parcel("a", [Move(piece, region)])]))
+    assert_close(piece, mean.chunk(rank.world_size)[rank.rank], "reduce_scatter_hook", rtol=1e-5, atol=1e-6)
+    whole = everyone[rank.rank].clone()
+    wait(hooked(rank, comm_hooks.allreduce_hook, state).all_reduce([Parcel("a", [Move(whole, whole)])]))
+    assert_close(whole, mean, "allreduce_hook", rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["fp16_compress_hook", "bf16_compress_hook"])
+def test_compressing_hooks(rank: Rank, name: str, given: torch.dtype) -> None:
+    """The mean to the precision in which it travels; the dtype in which gradients are kept does not change."""
+    hook, state = getattr(comm_hooks, name), LowPrecisionState(rank.group, parameter_type=given)
+    low = torch.float16 if name.startswith("fp16") else torch.bfloat16
+    eps = 2 * max(torch.finfo(low).eps, torch.finfo(given).eps)
+    everyone = [noise(r, rank.world_size * 100).to(given) for r in range(rank.world_size)]
+    mean = torch.stack(everyone).float().mean(0)
+    region, piece = everyone[rank.rank].clone(), torch.empty(100, dtype=given)
+    whole = region.clone()
+    wait(hooked(rank, hook, state).reduce([Parcel("a", [Move(piece, region)])]))
+    wait(hooked(rank, hook, state).all_reduce([Parcel("a", [Move(whole, whole)])]))
+    assert piece.dtype is given and whole.dtype is given
+    assert_close(piece.float(), mean.chunk(rank.world_size)[rank.rank], "sharded", rtol=eps, atol=eps)
+    assert_close(whole.float(), mean, "replicated", rtol=eps, atol=eps)
+    if given is torch.float32:
+        assert (piece != mean.chunk(rank.world_size)[rank.rank]).any(), "it did travel in less precision"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sharded", [True, False])
+def test_new_memory(rank: Rank, sharded: bool) -> None:
+    """A hook may give its tensors new memory, as PyTorch's compressing ones do: gradients are where they were."""
+
+    def hook(state: object, grad: torch.Tensor, piece: torch.Tensor | None = None) -> None:
+        grad.data = grad.data.half() * 2
+        landed = grad if piece is None else piece
+        landed.data = landed.data.half().fill_(3.0)
+        landed.data = landed.data.float()
+
+    move = numbers(rank, 4) if sharded else Move(whole := torch.ones(8), whole)
+    transport = hooked(rank, hook)
+    memory = move.piece.data_ptr()
+    wait((transport.reduce if sharded else transport.all_reduce)([Parcel("a", [move])]))
+    assert move.piece.data_ptr() == memory
+    assert_equal(move.piece, torch.full_like(move.piece, 3.0), "result")
+
+
+@on_ranks(2)
+def test_wrong_results(rank: Rank) -> None:
+    """A result of another dtype or size is refused, with the unit, the hook and both dtypes."""
+
+    def forgets(state: object, grad: torch.Tensor, piece: torch.Tensor) -> None:
+        piece.data = piece.data.half()
+
+    def cuts(state: object, grad: torch.Tensor, piece: torch.Tensor) -> None:
+        piece.data = piece.data[:2]
+
+    with pytest.raises(TypeError, match=r"forgets left 4 elements of torch.float16 for unit 'a', expected 4 of .*32"):
+        hooked(rank, forgets).reduce([Parcel("a", [numbers(rank, 4)])])
+    with pytest.raises(TypeError, match=r"cuts left 2 elements"):
+        hooked(rank, cuts).reduce([Parcel("a", [numbers(rank, 4)])])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("where", [0, 1])
+def test_raising_hook(rank: Rank, where: int) -> None:
+    """The user's exception comes out, on this rank only if it raised there only; all other messages have landed."""
+
+    def hook(state: object, grad: torch.Tensor, piece: torch.Tensor) -> None:
+        if rank.rank == where and piece.numel() == 3:
+            raise ZeroDivisionError("of the user")
+
+    parcels = [Parcel("a", [numbers(rank, 3), numbers(rank, 2)]), Parcel("b", [numbers(rank, 70_000)] * 2)]
+    transport = hooked(rank, hook)
+    if rank.rank == where:
+        with pytest.raises(ZeroDivisionError, match="of the user"):
+            transport.reduce(parcels)
+    else:
+        wait(transport.reduce(parcels))
+    for parcel in parcels:
+        assert_equal(parcel.moves[1].piece, sums(rank, parcel.moves[1].piece.numel()), "landed")
+    after = numbers(rank, 3)
+    wait(make_transport(rank.group, CPU).reduce([Parcel("c", [after])]))
+    assert_equal(after.piece, sums(rank, 3), "the group goes on")
+
+
+@on_ranks(2)
+def test_not_callable(rank: Rank) -> None:
+    """What cannot be called is refused at once."""
+    with pytest.raises(TypeError, match=r"communication hook has to be callable.*got str"):
+        hooked(rank, "allreduce")
+
+
+def test_names() -> None:
+    """States and plain hooks are PyTorch's own objects."""
+    from torch.distributed.algorithms._comm_hooks import default_hooks
+
+    for name in ("DefaultState", "LowPrecisionState", "allreduce_hook", "reduce_scatter_hook"):
+        assert getattr(comm_hooks, name) is getattr(default_hooks, name)
+    assert all(hasattr(default_hooks, name) for name in comm_hooks.__all__)

@@ -1,0 +1,277 @@
+"""ShardedGradScaler: ranks skip steps, and change their scale, together."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from compare import assert_equal
+from fullshard import FullshardError, fully_shard
+from fullshard.grad_scaler import ShardedGradScaler
+from ranks import Rank, on_ranks
+
+INF = float("inf")
+
+
+def make_scaler(**options: Any) -> ShardedGradScaler:
+    return ShardedGradScaler(**{"device": "cpu", "init_scale": 8.0, "growth_interval": 2, **options})
+
+
+def parameter(*gradient: float, dtype: torch.dtype = torch.float32, of: float = 1.0) -> nn.Parameter:
+    """Ones of ``dtype`` with this gradient; none without numbers."""
+    made = nn.Parameter(torch.full((max(len(gradient), 1),), of, dtype=dtype))
+    if gradient:
+        made.grad = torch.tensor(gradient, dtype=dtype)
+    return made
+
+
+def scaled(scaler: ShardedGradScaler, parameters: Sequence[nn.Parameter], lr: float = 1.0) -> torch.optim.SGD:
+    """An optimizer of ``parameters``, with the scale made as by a loss."""
+    scaler.scale(torch.ones(()))
+    return torch.optim.SGD(parameters, lr=lr)
+
+
+def model_and_reference(rank: Rank) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, 1))
+    model = copy.deepcopy(reference)
+    for layer in model:
+        fully_shard(layer, mesh=rank.mesh)
+    return fully_shard(model, mesh=rank.mesh), reference
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def test_signature() -> None:
+    """Arguments have the names, order and defaults that users of PyTorch's know."""
+    parameters = list(inspect.signature(ShardedGradScaler).parameters.values())
+    assert [(p.name, p.default) for p in parameters] == [
+        ("device", "cuda"),
+        ("init_scale", 65536.0),
+        ("backoff_factor", 0.5),
+        ("growth_factor", 2.0),
+        ("growth_interval", 2000),
+        ("enabled", True),
+        ("process_group", None),
+    ]
+
+
+@on_ranks(2, 4)
+def test_overflow_on_one_rank_is_everybodys(rank: Rank) -> None:
+    """A rank with an infinite gradient has all skip the step, return None, and back off; then all step and grow."""
+    scaler = make_scaler()
+    weight = parameter(16.0, INF if rank.rank == 1 else 8.0)
+    optimizer = scaled(scaler, [weight])
+    assert scaler.step(optimizer) is None
+    scaler.update()
+    assert_equal(weight.detach(), torch.ones(2), "weights after a skipped step")
+    assert scaler.get_scale() == 4.0
+    for steps in (1, 2):
+        weight.grad = torch.tensor([4.0, 8.0])
+        scaler.step(optimizer)
+        scaler.update()
+        assert_equal(weight.detach(), torch.tensor([1.0 - steps, 1.0 - 2 * steps]), "weights")
+    assert scaler.get_scale() == 8.0, "two steps in a row make the scale grow"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("bad", [INF, -INF, float("nan")])
+def test_what_is_not_finite(rank: Rank, bad: float) -> None:
+    """Infinities of both signs, and NaN, count."""
+    scaler = make_scaler()
+    scaler.step(scaled(scaler, [parameter(bad if rank.rank == 0 else 1.0)]))
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("unscale_first", [False, True])
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}], ids=["plain", "fused", "foreach"])
+def test_sharded_model_trains_as_unsharded(rank: Rank, options: dict[str, Any], unscale_first: bool) -> None:
+    """DTensor gradients: with one overflowing step among five, weights and scale are those of a plain scaler."""
+    model, reference = model_and_reference(rank)
+    scaler, plain = make_scaler(), torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1, **options) for m in (model, reference)]
+    for step in range(5):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+        for module, optimizer, own in zip((model, reference), optimizers, (scaler, plain), strict=True):
+            optimizer.zero_grad()
+            own.scale(module(x).square().mean()).backward()
+            if step == 2:  # only in what rank 1 has
+                gradient = module[1].weight.grad
+                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                if module is reference or rank.rank == 1:
+                    local[-1, 0] = INF
+            if unscale_first:
+                own.unscale_(optimizer)
+            own.step(optimizer)
+            own.update()
+        assert scaler.get_scale() == plain.get_scale() == [8, 16, 8, 8, 16][step]
+        for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(full(ours.detach()), theirs.detach(), rtol=1e-5, atol=1e-6, msg=name)
+
+
+@on_ranks(2)
+def test_unscaled_gradients(rank: Rank) -> None:
+    """unscale_ divides gradients of every dtype in place, empty ones included, whatever they are stored in."""
+    model, _ = model_and_reference(rank)
+    scaler = make_scaler()
+    plain = {dtype: parameter(16.0, dtype=dtype) for dtype in (torch.float64, torch.float16, torch.bfloat16)}
+    pairs = nn.Parameter(torch.ones(1, dtype=torch.complex64))
+    pairs.grad = torch.tensor([16 - 8j])
+    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+    before = {name: full(p.grad).clone() for name, p in model.named_parameters()}
+    assert any(p.to_local().numel() == 0 for p in model.parameters()) == (rank.rank == 1), "the bias of one element"
+    optimizer = torch.optim.SGD([*model.parameters(), *plain.values(), pairs, parameter()])
+    scaler.unscale_(optimizer)
+    for name, p in model.named_parameters():
+        assert_equal(full(p.grad), before[name] / 8, name)
+    for dtype, p in plain.items():
+        assert_equal(p.grad, torch.tensor([2.0], dtype=dtype), str(dtype))
+    assert_equal(pairs.grad, torch.tensor([2 - 1j]), "complex")
+
+
+@on_ranks(2)
+def test_ranks_without_gradients(rank: Rank) -> None:
+    """A rank without any gradient takes part: it steps, or skips, with the others."""
+    for bad, scale in ((1.0, 8.0), (INF, 4.0)):
+        scaler = make_scaler()
+        weight = parameter(*([bad] if rank.rank == 0 else []))
+        optimizer = scaled(scaler, [weight])
+        optimizer.register_step_post_hook(lambda *_, taken=(steps := []): taken.append(1))
+        scaler.step(optimizer)
+        scaler.update()
+        assert (len(steps), scaler.get_scale()) == (int(bad == 1.0), scale)
+
+
+@on_ranks(2)
+def test_no_gradients_at_all(rank: Rank) -> None:
+    """If no rank has a gradient the step fails as that of the base class does, on all ranks."""
+    scaler = make_scaler()
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.step(scaled(scaler, [parameter()]))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_sparse_gradients(rank: Rank, dtype: torch.dtype) -> None:
+    """Values of one index that overflow float16 only once they are added up are found on all ranks."""
+    scaler = make_scaler()
+    weight = nn.Parameter(torch.ones(3, dtype=dtype))
+    value = 60000.0 if rank.rank == 1 else 8.0
+    weight.grad = torch.sparse_coo_tensor([[1, 1]], [value, value], (3,), dtype=dtype, check_invariants=True)
+    optimizer = scaled(scaler, [weight], lr=0.25)
+    scaler.unscale_(optimizer)
+    assert_equal(weight.grad.to_dense()[1].isfinite(), torch.tensor(dtype is torch.float32 or rank.rank == 0), "sum")
+    if rank.rank == 0:
+        assert_equal(weight.grad.to_dense(), torch.tensor([0.0, 2.0, 0.0], dtype=dtype), "unscaled")
+    scaler.step(optimizer)
+    scaler.update()
+    skipped = dtype is torch.float16
+    assert scaler.get_scale() == (4.0 if skipped else 8.0)
+    assert bool((weight == 1).all()) == skipped
+
+
+@on_ranks(2)
+def test_calls_in_the_wrong_order(rank: Rank) -> None:
+    """unscale_ twice, unscale_ after step, and step twice raise; a new iteration may begin after update."""
+    scaler = make_scaler()
+    weight = parameter(8.0)
+    optimizer = scaled(scaler, [weight])
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=r"after step"):
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.step(optimizer)
+    scaler.update()
+    weight.grad = torch.tensor([8.0])
+    scaler.step(optimizer)
+    assert weight.item() == -1.0
+
+
+@on_ranks(2)
+def test_several_optimizers(rank: Rank) -> None:
+    """Each optimizer skips for its own gradients only; any of them makes the scale back off."""
+    scaler = make_scaler()
+    bad, good = parameter(INF if rank.rank == 0 else 8.0), parameter(8.0)
+    optimizers = [scaled(scaler, [weight]) for weight in (bad, good)]  # kept: the base class knows them by their ids
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert (bad.item(), good.item(), scaler.get_scale()) == (1.0, 0.0, 4.0)
+
+
+@on_ranks(4)
+def test_process_group(rank: Rank) -> None:
+    """Ranks agree over the group that was passed, and no further."""
+    mesh = rank.make_mesh(2, 2, names=("replicate", "shard"))
+    scaler = make_scaler(process_group=mesh.get_group("shard"))
+    scaler.step(scaled(scaler, [parameter(INF if rank.rank == 3 else 8.0)]))
+    scaler.update()
+    assert scaler.get_scale() == (4.0 if rank.rank >= 2 else 8.0)
+
+
+@on_ranks(2)
+def test_one_collective_per_step(rank: Rank) -> None:
+    """The number of collectives does not depend on how many gradients and dtypes there are, or on who has them."""
+    scaler = make_scaler()
+    weights = [parameter(8.0, dtype=dtype) for dtype in (torch.float32, torch.float64, torch.float16)][rank.rank :]
+    optimizer, calls, usual = scaled(scaler, weights), [], dist.all_reduce
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda *a, **k: (calls.append(1), usual(*a, **k))[1])
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert len(calls) == 1
+
+
+@on_ranks(2)
+def test_disabled(rank: Rank) -> None:
+    """A disabled scaler steps whatever the gradients are, without communication and with the losses unscaled."""
+    scaler = make_scaler(enabled=False)
+    loss, weight = torch.ones(()), parameter(INF if rank.rank == 0 else 1.0)
+    assert scaler.scale(loss) is loss
+    if rank.rank == 0:
+        scaler.step(torch.optim.SGD([weight], lr=1.0))
+        assert weight.item() == -INF
+    scaler.update()
+
+
+@on_ranks(2)
+def test_state_dict(rank: Rank) -> None:
+    """Scale and growth go to a new scaler, also to one of PyTorch's."""
+    scaler = make_scaler()
+    scaler.step(scaled(scaler, [parameter(INF)]))
+    scaler.update()
+    for fresh in (make_scaler(), torch.amp.GradScaler("cpu")):
+        fresh.load_state_dict(scaler.state_dict())
+        assert fresh.get_scale() == 4.0 and fresh.get_growth_interval() == 2
+
+
+def test_no_process_group() -> None:
+    """Without a process group the first use says what to do; the constructor does not mind."""
+    assert not dist.is_initialized()
+    scaler = make_scaler()
+    optimizer = scaled(scaler, [parameter(8.0)])
+    with pytest.raises(FullshardError, match="init_process_group"):
+        scaler.unscale_(optimizer)
+
+
+@pytest.mark.parametrize("wrong", ["world", 3, object()])
+def test_wrong_group(wrong: Any) -> None:
+    """What is no group is refused at once."""
+    with pytest.raises(TypeError, match=f"process_group.*{type(wrong).__name__}.*get_group"):
+        ShardedGradScaler("cpu", process_group=wrong)
