@@ -174,7 +174,7 @@ class Unit:
         self.registration.use_sharded()
 
     def settle_parameters(self) -> None:
-        """Adopt foreign parameters, and find methods of [Note: Extensions] put on local tensors since they were placed."""
+        """Adopt foreign parameters, and find methods of [Note: Extensions] put on local tensors since."""
         known = {id(p) for bucket in self.buckets if isinstance(bucket, ExtensionBucket) for p in bucket.parameters}
         if any(has_extension(p.local, p.fqn) and id(p) not in known for p in self.parameters):
             self.rebuild()
