@@ -25,6 +25,7 @@ from fullshard.engine.unit import Unit
 from fullshard.fsdp_module import FSDPModule, ReplicateModule, become, sharded_class
 from fullshard.memory import keep_freed_memory
 from fullshard.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.wrap import Policy, PolicyFunction, plan_for
 
 __all__ = ["fully_shard", "replicate"]
 
@@ -42,6 +43,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
+    policy: Policy | PolicyFunction | None = ...,
 ) -> FSDPModule: ...
 
 
@@ -69,6 +71,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = _NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    policy: Policy | PolicyFunction | None = None,
 ) -> Any:
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
 
@@ -93,6 +96,8 @@ def fully_shard(
         ignored_params: Parameters to leave alone: not sharded, moved or reduced.
         dp_mesh_dims: Where the parameters are DTensors on all of ``mesh`` already: which of its axes are
             data-parallel.
+        policy: Which modules inside of ``module`` become units of their own first, with the same arguments, or with
+            others that it chooses; see :mod:`fullshard.wrap`. For one module, not for a list.
 
     Returns:
         ``module`` itself, which is now also an :class:`FSDPModule`; for a list, the list of those.
@@ -104,6 +109,18 @@ def fully_shard(
     """
     api = "fully_shard"
     modules = root_modules(api, module)
+    if policy is not None:
+        ignored_params = ignored_parameters(api, ignored_params)  # a generator can be read once
+        arguments: dict[str, Any] = {
+            "mesh": mesh,
+            "reshard_after_forward": reshard_after_forward,
+            "shard_placement_fn": shard_placement_fn,
+            "mp_policy": mp_policy,
+            "offload_policy": offload_policy,
+            "ignored_params": ignored_params,
+            "dp_mesh_dims": dp_mesh_dims,
+        }
+        _shard_inside(api, module, policy, arguments)
     ranks = shard_mesh_for(api, mesh, dp_mesh_dims)
     reshard = check_reshard(api, reshard_after_forward, ranks.world_size)
     settings = UnitSettings(reshard_after_forward=reshard)
@@ -165,6 +182,30 @@ def replicate(
     _make_unit(api, modules, ranks, Placer(api, ranks, None), policy, settings, ignored_params)
     become(module, sharded_class(type(module), base=ReplicateModule))
     return module
+
+
+def _shard_inside(
+    api: str, module: nn.Module | Sequence[nn.Module], policy: Policy | PolicyFunction, arguments: dict[str, Any]
+) -> None:
+    """Shard the modules that ``policy`` chooses. All that can be checked is checked before the first is."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{api}: policy: expected one module, found a list of them; call it once for each")
+    plan = plan_for(
+        policy,
+        module,
+        ignored_params=arguments["ignored_params"],
+        root_kwargs=arguments,
+        sharded=lambda found: unit_of(found) is not None,
+    )
+    for entry in plan.entries:
+        unknown = sorted(set(entry.kwargs) - set(arguments))
+        if unknown:
+            raise ValueError(f"{api}: the policy chose {unknown} for {entry.name!r}, expected of {sorted(arguments)}")
+        root_modules(api, entry.module)
+        ranks = shard_mesh_for(api, entry.kwargs["mesh"], entry.kwargs["dp_mesh_dims"])
+        check_reshard(api, entry.kwargs["reshard_after_forward"], ranks.world_size)
+        _policy(api, entry.kwargs["mp_policy"], entry.kwargs["offload_policy"])
+    plan.apply(lambda inner, chosen, _: fully_shard(inner, **chosen))
 
 
 def _policy(api: str, precision: MixedPrecisionPolicy | None, offload: OffloadPolicy | None) -> UnitPolicy:
