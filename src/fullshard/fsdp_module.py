@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, cast
@@ -13,7 +12,7 @@ from torch import nn
 
 from fullshard.arguments import check_bool, check_modules
 from fullshard.controls import Controls
-from fullshard.engine.ownership import nested_units, set_unit, unit_of
+from fullshard.engine.ownership import nested_units
 from fullshard.engine.settings import Lanes
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError
@@ -110,41 +109,6 @@ class FSDPModule(Controls, ShardedModule):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         unit_at(self).reshard()
         super()._load_from_state_dict(*args, **kwargs)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FSDPModule:
-        unit = unit_at(self)
-        unit.settle()
-        unit.reshard()
-        for parameter in unit.parameters:
-            parameter.remember_attributes()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        unit.adopt()
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FSDPModule:
-        """A sharded copy with shards of its own; it starts at rest."""
-        unit = unit_at(self)
-        unit.settle()
-        unit.reshard()
-        unit.settle_parameters()
-        unit.memoize_parameters(memo)
-        copied: FSDPModule = object.__new__(type(self))
-        memo[id(self)] = copied
-        copied.__dict__.update(_deepcopy_state(self, memo))
-        members = [module for module in (ref() for ref in unit.modules) if module is not None]
-        for module in members:
-            copy.deepcopy(module, memo)  # nothing, for those that are copied already
-        if unit_of(memo[id(members[-1])]) is None:  # else the copy of another member has done it
-            made = unit.copy_for([memo[id(module)] for module in members], memo)
-            for module in members:
-                set_unit(memo[id(module)], made)
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise FullshardError(
-            f"{type(self).__name__} cannot be pickled: its shards belong to a process group; "
-            "save model.state_dict() with torch.distributed.checkpoint instead"
-        )
 
 
 class UnshardHandle:
@@ -317,8 +281,3 @@ def _outside_graph(function: Callable[..., Any], recursive: bool = True) -> Call
     if function not in _outside:
         _outside[function] = torch.compiler.disable(function, recursive=recursive)  # type: ignore[no-untyped-call]
     return _outside[function]
-
-
-def _deepcopy_state(module: nn.Module, memo: dict[int, Any]) -> dict[str, Any]:
-    state = {key: value for key, value in module.__dict__.items() if key != "_fullshard_unit"}
-    return copy.deepcopy(state, memo)

@@ -1,17 +1,21 @@
-"""What modules of both front ends have in common: gradients that wait for their reduction."""
+"""What modules of both front ends have in common: pending gradients, moves and copies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import copy
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fullshard.arguments import check_bool
-from fullshard.engine.ownership import nested_units, unit_of
+from fullshard.engine.ownership import nested_units, set_unit, unit_of
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["PendingGradient", "ShardedModule", "unit_at", "units_at"]
 
@@ -80,6 +84,47 @@ class ShardedModule(nn.Module):
         """As of ``nn.Module``; after a backward that raised, the sharded parameters again."""
         unit_at(self).settle()
         return super().named_parameters(*args, **kwargs)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        unit = unit_at(self)
+        unit.settle()
+        unit.reshard()
+        for parameter in unit.parameters:
+            parameter.remember_attributes()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        unit.adopt()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A sharded copy with shards of its own; it starts at rest."""
+        unit = unit_at(self)
+        unit.settle()
+        unit.reshard()
+        unit.settle_parameters()
+        unit.memoize_parameters(memo)
+        copied: Self = object.__new__(type(self))
+        memo[id(self)] = copied
+        memo.update((id(shared), shared) for shared in self._shared_with_copies())
+        state = {key: value for key, value in self.__dict__.items() if key != "_fullshard_unit"}
+        copied.__dict__.update(copy.deepcopy(state, memo))
+        members = [module for module in (ref() for ref in unit.modules) if module is not None]
+        for module in members:
+            copy.deepcopy(module, memo)  # nothing, for those that are copied already
+        if unit_of(memo[id(members[-1])]) is None:  # else the copy of another member has done it
+            made = unit.copy_for([memo[id(module)] for module in members], memo)
+            for module in members:
+                set_unit(memo[id(module)], made)
+        return copied
+
+    def _shared_with_copies(self) -> list[object]:
+        """What belongs to a process group and is the same for a deep copy."""
+        return []
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise FullshardError(
+            f"{type(self).__name__} cannot be pickled: its shards belong to a process group; "
+            "save model.state_dict() with torch.distributed.checkpoint instead"
+        )
 
 
 class PendingGradient(NamedTuple):

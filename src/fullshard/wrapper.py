@@ -378,6 +378,9 @@ class FullyShardedDataParallel(WrapperState, ShardedModule):
         """As of the wrapped module (``nn.Sequential``)."""
         return self._fsdp_wrapped_module[key]  # type: ignore[index]
 
+    def _shared_with_copies(self) -> list[object]:
+        return [self._options]
+
     # What programs written for torch.distributed.fsdp read.
 
     @property

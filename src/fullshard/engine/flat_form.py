@@ -114,6 +114,10 @@ class FlatForm(Form):
             )
         return FlatPiece.of(parameter, owner, fqn, placement)
 
+    def copy_for(self, memo: dict[int, Any]) -> Form:
+        """See :class:`Form`."""
+        return self if self._module is None else FlatForm(memo[id(self._module())])
+
     def accepts(self, parameter: ShardedParameter) -> bool:
         """See :class:`Form`."""
         return isinstance(parameter, FlatPiece)

@@ -149,8 +149,9 @@ class FlatPiece(ShardedParameter):
         """Put a copy of the piece, gradient included, into a deepcopy's memo."""
         old = self.sharded
         new = nn.Parameter(self.local.clone(), requires_grad=old.requires_grad)
-        if old.grad is not None:
-            new.grad = old.grad.clone()
+        gradient = self.local_gradient
+        if gradient is not None:
+            new.grad = gradient.clone().view(new.shape)
         memo[id(old)] = new
 
     def copy_for(self, memo: dict[int, Any]) -> ShardedParameter:
@@ -188,6 +189,16 @@ class FlatHome:
         flat.shapes = tuple(piece.placement.shape for piece in pieces)
         self.flat = flat
         mark(flat, pieces[0])
+        if any(piece.sharded.grad is not None for piece in pieces):
+            self._take_gradients()
+
+    def _take_gradients(self) -> None:
+        """Of pieces that come from somewhere else, such as a copy."""
+        self.flat.grad = torch.zeros_like(self._slice)
+        for piece in self.pieces:
+            gradient, piece.sharded.grad = piece.sharded.grad, None
+            if gradient is not None and piece.piece is not None:
+                self.flat.grad.narrow(0, piece.piece.offset, piece.piece.numel).copy_(gradient.reshape(-1))
 
     def move_to(self, slice_: torch.Tensor) -> None:
         """The shard buffer is another one now."""

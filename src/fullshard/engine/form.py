@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,6 +37,10 @@ class Form:
     ) -> ShardedParameter:
         """For a parameter that no unit manages yet."""
         return ShardedParameter.of(parameter, owner, fqn, placement)
+
+    def copy_for(self, memo: dict[int, Any]) -> Form:
+        """The same form for a deep copy whose modules are in ``memo``."""
+        return self
 
     def accepts(self, parameter: ShardedParameter) -> bool:
         """Whether a parameter that another unit has kept can go on in this form."""

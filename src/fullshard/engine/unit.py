@@ -453,7 +453,8 @@ class Unit:
         """The unit of deep copies of this unit's modules; these, with what is below them, are in ``memo`` already."""
         settings = replace(self.settings, forward_prefetch=[], backward_prefetch=[], lanes=None, post_optim_event=None)
         settings.reduction = replace(settings.reduction)
-        return Unit(modules, self.mesh, [p.copy_for(memo) for p in self.parameters], self.policy, settings)
+        policy = self.policy._replace(form=self.policy.form.copy_for(memo))
+        return Unit(modules, self.mesh, [p.copy_for(memo) for p in self.parameters], policy, settings)
 
     def memoize_parameters(self, memo: dict[int, Any]) -> None:
         """Put copies of the sharded parameters into a deepcopy's memo (DTensor's own would copy the mesh too)."""
