@@ -16,7 +16,7 @@ from fullshard.engine.ownership import nested_units
 from fullshard.engine.settings import Lanes
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError
-from fullshard.sharded_module import ShardedModule, unit_at
+from fullshard.sharded_module import ShardedModule, outside_graph, unit_at
 
 __all__ = [
     "FSDPModule",
@@ -45,7 +45,7 @@ class FSDPModule(Controls, ShardedModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module with its full parameters."""
         if torch.compiler.is_compiling():
-            return _outside_graph(_call_module, recursive=False)(self, args, kwargs)
+            return outside_graph(_call_module, recursive=False)(self, args, kwargs)
         unit: Unit = self.__dict__["_fullshard_unit"]
         args, kwargs = unit.pre_forward(args, kwargs)
         try:
@@ -264,20 +264,10 @@ def _as_forward(method: Callable[..., Any]) -> Callable[..., Any]:
 def _call_module(module: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``FSDPModule.__call__`` where torch.compile is tracing: the module is compiled, what surrounds it is not."""
     unit = unit_at(module)
-    args, kwargs = _outside_graph(Unit.pre_forward)(unit, args, kwargs)
+    args, kwargs = outside_graph(Unit.pre_forward)(unit, args, kwargs)
     try:
         output = super(FSDPModule, module).__call__(*args, **kwargs)
     except BaseException:
-        _outside_graph(Unit.abort_forward)(unit)
+        outside_graph(Unit.abort_forward)(unit)
         raise
-    return _outside_graph(Unit.post_forward)(unit, module, output)
-
-
-_outside: dict[Callable[..., Any], Callable[..., Any]] = {}
-
-
-def _outside_graph(function: Callable[..., Any], recursive: bool = True) -> Callable[..., Any]:
-    """Keep ``function``, and if ``recursive`` what it calls, out of a graph that torch.compile is tracing."""
-    if function not in _outside:
-        _outside[function] = torch.compiler.disable(function, recursive=recursive)  # type: ignore[no-untyped-call]
-    return _outside[function]
+    return outside_graph(Unit.post_forward)(unit, module, output)

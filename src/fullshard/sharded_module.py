@@ -17,7 +17,7 @@ from fullshard.errors import FullshardError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["PendingGradient", "ShardedModule", "unit_at", "units_at"]
+__all__ = ["PendingGradient", "ShardedModule", "outside_graph", "unit_at", "units_at"]
 
 
 def unit_at(module: nn.Module) -> Unit:
@@ -137,3 +137,13 @@ class PendingGradient(NamedTuple):
 
     unreduced: torch.Tensor | None
     partial: torch.Tensor | None
+
+
+_outside: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def outside_graph(function: Callable[..., Any], recursive: bool = True) -> Callable[..., Any]:
+    """Keep ``function``, and if ``recursive`` what it calls, out of a graph that torch.compile is tracing."""
+    if function not in _outside:
+        _outside[function] = torch.compiler.disable(function, recursive=recursive)  # type: ignore[no-untyped-call]
+    return _outside[function]

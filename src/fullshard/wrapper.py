@@ -22,7 +22,7 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError, PhaseError
 from fullshard.memory import keep_freed_memory
 from fullshard.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from fullshard.sharded_module import ShardedModule, unit_at
+from fullshard.sharded_module import ShardedModule, outside_graph, unit_at
 from fullshard.wrap import Policy, PolicyFunction
 from fullshard.wrapper_clip import clip_gradients
 from fullshard.wrapper_initial import Initializer, sync_states
@@ -191,16 +191,16 @@ class FullyShardedDataParallel(WrapperState, ShardedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its full parameters."""
+        outside = outside_graph if torch.compiler.is_compiling() else _as_it_is
         dtype = _dtype_of((args, kwargs)) if self._casts_around else None
-        args, kwargs = self._before(args, kwargs)
+        args, kwargs = outside(FullyShardedDataParallel._before)(self, args, kwargs)
         try:
             output = self._fsdp_wrapped_module(*args, **kwargs)
         except BaseException:
-            self._failed()
+            outside(FullyShardedDataParallel._failed)(self)
             raise
-        return self._after(output, dtype)
+        return outside(FullyShardedDataParallel._after)(self, output, dtype)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         unit = unit_at(self)
         self._settle_state()
@@ -213,13 +213,11 @@ class FullyShardedDataParallel(WrapperState, ShardedModule):
                 args, kwargs = cast_tensors(precision.param_dtype, (args, kwargs))
         return unit.pre_forward(args, kwargs)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, output: Any, dtype: torch.dtype | None) -> Any:
         if dtype is not None:
             output = cast_tensors(dtype, output)
         return unit_at(self).post_forward(self, output)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _failed(self) -> None:
         unit_at(self).abort_forward()
 
@@ -426,6 +424,10 @@ def _ignored(
             ignored_modules |= below._ignored_modules
             ignored_parameters |= below._ignored_parameters
     return ignored_modules, ignored_parameters
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
 def _dtype_of(inputs: Any) -> torch.dtype | None:

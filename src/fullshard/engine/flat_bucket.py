@@ -103,7 +103,8 @@ class FlatReducer(GradientReducer):
         for parameter, slot in zip(parameters, layout.slots, strict=True):
             piece = slot.piece(mesh.rank)
             self.views.append(RowsView(0, piece.offset, tuple(parameter.local.shape), parameter.local.stride()))
-        self.views.append(RowsView(0, numel, (count,), (1,)))
+        if self.travels:
+            self.views.append(RowsView(0, numel, (count,), (1,)))
         self._gaps, end = [], 0
         for start, size in [*((s.full_offset, s.parameter.numel) for s in layout.slots), (layout.full_numel, 0)]:
             if start > end:

@@ -73,8 +73,8 @@ def explain_difference(orders: Mapping[int, UnitOrder]) -> str | None:
                 ranks.setdefault(name, []).append(rank)
         if len(ranks) > 1:
             return (
-                "the ranks ran the units of the model in different orders in its first forward, so their collectives "
-                f"do not match; the first difference is at position {position} (from 0): {_list(ranks)}. Make all "
+                "the ranks ran the model's units in different orders in the first forward, so their collectives do not "
+                f"match; the first difference is at position {position} (from 0): {_list(ranks)}. Make all "
                 "ranks call the same modules in the same order: look for control flow that depends on the rank or on "
                 "its data, and call modules that a rank does not need with an input of zeros"
             )
@@ -189,10 +189,10 @@ class OrderWatch:
         try:
             with watch.guard():                # around all of that forward
                 ...
-                watch.started("blocks.0")      # a unit is about to be gathered
+                watch.started("blocks.0")      # a unit's forward begins, before anything is waited for
                 ...
                 watch.completed()              # the forward is over
-                check.compare(names)
+                check.compare(watch.names)
         finally:
             watch.finished()
 
@@ -230,9 +230,17 @@ class OrderWatch:
             self._thread.start()
 
     def started(self, name: str) -> None:
-        """A unit called ``name`` is about to run: its gather was, or is being, issued."""
+        """The forward of a unit called ``name`` begins. Call this before waiting for its gather.
+
+        Not for what is gathered ahead: that is a guess, and the same on all ranks.
+        """
         self._names.append(name)
         self._last = time.monotonic()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The units that have started, in order: what to compare at the end."""
+        return tuple(self._names)
 
     def completed(self) -> None:
         """This rank's forward is over. The watch goes on, for others may be waiting for this rank."""
@@ -283,7 +291,7 @@ class OrderWatch:
         said: UnitOrder | None = None
         since: float | None = None  # when a difference was found
         while True:
-            order = UnitOrder(tuple(self._names), self._complete)
+            order = UnitOrder(self.names, self._complete)
             if order != said:
                 self._store.set(f"order/{own}", json.dumps([order.names, order.complete]))
                 said = order
