@@ -11,6 +11,7 @@ from fullshard.fsdp_module import (
     unsharded,
 )
 from fullshard.fully_shard import fully_shard, replicate
+from fullshard.grad_scaler import ShardedGradScaler
 from fullshard.policy import (
     BackwardPrefetch,
     CPUOffload,
@@ -51,6 +52,7 @@ __all__ = [
     "ReduceScatter",
     "ReplicateModule",
     "ShardPlacementResult",
+    "ShardedGradScaler",
     "ShardingStrategy",
     "TiedParameterError",
     "UnmaterializedParameterError",

@@ -16,6 +16,7 @@ from fullshard import wrapper_summon
 from fullshard.arguments import Placer, check_instance, check_parameters
 from fullshard.engine.containers import cast_tensors, iterate_tensors
 from fullshard.engine.flat_form import FlatForm
+from fullshard.engine.names import clean_name
 from fullshard.engine.ownership import claim_parameters, managed_modules, nested_units, set_unit, unit_of
 from fullshard.engine.settings import UnitPolicy
 from fullshard.engine.unit import Unit
@@ -27,8 +28,9 @@ from fullshard.wrap import Policy, PolicyFunction
 from fullshard.wrapper_clip import clip_gradients
 from fullshard.wrapper_initial import Initializer, sync_states
 from fullshard.wrapper_options import API, Groups, WrapperOptions, ignored_states
+from fullshard.wrapper_order import validated
 from fullshard.wrapper_plan import plan_wrappers
-from fullshard.wrapper_state import WrapperState, clean_name
+from fullshard.wrapper_state import WrapperState
 from fullshard.wrapper_undo import undone_on_failure
 
 __all__ = ["FullyShardedDataParallel"]
@@ -190,7 +192,21 @@ class FullyShardedDataParallel(WrapperState, ShardedModule):
     # ---------------------------------------------------------------- running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module with its full parameters."""
+        """Run the wrapped module with its full parameters.
+
+        The first one of the root in training compares the order of units over all ranks.
+
+        Raises:
+            FullshardError: On all ranks, if ranks run different units.
+        """
+        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            schedule = unit_at(self).attached()
+            if schedule.root() is unit_of(self) and not schedule.busy:
+                with validated(schedule):
+                    return self._run(args, kwargs)
+        return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outside = outside_graph if torch.compiler.is_compiling() else _as_it_is
         dtype = _dtype_of((args, kwargs)) if self._casts_around else None
         args, kwargs = outside(FullyShardedDataParallel._before)(self, args, kwargs)

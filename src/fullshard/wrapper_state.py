@@ -10,20 +10,11 @@ import torch
 from torch import nn
 
 from fullshard.engine.full_copies import FullCopies
+from fullshard.engine.names import WRAPPED, clean_name
 from fullshard.memory import own_storage
 from fullshard.sharded_module import unit_at
 
-__all__ = ["WRAPPED", "WrapperState", "clean_name"]
-
-WRAPPED = "_fsdp_wrapped_module"
-CHECKPOINTED = "_checkpoint_wrapped_module"
-
-
-def clean_name(name: str) -> str:
-    """A dotted name without the parts that wrappers of either kind add."""
-    if WRAPPED not in name and CHECKPOINTED not in name:
-        return name
-    return ".".join(part for part in name.split(".") if part not in (WRAPPED, CHECKPOINTED))
+__all__ = ["WrapperState"]
 
 
 class WrapperState(nn.Module):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import nn
 
 from fullshard.engine.form import Form
+from fullshard.engine.names import clean_name
 from fullshard.engine.parameter import Owner, ShardedParameter, managed_by
 from fullshard.engine.placement import ParameterPlacement
 from fullshard.errors import TiedParameterError
@@ -182,7 +183,9 @@ def rename(roots: Sequence[nn.Module], units: list[Unit]) -> None:
     names: dict[int, list[str]] = {}
     for root in roots:
         for name, module in root.named_modules(remove_duplicate=False):
-            names.setdefault(id(module), []).append(name)
+            known = names.setdefault(id(module), [])
+            if (clean := clean_name(name)) not in known:  # a wrapper and what it wraps have one name
+                known.append(clean)
     for unit in units:
         unit.name = next(names[id(ref())][0] for ref in unit.modules if id(ref()) in names)
         for parameter in unit.parameters:
@@ -207,4 +210,4 @@ def _holders_in(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[_Holder]:
     for prefix, submodule in modules:
         for name, parameter in submodule._parameters.items():
             if parameter is not None:
-                yield _Holder(f"{prefix}.{name}" if prefix else name, submodule, name, parameter)
+                yield _Holder(clean_name(f"{prefix}.{name}" if prefix else name), submodule, name, parameter)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from fullshard.errors import PhaseError, UnmaterializedParameterError
 from fullshard.memory import Event
 
 if TYPE_CHECKING:
+    from fullshard.engine.order import OrderCheck
     from fullshard.engine.reduction import PendingReduction
     from fullshard.engine.unit import Unit
 
@@ -78,6 +79,8 @@ class Schedule:
 
     root: weakref.ref[Unit]
     lanes: Lanes
+    on_start: Callable[[str], None] | None  # called with the name of each unit whose forward begins
+    order_checks: list[OrderCheck] | None  # whoever validates the order; None: not compared yet
     is_last_backward: bool
     _units: list[weakref.ref[Unit]]  # in the order of modules()
     _depth: int  # forwards that are open now, of any unit
@@ -97,6 +100,7 @@ class Schedule:
         self.root = root.ref
         shared = next((unit.settings.lanes for unit in units if unit.settings.lanes is not None), None)
         self.lanes = shared if shared is not None else Lanes.on(root.mesh.device)
+        self.on_start = self.order_checks = None
         self.is_last_backward = True
         self._units = [unit.ref for unit in units]
         self._order, self._recorded, self._ended = list(self._units), [], []
@@ -166,6 +170,10 @@ class Schedule:
         """The units that still exist."""
         return (unit for unit in (ref() for ref in self._units) if unit is not None)
 
+    def order_names(self) -> list[str]:
+        """Names of the units that the last forward of the root ran, in order."""
+        return [unit.name for unit in (ref() for ref in self._order) if unit is not None]
+
     # ---------------------------------------------------------------- forward
 
     def enter(self, unit: Unit) -> None:
@@ -179,6 +187,8 @@ class Schedule:
             if self._root_is_running:
                 self._after, unit.settings.post_optim_event = unit.settings.post_optim_event, None
         self._depth += 1
+        if self.on_start is not None and hooks.current_backward() == hooks.NO_BACKWARD:
+            self.on_start(unit.name)
 
     def started_forward(self, unit: Unit) -> None:
         """``unit`` has its full parameters and is about to compute: gather ahead."""
