@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -204,6 +204,9 @@ class MixedPrecision:
     def __post_init__(self) -> None:
         _check_dtypes(self, ("param_dtype", "reduce_dtype", "buffer_dtype"))
         _check_flags(self, ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"))
+        classes = self._module_classes_to_ignore
+        if not isinstance(classes, Iterable) or not all(isinstance(found, type) for found in classes):
+            raise TypeError(f"MixedPrecision: _module_classes_to_ignore: expected a list of classes, found {classes!r}")
 
 
 @dataclass(frozen=True)

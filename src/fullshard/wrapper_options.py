@@ -134,6 +134,10 @@ def _device_type(module: nn.Module, device_id: int | torch.device | None) -> str
         if types:
             raise ValueError(f"{API}: device_id is {device_id}, but the module has parameters on {types[0]}")
         return "cpu"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or device.type != accelerator.type:
+        there = "no accelerator" if accelerator is None else accelerator.type
+        raise ValueError(f"{API}: device_id is {device}, but this machine has {there}; pass a device that is there")
     if device.index is None:
         current = torch.accelerator.current_device_index()
         warnings.warn(f"{API}: device_id {device} has no index; using the current device, {current}", stacklevel=4)

@@ -36,25 +36,32 @@ def summon(
     own = unit_of(module)
     units = nested_units(module) if recurse else [] if own is None else [own]
     opened: list[FullCopies] = []
+    agrees = rank0_only and writeback  # what the first rank did is then a matter of all
+    error: BaseException | None = None
     try:
         for unit in units:
-            copies = FullCopies(unit, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads)
-            opened.append(copies)
+            opened.append(FullCopies(unit, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads))
         yield
-    except BaseException:
-        if rank0_only and writeback and len(opened) == len(units):
-            _agree(units, failed=True)
-        for copies in reversed(opened):
-            copies.close(writeback=False)
+        if writeback:
+            for copies in opened:
+                copies.check()
+    except BaseException as raised:
+        error = raised
         raise
-    failed = rank0_only and writeback and _agree(units, failed=False)
-    for copies in reversed(opened):
-        copies.close(writeback=writeback and not failed, rank0_only=rank0_only, with_grads=with_grads)
-    if failed:
-        raise FullshardError(
-            "summon_full_params(writeback=True, rank0_only=True): the block raised on another rank, so nothing was "
-            "written back"
-        )
+    finally:
+        failed = error is not None
+        if agrees and len(opened) == len(units):
+            failed = _agree(units, failed=failed)
+        with contextlib.ExitStack() as stack:  # all of them are closed, whichever fails
+            for copies in opened:
+                stack.callback(
+                    copies.close, writeback=writeback and not failed, rank0_only=rank0_only, with_grads=with_grads
+                )
+        if failed and error is None:
+            raise FullshardError(
+                "summon_full_params(writeback=True, rank0_only=True): the block failed on another rank, so nothing "
+                "was written back"
+            )
 
 
 def _agree(units: list[Unit], *, failed: bool) -> bool:

@@ -40,6 +40,7 @@ class FullCopies:
         self, unit: Unit, *, rank0_only: bool = False, offload_to_cpu: bool = False, with_grads: bool = False
     ) -> None:
         self.unit, self.parameters, self._copies = unit, {}, []
+        offload_to_cpu = offload_to_cpu and unit.mesh.device.type != "cpu"  # else they are there
         unit.settle()
         running = unit.schedule is not None and unit.schedule.busy
         if running or not unit.resting or unit.progress.summoned or unit.progress.held:
@@ -104,6 +105,14 @@ class FullCopies:
             for parameter, value in zip(bucket.parameters, copied.values, strict=True)
             if id(parameter) in there
         }
+
+    def check(self) -> None:
+        """Whether what the modules hold can be written back.
+
+        Raises:
+            FullshardError: If a parameter was replaced by one of another shape.
+        """
+        self._held()
 
     def close(self, *, writeback: bool, rank0_only: bool = False, with_grads: bool = False) -> None:
         """Have the modules hold the shards again.
