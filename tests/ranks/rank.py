@@ -23,7 +23,7 @@ class Rank:
         rank: 0 <= rank < world_size.
         world_size: number of processes.
         mesh: 1-D mesh "cpu" over the whole world, without axis names.
-        group: the default process group, gloo.
+        group: the default process group, of the back end that FULLSHARD_TEST_BACKEND names: gloo, without it.
     """
 
     rank: int

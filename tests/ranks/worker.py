@@ -30,6 +30,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from ranks.outcome import Outcome
 from ranks.rank import Rank
 
+# What the groups of all worlds are made with. Has to serve CPU tensors: bodies make those.
+BACKEND_VARIABLE = "FULLSHARD_TEST_BACKEND"
 GROUP_TIMEOUT = timedelta(seconds=30)  # a collective that some rank never joins fails after this
 DUMP_STACKS = signal.SIGUSR1
 
@@ -90,7 +92,8 @@ def _join(rank: int, world_size: int, directory: Path) -> Rank:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size))
     store = dist.FileStore(str(directory / "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+    backend = os.environ.get(BACKEND_VARIABLE, "gloo")
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
     mesh = init_device_mesh("cpu", (world_size,))
     dist.barrier()  # connects every pair now, so that a first collective in a test is as fast as any other
     return Rank(rank, world_size, mesh, dist.group.WORLD)
