@@ -58,6 +58,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
+    policy: None = ...,
 ) -> list[FSDPModule]: ...
 
 

@@ -18,14 +18,12 @@ def validated(schedule: Schedule) -> Iterator[None]:
     Raises:
         FullshardError: In the first such forward, on all ranks, if they run their units in different orders.
     """
-    if schedule.order_checks is None:
+    if schedule.order.checks is None:
         with _first(schedule):
             yield
         return
     yield
-    names = schedule.order_names()
-    for check in schedule.order_checks[:1]:
-        check.note(names)
+    schedule.order.checks[0].note(schedule.order.names())
 
 
 @contextlib.contextmanager
@@ -40,7 +38,7 @@ def _first(schedule: Schedule) -> Iterator[None]:
         return
     checks = [OrderCheck(group, mesh.device) for group in groups]
     watch = OrderWatch(groups[0], mesh.device)
-    schedule.on_start = watch.started
+    schedule.order.on_start = watch.started
     try:
         with watch.guard():
             yield
@@ -48,6 +46,6 @@ def _first(schedule: Schedule) -> Iterator[None]:
             for check in checks:
                 check.compare(watch.names)
     finally:
-        schedule.on_start = None
+        schedule.order.on_start = None
         watch.finished()
-    schedule.order_checks = checks
+    schedule.order.checks = checks

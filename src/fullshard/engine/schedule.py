@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fullshard.engine import hooks
+from fullshard.engine.forward_order import ForwardOrder
 from fullshard.engine.gather import issue_gathers
 from fullshard.engine.ownership import check_owned, nested_units, rename
 from fullshard.engine.parameter import managed_by
@@ -31,7 +31,6 @@ from fullshard.errors import PhaseError, UnmaterializedParameterError
 from fullshard.memory import Event
 
 if TYPE_CHECKING:
-    from fullshard.engine.order import OrderCheck
     from fullshard.engine.reduction import PendingReduction
     from fullshard.engine.unit import Unit
 
@@ -79,15 +78,11 @@ class Schedule:
 
     root: weakref.ref[Unit]
     lanes: Lanes
-    on_start: Callable[[str], None] | None  # called with the name of each unit whose forward begins
-    order_checks: list[OrderCheck] | None  # whoever validates the order; None: not compared yet
+    order: ForwardOrder
     is_last_backward: bool
     _units: list[weakref.ref[Unit]]  # in the order of modules()
     _depth: int  # forwards that are open now, of any unit
     _root_is_running: bool  # whether the outermost open forward is the root's
-    _order: list[weakref.ref[Unit]]  # of forward starts, as recorded in the last forward of the root
-    _recorded: list[weakref.ref[Unit]]  # of the one that runs now
-    _cursor: int  # how far that one has come in _order
     _ended: list[weakref.ref[Unit]]  # forwards that wait for their backward, in the order in which they ended
     _ahead: dict[int, weakref.ref[Unit]]  # by id: gathered but not used yet
     _waiting: list[weakref.ref[Unit]]  # of several modules, not all of which have run in this forward
@@ -100,11 +95,9 @@ class Schedule:
         self.root = root.ref
         shared = next((unit.settings.lanes for unit in units if unit.settings.lanes is not None), None)
         self.lanes = shared if shared is not None else Lanes.on(root.mesh.device)
-        self.on_start = self.order_checks = None
         self.is_last_backward = True
         self._units = [unit.ref for unit in units]
-        self._order, self._recorded, self._ended = list(self._units), [], []
-        self._depth = self._cursor = 0
+        self.order, self._ended, self._depth = ForwardOrder(self._units), [], 0
         self._root_is_running, self._pass = False, None
         self._ahead, self._waiting, self._reductions, self._after = {}, [], Reductions(), None
 
@@ -170,10 +163,6 @@ class Schedule:
         """The units that still exist."""
         return (unit for unit in (ref() for ref in self._units) if unit is not None)
 
-    def order_names(self) -> list[str]:
-        """Names of the units that the last forward of the root ran, in order."""
-        return [unit.name for unit in (ref() for ref in self._order) if unit is not None]
-
     # ---------------------------------------------------------------- forward
 
     def enter(self, unit: Unit) -> None:
@@ -182,13 +171,12 @@ class Schedule:
             if self.failed_backward:
                 self.recover(drop_gradients=True)
             self._root_is_running = self.root() is unit
-            self._cursor = 0
-            self._recorded = []
+            self.order.begin()
             if self._root_is_running:
                 self._after, unit.settings.post_optim_event = unit.settings.post_optim_event, None
         self._depth += 1
-        if self.on_start is not None and hooks.current_backward() == hooks.NO_BACKWARD:
-            self.on_start(unit.name)
+        if hooks.current_backward() == hooks.NO_BACKWARD:
+            self.order.entered(unit)
 
     def started_forward(self, unit: Unit) -> None:
         """``unit`` has its full parameters and is about to compute: gather ahead."""
@@ -199,9 +187,9 @@ class Schedule:
         if chosen:
             self._gather_chosen(chosen)
         elif self._root_is_running:
-            self._gather_next(self._successors(unit))
+            self._gather_next(self.order.after(unit))
         self._after = None
-        self._recorded.append(unit.ref)
+        self.order.started(unit)
 
     def finished_forward(self, unit: Unit) -> None:
         """A forward of ``unit`` that has a backward is over."""
@@ -223,7 +211,7 @@ class Schedule:
                 waiting.complete_forward()
         self._waiting.clear()
         if self._root_is_running:
-            self._order = self._recorded
+            self.order.keep()
         for guessed_wrong in self._units_ahead():
             guessed_wrong.reshard()
         self._ahead.clear()
@@ -234,14 +222,6 @@ class Schedule:
             return False
         self._waiting.append(unit.ref)
         return True
-
-    def _successors(self, unit: Unit) -> Iterable[weakref.ref[Unit]]:
-        """The units after ``unit`` in the recorded order, found from where the present forward stands."""
-        try:
-            self._cursor = self._order.index(unit.ref, self._cursor) + 1
-        except ValueError:
-            return ()  # not in the recorded order from here on
-        return islice(self._order, self._cursor, None)
 
     def is_ahead(self, unit: Unit) -> bool:
         """Whether ``unit`` was gathered just now, for what runs next."""
@@ -366,7 +346,7 @@ class Schedule:
             unit.reset(drop_gradients=drop_gradients)
         self._reductions.abandon()
         self._depth, self._pass = 0, None
-        self._recorded = []
+        self.order.begin()
 
     def _let_go(self) -> None:
         self._ended.clear()
