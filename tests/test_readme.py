@@ -28,6 +28,7 @@ RANKS = {
     "docs/offload.md": 2,
     "docs/policies.md": 2,
     "docs/precision.md": 2,
+    "docs/wrapper.md": 2,
     "docs/wrapping.md": 2,
 }
 ELSEWHERE = {

@@ -25,6 +25,7 @@ from fullshard.engine.unit import Unit
 from fullshard.fsdp_module import FSDPModule, ReplicateModule, become, sharded_class
 from fullshard.memory import keep_freed_memory
 from fullshard.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.sharded_module import note_inside
 from fullshard.wrap import Policy, PolicyFunction, plan_for
 
 __all__ = ["fully_shard", "replicate"]
@@ -235,3 +236,4 @@ def _make_unit(
     unit = Unit(modules, ranks, claim_parameters(modules, ignored, place, policy.form), policy, settings)
     for module in modules:
         set_unit(module, unit)
+        note_inside(module)

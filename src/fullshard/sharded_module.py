@@ -17,7 +17,7 @@ from fullshard.errors import FullshardError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["PendingGradient", "ShardedModule", "outside_graph", "unit_at", "units_at"]
+__all__ = ["PendingGradient", "ShardedModule", "note_inside", "outside_graph", "unit_at", "units_at"]
 
 
 def unit_at(module: nn.Module) -> Unit:
@@ -34,8 +34,17 @@ def units_at(module: nn.Module, recurse: bool) -> list[Unit]:
     return nested_units(module) if recurse else [unit_at(module)]
 
 
+def note_inside(module: nn.Module) -> None:
+    """The sharded modules below ``module`` are no roots any more."""
+    for below in module.modules():
+        if below is not module and isinstance(below, ShardedModule):
+            below._inside = True
+
+
 class ShardedModule(nn.Module):
     """A module that is a unit."""
+
+    _inside: bool = False  # whether another one contains it
 
     def get_pending_gradients(self) -> dict[nn.Parameter, PendingGradient]:
         """The gradients, of this module's and all nested units, that are not in ``.grad`` yet. No communication.

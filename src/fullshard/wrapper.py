@@ -23,7 +23,7 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError, PhaseError
 from fullshard.memory import keep_freed_memory
 from fullshard.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from fullshard.sharded_module import ShardedModule, outside_graph, unit_at
+from fullshard.sharded_module import ShardedModule, note_inside, outside_graph, unit_at
 from fullshard.wrap import Policy, PolicyFunction
 from fullshard.wrapper_clip import clip_gradients
 from fullshard.wrapper_initial import Initializer, sync_states
@@ -73,7 +73,6 @@ class FullyShardedDataParallel(WrapperState, ShardedModule):
     _options: WrapperOptions
     _ignored_modules: set[nn.Module]
     _ignored_parameters: set[nn.Parameter]  # of units below as well
-    _inside: bool  # whether another wrapper contains this one
     _casts_around: bool  # whether inputs are cast to full precision and outputs back, see MixedPrecision
     _comm_hook: bool  # whether there is one
 
@@ -158,7 +157,7 @@ class FullyShardedDataParallel(WrapperState, ShardedModule):
     ) -> None:
         """Become the wrapper of ``module``; the modules inside that are to be units are."""
         self._options, self._ignored_modules, self._ignored_parameters = options, ignored_modules, ignored_parameters
-        self._inside = self._casts_around = self._comm_hook = False
+        self._casts_around = self._comm_hook = False
         self._fsdp_wrapped_module = module
         mesh = options.mesh
         managed = [m for _, m in managed_modules([self]) if m not in ignored_modules and m is not self]
@@ -185,8 +184,7 @@ class FullyShardedDataParallel(WrapperState, ShardedModule):
         )
         set_unit(self, Unit([self], mesh, claimed, policy, options.settings()))
         initializer.leave_out(left_out)
-        for wrapper in self.fsdp_modules(module):
-            wrapper._inside = True
+        note_inside(self)
         self._prepare_state(managed)
 
     # ---------------------------------------------------------------- running

@@ -286,6 +286,13 @@ def accumulate_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None
     if hooks:
         for hook in list(hooks.values()):
             hook(parameter)
+    # What torch.distributed.optim's _apply_optimizer_in_backward leaves on parameters; the node that it hooks does not
+    # run here.
+    optimizers = getattr(parameter, "_in_backward_optimizers", None)
+    if optimizers:
+        for optimizer in optimizers:
+            optimizer.step()
+        parameter.grad = None
 
 
 def mark(parameter: nn.Parameter, managed: ShardedParameter) -> None:
