@@ -170,7 +170,8 @@ def replicate(
     modules = root_modules(api, module)
     for name, below in module.named_modules():
         if unit_of(below) is not None and not isinstance(below, ReplicateModule):
-            raise ValueError(f"{api}: {name!r} is sharded by fully_shard already; expected only replicated modules")
+            by = "fully_shard" if isinstance(below, FSDPModule) else type(below).__name__
+            raise ValueError(f"{api}: {name!r} is sharded by {by} already; expected only replicated modules")
     check_instance(f"{api}: dp_mesh_dims", dp_mesh_dims, (DataParallelMeshDims, type(None)))
     if dp_mesh_dims is not None and dp_mesh_dims.shard_names:
         raise ValueError(f"{api}: dp_mesh_dims: expected replicate axes only, found shard={dp_mesh_dims.shard!r}")

@@ -131,20 +131,17 @@ class FullyShardedDataParallel(WrapperState, ShardedModule):
 
             def wrap(inner: nn.Module, _: dict[str, Any], left_out: frozenset[nn.Parameter]) -> nn.Module:
                 assert planned is not None
-                child = type(self).__new__(type(self))
+                child = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
                 nn.Module.__init__(child)
                 made.append(child)
                 child._set_up(inner, planned.options[inner], modules, parameters, initializer, left_out)
                 child._casts_around = inner in planned.full_precision
                 return child
 
-            if planned is None:
-                made.append(self)
-                self._set_up(module, options, modules, parameters, initializer, frozenset())
-            else:
+            if planned is not None:
                 planned.plan.apply(wrap)
-                made.append(self)
-                self._set_up(module, options, modules, parameters, initializer, frozenset())
+            made.append(self)
+            self._set_up(module, options, modules, parameters, initializer, frozenset())
 
     def _set_up(
         self,
@@ -163,8 +160,9 @@ class FullyShardedDataParallel(WrapperState, ShardedModule):
         managed = [m for _, m in managed_modules([self]) if m not in ignored_modules and m is not self]
         initializer.materialize(managed, options.param_init_fn, mesh.device)
         ignored = ignored_parameters | initializer.present(left_out)
+        lifted = initializer.left_out - ignored
         if options.sync_module_states:
-            sync_states(managed, ignored, mesh)
+            sync_states(managed, ignored, [p for p in dict.fromkeys(_all_parameters(module)) if p in lifted], mesh)
         if mesh.device.type == "cpu":
             keep_freed_memory()
         for submodule in managed:
@@ -173,7 +171,6 @@ class FullyShardedDataParallel(WrapperState, ShardedModule):
                     submodule._buffers[name] = buffer.to(mesh.device)
         form = FlatForm(None if options.use_orig_params else module)
         place = Placer(API, mesh, None)
-        lifted = initializer.left_out - ignored
         claimed = claim_parameters([self], ignored, place, form, lifted)
         policy = UnitPolicy(
             options.precision_policy,
@@ -438,6 +435,11 @@ def _ignored(
             ignored_modules |= below._ignored_modules
             ignored_parameters |= below._ignored_parameters
     return ignored_modules, ignored_parameters
+
+
+def _all_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Those that modules hold, wrappers' included, in order, also more than once."""
+    return (p for m in module.modules() for p in m._parameters.values() if p is not None)
 
 
 def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:

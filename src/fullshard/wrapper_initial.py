@@ -98,9 +98,18 @@ def _on_meta(module: nn.Module) -> bool:
     return any(tensor is not None and tensor.is_meta for tensor in own)
 
 
-def sync_states(modules: Iterable[nn.Module], ignored: set[nn.Parameter], mesh: ShardMesh) -> None:
-    """Give all ranks the parameters and buffers that the first one has. A collective."""
-    found: dict[int, torch.Tensor] = {}
+def sync_states(
+    modules: Iterable[nn.Module], ignored: set[nn.Parameter], others: Iterable[nn.Parameter], mesh: ShardMesh
+) -> None:
+    """Give all ranks the parameters and buffers that the first one has. A collective.
+
+    Args:
+        modules: Theirs, but not those that are ``ignored``.
+        ignored: See there.
+        others: Parameters of other modules, in the same order on all ranks.
+        mesh: The ranks.
+    """
+    found: dict[int, torch.Tensor] = {id(parameter): value_of(parameter) for parameter in others}
     for module in modules:
         for parameter in module._parameters.values():
             if parameter is not None and parameter not in ignored:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fullshard.engine.full_copies import FullCopies
-from fullshard.engine.names import WRAPPED, clean_name
+from fullshard.engine.names import CHECKPOINTED, WRAPPED, clean_name
+from fullshard.errors import FullshardError
 from fullshard.memory import own_storage
 from fullshard.sharded_module import unit_at
 
 __all__ = ["WrapperState"]
+
+
+class _Metadata(dict[str, Any]):
+    """Versions of modules, found also by the names that they have inside of wrappers."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return super().get(clean_name(key), default)
 
 
 class WrapperState(nn.Module):
@@ -23,6 +32,7 @@ class WrapperState(nn.Module):
     _buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] | None  # before they were cast; None: not cast yet
     _managed: list[nn.Module]  # of this wrapper and no other
     _loading: FullCopies | None  # while a state dict is being loaded
+    _messages: list[str]  # where that one collects errors
     _options: Any
 
     def _prepare_state(self, managed: Iterable[nn.Module]) -> None:
@@ -36,6 +46,7 @@ class WrapperState(nn.Module):
             self._close_load(writeback=False)
         if self._buffer_dtypes is not None:
             return
+        _refuse_ddp(self)
         self._buffer_dtypes = {}
         precision = self._options.precision
         dtype = None if precision is None else precision.buffer_dtype
@@ -54,41 +65,73 @@ class WrapperState(nn.Module):
         """
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         copies = FullCopies(unit_at(self))
-        cast = [(m, name, m._buffers[name], dtype) for (m, name), dtype in (self._buffer_dtypes or {}).items()]
+        keep_vars = kwargs.get("keep_vars", args[2] if len(args) > 2 else False)
+        buffers = [(m, name, b) for m in self._managed for name, b in m._buffers.items() if b is not None]
         try:
             for parameter in copies.parameters.values():
-                if not kwargs.get("keep_vars", args[2] if len(args) > 2 else False):
+                if not keep_vars:
                     parameter.data = _own(parameter.data)
-            for module, name, buffer, dtype in cast:
-                module._buffers[name] = None if buffer is None else buffer.to(dtype)
+            for module, name, buffer in buffers:
+                dtype = (self._buffer_dtypes or {}).get((module, name), buffer.dtype)
+                module._buffers[name] = buffer.to(dtype, copy=not keep_vars)
             state = super().state_dict(*args, **kwargs)
         finally:
-            for module, name, buffer, _ in cast:
+            for module, name, buffer in buffers:
                 module._buffers[name] = buffer
             copies.keep_memory()
             copies.close(writeback=False)
         _rename(state, f"{prefix}{WRAPPED}.", prefix)
         metadata = getattr(state, "_metadata", None)
         if metadata is not None:
-            _rename(metadata, f"{prefix}{WRAPPED}", prefix.removesuffix("."))
+            metadata[prefix.removesuffix(".")] = metadata.pop(f"{prefix}{WRAPPED}")
+            _rename(metadata, f"{prefix}{WRAPPED}.", prefix)
         return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of ``nn.Module`` before wrapping. All ranks call it, with the same full values."""
+        metadata = getattr(state_dict, "_metadata", None)
+        if metadata is not None:
+            state_dict = OrderedDict(state_dict)
+            state_dict._metadata = _Metadata(metadata)  # type: ignore[attr-defined]
+        return super().load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         if self._loading is not None:  # an earlier load raised
             self._close_load(writeback=False)
         self._loading = FullCopies(unit_at(self))
+        self._messages = args[-1] if args else kwargs["error_msgs"]
         _rename(state_dict, prefix, f"{prefix}{WRAPPED}.")
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _end_load(self, incompatible: Any) -> None:
         for names in incompatible:
             names[:] = [clean_name(name) for name in names]
+        self._messages[:] = [
+            message.replace(f"{WRAPPED}.", "").replace(f"{CHECKPOINTED}.", "") for message in self._messages
+        ]
         self._close_load(writeback=True)
 
     def _close_load(self, *, writeback: bool) -> None:
         loading, self._loading = self._loading, None
         if loading is not None:
             loading.close(writeback=writeback)
+
+
+def _refuse_ddp(module: nn.Module) -> None:
+    """Raise FullshardError if a DistributedDataParallel that is running now has taken the sharded parameters for its
+    own: it would add up pieces of different parameters.
+    """
+    ddp = DistributedDataParallel._active_ddp_module
+    if ddp is None:
+        return
+    taken = {id(parameter) for parameter in ddp._module_parameters}
+    names = [clean_name(name) for name, parameter in module.named_parameters() if id(parameter) in taken]
+    if names:
+        raise FullshardError(
+            f"{names[0]} (and {len(names) - 1} more) are sharded, but DistributedDataParallel reduces them as well, "
+            "and has overwritten them; tell it to leave them alone: before DistributedDataParallel(model), call "
+            "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)"
+        )
 
 
 def _own(value: torch.Tensor) -> torch.Tensor:

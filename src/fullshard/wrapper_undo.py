@@ -27,6 +27,7 @@ def undone_on_failure(module: nn.Module) -> Iterator[list[nn.Module]]:
     """
     before = {id(unit) for unit in nested_units(module)}
     holders = [(m, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None]
+    children = [(m, list(m._modules.items())) for m in module.modules()]
     made: list[nn.Module] = []
     try:
         yield made
@@ -36,6 +37,8 @@ def undone_on_failure(module: nn.Module) -> Iterator[list[nn.Module]]:
             if unit is not None and id(unit) not in before:
                 _dissolve(unit)
                 clear_unit(wrapper)
+        for holder, held in children:
+            holder._modules.update(held)
         for holder, name, parameter in holders:
             holder.__dict__.pop(name, None)
             if holder._parameters.get(name) is None:

@@ -28,6 +28,12 @@ from fullshard.memory import own_storage
 __all__ = ["FlatHome", "FlatParameter", "FlatPiece", "on_its_device"]
 
 
+NOT_FUNCTIONAL = (
+    ", as torch.func.functional_call does; a sharded module computes with its own parameters, so call it without "
+    "others, assign to their .data, or edit them inside summon_full_params"
+)
+
+
 class FlatParameter(nn.Parameter):
     """This rank's slice of a bucket as a parameter: 1-D, padding included.
 
@@ -55,7 +61,7 @@ class FlatPiece(ShardedParameter):
     def place(self, local: torch.Tensor) -> None:
         """Put this rank's piece at ``local``; the parameter object stays the same wherever that is possible."""
         old, self.local = self.sharded, local
-        if old.grad is not None and (old.grad.shape != local.shape or old.grad.dtype is not local.dtype):
+        if old.grad is not None and old.grad.shape != local.shape:
             old.grad = None  # of the whole parameter, from before it was sharded
         if isinstance(old, DTensor) or not torch._has_compatible_shallow_copy_type(old, local):
             self.sharded = nn.Parameter(local, requires_grad=old.requires_grad)
@@ -104,8 +110,8 @@ class FlatPiece(ShardedParameter):
         found = next((other for other in held if other is not self.sharded), self.sharded)
         if not isinstance(found, nn.Parameter):
             raise FullshardError(
-                f"cannot write back {self.describe()}: its module holds {type(found).__name__} instead of a parameter; "
-                "assign to its .data, or edit it inside summon_full_params"
+                f"cannot write back {self.describe()}: its module holds a {type(found).__name__} that is no "
+                f"nn.Parameter{NOT_FUNCTIONAL}"
             )
         if found.shape not in (self.local.shape, self.placement.shape):
             raise FullshardError(
@@ -203,8 +209,6 @@ class FlatHome:
     def move_to(self, slice_: torch.Tensor) -> None:
         """The shard buffer is another one now."""
         self._slice = slice_
-        if self.flat.grad is not None and self.flat.grad.dtype is not slice_.dtype:
-            self.flat.grad = None
         self.flat.data = slice_
 
     def settle(self) -> None:
@@ -224,6 +228,11 @@ class FlatHome:
         """
         held = self.parameters.get(self.name)
         value = self.flat if held is None else held
+        if not isinstance(value, nn.Parameter):
+            raise FullshardError(
+                f"cannot write back the flat parameter {self.name}: it was replaced by a {type(value).__name__} that "
+                f"is no nn.Parameter{NOT_FUNCTIONAL}"
+            )
         if value.shape != self._slice.shape:
             raise FullshardError(
                 f"cannot write back the flat parameter {self.name}: its shape was changed to {tuple(value.shape)}, "
