@@ -262,16 +262,16 @@ def ignored_states(
     given = modules if states is None else states
     if given is None:
         return set(), set()
-    if isinstance(given, (nn.Module, torch.Tensor)) or not isinstance(given, Iterable):
+    if isinstance(given, torch.Tensor) or not hasattr(given, "__iter__"):  # nn.ModuleList is a list of modules too
         raise TypeError(f"{API}: {name}: expected a list of modules or parameters, found {type(given).__name__}")
     found = list(given)
     parameters = {p for p in found if isinstance(p, nn.Parameter)}
     roots = [m for m in found if isinstance(m, nn.Module)]
-    wrong = [type(x).__name__ for x in found if not isinstance(x, (nn.Parameter, nn.Module))]
-    if wrong or (parameters and name == "ignored_modules"):
-        raise TypeError(
-            f"{API}: {name}: expected modules{' or parameters' if states is not None else ''}, found {wrong}"
-        )
+    allowed = (nn.Module,) if states is None else (nn.Module, nn.Parameter)
+    wrong = sorted({type(x).__name__ for x in found if not isinstance(x, allowed)})
+    if wrong:
+        expected = "modules" if states is None else "modules or parameters"
+        raise TypeError(f"{API}: {name}: expected {expected}, found {wrong}")
     if parameters and roots:
         kinds = sorted({type(x).__name__ for x in found})
         raise ValueError(f"{API}: ignored_states: expected all parameters or all modules, found {kinds}")

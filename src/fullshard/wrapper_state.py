@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fullshard.engine.full_copies import FullCopies
 from fullshard.engine.names import CHECKPOINTED, WRAPPED, clean_name
+from fullshard.engine.parameter import managed_by
 from fullshard.errors import FullshardError
 from fullshard.memory import own_storage
 from fullshard.sharded_module import unit_at
@@ -125,7 +126,8 @@ def _refuse_ddp(module: nn.Module) -> None:
     if ddp is None:
         return
     taken = {id(parameter) for parameter in ddp._module_parameters}
-    names = [clean_name(name) for name, parameter in module.named_parameters() if id(parameter) in taken]
+    named = module.named_parameters()
+    names = [clean_name(name) for name, p in named if id(p) in taken and managed_by(p) is not None]
     if names:
         raise FullshardError(
             f"{names[0]} (and {len(names) - 1} more) are sharded, but DistributedDataParallel reduces them as well, "

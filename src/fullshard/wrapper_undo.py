@@ -27,6 +27,7 @@ def undone_on_failure(module: nn.Module) -> Iterator[list[nn.Module]]:
     """
     before = {id(unit) for unit in nested_units(module)}
     holders = [(m, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None]
+    gradients = [(p, p.grad) for _, _, p in holders if p.grad is not None]
     children = [(m, list(m._modules.items())) for m in module.modules()]
     made: list[nn.Module] = []
     try:
@@ -40,9 +41,10 @@ def undone_on_failure(module: nn.Module) -> Iterator[list[nn.Module]]:
         for holder, held in children:
             holder._modules.update(held)
         for holder, name, parameter in holders:
-            holder.__dict__.pop(name, None)
             if holder._parameters.get(name) is None:
                 holder._parameters[name] = parameter
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
         raise
 
 
@@ -50,12 +52,8 @@ def _dissolve(unit: Unit) -> None:
     with torch.inference_mode(False), torch.no_grad():
         for bucket in unit.buckets:
             bucket.restore()
+    unit.registration.leave()
     for parameter in unit.parameters:
         unmark(parameter.sharded)
         for owner in parameter.owners:
-            module = owner.module()
-            if module is not None:
-                for name in [name for name in module._parameters if name.startswith("_flat_param")]:
-                    del module._parameters[name]
-                module.__dict__.pop(owner.name, None)
             owner.set(parameter.sharded)

@@ -200,6 +200,8 @@ class FlatBucket(Bucket):
         else:
             self.shard_buffer = torch.zeros(numel, dtype=dtype, device=device)
         for piece, slot, value in zip(pieces, self.layout.slots, values, strict=True):
+            if piece.piece is None:
+                piece.sharded.grad = None  # from before: this rank's own, of the whole parameter
             piece.piece, piece.alignment = slot.piece(mesh.rank), alignment
             local = placed(self.shard_buffer, piece.piece, piece, whole=mesh.world_size == 1)
             piece.local = local

@@ -74,6 +74,12 @@ class HomeRegistration(Registration):
         self._make_room()
         super().use_instead(others)
 
+    def leave(self) -> None:
+        """See :class:`Registration`."""
+        self._make_room()
+        for home in self._homes:
+            home.parameters.pop(home.name, None)
+
     def _make_room(self) -> None:
         for attributes, name, _ in self._hidden:
             attributes.pop(name, None)

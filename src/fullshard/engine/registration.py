@@ -57,6 +57,9 @@ class Registration:
         for owner, parameter in self._others:
             owner.set(others[id(parameter)])
 
+    def leave(self) -> None:
+        """Take out of the modules whatever is there beside parameters: the unit ends."""
+
     def is_current(self) -> bool:
         """Whether the modules hold our sharded parameters, and these are where we put them. See [Note: Adoption]."""
         for held, name, parameter in self._plain:
