@@ -110,7 +110,9 @@ class ShardedModule(nn.Module):
         unit.settle()
         unit.reshard()
         unit.settle_parameters()
-        unit.memoize_parameters(memo)
+        for parameter in unit.parameters:  # DTensor's own copies would copy the mesh too
+            if id(parameter.sharded) not in memo:
+                parameter.memoize(memo)
         copied: Self = object.__new__(type(self))
         memo[id(self)] = copied
         memo.update((id(shared), shared) for shared in self._shared_with_copies())

@@ -189,9 +189,7 @@ class FlatBucket(Bucket):
         self._full = self._gather = None
         self._ready = False
         values = [value_of(piece.sharded) for piece in pieces]
-        smallest = min(values[0].dtype.itemsize, storage.full_dtype.itemsize)
-        alignment = pieces[0].alignment or max(4, 16 // smallest)  # what vectorised kernels want
-        self.layout = FlatLayout.build([p.shape for p in pieces], world_size=mesh.world_size, alignment=alignment)
+        self.layout = self._cut(min(values[0].dtype.itemsize, storage.full_dtype.itemsize))
         numel, dtype, device = self.layout.slice_numel, values[0].dtype, mesh.device
         if values[0].device.type == "meta":
             device = values[0].device
@@ -202,13 +200,22 @@ class FlatBucket(Bucket):
         for piece, slot, value in zip(pieces, self.layout.slots, values, strict=True):
             if piece.piece is None:
                 piece.sharded.grad = None  # from before: this rank's own, of the whole parameter
-            piece.piece, piece.alignment = slot.piece(mesh.rank), alignment
+            piece.piece, piece.slot, piece.cut = slot.piece(mesh.rank), slot, piece.cut or self.layout
             local = placed(self.shard_buffer, piece.piece, piece, whole=mesh.world_size == 1)
             piece.local = local
             local.copy_(piece.part_like_local(value))
             piece.place(local)
             if storage.keep_reduced:
                 piece.sharded.grad_dtype = storage.reduce_dtype
+
+    def _cut(self, itemsize: int) -> FlatLayout:
+        """The layout by which the pieces were cut, as far as they are here; a new one for whole parameters."""
+        slots, cut = [piece.slot for piece in self.pieces if piece.slot is not None], self.pieces[0].cut
+        if cut is not None and len(slots) == len(self.pieces):
+            return FlatLayout(tuple(slots), cut.world_size, cut.slice_numel)
+        shapes = [piece.shape for piece in self.pieces]
+        # Aligned as vectorised kernels want it.
+        return FlatLayout.build(shapes, world_size=self.mesh.world_size, alignment=max(4, 16 // itemsize))
 
     def show(self, home: FlatHome) -> None:
         """Have the flat parameter of ``home`` be what users see."""
@@ -240,7 +247,7 @@ class FlatBucket(Bucket):
         copies = self.copies()
         issue_gathers([("", copies.gather)], make_lane(self.mesh.device)).wait()
         for piece, value in zip(self.pieces, copies.values, strict=True):
-            piece.piece, piece.alignment, piece.home = None, 0, None
+            piece.piece = piece.slot = piece.cut = piece.home = None
             piece.place(value.clone() if piece.local.device == value.device else value.to(piece.local.device))
         copies.buffer.free()
 

@@ -26,7 +26,17 @@ FLAT_PARAMETER = "_flat_param"  # name of the first visible flat parameter of a 
 
 
 class PieceRegistration(Registration):
-    """Modules hold the pieces as their parameters."""
+    """Modules hold the pieces as their parameters.
+
+    Args:
+        parameters: With all their owners.
+    """
+
+    _empty: list[ShardedParameter]  # those of which this rank has nothing
+
+    def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
+        super().__init__(parameters)
+        self._empty = [parameter for parameter in parameters if not parameter.local.numel()]
 
     def is_current(self) -> bool:
         """See :class:`Registration`."""
@@ -34,7 +44,9 @@ class PieceRegistration(Registration):
             sharded, local = parameter.sharded, parameter.local
             if held.get(name) is not sharded or sharded.data_ptr() != local.data_ptr() or sharded.shape != local.shape:
                 return False
-        return all(parameter.is_current() for _, parameter in self._others)
+        return all(parameter.is_current() for parameter in self._empty) and all(
+            parameter.is_current() for _, parameter in self._others
+        )
 
 
 class HomeRegistration(Registration):
@@ -129,9 +141,13 @@ class FlatForm(Form):
         return isinstance(parameter, FlatPiece)
 
     def group(self, parameter: ShardedParameter) -> BucketKey:
-        """See :class:`Form`. Frozen parameters apart: a reduction takes all of a bucket."""
+        """See :class:`Form`. Frozen parameters apart, for a reduction takes all of a bucket; and for ever those that
+        were cut apart.
+        """
         value = value_of(parameter.sharded)
-        return BucketKey(parameter.placement.mesh, value.dtype, value.device.type == "meta", parameter.requires_grad)
+        cut = cast("FlatPiece", parameter).cut
+        apart = parameter.requires_grad if cut is None else id(cut)
+        return BucketKey(parameter.placement.mesh, value.dtype, value.device.type == "meta", apart)
 
     def bucket(
         self,

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.engine.parameter import Owner, ShardedParameter, accumulate_gradient, mark, value_of
 from fullshard.errors import FullshardError
-from fullshard.layout import Piece
+from fullshard.layout import FlatLayout, FlatSlot, Piece
 from fullshard.memory import own_storage
 
 __all__ = ["FlatHome", "FlatParameter", "FlatPiece", "on_its_device"]
@@ -50,7 +50,8 @@ class FlatPiece(ShardedParameter):
     """See [Note: Flat pieces]."""
 
     piece: Piece | None = None  # of the parameter's memory that is here; None: all of it is, before it is laid out
-    alignment: int = 0  # of the layout that cut the piece; kept, so that a move to another dtype cuts alike
+    slot: FlatSlot | None = None  # where the parameter lies in what it was cut from
+    cut: FlatLayout | None = None  # which that is; kept, because only a gather could cut elsewhere
     home: FlatHome | None = None  # if flat parameters are visible
 
     @property
@@ -90,7 +91,12 @@ class FlatPiece(ShardedParameter):
     def is_home(self) -> bool:
         """Whether the parameter object's memory is still the piece's."""
         sharded, local = self.sharded, self.local
-        return sharded.data_ptr() == local.data_ptr() and sharded.shape == local.shape
+        if sharded.shape != local.shape:
+            return False
+        # Empty tensors have no address; ranks with other pieces see what is put in a piece's place, so these must too.
+        if not local.numel():
+            return sharded.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+        return sharded.data_ptr() == local.data_ptr()
 
     def adopt_registered(self) -> nn.Parameter:
         """Make what the user has put into the module ours; its value is taken over afterwards.
@@ -165,7 +171,7 @@ class FlatPiece(ShardedParameter):
         modules = [(memo[id(owner.module())], owner.name) for owner in self.owners]
         owners = [Owner.of(module, name) for module, name in modules]
         copied = FlatPiece(memo[id(self.sharded)], owners, list(self.fqns), self.placement, self.shape)
-        copied.piece, copied.alignment = self.piece, self.alignment
+        copied.piece, copied.slot, copied.cut = self.piece, self.slot, self.cut
         return copied
 
 
@@ -255,4 +261,6 @@ def on_its_device(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tens
 def placed(slice_: torch.Tensor, piece: Piece, parameter: FlatPiece, *, whole: bool) -> torch.Tensor:
     """The memory of a piece in the slice, in the parameter's own shape if it is the ``whole`` of it."""
     shape, stride = (parameter.shape.shape, parameter.shape.stride) if whole else ((piece.numel,), (1,))
+    if not piece.numel:
+        return slice_.new_empty(1).as_strided(shape, stride)  # with an address, see FlatPiece.is_home
     return own_storage(slice_.as_strided(shape, stride, int(slice_.storage_offset()) + piece.offset))

@@ -84,6 +84,7 @@ class Schedule:
     _depth: int  # forwards that are open now, of any unit
     _root_is_running: bool  # whether the outermost open forward is the root's
     _ended: list[weakref.ref[Unit]]  # forwards that wait for their backward, in the order in which they ended
+    _passed_by: list[weakref.ref[Unit]]  # those whose turn was over before their own outputs got a gradient
     _ahead: dict[int, weakref.ref[Unit]]  # by id: gathered but not used yet
     _waiting: list[weakref.ref[Unit]]  # of several modules, not all of which have run in this forward
     _pass: hooks.BackwardPass | None  # that has begun and not ended
@@ -97,7 +98,7 @@ class Schedule:
         self.lanes = shared if shared is not None else Lanes.on(root.mesh.device)
         self.is_last_backward = True
         self._units = [unit.ref for unit in units]
-        self.order, self._ended, self._depth = ForwardOrder(self._units), [], 0
+        self.order, self._ended, self._passed_by, self._depth = ForwardOrder(self._units), [], [], 0
         self._root_is_running, self._pass = False, None
         self._ahead, self._waiting, self._reductions, self._after = {}, [], Reductions(), None
 
@@ -290,6 +291,7 @@ class Schedule:
         self._used(unit)
         position = self._last_ended(unit)
         if position >= 0:
+            self._passed_by += self._ended[position + 1 :]
             del self._ended[position:]
         if unit.settings.backward_prefetch:
             self._gather_chosen(unit.settings.backward_prefetch)
@@ -316,9 +318,11 @@ class Schedule:
 
     def end_backward(self) -> None:
         """Autograd is through: finish the units whose end it could not tell, and everything in flight."""
+        left = self._left_without_backward() if self._ended or self._passed_by else ()
         for unit in self.units():
-            unit.end_backward()
+            unit.end_backward(ran=unit in left)
         self._pass = None
+        self._passed_by.clear()
         self._reductions.launch(self.lanes)
         if not self.is_last_backward:
             self._reductions.land()
@@ -331,6 +335,21 @@ class Schedule:
         for unit in self.units():
             if unit.gathered and unit.resting and unit.settings.reshard_after_backward and not unit.progress.held:
                 unit.reshard()
+
+    def _left_without_backward(self) -> list[Unit]:
+        """Units whose forward ran and whose outputs no loss came from, around ones whose backward ran: parameters that
+        compute what these inner units take, or what they return, have gradients.
+        """
+        running = (u for u in self.units() if u.progress.reduced or u.progress.unreduced or not u.resting)
+        reached = [f"{unit.name}." for unit in running]
+        ended = dict.fromkeys(ref() for ref in (*self._ended, *self._passed_by))
+        return [
+            unit
+            for unit in ended
+            if unit is not None
+            and not unit.progress.reduced
+            and any(not unit.name or name.startswith(f"{unit.name}.") for name in reached)
+        ]
 
     def finish_reductions(self) -> None:
         """Have every sharded gradient hold what was reduced for it."""
@@ -350,6 +369,7 @@ class Schedule:
 
     def _let_go(self) -> None:
         self._ended.clear()
+        self._passed_by.clear()
         self._ahead.clear()
         self._waiting.clear()
         for unit in self.units():

@@ -399,20 +399,24 @@ class Unit:
             return
         self.finish_backward()
 
-    def end_backward(self) -> None:
-        """The whole backward pass is over."""
-        settings = self.settings
+    def end_backward(self, *, ran: bool) -> None:
+        """The whole backward pass is over; ``ran``: it may have come to parameters without the unit being told."""
+        settings, progress = self.settings, self.progress
+        if ran and not settings.requires_gradient_sync:
+            progress.unreduced = True
+            self.gradients.note_trainable()
         if self.phase is Phase.BACKWARD:
             self.finish_backward()
         elif settings.requires_gradient_sync and (
-            self.progress.unreduced
+            progress.unreduced
+            or ran
             or (settings.requires_all_reduce and self.gradients.partial)
-            or (settings.reduction.zeros_for_missing and not self.progress.reduced)
+            or (settings.reduction.zeros_for_missing and not progress.reduced)
         ):
             # This backward did not touch the unit, but one without sync did, or its own had no clear end.
-            self.progress.open_ended = False
+            progress.open_ended = False
             self._reduce()
-        self.progress.reduced = False
+        progress.reduced = False
 
     def finish_backward(self) -> None:
         """Reduce the gradients (or keep them for the next microbatch) and free the full parameters."""
@@ -455,12 +459,6 @@ class Unit:
         settings.reduction = replace(settings.reduction)
         policy = self.policy._replace(form=self.policy.form.copy_for(memo))
         return Unit(modules, self.mesh, [p.copy_for(memo) for p in self.parameters], policy, settings)
-
-    def memoize_parameters(self, memo: dict[int, Any]) -> None:
-        """Put copies of the sharded parameters into a deepcopy's memo (DTensor's own would copy the mesh too)."""
-        for parameter in self.parameters:
-            if id(parameter.sharded) not in memo:
-                parameter.memoize(memo)
 
     # ---------------------------------------------------------------- recovery and moves
 
