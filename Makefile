@@ -26,6 +26,8 @@ lint: $(STAMP)   ## format and check the code
 bench: $(STAMP)  ## the CPU benchmarks; results go to bench/results/ and docs/performance.md
 	$(VENV)/bin/python -m bench.step $(ARGS)
 	$(VENV)/bin/python -m bench.modes --write-document
+	$(VENV)/bin/python -m bench.wrapper --write-document
+	$(VENV)/bin/python -m bench.wrap_time --write-document
 	$(VENV)/bin/python -m bench.host_cost
 
 clean:           ## remove the virtual environment and caches

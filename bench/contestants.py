@@ -4,11 +4,18 @@ FSDP1 on CPU needs no patch: without ``device_id`` it raises "FSDP needs a non-C
 with ``device_id=torch.device("cpu")`` it takes ``torch.cpu`` as its device module and trains (torch 2.13).
 Its gather is then a blocking ``all_gather`` into chunks of the flat parameter, its own path for CPU tensors,
 so it overlaps nothing.
+
+fairscale 0.4.13 (optional: ``pip install --no-build-isolation fairscale``, which needs setuptools and wheel) wraps
+on CPU, and its first forward then raises ``KeyError: 'all_gather'``: its CUDA streams exist only where CUDA does. With
+stand-ins for them it trains; with its own switch ``ENABLE_NCCL_BASE_COLLECTIVES=0``, without which gloo refuses the
+shapes that it reduces. See ``_stand_in_for_streams``. Everything it would overlap, it does one after another.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Mapping
@@ -23,6 +30,32 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 UNSHARDED, DDP, FSDP1, FSDP2, FULLSHARD = "unsharded", "ddp", "fsdp1", "fsdp2", "fullshard"
 # Where each finds its fully_shard and the policies that go with it.
 COMPOSABLE = {FSDP2: "torch.distributed.fsdp", FULLSHARD: "fullshard"}
+
+FSDP1_FLAT, WRAPPER, WRAPPER_FLAT = "fsdp1-flat", "fullshard-wrapper", "fullshard-wrapper-flat"
+FAIRSCALE = "fairscale"
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """A ``FullyShardedDataParallel``: the package that has it, and the flag it is called with."""
+
+    library: str
+    use_orig_params: bool
+
+    @property
+    def policies(self) -> str:
+        """The module with its auto-wrap policies."""
+        return f"{self.library}.wrap"
+
+
+WRAPPING: Mapping[str, Wrapping] = {
+    FSDP1: Wrapping("torch.distributed.fsdp", use_orig_params=True),
+    FSDP1_FLAT: Wrapping("torch.distributed.fsdp", use_orig_params=False),
+    WRAPPER: Wrapping("fullshard", use_orig_params=True),
+    WRAPPER_FLAT: Wrapping("fullshard", use_orig_params=False),
+}
+# fullshard's wrapper and FSDP1 with the same use_orig_params.
+PEER_WITH_SAME_FLAG: Mapping[str, str] = {WRAPPER: FSDP1, WRAPPER_FLAT: FSDP1_FLAT}
 
 # glibc reads these when a process starts: never return freed memory to the kernel, so that the next step does
 # not fault the same pages in again. fullshard may choose as much for its own process; given to the peers too,
@@ -80,10 +113,14 @@ def start_fake_group(ranks: int) -> None:
 
 def prepare(system: str) -> None:
     """Import what the system needs, so that its code is loaded before a memory baseline is taken."""
-    if system == DDP or system in (FSDP1, FSDP2):
-        pass
-    elif system == FULLSHARD:
-        import fullshard  # noqa: F401
+    if system in COMPOSABLE:
+        importlib.import_module(COMPOSABLE[system])
+    elif system in WRAPPING:
+        importlib.import_module(WRAPPING[system].policies)
+    elif system == FAIRSCALE:
+        if importlib.util.find_spec("fairscale") is None:
+            raise RuntimeError("fairscale is not installed")
+        importlib.import_module("fairscale.nn")
 
 
 def distribute(system: str, model: nn.Module, unit_type: type[nn.Module], device: torch.device) -> nn.Module:
@@ -92,12 +129,10 @@ def distribute(system: str, model: nn.Module, unit_type: type[nn.Module], device
         return model
     if system == DDP:
         return nn.parallel.DistributedDataParallel(model)
-    if system == FSDP1:
-        from torch.distributed.fsdp import FullyShardedDataParallel
-        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-        policy = ModuleWrapPolicy({unit_type})
-        return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=device)
+    if system in WRAPPING:
+        return wrap_units(system, model, unit_type, device)
+    if system == FAIRSCALE:
+        return _wrap_by_fairscale(model, unit_type, device)
     if system not in COMPOSABLE:
         raise ValueError(f"unknown system {system!r}")
     shard_units(system, model, unit_type, init_device_mesh(device.type, (dist.get_world_size(),)))
@@ -111,3 +146,59 @@ def shard_units(system: str, model: nn.Module, unit_type: type[nn.Module], mesh:
         if isinstance(module, unit_type):
             fully_shard(module, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
+
+
+def wrap_units(
+    system: str, model: nn.Module, unit_type: type[nn.Module], device: torch.device, **options: Any
+) -> nn.Module:
+    """The system's ``FullyShardedDataParallel`` around ``model``, every ``unit_type`` inside a unit of its own."""
+    wrapping = WRAPPING[system]
+    library, policies = importlib.import_module(wrapping.library), importlib.import_module(wrapping.policies)
+    wrapped: nn.Module = library.FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=policies.ModuleWrapPolicy({unit_type}),
+        use_orig_params=wrapping.use_orig_params,
+        device_id=device,
+        **options,
+    )
+    return wrapped
+
+
+def _wrap_by_fairscale(model: nn.Module, unit_type: type[nn.Module], device: torch.device) -> nn.Module:
+    from fairscale.nn import FullyShardedDataParallel
+
+    if not torch.cuda.is_available():
+        _stand_in_for_streams(FullyShardedDataParallel)
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, unit_type):
+                wrapped = FullyShardedDataParallel(child, compute_device=device)
+                module._modules[name] = wrapped
+    root: nn.Module = FullyShardedDataParallel(model, compute_device=device)
+    return root
+
+
+class _Stream:
+    """In place of a CUDA stream: on a CPU everything is in order already."""
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def _stand_in_for_streams(wrapper: Any) -> None:
+    """Give fairscale's wrapper streams that do nothing, in this process: it asks for them unconditionally."""
+    only = _Stream()
+    functions: Any = torch.cuda
+    functions.current_stream = lambda *_: only
+    functions.stream = lambda *_: contextlib.nullcontext()
+    tensors: Any = torch.Tensor
+    tensors.record_stream = lambda *_: None
+    set_up = wrapper._setup_streams
+
+    def set_up_streams(self: Any) -> None:
+        set_up(self)  # shares an empty dict with the wrappers inside
+        if not self._streams and self._is_root:
+            self._streams.update(dict.fromkeys(("fp32_to_fp16", "all_gather", "post_backward"), only))
+
+    wrapper._setup_streams = set_up_streams

@@ -8,6 +8,10 @@ c10d's fake process group moves no bytes, so the time beyond the plain model's s
 contestants live in this process and take turns. Two figures: forward and backward alone, and the whole step
 with AdamW, where it also matters what kind of tensors the optimizer is given.
 
+``fsdp1-flat`` and ``fullshard-wrapper-flat`` are wrappers with ``use_orig_params=False``, ``fsdp1`` and
+``fullshard-wrapper`` with True; fullshard's are measured by FSDP1 with the same flag. A flat optimizer has fewer
+tensors than the plain model's, which can hide all of the host cost in the second figure.
+
 Host cost per unit = (step - plain step) / units, both medians of the same round.
 """
 
@@ -30,14 +34,27 @@ from rich.console import Console
 from torch import nn
 
 from bench import report
-from bench.contestants import FSDP1, FSDP2, FULLSHARD, UNSHARDED, distribute, start_fake_group
+from bench.contestants import (
+    FSDP1,
+    FSDP1_FLAT,
+    FSDP2,
+    FULLSHARD,
+    PEER_WITH_SAME_FLAG,
+    UNSHARDED,
+    WRAPPER,
+    WRAPPER_FLAT,
+    distribute,
+    start_fake_group,
+)
 from bench.environment import Environment, current_environment
 from bench.models import TinyUnit, tiny_units
 from bench.statistics import Spread, paired_spread, spread, turn_order
 
 PLAIN = UNSHARDED
-SYSTEMS = (PLAIN, FSDP1, FSDP2, FULLSHARD)
+SYSTEMS = (PLAIN, FSDP1, FSDP1_FLAT, FSDP2, FULLSHARD, WRAPPER, WRAPPER_FLAT)
 FIGURES = {"forward_backward": "forward + backward", "step": "with optimizer step"}
+# What the wrapper may cost of FSDP1 with the same flag, forward and backward.
+WRAPPER_TARGET = 0.50
 
 console = Console(highlight=False)
 
@@ -113,7 +130,8 @@ def host_costs(seconds: Mapping[str, Mapping[str, Sequence[float]]], figure: str
 
 
 def summarise(seconds: Mapping[str, Mapping[str, Sequence[float]]], units: int) -> dict[str, dict[str, Any]]:
-    """JSON-ready: per contestant and figure the step, the cost per unit and its ratio to FSDP2's."""
+    """JSON-ready: per contestant and figure the step, the cost per unit and its ratio to FSDP2's, and, of
+    fullshard's wrapper, to FSDP1's with the same flag."""
     summary: dict[str, dict[str, Any]] = {name: {} for name in seconds}
     for figure in FIGURES:
         costs = host_costs(seconds, figure, units)
@@ -126,6 +144,9 @@ def summarise(seconds: Mapping[str, Mapping[str, Sequence[float]]], units: int) 
                 entry["host_seconds_per_unit"] = spread(costs[name]).as_json()
             if name in costs and FSDP2 in costs:
                 entry["host_cost_ratio_to_fsdp2"] = paired_spread(costs[name], costs[FSDP2]).as_json()
+            peer = PEER_WITH_SAME_FLAG.get(name)
+            if name in costs and peer in costs:
+                entry["host_cost_ratio_to_fsdp1"] = paired_spread(costs[name], costs[peer]).as_json()
             summary[name][figure] = entry
     return summary
 
@@ -139,7 +160,7 @@ def _text(values: Mapping[str, float] | None, spec: str, scale: float = 1.0) -> 
 def table(summary: Mapping[str, Mapping[str, Any]], failures: Mapping[str, str]) -> str:
     header = ["contestant"]
     for label in FIGURES.values():
-        header += [f"{label}: step, ms", "host time per unit, us", "/ FSDP2"]
+        header += [f"{label}: step, ms", "host time per unit, us", "/ FSDP2", "/ FSDP1, same flag"]
     rows = []
     for name, figures in summary.items():
         row = ["plain" if name == PLAIN else name]
@@ -149,10 +170,22 @@ def table(summary: Mapping[str, Mapping[str, Any]], failures: Mapping[str, str])
                 f"{1e3 * entry['median_step_seconds']:.1f}",
                 _text(entry.get("host_seconds_per_unit"), ".0f", 1e6),
                 _text(entry.get("host_cost_ratio_to_fsdp2"), ".2f"),
+                _text(entry.get("host_cost_ratio_to_fsdp1"), ".2f"),
             ]
         rows.append(row)
     rows += [[name, "cannot run", *["-"] * (len(header) - 2)] for name in failures]
     return report.markdown_table(header, rows)
+
+
+def verdicts(summary: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Per wrapper of fullshard whose peer ran: its ratio to FSDP1, and whether it meets the target."""
+    lines = []
+    for name in (WRAPPER, WRAPPER_FLAT):
+        found = summary.get(name, {}).get("forward_backward", {}).get("host_cost_ratio_to_fsdp1")
+        if found is not None:
+            missed = "" if found["median"] <= WRAPPER_TARGET else " (missed)"
+            lines.append(f"{name}: {found['median']:.2f} of at most {WRAPPER_TARGET:.2f} of FSDP1's{missed}")
+    return lines
 
 
 def _document_block(
@@ -181,10 +214,12 @@ def _document_block(
 def _plot(path: Path, settings: Settings, summary: Mapping[str, Mapping[str, Any]]) -> None:
     panels = []
     for figure, label in FIGURES.items():
-        found = {name: figures[figure].get("host_cost_ratio_to_fsdp2") for name, figures in summary.items()}
-        values: dict[str, float | Spread] = {name: Spread(**v) for name, v in found.items() if v is not None}
-        if values:
-            panels.append(report.Panel(f"host time per unit / FSDP2, {label}", values, 1.0))
+        for peer in ("FSDP2", "FSDP1"):
+            key = f"host_cost_ratio_to_{peer.lower()}"
+            found = {name: figures[figure].get(key) for name, figures in summary.items()}
+            values: dict[str, float | Spread] = {name: Spread(**v) for name, v in found.items() if v is not None}
+            if values:
+                panels.append(report.Panel(f"host time per unit / {peer}, {label}", values, 1.0))
     if panels:
         report.plot_bars(path, f"{settings.units} tiny units (whiskers: quartiles)", panels)
 
@@ -250,6 +285,8 @@ def main(
     )
     text = table(summary, failures)
     console.print(f"\n{text}\n", markup=False, soft_wrap=True)
+    for line in verdicts(summary):
+        console.print(line, soft_wrap=True)
     image = path.with_suffix(".png")
     _plot(image, settings, summary)
     if write_document if write_document is not None else not only:

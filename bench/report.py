@@ -46,6 +46,23 @@ kernel's count of TCP payload.
 <!-- bench:modes:1024 -->
 <!-- /bench -->
 
+## The wrapper
+
+`python -m bench.wrapper --write-document` trains the same GPT with fullshard's `FullyShardedDataParallel` and with
+torch's (FSDP1), and summons full parameters of it. `-flat` means `use_orig_params=False`, other names True; each is
+measured by FSDP1 in the same configuration.
+
+<!-- bench:wrapper:512 -->
+<!-- /bench -->
+
+<!-- bench:wrapper:1024 -->
+<!-- /bench -->
+
+`python -m bench.wrap_time --write-document` times the constructor on a thousand tiny modules, each to become a unit.
+
+<!-- bench:wrap_time -->
+<!-- /bench -->
+
 ## Host time per unit
 
 `python -m bench.host_cost` steps through a hundred tiny units on a fake process group: no bytes travel, so

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -96,6 +97,7 @@ class ShardedModule(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         unit = unit_at(self)
+        unit.check_not_summoned("moved")
         unit.settle()
         unit.reshard()
         for parameter in unit.parameters:
@@ -107,6 +109,7 @@ class ShardedModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A sharded copy with shards of its own; it starts at rest."""
         unit = unit_at(self)
+        unit.check_not_summoned("copied")
         unit.settle()
         unit.reshard()
         unit.settle_parameters()
@@ -122,9 +125,11 @@ class ShardedModule(nn.Module):
         for module in members:
             copy.deepcopy(module, memo)  # nothing, for those that are copied already
         if unit_of(memo[id(members[-1])]) is None:  # else the copy of another member has done it
-            made = unit.copy_for([memo[id(module)] for module in members], memo)
+            made = _copy_of(unit, [memo[id(module)] for module in members], memo)
             for module in members:
                 set_unit(memo[id(module)], made)
+        copied._inside = False
+        note_inside(copied)
         return copied
 
     def _shared_with_copies(self) -> list[object]:
@@ -148,6 +153,14 @@ class PendingGradient(NamedTuple):
 
     unreduced: torch.Tensor | None
     partial: torch.Tensor | None
+
+
+def _copy_of(unit: Unit, modules: Sequence[nn.Module], memo: dict[int, Any]) -> Unit:
+    """The unit of deep copies of a unit's modules; these, with what is below them, are in ``memo`` already."""
+    settings = replace(unit.settings, forward_prefetch=[], backward_prefetch=[], lanes=None, post_optim_event=None)
+    settings.reduction = replace(settings.reduction)
+    policy = unit.policy._replace(form=unit.policy.form.copy_for(memo))
+    return Unit(modules, unit.mesh, [p.copy_for(memo) for p in unit.parameters], policy, settings)
 
 
 _outside: dict[Callable[..., Any], Callable[..., Any]] = {}

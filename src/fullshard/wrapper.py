@@ -16,7 +16,8 @@ from fullshard import wrapper_summon
 from fullshard.arguments import Placer, check_instance, check_parameters
 from fullshard.engine.containers import cast_tensors, iterate_tensors
 from fullshard.engine.flat_form import FlatForm
-from fullshard.engine.names import clean_name
+from fullshard.engine.hooks import in_backward
+from fullshard.engine.names import CHECKPOINTED, clean_name
 from fullshard.engine.ownership import claim_parameters, managed_modules, nested_units, set_unit, unit_of
 from fullshard.engine.settings import UnitPolicy
 from fullshard.engine.unit import Unit
@@ -74,7 +75,6 @@ class FullyShardedDataParallel(WrapperState, ShardedModule):
     _ignored_modules: set[nn.Module]
     _ignored_parameters: set[nn.Parameter]  # of units below as well
     _casts_around: bool  # whether inputs are cast to full precision and outputs back, see MixedPrecision
-    _comm_hook: bool  # whether there is one
 
     def __init__(
         self,
@@ -153,13 +153,13 @@ class FullyShardedDataParallel(WrapperState, ShardedModule):
         left_out: frozenset[nn.Parameter],
     ) -> None:
         """Become the wrapper of ``module``; the modules inside that are to be units are."""
-        self._options, self._ignored_modules, self._ignored_parameters = options, ignored_modules, ignored_parameters
-        self._casts_around = self._comm_hook = False
+        self._options, self._ignored_modules, self._casts_around = options, ignored_modules, False
         self._fsdp_wrapped_module = module
         mesh = options.mesh
         managed = [m for _, m in managed_modules([self]) if m not in ignored_modules and m is not self]
         initializer.materialize(managed, options.param_init_fn, mesh.device)
-        ignored = ignored_parameters | initializer.present(left_out)
+        self._ignored_parameters = initializer.present(ignored_parameters)
+        ignored = self._ignored_parameters | initializer.present(left_out)
         lifted = initializer.left_out - ignored
         if options.sync_module_states:
             sync_states(managed, ignored, [p for p in dict.fromkeys(_all_parameters(module)) if p in lifted], mesh)
@@ -182,7 +182,7 @@ class FullyShardedDataParallel(WrapperState, ShardedModule):
         set_unit(self, Unit([self], mesh, claimed, policy, options.settings()))
         initializer.leave_out(left_out)
         note_inside(self)
-        self._prepare_state(managed)
+        self._prepare_state()
 
     # ---------------------------------------------------------------- running
 
@@ -194,7 +194,7 @@ class FullyShardedDataParallel(WrapperState, ShardedModule):
         Raises:
             FullshardError: On all ranks, if ranks run different units.
         """
-        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not in_backward():
             schedule = unit_at(self).attached()
             if schedule.root() is unit_of(self) and not schedule.busy:
                 with validated(schedule):
@@ -207,10 +207,12 @@ class FullyShardedDataParallel(WrapperState, ShardedModule):
         args, kwargs = outside(FullyShardedDataParallel._before)(self, args, kwargs)
         try:
             output = self._fsdp_wrapped_module(*args, **kwargs)
+            if dtype is not None:
+                output = cast_tensors(dtype, output)
         except BaseException:
             outside(FullyShardedDataParallel._failed)(self)
             raise
-        return outside(FullyShardedDataParallel._after)(self, output, dtype)
+        return outside(FullyShardedDataParallel._after)(self, output)
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         unit = unit_at(self)
@@ -224,9 +226,7 @@ class FullyShardedDataParallel(WrapperState, ShardedModule):
                 args, kwargs = cast_tensors(precision.param_dtype, (args, kwargs))
         return unit.pre_forward(args, kwargs)
 
-    def _after(self, output: Any, dtype: torch.dtype | None) -> Any:
-        if dtype is not None:
-            output = cast_tensors(dtype, output)
+    def _after(self, output: Any) -> Any:
         return unit_at(self).post_forward(self, output)
 
     def _failed(self) -> None:
@@ -244,12 +244,12 @@ class FullyShardedDataParallel(WrapperState, ShardedModule):
         """
         units = nested_units(self)
         if any(unit.schedule is not None and unit.schedule.busy for unit in units):
-            raise PhaseError("no_sync was entered or left in the middle of a step; do that between steps")
+            raise PhaseError("no_sync was entered in the middle of a step; enter it between steps")
         before = [(unit, replace(unit.settings)) for unit in units]
         for unit in units:
             settings = unit.settings
             settings.requires_gradient_sync = settings.requires_all_reduce = False
-            settings.reshard_after_backward = settings.reshard_after_forward is not False
+            settings.reshard_after_backward &= settings.reshard_after_forward is not False
         try:
             yield
         finally:
@@ -268,7 +268,8 @@ class FullyShardedDataParallel(WrapperState, ShardedModule):
             norm_type: p of the p-norm; ``float("inf")``: the largest element.
 
         Returns:
-            The norm before scaling, 0-D, in the dtype that the gradients' dtypes promote to. The same on all ranks.
+            The norm before scaling, 0-D, in the dtype that the gradients' dtypes promote to. The same on all ranks, if
+            gradients of ignored parameters are.
         """
         self._finish_reductions()
         return clip_gradients(self, float(max_norm), float(norm_type))
@@ -292,11 +293,19 @@ class FullyShardedDataParallel(WrapperState, ShardedModule):
         if not self.check_is_root():
             raise FullshardError("register_comm_hook: call it on the outermost FullyShardedDataParallel")
         units = nested_units(self)
-        if self._comm_hook or any(unit.settings.comm_hook is not None for unit in units):
+        if any(unit.settings.comm_hook is not None for unit in units):
             raise FullshardError("register_comm_hook: there is a hook already; a model can have one")
+        others = [unit.name for unit in units if not isinstance(unit.policy.form, FlatForm)]
+        if others:
+            raise ValueError(
+                f"register_comm_hook: units {others} are fully_shard's, which send more than gradients; use their "
+                "set_custom_reduce_scatter or set_all_reduce_hook"
+            )
+        waiting = [unit.name for unit in units if unit.gradients.partial or (unit.schedule and unit.schedule.busy)]
+        if waiting:
+            raise PhaseError(f"register_comm_hook: units {waiting} are in the middle of a step; register it before")
         if any(unit.mesh.transport is not None and unit.mesh.replica_transport is not None for unit in units):
             raise ValueError("register_comm_hook: a hook is one reduction, but hybrid strategies do two; use another")
-        self._comm_hook = True
         for unit in units:
             unit.settings.comm_hook = (state, hook)
             unit.reroute()
@@ -312,7 +321,7 @@ class FullyShardedDataParallel(WrapperState, ShardedModule):
     def module(self) -> nn.Module:
         """The wrapped module, also if a checkpoint wrapper lies around it."""
         inner = self._fsdp_wrapped_module
-        return getattr(inner, "_checkpoint_wrapped_module", inner)
+        return inner._modules.get(CHECKPOINTED) or inner
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
@@ -416,13 +425,15 @@ class FullyShardedDataParallel(WrapperState, ShardedModule):
 
     @property
     def rank(self) -> int:
-        """On the shard axis."""
-        return self._options.mesh.rank
+        """In :attr:`process_group`."""
+        group = self.process_group
+        return 0 if group is None else int(group.rank())
 
     @property
     def world_size(self) -> int:
-        """Of the shard axis."""
-        return self._options.mesh.world_size
+        """Size of :attr:`process_group`."""
+        group = self.process_group
+        return 1 if group is None else int(group.size())
 
 
 def _ignored(

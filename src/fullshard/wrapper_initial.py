@@ -120,7 +120,7 @@ def sync_states(
     states = list(found.values())
     # Replicas first: after that, the first rank of every shard group has the very first one's values.
     for part, size in ((mesh.replicate, mesh.replicas), (mesh.shard, mesh.world_size)):
-        if part is not None and size > 1:
+        if part is not None and size > 1 and states:
             _broadcast(states, part.get_group(), mesh.device)
 
 

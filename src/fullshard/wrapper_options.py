@@ -83,8 +83,14 @@ class WrapperOptions:
         if init is not None and not callable(init):
             raise ValueError(f"{API}: param_init_fn: expected a function of a module, found {init!r}")
         device_type = _device_type(module, given["device_id"])
+        mesh = _mesh(strategy, given["process_group"], given["device_mesh"], device_type)
+        if device_type not in (None, mesh.device.type):
+            raise ValueError(
+                f"{API}: the module, or device_id, is on {device_type}, but the ranks are a mesh of "
+                f"{mesh.device.type} devices; pass a mesh of the devices to compute on"
+            )
         return cls(
-            mesh=_mesh(strategy, given["process_group"], given["device_mesh"], device_type),
+            mesh=mesh,
             strategy=strategy,
             offload=given["cpu_offload"] or CPUOffload(),
             prefetch=given["backward_prefetch"],
@@ -126,7 +132,7 @@ def _device_type(module: nn.Module, device_id: int | torch.device | None) -> str
     if device_id is None:
         return types[0] if types else None
     if isinstance(device_id, int):
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = torch.device("cpu") if accelerator is None else torch.device(accelerator.type, device_id)
     else:
         device = device_id
@@ -231,7 +237,7 @@ def _hybrid_mesh(device_type: str | None) -> DeviceMesh:
     ranks = world.size()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if not local:
-        local = torch.accelerator.device_count() if world.device_type != "cpu" else ranks
+        local = min(torch.accelerator.device_count(), ranks) if world.device_type != "cpu" else ranks
     if ranks % local:
         raise ValueError(
             f"{API}: cannot tell machines apart: {ranks} ranks are not a multiple of the {local} on this one; pass "

@@ -71,7 +71,7 @@ def plan_wrappers(
             "MixedPrecision(_module_classes_to_ignore=()) changes that",
             stacklevel=3,
         )
-        targets.update((found, {**arguments, "mixed_precision": None}) for found in apart)
+        targets.update((found, {**targets.get(found, arguments), "mixed_precision": None}) for found in apart)
         tree = ModuleTree(module, ignored_modules, ignored_parameters, is_sharded)
         chosen = WrapPlan.of(tree, targets, arguments)
     for unit, names in chosen.mixed_frozen().items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fullshard.engine.full_copies import FullCopies
 from fullshard.engine.names import CHECKPOINTED, WRAPPED, clean_name
+from fullshard.engine.ownership import managed_modules
 from fullshard.engine.parameter import managed_by
 from fullshard.errors import FullshardError
 from fullshard.memory import own_storage
@@ -23,6 +24,9 @@ __all__ = ["WrapperState"]
 class _Metadata(dict[str, Any]):
     """Versions of modules, found also by the names that they have inside of wrappers."""
 
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        super().__init__((clean_name(key), value) for key, value in metadata.items())  # the innermost comes last
+
     def get(self, key: str, default: Any = None) -> Any:
         return super().get(clean_name(key), default)
 
@@ -31,13 +35,17 @@ class WrapperState(nn.Module):
     """What of a wrapper is saved and loaded: see the module docstring."""
 
     _buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] | None  # before they were cast; None: not cast yet
-    _managed: list[nn.Module]  # of this wrapper and no other
+    _ignored_modules: set[nn.Module]
     _loading: FullCopies | None  # while a state dict is being loaded
     _messages: list[str]  # where that one collects errors
     _options: Any
 
-    def _prepare_state(self, managed: Iterable[nn.Module]) -> None:
-        self.__dict__["_managed"] = list(managed)  # not as a child
+    @property
+    def _managed(self) -> list[nn.Module]:
+        """Modules of this wrapper and no other."""
+        return [m for _, m in managed_modules([self]) if m is not self and m not in self._ignored_modules]
+
+    def _prepare_state(self) -> None:
         self._buffer_dtypes = self._loading = None
         self.register_load_state_dict_post_hook(WrapperState._end_load)  # type: ignore[no-untyped-call]
 
@@ -84,7 +92,9 @@ class WrapperState(nn.Module):
         _rename(state, f"{prefix}{WRAPPED}.", prefix)
         metadata = getattr(state, "_metadata", None)
         if metadata is not None:
-            metadata[prefix.removesuffix(".")] = metadata.pop(f"{prefix}{WRAPPED}")
+            own = metadata.pop(f"{prefix}{WRAPPED}", None)
+            if own is not None:  # else the module saves itself in a way of its own
+                metadata[prefix.removesuffix(".")] = own
             _rename(metadata, f"{prefix}{WRAPPED}.", prefix)
         return state
 
@@ -94,7 +104,13 @@ class WrapperState(nn.Module):
         if metadata is not None:
             state_dict = OrderedDict(state_dict)
             state_dict._metadata = _Metadata(metadata)  # type: ignore[attr-defined]
-        return super().load_state_dict(state_dict, strict, assign)
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except BaseException:
+            for module in self.modules():
+                if isinstance(module, WrapperState):
+                    module._close_load(writeback=False)
+            raise
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         if self._loading is not None:  # an earlier load raised

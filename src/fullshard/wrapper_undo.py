@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fullshard.engine.ownership import clear_unit, nested_units, unit_of
-from fullshard.engine.parameter import unmark
+from fullshard.engine.parameter import managed_by, unmark
 from fullshard.engine.unit import Unit
 
 __all__ = ["undone_on_failure"]
@@ -19,14 +19,16 @@ __all__ = ["undone_on_failure"]
 def undone_on_failure(module: nn.Module) -> Iterator[list[nn.Module]]:
     """If the ``with`` block raises, give the parameters of all units made in it their old forms and places back.
 
-    Collective where parameters were sharded already: all ranks have to fail in the same place, as they do for what is
-    checked here. What a failing ``param_init_fn`` has initialised stays so.
+    What lies in CPU memory is kept until then, so that nothing has to be gathered: an error may be this rank's own.
+    Accelerators may have no room for that; from there parameters are gathered, which all ranks have to come to. What
+    a failing ``param_init_fn`` has initialised stays so.
 
     Yields:
         A list for the modules that units were made of, in the order in which they were.
     """
     before = {id(unit) for unit in nested_units(module)}
     holders = [(m, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None]
+    values = {p: p.data for _, _, p in holders if p.device.type in ("cpu", "meta") and managed_by(p) is None}
     gradients = [(p, p.grad) for _, _, p in holders if p.grad is not None]
     children = [(m, list(m._modules.items())) for m in module.modules()]
     made: list[nn.Module] = []
@@ -36,7 +38,7 @@ def undone_on_failure(module: nn.Module) -> Iterator[list[nn.Module]]:
         for wrapper in reversed(made):
             unit = unit_of(wrapper)
             if unit is not None and id(unit) not in before:
-                _dissolve(unit)
+                _dissolve(unit, values)
                 clear_unit(wrapper)
         for holder, held in children:
             holder._modules.update(held)
@@ -48,12 +50,17 @@ def undone_on_failure(module: nn.Module) -> Iterator[list[nn.Module]]:
         raise
 
 
-def _dissolve(unit: Unit) -> None:
+def _dissolve(unit: Unit, values: dict[nn.Parameter, torch.Tensor]) -> None:
     with torch.inference_mode(False), torch.no_grad():
         for bucket in unit.buckets:
-            bucket.restore()
+            if not all(parameter.sharded in values for parameter in bucket.parameters):
+                bucket.restore()
     unit.registration.leave()
     for parameter in unit.parameters:
+        old = values.get(parameter.sharded)
+        if old is not None:
+            parameter.sharded.grad = None
+            parameter.sharded.data = old
         unmark(parameter.sharded)
         for owner in parameter.owners:
             owner.set(parameter.sharded)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from compare import assert_equal
-from fullshard import FullshardError, fully_shard
+from fullshard import FullshardError, FullyShardedDataParallel, ShardingStrategy, fully_shard
 from fullshard.grad_scaler import ShardedGradScaler
 from ranks import Rank, on_ranks
 
@@ -275,3 +275,30 @@ def test_wrong_group(wrong: Any) -> None:
     """What is no group is refused at once."""
     with pytest.raises(TypeError, match=f"process_group.*{type(wrong).__name__}.*get_group"):
         ShardedGradScaler("cpu", process_group=wrong)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+def test_wrapped_model(rank: Rank, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    """The wrapper's gradients: an overflow in one rank's part skips the step on all; other steps are as unsharded."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    model = FullyShardedDataParallel(
+        copy.deepcopy(reference), rank.group, sharding_strategy=strategy, use_orig_params=use_orig_params
+    )
+    scaler, plain = make_scaler(), torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, reference)]
+    for step in range(4):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+        for module, optimizer, own in zip((model, reference), optimizers, (scaler, plain), strict=True):
+            optimizer.zero_grad()
+            own.scale(module(x).square().mean()).backward()
+            if step == 1 and (module is reference or rank.rank == 1):
+                next(p.grad for p in module.parameters() if p.grad is not None and p.grad.numel()).view(-1)[0] = INF
+            own.step(optimizer)
+            own.update()
+        assert scaler.get_scale() == plain.get_scale() == [8, 4, 4, 8][step]
+    with FullyShardedDataParallel.summon_full_params(model):
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

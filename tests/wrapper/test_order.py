@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard import FullshardError
+from fullshard import FullshardError, fully_shard
 from fullshard.engine.order import TIMEOUT_VARIABLE, OrderCheck, OrderWatch, UnitOrder, explain_difference
-from fullshard.transport import Move, Parcel, make_transport
+from fullshard.engine.schedule import Schedule
+from fullshard.transport import GlooTransport, Move, Parcel, make_transport
 from ranks import Rank, RankPool, on_ranks
 
 CPU = torch.device("cpu")
@@ -280,3 +283,62 @@ def test_without_a_watch_the_group_times_out(ranks: RankPool) -> None:
     outcomes = ranks(2, end_without_watch, ["", "b"], fresh=True, expect_failure=True, timeout=30)
     for outcome in outcomes:
         assert outcome.failed and "FullshardError" not in outcome.error_types
+
+
+class Blocks(nn.Module):
+    """Layers that run in the given order."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.order = order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = self.blocks[index](x)
+        return x
+
+
+def run_model(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """The first forward of ``model``, watched as the engine does it."""
+    watch, usual = OrderWatch(group, CPU, SOON), Schedule.enter
+
+    def enter(schedule: Schedule, unit: Any) -> None:
+        watch.started(unit.name)
+        usual(schedule, unit)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Schedule, "enter", enter)
+        try:
+            with watch.guard():
+                model(torch.ones(2, 8))
+                watch.completed()
+                OrderCheck(group, CPU).compare(watch.names)
+        finally:
+            watch.finished()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("odd", "told"),
+    [
+        ([3, 1, 0, 2], "position 1 (from 0): 'blocks.0' on rank 0; 'blocks.3' on rank 1"),
+        ([0, 2, 1, 3], "position 2 (from 0): 'blocks.1' on rank 0; 'blocks.2' on rank 1"),
+    ],
+    ids=["stalls", "does not stall"],
+)
+def test_stall_of_a_sharded_model(rank: Rank, odd: Sequence[int], told: str) -> None:
+    """What the engine waits for is broken off: both ranks name the units, whether or not they come to the end."""
+    group = new_group()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = Blocks(odd if rank.rank else range(4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GlooTransport, "tiny_bytes", 0)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        with pytest.raises(FullshardError) as caught:
+            run_model(model, group)
+    assert told in str(caught.value)
+    assert no_watch_runs()

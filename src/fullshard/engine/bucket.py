@@ -164,7 +164,8 @@ class Bucket:
     def begin_reduction(self, terms: ReductionTerms) -> list[PendingReduction]:
         """Take the full gradients of the trainable parameters; what is returned is to be issued."""
         owed = self.owed
-        trainable = self._reduced_together({i for i, p in enumerate(self.parameters) if p.requires_grad or i in owed})
+        expected = {i for i, p in enumerate(self.parameters) if p.requires_grad or i in owed}
+        trainable = self._reduced_together(expected)
         owed.clear()
         pending = []
         if terms.all_reduce:  # what other sets of trainable parameters left unfinished on the replicate axis
@@ -175,7 +176,7 @@ class Bucket:
             if reducer is None:
                 reducer = self._reducers[trainable] = self._reducer([self.parameters[i] for i in trainable])
             gradients = [p.take_gradient() for p in reducer.parameters]
-            pending.append(PendingReduction(reducer, gradients, terms))
+            pending.append(PendingReduction(reducer, gradients, terms, [i in expected for i in trainable]))
         return pending
 
     def note_trainable(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fullshard.engine.bucket import Bucket, BufferCopies
-from fullshard.engine.flat_parameter import FlatHome, FlatPiece, on_its_device, placed
+from fullshard.engine.flat_parameter import FlatHome, FlatPiece, placed
 from fullshard.engine.gather import Gather, issue_gathers
 from fullshard.engine.mesh import ShardMesh
 from fullshard.engine.parameter import ShardedParameter, accumulate_gradient, value_of
@@ -129,7 +129,7 @@ class FlatReducer(GradientReducer):
     def replica_moves(self, rows: Sequence[torch.Tensor]) -> list[Move]:
         """See :class:`GradientReducer`."""
         transport, numel = self.mesh.replica_transport, self._layout.slice_numel
-        if transport is None or not transport.splits_all_reduce:
+        if transport is None or not transport.hooked:
             return super().replica_moves(rows)
         return super().replica_moves([rows[0].narrow(0, 0, numel), rows[0].narrow(0, numel, self.rows_numel - numel)])
 
@@ -159,8 +159,7 @@ class FlatReducer(GradientReducer):
         if self._home is None:
             super().accumulate(landed, present)
         elif any(present):
-            flat = self._home.flat
-            accumulate_gradient(flat, on_its_device(landed[0].narrow(0, 0, self._layout.slice_numel), flat))
+            accumulate_gradient(self._home.flat, landed[0].narrow(0, 0, self._layout.slice_numel))
 
 
 class FlatBucket(Bucket):
@@ -170,7 +169,7 @@ class FlatBucket(Bucket):
     or freed.
 
     Args:
-        parameters: In model order; all of one dtype and on one device.
+        pieces: Of its parameters, in model order; all of one dtype and on one device.
         mesh: The ranks to shard over.
         storage: See there.
     """
@@ -206,7 +205,8 @@ class FlatBucket(Bucket):
             local.copy_(piece.part_like_local(value))
             piece.place(local)
             if storage.keep_reduced:
-                piece.sharded.grad_dtype = storage.reduce_dtype
+                piece.gradient_dtype = storage.reduce_dtype
+                _set_gradient_dtype(piece.sharded, storage.reduce_dtype)
 
     def _cut(self, itemsize: int) -> FlatLayout:
         """The layout by which the pieces were cut, as far as they are here; a new one for whole parameters."""
@@ -223,7 +223,7 @@ class FlatBucket(Bucket):
         for piece in self.pieces:
             piece.home = home
         if self.storage.keep_reduced:
-            home.flat.grad_dtype = self.storage.reduce_dtype
+            _set_gradient_dtype(home.flat, self.storage.reduce_dtype)
 
     def reroute(self, mesh: ShardMesh) -> None:
         """See :class:`Bucket`."""
@@ -247,6 +247,7 @@ class FlatBucket(Bucket):
         copies = self.copies()
         issue_gathers([("", copies.gather)], make_lane(self.mesh.device)).wait()
         for piece, value in zip(self.pieces, copies.values, strict=True):
+            piece.sharded.requires_grad_(piece.requires_grad)
             piece.piece = piece.slot = piece.cut = piece.home = None
             piece.place(value.clone() if piece.local.device == value.device else value.to(piece.local.device))
         copies.buffer.free()
@@ -279,7 +280,7 @@ class FlatBucket(Bucket):
     def _slice_of_gradients(self) -> torch.Tensor:
         if self.home is not None and self.home.flat.grad is not None:
             return self.home.flat.grad
-        source = torch.zeros_like(self.shard_buffer)
+        source = torch.zeros_like(self.shard_buffer, dtype=self.pieces[0].gradient_dtype)
         for piece in self.pieces:
             if piece.sharded.grad is not None and piece.piece is not None:
                 _, numel, offset = piece.piece
@@ -320,3 +321,10 @@ class FlatBucket(Bucket):
     def _free(self) -> None:
         if self._full is not None:
             self._full.free()
+
+
+def _set_gradient_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> None:
+    """Have gradients of this dtype, also one that is there (and that a move has cast)."""
+    gradient, parameter.grad = parameter.grad, None
+    parameter.grad_dtype = dtype
+    parameter.grad = None if gradient is None else gradient.to(dtype)

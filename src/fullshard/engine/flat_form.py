@@ -69,6 +69,8 @@ class HomeRegistration(Registration):
     def use_sharded(self) -> None:
         """See :class:`Registration`."""
         self.full = False
+        for owner, parameter in self._others:  # what keeps a second list of its weights has to let go of the full ones
+            owner.set(parameter.sharded)
         for attributes, name, parameter in self._hidden:
             # None keeps the place among the module's parameters, and whoever lists them skips it.
             attributes["_parameters"][name] = None

@@ -12,7 +12,6 @@ registered, optimized and saved is the :class:`FlatParameter` that has all of th
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,12 +19,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.engine.parameter import Owner, ShardedParameter, accumulate_gradient, mark, value_of
+from fullshard.engine.parameter import Owner, ShardedParameter, accumulate_gradient, clear_gradient, mark, value_of
 from fullshard.errors import FullshardError
 from fullshard.layout import FlatLayout, FlatSlot, Piece
 from fullshard.memory import own_storage
 
-__all__ = ["FlatHome", "FlatParameter", "FlatPiece", "on_its_device"]
+__all__ = ["FlatHome", "FlatParameter", "FlatPiece", "placed"]
 
 
 NOT_FUNCTIONAL = (
@@ -53,6 +52,7 @@ class FlatPiece(ShardedParameter):
     slot: FlatSlot | None = None  # where the parameter lies in what it was cut from
     cut: FlatLayout | None = None  # which that is; kept, because only a gather could cut elsewhere
     home: FlatHome | None = None  # if flat parameters are visible
+    gradient_dtype: torch.dtype | None = None  # of sharded gradients, where it is not the shard's
 
     @property
     def requires_grad(self) -> bool:
@@ -142,10 +142,15 @@ class FlatPiece(ShardedParameter):
         """See :class:`ShardedParameter`. A slice cuts whatever lies on its edge."""
         return False
 
+    def clear_gradient(self, *, set_to_none: bool) -> None:
+        """See :class:`ShardedParameter`."""
+        clear_gradient(self.sharded if self.home is None else self.home.flat, set_to_none=set_to_none)
+
     def set_gradient(self, local: torch.Tensor | None) -> None:
         """See :class:`ShardedParameter`. In the gradient of a visible flat parameter, missing ones become zeros."""
         if self.home is None:
-            self.sharded.grad = None if local is None else local.clone().view(self.local.shape)
+            dtype = self.gradient_dtype or self.local.dtype
+            self.sharded.grad = None if local is None else local.to(dtype, copy=True).view(self.local.shape)
         elif self.home.flat.grad is not None and self.piece is not None:
             target = self.home.flat.grad.narrow(0, self.piece.offset, self.piece.numel)
             if local is None:
@@ -155,14 +160,16 @@ class FlatPiece(ShardedParameter):
 
     def accumulate(self, local: torch.Tensor) -> None:
         """Set the gradient of the piece to ``local``, or add it, and run the user's hooks."""
-        accumulate_gradient(self.sharded, on_its_device(local, self.sharded))
+        accumulate_gradient(self.sharded, local)
 
     def memoize(self, memo: dict[int, Any]) -> None:
         """Put a copy of the piece, gradient included, into a deepcopy's memo."""
         old = self.sharded
-        new = nn.Parameter(self.local.clone(), requires_grad=old.requires_grad)
+        new = nn.Parameter(self.local.clone(), requires_grad=self.requires_grad)
         gradient = self.local_gradient
         if gradient is not None:
+            if gradient.dtype is not new.dtype:
+                new.grad_dtype = gradient.dtype
             new.grad = gradient.clone().view(new.shape)
         memo[id(old)] = new
 
@@ -188,12 +195,11 @@ class FlatHome:
     flat: FlatParameter
     name: str
     parameters: dict[str, nn.Parameter | None]  # of the module
-    module: weakref.ref[nn.Module]
     pieces: list[FlatPiece]
     _slice: torch.Tensor
 
     def __init__(self, module: nn.Module, name: str, slice_: torch.Tensor, pieces: Sequence[FlatPiece]) -> None:
-        self.name, self.parameters, self.module = name, module._parameters, weakref.ref(module)
+        self.name, self.parameters = name, module._parameters
         self.pieces, self._slice = list(pieces), slice_
         requires_grad = pieces[0].sharded.requires_grad
         flat: FlatParameter = torch.Tensor._make_subclass(FlatParameter, slice_.detach(), requires_grad)
@@ -206,7 +212,9 @@ class FlatHome:
 
     def _take_gradients(self) -> None:
         """Of pieces that come from somewhere else, such as a copy."""
-        self.flat.grad = torch.zeros_like(self._slice)
+        dtype = self.pieces[0].gradient_dtype or self._slice.dtype
+        self.flat.grad_dtype = dtype
+        self.flat.grad = torch.zeros_like(self._slice, dtype=dtype)
         for piece in self.pieces:
             gradient, piece.sharded.grad = piece.sharded.grad, None
             if gradient is not None and piece.piece is not None:
@@ -245,17 +253,9 @@ class FlatHome:
                 f"expected {tuple(self._slice.shape)}"
             )
         assert piece.piece is not None
-        _, numel, offset = piece.piece
-        return value_of(value).narrow(0, offset, numel).view(piece.local.shape)
-
-
-def on_its_device(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """``gradient`` as autograd lets it be assigned, also if it is in CPU memory and the parameter is not."""
-    if gradient.device == parameter.device:
-        return gradient
-    shell = torch.empty_like(parameter, dtype=gradient.dtype)
-    shell.data = gradient  # autograd looks at the device only when a gradient is assigned as a whole
-    return shell
+        local, held_slice = piece.local, value_of(value)
+        start = int(held_slice.storage_offset()) + piece.piece.offset
+        return held_slice.as_strided(local.shape, local.stride(), start)  # a whole piece has its parameter's strides
 
 
 def placed(slice_: torch.Tensor, piece: Piece, parameter: FlatPiece, *, whole: bool) -> torch.Tensor:

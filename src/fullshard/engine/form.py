@@ -26,7 +26,7 @@ class BucketKey(NamedTuple):
     mesh: ShardMesh
     dtype: torch.dtype
     on_meta: bool
-    apart: int
+    group: object
 
 
 class Form:

@@ -23,12 +23,14 @@ class ForwardOrder:
 
     on_start: Callable[[str], None] | None  # called with the name of each unit whose forward begins
     checks: list[OrderCheck] | None  # of whoever compares ranks; None: not compared yet
+    changed: bool  # whether the last forward ran other units than the one before
     _known: list[weakref.ref[Unit]]
     _recorded: list[weakref.ref[Unit]]  # in the forward that runs now
     _cursor: int  # how far that one has come in what is known
 
     def __init__(self, guess: list[weakref.ref[Unit]]) -> None:
         self.on_start = self.checks = None
+        self.changed = False
         self._known, self._recorded, self._cursor = list(guess), [], 0
 
     def begin(self) -> None:
@@ -46,6 +48,7 @@ class ForwardOrder:
 
     def keep(self) -> None:
         """The forward was the root's and is over."""
+        self.changed = self._recorded != self._known
         self._known = self._recorded
 
     def after(self, unit: Unit) -> Iterable[weakref.ref[Unit]]:

@@ -75,6 +75,8 @@ class FullCopies:
         copy = nn.Parameter(made(value), requires_grad=parameter.requires_grad)
         copy.__dict__.update(parameter.attributes)
         if gradient is not None:
+            if gradient.dtype is not copy.dtype:
+                copy.grad_dtype = gradient.dtype
             copy.grad = made(gradient)
         self.parameters[id(parameter)] = copy
 
@@ -120,7 +122,7 @@ class FullCopies:
         Args:
             writeback: Put this rank's part of what the modules held into the shards.
             rank0_only: What the first rank held counts, and is sent to the others: a collective.
-            with_grads: Put the gradients back as well.
+            with_grads: Put the gradients back as well, but not with ``rank0_only``, which sends values only.
 
         Raises:
             FullshardError: If a parameter was replaced by one of another shape.
@@ -132,7 +134,7 @@ class FullCopies:
                     held = self._held()
                     if rank0_only:
                         self._spread(held)
-                    self._write(held, with_grads=with_grads)
+                    self._write(held, with_grads=with_grads and not rank0_only)
         finally:
             unit.progress.summoned = False
             unit.registration.use_sharded()

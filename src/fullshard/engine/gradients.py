@@ -71,8 +71,4 @@ class UnitGradients:
     def zero_sharded(self, *, set_to_none: bool) -> None:
         """As ``zero_grad``, whatever the modules hold at the moment."""
         for parameter in self._parameters:
-            sharded = parameter.sharded
-            if set_to_none or sharded.grad is None:
-                sharded.grad = None
-            else:
-                sharded.grad.detach_().zero_()
+            parameter.clear_gradient(set_to_none=set_to_none)

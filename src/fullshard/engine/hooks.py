@@ -31,6 +31,7 @@ __all__ = [
     "Call",
     "current_backward",
     "guard_inputs",
+    "in_backward",
     "outside_transforms",
     "watch_outputs",
 ]
@@ -145,6 +146,11 @@ def outside_transforms() -> contextlib.AbstractContextManager[object]:
 def current_backward() -> int:
     """A number for the backward pass that runs on this thread now, or :data:`NO_BACKWARD`."""
     return torch._C._current_graph_task_id()
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs on this thread."""
+    return current_backward() != NO_BACKWARD
 
 
 class BackwardPass:

@@ -291,7 +291,8 @@ class OrderWatch:
         said: UnitOrder | None = None
         since: float | None = None  # when a difference was found
         while True:
-            order = UnitOrder(self.names, self._complete)
+            complete = self._complete  # before the names: the forward goes on meanwhile
+            order = UnitOrder(self.names, complete)
             if order != said:
                 self._store.set(f"order/{own}", json.dumps([order.names, order.complete]))
                 said = order

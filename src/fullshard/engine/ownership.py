@@ -103,6 +103,8 @@ def claim_parameters(
             continue
         owner = Owner.of(holder.module, holder.name)
         existing = managed_by(holder.parameter)
+        if existing is not None:
+            _check_form(existing, form)
         if existing is None:
             new = form.parameter(holder.parameter, owner, holder.fqn, place(holder.fqn, holder.parameter))
             claimed[id(new)] = new
@@ -117,8 +119,9 @@ def claim_parameters(
     for unit in nested.values():
         for parameter in unit.parameters:
             if any(owner in inside for owner in parameter.pending_owners):
+                _check_form(parameter, form)
                 claimed[id(parameter)] = parameter
-    _take_over(claimed, inside, form)
+    _take_over(claimed, inside)
     return list(claimed.values())
 
 
@@ -141,14 +144,17 @@ def _is_above(parameter: ShardedParameter, module: nn.Module) -> bool:
     return any(module is submodule for m in above if m is not None for submodule in m.modules())
 
 
-def _take_over(claimed: dict[int, ShardedParameter], inside: _Inside, form: Form) -> None:
+def _check_form(parameter: ShardedParameter, form: Form) -> None:
+    """Before anything is changed."""
+    if not form.accepts(parameter):
+        raise TiedParameterError(
+            f"{parameter.describe()} is shared by a module of a FullyShardedDataParallel unit and one of a fully_shard "
+            "unit, which keep it in different forms; use one of them for both modules"
+        )
+
+
+def _take_over(claimed: dict[int, ShardedParameter], inside: _Inside) -> None:
     """Make the units that own claimed parameters give them up, and settle the pending owners that are inside."""
-    for parameter in claimed.values():
-        if not form.accepts(parameter):
-            raise TiedParameterError(
-                f"{parameter.describe()} is shared by a module of a FullyShardedDataParallel unit and one of a "
-                "fully_shard unit, which keep it in different forms; use one of them for both modules"
-            )
     owners = {id(unit): unit for unit in (p.unit() for p in claimed.values() if hasattr(p, "unit")) if unit is not None}
     for unit in owners.values():
         unit.give_up([p for p in unit.parameters if id(p) in claimed])

@@ -31,7 +31,16 @@ from fullshard.layout.per_parameter import contiguous_stride, is_dense
 if TYPE_CHECKING:
     from fullshard.engine.unit import Unit
 
-__all__ = ["Owner", "ShardedParameter", "accumulate_gradient", "managed_by", "mark", "unmark", "value_of"]
+__all__ = [
+    "Owner",
+    "ShardedParameter",
+    "accumulate_gradient",
+    "clear_gradient",
+    "managed_by",
+    "mark",
+    "unmark",
+    "value_of",
+]
 
 _MANAGED_BY = "_fullshard_parameter"  # attribute of parameter objects
 
@@ -150,6 +159,10 @@ class ShardedParameter:
     def whole_on_every_rank(self) -> bool:
         """Whether it is not cut, so that all ranks of the shard axis hold the same."""
         return self.shape.replicated
+
+    def clear_gradient(self, *, set_to_none: bool) -> None:
+        """As ``zero_grad`` does for the sharded parameter."""
+        clear_gradient(self.sharded, set_to_none=set_to_none)
 
     def set_gradient(self, local: torch.Tensor | None) -> None:
         """Replace the sharded gradient by a copy of this rank's rows ``local``."""
@@ -276,11 +289,15 @@ def accumulate_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None
             replaced = hook(gradient)
             gradient = gradient if replaced is None else replaced
     present = parameter.grad
-    if present is None:
+    if present is None and gradient.device == parameter.device:
         parameter.grad = gradient
+    elif present is None:  # autograd compares devices only where a gradient is assigned
+        parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype)
+        parameter.grad.data = gradient
     elif isinstance(present, DTensor) and isinstance(gradient, DTensor) and present.placements == gradient.placements:
         present._local_tensor.add_(gradient._local_tensor)  # what DTensor would do in ten times as long
     else:
+        assert present is not None
         present.add_(gradient)  # maybe one that the user has put there
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
     if hooks:
@@ -293,6 +310,14 @@ def accumulate_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None
         for optimizer in optimizers:
             optimizer.step()
         parameter.grad = None
+
+
+def clear_gradient(parameter: nn.Parameter, *, set_to_none: bool) -> None:
+    """As ``zero_grad`` does for one parameter."""
+    if set_to_none or parameter.grad is None:
+        parameter.grad = None
+    else:
+        parameter.grad.detach_().zero_()
 
 
 def mark(parameter: nn.Parameter, managed: ShardedParameter) -> None:

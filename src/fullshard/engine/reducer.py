@@ -54,6 +54,10 @@ class RowsView(NamedTuple):
         return tensors[self.tensor].as_strided(self.shape, self.stride, self.offset)
 
 
+# Nearly always it is one or two: all gradients, or all but frozen and unused ones.
+MAX_PRESENCES_KEPT = 8
+
+
 class GradientReducer:
     """Reduces the gradients of one set of parameters of a bucket. Planned once, used every step.
 
@@ -75,7 +79,8 @@ class GradientReducer:
     views: list[RowsView]  # of the parameters, and behind them the presence numbers
     direct: list[tuple[int, Slot]]  # the parameters that travel on their own, with their indices
     rows_numel: int  # elements of the first tensor of rows
-    _all_present: torch.Tensor
+    _one: torch.Tensor  # where, and in the dtype in which, gradients are reduced
+    _presences: dict[tuple[bool, ...], torch.Tensor]  # those sent of late: making one copies it to the device
 
     def __init__(self, parameters: list[ShardedParameter], mesh: ShardMesh, storage: Storage) -> None:
         self.parameters, self.mesh, self.dtype = parameters, mesh, storage.reduce_dtype
@@ -83,7 +88,8 @@ class GradientReducer:
         self.lands_on_host = (storage.offload or storage.offload_gradients) and mesh.device.type != "cpu"
         self.owing, self.partial = False, None
         self.views, self.direct = [], []
-        self._all_present = torch.ones(len(parameters), dtype=self.dtype, device=mesh.device)
+        self._one = torch.ones((), dtype=self.dtype, device=mesh.device)
+        self._presences = {}
 
     def pack(self, inputs: Gradients, target: torch.Tensor) -> None:
         """Copy what does not travel on its own into ``target``: the message, or without a shard axis the rows."""
@@ -135,7 +141,7 @@ class GradientReducer:
         """A gradient as a flat region of padded pieces: its own memory unless it is missing or uneven."""
         if gradient is not None and not slot.padded:
             return gradient.as_strided((slot.region_numel,), (1,))
-        region = self._all_present.new_zeros(slot.region_numel)
+        region = self._one.new_zeros(slot.region_numel)
         if gradient is not None:
             numel = slot.parameter.numel
             region.narrow(0, 0, numel).copy_(gradient.as_strided((numel,), (1,)))
@@ -143,13 +149,17 @@ class GradientReducer:
 
     def _presence(self, gradients: Gradients) -> torch.Tensor:
         """See [Note: Gradients that are missing on some ranks]."""
-        if all(gradient is not None for gradient in gradients):
-            return self._all_present
-        return self._all_present.new_tensor([gradient is not None for gradient in gradients])
+        present = tuple(gradient is not None for gradient in gradients)
+        found = self._presences.get(present)
+        if found is None:
+            if len(self._presences) >= MAX_PRESENCES_KEPT:
+                self._presences.clear()
+            found = self._presences[present] = self._one.new_tensor(present)
+        return found
 
     def new_empty(self, numel: int) -> torch.Tensor:
         """A flat tensor where gradients are computed."""
-        return self._all_present.new_empty(numel)
+        return self._one.new_empty(numel)
 
 
 class PerParameterReducer(GradientReducer):

@@ -61,15 +61,23 @@ class PendingReduction:
     _packed: list[Move]  # those of them that are the message
     _foreign: torch.Tensor | None  # the message, where the transport brings memory of its own
     _present: list[bool]
+    _expected: list[bool]  # whether any rank may have a gradient; equal on all
     _ticket: Ticket | None  # of the present stage
     _rows: list[torch.Tensor]
     _landed: list[torch.Tensor]  # the same tensors in the dtype, and on the device, of the shards
     _leaving: list[torch.Tensor]  # what is being copied to the host: a side stream still reads it
 
-    def __init__(self, reducer: GradientReducer, gradients: Gradients, terms: ReductionTerms) -> None:
+    def __init__(
+        self,
+        reducer: GradientReducer,
+        gradients: Gradients,
+        terms: ReductionTerms,
+        expected: Sequence[bool] | None = None,
+    ) -> None:
         self.reducer, self.terms, self.scattered = reducer, terms, False
         self._inputs = inputs = reducer.inputs(gradients)
         self._present = [gradient is not None for gradient in gradients]
+        self._expected = [True] * len(gradients) if expected is None else list(expected)
         self._ticket = self._foreign = self.earlier = None
         if terms.all_reduce:
             self.earlier, reducer.partial = reducer.partial, None
@@ -137,7 +145,8 @@ class PendingReduction:
 
     def copy_out(self) -> None:
         """On the lane: the first stage is over."""
-        if self.transport is None:
+        replicas = self.reducer.mesh.replica_transport
+        if self.transport is None and not (replicas is not None and replicas.hooked):
             factor = self.terms.scatter.before * self.terms.scatter.after
             if factor != 1:
                 torch._foreach_mul_(self._rows, 1 / factor)
@@ -223,7 +232,8 @@ class PendingReduction:
     def _present_anywhere(self, rows: list[torch.Tensor]) -> list[bool]:
         """See [Note: Gradients that are missing on some ranks]."""
         present, views = self._present, self.reducer.views
-        if all(present) or len(views) == len(present):
+        missing = any(wanted and not here for wanted, here in zip(self._expected, present, strict=True))
+        if not missing or len(views) == len(present):
             return present
         elsewhere = views[len(present)].on(rows).tolist()
         return [here or abs(somewhere) > 0 for here, somewhere in zip(present, elsewhere, strict=True)]
@@ -231,6 +241,7 @@ class PendingReduction:
     def _add(self, other: PendingReduction) -> None:
         torch._foreach_add_(self._rows, other._rows)
         self._present = [a or b for a, b in zip(self._present, other._present, strict=True)]
+        self._expected = [a or b for a, b in zip(self._expected, other._expected, strict=True)]
 
     def _let_go(self) -> None:
         self.scattered = True

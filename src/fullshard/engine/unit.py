@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -265,8 +264,7 @@ class Unit:
 
     def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Gather, prefetch the next unit, and guard and cast the inputs."""
-        if self.progress.summoned:
-            raise PhaseError(f"unit {self.name or '<root>'!r} was run inside summon_full_params; run it after that")
+        self.check_not_summoned("run")
         schedule = self.attached()
         schedule.enter(self)
         progress = self.progress  # not before: after a failure, enter starts a new one
@@ -371,6 +369,7 @@ class Unit:
 
     def pre_backward(self) -> None:
         """The gradient of an output is there: gather for the unit's own backward."""
+        self.check_not_summoned("run backward")
         if self.phase is Phase.BACKWARD:
             return
         schedule = self.attached()
@@ -451,21 +450,13 @@ class Unit:
         self.progress.unreduced = False
         self.gradients.drop_pending()
 
-    # ---------------------------------------------------------------- copies
-
-    def copy_for(self, modules: Sequence[nn.Module], memo: dict[int, Any]) -> Unit:
-        """The unit of deep copies of this unit's modules; these, with what is below them, are in ``memo`` already."""
-        settings = replace(self.settings, forward_prefetch=[], backward_prefetch=[], lanes=None, post_optim_event=None)
-        settings.reduction = replace(settings.reduction)
-        policy = self.policy._replace(form=self.policy.form.copy_for(memo))
-        return Unit(modules, self.mesh, [p.copy_for(memo) for p in self.parameters], policy, settings)
-
     # ---------------------------------------------------------------- recovery and moves
 
     def reset(self, *, drop_gradients: bool) -> None:
         """Forget whatever was going on, after a failure."""
-        held, unreduced = self.progress.held, self.progress.unreduced
-        self.phase, self.progress = Phase.RESTING, Progress(held=held, unreduced=unreduced)
+        old = self.progress
+        self.phase = Phase.RESTING
+        self.progress = Progress(held=old.held, unreduced=old.unreduced, summoned=old.summoned)
         self.release_after_failure()
         if drop_gradients:
             self.drop_gradients()
@@ -477,7 +468,7 @@ class Unit:
 
     def release_after_failure(self) -> None:
         """Free the full parameters although a gather may never arrive; those that a user holds stay if they have."""
-        if self.progress.held and self.registration.full:
+        if self.progress.summoned or (self.progress.held and self.registration.full):
             return
         self.use_sharded()
         for bucket in self.buckets:
@@ -488,6 +479,11 @@ class Unit:
         if self.schedule is None:
             self.schedule = Schedule.attach(self)
         return self.schedule
+
+    def check_not_summoned(self, what: str) -> None:
+        """Raise PhaseError if the modules hold copies of the full parameters."""
+        if self.progress.summoned:
+            raise PhaseError(f"unit {self.name or '<root>'!r} was {what} inside summon_full_params; do that after it")
 
     def _move(self, phase: Phase) -> None:
         if phase not in LEGAL_MOVES[self.phase]:

@@ -148,8 +148,8 @@ class Transport:
     direct_bytes: int
     # Units that are no larger than this when gathered travel with a neighbour.
     tiny_bytes: int = 64 * 1024
-    # Whether the engine's own numbers have to be a move of their own in an all-reduce.
-    splits_all_reduce: bool = False
+    # Whether a user's function reduces: it divides by itself, and is given nothing but gradients.
+    hooked: bool = False
 
     group: dist.ProcessGroup
     reduce_group: dist.ProcessGroup  # communicator of reduce(); ``group`` itself unless they are separate

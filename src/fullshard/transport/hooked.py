@@ -38,7 +38,7 @@ class HookedTransport(Transport):
     """
 
     direct_bytes: int = sys.maxsize
-    splits_all_reduce: bool = True
+    hooked: bool = True
 
     base: Transport
     state: object

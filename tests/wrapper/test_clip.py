@@ -1,0 +1,269 @@
+"""``clip_grad_norm_``: the norm of gradients that are spread in all ways."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from wrapped import (
+    CLOSE,
+    DIM,
+    FULL,
+    GRAD_OP,
+    HYBRID,
+    NO_SHARD,
+    Net,
+    Part,
+    assert_same_outputs,
+    backward,
+    both_forms,
+    check_gradients,
+    placed,
+    plain_strategies,
+    reference_backward,
+    wrapped,
+)
+
+from compare import assert_close, assert_equal
+from fullshard import (
+    CPUOffload,
+    ShardingStrategy,
+    fully_shard,
+)
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard.wrap import ModuleWrapPolicy
+from ranks import Rank, on_ranks
+
+
+@contextlib.contextmanager
+def counted_all_reduces() -> Iterator[list[Any]]:
+    """The groups of all all-reduces that go through ``torch.distributed``."""
+    groups: list[Any] = []
+    usual = dist.all_reduce
+
+    def counting(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        groups.append(group)
+        return usual(tensor, op, group, async_op)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", counting)
+        yield groups
+
+
+def check_clipped(
+    rank: Rank, model: FSDP, reference: nn.Module, max_norm: float, norm_type: float, *, groups: int | None = None
+) -> None:
+    """Clip both, and compare norms, gradients, and what a step makes of them."""
+    with counted_all_reduces() as seen:
+        total = model.clip_grad_norm_(max_norm, norm_type)
+    assert groups is None or len(seen) == groups, seen
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), max_norm, norm_type)
+    assert total.shape == () and total.dtype is torch.float32
+    assert_close(total, expected.detach(), "norm", **CLOSE)
+    check_gradients(model, reference)
+    for module in (model, reference):
+        torch.optim.SGD(module.parameters(), lr=1.0).step()
+    assert_same_outputs(rank, model, reference)
+
+
+@on_ranks(1, 2)
+@plain_strategies
+@both_forms
+@pytest.mark.parametrize("norm_type", [1, 2, 3, math.inf])
+def test_clip(rank: Rank, strategy: ShardingStrategy, orig: bool, norm_type: float) -> None:
+    """Norms and clipped gradients are those of an unsharded model, with one all-reduce at most."""
+    model, reference = wrapped(rank, strategy, use_orig_params=orig)
+    backward(rank, model, 0)
+    reference_backward(rank, reference, 0)
+    groups = int(strategy is not NO_SHARD and rank.world_size > 1)
+    check_clipped(rank, model, reference, 0.05, norm_type, groups=groups)
+
+
+@on_ranks(2)
+@plain_strategies
+@both_forms
+def test_clip_offloaded(rank: Rank, strategy: ShardingStrategy, orig: bool) -> None:
+    """With offloaded parameters the same."""
+    model, reference = wrapped(rank, strategy, use_orig_params=orig, cpu_offload=CPUOffload(offload_params=True))
+    backward(rank, model, 0)
+    reference_backward(rank, reference, 0)
+    check_clipped(rank, model, reference, 0.05, 2.0)
+
+
+@on_ranks(2)
+@both_forms
+def test_clip_leaves_small_gradients(rank: Rank, orig: bool) -> None:
+    """Gradients whose norm is small enough do not change a bit."""
+    model, _ = wrapped(rank, use_orig_params=orig)
+    backward(rank, model, 0)
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    total = model.clip_grad_norm_(1000.0)
+    assert 0 < float(total) < 1000
+    assert_equal([p.grad for p in model.parameters()], before, "gradients")
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("strategy", HYBRID, ids=lambda s: s.name)
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_clip_hybrid(rank: Rank, strategy: ShardingStrategy, norm_type: float) -> None:
+    """Replicas count once: only the shard axis is summed over."""
+    model, reference = wrapped(rank, strategy)
+    backward(rank, model, 0)
+    reference_backward(rank, reference, 0)
+    check_clipped(rank, model, reference, 0.05, norm_type, groups=1)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@both_forms
+def test_clip_mixed_strategies(rank: Rank, norm_type: float, orig: bool) -> None:
+    """Sharded, hybrid, replicated and ``fully_shard`` units in one model: one all-reduce per group of shards."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Part(), Part(), Part(), nn.Linear(DIM, DIM), nn.Linear(DIM, 3))
+    reference = copy.deepcopy(model)
+    model[0] = FSDP(model[0], use_orig_params=orig, **placed(rank, FULL))
+    model[1] = FSDP(model[1], use_orig_params=orig, **placed(rank, NO_SHARD))
+    model[2] = FSDP(model[2], use_orig_params=orig, **placed(rank, HYBRID[0]))
+    fully_shard(model[3], mesh=rank.mesh)
+    outer = FSDP(model, use_orig_params=orig, sharding_strategy=GRAD_OP)
+    backward(rank, outer, 0)
+    reference_backward(rank, reference, 0)
+    with counted_all_reduces() as seen:
+        total = outer.clip_grad_norm_(0.05, norm_type)
+    assert len(seen) == len({id(group) for group in seen}) <= 3
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05, norm_type)
+    assert_close(total, expected.detach(), "norm", **CLOSE)
+    for module in (outer, reference):
+        torch.optim.SGD(module.parameters(), lr=1.0).step()
+    assert_same_outputs(rank, outer, reference)
+
+
+@on_ranks(2)
+@both_forms
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_clip_counts_ignored_once(rank: Rank, orig: bool, norm_type: float) -> None:
+    """Ignored parameters, whose gradients the user has made equal on all ranks, count once and are scaled."""
+    torch.manual_seed(0)
+    model = Net()
+    reference = copy.deepcopy(model)
+    ignored = model.first
+    outer = FSDP(model, use_orig_params=orig, ignored_modules=[ignored])
+    backward(rank, outer, 0)
+    reference_backward(rank, reference, 0)
+    for p in ignored.parameters():
+        assert p.grad is not None
+        dist.all_reduce(p.grad)
+        p.grad.div_(rank.world_size)
+    check_clipped(rank, outer, reference, 0.05, norm_type, groups=1)
+
+
+@on_ranks(2)
+def test_clip_leaves_none(rank: Rank) -> None:
+    """Parameters without gradients stay without, in a unit with others and in one of their own."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"used": Net(), "unused": Net()})
+    model["used"].spare = nn.Parameter(torch.ones(7))
+    reference = copy.deepcopy(model["used"])
+    outer = FSDP(model, use_orig_params=True, auto_wrap_policy=ModuleWrapPolicy({Net}))
+    backward(rank, outer["used"], 0)
+    reference_backward(rank, reference, 0)
+    total = outer.clip_grad_norm_(0.05)
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+    assert_close(total, expected.detach(), "norm", **CLOSE)
+    check_gradients(outer["used"], reference)
+    assert outer["used"].module.spare.grad is None
+    assert all(p.grad is None for p in outer["unused"].parameters())
+
+
+@on_ranks(2)
+@both_forms
+def test_clip_without_gradients(rank: Rank, orig: bool) -> None:
+    """Without any gradient it warns on every rank and returns zero in fp32; nothing hangs."""
+    model, _ = wrapped(rank, use_orig_params=orig)
+    for norm_type in (2.0, math.inf):
+        with pytest.warns(UserWarning, match="no gradients"):
+            total = model.clip_grad_norm_(1.0, norm_type)
+        assert_equal(total, torch.tensor(0.0), "norm")
+
+
+@on_ranks(2)
+@both_forms
+def test_clip_is_the_same_on_all_ranks(rank: Rank, orig: bool) -> None:
+    """Also where a rank holds nothing at all: the same number in the gradients' dtype, without a warning."""
+    model = nn.Linear(3, 1, bias=False).bfloat16()
+    nn.init.constant_(model.weight, 0.3)
+    outer = FSDP(model, use_orig_params=orig)
+    outer(torch.tensor([[1.1, 2.3, 3.7]]).bfloat16()).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        total = outer.clip_grad_norm_(1.0)
+    totals: list[Any] = [None] * rank.world_size
+    dist.all_gather_object(totals, total)
+    assert_equal(totals[0], totals[1], "norm")
+    assert total.dtype is torch.bfloat16
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)])
+def test_clip_low_precision(rank: Rank, dtype: torch.dtype, expected: torch.dtype) -> None:
+    """Norms of low-precision gradients are computed in fp32: what would overflow in fp16 does not."""
+    outer = FSDP(nn.Linear(64, 64, bias=False).to(dtype))
+    (parameter,) = outer.parameters()
+    parameter.grad = torch.full_like(parameter, 200.0)  # the sum of squares is far beyond fp16
+    total = outer.clip_grad_norm_(1.0)
+    assert total.dtype is expected
+    assert_close(total.float(), torch.tensor(12800.0), "norm", rtol=1e-2)
+    assert_close(parameter.grad.float(), torch.full_like(parameter, 1 / 64).float(), "clipped", rtol=1e-2)
+
+
+@on_ranks(2)
+def test_clip_keeps_promoted_dtype(rank: Rank) -> None:
+    """Gradients of two dtypes give a norm of the wider one."""
+    model = nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4))
+    outer = FSDP(model)
+    for parameter in outer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    assert outer.clip_grad_norm_(1.0).dtype is torch.float32
+
+
+@on_ranks(2)
+def test_clip_of_a_part(rank: Rank) -> None:
+    """On an inner wrapper it is about the gradients of that part."""
+    model, reference = wrapped(rank)
+    backward(rank, model, 0)
+    reference_backward(rank, reference, 0)
+    total = model.module.parts[0].clip_grad_norm_(0.01)
+    expected = torch.nn.utils.clip_grad_norm_(reference.parts[0].parameters(), 0.01)
+    assert_close(total, expected.detach(), "norm", **CLOSE)
+    check_gradients(model, reference)
+
+
+@on_ranks(2)
+def test_clip_without_grad_mode(rank: Rank) -> None:
+    """Norms carry no graph, and infinite or missing numbers come out as in torch."""
+    model, _ = wrapped(rank)
+    backward(rank, model, 0)
+    assert not model.clip_grad_norm_(1.0).requires_grad
+    if rank.rank == 1:
+        gradient = next(iter(model.parameters())).grad
+        assert gradient is not None
+        gradient[0] = math.nan
+    assert math.isnan(float(model.clip_grad_norm_(1.0)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("norm_type", [0, -1.0, math.nan, -math.inf])
+def test_clip_bad_input(rank: Rank, norm_type: float) -> None:
+    """Norms that are none are refused before anything is communicated."""
+    model, _ = wrapped(rank)
+    with counted_all_reduces() as seen, pytest.raises(ValueError, match="norm_type"):
+        model.clip_grad_norm_(1.0, norm_type)
+    assert seen == []

@@ -1,0 +1,223 @@
+"""Units of one model on different groups of ranks, strategies mixed, and models on parts of the world."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from front_ends import (
+    CLOSE,
+    Language,
+    Stack,
+    assert_at_rest,
+    assert_same_gradients,
+    assert_same_values,
+    batch,
+    build,
+    full_values,
+    square_loss,
+    token_loss,
+    train,
+    train_reference,
+    wrapped,
+)
+from torch import nn
+
+from compare import assert_close, assert_equal
+from fullshard import FullyShardedDataParallel, ShardingStrategy
+from fullshard.transport import record
+from ranks import Rank, on_ranks
+
+both_modes = pytest.mark.parametrize("use_orig_params", [False, True])
+
+
+@on_ranks(4)
+@both_modes
+def test_all_strategies_in_one_model(rank: Rank, use_orig_params: bool) -> None:
+    """Every block with another strategy, on another mesh, below a root with a third: as an unsharded model."""
+    reference = build(Stack, 5)
+    model = copy.deepcopy(reference)
+    for index, strategy in enumerate(ShardingStrategy):
+        mesh = rank.make_mesh(2, 2) if strategy.hybrid else rank.mesh
+        model.blocks[index] = FullyShardedDataParallel(
+            model.blocks[index], sharding_strategy=strategy, device_mesh=mesh, use_orig_params=use_orig_params
+        )
+    model = FullyShardedDataParallel(model, device_mesh=rank.mesh, use_orig_params=use_orig_params)
+    losses = train(model, rank, square_loss, 3)
+    assert_close(losses, train_reference(reference, rank, square_loss, 3), "losses", **CLOSE)
+    with model.no_sync():
+        square_loss(0)(model, rank.rank).backward()
+    square_loss(1)(model, rank.rank).backward()
+    for step in range(2):
+        for other in range(rank.world_size):
+            (square_loss(step)(reference, other) / rank.world_size).backward()
+    assert_same_gradients(model, reference)
+    norm = model.clip_grad_norm_(0.01)
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+    assert_close(norm, expected, "norm", **CLOSE)
+    assert_same_gradients(model, reference)
+    assert_at_rest(model)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("inner", [False, True])
+def test_both_parameter_modes_in_one_model(rank: Rank, inner: bool) -> None:
+    """Flat parameters visible in some units and original ones in others."""
+    reference = build(Language)
+    model = copy.deepcopy(reference)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = FullyShardedDataParallel(block, device_mesh=rank.mesh, use_orig_params=inner)
+    model = FullyShardedDataParallel(model, device_mesh=rank.mesh, use_orig_params=not inner)
+    losses = train(model, rank, token_loss, 3)
+    assert_close(losses, train_reference(reference, rank, token_loss, 3), "losses", **CLOSE)
+    assert_same_values(model, reference, **CLOSE)
+
+
+@on_ranks(4)
+@both_modes
+def test_models_on_halves_of_the_world(rank: Rank, use_orig_params: bool) -> None:
+    """Two pairs of ranks train a model each; nothing goes from one pair to the other."""
+    mesh = rank.make_mesh(2, 2, names=("model", "data"))
+    half, place = divmod(rank.rank, 2)
+    reference = build(Stack)
+    model = wrapped(reference, rank, device_mesh=mesh["data"], use_orig_params=use_orig_params)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    for step in range(2 + 2 * half):  # not even as many steps
+        square_loss(100 * half + step)(model, place).backward()
+        for other in range(2):
+            (square_loss(100 * half + step)(reference, other) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_values(model, reference, **CLOSE)
+
+
+@on_ranks(4)
+@both_modes
+def test_a_unit_on_a_group_of_its_own(rank: Rank, use_orig_params: bool) -> None:
+    """A block sharded over pairs, as an expert is, is averaged over its pair; the rest over all ranks."""
+    mesh = rank.make_mesh(2, 2, names=("expert", "data"))
+    pair = rank.rank // 2
+    reference = build(Stack)
+    model = copy.deepcopy(reference)
+    model.blocks[1] = FullyShardedDataParallel(
+        model.blocks[1], process_group=mesh["data"].get_group(), use_orig_params=use_orig_params
+    )
+    model = FullyShardedDataParallel(model, device_mesh=rank.mesh, use_orig_params=use_orig_params)
+    references = [reference, copy.deepcopy(reference)]  # of each pair: they differ in the expert
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        square_loss(step)(model, rank.rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for other in range(4):
+            (square_loss(step)(references[other // 2], other) / 4).backward()
+        shared = [
+            pair_of
+            for name, *pair_of in zip(
+                (n for n, _ in reference.named_parameters()), *(m.parameters() for m in references), strict=True
+            )
+            if not name.startswith("blocks.1.")
+        ]
+        with torch.no_grad():
+            for one, two in shared:
+                one.grad = one.grad + two.grad
+                two.grad = one.grad
+            for module in references:
+                for name, parameter in module.named_parameters():
+                    parameter.sub_((0.2 if name.startswith("blocks.1.") else 0.1) * parameter.grad)
+                module.zero_grad()
+    assert_same_values(model, references[pair], **CLOSE)
+
+
+@on_ranks(4)
+@both_modes
+def test_process_groups_for_hybrid(rank: Rank, use_orig_params: bool) -> None:
+    """A tuple of groups is the same as the mesh they come from, bit by bit."""
+    mesh = rank.make_mesh(2, 2, names=("replicate", "shard"))
+    model = build(Stack)
+    groups = (mesh["shard"].get_group(), mesh["replicate"].get_group())
+    options: dict[str, Any] = {
+        "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+        "use_orig_params": use_orig_params,
+    }
+    by_mesh, by_groups = (
+        wrapped(model, rank, device_mesh=mesh, **options),
+        wrapped(model, rank, process_group=groups, **options),
+    )
+    assert_equal(train(by_mesh, rank, square_loss, 3), train(by_groups, rank, square_loss, 3), "losses")
+    assert_same_values(by_mesh, by_groups)
+
+
+@on_ranks(4)
+@both_modes
+def test_replicas_stay_alike(rank: Rank, use_orig_params: bool) -> None:
+    """After steps with data that differ everywhere, replicas of a shard agree in every bit."""
+    mesh = rank.make_mesh(2, 2, names=("replicate", "shard"))
+    model = wrapped(
+        build(Stack),
+        rank,
+        device_mesh=mesh,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        use_orig_params=use_orig_params,
+    )
+    train(model, rank, square_loss, 4)
+    for name, value in full_values(model).items():
+        others: list[Any] = [None] * rank.world_size
+        dist.all_gather_object(others, value)
+        for other in others:
+            assert_equal(other, value, name)
+
+
+@on_ranks(2)
+@both_modes
+def test_modules_added_after_wrapping(rank: Rank, use_orig_params: bool) -> None:
+    """An adapter that is put into a wrapped module later belongs to no unit: it computes, is saved, is not reduced."""
+    model = wrapped(build(Stack), rank, use_orig_params=use_orig_params)
+    reference = build(Stack)
+
+    class Adapted(nn.Module):
+        """A layer and an adapter beside it."""
+
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+            torch.manual_seed(8)
+            self.adapter = nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) + self.adapter(x)
+
+    model.module.last, reference.last = Adapted(model.module.last), Adapted(reference.last)
+    x = batch(rank.rank, 0, 4, 6)
+    assert_equal(model(x), reference(x), "output")
+    state = model.state_dict()
+    assert set(state) == set(reference.state_dict())
+    assert_equal(state["last.adapter.weight"], reference.last.adapter.weight.detach(), "adapter")
+    model(x).square().mean().backward()
+    reference(x).square().mean().backward()
+    assert_close(model.module.last.adapter.weight.grad, reference.last.adapter.weight.grad, "gradient", **CLOSE)
+
+
+@on_ranks(2)
+@both_modes
+def test_evaluation_in_another_order(rank: Rank, use_orig_params: bool) -> None:
+    """Forwards without gradients that run other units neither hang, nor warn, nor change training."""
+    reference = build(Stack)
+    model = wrapped(reference, rank, use_orig_params=use_orig_params)
+    for step in range(3):
+        losses = train(model, rank, lambda _, step=step: square_loss(step), 1)
+        expected = train_reference(reference, rank, lambda _, step=step: square_loss(step), 1)
+        assert_close(losses, expected, "loss", **CLOSE)
+        model.eval()
+        with torch.no_grad():
+            for run in ([2, 0], [1], []):
+                x = batch(0, step, 4, 6)
+                assert_close(model(x, run=run), reference(x, run=run), f"output {run}", **CLOSE)
+        model.train()
+    with record() as seen:
+        square_loss(0)(model, rank.rank).backward()
+    assert len({c.unit for c in seen if c.kind == "gather"}) in (1, 4)

@@ -1,0 +1,286 @@
+"""``load_state_dict()`` of wrappers, and files."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from wrapped import (
+    DIM,
+    FULL,
+    GRAD_OP,
+    NO_SHARD,
+    Net,
+    Part,
+    assert_dicts_equal,
+    assert_freed,
+    assert_same_outputs,
+    backward,
+    both_forms,
+    check_gradients,
+    check_steps,
+    other_net,
+    plain_strategies,
+    reference_backward,
+    train,
+    wrapped,
+)
+
+from compare import assert_equal, assert_models_equal
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import (
+    ShardingStrategy,
+    fully_shard,
+)
+from fullshard.wrap import ModuleWrapPolicy
+from ranks import Rank, on_ranks
+
+# ---------------------------------------------------------------- loading
+
+
+@on_ranks(1, 2)
+@plain_strategies
+@both_forms
+@pytest.mark.parametrize("assign", [False, True])
+def test_load_from_plain(rank: Rank, strategy: ShardingStrategy, orig: bool, assign: bool) -> None:
+    """A plain model's state, also with ``assign``; the optimizer's parameters stay the model's."""
+    model, _ = wrapped(rank, strategy, use_orig_params=orig)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = [id(p) for p in model.parameters()]
+    other = other_net()
+    state = other.state_dict()
+    keys = list(state)
+    result = model.load_state_dict(state, assign=assign)
+    assert result.missing_keys == result.unexpected_keys == []
+    assert list(state) == keys, "the user's dictionary is as it was"
+    assert [id(p) for p in model.parameters()] == ids
+    assert_dicts_equal(model.state_dict(), copy.deepcopy(state))
+    assert_freed(model)
+    batches = [torch.full((2, DIM), float(r)) for r in range(rank.world_size)]
+    model(batches[rank.rank]).square().mean().backward()
+    optimizer.step()
+    (sum(other(x).square().mean() for x in batches) / rank.world_size).backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    assert_same_outputs(rank, model, other)
+
+
+@on_ranks(2)
+@both_forms
+def test_load_keeps_gradients(rank: Rank, orig: bool) -> None:
+    """Gradients, and those that wait for a later microbatch, are as they were before the load."""
+    model, reference = wrapped(rank, use_orig_params=orig)
+    backward(rank, model, 0)
+    with model.no_sync():
+        backward(rank, model, 1)
+    model.load_state_dict(reference.state_dict())
+    backward(rank, model, 2)
+    reference_backward(rank, reference, 0, 1, 2)
+    check_gradients(model, reference)
+
+
+@on_ranks(2)
+@both_forms
+def test_load_into_plain(rank: Rank, orig: bool) -> None:
+    """What was saved after a step can be loaded into a plain model, and into a wrapper in another form."""
+    model, reference = wrapped(rank, use_orig_params=orig)
+    check_steps(rank, model, reference)
+    state = model.state_dict()
+    plain = Net()
+    plain.load_state_dict(state)
+    assert_same_outputs(rank, model, plain)
+    other = FSDP(Net(), use_orig_params=not orig, sharding_strategy=NO_SHARD)
+    other.load_state_dict(state)
+    assert_dicts_equal(other.state_dict(), state)
+
+
+@on_ranks(2)
+def test_load_that_differs(rank: Rank) -> None:
+    """Each rank keeps its own slice of what it loads, as of what it writes in ``summon_full_params``."""
+    model, _ = wrapped(rank)
+    nets = [other_net(r) for r in range(rank.world_size)]
+    model.load_state_dict(nets[rank.rank].state_dict())
+    state = model.state_dict()
+    states: list[Any] = [None] * rank.world_size
+    dist.all_gather_object(states, dict(state))
+    first, last = "first.weight", "last.bias"  # the ends of the root's concatenation
+    for found in states:
+        assert_equal(found[first], nets[0].first.weight.detach(), first)
+        assert_equal(found[last], nets[-1].last.bias.detach(), last)
+    assert_equal(state["steps"], nets[rank.rank].steps, "buffers are not sharded")
+
+
+@on_ranks(2)
+@both_forms
+def test_between_steps(rank: Rank, orig: bool) -> None:
+    """Loading in the middle of a training counts for the next step, whatever is kept gathered."""
+    model, _ = wrapped(rank, GRAD_OP, use_orig_params=orig)
+    train(rank, model)
+    model(torch.ones(1, DIM))
+    other = other_net()
+    model.load_state_dict(other.state_dict())
+    assert_same_outputs(rank, model, other)
+    check_steps(rank, model, other)
+    assert_same_outputs(rank, model, other)
+
+
+def names_in(error: BaseException) -> str:
+    assert "_fsdp_wrapped_module" not in str(error), str(error)
+    assert "_flat_param" not in str(error), str(error)
+    return str(error)
+
+
+@on_ranks(2)
+@both_forms
+@pytest.mark.parametrize("plain_root", [False, True])
+def test_missing_and_unexpected(rank: Rank, orig: bool, plain_root: bool) -> None:
+    """Names in results and errors are the user's; what fits is loaded."""
+    inner, _ = wrapped(rank, use_orig_params=orig)
+    model: nn.Module = nn.Sequential(inner) if plain_root else inner
+    prefix = "0." if plain_root else ""
+    other = other_net()
+    state: Any = other.state_dict(prefix=prefix)
+    dropped = state.pop(f"{prefix}parts.1.up.weight")
+    del state[f"{prefix}steps"]
+    state[f"{prefix}parts.0.extra"] = torch.ones(1)
+    state[f"{prefix}nothing.weight"] = torch.ones(1)
+    result = model.load_state_dict(state, strict=False)
+    assert sorted(result.missing_keys) == [f"{prefix}parts.1.up.weight", f"{prefix}steps"]
+    assert sorted(result.unexpected_keys) == [f"{prefix}nothing.weight", f"{prefix}parts.0.extra"]
+    with pytest.raises(RuntimeError, match=r"parts\.1\.up\.weight") as caught:
+        model.load_state_dict(state)
+    assert "parts.0.extra" in names_in(caught.value)
+    assert_freed(model)
+    loaded = inner.state_dict()
+    assert_equal(loaded["parts.1.down.weight"], other.parts[1].down.weight.detach(), "what was there")
+    assert not torch.equal(loaded["parts.1.up.weight"], dropped)
+    model.load_state_dict(other.state_dict(prefix=prefix))
+    assert_dicts_equal(inner.state_dict(), other.state_dict())
+
+
+@on_ranks(2)
+@both_forms
+def test_wrong_shapes(rank: Rank, orig: bool) -> None:
+    """A wrong shape is torch's error with the user's name; the model can be used and loaded afterwards."""
+    model, reference = wrapped(rank, use_orig_params=orig)
+    state = reference.state_dict()
+    state["parts.1.up.weight"] = torch.ones(2, 2)
+    state["last.bias"] = torch.ones(4)
+    with pytest.raises(RuntimeError, match=r"size mismatch") as caught:
+        model.load_state_dict(state)
+    assert "size mismatch for parts.1.up.weight" in names_in(caught.value)
+    check_steps(rank, model, reference)
+    assert_same_outputs(rank, model, reference)
+    model.load_state_dict(other_net().state_dict())
+    assert_dicts_equal(model.state_dict(), other_net().state_dict())
+
+
+@on_ranks(2)
+def test_what_is_no_state(rank: Rank) -> None:
+    """Values that are no tensors, and things that are no dictionaries, are torch's errors; the model goes on."""
+    model, reference = wrapped(rank)
+    state: Any = reference.state_dict()
+    state["first.weight"] = "text"
+    with pytest.raises(RuntimeError, match=r"first\.weight"):
+        model.load_state_dict(state)
+    with pytest.raises(TypeError):
+        model.load_state_dict([1])  # type: ignore[arg-type]
+    check_steps(rank, model, reference)
+    assert_same_outputs(rank, model, reference)
+
+
+@on_ranks(2)
+@both_forms
+def test_dtypes_are_the_models(rank: Rank, orig: bool) -> None:
+    """Values of another dtype are converted, as by a plain model."""
+    model, reference = wrapped(rank, use_orig_params=orig)
+    state = {
+        name: value.double() if value.is_floating_point() else value for name, value in other_net().state_dict().items()
+    }
+    for module in (model, reference):
+        module.load_state_dict(state)
+    assert_dicts_equal(model.state_dict(), reference.state_dict())
+
+
+@on_ranks(2)
+def test_frozen_and_strided(rank: Rank) -> None:
+    """Frozen parameters stay frozen, channels-last ones keep their strides, whatever is loaded."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 2, 3)).to(memory_format=torch.channels_last)
+    model[0].requires_grad_(False)
+    reference = copy.deepcopy(model)
+    outer = FSDP(model, use_orig_params=True)
+    state = outer.state_dict()
+    assert_dicts_equal(state, reference.state_dict())
+    assert [value.stride() for value in state.values()] == [v.stride() for v in reference.state_dict().values()]
+    new = {name: torch.randn(value.shape, generator=torch.Generator().manual_seed(1)) for name, value in state.items()}
+    outer.load_state_dict(new)
+    assert_dicts_equal(outer.state_dict(), new)
+    assert [p.requires_grad for p in outer.parameters()] == [False, False, True, True]
+
+
+@on_ranks(2)
+def test_with_the_other_front_end_inside(rank: Rank) -> None:
+    """A fully sharded part keeps its own kind of state; loading what was saved restores all."""
+    model = Net()
+    fully_shard(model.parts[0], mesh=rank.mesh)
+    outer = FSDP(model, sync_module_states=True)
+    state = copy.deepcopy(outer.state_dict())
+    assert list(state) == list(Net().state_dict())
+    x = torch.ones(2, DIM)
+    with torch.no_grad():
+        before = outer(x)
+    train(rank, outer)
+    outer.load_state_dict(state)
+    with torch.no_grad():
+        assert_equal(outer(x), before, "outputs")
+
+
+# ---------------------------------------------------------------- files
+
+
+@on_ranks(2)
+@both_forms
+@pytest.mark.parametrize("strategy", [FULL, NO_SHARD], ids=lambda s: s.name)
+def test_files(rank: Rank, strategy: ShardingStrategy, orig: bool, tmp_path: Path) -> None:
+    """Rank 0's state goes through ``torch.save`` and safetensors, at no more bytes than a plain model's."""
+    model, reference = wrapped(rank, strategy, use_orig_params=orig)
+    check_steps(rank, model, reference)
+    state = model.state_dict()
+    mine, theirs = io.BytesIO(), io.BytesIO()
+    torch.save(state, mine)
+    torch.save(reference.state_dict(), theirs)
+    assert len(mine.getvalue()) <= len(theirs.getvalue()) + 1024
+    mine.seek(0)
+    assert_dicts_equal(torch.load(mine, weights_only=True), state)
+    path = tmp_path / f"{rank.rank}.safetensors"
+    save_file(state, path)
+    loaded = load_file(path)
+    assert_dicts_equal({name: loaded[name] for name in state}, state)
+    other = FSDP(Net(), use_orig_params=not orig)
+    other.load_state_dict(loaded)
+    assert_same_outputs(rank, other, model)
+    plain = Net()
+    plain.load_state_dict(loaded)
+    with FSDP.summon_full_params(model, writeback=False):
+        assert_models_equal(model, plain)
+
+
+@on_ranks(2)
+def test_rank_0_to_all(rank: Rank) -> None:
+    """Saved everywhere, loaded by rank 0 before wrapping, and sent to all by ``sync_module_states``."""
+    model, _ = wrapped(rank)
+    train(rank, model)
+    state = model.state_dict()
+    torch.manual_seed(100 + rank.rank)
+    plain = Net()
+    if rank.rank == 0:
+        plain.load_state_dict(state)
+    again = FSDP(plain, sync_module_states=True, auto_wrap_policy=ModuleWrapPolicy({Part}))
+    assert_dicts_equal(again.state_dict(), state)
