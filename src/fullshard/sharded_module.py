@@ -97,7 +97,10 @@ class ShardedModule(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         unit = unit_at(self)
-        unit.check_not_summoned("moved")
+        for nested in nested_units(self):  # all of them before any is moved
+            nested.check_not_summoned("moved")
+            if any(_changes(fn, parameter.sharded) for parameter in nested.parameters):
+                nested.check_nothing_waits()
         unit.settle()
         unit.reshard()
         for parameter in unit.parameters:
@@ -153,6 +156,13 @@ class PendingGradient(NamedTuple):
 
     unreduced: torch.Tensor | None
     partial: torch.Tensor | None
+
+
+def _changes(fn: Callable[[torch.Tensor], torch.Tensor], parameter: torch.Tensor) -> bool:
+    """Whether ``fn`` would move a tensor like the parameter to another dtype or device."""
+    before = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    after = fn(before)
+    return after.dtype is not before.dtype or after.device != before.device
 
 
 def _copy_of(unit: Unit, modules: Sequence[nn.Module], memo: dict[int, Any]) -> Unit:

@@ -27,7 +27,7 @@ from fullshard.policy import BackwardPrefetch, CPUOffload, MixedPrecision, Shard
 from fullshard.sharded_module import ShardedModule, note_inside, outside_graph, unit_at
 from fullshard.wrap import Policy, PolicyFunction
 from fullshard.wrapper_clip import clip_gradients
-from fullshard.wrapper_initial import Initializer, sync_states
+from fullshard.wrapper_initial import Initializer, raise_on_all, sync_states
 from fullshard.wrapper_options import API, Groups, WrapperOptions, ignored_states
 from fullshard.wrapper_order import validated
 from fullshard.wrapper_plan import plan_wrappers
@@ -157,7 +157,15 @@ class FullyShardedDataParallel(WrapperState, ShardedModule):
         self._fsdp_wrapped_module = module
         mesh = options.mesh
         managed = [m for _, m in managed_modules([self]) if m not in ignored_modules and m is not self]
-        initializer.materialize(managed, options.param_init_fn, mesh.device)
+        failure: Exception | None = None
+        try:
+            initializer.materialize(managed, options.param_init_fn, mesh.device)
+        except Exception as error:
+            failure = error
+        if options.param_init_fn is not None or options.sync_module_states:  # users' code; or ranks differ anyway
+            raise_on_all(failure, mesh)
+        elif failure is not None:
+            raise failure
         self._ignored_parameters = initializer.present(ignored_parameters)
         ignored = self._ignored_parameters | initializer.present(left_out)
         lifted = initializer.left_out - ignored
@@ -295,7 +303,11 @@ class FullyShardedDataParallel(WrapperState, ShardedModule):
         units = nested_units(self)
         if any(unit.settings.comm_hook is not None for unit in units):
             raise FullshardError("register_comm_hook: there is a hook already; a model can have one")
-        others = [unit.name for unit in units if not isinstance(unit.policy.form, FlatForm)]
+        others = [
+            unit.name or type(unit.modules[0]()).__name__
+            for unit in units
+            if not isinstance(unit.policy.form, FlatForm)
+        ]
         if others:
             raise ValueError(
                 f"register_comm_hook: units {others} are fully_shard's, which send more than gradients; use their "

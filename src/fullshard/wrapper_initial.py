@@ -10,9 +10,10 @@ from torch import nn
 
 from fullshard.engine.mesh import ShardMesh
 from fullshard.engine.parameter import value_of
+from fullshard.errors import FullshardError
 from fullshard.wrapper_options import API
 
-__all__ = ["Initializer", "sync_states"]
+__all__ = ["Initializer", "raise_on_all", "sync_states"]
 
 # Large enough that latency does not count, small enough to be no memory of note beside a model.
 BROADCAST_BYTES = 250 * 1024 * 1024
@@ -116,7 +117,7 @@ def sync_states(
                 found[id(parameter)] = value_of(parameter)
         for buffer in module._buffers.values():
             if buffer is not None:
-                found[id(buffer)] = buffer.detach()
+                found[id(buffer)] = buffer
     states = list(found.values())
     # Replicas first: after that, the first rank of every shard group has the very first one's values.
     for part, size in ((mesh.replicate, mesh.replicas), (mesh.shard, mesh.world_size)):
@@ -125,8 +126,35 @@ def sync_states(
 
 
 def _broadcast(states: list[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
-    sent = [state.to(device).contiguous() for state in states]  # the same tensor where nothing is to be done
-    dist._broadcast_coalesced(group, sent, BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
-    for state, received in zip(states, sent, strict=True):
-        if received is not state:
-            state.copy_(received)
+    sent = [state.to(device).resolve_conj().resolve_neg().contiguous() for state in states]
+    # As bytes: back ends do not know every dtype, and so few messages carry all of them.
+    data = [state.reshape(-1).view(torch.uint8) for state in sent if state.numel()]
+    if not data:
+        return
+    dist._broadcast_coalesced(group, data, BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        for state, received in zip(states, sent, strict=True):
+            if received is state:
+                continue
+            if any(size > 1 and stride == 0 for size, stride in zip(state.shape, state.stride(), strict=True)):
+                state.data = received  # expanded: several elements lie in one place
+            else:
+                state.copy_(received)
+
+
+def raise_on_all(failure: Exception | None, mesh: ShardMesh) -> None:
+    """Raise ``failure`` if there is one, and on the other ranks an error that says so. A collective.
+
+    Raises:
+        FullshardError: If another rank has a failure.
+    """
+    failed = failure is not None
+    for part, size in ((mesh.shard, mesh.world_size), (mesh.replicate, mesh.replicas)):
+        if part is not None and size > 1:
+            flag = torch.tensor([failed], dtype=torch.int32, device=mesh.device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=part.get_group())
+            failed = bool(flag.item())
+    if failure is not None:
+        raise failure
+    if failed:
+        raise FullshardError(f"{API}: the initialisation of a module failed on another rank; see its error")

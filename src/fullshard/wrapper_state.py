@@ -64,8 +64,10 @@ class WrapperState(nn.Module):
         for module in self._managed:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point():
-                    self._buffer_dtypes[module, name] = buffer.dtype
-                    module._buffers[name] = buffer.to(dtype)
+                    # In place, once: modules, and users, may share a buffer.
+                    original = buffer.__dict__.setdefault("_fullshard_dtype", buffer.dtype)
+                    self._buffer_dtypes[module, name] = original
+                    buffer.data = buffer.to(dtype)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of ``nn.Module`` before wrapping: names, full parameters, buffers in their own dtypes. All ranks call it.

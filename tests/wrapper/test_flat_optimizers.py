@@ -223,8 +223,8 @@ def test_missing_gradients_stay_none(rank: Rank, strategy: ShardingStrategy) -> 
     for step in range(3):
         with model.no_sync():
             branch_loss(step)(model, rank.rank).backward()
-        branch_loss(step + 5)(model, rank.rank).backward()
-        for number in (step, step + 5):
+        branch_loss(step + 4)(model, rank.rank).backward()
+        for number in (step, step + 4):  # the same branch twice, which other ranks may not take
             reference_backward(reference, rank.world_size, branch_loss(number))
         assert_like(model, reference, grads=True, **CLOSE)
         none = {fqn_of(name) for name, p in model.named_parameters() if p.grad is None}

@@ -76,7 +76,7 @@ def test_new_pieces_count(rank: Rank, way: str, when: str, strategy: ShardingStr
 @pytest.mark.parametrize("way", ["data", "parameter"])
 def test_whole_parameters_count(rank: Rank, way: str) -> None:
     """Instead of its piece a rank may assign the whole parameter; its piece is taken out of it."""
-    model, reference = with_reference(Mlp(5, 7, 3), rank, use_orig_params=True)
+    model, reference = with_reference(Mlp(5, 8, 3), rank, use_orig_params=True)
     parameter = changed(reference)
     WAYS[way](model.module, "layers.0.weight", parameter.detach())
     assert_equal(run(model), run(reference), "output")

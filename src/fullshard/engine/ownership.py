@@ -122,6 +122,9 @@ def claim_parameters(
                 _check_form(parameter, form)
                 claimed[id(parameter)] = parameter
     _take_over(claimed, inside)
+    names = _names_of(modules)
+    for parameter in claimed.values():  # those of units below had names below these
+        _name(parameter, names)
     return list(claimed.values())
 
 
@@ -186,22 +189,32 @@ def check_owned(units: list[Unit]) -> None:
 
 def rename(roots: Sequence[nn.Module], units: list[Unit]) -> None:
     """Give units and parameters the names they have below ``roots`` (usually one)."""
+    names = _names_of(roots)
+    for unit in units:
+        unit.name = next(names[id(ref())][0] for ref in unit.modules if id(ref()) in names)
+        for parameter in unit.parameters:
+            _name(parameter, names)
+
+
+def _names_of(roots: Sequence[nn.Module]) -> dict[int, list[str]]:
+    """All names of all modules, by their ids."""
     names: dict[int, list[str]] = {}
     for root in roots:
         for name, module in root.named_modules(remove_duplicate=False):
             known = names.setdefault(id(module), [])
             if (clean := clean_name(name)) not in known:  # a wrapper and what it wraps have one name
                 known.append(clean)
-    for unit in units:
-        unit.name = next(names[id(ref())][0] for ref in unit.modules if id(ref()) in names)
-        for parameter in unit.parameters:
-            found = [
-                f"{prefix}.{owner.name}" if prefix else owner.name
-                for owner in parameter.owners
-                for prefix in names.get(id(owner.module()), [])
-            ]
-            parameter.fqns = found or parameter.fqns  # its modules may be gone, or elsewhere
-            parameter.fqn = parameter.fqns[0]
+    return names
+
+
+def _name(parameter: ShardedParameter, names: dict[int, list[str]]) -> None:
+    found = [
+        f"{prefix}.{owner.name}" if prefix else owner.name
+        for owner in parameter.owners
+        for prefix in names.get(id(owner.module()), [])
+    ]
+    parameter.fqns = found or parameter.fqns  # its modules may be gone, or elsewhere
+    parameter.fqn = parameter.fqns[0]
 
 
 def _all_holders(modules: Sequence[nn.Module]) -> Iterator[_Holder]:

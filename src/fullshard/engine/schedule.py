@@ -116,6 +116,8 @@ class Schedule:
         found = [unit for module in modules for unit in nested_units(module)]
         units = list({id(unit): unit for unit in [root, *found]}.values())
         for unit in units:
+            unit.check_not_summoned("run")
+        for unit in units:
             if unit.schedule is not None:
                 unit.schedule.dissolve(f"{type(modules[0]).__name__} becomes the root")
         rename(modules, units)

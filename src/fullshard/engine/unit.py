@@ -133,11 +133,7 @@ class Unit:
         Raises:
             FullshardError: If gradients wait for a later microbatch: they would be lost.
         """
-        if self.progress.unreduced or self.gradients.partial:
-            raise FullshardError(
-                f"unit {self.name or '<root>'!r} holds gradients of microbatches without sync; call "
-                "synchronize_gradients() or zero_grad() before changing the dtype, device or owner of its parameters"
-            )
+        self.check_nothing_waits()
         self.reshard()
         if kept is not None:
             with torch.inference_mode(False), torch.no_grad():
@@ -145,6 +141,14 @@ class Unit:
                     bucket.restore()
             self.parameters = kept
         self.build_buckets()
+
+    def check_nothing_waits(self) -> None:
+        """Raise FullshardError if gradients wait for a later microbatch: their form would not fit any more."""
+        if self.progress.unreduced or self.gradients.partial:
+            raise FullshardError(
+                f"unit {self.name or '<root>'!r} holds gradients of microbatches without sync; call "
+                "synchronize_gradients() or zero_grad() before changing the dtype, device or owner of its parameters"
+            )
 
     def adopt(self) -> None:
         """See [Note: Adoption].
