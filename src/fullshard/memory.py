@@ -21,6 +21,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 __all__ = [
+    "KEPT_FLAT_BLOCK_BYTES",
     "Buffer",
     "DeviceLane",
     "Event",
@@ -319,18 +320,24 @@ def make_lane(device: torch.device, priority: int = 0) -> Lane:
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 # Larger blocks go back to the kernel all the same: a heap that keeps blocks of every size for good fragments, and
-# peak memory grows by more than their page faults cost.
-_KEPT_BLOCK_BYTES = 16 * 1024 * 1024
+# peak memory grows by more than their page faults cost. In the flat form a unit is one block of each kind, so that its
+# slices, messages and the optimizer's temporaries are larger: docs/log.md has both measurements.
+KEPT_BLOCK_BYTES = 16 * 1024 * 1024
+KEPT_FLAT_BLOCK_BYTES = 32 * 1024 * 1024
+
+_kept_bytes = 0  # what the allocator was told last
 
 
 @functools.cache
-def keep_freed_memory() -> bool:
+def keep_freed_memory(block_bytes: int = KEPT_BLOCK_BYTES) -> bool:
     """Ask the C allocator to keep freed memory mapped for the next allocation. CPU only; whole process.
 
     Every unit's full buffer and full gradients are freed and allocated again in every step. By default glibc
     returns most of them to the kernel, which then faults in and zeroes every page anew; docs/performance.md and
-    docs/log.md have what that costs. Blocks of up to 16 MiB are kept. Set ``FULLSHARD_KEEP_FREED_MEMORY=0`` to
-    leave the allocator alone.
+    docs/log.md have what that costs. Set ``FULLSHARD_KEEP_FREED_MEMORY=0`` to leave the allocator alone.
+
+    Args:
+        block_bytes: Blocks of up to this size are kept; never fewer than an earlier call said.
 
     Returns:
         Whether the allocator took the setting (glibc does, others have no such call).
@@ -341,4 +348,6 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
         return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, _KEPT_BLOCK_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
+    global _kept_bytes
+    _kept_bytes = max(_kept_bytes, block_bytes)
+    return bool(mallopt(_M_MMAP_THRESHOLD, _kept_bytes)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))

@@ -22,7 +22,7 @@ from fullshard.engine.ownership import claim_parameters, managed_modules, nested
 from fullshard.engine.settings import UnitPolicy
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError, PhaseError
-from fullshard.memory import keep_freed_memory
+from fullshard.memory import KEPT_FLAT_BLOCK_BYTES, keep_freed_memory
 from fullshard.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fullshard.sharded_module import ShardedModule, note_inside, outside_graph, unit_at
 from fullshard.wrap import Policy, PolicyFunction
@@ -124,7 +124,7 @@ class FullyShardedDataParallel(WrapperState, ShardedModule):
         check_parameters(API, [module], parameters)
         planned = None
         if auto_wrap_policy is not None:
-            planned = plan_wrappers(auto_wrap_policy, module, arguments, modules, parameters)
+            planned = plan_wrappers(auto_wrap_policy, module, arguments, modules, parameters, options)
         initializer = Initializer(module, modules)
 
         with undone_on_failure(module) as made:
@@ -172,7 +172,7 @@ class FullyShardedDataParallel(WrapperState, ShardedModule):
         if options.sync_module_states:
             sync_states(managed, ignored, [p for p in dict.fromkeys(_all_parameters(module)) if p in lifted], mesh)
         if mesh.device.type == "cpu":
-            keep_freed_memory()
+            keep_freed_memory(KEPT_FLAT_BLOCK_BYTES)
         for submodule in managed:
             for name, buffer in submodule._buffers.items():
                 if buffer is not None and buffer.device != mesh.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -102,14 +103,14 @@ class WrapperOptions:
             forward_prefetch=given["forward_prefetch"],
         )
 
-    @property
+    @functools.cached_property
     def precision_policy(self) -> MixedPrecisionPolicy:
         """The part of the precision that the engine takes care of. Inputs are the wrapper's business."""
         if self.precision is None:
             return MixedPrecisionPolicy(cast_forward_inputs=False)
         return MixedPrecisionPolicy(self.precision.param_dtype, self.precision.reduce_dtype, None, False)
 
-    @property
+    @functools.cached_property
     def offload_policy(self) -> OffloadPolicy:
         """Where shards are kept."""
         return CPUOffloadPolicy() if self.offload.offload_params else OffloadPolicy()

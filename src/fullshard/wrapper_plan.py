@@ -37,6 +37,7 @@ def plan_wrappers(
     arguments: Mapping[str, Any],
     ignored_modules: set[nn.Module],
     ignored_parameters: set[nn.Parameter],
+    of_root: WrapperOptions,
 ) -> WrapperPlan:
     """Ask a policy. Nothing is changed yet.
 
@@ -46,6 +47,7 @@ def plan_wrappers(
         arguments: Of the root's constructor; a policy may choose others for some modules.
         ignored_modules: Left alone.
         ignored_parameters: Nobody's.
+        of_root: What the arguments mean.
 
     Raises:
         TypeError, ValueError: If the policy is none, or the arguments that it chose are wrong.
@@ -85,7 +87,8 @@ def plan_wrappers(
         unknown = sorted(set(entry.kwargs) - set(arguments))
         if unknown:
             raise ValueError(f"{API}: the policy chose {unknown} for {entry.name!r}, expected of {sorted(arguments)}")
-        options[entry.module] = WrapperOptions.of(entry.module, entry.kwargs)
+        same = all(entry.kwargs.get(name, value) is value for name, value in arguments.items())
+        options[entry.module] = of_root if same else WrapperOptions.of(entry.module, {**arguments, **entry.kwargs})
     return WrapperPlan(chosen, options, apart)
 
 

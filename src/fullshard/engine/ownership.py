@@ -122,21 +122,26 @@ def claim_parameters(
                 _check_form(parameter, form)
                 claimed[id(parameter)] = parameter
     _take_over(claimed, inside)
-    names = _names_of(modules)
-    for parameter in claimed.values():  # those of units below had names below these
-        _name(parameter, names)
+    taken = [parameter for parameter in claimed.values() if parameter.owned]
+    if taken:  # their names were those below the units that they are taken from
+        names = _names_of(modules)
+        for parameter in taken:
+            _name(parameter, names)
     return list(claimed.values())
 
 
 class _Inside:
-    """What some modules contain."""
+    """What some modules contain. Found out at the first question: nearly always there is none."""
 
-    _modules: set[int]
+    _roots: Sequence[nn.Module]
+    _modules: set[int] | None
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = {id(submodule) for module in modules for submodule in module.modules()}
+        self._roots, self._modules = modules, None
 
     def __contains__(self, owner: Owner) -> bool:
+        if self._modules is None:
+            self._modules = {id(submodule) for module in self._roots for submodule in module.modules()}
         return id(owner.module()) in self._modules
 
 
@@ -158,7 +163,7 @@ def _check_form(parameter: ShardedParameter, form: Form) -> None:
 
 def _take_over(claimed: dict[int, ShardedParameter], inside: _Inside) -> None:
     """Make the units that own claimed parameters give them up, and settle the pending owners that are inside."""
-    owners = {id(unit): unit for unit in (p.unit() for p in claimed.values() if hasattr(p, "unit")) if unit is not None}
+    owners = {id(unit): unit for unit in (p.unit() for p in claimed.values() if p.owned) if unit is not None}
     for unit in owners.values():
         unit.give_up([p for p in unit.parameters if id(p) in claimed])
     for parameter in claimed.values():

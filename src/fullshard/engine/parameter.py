@@ -246,6 +246,11 @@ class ShardedParameter:
         return found
 
     @property
+    def owned(self) -> bool:
+        """Whether a unit has it already."""
+        return "unit" in self.__dict__
+
+    @property
     def has_full(self) -> bool:
         """Whether the full parameter has been made."""
         return "full" in self.__dict__

@@ -24,7 +24,7 @@ from fullshard.engine.mesh import ShardMesh
 __all__ = ["ParameterPlacement", "dtensor"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ParameterPlacement:
     """How one parameter is placed: what stays the same while its dtype may change.
 

@@ -26,7 +26,7 @@ LEGAL_MOVES: dict[Phase, frozenset[Phase]] = {
 }
 
 
-@dataclass
+@dataclass(slots=True)
 class Progress:
     """Where a unit stands between two moments of rest."""
 

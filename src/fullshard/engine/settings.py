@@ -61,7 +61,7 @@ class Lanes(NamedTuple):
         return cls(*(make_lane(device, priority=-1) for _ in range(3)))
 
 
-@dataclass
+@dataclass(slots=True)
 class ReductionSettings:
     """How gradients are reduced."""
 
@@ -91,7 +91,7 @@ class ReductionSettings:
         )
 
 
-@dataclass
+@dataclass(slots=True)
 class UnitSettings:
     """What may change between steps."""
 

@@ -40,7 +40,7 @@ class Piece(NamedTuple):
     offset: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FlatSlot:
     """Where one parameter lies. Offsets and sizes are in elements."""
 
@@ -57,7 +57,7 @@ class FlatSlot:
         return Piece(start, stop - start, offset)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FlatLayout:
     """Where the parameters of one bucket lie. Build with :meth:`build`; offsets and sizes are in elements."""
 
@@ -95,13 +95,11 @@ class FlatLayout:
             fqn, numel = slot.parameter.fqn, slot.parameter.numel
             if slot.full_offset < end:
                 raise ValueError(f"full buffer: {fqn} at {slot.full_offset} overlaps what ends at {end}")
+            if slot.slice_numel != self.slice_numel:
+                raise ValueError(
+                    f"{fqn}: cut into slices of {slot.slice_numel} elements, the others of {self.slice_numel}"
+                )
             end = slot.full_offset + numel
-            pieces = [slot.piece(rank) for rank in range(self.world_size)]
-            if sum(piece.numel for piece in pieces) != numel:
-                raise ValueError(f"{fqn}: ranks hold {sum(piece.numel for piece in pieces)} of {numel} elements")
-            for rank, piece in enumerate(pieces):
-                if piece.numel and piece.offset + rank * self.slice_numel != slot.full_offset + piece.start:
-                    raise ValueError(f"{fqn}: rank {rank} holds {piece}, which is not where it lies when gathered")
         if end > self.full_numel:
             raise ValueError(f"the parameters end at {end}, beyond the {self.full_numel} elements of all slices")
 

@@ -53,7 +53,7 @@ class Route(enum.Enum):
     REPLICATED = "replicated"  # every rank keeps all of it; its gradient rides in the shared message
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ParameterShape:
     """What a layout needs to know of a parameter.
 
