@@ -103,6 +103,8 @@ def claim_parameters(
             continue
         owner = Owner.of(holder.module, holder.name)
         existing = managed_by(holder.parameter)
+        if existing is not None and not existing.owned and id(existing) not in claimed:
+            existing = None  # a call that failed has left its mark
         if existing is not None:
             _check_form(existing, form)
         if existing is None:

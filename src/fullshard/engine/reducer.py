@@ -85,7 +85,8 @@ class GradientReducer:
     def __init__(self, parameters: list[ShardedParameter], mesh: ShardMesh, storage: Storage) -> None:
         self.parameters, self.mesh, self.dtype = parameters, mesh, storage.reduce_dtype
         self.landing_dtype = storage.reduce_dtype if storage.keep_reduced else parameters[0].local.dtype
-        self.lands_on_host = (storage.offload or storage.offload_gradients) and mesh.device.type != "cpu"
+        offloads = storage.offload_gradients and mesh.device.type != "cpu"
+        self.lands_on_host = offloads or parameters[0].local.device != mesh.device
         self.owing, self.partial = False, None
         self.views, self.direct = [], []
         self._one = torch.ones((), dtype=self.dtype, device=mesh.device)

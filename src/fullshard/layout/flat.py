@@ -100,8 +100,10 @@ class FlatLayout:
                     f"{fqn}: cut into slices of {slot.slice_numel} elements, the others of {self.slice_numel}"
                 )
             end = slot.full_offset + numel
-        if end > self.full_numel:
-            raise ValueError(f"the parameters end at {end}, beyond the {self.full_numel} elements of all slices")
+            if end > self.full_numel:
+                raise ValueError(
+                    f"full buffer: {fqn} ends at {end}, beyond the {self.full_numel} elements of all slices"
+                )
 
     @property
     def full_numel(self) -> int:
