@@ -48,8 +48,6 @@ class WrapperOptions:
         param_init_fn: What fills modules that were on the meta device; None: their ``reset_parameters``.
         sync_module_states: Whether rank 0's parameters and buffers replace those of the others.
         use_orig_params: Whether users see the original parameters.
-        limit_all_gathers: As given. Gathers are limited to one unit ahead in either case.
-        forward_prefetch: As given. The next unit is gathered ahead in either case.
     """
 
     mesh: ShardMesh
@@ -60,8 +58,6 @@ class WrapperOptions:
     param_init_fn: Callable[[nn.Module], object] | None
     sync_module_states: bool
     use_orig_params: bool
-    limit_all_gathers: bool
-    forward_prefetch: bool
 
     @classmethod
     def of(cls, module: nn.Module, arguments: Mapping[str, Any]) -> WrapperOptions:
@@ -99,8 +95,6 @@ class WrapperOptions:
             param_init_fn=init,
             sync_module_states=given["sync_module_states"],
             use_orig_params=given["use_orig_params"],
-            limit_all_gathers=given["limit_all_gathers"],
-            forward_prefetch=given["forward_prefetch"],
         )
 
     @functools.cached_property

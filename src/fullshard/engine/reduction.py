@@ -232,9 +232,10 @@ class PendingReduction:
     def _present_anywhere(self, rows: list[torch.Tensor]) -> list[bool]:
         """See [Note: Gradients that are missing on some ranks]."""
         present, views = self._present, self.reducer.views
-        missing = any(wanted and not here for wanted, here in zip(self._expected, present, strict=True))
-        if not missing or len(views) == len(present):
+        if all(present) or len(views) == len(present):
             return present
+        if not any(wanted and not here for wanted, here in zip(self._expected, present, strict=True)):
+            return present  # nobody has what is missing: it is frozen
         elsewhere = views[len(present)].on(rows).tolist()
         return [here or abs(somewhere) > 0 for here, somewhere in zip(present, elsewhere, strict=True)]
 
