@@ -30,7 +30,7 @@ LAYERS = [
     {"wrap", "activation_checkpoint", "comm_hooks", "grad_scaler"},
     {"checkpoint", "optim", "plan", "trace"},
     {"engine"},
-    {"layout", "transport", "memory", "policy"},
+    {"layout", "transport", "memory", "policy", "state_dict_types"},
     {"errors"},
 ]
 # The parts of the lowest layer are independent, but for this.
@@ -39,6 +39,7 @@ BOTTOM = {
     "transport": {"errors", "layout", "memory", "policy"},
     "memory": {"errors", "policy"},
     "policy": {"errors"},
+    "state_dict_types": {"errors"},
     "errors": set(),
 }
 PURE = {"layout", "errors"}  # nothing but the standard library: no torch

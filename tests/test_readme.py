@@ -22,6 +22,7 @@ PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 RANKS = {
     "README.md": 4,
     "docs/accumulation.md": 4,
+    "docs/checkpoints.md": 2,
     "docs/communication.md": 2,
     "docs/mechanisms.md": 2,
     "docs/meshes.md": 4,

@@ -1,7 +1,14 @@
 """fullshard: parameters, gradients and optimizer state sharded over ranks, gathered just in time and freed."""
 
+from fullshard.checkpoint import async_save, load, save
 from fullshard.engine.flat_parameter import FlatParameter
-from fullshard.errors import FullshardError, PhaseError, TiedParameterError, UnmaterializedParameterError
+from fullshard.errors import (
+    CheckpointError,
+    FullshardError,
+    PhaseError,
+    TiedParameterError,
+    UnmaterializedParameterError,
+)
 from fullshard.fsdp_module import (
     FSDPModule,
     ReplicateModule,
@@ -26,6 +33,19 @@ from fullshard.policy import (
     ShardPlacementResult,
 )
 from fullshard.sharded_module import PendingGradient
+from fullshard.state_dict_types import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 from fullshard.transport import AllGather, Comm, ReduceScatter
 from fullshard.wrapper import FullyShardedDataParallel
 
@@ -36,30 +56,45 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "CheckpointError",
     "Comm",
     "DataParallelMeshDims",
     "FSDPMeshInfo",
     "FSDPModule",
     "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "FullshardError",
     "FullyShardedDataParallel",
     "HSDPMeshInfo",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
     "PendingGradient",
     "PhaseError",
     "ReduceScatter",
     "ReplicateModule",
     "ShardPlacementResult",
     "ShardedGradScaler",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
     "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "TiedParameterError",
     "UnmaterializedParameterError",
     "UnshardHandle",
+    "async_save",
     "fully_shard",
+    "load",
     "register_fsdp_forward_method",
     "replicate",
+    "save",
     "share_comm_ctx",
     "unsharded",
 ]

@@ -14,6 +14,8 @@ from typing import Annotated, Any, NoReturn, Optional
 import typer
 
 from fullshard.train.config import ConfigError, TrainConfig, option_names
+from fullshard.train.position import Setting
+from fullshard.train.run_folder import Place
 
 app = typer.Typer(
     name="fullshard",
@@ -44,6 +46,7 @@ def main(
 
 
 DATA, MODEL, TRAINING, RANKS, OUTPUT = "Text", "Model", "Training", "Ranks", "Validation and output"
+CHECKPOINTS = "Checkpoints"
 
 
 @app.command()
@@ -101,6 +104,43 @@ def train(
             metavar="auto|cpu|cuda",
         ),
     ] = DEFAULT.device,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            help="How often to start all workers anew when the system killed one, or one failed after new steps.",
+            min=0,
+            rich_help_panel=RANKS,
+        ),
+    ] = 3,
+    checkpoint_every: Annotated[
+        int,
+        typer.Option(
+            help="Steps between checkpoints; 0: never.  [dim]\\[default: 1/20 of all steps, at least 10][/]",
+            show_default=False,
+            rich_help_panel=CHECKPOINTS,
+        ),
+    ] = DEFAULT.checkpoints.checkpoint_every,
+    keep: Annotated[
+        int, typer.Option(help="Checkpoints to keep.", rich_help_panel=CHECKPOINTS)
+    ] = DEFAULT.checkpoints.keep,
+    resume: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            help="Another run's folder, or a checkpoint, to start from, on any number of ranks. A run of that "
+            "--name that has a checkpoint goes on from its own without this option.",
+            metavar="FOLDER",
+            show_default=False,
+            rich_help_panel=CHECKPOINTS,
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh",
+            help="Start from the beginning; what the run's folder holds is moved aside.",
+            rich_help_panel=CHECKPOINTS,
+        ),
+    ] = False,
     eval_every: Annotated[
         int, typer.Option(help="Steps between validations.", rich_help_panel=OUTPUT)
     ] = DEFAULT.evaluation.eval_every,
@@ -121,7 +161,7 @@ def train(
     name: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
-            help="The run's folder in it.  [dim]\\[default: next free number][/]",
+            help="The run's folder in it; a run that is there goes on.  [dim]\\[default: next free number][/]",
             rich_help_panel=OUTPUT,
             show_default=False,
         ),
@@ -139,24 +179,30 @@ def train(
 
     Starts its own workers: one per GPU, or two on a machine without. Under torchrun it is a worker itself.
 
-    Writes metrics, plot, config, summary and weights to runs/NAME. Ctrl-C stops all ranks and keeps them.
+    Writes metrics, plot, config, summary, weights and checkpoints to runs/NAME. Ctrl-C stops all ranks and keeps them,
+    SIGTERM saves a checkpoint only, and the same --name goes on from there.
     """
     given = {
         option: value
         for option, value in context.params.items()
         if option in option_names() and getattr(context.get_parameter_source(option), "name", "DEFAULT") != "DEFAULT"
     }
-    _train(given, config, out, name)
+    place = Place(out, name, resume, fresh)
+    _train(given, config, place, max_restarts)
 
 
-def _train(given: dict[str, Any], config_file: Path | None, out: Path, name: str | None) -> None:
+def _train(given: dict[str, Any], config_file: Path | None, place: Place, max_restarts: int) -> None:
     """Check everything that can be checked without workers, then work or launch."""
     if "data" in given:
         given["data"] = tuple(str(path.resolve()) for path in given["data"])
         given["data_sha256"] = ""
     try:
-        base = TrainConfig.from_toml(config_file) if config_file else DEFAULT
+        settings = place.settings()
+        base = TrainConfig.from_toml(config_file) if config_file else settings or DEFAULT
         config = base.with_options(given)
+        place.check(config)
+        if settings:
+            Setting.of(settings).check(Setting.of(config), str(place.checkpoint()))
     except ConfigError as error:
         _fail(str(error))
     try:
@@ -164,7 +210,7 @@ def _train(given: dict[str, Any], config_file: Path | None, out: Path, name: str
     except ImportError:
         _fail("the loss plot needs matplotlib: pip install 'fullshard[train]'")
     try:
-        code = _work(config, out, name) if _is_worker() else _launch(config, out, name)
+        code = _work(config, place) if _is_worker() else _launch(config, place, max_restarts)
     except KeyboardInterrupt:
         code = 130
     if _is_worker():
@@ -174,39 +220,47 @@ def _train(given: dict[str, Any], config_file: Path | None, out: Path, name: str
     raise typer.Exit(code)
 
 
-def _work(config: TrainConfig, out: Path, name: str | None) -> int:
+def _work(config: TrainConfig, place: Place) -> int:
     """Be one rank among those that torchrun started."""
     from fullshard.train import run_folder
     from fullshard.train.worker import guarded, run
 
-    return guarded(lambda: run(config, lambda: run_folder.create(out, name)))
+    return guarded(lambda: run(config, lambda: run_folder.begin(run_folder.enter(place, typer.echo), place.resume)))
 
 
-def _launch(config: TrainConfig, out: Path, name: str | None) -> int:
+def _launch(config: TrainConfig, place: Place, max_restarts: int) -> int:
     """Start this machine's ranks, once it is sure that their input is good."""
     from fullshard.train import corpus, run_folder
 
+    if place.is_finished(config.training.steps):
+        typer.echo(
+            f"{place.taken} has done all of its {config.training.steps} steps: train on with more --steps, or start "
+            f"from the beginning with --fresh"
+        )
+        return 0
     try:
         corpus.read(config.data, seed=config.seed, sequence=config.model.sequence)
         from fullshard.train import launcher  # imports torch: after what can be checked without it
 
         config = launcher.settle(config)
-        folder = run_folder.create(out, name)
-        config_file = folder / run_folder.CONFIG
-        config_file.write_text(config.to_toml(), encoding="utf-8")
+        folder = run_folder.enter(place, typer.echo)
     except (corpus.CorpusError, ConfigError) as error:
         _fail(str(error))
     except OSError as error:
-        _fail(f"cannot write results to {out}: {error}")
+        _fail(f"cannot write results to {place.out}: {error}")
+    log = folder / run_folder.ERROR
+    job = launcher.Job(config, folder, place.resume, max_restarts)
     try:
-        return launcher.launch(config_file, folder, config.ranks)
+        code = launcher.launch(job, lambda text: typer.echo(f"fullshard train: {text}", err=True))
     except launcher.WorkerError as failure:
         typer.echo(f"fullshard train: {failure}", err=True)
         if failure.traceback:
-            log = folder / run_folder.ERROR
             log.write_text(failure.traceback, encoding="utf-8")
             typer.echo(f"its traceback is in {log}", err=True)
         return 1
+    if code == 0:
+        log.unlink(missing_ok=True)  # of an earlier part of this run
+    return code
 
 
 def _is_worker() -> bool:

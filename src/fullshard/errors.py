@@ -5,11 +5,15 @@ What a user passed wrongly raises ``ValueError`` or ``TypeError``; these are for
 
 from __future__ import annotations
 
-__all__ = ["FullshardError", "PhaseError", "TiedParameterError", "UnmaterializedParameterError"]
+__all__ = ["CheckpointError", "FullshardError", "PhaseError", "TiedParameterError", "UnmaterializedParameterError"]
 
 
 class FullshardError(RuntimeError):
     """Base class of everything that goes wrong at run time."""
+
+
+class CheckpointError(FullshardError):
+    """A checkpoint or file of weights cannot be written, or cannot be read, or does not fit the model."""
 
 
 class PhaseError(FullshardError):

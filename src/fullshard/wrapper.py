@@ -28,6 +28,7 @@ from fullshard.sharded_module import ShardedModule, note_inside, outside_graph, 
 from fullshard.wrap import Policy, PolicyFunction
 from fullshard.wrapper_clip import clip_gradients
 from fullshard.wrapper_initial import Initializer, raise_on_all, sync_states
+from fullshard.wrapper_optim import WrapperOptim
 from fullshard.wrapper_options import API, Groups, WrapperOptions, ignored_states
 from fullshard.wrapper_order import validated
 from fullshard.wrapper_plan import plan_wrappers
@@ -37,7 +38,7 @@ from fullshard.wrapper_undo import undone_on_failure
 __all__ = ["FullyShardedDataParallel"]
 
 
-class FullyShardedDataParallel(WrapperState, ShardedModule):
+class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
     """Wraps a module whose parameters are sharded as one flat tensor, gathered for its forward and backward, and freed.
 
     The parameters that are not yet in a unit below become one unit, as with :func:`fullshard.fully_shard`, and on the

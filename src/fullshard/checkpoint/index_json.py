@@ -1,0 +1,207 @@
+"""The JSON form of an index. ``docs/checkpoint_format.md`` shows one; see [Note: Index] for what is checked."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+import xxhash
+
+from fullshard.checkpoint.index import ITEM_SIZES, FileEntry, Index, PieceEntry, TensorEntry, ValueEntry
+from fullshard.errors import CheckpointError
+from fullshard.layout import Box
+
+__all__ = ["FORMAT", "VERSION", "checksum", "from_json", "to_json"]
+
+FORMAT = "fullshard checkpoint"
+VERSION = 1
+
+_NO_CHECKSUM = "0" * 16
+# The first line: format, version, and the checksum of the whole file as it is with zeros in that place.
+_FIRST_LINE = re.compile(rb'\{"format": "([^"\n]{1,40})", "version": ([0-9]{1,9}), "checksum": "([0-9a-f]{16})",\n')
+_SEVERAL = 40  # characters of a name that an error shows
+
+
+def checksum(data: Any) -> bytes:
+    """Of bytes or a memoryview: XXH3 with 64 bits, big-endian (as ``xxhsum -H3`` prints it)."""
+    return xxhash.xxh3_64_digest(data)
+
+
+def to_json(index: Index) -> bytes:
+    """The file ``fullshard.json`` for an index.
+
+    Raises:
+        ValueError: If ``about`` has something that JSON has not.
+    """
+    names = list(index.files)
+    numbers = {name: number for number, name in enumerate(names)}
+    lines = [f'{{"format": "{FORMAT}", "version": {VERSION}, "checksum": "{_NO_CHECKSUM}",']
+    lines.append(f'"save": {_text(index.save)}, "block": {index.block},')
+    lines.append(f'"about": {_text(dict(index.about))},')
+    files = ([name, file.length, file.header, file.checksum.hex()] for name, file in index.files.items())
+    lines += _block('"files": [', map(_text, files), "],")
+    lines += _block('"aliases": {', (f"{_text(key)}: {_text(first)}" for key, first in index.aliases.items()), "},")
+    values = (f"{_text(key)}: {_text(_value(value, numbers))}" for key, value in index.values.items())
+    lines += _block('"values": {', values, "},")
+    tensors = (f"{_text(key)}: {_text(_tensor(tensor, numbers))}" for key, tensor in index.tensors.items())
+    lines += _block('"tensors": {', tensors, "}")
+    data = ("\n".join([*lines, "}"]) + "\n").encode()
+    return data.replace(_NO_CHECKSUM.encode(), checksum(data).hex().encode(), 1)
+
+
+def from_json(data: bytes, where: str) -> Index:
+    """The index in the bytes of a file, which may be anything.
+
+    Args:
+        data: The file.
+        where: Its name, for errors.
+
+    Raises:
+        CheckpointError: If they are no index, or one that contradicts itself.
+    """
+    first = _FIRST_LINE.match(data)
+    if first is None or first[1].decode(errors="replace") != FORMAT:
+        _refuse(where, "it is no index of a fullshard checkpoint")
+    if int(first[2]) > VERSION:
+        raise CheckpointError(
+            f"{where} has version {int(first[2])} of the format, and this fullshard reads up to {VERSION}: install a "
+            "newer fullshard"
+        )
+    zeroed = data[: first.start(3)] + _NO_CHECKSUM.encode() + data[first.end(3) :]
+    if checksum(zeroed).hex().encode() != first[3]:
+        _refuse(where, "its contents do not have the checksum in its first line")
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        _refuse(where, f"it is not JSON ({error})")
+    return _Reading(where).index(content)
+
+
+def _refuse(where: str, found: str) -> NoReturn:
+    raise CheckpointError(f"{where} cannot be read: {found}. The file is damaged: use another checkpoint")
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def _block(head: str, lines: Iterable[str], tail: str) -> list[str]:
+    """One line for each, with commas in between: an index can be searched and compared by lines."""
+    body = list(lines)
+    return [head, *(f"{line}," for line in body[:-1]), *body[-1:], tail]
+
+
+def _value(value: ValueEntry, numbers: Mapping[str, int]) -> list[Any]:
+    return [list(value.path), numbers[value.file], value.start, value.length, value.checksums.hex()]
+
+
+def _tensor(tensor: TensorEntry, numbers: Mapping[str, int]) -> list[Any]:
+    pieces = [
+        [list(piece.box.offsets), list(piece.box.sizes), numbers[piece.file], piece.start, piece.checksums.hex()]
+        for piece in tensor.pieces
+    ]
+    return [list(tensor.path), tensor.dtype, list(tensor.shape), pieces]
+
+
+class _Reading:
+    """Turns what JSON may contain into an index: first the types, then (in the index itself) what they say."""
+
+    where: str
+    files: list[str]
+
+    def __init__(self, where: str) -> None:
+        self.where, self.files = where, []
+
+    def index(self, content: Any) -> Index:
+        fields = self._dict("the index", content)
+        files: dict[str, FileEntry] = {}
+        for entry in self._list("files", fields.get("files")):
+            name, length, header, digest = self._parts("files", entry, 4)
+            files[self._str("files", name)] = FileEntry(
+                self._int("files", length), self._int("files", header), self._hex("files", digest)
+            )
+        self.files = list(files)
+        tensors = {key: self._tensor(key, entry) for key, entry in self._dict("tensors", fields.get("tensors")).items()}
+        values = {key: self._value(key, entry) for key, entry in self._dict("values", fields.get("values")).items()}
+        aliases = self._dict("aliases", fields.get("aliases"))
+        return Index(
+            where=self.where,
+            tensors=tensors,
+            values=values,
+            files=files,
+            aliases={key: self._str(key, first) for key, first in aliases.items()},
+            about=self._dict("about", fields.get("about")),
+            save=self._str("save", fields.get("save")),
+            block=self._int("block", fields.get("block")),
+        )
+
+    def _tensor(self, key: str, entry: Any) -> TensorEntry:
+        path, dtype, shape, pieces = self._parts(key, entry, 4)
+        sizes = self._ints(key, shape)
+        name = self._str(key, dtype)
+        found = tuple(self._piece(key, piece, name) for piece in self._list(key, pieces))
+        return TensorEntry(name, sizes, found, self._path(key, path))
+
+    def _piece(self, key: str, entry: Any, dtype: str) -> PieceEntry:
+        offsets, sizes, file, start, digests = self._parts(key, entry, 5)
+        try:
+            box = Box(self._ints(key, offsets), self._ints(key, sizes))
+        except ValueError as error:
+            self._wrong(key, str(error))
+        length = box.numel * ITEM_SIZES.get(dtype, 0)  # an unknown dtype is refused with the index
+        return PieceEntry(box, self._file(key, file), self._int(key, start), length, self._hex(key, digests))
+
+    def _value(self, key: str, entry: Any) -> ValueEntry:
+        path, file, start, length, digests = self._parts(key, entry, 5)
+        numbers = self._int(key, start), self._int(key, length)
+        return ValueEntry(self._file(key, file), *numbers, self._hex(key, digests), self._path(key, path))
+
+    def _file(self, key: str, number: Any) -> str:
+        index = self._int(key, number)
+        if not 0 <= index < len(self.files):
+            self._wrong(key, f"file number {index} of {len(self.files)}")
+        return self.files[index]
+
+    def _path(self, key: str, found: Any) -> tuple[str | int, ...]:
+        path = self._list(key, found)
+        return tuple(step if isinstance(step, str) else self._int(key, step) for step in path)
+
+    def _ints(self, key: str, found: Any) -> tuple[int, ...]:
+        return tuple(self._int(key, number) for number in self._list(key, found))
+
+    def _parts(self, key: str, found: Any, count: int) -> list[Any]:
+        parts = self._list(key, found)
+        if len(parts) != count:
+            self._wrong(key, f"{len(parts)} fields, not {count}")
+        return parts
+
+    def _hex(self, key: str, found: Any) -> bytes:
+        try:
+            return bytes.fromhex(self._str(key, found))
+        except ValueError:
+            self._wrong(key, f"{found[:_SEVERAL]!r} as a checksum")
+
+    def _int(self, key: str, found: Any) -> int:
+        if type(found) is not int:  # a bool is none either
+            self._wrong(key, f"{str(found)[:_SEVERAL]!r} where a whole number should be")
+        return found
+
+    def _str(self, key: str, found: Any) -> str:
+        if not isinstance(found, str):
+            self._wrong(key, f"{str(found)[:_SEVERAL]!r} where text should be")
+        return found
+
+    def _list(self, key: str, found: Any) -> list[Any]:
+        if not isinstance(found, list):
+            self._wrong(key, f"{str(found)[:_SEVERAL]!r} where a list should be")
+        return found
+
+    def _dict(self, key: str, found: Any) -> dict[str, Any]:
+        if not isinstance(found, dict):
+            self._wrong(key, f"{str(found)[:_SEVERAL]!r} where an object should be")
+        return found
+
+    def _wrong(self, key: str, found: str) -> NoReturn:
+        raise CheckpointError(f"{self.where}: {key}: found {found}. The file is damaged: use another checkpoint")

@@ -1,0 +1,162 @@
+"""Whole tensors of an optimizer's state, from the pieces that ranks hold: one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fullshard.checkpoint.parameters import LocalParameter
+from fullshard.engine.flat_parameter import FlatPiece
+from fullshard.engine.mesh import ShardMesh
+from fullshard.engine.placement import dtensor
+from fullshard.layout import FlatSlot
+
+__all__ = ["full_state", "groups_of", "rows_of_state"]
+
+
+def groups_of(part: LocalParameter) -> Iterator[dist.ProcessGroup]:
+    """The ranks that hold the same parameter, or parts of it, and that gather its state together."""
+    if part.sharded is not None:
+        mesh = part.sharded.placement.mesh
+        yield from (axis.get_group() for axis in (mesh.shard, mesh.replicate) if axis is not None and axis.size() > 1)
+        if part.sharded.placement.own is not None:
+            yield from _groups_of_mesh(part.sharded.placement.own.mesh)
+    elif isinstance(part.parameter, DTensor):
+        yield from _groups_of_mesh(part.parameter.device_mesh)
+
+
+def _groups_of_mesh(mesh: DeviceMesh) -> Iterator[dist.ProcessGroup]:
+    return (mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1)
+
+
+def full_state(part: LocalParameter, value: torch.Tensor, cut: bool, only_on: int | None = None) -> torch.Tensor | None:
+    """A state as a whole tensor. All ranks of :func:`groups_of` call it.
+
+    Args:
+        part: Whose it is.
+        value: The state of ``part.parameter``.
+        cut: Whether it is cut as that is.
+        only_on: The global number of the rank that wants it. None: all.
+
+    Returns:
+        With memory of its own, on the device where the unit computes; None where it was not wanted, mostly.
+    """
+    value = value.detach()
+    if not cut or (part.sharded is None and not isinstance(part.parameter, DTensor)):
+        return _own(value.full_tensor() if isinstance(value, DTensor) else value)
+    if isinstance(part.sharded, FlatPiece):
+        whole = _gather(part.sharded, part.local_of(value), only_on)
+        own = part.sharded.placement.own
+        if own is not None and whole is not None:
+            return _full_tensor(part.sharded.placement.full(whole))
+        return whole
+    return _own(_full_tensor(_like_parameter(part.parameter, value)))
+
+
+def rows_of_state(part: LocalParameter, value: torch.Tensor, cut: bool) -> torch.Tensor:
+    """A state as a DTensor that is cut over rows. All ranks of :func:`groups_of` call it.
+
+    Args:
+        part: Whose it is.
+        value: The state of ``part.parameter``.
+        cut: Whether it is cut as that is.
+
+    Returns:
+        Of ``fully_shard`` and of DTensors: the state itself. What is not cut, and what no unit manages, is plain.
+    """
+    value = value.detach()
+    if not cut or isinstance(value, DTensor):
+        return value
+    if not isinstance(part.sharded, FlatPiece):
+        return _like_parameter(part.parameter, value)
+    whole = _gather(part.sharded, part.local_of(value), None)
+    assert whole is not None
+    placement = part.sharded.placement
+    mesh, rows = placement.mesh, whole
+    if placement.cut is not None:
+        chunks = torch.chunk(whole, mesh.world_size, placement.cut)
+        rows = chunks[mesh.rank] if mesh.rank < len(chunks) else whole.narrow(placement.cut, 0, 0)
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    return dtensor(rows, placement.sharded_spec(rows.dtype))
+
+
+def _like_parameter(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+    """As a DTensor, if the parameter is one and ``value`` is this rank's part."""
+    if isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+        return value
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(
+        value, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def _full_tensor(value: torch.Tensor) -> torch.Tensor:
+    if not isinstance(value, DTensor):
+        return value
+    near = _near(value._local_tensor, value.device_mesh.device_type)
+    if near is not value._local_tensor:  # offloaded; its group communicates on the accelerator
+        value = DTensor.from_local(
+            near, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+        )
+    return value.full_tensor()
+
+
+def _own(value: torch.Tensor) -> torch.Tensor:
+    return value.clone()
+
+
+def _near(value: torch.Tensor, device_type: str) -> torch.Tensor:
+    return value if value.device.type == device_type else value.to(device_type)
+
+
+def _gather(piece: FlatPiece, local: torch.Tensor, only_on: int | None) -> torch.Tensor | None:
+    """The whole tensor of a flat piece's state, with the strides of the parameter."""
+    mesh, shape = piece.placement.mesh, piece.shape
+    local = _near(local, mesh.device.type)
+    alone = mesh.shard is None or mesh.world_size == 1
+    ranks = [] if mesh.shard is None else dist.get_process_group_ranks(mesh.shard.get_group())
+    if only_on is not None and not alone:
+        if only_on not in ranks:
+            return None  # a replica
+        if mesh.rank != ranks.index(only_on):
+            if local.numel():
+                dist.send(local.contiguous(), only_on, group=mesh.shard.get_group())  # type: ignore[union-attr]
+            return None
+    whole = torch.empty_strided(shape.shape, shape.stride, dtype=local.dtype, device=local.device)
+    if alone:
+        return whole.copy_(local.view_as(whole))
+    assert piece.slot is not None
+    elements = whole.as_strided((shape.numel,), (1,))
+    places = [elements[_held(piece.slot, rank)] for rank in range(mesh.world_size)]
+    if local.numel():
+        places[mesh.rank].copy_(local)
+    _exchange(places, mesh, receive_only=only_on is not None)
+    return whole
+
+
+def _held(slot: FlatSlot, rank: int) -> slice:
+    start, numel, _ = slot.piece(rank)
+    return slice(start, start + numel)
+
+
+def _exchange(places: Sequence[torch.Tensor], mesh: ShardMesh, *, receive_only: bool) -> None:
+    """Each rank sends its place to all, or to this one; straight into place."""
+    assert mesh.shard is not None
+    group = mesh.shard.get_group()
+    works = []
+    # Few ranks have anything of one tensor, and what each has is a range of it: no message has to be put together.
+    for rank, place in enumerate(places):
+        if not place.numel() or (receive_only and rank == mesh.rank):
+            continue
+        if receive_only:
+            works.append(dist.irecv(place, group=group, group_src=rank))
+        else:
+            works.append(dist.broadcast(place, group=group, group_src=rank, async_op=True))
+    for work in works:
+        if work is not None:
+            work.wait()

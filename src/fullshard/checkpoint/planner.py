@@ -1,0 +1,60 @@
+"""torch.distributed.checkpoint's planners, for :class:`~fullshard.checkpoint.pieces.Pieces` as well as tensors."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
+
+from fullshard.checkpoint.pieces import Pieces
+
+__all__ = ["LoadPlanner", "SavePlanner"]
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Plans what every rank writes, of a flat dictionary of :class:`Pieces`, tensors and values that are bytes by now.
+
+    What several ranks have is written once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """What there is to write under that name, at that place."""
+        held = self.state_dict[index.fqn]
+        return held.__get_tensor_shard__(index) if isinstance(held, Pieces) else super().lookup_object(index)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """As a stream, if it is bytes."""
+        return io.BytesIO(object) if write_item.type is WriteItemType.BYTE_IO else object
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Plans what every rank reads. Values that are no tensors replace those of the (flat) dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take ``state_dict`` as it is: all memory is there, and it is flat."""
+        self.original_state_dict = self.state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """The memory to read into."""
+        held = self.state_dict[index.fqn]
+        return held.__get_tensor_shard__(index) if isinstance(held, Pieces) else super().lookup_tensor(index)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Values from bytes, without running code from them."""
+        from fullshard.checkpoint.values import from_bytes
+
+        name = read_item.dest_index.fqn
+        self.state_dict[name] = from_bytes(name, value.getvalue())

@@ -1,0 +1,291 @@
+"""Where checkpoints are written: torch.distributed.checkpoint's storage writer for fullshard's own format.
+
+[Note: Commit]
+A save writes new data files beside those of the checkpoint that is there, each rank its own, then a new index under a
+temporary name. Renaming that to ``fullshard.json`` is the one step that makes the save valid and the last one invalid.
+Only then are data files removed that the index does not name: those of the last save, and of saves that were killed.
+Everything reaches the disk before the step that relies on it. So whenever the process ends, or the machine, the
+folder holds either the old checkpoint or the new one, whole. Where a URL's file system has no renaming in one step
+(object stores copy and remove), readers still see the old index or the new one, since these put objects whole.
+
+The alternative, a new folder for every save and a link or name that points to the last, needs links, which object
+stores and Windows lack, or leaves it to users to find the folder that is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from fullshard.checkpoint.data_file import Entry, Written, dtype_name, entry_name, write_entries
+from fullshard.checkpoint.files import Folder
+from fullshard.checkpoint.index import DATA_FILE, ITEM_SIZES, Index, PieceEntry, TensorEntry, ValueEntry, data_file
+from fullshard.checkpoint.index_json import to_json
+from fullshard.checkpoint.reader import INDEX_FILE, CheckpointReader
+from fullshard.checkpoint.values import from_bytes
+from fullshard.errors import CheckpointError
+from fullshard.layout import Box
+
+__all__ = ["INDEX_FILE", "CheckpointReader", "CheckpointWriter"]
+
+_TEMPORARY = re.compile(re.escape(INDEX_FILE) + r"\.[0-9a-f]{12}\.tmp")
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Which file a rank writes: that of ``rank`` in save ``save``."""
+
+    save: str
+    rank: int
+
+
+class CheckpointWriter(StorageWriter):
+    """Writes a checkpoint to a folder, through torch.distributed.checkpoint. See [Note: Commit].
+
+    Args:
+        path: Local path, or URL that fsspec knows. A checkpoint in it is replaced once the new one is complete.
+        aliases: Further keys of tied tensors, each with the key under which the tensor is saved.
+        about: What the index says of the save: anything that JSON can hold.
+        sync: Whether to wait until data have reached the disk. Without it, a checkpoint survives the end of the
+            process, but not that of the machine.
+
+    Raises:
+        ValueError: If JSON cannot hold ``about``.
+        CheckpointError: If that kind of URL cannot be opened here.
+    """
+
+    folder: Folder
+    _aliases: dict[str, str]
+    _about: dict[str, Any]
+    _sync: bool
+    _save: str
+    _rank: int  # among the ranks that save
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        aliases: Mapping[str, str] = {},
+        about: Mapping[str, Any] = {},
+        sync: bool = True,
+    ) -> None:
+        super().__init__()
+        self._aliases, self._about, self._sync = dict(aliases), dict(about), sync
+        try:
+            json.dumps(self._about, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"about has something that JSON cannot hold: {error}") from error
+        self._rank = 0
+        self.reset(path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new save, to another folder if one is given."""
+        if checkpoint_id is not None:
+            self.folder = Folder(checkpoint_id)
+        self._save = uuid.uuid4().hex[:12]
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The folder."""
+        return self.folder.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it could be a folder."""
+        return bool(os.fspath(checkpoint_id))
+
+    def storage_meta(self) -> StorageMeta:
+        """What torch.distributed.checkpoint notes of this save."""
+        return StorageMeta(checkpoint_id=self.folder.path, save_id=self._save)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Called on every rank before it plans."""
+        rank = kwargs.get("rank")
+        self._rank = rank if isinstance(rank, int) else 0
+        if kwargs.get("use_collectives", True) is False:
+            raise ValueError("a fullshard checkpoint has one index for all ranks: save with use_collectives=True")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Called on every rank: makes the folder, and refuses what cannot be written."""
+        for item in plan.items:
+            if item.tensor_data is not None:
+                try:
+                    dtype_name(item.tensor_data.properties.dtype)
+                except TypeError as error:
+                    raise TypeError(f"{item.index.fqn}: {error}") from error
+        self.folder.create()
+        return replace(plan, storage_data=_Target(self._save, self._rank))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Called on the coordinator: all ranks' files get the name of its save."""
+        return [replace(plan, storage_data=_Target(self._save, rank)) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Called on every rank: write its data file.
+
+        Raises:
+            CheckpointError: If it cannot be written, or a value could not be read again.
+            TypeError: If a tensor has no memory that could be written.
+        """
+        target: _Target = plan.storage_data
+        values = {item.index.fqn: _value(item, planner) for item in plan.items if item.type is WriteItemType.BYTE_IO}
+        # Large elements first: then each tensor begins at a multiple of the size of its elements.
+        items = sorted((item for item in plan.items if _size_of_element(item)), key=_size_of_element, reverse=True)
+        items += [item for item in plan.items if item.type is WriteItemType.BYTE_IO]
+        results: Future[list[WriteResult]] = Future()
+        results.set_result(self._write(target, items, values, planner) if items else [])
+        return results
+
+    def _write(
+        self, target: _Target, items: list[WriteItem], values: Mapping[str, torch.Tensor], planner: SavePlanner
+    ) -> list[WriteResult]:
+        entries = [_entry(item, values) for item in items]
+        name = data_file(target.save, target.rank)
+
+        def tensors() -> Iterator[torch.Tensor]:
+            for item, entry in zip(items, entries, strict=True):
+                found = values[item.index.fqn] if item.tensor_data is None else planner.resolve_data(item)
+                assert isinstance(found, torch.Tensor)
+                _check_tensor(item, entry, found)
+                yield found
+
+        note = f"a part of a checkpoint; {INDEX_FILE} says of what"
+        try:
+            with self.folder.write(name, sync=self._sync) as stream:
+                written = write_entries(stream, name, entries, tensors(), note=note)
+        except BaseException:
+            self._remove_quietly(name)
+            raise
+        if self._sync:
+            self.folder.sync()
+        return [WriteResult(item.index, place.length, place) for item, place in zip(items, written, strict=True)]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Called on the coordinator once all ranks have written: the step that makes the save valid.
+
+        Raises:
+            CheckpointError: If the ranks together did not write all of every tensor, or the index cannot be written.
+        """
+        written = {result.index: result for of_rank in results for result in of_rank}
+        index = self._index(metadata, list(written.values()))
+        temporary = f"{INDEX_FILE}.{self._save}.tmp"
+        try:
+            with self.folder.write(temporary, sync=self._sync) as stream:
+                stream.write(to_json(index))
+            self.folder.replace(INDEX_FILE, by=temporary)
+        except BaseException:
+            self._remove_quietly(temporary)
+            raise
+        if self._sync:
+            self.folder.sync()
+        self._remove_old(keep=index.files)
+        metadata.storage_data = {result.index: result.storage_data for result in written.values()}
+        metadata.storage_meta = self.storage_meta()
+
+    def _index(self, metadata: Metadata, results: list[WriteResult]) -> Index:
+        paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+        pieces: dict[str, list[PieceEntry]] = {key: [] for key in metadata.state_dict_metadata}
+        values: dict[str, ValueEntry] = {}
+        files = {}
+        sizes = {(key, tuple(c.offsets)): tuple(c.sizes) for key, c in _chunks(metadata)}
+        for result in sorted(results, key=lambda result: (result.storage_data.name, result.storage_data.start)):
+            place: Written = result.storage_data
+            files[place.name] = place.file
+            stored = (place.name, place.start, place.length, place.checksums)
+            key, offset = result.index.fqn, result.index.offset
+            if offset is None:
+                values[key] = ValueEntry(*stored, path=_path(key, paths))
+            else:
+                box = Box(tuple(offset), sizes[key, tuple(offset)])
+                pieces[key].append(PieceEntry(box, *stored))
+        tensors = {
+            key: TensorEntry(
+                dtype_name(found.properties.dtype), tuple(found.size), tuple(pieces[key]), _path(key, paths)
+            )
+            for key, found in metadata.state_dict_metadata.items()
+            if isinstance(found, TensorStorageMetadata)
+        }
+        where = self.folder.where(INDEX_FILE)
+        return Index(where, tensors, values, files, self._aliases, self._about, self._save)
+
+    def _remove_old(self, keep: Mapping[str, Any]) -> None:
+        """Data files of earlier saves and of saves that were killed. What cannot be removed stays: it is no harm."""
+        for name in self.folder.names():
+            old = DATA_FILE.fullmatch(name) is not None and name not in keep
+            if old or (_TEMPORARY.fullmatch(name) is not None):
+                self._remove_quietly(name)
+
+    def _remove_quietly(self, name: str) -> None:
+        try:
+            if self.folder.exists(name):
+                self.folder.remove(name)
+        except (CheckpointError, OSError):
+            pass  # the next save tries again
+
+
+def _value(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+    """The bytes of what is not a tensor, once it is sure that they can be read again."""
+    stream: Any = planner.resolve_data(item)
+    data = bytearray(stream.getvalue())
+    try:
+        from_bytes(item.index.fqn, bytes(data))
+    except CheckpointError as error:
+        raise TypeError(
+            f"{item.index.fqn}: this value could not be read back without running code from the checkpoint; save its "
+            "state_dict(), or numbers, text, tensors and lists, tuples and dictionaries of them"
+        ) from error
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _size_of_element(item: WriteItem) -> int:
+    """Bytes of an element; 0 if the item has none to write."""
+    if item.tensor_data is None or 0 in item.tensor_data.chunk.sizes:
+        return 0
+    return ITEM_SIZES[dtype_name(item.tensor_data.properties.dtype)]
+
+
+def _entry(item: WriteItem, values: Mapping[str, torch.Tensor]) -> Entry:
+    key = item.index.fqn
+    if item.tensor_data is None:
+        return Entry(key, "uint8", (values[key].numel(),))
+    chunk = item.tensor_data.chunk
+    box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+    name = entry_name(key, box, tuple(item.tensor_data.size))
+    return Entry(name, dtype_name(item.tensor_data.properties.dtype), box.sizes)
+
+
+def _check_tensor(item: WriteItem, entry: Entry, found: torch.Tensor) -> None:
+    """That the planner gave what it had planned.
+
+    Raises:
+        TypeError: If not.
+    """
+    if tuple(found.shape) != entry.shape or dtype_name(found.dtype) != entry.dtype:
+        raise TypeError(
+            f"{item.index.fqn}: expected a tensor of shape {entry.shape} and {entry.dtype}, as planned; found "
+            f"{tuple(found.shape)} and {found.dtype}"
+        )
+
+
+def _chunks(metadata: Metadata) -> Iterator[tuple[str, Any]]:
+    for key, found in metadata.state_dict_metadata.items():
+        if isinstance(found, TensorStorageMetadata):
+            for chunk in found.chunks:
+                yield key, chunk
+
+
+def _path(key: str, paths: Mapping[str, Any]) -> tuple[str | int, ...]:
+    """Where a key belongs in nested dicts; nothing if it is a key of the outermost one."""
+    steps = tuple(paths.get(key, ()))
+    return steps if steps != (key,) and all(type(step) in (str, int) for step in steps) else ()

@@ -1,0 +1,416 @@
+"""save and load: what one front end saved any other loads, bit by bit, on any number of ranks, all or nothing."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+import fullshard
+from checkpoint.kinds import KINDS, Model, adam, build, shared_folder, train
+from compare import assert_equal
+from fullshard import CheckpointError, FullshardError, fully_shard
+from fullshard.checkpoint.model_state import model_state
+from fullshard.checkpoint.storage import CheckpointReader
+from ranks import Rank, RankPool, on_ranks
+
+TRAINED = [kind for kind in KINDS if kind != "low_buffers"]  # whose norm cannot compute
+
+
+def values(model: nn.Module) -> dict[str, list[torch.Tensor]]:
+    """Copies of this rank's part of a model."""
+    return {name: [local.clone() for _, local in p.pieces] for name, p in model_state(model).tensors.items()}
+
+
+def optimizer_values(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Copies of this rank's part of an optimizer's state, in the order of parameters."""
+    local = lambda t: (t._local_tensor if isinstance(t, DTensor) else t).clone()  # noqa: E731
+    return [
+        {name: local(value) for name, value in optimizer.state[parameter].items()}
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", TRAINED)
+def test_any_kind_continues_what_another_saved(rank: Rank, kind: str) -> None:
+    """Trained, saved, loaded into every kind with other values, trained on: the same losses as without a stop."""
+    model = build(rank, kind, seed=1)
+    optimizer = adam(model)
+    train(model, optimizer, 0, 2)
+    folder = shared_folder(rank)
+    fullshard.save(folder / "one", model, optimizer, step=2)
+    expected = train(model, optimizer, 2, 4)
+    for other in TRAINED:
+        resumed = build(rank, other, seed=2)
+        its = adam(resumed, lr=0.5)
+        assert fullshard.load(folder / "one", resumed, its) == {"step": 2}
+        assert its.param_groups[0]["lr"] == 0.01
+        assert train(resumed, its, 2, 4) == expected, f"{kind} -> {other}"
+
+
+def saved_on(rank: Rank, kind: str, folder: str) -> list[float]:
+    model = build(rank, kind, seed=1)
+    optimizer = adam(model)
+    train(model, optimizer, 0, 2)
+    fullshard.save(Path(folder) / kind, model, optimizer, step=2)
+    return train(model, optimizer, 2, 4)
+
+
+def loaded_on(rank: Rank, kind: str, folder: str) -> list[float]:
+    model = build(rank, kind, seed=2)
+    optimizer = adam(model)
+    fullshard.load(folder, model, optimizer)
+    return train(model, optimizer, 2, 4)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (4, 1), (1, 2)])
+@pytest.mark.parametrize("kind", ["fully_shard", "flat", "original"])
+def test_another_number_of_ranks_continues(ranks: RankPool, tmp_path: Path, kind: str, before: int, after: int) -> None:
+    """Batches are equal on all ranks, so that the number of ranks changes nothing but the order of sums."""
+    expected = ranks(before, saved_on, kind, str(tmp_path))[0]
+    for other in ("fully_shard", "flat"):
+        found = ranks(after, loaded_on, other, str(tmp_path / kind))
+        assert all(losses == found[0] for losses in found)
+        assert found[0] == pytest.approx(expected, rel=1e-5)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", TRAINED)
+def test_model_and_optimizer_are_loaded_bit_by_bit(rank: Rank, kind: str) -> None:
+    """Into a fresh model of the same kind: every element of parameters, buffers and optimizer state."""
+    model = build(rank, kind, seed=1)
+    optimizer = adam(model)
+    train(model, optimizer, 0, 2)
+    folder = shared_folder(rank)
+    fullshard.save(folder, model, optimizer)
+    loaded = build(rank, kind, seed=2)
+    its = adam(loaded)
+    fullshard.load(folder, loaded, its)
+    assert_equal(values(loaded), values(model), "model")
+    assert_equal(optimizer_values(its), optimizer_values(optimizer), "optimizer")
+
+
+class Counter:
+    """Something with a state dict."""
+
+    def __init__(self, value: int) -> None:
+        self.value, self.big = value, torch.full((3000,), float(value))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "big": self.big}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value, self.big = state["value"], state["big"]
+
+
+@on_ranks(2)
+def test_extras_come_back(rank: Rank) -> None:
+    """Values of all sorts, tensors large and small, objects with a state dict, a second model and its optimizer."""
+    model, second = build(rank, "fully_shard"), build(rank, "original", seed=4)
+    optimizer, other = adam(model), adam(second)
+    train(second, other, 0, 1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    folder = shared_folder(rank)
+    extra = {
+        "position": {"file": "a.txt", "offset": 17, "seen": [1, 2.5, None, True, (3, "x")]},
+        "small": torch.arange(3),
+        "large": torch.arange(20_000.0).view(4, 5_000),
+        "nested": [{"inside": torch.ones(2_000)}],
+    }
+    given = {"counter": Counter(5), "ema": second, "ema_optimizer": other, "scheduler": scheduler}
+    fullshard.save(folder, model, optimizer, **extra, **given)
+    fresh = build(rank, "flat", seed=9)
+    targets = {"counter": Counter(0), "ema": fresh, "ema_optimizer": adam(fresh), "scheduler": scheduler}
+    found = fullshard.load(folder, model, optimizer, **targets)
+    assert_equal(found, extra, "extras")
+    assert targets["counter"].value == 5
+    assert_equal(targets["counter"].big, torch.full((3000,), 5.0), "big")
+    assert train(fresh, targets["ema_optimizer"], 1, 3) == train(second, other, 1, 3)
+
+
+@on_ranks(2)
+def test_random_generators_continue(rank: Rank) -> None:
+    """Every rank's own generators (torch, Python, numpy) go on where they were; not with random=False."""
+    model = build(rank, "fully_shard")
+    folder = shared_folder(rank)
+    draw = lambda: (torch.rand(2).tolist(), random.random(), np.random.rand())  # noqa: E731
+    torch.manual_seed(rank.rank)
+    random.seed(rank.rank)
+    np.random.seed(rank.rank)
+    fullshard.save(folder, model)
+    expected = draw()
+    fullshard.load(folder, model)
+    assert draw() == expected
+    fullshard.load(folder, model, random=False)
+    assert draw() != expected
+
+
+@on_ranks(2)
+def test_async_save_is_of_the_moment_of_the_call(rank: Rank) -> None:
+    """What training changes while it is written is not in it; a later save waits."""
+    model = build(rank, "fully_shard", seed=1)
+    optimizer = adam(model)
+    train(model, optimizer, 0, 1)
+    before = values(model)
+    folder = shared_folder(rank)
+    first = fullshard.async_save(folder / "a", model, optimizer, step=1)
+    train(model, optimizer, 1, 2)
+    second = fullshard.async_save(folder / "b", model, optimizer, step=2)
+    assert first.done()
+    train(model, optimizer, 2, 3)
+    second.result()
+    loaded = build(rank, "flat", seed=5)
+    assert fullshard.load(folder / "a", loaded) == {"step": 1}
+    again = build(rank, "fully_shard", seed=5)
+    fullshard.load(folder / "a", again)
+    assert_equal(values(again), before, "model")
+
+
+@on_ranks(2)
+def test_async_failures_come_with_the_result(rank: Rank) -> None:
+    """A folder that cannot be made fails all ranks' results, and the next save works."""
+    model = build(rank, "fully_shard")
+    folder = shared_folder(rank)
+    (folder / "file").write_text("in the way")
+    future = fullshard.async_save(folder / "file" / "inside", model)
+    with pytest.raises(CheckpointError, match="cannot save the checkpoint"):
+        future.result()
+    fullshard.save(folder / "good", model)
+    fullshard.load(folder / "good", model)
+
+
+@on_ranks(2)
+def test_saving_does_not_move_or_copy_the_model(rank: Rank) -> None:
+    """Parameters are the same objects in the same memory after a save and after a load."""
+    for kind in TRAINED:
+        model = build(rank, kind)
+        optimizer = adam(model)
+        train(model, optimizer, 0, 1)
+        folder = shared_folder(rank)
+        places = {name: p.data_ptr() for name, p in model.named_parameters() if not isinstance(p, DTensor)}
+        objects = {name: id(p) for name, p in model.named_parameters()}
+        fullshard.save(folder, model, optimizer)
+        fullshard.load(folder, model, optimizer)
+        assert objects == {name: id(p) for name, p in model.named_parameters()}
+        assert places == {name: p.data_ptr() for name, p in model.named_parameters() if not isinstance(p, DTensor)}
+
+
+@on_ranks(2)
+def test_a_used_full_parameter_is_not_computed_with_after_a_load(rank: Rank) -> None:
+    """A forward without backward leaves the root's full parameters around; loaded values must reach the next one."""
+    for kind in ("fully_shard", "flat", "original"):
+        model = build(rank, kind, seed=1).eval()
+        folder = shared_folder(rank)
+        tokens = torch.arange(8)
+        with torch.no_grad():
+            expected = model(tokens)
+        fullshard.save(folder, model)
+        other = build(rank, kind, seed=2).eval()
+        with torch.no_grad():
+            assert not torch.equal(other(tokens), expected)
+            fullshard.load(folder, other)
+            assert_equal(other(tokens), expected, kind)
+
+
+# ---------------------------------------------------------------- what does not fit
+
+
+class Wider(Model):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.norm = nn.BatchNorm1d(7)
+        self.added = nn.Parameter(torch.ones(2))
+        del self.one
+        self.low = nn.Parameter(torch.ones(3, 5))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["fully_shard", "flat", "plain"])
+def test_a_checkpoint_of_another_model_is_refused_untouched(rank: Rank, kind: str) -> None:
+    """The error lists what is missing, unexpected, of another shape or dtype; nothing of the model changes."""
+    folder = shared_folder(rank)
+    fullshard.save(folder, build(rank, kind, seed=1))
+    model = KINDS[kind](rank, Wider(2))
+    before = values(model)
+    with pytest.raises(CheckpointError) as caught:
+        fullshard.load(folder, model)
+    text = str(caught.value)
+    assert "nothing was changed" in text
+    assert "model.added: not in the checkpoint" in text
+    assert "model.one: in the checkpoint, but not in the model" in text
+    assert "model.norm.weight: shape (6,) in the checkpoint, (7,) in the model" in text
+    assert "model.low: torch.bfloat16 in the checkpoint, torch.float32 in the model; pass cast=True" in text
+    assert_equal(values(model), before, "model")
+
+
+@on_ranks(2)
+def test_what_is_missing_can_be_left_and_dtypes_converted(rank: Rank) -> None:
+    """strict=False and cast=True."""
+    folder = shared_folder(rank)
+    source = build(rank, "flat", seed=1)
+    fullshard.save(folder, source)
+    plain = Model(2)
+    plain.low = nn.Parameter(torch.zeros(3, 5))
+    plain.added = nn.Parameter(torch.full((2,), 7.0))
+    model = fully_shard(plain, mesh=rank.mesh)
+    fullshard.load(folder, model, strict=False, cast=True)
+    state = model.state_dict()
+    assert_equal(state["low"].full_tensor(), Model(1).low.detach().float(), "low")
+    assert_equal(state["added"].full_tensor(), torch.full((2,), 7.0), "added")
+    assert_equal(state["embed.weight"].full_tensor(), Model(1).embed.weight.detach(), "embed.weight")
+
+
+@on_ranks(2)
+def test_an_optimizer_without_saved_state_is_refused(rank: Rank) -> None:
+    """A checkpoint of weights has nothing for an optimizer, which would silently begin anew."""
+    folder = shared_folder(rank)
+    model = build(rank, "fully_shard")
+    fullshard.save(folder, model)
+    with pytest.raises(CheckpointError, match="nothing was changed"):
+        fullshard.load(folder, model, adam(model))
+    with pytest.raises(CheckpointError, match="scheduler: not in the checkpoint"):
+        fullshard.load(folder, model, scheduler=Counter(1))
+
+
+@on_ranks(2)
+def test_damage_on_one_rank_leaves_all_ranks_untouched(rank: Rank) -> None:
+    """One flipped byte in what only rank 1 reads: both raise, both keep model and optimizer."""
+    folder = shared_folder(rank)
+    source = build(rank, "fully_shard", seed=1)
+    its = adam(source)
+    train(source, its, 0, 1)
+    fullshard.save(folder, source, its)
+    dist.barrier()
+    if rank.rank == 0:
+        (path,) = [path for path in folder.iterdir() if path.name.endswith("-1.safetensors")]
+        data = bytearray(path.read_bytes())
+        data[-100] ^= 1
+        path.write_bytes(data)
+    dist.barrier()
+    model = build(rank, "fully_shard", seed=2)
+    optimizer = adam(model)
+    train(model, optimizer, 0, 2)
+    before, states = values(model), optimizer_values(optimizer)
+    with pytest.raises(CheckpointError, match="not those that were written"):
+        fullshard.load(folder, model, optimizer)
+    assert_equal(values(model), before, "model")
+    assert_equal(optimizer_values(optimizer), states, "optimizer")
+
+
+@on_ranks(2)
+def test_values_that_could_not_be_read_again_are_refused_at_save(rank: Rank) -> None:
+    """On all ranks, although only one has such a value; a checkpoint that was there stays."""
+    folder = shared_folder(rank)
+    model = build(rank, "fully_shard")
+    fullshard.save(folder, model, step=1)
+    with pytest.raises((CheckpointError, TypeError, FullshardError), match=r"extra\.bad"):
+        fullshard.save(folder, model, step=2, bad=Counter if rank.rank == 1 else 0)  # a class, not an instance
+    assert fullshard.load(folder, model) == {"step": 1}
+
+
+@on_ranks(2)
+def test_ranks_that_save_elsewhere_all_raise(rank: Rank) -> None:
+    """Different paths are a mistake that both ranks are told, with what each wanted."""
+    model = build(rank, "fully_shard")
+    folder = shared_folder(rank)
+    with pytest.raises(FullshardError, match=r"came for different things"):
+        fullshard.save(folder / str(rank.rank), model)
+    fullshard.save(folder, model)
+
+
+@on_ranks(2)
+def test_different_optimizer_states_are_refused_at_save(rank: Rank) -> None:
+    """An optimizer that has state on one rank only cannot be saved as one."""
+    model = build(rank, "original")
+    optimizer = adam(model)
+    train(model, optimizer, 0, 1)
+    if rank.rank == 1:
+        optimizer.state.pop(optimizer.param_groups[0]["params"][0])
+    with pytest.raises(FullshardError, match="ranks hold different optimizer state"):
+        fullshard.save(shared_folder(rank), model, optimizer)
+
+
+# ---------------------------------------------------------------- torch's own tools
+
+
+@on_ranks(2)
+def test_torch_reads_what_we_wrote(rank: Rank) -> None:
+    """torch.distributed.checkpoint loads our checkpoint into its own state dicts, through our reader."""
+    model = build(rank, "fully_shard", seed=1)
+    optimizer = adam(model)
+    train(model, optimizer, 0, 2)
+    folder = shared_folder(rank)
+    fullshard.save(folder, model, optimizer)
+    other = build(rank, "fully_shard", seed=2)
+    its = adam(other)
+    train(other, its, 0, 1)
+    state = {"model": get_model_state_dict(other), "optimizer": get_optimizer_state_dict(other, its)}
+    dcp.load(state, storage_reader=CheckpointReader(folder))
+    other.load_state_dict(state["model"])
+    assert_equal(values(other), values(model), "model")
+    saved = get_optimizer_state_dict(model, optimizer)
+    for fqn, entries in saved["state"].items():
+        for name, value in entries.items():
+            found = state["optimizer"]["state"][fqn][name]
+            local = lambda t: t.to_local() if isinstance(t, DTensor) else t  # noqa: E731
+            assert_equal(local(found), local(value), f"{fqn} {name}")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["fully_shard", "flat", "original", "plain"])
+def test_we_read_what_torch_wrote(rank: Rank, kind: str) -> None:
+    """A checkpoint of torch.distributed.checkpoint's own format, with model and optimizer."""
+    model = build(rank, "fully_shard", seed=1)
+    optimizer = adam(model)
+    train(model, optimizer, 0, 2)
+    folder = shared_folder(rank)
+    dcp.save(
+        {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)},
+        checkpoint_id=folder / "torch",
+    )
+    expected = train(model, optimizer, 2, 4)
+    loaded = build(rank, kind, seed=2)
+    its = adam(loaded)
+    fullshard.load(folder / "torch", loaded, its)
+    assert train(loaded, its, 2, 4) == expected
+
+
+@on_ranks(2)
+def test_other_storage_writes_and_reads(rank: Rank) -> None:
+    """torch's own file system writer and reader as storage."""
+    model = build(rank, "flat", seed=1)
+    optimizer = adam(model)
+    train(model, optimizer, 0, 1)
+    folder = shared_folder(rank)
+    writer, reader = dcp.FileSystemWriter(folder / "x"), dcp.FileSystemReader(folder / "x")
+    fullshard.save(folder / "x", model, optimizer, storage_writer=writer, step=4)
+    loaded = build(rank, "fully_shard", seed=2)
+    its = adam(loaded)
+    assert fullshard.load(folder / "x", loaded, its, storage_reader=reader) == {"step": 4}
+    assert train(loaded, its, 1, 3) == train(model, optimizer, 1, 3)
+
+
+def test_without_process_groups(tmp_path: Path) -> None:
+    """A plain model in one process saves and loads as well."""
+    model = Model(1)
+    optimizer = adam(model)
+    train(model, optimizer, 0, 2)
+    fullshard.save(tmp_path / "x", model, optimizer, step=2)
+    expected = copy.deepcopy(model.state_dict())
+    other = Model(2)
+    its = adam(other)
+    assert fullshard.load(tmp_path / "x", other, its) == {"step": 2}
+    assert_equal(dict(other.state_dict()), dict(expected), "model")
+    assert train(other, its, 2, 4) == train(model, optimizer, 2, 4)
