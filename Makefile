@@ -28,6 +28,7 @@ bench: $(STAMP)  ## the CPU benchmarks; results go to bench/results/ and docs/pe
 	$(VENV)/bin/python -m bench.modes --write-document
 	$(VENV)/bin/python -m bench.wrapper --write-document
 	$(VENV)/bin/python -m bench.wrap_time --write-document
+	$(VENV)/bin/python -m bench.checkpoint --write-document
 	$(VENV)/bin/python -m bench.host_cost
 
 clean:           ## remove the virtual environment and caches

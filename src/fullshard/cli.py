@@ -1,4 +1,4 @@
-"""The command line: `fullshard train`. Thin: it reads options and calls what does the work.
+"""The command line: `fullshard train`, `inspect`, `export`. Thin: it reads options and calls what does the work.
 
 torch and matplotlib are imported inside the command, so that `fullshard --help` answers at once.
 """
@@ -189,6 +189,52 @@ def train(
     }
     place = Place(out, name, resume, fresh)
     _train(given, config, place, max_restarts)
+
+
+@app.command()
+def inspect(
+    checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="Folder or URL of a checkpoint.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read everything; compare it with its checksums.")] = False,
+    diff: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="OTHER", help="Compare with another checkpoint.", show_default=False),
+    ] = None,
+    names: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="PATTERN", help="List all that match, such as 'model.*.weight'.", show_default=False),
+    ] = None,
+) -> None:
+    """Show what a checkpoint has: no model code, no processes, and no code from the checkpoint is run.
+
+    Reads checkpoints of fullshard and of torch.distributed.checkpoint.
+
+    Exit code: 0 all is good, 1 problems or differences were found, 2 wrong input.
+    """
+    from fullshard.checkpoint import commands
+
+    raise typer.Exit(commands.inspect(checkpoint, verify=verify, other=diff, names=names))
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="Folder or URL of a checkpoint.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="A .safetensors file, or a folder for the Hugging Face layout.")
+    ],
+    dtype: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Convert floating-point tensors, to bfloat16 for example.", show_default=False),
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of each file of a folder.")] = "5GB",
+    prefix: Annotated[str, typer.Option(help="Of the tensors to write; left out of their names.")] = "model.",
+) -> None:
+    """Write the full weights of a checkpoint as safetensors files, in little memory: no model code, no processes.
+
+    Exit code: 0 all is good, 1 the checkpoint is damaged or OUT cannot be written, 2 wrong input.
+    """
+    from fullshard.checkpoint import commands
+
+    raise typer.Exit(commands.export(checkpoint, out, prefix=prefix, dtype=dtype, max_shard_size=max_shard_size))
 
 
 def _train(given: dict[str, Any], config_file: Path | None, place: Place, max_restarts: int) -> None:

@@ -49,7 +49,7 @@ class WrapperOptim:
             model: Whose parameters it optimizes.
             optim: Any. All ranks must hold state for the same parameters, also where their part of one is empty.
             optim_state_dict: Its state dict, if that was changed; without ``param_groups`` if these are not wanted.
-            group: Whose first rank ``rank0_only`` means. None: that of all.
+            group: Whose first rank ``rank0_only`` means. None: the ranks that the model is spread over.
 
         Returns:
             FULL: whole tensors, with memory of their own; with ``rank0_only`` empty on other ranks. SHARDED: DTensors
@@ -86,7 +86,7 @@ class WrapperOptim:
                 to the others tensor by tensor; they pass anything.
             is_named_optimizer: Whether the result is to be keyed by names instead of numbers.
             load_directly: Have ``optim`` load it, too.
-            group: The ranks that get it with ``rank0_only``. None: all.
+            group: The ranks that get it with ``rank0_only``. None: those that the model is spread over.
 
         Raises:
             ValueError: If parameters are missing or unexpected, a shape is wrong, or parameters of one group were saved

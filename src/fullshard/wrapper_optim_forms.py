@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.optimizer_entries import (
@@ -30,6 +31,7 @@ from fullshard.checkpoint.optimizer_target import OptimizerTarget
 from fullshard.checkpoint.parameters import LocalParameter, local_parameters
 from fullshard.checkpoint.pieces import Pieces
 from fullshard.engine.names import clean_name
+from fullshard.engine.ownership import nested_units
 from fullshard.state_dict_types import OptimStateDictConfig, StateDictSettings, StateDictType
 
 __all__ = ["Form", "Parameters", "load_local", "save_local", "saved_state", "state_to_load"]
@@ -90,14 +92,13 @@ def saved_state(
         optimizer: Any, also one whose state dict goes by names.
         given: Its state dict, maybe edited. None: what it holds.
         form: FULL or SHARDED.
-        group: Whose first rank is the first one. None: that of all.
+        group: Whose first rank is the first one. None: of those that the model is spread over.
     """
     state, options = _held(model, optimizer, given)
     groups = optimized_groups(model, optimizer.param_groups)
     members = [member for group_ in groups for member in group_]
     _agree(model, members, state)
-    first = form.first_only and dist.is_initialized()
-    target = (dist.get_global_rank(group, 0) if group is not None else 0) if first else None
+    target = _first_rank(model, group) if form.first_only and dist.is_initialized() else None
     wanted = target is None or dist.get_rank() == target
 
     def leaf(part: LocalParameter, value: torch.Tensor, cut: bool) -> torch.Tensor | None:
@@ -123,6 +124,38 @@ def saved_state(
             for own, found in zip(options, groups, strict=True)
         ]
     return result
+
+
+def _mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """The ranks that a model is spread over, tensor parallelism included; None if no unit says."""
+    placements = (parameter.placement for unit in nested_units(model) for parameter in unit.parameters)
+    meshes = [placement.sharded_spec(torch.float32).mesh for placement in placements]
+    return max(meshes, key=DeviceMesh.size, default=None)
+
+
+def _first_rank(model: nn.Module, group: dist.ProcessGroup | None) -> int:
+    """Its global number."""
+    if group is not None:
+        return dist.get_global_rank(group, 0)
+    mesh = _mesh_of(model)
+    return 0 if mesh is None else int(mesh.mesh.flatten()[0])
+
+
+def _sending_group(model: nn.Module, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Over which the first rank sends.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    mesh = _mesh_of(model)
+    if group is not None or mesh is None or mesh.size() == dist.get_world_size():
+        return group
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    raise ValueError(
+        f"the model is on a part of all ranks, {mesh}, and of several axes; pass the process group of these ranks, "
+        "from the first of which the state is to be sent"
+    )
 
 
 def _held(
@@ -202,23 +235,20 @@ def state_to_load(
         given: By FQN, in whole tensors or in rows, whichever they are.
         named: Whether the result goes by names, as it does for optimizers that know them.
         first_only: Whether it counts only on the first rank, and travels from there. Then all ranks call it.
-        group: The ranks that get it then. None: all.
+        group: The ranks that get it then. None: those that the model is spread over.
 
     Raises:
         ValueError: If it does not fit.
     """
     first_only = first_only and dist.is_initialized()
+    group = _sending_group(model, group) if first_only else group
     tensors, described, groups = _described(given, first_only=first_only, group=group)
-    target = OptimizerTarget(model, optimizer, described, groups, reuse=False)
-    if target.problems:
-        raise ValueError(f"cannot load the optimizer state: {'; '.join(target.problems)}")
-    parts = {
-        fqn: part
-        for members in optimized_groups(model, optimizer.param_groups)
-        for member in members
-        for part in member.parts
-        for fqn in part.fqns
-    }
+    found = local_parameters(model)
+    together: list[dist.ProcessGroup | None] = [group] if first_only else []
+    if tensors is not None and any(isinstance(t, DTensor) for leaves in tensors.values() for t in leaves.values()):
+        together += dict.fromkeys(each for part in found for each in groups_of(part))
+    target = _planned(model, optimizer, described, groups, together)
+    parts = {fqn: part for part in found for fqn in part.fqns}
     with torch.inference_mode(False), torch.no_grad():  # in this order: the first switches grad on
         for key, state in described.items():
             places = leaves_of(target.tree["state"].get(key, {}))
@@ -233,6 +263,29 @@ def state_to_load(
     if groups is None:
         del result["param_groups"]
     return result
+
+
+def _planned(
+    model: nn.Module,
+    optimizer: Any,
+    described: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]] | None,
+    together: Sequence[dist.ProcessGroup | None],
+) -> OptimizerTarget:
+    """A target without problems. What one rank of ``together`` objects to is an error on all."""
+    target, problems = None, []
+    try:
+        target = OptimizerTarget(model, optimizer, described, groups, reuse=False)
+        problems = target.problems
+    except ValueError as error:
+        problems = [str(error)]
+    for group in together:
+        told: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(told, problems, group=group)
+        problems = list(dict.fromkeys(problem for found in told for problem in found))
+    if problems or target is None:
+        raise ValueError(f"cannot load the optimizer state: {'; '.join(problems)}")
+    return target
 
 
 def _described(

@@ -82,7 +82,6 @@ class _SliceLoading:
 
     def close(self, *, writeback: bool) -> None:
         """Values are in the shards already, but for those that were assigned."""
-        self._unit.outdated = True
         if writeback:
             self._unit.settle_parameters()
 

@@ -6,10 +6,10 @@ instances, in which form to save them, and for the optimizer's state. They do so
 these are bound to others here, which ask that class *and* ours; torch's class, and models of it, are left alone. Users
 may have imported the functions already: they look the names up when they run.
 
-This is done when the first wrapper is made, and imports the module then. That takes 70 ms where nothing of
-``torch.distributed.checkpoint`` is loaded, and 2 ms where it is, as it is for whoever saves with this library or with
-the functions in question. Cheaper ways lose: import hooks change the interpreter for everybody, and to look whether
-the module is there at each ``state_dict`` or ``named_parameters`` patches in the middle of somebody's call.
+This is done when the first wrapper is made, and imports the module then: 2 ms, for its large part, the package around
+it, is what ``fullshard.save`` builds on (70 ms if nothing of it were loaded). Cheaper ways lose: import hooks change
+the interpreter for everybody, and to look whether the module is there at each ``state_dict`` or ``named_parameters``
+patches in the middle of somebody's call.
 
 Models of ``fully_shard`` need little of it, for torch's functions know DTensors: see [Note: No dummy step], and that
 keys missing from a full state dict are reported.
@@ -26,9 +26,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard import state_dict_types
+from fullshard.checkpoint.parameters import local_parameters
 from fullshard.engine.flat_parameter import FlatParameter, FlatPiece
+from fullshard.engine.names import clean_name
 from fullshard.engine.ownership import nested_units
 from fullshard.engine.parameter import managed_by
 from fullshard.errors import FullshardError
@@ -40,22 +43,23 @@ __all__ = ["install"]
 
 Function = Callable[..., Any]
 
-# What the parameters of a model are while a state dict is broadcast to it: its own sharded one.
-_template: contextvars.ContextVar[tuple[nn.Module, dict[str, Any]] | None] = contextvars.ContextVar(
-    "_template", default=None
+# What torch's functions are to take for a model's parameters and buffers while they load a state dict into it.
+_entries_of: contextvars.ContextVar[tuple[nn.Module, list[tuple[str, Any]]] | None] = contextvars.ContextVar(
+    "_entries_of", default=None
 )
+# Whether names are for the optimizer functions of wrappers: torch's take those of compiled modules, ours take users'.
+_for_optimizers: contextvars.ContextVar[bool] = contextvars.ContextVar("_for_optimizers", default=False)
 
 
 @functools.cache
-def install(wrapper: Any) -> None:
-    """See [Note: torch's state dict functions]. Does it once.
-
-    Args:
-        wrapper: What wrappers are instances of.
-    """
+def install() -> None:
+    """See [Note: torch's state dict functions]. Does it once."""
     import torch.distributed.checkpoint.state_dict as functions
 
+    from fullshard.wrapper_state import WrapperState  # which calls this
+
     module: Any = functions
+    wrapper: Any = WrapperState
     state_of, fqns_of = module._get_module_fsdp_state_if_fully_sharded_module, module._get_fqns
     initialize, iterate = module._init_optim_state, module._iterate_valid_model_state
     module.FSDP = _either(module.FSDP, wrapper)
@@ -69,8 +73,10 @@ def install(wrapper: Any) -> None:
     module._iterate_valid_model_state = functools.partial(_entries, iterate)
     module._get_model_state_dict = functools.partial(_get_model, module._get_model_state_dict)
     module._load_model_state_dict = functools.partial(_load_model, module._load_model_state_dict, module, wrapper)
+    module._distribute_state_dict = functools.partial(_keep_scalars, module._distribute_state_dict)
+    module._broadcast_state_dict = functools.partial(_keep_scalars, module._broadcast_state_dict)
     module._get_optim_state_dict = functools.partial(_get_optim, module._get_optim_state_dict)
-    module._load_optim_state_dict = functools.partial(_load_optim, module._load_optim_state_dict)
+    module._load_optim_state_dict = functools.partial(_load_optim, module._load_optim_state_dict, module, wrapper)
 
 
 # ---------------------------------------------------------------- classes
@@ -137,14 +143,17 @@ def _wrappers(module: nn.Module, kind: Any) -> list[nn.Module]:
 
 def _fqns(original: Function, model: nn.Module, name: str, *args: Any, **kwargs: Any) -> set[str]:
     """Names before wrapping of what is ``model``'s parameter ``name`` now. A flat parameter has several."""
+    if _for_optimizers.get():
+        kwargs["skip_compiler_prefix"] = True
     path, _, last = name.rpartition(".")
     if last.startswith("_flat_param"):
         module = model.get_submodule(path)
         flat = module._parameters.get(last)
         if isinstance(flat, FlatParameter):
             names = _names_in(module, flat)
-            return {fqn for inside in names for fqn in original(model, f"{path}.{inside}", *args, **kwargs)}
-    return set(original(model, name, *args, **kwargs))
+            return {fqn for inside in names for fqn in _fqns(original, model, f"{path}.{inside}", *args, **kwargs)}
+    # torch's does not look for wrappers inside of checkpoint wrappers.
+    return {clean_name(fqn) for fqn in original(model, name, *args, **kwargs)}
 
 
 def _names_in(module: nn.Module, flat: FlatParameter) -> list[str]:
@@ -163,11 +172,34 @@ def _names_in(module: nn.Module, flat: FlatParameter) -> list[str]:
 
 def _entries(original: Function, model: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
     """Names and values of what a state dict of ``model`` has."""
-    template = _template.get()
-    if template is not None and template[0] is model:
-        yield from template[1].items()
-    else:
-        yield from original(model, *args, **kwargs)
+    given = _entries_of.get()
+    yield from given[1] if given is not None and given[0] is model else original(model, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _taken_for(model: nn.Module, entries: Iterable[tuple[str, Any]]) -> Iterator[None]:
+    token = _entries_of.set((model, list(entries)))
+    try:
+        yield
+    finally:
+        _entries_of.reset(token)
+
+
+def _one_by_one(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """As torch's, with what is in flat parameters instead of these: it pairs names with and without the prefixes of
+    other wrappers, and of several for one parameter it would not know which belongs to which.
+    """
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for name, parameter in module._parameters.items():
+            held = module.__dict__.get(name) if parameter is None else parameter
+            if held is not None and not isinstance(held, FlatParameter):
+                yield prefix + name, held
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield prefix + name, buffer
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{prefix}{nn.modules.module._EXTRA_STATE_KEY_SUFFIX}", None
 
 
 # ---------------------------------------------------------------- models
@@ -185,8 +217,6 @@ def _get_model(original: Function, model: nn.Module, info: Any) -> dict[str, Any
 
 
 def _frozen(model: nn.Module) -> Iterator[str]:
-    from fullshard.checkpoint.parameters import local_parameters  # what that imports, only savers need
-
     for parameter in local_parameters(model):
         if not parameter.parameter.requires_grad:
             yield from parameter.fqns
@@ -196,23 +226,22 @@ def _load_model(
     original: Function, module: Any, wrapper: Any, model: nn.Module, state_dict: dict[str, Any], info: Any
 ) -> Any:
     """Full state dicts: torch takes what a model holds for what is missing, and would make wrappers hold all of it."""
-    if not info.handle_model or not (info.full_state_dict or info.broadcast_from_rank0) or not nested_units(model):
+    if not info.handle_model or not nested_units(model):
         return original(model, state_dict, info)
     wrapped = bool(_wrappers(model, wrapper))
     rows = any(not isinstance(p, FlatPiece) for unit in nested_units(model) for p in unit.parameters)
-    if wrapped and not rows and not info.broadcast_from_rank0:  # wrappers take full values as they are
-        return original(model, state_dict, replace(info, full_state_dict=False))
-    if info.strict and not info.broadcast_from_rank0 and state_dict:
+    whole = info.full_state_dict or info.broadcast_from_rank0
+    if wrapped and not info.broadcast_from_rank0 and not (whole and rows):
+        with _taken_for(model, _one_by_one(model)):  # wrappers take full values as they are
+            return original(model, state_dict, replace(info, full_state_dict=False))
+    if whole and info.strict and not info.broadcast_from_rank0 and state_dict:
         _check_complete(module, model, state_dict, info)
     if not wrapped:
         return original(model, state_dict, info)
     with wrapper.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         template = model.state_dict()
-    token = _template.set((model, template))
-    try:
+    with _taken_for(model, template.items()):
         return original(model, state_dict, info)
-    finally:
-        _template.reset(token)
 
 
 def _check_complete(module: Any, model: nn.Module, state_dict: dict[str, Any], info: Any) -> None:
@@ -254,15 +283,37 @@ def _get_optim(
 
 def _load_optim(
     original: Function,
+    module: Any,
+    wrapper: Any,
     model: nn.Module,
     optimizers: tuple[torch.optim.Optimizer, ...],
     state_dict: dict[str, Any],
     info: Any,
 ) -> None:
-    fresh = _fresh(optimizers)
+    fresh, token = _fresh(optimizers), _for_optimizers.set(bool(_wrappers(model, wrapper)))
     try:
-        original(model, optimizers, state_dict, info)
+        if info.flatten_optimizer_state_dict and not info.fsdp_modules and any(map(_is_ours, optimizers)):
+            # torch compares full flattened state with nested one, and fails
+            for optimizer in optimizers:
+                give_initial_state(optimizer)
+                nested = module._unflatten_optim_state_dict(optimizer, state_dict, info) if state_dict else {}
+                original(model, (optimizer,), nested, replace(info, flatten_optimizer_state_dict=False))
+        else:
+            original(model, optimizers, state_dict, info)
     except BaseException:
         for optimizer in fresh:
             optimizer.state.clear()
         raise
+    finally:
+        _for_optimizers.reset(token)
+
+
+def _keep_scalars(original: Function, full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    """torch makes plain tensors of all 0-D ones; those of 0-D parameters, which are DTensors, go on as such."""
+    scalars = {key: value for key, value in local.items() if isinstance(value, DTensor) and not value.dim()}
+    original(full, local, *args, **kwargs)
+    for key, old in scalars.items():
+        new = local.get(key)
+        if isinstance(new, torch.Tensor) and not isinstance(new, DTensor):
+            new = new.to(old._local_tensor.device)
+            local[key] = distribute_tensor(new, old.device_mesh, old.placements, src_data_rank=None)

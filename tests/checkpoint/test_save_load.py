@@ -414,3 +414,24 @@ def test_without_process_groups(tmp_path: Path) -> None:
     assert fullshard.load(tmp_path / "x", other, its) == {"step": 2}
     assert_equal(dict(other.state_dict()), dict(expected), "model")
     assert train(other, its, 2, 4) == train(model, optimizer, 2, 4)
+
+
+@on_ranks(2)
+def test_options_that_are_tensors_and_state_of_users(rank: Rank) -> None:
+    """Two groups with equal tensor learning rates become one; what users keep in the state comes back."""
+    model = build(rank, "fully_shard", seed=1)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [{"params": part, "lr": torch.tensor(0.25)} for part in (trained[:3], trained[3:])]
+    optimizer = torch.optim.Adam(groups, foreach=False)
+    train(model, optimizer, 0, 1)
+    optimizer.state["phase"] = "warm"
+    optimizer.state["totals"] = {"sum": torch.ones(6_000), "count": 2}
+    folder = shared_folder(rank)
+    fullshard.save(folder, model, optimizer)
+    other = build(rank, "flat", seed=2)
+    its = adam(other, lr=1.0)
+    fullshard.load(folder, other, its)
+    assert_equal(its.param_groups[0]["lr"], torch.tensor(0.25), "lr")
+    assert its.state["phase"] == "warm"
+    assert_equal(its.state["totals"], optimizer.state["totals"], "totals")
+    assert train(other, its, 1, 2) == train(model, optimizer, 1, 2)

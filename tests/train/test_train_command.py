@@ -5,52 +5,40 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from train_processes import LIMIT, SHORT, SIZE, command, rank_of, run, start, wait_for, workers_of, write_text
 from typer.testing import CliRunner
 
 from fullshard.cli import app
 from fullshard.train.config import GPTConfig, TrainConfig
-from fullshard.train.metrics import Record, read_metrics
+from fullshard.train.metrics import Record, last_step, read_metrics
 from fullshard.train.model import load
 
-FILES = ["config.toml", "loss.png", "metrics.jsonl", "model.safetensors", "summary.json"]
-SIZE = ["--layers", "1", "--width", "16", "--heads", "2", "--sequence", "32", "--batch", "2", "--device", "cpu"]
-SHORT = [*SIZE, "--steps", "5", "--warmup", "2", "--eval-every", "2", "--eval-bytes", "1100", "--generate", "20"]
-LIMIT = 120  # seconds after which a hung run is given up
+FILES = [
+    "best.safetensors",
+    "checkpoints",
+    "config.toml",
+    "loss.png",
+    "metrics.jsonl",
+    "model.safetensors",
+    "summary.json",
+]
+SAVED = ["--checkpoint-every", "3"]
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with thirty files of 1,000 bytes."""
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(30):
-        (folder / f"{number}.txt").write_text((f"line {number} of a text\n" * 100)[:1000])
-    return folder
-
-
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "fullshard.cli", "train", *map(str, arguments)]
-
-
-def environment(**more: str) -> dict[str, str]:
-    """This environment without what a surrounding torchrun or test pool may have set."""
-    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "FULLSHARD_STOP_FILE")
-    return {k: v for k, v in os.environ.items() if k not in dropped} | {"OMP_NUM_THREADS": "1"} | more
-
-
-def run(*line: object, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(word) for word in line], capture_output=True, text=True, timeout=LIMIT, env=environment(**more)
-    )
+    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @dataclass(frozen=True)
@@ -69,7 +57,7 @@ class Finished:
 def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A short run of two ranks."""
     out = tmp_path_factory.mktemp("runs")
-    done = run(*command(text, *SHORT, "--ranks", 2, "--out", out, "--name", "first"))
+    done = run(*command(text, *SHORT, *SAVED, "--ranks", 2, "--out", out, "--name", "first"))
     assert done.returncode == 0, done.stdout + done.stderr
     return Finished(out / "first", done.stdout)
 
@@ -140,10 +128,15 @@ def test_config_repeats_the_run_bitwise(finished: Finished) -> None:
     assert "changed" not in done.stdout
 
 
+def torchrun(*options: object) -> list[object]:
+    """The words that start the command on two ranks under torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *options]
+    return [sys.executable, *launcher, "-m", "fullshard.cli"]
+
+
 def test_torchrun_starts_the_same_run(finished: Finished, text: Path, tmp_path: Path) -> None:
     """Under torchrun the command is a worker itself: one summary, the same files, the same losses."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "fullshard.cli"]
-    done = run(sys.executable, *launcher, "train", text, *SHORT, "--out", tmp_path, "--name", "torchrun")
+    done = run(*torchrun(), "train", text, *SHORT, *SAVED, "--out", tmp_path, "--name", "torchrun")
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(path.name for path in (tmp_path / "torchrun").iterdir()) == FILES
     assert losses(read_metrics(tmp_path / "torchrun" / "metrics.jsonl")) == losses(finished.metrics)
@@ -152,35 +145,111 @@ def test_torchrun_starts_the_same_run(finished: Finished, text: Path, tmp_path: 
     assert written == TrainConfig.from_toml(finished.folder / "config.toml")
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds processes through /proc")
+def test_torchrun_restarts_go_on_in_the_same_folder(text: Path, tmp_path: Path) -> None:
+    """Under torchrun a killed rank is started again and the run goes on; SIGTERM to torchrun saves where it stands."""
+    line = ["train", text, *SIZE, "--steps", 1_000_000, "--checkpoint-every", 5, "--out", tmp_path]
+    process = start(*torchrun("--max-restarts", 1), *line)
+    metrics = tmp_path / "001" / "metrics.jsonl"
+    try:
+        wait_for(lambda: last_step(metrics) >= 12 or process.poll() is not None)
+        os.kill(next(pid for pid in workers_of(tmp_path) if rank_of(pid) == 1), signal.SIGKILL)
+        reached = last_step(metrics)
+        wait_for(lambda: last_step(metrics) > reached + 5 or process.poll() is not None)
+        process.terminate()
+        output, errors = process.communicate(timeout=LIMIT)
+    finally:
+        for pid in [process.pid, *workers_of(tmp_path)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    assert "resumed from step" in output, output + errors
+    assert [path.name for path in tmp_path.iterdir()] == ["001"]
+    steps = [record["step"] for record in read_metrics(metrics)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert (tmp_path / "001" / "checkpoints" / f"step-{len(steps):08d}" / "fullshard.json").is_file()
+    assert f"asked to end after step {len(steps)} of" in output
+
+
+def test_resume_on_another_number_of_ranks(finished: Finished) -> None:
+    """One rank with all the sequences goes on where two left off, in a run of its own, with the same losses."""
+    source = finished.folder / "checkpoints" / "step-00000003"
+    line = ["--resume", source, "--ranks", 1, "--batch", 4, "--out", finished.folder.parent, "--name", "resumed"]
+    done = run(*command(*line))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"resumed from step 3 ({source})" in done.stdout
+    assert "a step now sees" not in done.stdout
+    resumed = Finished(finished.folder.parent / "resumed", done.stdout).metrics
+    kept = [record for record in finished.metrics if record["step"] <= 3]
+    assert resumed[: len(kept)] == kept
+    one, other = losses(resumed), losses(finished.metrics)
+    assert [each[:2] for each in one] == [each[:2] for each in other]
+    assert [each[2:] for each in one] == [pytest.approx(each[2:], rel=1e-5) for each in other]
+
+
+def test_finished_run_goes_on_with_more_steps(finished: Finished, tmp_path: Path) -> None:
+    """All settings are the run's own; no step is there twice, and the validation at the old end stays."""
+    shutil.copytree(finished.folder, tmp_path / "longer")
+    done = run(*command("--steps", 7, "--out", tmp_path, "--name", "longer"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = read_metrics(tmp_path / "longer" / "metrics.jsonl")
+    assert records[: len(finished.metrics)] == finished.metrics
+    after = [(record["kind"], record["step"]) for record in records[len(finished.metrics) :]]
+    assert after == [("train", 6), ("validation", 6), ("train", 7), ("validation", 7)]
+    assert [r["elapsed_s"] for r in records] == sorted(r["elapsed_s"] for r in records)
+    assert sorted(path.name for path in (tmp_path / "longer" / "checkpoints").iterdir()) == [
+        "step-00000006",
+        "step-00000007",
+    ]
+    summary = json.loads((tmp_path / "longer" / "summary.json").read_text())
+    assert summary["steps"] == 7 and summary["best"]["step"] == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ([], 0, "has done all of its 5 steps"),
+        (["--layers", "2"], 2, "holds a model of --layers 1, not 2"),
+        (["--seed", "1"], 2, "was trained with --seed 0, not 1"),
+    ],
+)
+def test_run_goes_on_only_as_itself(
+    finished: Finished, options: list[str], code: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finished run is left as it is; another model or seed is an error that says so, before any worker."""
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    before = (finished.folder / "metrics.jsonl").stat()
+    result = CliRunner().invoke(app, ["train", *options, "--out", str(finished.folder.parent), "--name", "first"])
+    assert result.exit_code == code
+    assert message in result.output
+    assert (finished.folder / "metrics.jsonl").stat() == before
+
+
+def test_fresh_moves_results_aside(finished: Finished, tmp_path: Path) -> None:
+    """With --fresh a run starts from the beginning, and what was there is kept under another name."""
+    shutil.copytree(finished.folder, tmp_path / "again")
+    line = ["--config", finished.folder / "config.toml", "--out", tmp_path, "--name", "again", "--fresh"]
+    done = run(*command(*line))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"--fresh: what {tmp_path / 'again'} held is now in {tmp_path / 'again.before-1'}" in done.stdout
+    assert "resumed" not in done.stdout
+    assert read_metrics(tmp_path / "again.before-1" / "metrics.jsonl") == finished.metrics
+    assert losses(read_metrics(tmp_path / "again" / "metrics.jsonl")) == losses(finished.metrics)
+
+
 @pytest.fixture
 def endless(text: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A run in a process group of its own that has done some steps and would go on for very long."""
     line = command(text, *SIZE, "--steps", 1_000_000, "--ranks", 2, "--out", tmp_path, "--name", "endless")
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True, env=environment(), start_new_session=True)
+    process = start(*line, "--max-restarts", 0)
     metrics = tmp_path / "endless" / "metrics.jsonl"
-    deadline = time.monotonic() + LIMIT
-    while not (metrics.exists() and len(read_metrics(metrics)) > 3):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate(timeout=LIMIT)
-        time.sleep(0.05)
+    wait_for(lambda: last_step(metrics) > 3 or process.poll() is not None)
+    assert process.poll() is None, process.communicate(timeout=LIMIT)
     yield process
     for pid in [process.pid, *workers_of(tmp_path)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=LIMIT)
-
-
-def workers_of(out: Path) -> list[int]:
-    """Processes whose command line names a folder, by process id (this test's own process never does)."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            words = (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if entry.name.isdecimal() and os.fsencode(out) in words and b"fullshard" in words:
-            found.append(int(entry.name))
-    return found
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds processes through /proc")
@@ -193,17 +262,16 @@ def test_ctrl_c_stops_all_ranks_and_keeps_the_results(endless: subprocess.Popen[
     assert "Traceback" not in output + errors
     assert "stopped after step" in output
     assert not workers_of(tmp_path)
-    assert sorted(path.name for path in (tmp_path / "endless").iterdir()) == FILES
+    assert sorted(path.name for path in (tmp_path / "endless").iterdir()) == FILES[1:]  # no validation yet
     lines = (tmp_path / "endless" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert (tmp_path / "endless" / "checkpoints" / f"step-{len(lines):08d}" / "fullshard.json").is_file()
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds processes through /proc")
 def test_killed_rank_is_named(endless: subprocess.Popen[str], tmp_path: Path) -> None:
     """When the system kills a rank, the command ends with 1 and one line that names rank and signal."""
-    victim = next(
-        pid for pid in workers_of(tmp_path) if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
-    )
+    victim = next(pid for pid in workers_of(tmp_path) if rank_of(pid) == 1)
     os.kill(victim, signal.SIGKILL)
     output, errors = endless.communicate(timeout=LIMIT)
     assert endless.returncode == 1, output + errors
@@ -240,6 +308,10 @@ def test_failed_rank_is_named_with_its_exception(text: Path, tmp_path: Path) -> 
         (["big.txt", "--steps", "0"], "steps must be at least 1"),
         (["big.txt", "--device", "tpu"], "device must be one of"),
         (["big.txt", "--config", "missing.toml"], "missing.toml"),
+        (["big.txt", "--keep", "0"], "keep must be at least 1"),
+        (["big.txt", "--checkpoint-every", "-2"], "checkpoint_every must be at least -1"),
+        (["big.txt", "--resume", "nowhere"], "nowhere is no folder"),
+        (["big.txt", "--resume", "folder"], "folder holds no complete checkpoint"),
     ],
 )
 def test_wrong_input_is_an_error_before_any_worker(

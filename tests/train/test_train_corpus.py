@@ -101,14 +101,24 @@ def test_too_small_input_says_what_is_needed(tmp_path: Path) -> None:
 
 
 def test_batch_is_a_function_of_its_key() -> None:
-    """The same seed, step and rank give the same windows; another rank gives others; targets are shifted by one."""
+    """The same seed and step give the same windows; another step gives others; targets are shifted by one."""
     text = np.arange(200, dtype=np.uint8)
-    first = corpus.sample(text, batch=4, sequence=8, key=(0, 1, 0))
+    first = corpus.sample(text, batch=4, sequence=8, key=(0, 1))
     assert first.shape == (4, 9) and first.dtype == np.int64
     assert (first[:, 1:] == first[:, :-1] + 1).all()
-    assert (first == corpus.sample(text, batch=4, sequence=8, key=(0, 1, 0))).all()
-    for other in ((0, 1, 1), (0, 2, 0), (1, 1, 0)):
+    assert (first == corpus.sample(text, batch=4, sequence=8, key=(0, 1))).all()
+    for other in ((0, 2), (1, 1)):
         assert (first != corpus.sample(text, batch=4, sequence=8, key=other)).any()
+
+
+@pytest.mark.parametrize("parts", [2, 3, 6, 12])
+def test_batch_is_the_same_on_any_number_of_ranks(parts: int) -> None:
+    """The parts of all ranks, one after another, are the batch of a single rank; no two of them are equal."""
+    text = np.arange(200, dtype=np.uint8)
+    whole = corpus.sample(text, batch=12, sequence=8, key=(3, 7))
+    cut = [corpus.sample(text, batch=12 // parts, sequence=8, key=(3, 7), part=(rank, parts)) for rank in range(parts)]
+    assert (np.concatenate(cut) == whole).all()
+    assert len({each.tobytes() for each in cut}) == parts
 
 
 def test_batch_reaches_the_last_byte() -> None:

@@ -51,10 +51,12 @@ def test_config_survives_toml(tmp_path: Path) -> None:
             "eval_bytes": 2000,
             "prompt": "\n\t'\"",
             "generate": 0,
+            "checkpoint_every": 17,
+            "keep": 4,
         }
     )
     defaults = TrainConfig()
-    for section in ("model", "training", "evaluation"):
+    for section in ("model", "training", "evaluation", "checkpoints"):
         pairs = zip(
             dataclasses.astuple(getattr(config, section)),
             dataclasses.astuple(getattr(defaults, section)),
@@ -69,7 +71,7 @@ def test_config_survives_toml(tmp_path: Path) -> None:
 def test_option_names_are_unique() -> None:
     """No two settings share a name, so that each can be an option."""
     config = TrainConfig()
-    sections = (config, config.model, config.training, config.evaluation)
+    sections = (config, config.model, config.training, config.evaluation, config.checkpoints)
     assert sum(len(dataclasses.fields(section)) for section in sections) == len(option_names())
 
 

@@ -38,6 +38,7 @@ from fullshard.checkpoint.safetensors_files import (
     FilePlan,
     TensorKind,
     index_text,
+    local_path,
     plan_files,
     read_index,
 )
@@ -98,7 +99,7 @@ def export_safetensors(
     wrong = [key for key, text in texts.items() if not isinstance(key, str) or not isinstance(text, str)]
     if wrong or ALIASES in texts:
         raise ValueError(f"export_safetensors: metadata: expected texts by names other than {ALIASES!r}, found {texts}")
-    path = Path(folder)
+    path = local_path("export_safetensors: folder", folder)
     with entered(f"export_safetensors {path}", process_group) as entry:
         state = entry.together("planning", lambda: _checked(model))
         kinds = {name: _kind(pieces, dtype) for name, pieces in state.tensors.items()}
@@ -274,7 +275,7 @@ class _Files:
         mover = PieceMover()
         for index in sorted(files):
             places = self.plans[index].tensors
-            with self._opened(self.plans[index]) as descriptor:
+            with self._opened(self.plans[index], sync=self.sync) as descriptor:
                 for name, piece in files[index]:
                     mover.write(descriptor, places[name], piece)
 
@@ -291,9 +292,9 @@ class _Files:
             if not writes or error is not None or name not in plan_of:  # other names of tied ones
                 continue
             try:
-                with self._opened(plan_of[name]) as descriptor:
+                with self._opened(plan_of[name], sync=False) as descriptor:
                     mover.write(descriptor, plan_of[name].tensors[name], Pieces.whole(tensor).pieces[0])
-            except (OSError, CheckpointError) as raised:
+            except CheckpointError as raised:
                 error = raised
         return error
 
@@ -305,6 +306,7 @@ class _Files:
             if len(self.plans) > 1:
                 index.unlink(missing_ok=True)  # from here on, files may be of both: rather none than these
             for plan in self.plans:
+                _sync(self._temporary(plan), self.sync)  # what this rank has written, also as a stream
                 self._temporary(plan).replace(self.folder / plan.name)
             if len(self.plans) > 1:
                 made = _token_file(self.folder, self.token)
@@ -328,13 +330,13 @@ class _Files:
         return self.folder / f".{plan.name}.{self.token}.tmp"
 
     @contextlib.contextmanager
-    def _opened(self, plan: FilePlan) -> Iterator[int]:
+    def _opened(self, plan: FilePlan, *, sync: bool) -> Iterator[int]:
         path = self._temporary(plan)
         with _explained(self.folder / plan.name):
             descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
             try:
                 yield descriptor
-                if self.sync:
+                if sync:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)

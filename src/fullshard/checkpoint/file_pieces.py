@@ -196,7 +196,5 @@ def _read(descriptor: int, view: memoryview, offset: int) -> None:
     while view:
         count = os.preadv(descriptor, [view], offset)
         if not count:
-            raise CheckpointError(
-                f"the file ends at byte {offset}, expected {len(view)} more; was it changed meanwhile?"
-            )
+            raise CheckpointError(f"the file ends at byte {offset}, {len(view)} bytes too early; was it changed?")
         view, offset = view[count:], offset + count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from fullshard.checkpoint.materialize import MetaTensors
 from fullshard.checkpoint.model_state import ModelState, model_state
 from fullshard.checkpoint.parameters import walk, written
 from fullshard.checkpoint.pieces import Pieces
-from fullshard.checkpoint.safetensors_files import FileTensor, WeightFiles, find_weights
+from fullshard.checkpoint.safetensors_files import FileTensor, WeightFiles, find_weights, local_path
 from fullshard.errors import CheckpointError
 
 __all__ = ["IncompatibleNames", "load_safetensors"]
@@ -78,9 +79,11 @@ def load_safetensors(
         PhaseError: If a unit is in the middle of a step.
         FullshardError: On the ranks that wait, if others do not load.
     """
-    where = Path(path)
+    where = local_path("load_safetensors: path", path)
     with entered(f"load_safetensors {where}", process_group) as entry:
         source = entry.together("reading headers", lambda: _Source.of(where, rename))
+        expected = entry.from_first("reading headers", lambda: source.digest)
+        entry.together("comparing files", lambda: source.check(expected))
         plan = entry.together("comparing", lambda: _compare(model, source, strict=strict, cast=cast))
         meta = MetaTensors(model)
         if entry.any("looking for meta tensors", lambda: bool(meta)):
@@ -127,6 +130,20 @@ class _Source:
             if new_alias is not None and new_first in tensors and new_alias not in tensors:
                 aliases[new_alias] = new_first
         return cls(path, tensors, aliases)
+
+    @property
+    def digest(self) -> str:
+        """Equal on ranks that have found the same tensors in the same places."""
+        listed = [(new, path.name, place.start, place.shape) for new, (path, place) in self.tensors.items()]
+        return hashlib.blake2b(repr((listed, self.aliases)).encode(), digest_size=16).hexdigest()
+
+    def check(self, expected: str) -> None:
+        """Raise CheckpointError if this rank has found other files than the first one."""
+        if self.digest != expected:
+            raise CheckpointError(
+                f"{self.path}: the files here are not those that the group's first rank finds; copy the same files to "
+                "all machines, and pass the same rename on all ranks"
+            )
 
     def find(self, names: list[str]) -> tuple[Path, FileTensor] | None:
         """The tensor that has one of these names, the first of them before the others."""
@@ -206,7 +223,7 @@ def _compare(model: nn.Module, source: _Source, *, strict: bool, cast: bool) -> 
         elif first not in optional:
             missing.append(first)
     known = {name for every in names.values() for name in every}
-    unexpected = [name for name in source.tensors if name not in known]
+    unexpected = sorted(name for name in source.tensors if name not in known)
     if strict:
         problems.add("not in the files", *(_described(name, state.tensors[name]) for name in missing))
         problems.add("in the files, but not in the model", *unexpected)

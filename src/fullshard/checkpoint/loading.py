@@ -22,7 +22,7 @@ from fullshard.checkpoint.model_state import ModelState, model_state
 from fullshard.checkpoint.optimizer_state import Described, OptimizerTarget
 from fullshard.checkpoint.parameters import written
 from fullshard.checkpoint.pieces import Pieces
-from fullshard.checkpoint.planner import LoadPlanner
+from fullshard.checkpoint.planner import ALL, LoadPlanner
 from fullshard.checkpoint.saving import wait_for_last
 from fullshard.checkpoint.snapshot import EXTRA, GROUPS, RANDOM, STATE, Part, compute_device, parts
 from fullshard.checkpoint.storage import CheckpointReader
@@ -117,7 +117,7 @@ class _Source:
     def read(self, targets: dict[str, Any]) -> None:
         """Fill tensors, and replace values that are none, by key."""
         with on_ranks(self._group, f"cannot load the checkpoint {self.path}") as where:
-            state_dict_loader.load(targets, storage_reader=self._reader, planner=LoadPlanner(), **where)
+            state_dict_loader.load({ALL: targets}, storage_reader=self._reader, planner=LoadPlanner(), **where)
 
 
 class _Loading:
@@ -154,6 +154,12 @@ class _Loading:
         ours = tuple(part.prefix + STATE for part in found if part.optimizer is not None)
         loose = [name for name in self._inner if not ours or not name.startswith(ours)]
         self._loose = together("preparing values", lambda: {name: self._room(name) for name in loose})
+        groups = tuple(part.prefix + GROUPS for part in found if part.optimizer is not None)
+        tensors = [key for key in source.keys if key.startswith(groups) and source.tensor(key) is not None]
+        if groups and tensors:  # options that are tensors, which are compared with each other before the rest is read
+            options = together("preparing options", lambda: {key: self._room(key) for key in tensors})
+            source.read(dict(options))
+            self._loose.update(options)
         self._models, self._optimizers = {}, {}
         for part in found:
             together(f"preparing {part.prefix.rstrip('.')}", partial(self._prepare, part))
@@ -176,8 +182,6 @@ class _Loading:
         groups: dict[int, dict[str, Any]] = {}
         for key, path in self._below(part.prefix + GROUPS):
             index, _, name = path.partition(".")
-            if self._source.tensor(key) is not None:
-                self._loose[key] = self._room(key)  # an option that is a tensor
             groups.setdefault(int(index), {})[name] = self._value(key)
         ordered = [groups[index] for index in sorted(groups)]
         known = {fqn for group in ordered for fqn in group.get("params", ())}

@@ -100,14 +100,14 @@ def _give_memory(held: _Held, device: torch.device) -> None:
         for module, name in held.holders:
             module._buffers[name] = new
         return
+    made = nn.Parameter(new, requires_grad=old.requires_grad)
+    made.__dict__.update({key: value for key, value in vars(old).items() if not key.startswith("_")})
     if isinstance(old, DTensor):
         try:
-            torch.utils.swap_tensors(old, nn.Parameter(new, requires_grad=old.requires_grad))  # type: ignore[no-untyped-call]
+            torch.utils.swap_tensors(old, made)  # type: ignore[no-untyped-call]
             return
         except RuntimeError:  # something else refers to it, in a way that cannot be swapped
             pass
-    made = nn.Parameter(new, requires_grad=old.requires_grad)
-    made.__dict__.update({key: value for key, value in vars(old).items() if not key.startswith("_")})
     for module, name in held.holders:
         setattr(module, name, made)
 

@@ -50,11 +50,11 @@ def full_state(part: LocalParameter, value: torch.Tensor, cut: bool, only_on: in
     if not cut or (part.sharded is None and not isinstance(part.parameter, DTensor)):
         return _own(value.full_tensor() if isinstance(value, DTensor) else value)
     if isinstance(part.sharded, FlatPiece):
-        whole = _gather(part.sharded, part.local_of(value), only_on)
-        own = part.sharded.placement.own
-        if own is not None and whole is not None:
-            return _full_tensor(part.sharded.placement.full(whole))
-        return whole
+        if part.sharded.placement.own is None:
+            return _gather(part.sharded, part.local_of(value), only_on)
+        whole = _gather(part.sharded, part.local_of(value), None)  # its other axes have ranks that wait for each other
+        assert whole is not None
+        return _full_tensor(part.sharded.placement.full(whole))
     return _own(_full_tensor(_like_parameter(part.parameter, value)))
 
 
@@ -67,7 +67,8 @@ def rows_of_state(part: LocalParameter, value: torch.Tensor, cut: bool) -> torch
         cut: Whether it is cut as that is.
 
     Returns:
-        Of ``fully_shard`` and of DTensors: the state itself. What is not cut, and what no unit manages, is plain.
+        Of ``fully_shard`` and of DTensors: the state itself. What is not cut, and what no unit manages or cuts, is
+        plain.
     """
     value = value.detach()
     if not cut or isinstance(value, DTensor):
@@ -78,10 +79,12 @@ def rows_of_state(part: LocalParameter, value: torch.Tensor, cut: bool) -> torch
     assert whole is not None
     placement = part.sharded.placement
     mesh, rows = placement.mesh, whole
+    if mesh.shard is None:
+        return placement.full(whole)  # nothing is cut, so the model's own state dict has it whole, too
     if placement.cut is not None:
         chunks = torch.chunk(whole, mesh.world_size, placement.cut)
         rows = chunks[mesh.rank] if mesh.rank < len(chunks) else whole.narrow(placement.cut, 0, 0)
-        rows = rows.clone(memory_format=torch.contiguous_format)
+        rows = rows.clone()
     return dtensor(rows, placement.sharded_spec(rows.dtype))
 
 

@@ -158,7 +158,7 @@ def compare_fingerprints(found: Sequence[Mapping[str, str]], ranks: Sequence[int
     """
     different = []
     for fqn in dict.fromkeys(fqn for prints in found for fqn in prints):
-        having = {rank: prints.get(fqn, "nothing") for rank, prints in zip(ranks, found, strict=True)}
+        having = {rank: prints.get(fqn) or "nothing" for rank, prints in zip(ranks, found, strict=True)}
         if len(set(having.values())) > 1:
             by_words: dict[str, list[int]] = {}
             for rank, words in having.items():

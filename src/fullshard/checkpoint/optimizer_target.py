@@ -135,7 +135,8 @@ class OptimizerTarget:
                     self._kept.add(id(member.parameter))
         self._others = {}
         for name in matched.others:
-            self._others[name] = dict(mapped(saved[name], _place_for_other))
+            value = saved[name] if isinstance(saved[name], Mapping) else {NAMELESS: saved[name]}
+            self._others[name] = dict(mapped(value, _place_for_other))
             self.tree["state"][name] = self._others[name]
 
     # ---------------------------------------------------------------- planning

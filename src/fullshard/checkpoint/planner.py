@@ -7,12 +7,16 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 
 from fullshard.checkpoint.pieces import Pieces
 
-__all__ = ["LoadPlanner", "SavePlanner"]
+__all__ = ["ALL", "LoadPlanner", "SavePlanner"]
+
+# torch.distributed.checkpoint does some work, and writes log records, for every entry of the dictionary that it is
+# handed. So it gets one entry of this name, which has all of them.
+ALL = "all"
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -23,6 +27,12 @@ class SavePlanner(DefaultSavePlanner):
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the entries as they are."""
+        self.state_dict, self.is_coordinator = state_dict[ALL], is_coordinator
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """What there is to write under that name, at that place."""
@@ -43,8 +53,8 @@ class LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take ``state_dict`` as it is: all memory is there, and it is flat."""
-        self.original_state_dict = self.state_dict = state_dict
+        """Take the entries as they are: all memory is there."""
+        self.original_state_dict = self.state_dict = state_dict[ALL]
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:

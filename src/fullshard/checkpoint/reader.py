@@ -64,9 +64,9 @@ def open_source(path: str | os.PathLike[str], *, verify: bool = True) -> Source:
     if folder.exists(METADATA_FILE):
         return TorchSource(folder, read_metadata_file(folder), verify=verify)
     names = folder.names()
-    found = f"the folder has {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}" if names else "it has no files"
+    found = f"it has {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}" if names else "there is nothing"
     raise CheckpointError(
-        f"{folder.path} has no checkpoint: {found}, but neither {INDEX_FILE} (fullshard's) nor {METADATA_FILE} "
+        f"{folder.path} has no checkpoint: {found}, and neither {INDEX_FILE} (fullshard's) nor {METADATA_FILE} "
         "(torch.distributed.checkpoint's). Pass the folder that was saved to; if a first save was killed, there is none"
     )
 

@@ -34,6 +34,7 @@ __all__ = [
     "dtype_name",
     "find_weights",
     "index_text",
+    "local_path",
     "plan_files",
     "read_header",
     "read_index",
@@ -149,6 +150,17 @@ class WeightFiles:
     metadata: dict[str, str]
 
 
+def local_path(what: str, path: str | os.PathLike[str]) -> Path:
+    """A path of this machine's file system, where parts of files can be written and read.
+
+    Raises:
+        ValueError: If it is a URL.
+    """
+    if "://" in os.fspath(path):
+        raise ValueError(f"{what}: expected a path, found the URL {os.fspath(path)!r}; copy the files from or to there")
+    return Path(path)
+
+
 def dtype_name(dtype: torch.dtype) -> str | None:
     """What the format calls a dtype; None if it does not know it."""
     return _NAMES.get(dtype)
@@ -184,10 +196,8 @@ def read_header(path: Path) -> Header:
     end = start
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].kind.nbytes)):
         if tensor.start != end:
-            what = (
-                "overlaps the one before it" if tensor.start < end else f"leaves {tensor.start - end} bytes before it"
-            )
-            raise CheckpointError(f"{path}: tensor {name!r} {what}; the header is wrong")
+            what = "overlaps" if tensor.start < end else "leaves a gap after"
+            raise CheckpointError(f"{path}: tensor {name!r} {what} the one before it; the header is wrong")
         end += tensor.kind.nbytes
     if end != size:
         raise CheckpointError(
@@ -298,9 +308,7 @@ def _texts(path: Path, value: Any, what: str) -> dict[str, str]:
 
 def _tensor(path: Path, name: str, entry: Any, start: int) -> FileTensor:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(
-            f"{path}: expected dtype, shape and data_offsets for tensor {name!r}, found {entry!r:.200}"
-        )
+        raise CheckpointError(f"{path}: tensor {name!r}: expected dtype, shape and data_offsets, found {entry!r:.200}")
     dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
         raise CheckpointError(f"{path}: tensor {name!r} has the dtype {entry['dtype']!r:.50}, which is not known here")

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from fullshard.checkpoint.dcp import on_ranks
 from fullshard.checkpoint.entry import entered
 from fullshard.checkpoint.optimizer_state import agree_on_state
-from fullshard.checkpoint.planner import SavePlanner
+from fullshard.checkpoint.planner import ALL, SavePlanner
 from fullshard.checkpoint.snapshot import Snapshot, snapshot
 from fullshard.checkpoint.storage import CheckpointWriter
 
@@ -106,7 +106,7 @@ def _write(
     if not isinstance(writer, CheckpointWriter):  # others know nothing of further names
         entries.update({name: entries[first] for name, first in taken.aliases.items()})
     with on_ranks(group, f"cannot save the checkpoint {os.fspath(path)}") as where:
-        state_dict_saver.save(entries, storage_writer=writer, planner=SavePlanner(), **where)
+        state_dict_saver.save({ALL: entries}, storage_writer=writer, planner=SavePlanner(), **where)
 
 
 # ---------------------------------------------------------------- in the background

@@ -52,6 +52,8 @@ _IGNORED = {  # what is called, but says nothing that is needed
 class TorchSource(Source):
     """Reads what torch's writer wrote: each piece is a small file of ``torch.save``, without checksums of ours."""
 
+    _last: tuple[PieceEntry, torch.Tensor] | None = None  # whoever reads a tensor in parts asks for a piece repeatedly
+
     def ranges(self, needed: Needed) -> Iterator[tuple[int, int]]:
         """All of the piece: it can only be read as a whole."""
         yield 0, needed.piece.box.numel
@@ -62,6 +64,20 @@ class TorchSource(Source):
 
     def read(self, needed: Needed, start: int, numel: int, into: torch.Tensor) -> torch.Tensor:
         """See :meth:`Source.read`; does not use the memory given."""
+        piece = needed.piece
+        if self._last is not None and self._last[0] == piece:
+            return self._last[1]
+        self._last = None  # before there is a second one
+        flat = self._decoded(needed)
+        self._last = piece, flat
+        return flat
+
+    def close(self) -> None:
+        """Close the file that was read last."""
+        super().close()
+        self._last = None
+
+    def _decoded(self, needed: Needed) -> torch.Tensor:
         piece = needed.piece
         data = bytearray(piece.length)
         self._read_checked(needed.key, piece, 0, memoryview(data))

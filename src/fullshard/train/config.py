@@ -24,6 +24,8 @@ else:
 
 DEVICES = ("auto", "cpu", "cuda")
 VOCABULARY = 256  # a token is a byte
+CHECKPOINTS_PER_RUN = 20  # unless the user says how often
+LEAST_INTERVAL = 10  # steps, likewise: a short run is repeated sooner than saved
 
 
 class ConfigError(ValueError):
@@ -118,8 +120,30 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """How often a run keeps all that it needs to go on.
+
+    Attributes:
+        checkpoint_every: steps between checkpoints; 0: never; -1: a twentieth of all steps, but at least 10.
+        keep: number of checkpoints to keep, the newest ones.
+    """
+
+    checkpoint_every: int = -1
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        _at_least(self, checkpoint_every=-1, keep=1)
+
+    def interval(self, steps: int) -> int:
+        """Steps between checkpoints in a run of `steps`; 0: never."""
+        if self.checkpoint_every >= 0:
+            return self.checkpoint_every
+        return max(LEAST_INTERVAL, steps // CHECKPOINTS_PER_RUN)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Everything that decides a run's numbers, and nothing else (where results go is not in here).
+    """Everything that decides a run's numbers, and how often it keeps them (where results go is not in here).
 
     Field names are unique over this class and its sections: they are the options of the command line.
 
@@ -132,6 +156,7 @@ class TrainConfig:
         model: the model's size.
         training: how it is trained.
         evaluation: how it is judged.
+        checkpoints: how often it is kept.
     """
 
     data: tuple[str, ...] = ()
@@ -142,6 +167,7 @@ class TrainConfig:
     model: GPTConfig = field(default_factory=GPTConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
         _at_least(self, ranks=0, seed=0)
@@ -194,7 +220,7 @@ class TrainConfig:
 
 def option_names() -> set[str]:
     """Names of all settings, those of the sections included."""
-    sections = (TrainConfig, GPTConfig, TrainingConfig, EvaluationConfig)
+    sections = (TrainConfig, GPTConfig, TrainingConfig, EvaluationConfig, CheckpointConfig)
     return {item.name for section in sections for item in dataclasses.fields(section)}
 
 

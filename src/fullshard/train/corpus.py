@@ -90,20 +90,27 @@ def read(data: Sequence[str], *, seed: int, sequence: int) -> Corpus:
     return _split(source, files, notes, seed=seed, least=sequence + 1)
 
 
-def sample(text: Bytes, *, batch: int, sequence: int, key: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Draw a batch: a pure function of its arguments, independent of timing and of other batches.
+def sample(
+    text: Bytes, *, batch: int, sequence: int, key: Sequence[int], part: tuple[int, int] = (0, 1)
+) -> npt.NDArray[np.int64]:
+    """Draw one part of a batch: a pure function of its arguments, independent of timing and of other batches.
+
+    The parts are cut from one draw for all of them, so that a batch of 16 is the same windows in the same order
+    whether two ranks have 8 each or four have 4.
 
     Args:
         text: bytes to draw from, shape `(N,)` with `N > sequence`.
-        batch: number of windows B.
+        batch: number of windows B in a part.
         sequence: tokens T that the model sees.
-        key: what the draw depends on: seed, step and rank.
+        key: what the draw depends on: seed and step.
+        part: which part, from 0, and of how many: the rank and the number of ranks.
 
     Returns:
         int64 of shape `(B, T + 1)`: tokens and, shifted by one, their targets.
     """
-    starts = np.random.default_rng(list(key)).integers(0, len(text) - sequence, size=batch)
-    return windows(text, starts, sequence)
+    own, parts = part
+    starts = np.random.default_rng(list(key)).integers(0, len(text) - sequence, size=batch * parts)
+    return windows(text, starts[own * batch : (own + 1) * batch], sequence)
 
 
 def windows(text: Bytes, starts: npt.NDArray[np.int64], sequence: int) -> npt.NDArray[np.int64]:

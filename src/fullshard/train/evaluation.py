@@ -57,7 +57,7 @@ def evaluate(model: nn.Module, held_out: HeldOut, batch: int, group: Group, stop
     total = 0.0
     model.eval()
     for first in range(0, held_out.count, batch * group.size):
-        if group.sum(float(bool(stop)))[0]:
+        if any(group.sum(*stop.marks)):
             model.train()
             return None
         own = first + group.rank * batch + np.arange(batch)

@@ -31,7 +31,7 @@ class Footprint:
 
 
 def measure(model: nn.Module, optimizer: torch.optim.Optimizer, *, local: bool) -> Footprint:
-    """Count bytes after a step and before gradients are cleared.
+    """Count bytes after a step and before gradients are cleared; one that is not there counts as its parameter.
 
     Args:
         model: the sharded model.
@@ -39,7 +39,7 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer, *, local: bool) 
         local: count the tensors that this rank holds; otherwise the full size of what they are shards of.
     """
     parameters = list(model.parameters())
-    gradients = (p.grad for p in parameters if p.grad is not None)
+    gradients = (p if p.grad is None else p.grad for p in parameters)
     state = (t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor))
     return Footprint(*(_bytes(tensors, local=local) for tensors in (parameters, gradients, state)))
 

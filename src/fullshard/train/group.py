@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fullshard.train.meeting import agent_store, meet
+
 
 @dataclass(frozen=True)
 class Group:
@@ -44,16 +46,22 @@ class Group:
                 )
             own = torch.device("cuda", local_rank)
             torch.cuda.set_device(own)
-            dist.init_process_group("nccl", device_id=own)
+            _initialise("nccl", own)
         else:
             own = torch.device("cpu")
-            dist.init_process_group("gloo")
+            _initialise("gloo", None)
         return cls(dist.get_rank(), dist.get_world_size(), own)
 
     @property
     def leads(self) -> bool:
         """Whether this is rank 0, which prints and writes files."""
         return self.rank == 0
+
+    def processes_here(self) -> list[int]:
+        """Process ids of the other ranks of this node, as torch elastic numbers nodes. A collective."""
+        found = self.gather((os.environ.get("GROUP_RANK"), os.getpid()))
+        node = found[self.rank][0]
+        return [process for other, process in found if other == node and process != os.getpid()] if node else []
 
     def leave(self) -> None:
         """Destroy the process group."""
@@ -70,3 +78,12 @@ class Group:
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, value)
         return gathered
+
+
+def _initialise(backend: str, device: torch.device | None) -> None:
+    store = agent_store()
+    if store is None:
+        dist.init_process_group(backend, device_id=device)
+        return
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, store=meet(store, rank, size), rank=rank, world_size=size, device_id=device)

@@ -1,4 +1,10 @@
-"""Starting the ranks of one machine with torch's elastic launcher, stopping them, naming what failed."""
+"""Starting the ranks of one machine with torch's elastic launcher, stopping and restarting them, naming what failed.
+
+[Note: Restarts]
+torch elastic can restart workers itself, whatever ended them. Here each start is a launch of its own, because not
+every failure is worth another: what the system killed is started again, but an exception only if the run came
+further than at the last failure. A mistake in the code or the data would fail again at the same step.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +16,9 @@ import signal
 import sys
 import tempfile
 import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -18,21 +27,46 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from fullshard.train import run_folder
+from fullshard.train.atomic_file import replace_text
 from fullshard.train.config import ConfigError, TrainConfig
-from fullshard.train.stop import INTERRUPTED, LAUNCHER_VARIABLE, STOP_FILE_VARIABLE
+from fullshard.train.metrics import last_step
+from fullshard.train.stop import LAUNCHER_VARIABLE, STOP_FILE_VARIABLE
 
 CPU_RANKS = 2  # ranks on a machine without GPUs
-OTHER_SIGNALS = "SIGTERM,SIGHUP,SIGQUIT"  # those that torch elastic handles; SIGINT is handled here
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # those that ask the workers to stop
+OTHER_SIGNALS = "SIGQUIT"  # what is left to torch elastic, which ends them
+SHUTDOWN = 5  # seconds until workers that lost a peer, and hang for it, are killed
+MISTAKE = 2  # exit code of workers that have said by themselves what is wrong with their input
 
 
 class WorkerError(RuntimeError):
     """A rank ended with an error. The message is one line that names the rank and the exception."""
 
     traceback: str  # of the failed rank; empty if it left none
+    code: int  # its exit code; negative: the signal that ended it
 
-    def __init__(self, message: str, traceback: str) -> None:
+    def __init__(self, message: str, traceback: str, code: int) -> None:
         super().__init__(message)
         self.traceback = traceback
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the workers of this machine are to do.
+
+    Attributes:
+        config: the run's settings, ranks and device settled.
+        folder: the run's folder.
+        resume: another run, or a checkpoint, to start from if the run has none; None for none.
+        max_restarts: how often the workers may be started anew, see [Note: Restarts].
+    """
+
+    config: TrainConfig
+    folder: Path
+    resume: Path | None = None
+    max_restarts: int = 3
 
 
 def settle(config: TrainConfig) -> TrainConfig:
@@ -51,50 +85,78 @@ def settle(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, ranks=ranks, device="cuda" if gpus >= ranks else "cpu")
 
 
-def launch(config_file: Path, folder: Path, ranks: int) -> int:
-    """Start `ranks` workers on this machine and wait for them.
+def launch(job: Job, say: Callable[[str], None]) -> int:
+    """Start workers on this machine and wait for them.
 
     Args:
-        config_file: the run's config, which the workers read.
-        folder: the run's folder.
-        ranks: number of workers.
+        job: what they are to do.
+        say: told of every restart.
 
     Returns:
-        0, or 130 if Ctrl-C stopped the run.
+        0, 2 if the workers reported wrong input, or 128 and the number of the signal that stopped the run.
 
     Raises:
-        WorkerError: a rank failed; the others have been ended.
+        WorkerError: a rank failed, and is not started again; the others have been ended.
     """
     _silence_elastic()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // job.config.ranks)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch:
-        stop_file = Path(scratch, "stop")
-        os.environ[STOP_FILE_VARIABLE] = str(stop_file)
-        os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
-        settings = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=scratch),
-            signals_to_handle=OTHER_SIGNALS,
-        )
-        previous = signal.signal(signal.SIGINT, _Interrupt(stop_file))
-        try:
-            elastic_launch(settings, sys.executable)("-m", "fullshard.train.worker", config_file, folder)
-        except ChildFailedError as error:
-            raise _explain(error) from None
-        except SignalException as error:
-            return INTERRUPTED if stop_file.exists() else 128 + int(error.sigval)
-        finally:
-            signal.signal(signal.SIGINT, previous)
-        return INTERRUPTED if stop_file.exists() else 0
+    metrics = job.folder / run_folder.METRICS
+    furthest, restarts = last_step(metrics), 0
+    with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch, _asking(Path(scratch, "stop")) as stop_file:
+        config_file = Path(scratch, run_folder.CONFIG)
+        config_file.write_text(job.config.to_toml(), encoding="utf-8")
+        words = ["-m", "fullshard.train.worker", str(config_file), str(job.folder)]
+        words += [str(job.resume)] if job.resume else []
+        while True:
+            try:
+                elastic_launch(_settings(job.config.ranks, scratch), sys.executable)(*words)
+                return int(stop_file.read_text()) if stop_file.exists() else 0
+            except SignalException as error:
+                return int(stop_file.read_text()) if stop_file.exists() else 128 + int(error.sigval)
+            except ChildFailedError as error:
+                failure = _explain(error)
+                if failure.code == MISTAKE:
+                    return MISTAKE
+                if stop_file.exists() and any(each.exitcode < 0 for each in error.failures.values()):
+                    return int(stop_file.read_text())  # who asked the run to stop did not wait for it
+                reached = last_step(metrics)
+                if restarts == job.max_restarts or (failure.code >= 0 and reached <= furthest):
+                    raise failure from None
+            furthest = max(furthest, reached)
+            restarts += 1
+            say(f"{failure}; restart {restarts} of {job.max_restarts}")
+
+
+def _settings(ranks: int, scratch: str) -> LaunchConfig:
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=scratch),
+        signals_to_handle=OTHER_SIGNALS,
+        shutdown_timeout=SHUTDOWN,
+    )
+
+
+@contextmanager
+def _asking(stop_file: Path) -> Iterator[Path]:
+    """While open, signals ask the workers to stop, by a file whose name they know."""
+    os.environ[STOP_FILE_VARIABLE] = str(stop_file)
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+    handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+    previous = {number: signal.signal(number, _Request(stop_file)) for number in handled}
+    try:
+        yield stop_file
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _silence_elastic() -> None:
@@ -104,8 +166,8 @@ def _silence_elastic() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
 
-class _Interrupt:
-    """Handles Ctrl-C: the first asks the workers to stop, the second ends them.
+class _Request:
+    """Handles Ctrl-C and its like: the first asks the workers to stop, the second ends them.
 
     See [Note: Stopping all ranks].
     """
@@ -117,8 +179,8 @@ class _Interrupt:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self._stop_file.exists():
-            raise SignalException("interrupted twice", signal.SIGTERM)  # elastic passes it on to the workers
-        self._stop_file.touch()
+            raise SignalException("asked twice", signal.SIGTERM)  # elastic passes it on to the workers
+        replace_text(self._stop_file, str(128 + number))
 
 
 def _explain(error: ChildFailedError) -> WorkerError:
@@ -132,7 +194,7 @@ def _explain(error: ChildFailedError) -> WorkerError:
     if failure.exitcode < 0:
         message = f"ended by {signal.Signals(-failure.exitcode).name}"
     lines = str(message).strip().splitlines() or [f"exit code {failure.exitcode}"]
-    return WorkerError(f"rank {rank} failed: {lines[0]}", str(extra.get("py_callstack", "")))
+    return WorkerError(f"rank {rank} failed: {lines[0]}", str(extra.get("py_callstack", "")), failure.exitcode)
 
 
 def _suspicion(failure: ProcessFailure) -> tuple[int, float]:

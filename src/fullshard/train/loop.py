@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import fully_shard
-from fullshard.train import footprint
+from fullshard.train import best_weights, footprint
+from fullshard.train.checkpoints import Checkpoints
 from fullshard.train.config import TrainConfig, TrainingConfig
 from fullshard.train.corpus import Corpus, sample
 from fullshard.train.evaluation import HeldOut, evaluate
@@ -22,31 +25,52 @@ from fullshard.train.group import Group
 from fullshard.train.learning_rate import learning_rate
 from fullshard.train.metrics import Record, bits
 from fullshard.train.model import GPT, initialise
-from fullshard.train.stop import StopRequest
+from fullshard.train.position import Best, Position
+from fullshard.train.stop import INTERRUPTED, StopRequest, agreed
 
 BETAS = (0.9, 0.95)
+OPTIONS = (
+    "weight_decay",
+    "betas",
+)  # of the optimizer, which a run that goes on takes from its settings; lr is per step
 BETWEEN = 8  # validations during the run use one such share of `eval_bytes`
 
 
-@dataclass
+@dataclass(frozen=True)
 class Outcome:
     """What came out of the loop, equal on every rank except for `local`.
 
     Attributes:
-        step: optimizer steps done.
-        interrupted: whether the run was asked to stop before its last step.
+        position: where the run stands.
+        stopped: exit code of a run that was asked to stop before it was through; 0: it is through.
         local: training state on this rank.
         whole: training state of one unsharded copy.
-        validation_loss: nats per byte of the last full validation; None if there was none.
-        seconds: time in the loop.
     """
 
-    step: int = 0
-    interrupted: bool = False
-    local: Footprint = field(default_factory=lambda: Footprint(0, 0, 0))
-    whole: Footprint = field(default_factory=lambda: Footprint(0, 0, 0))
-    validation_loss: float | None = None
-    seconds: float = 0.0
+    position: Position
+    stopped: int
+    local: Footprint
+    whole: Footprint
+
+    @property
+    def must_hurry(self) -> bool:
+        """Whether the machine is being taken away: what a checkpoint makes possible later is left for later."""
+        return self.stopped not in (0, INTERRUPTED)
+
+
+@dataclass(frozen=True)
+class Observer:
+    """Whom a run tells what it does.
+
+    Attributes:
+        record: called with each record of `metrics.jsonl`.
+        saving: called before a checkpoint is saved, so that all records before it are on the disk.
+        folder: where the best weights go, on the rank that writes them; None on others.
+    """
+
+    record: Callable[[Record], None] = lambda record: None
+    saving: Callable[[], None] = lambda: None
+    folder: Path | None = None
 
 
 def build(config: TrainConfig, group: Group) -> GPT:
@@ -77,50 +101,70 @@ class Run:
     config: TrainConfig
     group: Group
     stop: StopRequest
-    observe: Callable[[Record], None]
-    outcome: Outcome
+    observer: Observer
+    checkpoints: Checkpoints
+    position: Position
+    _stopped: int  # exit code; 0: the run goes on
+    _saved: Position | None  # of the last checkpoint; None: what there is now is not in any
+    _footprints: tuple[Footprint, Footprint] | None  # local and whole
     _start: float
 
     def __init__(
         self,
         model: GPT,
+        optimizer: torch.optim.Optimizer,
         corpus: Corpus,
         config: TrainConfig,
         group: Group,
         stop: StopRequest,
-        observe: Callable[[Record], None],
     ) -> None:
         """Prepare a run.
 
         Args:
             model: sharded, from `build`; trained in place.
+            optimizer: from `optimizer_of`.
             corpus: the text; equal on every rank.
             config: the settings.
             group: the ranks.
             stop: asked at every step, see [Note: Stopping all ranks].
-            observe: called with each record of `metrics.jsonl`.
         """
         self.model = model
-        self.optimizer = optimizer_of(model, config.training)
+        self.optimizer = optimizer
         self.corpus = corpus
         self.config = config
         self.group = group
         self.stop = stop
-        self.observe = observe
-        self.outcome = Outcome()
-        self._start = time.perf_counter()
+        self._stopped = 0
+        self._footprints = None
 
-    def train(self) -> Outcome:
-        """Do all steps, with validations on a part of the held-out bytes in between and a full one at the end."""
-        steps, evaluation = self.config.training.steps, self.config.evaluation
-        while not self.outcome.interrupted and self.outcome.step < steps:
-            self._train_step(self.outcome.step + 1)
-            if self.outcome.step == steps and not self.outcome.interrupted:
-                self.outcome.validation_loss = self._validate(evaluation.eval_bytes)
-            elif self.outcome.step % evaluation.eval_every == 0 and not self.outcome.interrupted:
-                self._validate(evaluation.eval_bytes // BETWEEN)
-        self.outcome.seconds = self._elapsed()
-        return self.outcome
+    def train(self, position: Position, checkpoints: Checkpoints, observer: Observer) -> Outcome:
+        """Do all steps that are left, with validations in between and a full one at the end, and checkpoints.
+
+        Args:
+            position: where model and optimizer stand.
+            checkpoints: where they are saved.
+            observer: whom to tell.
+
+        Raises:
+            CheckpointError: on all ranks, if a checkpoint cannot be written.
+        """
+        self.observer, self.checkpoints, self.position = observer, checkpoints, position
+        self._saved = position if position.step else None
+        self._start = time.perf_counter() - position.elapsed
+        if not position.validated:  # stopped during that validation
+            self._validate_if_due()
+        while not self._stopped and self.position.step < self.config.training.steps:
+            self._train_step(self.position.step + 1)
+            self._validate_if_due()
+            self.checkpoints.look()
+            if not self._stopped and self.checkpoints.are_due(self.position.step):
+                self._save()
+        if self.checkpoints.every and self._saved is not self.position:
+            self._save()
+        self.checkpoints.wait()
+        self.position = replace(self.position, elapsed=self._elapsed())
+        local, whole = self._footprints or self._measure()
+        return Outcome(self.position, self._stopped, local, whole)
 
     def _train_step(self, step: int) -> None:
         """One optimizer step (counted from 1) and its record."""
@@ -128,23 +172,24 @@ class Run:
         settings, sequence = self.config.training, self.config.model.sequence
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = learning_rate(step, settings)
-        key = (self.config.seed, step, self.group.rank)
-        pairs = sample(self.corpus.train, batch=settings.batch, sequence=sequence, key=key)
+        part = (self.group.rank, self.group.size)
+        key = (self.config.seed, step)
+        pairs = sample(self.corpus.train, batch=settings.batch, sequence=sequence, key=key, part=part)
         tokens = torch.from_numpy(pairs).to(self.group.device)
         logits = self.model(tokens[:, :-1])
         own_loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
         torch.autograd.backward(own_loss)
         norm = _whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip))
         self.optimizer.step()
-        total, stopping = self.group.sum(own_loss.item(), float(bool(self.stop)))
-        if step == 1:
-            self.outcome.local = footprint.measure(self.model, self.optimizer, local=True)
-            self.outcome.whole = footprint.measure(self.model, self.optimizer, local=False)
+        total, *marks = self.group.sum(own_loss.item(), *self.stop.marks)
+        if self._footprints is None:
+            self._footprints = self._measure()
         self.optimizer.zero_grad()
-        self.outcome.step = step
-        self.outcome.interrupted = stopping > 0
+        self._stopped = agreed(*marks)
+        validated = not self._is_validation_due(step)
+        self.position = replace(self.position, step=step, validated=validated, validation_loss=None)
         loss, took = total / self.group.size, time.perf_counter() - began
-        self.observe(
+        self.observer.record(
             {
                 "kind": "train",
                 "step": step,
@@ -157,23 +202,61 @@ class Run:
             }
         )
 
-    def _validate(self, limit: int) -> float | None:
-        """Loss on the first `limit` held-out bytes and its record; None if the run was asked to stop."""
-        held_out = HeldOut.take(self.corpus.validation, limit, self.config.model.sequence)
+    def _is_validation_due(self, step: int) -> bool:
+        return step == self.config.training.steps or step % self.config.evaluation.eval_every == 0
+
+    def _validate_if_due(self) -> None:
+        """After the last step a validation on all held-out bytes, at others on a part; keeps the best weights.
+
+        The best is chosen by the part, also after the last step: losses on other bytes cannot be compared.
+        """
+        if self._stopped or self.position.validated:
+            return
+        step, limit = self.position.step, self.config.evaluation.eval_bytes
+        is_last = step == self.config.training.steps
+        part, loss = HeldOut.take(self.corpus.validation, limit // BETWEEN, self.config.model.sequence), None
+        judged = self._evaluate(part)
+        if is_last:
+            part = HeldOut.take(self.corpus.validation, limit, self.config.model.sequence)
+            loss = self._evaluate(part)
+        shown = loss if is_last else judged
+        if shown is None or judged is None:
+            return
+        self.observer.record(
+            {
+                "kind": "validation",
+                "step": step,
+                "loss": shown,
+                "bits_per_byte": bits(shown),
+                "bytes": len(part.targets),
+                "elapsed_s": self._elapsed(),
+            }
+        )
+        best = self.position.best
+        if math.isfinite(judged) and (best is None or judged < best.loss):
+            best = Best(step, judged)
+            parameters = dict(self.model.named_parameters())
+            best_weights.export(self.observer.folder, self.config.model, parameters, best)
+        self.position = replace(self.position, validated=True, best=best, validation_loss=loss)
+
+    def _evaluate(self, held_out: HeldOut) -> float | None:
+        """Loss on held-out bytes; None if the run is asked to stop meanwhile."""
+        if self._stopped:
+            return None
         loss = evaluate(self.model, held_out, self.config.training.batch, self.group, self.stop)
-        self.outcome.interrupted = loss is None
-        if loss is not None:
-            self.observe(
-                {
-                    "kind": "validation",
-                    "step": self.outcome.step,
-                    "loss": loss,
-                    "bits_per_byte": bits(loss),
-                    "bytes": len(held_out.targets),
-                    "elapsed_s": self._elapsed(),
-                }
-            )
+        if loss is None:
+            self._stopped = agreed(*self.group.sum(*self.stop.marks))
         return loss
+
+    def _save(self) -> None:
+        self.position = replace(self.position, elapsed=self._elapsed())
+        self.observer.saving()
+        self.checkpoints.save(self.model, self.optimizer, self.position)
+        self._saved = self.position
+
+    def _measure(self) -> tuple[Footprint, Footprint]:
+        local, whole = (footprint.measure(self.model, self.optimizer, local=local) for local in (True, False))
+        return local, whole
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self._start

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
+
+from fullshard.train.atomic_file import replace_text
 
 Record = dict[str, Any]
 
@@ -22,12 +26,16 @@ class MetricsFile:
     _file: TextIO
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("w", encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
         """Append one record as a line."""
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
+
+    def sync(self) -> None:
+        """Wait until the records are on the disk: a checkpoint must not be there without those before it."""
+        os.fsync(self._file.fileno())
 
     def __enter__(self) -> MetricsFile:
         return self
@@ -47,3 +55,36 @@ def read_metrics(path: Path) -> list[Record]:
         except json.JSONDecodeError:
             break
     return records
+
+
+def write_metrics(path: Path, records: Sequence[Record]) -> None:
+    """Make `records` the whole content of a `metrics.jsonl`: all of them or, if killed, what was there before."""
+    replace_text(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def up_to(records: Sequence[Record], step: int, *, validated: bool) -> list[Record]:
+    """The records that a run has when it stands after optimizer step `step`.
+
+    Args:
+        records: in order.
+        step: records of later steps are left out.
+        validated: whether a validation after `step` is behind the run; if not, its record is left out too.
+    """
+    last_validation = step if validated else step - 1
+    return [r for r in records if r["step"] <= (last_validation if r["kind"] == "validation" else step)]
+
+
+def last_step(path: Path) -> int:
+    """The last optimizer step that a `metrics.jsonl` has a record of; 0 if there is none, or no such file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 4096))
+            lines = file.read().splitlines()
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):  # torn at its end, or at its start by the seek
+            continue
+    return 0

@@ -26,7 +26,7 @@ class RunProgress:
     _steps: int
     _bar: Progress | None
 
-    def __init__(self, console: Console | None, steps: int) -> None:
+    def __init__(self, console: Console | None, steps: int, done: int = 0) -> None:
         self._console = console
         self._steps = steps
         self._bar = None
@@ -41,13 +41,14 @@ class RunProgress:
                 TimeRemainingColumn(),
                 console=console,
             )
-            self._bar.add_task("train", total=steps, text="")
+            self._bar.add_task("train", total=steps, completed=done, text="")
 
-    def train(self, record: Record) -> None:
-        """Show a training record."""
+    def train(self, record: Record, *, is_saving: bool = False) -> None:
+        """Show a training record, and whether a checkpoint is being written meanwhile."""
         step, left = record["step"], (self._steps - record["step"]) * record["elapsed_s"] / record["step"]
         text = f"loss {record['bits_per_byte']:.3f} bits/byte, {record['tokens_per_s']:,.0f} tokens/s"
         if self._bar:
+            text += ", saving a checkpoint" if is_saving else ""
             self._bar.update(self._bar.task_ids[0], completed=step, text=text)
         elif self._console and (step % max(1, self._steps // PLAIN_LINES) == 0 or step in (1, self._steps)):
             self._console.print(f"step {step}/{self._steps}  {text}, {left:.0f} s left", highlight=False)
@@ -55,7 +56,7 @@ class RunProgress:
     def say(self, text: str) -> None:
         """Print a line, above the bar where there is one."""
         if self._console:
-            self._console.print(text, highlight=False, markup=False)
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def __enter__(self) -> RunProgress:
         if self._bar:

@@ -3,10 +3,16 @@
 [Note: Stopping all ranks]
 A rank that leaves the loop alone leaves the others in a collective that never ends. So a request only marks
 this process; the mark travels in a sum that every rank takes part in anyway (with the loss of the step), and
-a rank stops when the sum says that any rank was asked. Requests come from three places: SIGINT (torchrun
-forwards Ctrl-C), a file that `fullshard train`'s launcher creates on Ctrl-C (its workers live in sessions of
-their own, which the terminal's signal does not reach; a file cannot be lost while a worker still imports
-torch), and the launcher's death.
+a rank stops when the sum says that any rank was asked. Requests come from three places: SIGINT and SIGTERM
+(torchrun forwards both, and whoever takes a machine back sends the second to all), a file that `fullshard
+train`'s launcher writes on either (its workers live in sessions of their own, which the terminal's signal does
+not reach; a file cannot be lost while a worker still imports torch), and the launcher's death.
+
+[Note: Lost peers]
+A rank that is killed leaves the others in a collective. Over gloo that raises at once; over NCCL it may hang for
+minutes. The launcher, which sees its process end, sends SIGTERM to the others, so that the signal of a preemption
+and that of a lost peer are the same. They are told apart by looking: each rank knows the processes of its node,
+and one that was asked to stop while another is gone can save nothing, and ends at once.
 """
 
 from __future__ import annotations
@@ -15,43 +21,97 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-INTERRUPTED = 130  # exit code that shells know for a process that Ctrl-C ended
+INTERRUPTED = 128 + int(signal.SIGINT)  # exit code that shells know for a process that Ctrl-C ended
+TERMINATED = 128 + int(signal.SIGTERM)  # and for one that its machine was taken from
 STOP_FILE_VARIABLE = "FULLSHARD_STOP_FILE"  # environment of a launcher's worker: the file, and
 LAUNCHER_VARIABLE = "FULLSHARD_LAUNCHER"  # the launcher's process id
-GRACE = 30.0  # seconds that a worker may outlive its launcher
+GRACE = 120.0  # seconds that a worker may outlive its launcher: enough for a large checkpoint
+FAREWELL = 1.0  # seconds that a rank without peers has to fail by itself, which says why
+POLL = 0.25  # seconds between looks at the other processes
 
 
 class StopRequest:
     """Whether this process was asked to stop. See [Note: Stopping all ranks]."""
 
-    _signalled: bool
+    _signalled: int  # exit code that belongs to the signal; 0 for none
     _file: Path | None
     _parent: int
+    _peers: Sequence[int]  # process ids, see [Note: Lost peers]
 
     def __init__(self) -> None:
-        self._signalled = False
+        self._signalled = 0
         name = os.environ.get(STOP_FILE_VARIABLE)
         self._file = Path(name) if name else None
         self._parent = int(os.environ.get(LAUNCHER_VARIABLE, os.getppid()))
+        self._peers = ()
         signal.signal(signal.SIGINT, self._on_signal)
+        signal.signal(signal.SIGTERM, self._on_signal)
 
-    def __bool__(self) -> bool:
-        if self._signalled or os.getppid() != self._parent:
-            return True
-        return self._file is not None and self._file.exists()
+    @property
+    def code(self) -> int:
+        """The exit code of a run that stops now: 130 on Ctrl-C, 143 if it must be quick, 0 if nobody asked."""
+        if self._signalled:
+            return self._signalled
+        if self._file is not None and self._file.exists():
+            return INTERRUPTED if self._file.read_text() == str(INTERRUPTED) else TERMINATED
+        return TERMINATED if os.getppid() != self._parent else 0
 
-    def end_with_launcher(self) -> None:
-        """Make sure that this process ends when its launcher is gone, even from within a collective that hangs."""
-        threading.Thread(target=self._watch, name="fullshard-launcher-watch", daemon=True).start()
+    @property
+    def marks(self) -> tuple[float, float]:
+        """What travels in a sum over ranks: whether this one was interrupted, and whether it was terminated."""
+        code = self.code
+        return float(code == INTERRUPTED), float(code == TERMINATED)
+
+    def watch(self, peers: Sequence[int]) -> None:
+        """End this process when it can do no more good, even from within a collective that hangs.
+
+        Args:
+            peers: process ids of the ranks on this node. See [Note: Lost peers].
+        """
+        self._peers = peers
+        threading.Thread(target=self._watch, name="fullshard-watch", daemon=True).start()
+
+    def let_peers_go(self) -> None:
+        """From here on no collective is to come: other ranks may end."""
+        self._peers = ()
 
     def _watch(self) -> None:
-        while os.getppid() == self._parent:
-            time.sleep(1.0)
-        time.sleep(GRACE)
-        os._exit(1)
+        since = time.monotonic()
+        while True:
+            time.sleep(POLL)
+            orphan = os.getppid() != self._parent
+            if not orphan:
+                since = time.monotonic()
+            elif time.monotonic() - since > GRACE:
+                os._exit(1)
+            if (orphan or self._signalled) and any(map(_is_gone, self._peers)):
+                time.sleep(FAREWELL)
+                if self._peers:
+                    os._exit(1)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
+        self._signalled = max(self._signalled, 128 + number)
+
+
+def agreed(interrupted: float, terminated: float) -> int:
+    """The exit code that all ranks stop with, from the sums of their `marks`; 0: they go on."""
+    return TERMINATED if terminated else INTERRUPTED if interrupted else 0
+
+
+def _is_gone(process: int) -> bool:
+    """Whether a process has ended; one that nobody has waited for yet counts as ended."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    try:
+        state = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except (OSError, IndexError):  # no /proc, or ended since
+        return False
+    return state == b"Z"

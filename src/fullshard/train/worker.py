@@ -1,6 +1,6 @@
 """What each rank of `fullshard train` does, whoever started it.
 
-Run by the launcher as `python -m fullshard.train.worker CONFIG FOLDER`, and called by the command itself
+Run by the launcher as `python -m fullshard.train.worker CONFIG FOLDER [RESUME]`, and called by the command itself
 under torchrun.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,18 +19,24 @@ import torch
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from fullshard.train import footprint, loop, run_folder
+from fullshard.errors import CheckpointError
+from fullshard.train import best_weights, checkpoints, footprint, loop, run_folder
+from fullshard.train.atomic_file import replace_text
 from fullshard.train.baselines import order0_bits_per_byte, zlib_bits_per_byte
-from fullshard.train.config import TrainConfig
+from fullshard.train.checkpoint_folder import CHECKPOINTS, CheckpointFolder, run_of
+from fullshard.train.checkpoints import Checkpoints
+from fullshard.train.config import ConfigError, TrainConfig
 from fullshard.train.corpus import Corpus, CorpusError, read
 from fullshard.train.evaluation import HeldOut
 from fullshard.train.footprint import Footprint
 from fullshard.train.group import Group
-from fullshard.train.metrics import MetricsFile, Record, bits, read_metrics
+from fullshard.train.metrics import MetricsFile, Record, bits, read_metrics, up_to, write_metrics
 from fullshard.train.model import GPT, generate
 from fullshard.train.plot import plot_losses
+from fullshard.train.position import Position, Setting
 from fullshard.train.progress import RunProgress
-from fullshard.train.stop import INTERRUPTED, STOP_FILE_VARIABLE, StopRequest
+from fullshard.train.run_folder import Start
+from fullshard.train.stop import INTERRUPTED, LAUNCHER_VARIABLE, STOP_FILE_VARIABLE, TERMINATED, StopRequest
 from fullshard.train.summary import Summary, show
 from fullshard.train.weights import save_full
 
@@ -37,45 +44,53 @@ MISTAKE = 2  # exit code for wrong input
 FAILURE = 1
 
 
-def run(config: TrainConfig, folder: Callable[[], Path]) -> int:
-    """Join the ranks, train, evaluate, generate and write the results.
+def run(config: TrainConfig, begin: Callable[[], Start]) -> int:
+    """Join the ranks, go on from where the run stands, train, evaluate, generate and write the results.
 
     Args:
-        config: the settings, equal on every rank.
-        folder: called on rank 0 only; gives the run's folder.
+        config: the settings; those of rank 0 count.
+        begin: called on rank 0 only, once the text is read.
 
     Returns:
-        The process's exit code: 0, or 130 when the run was asked to stop.
+        The process's exit code: 0, or 130 or 143 when the run was asked to stop.
 
     Raises:
         CorpusError: on every rank alike, if any rank cannot read the text or reads different text.
+        ConfigError: on every rank alike, if the run cannot go on from its checkpoint with these settings.
     """
     stop = StopRequest()
-    if STOP_FILE_VARIABLE in os.environ:
-        stop.end_with_launcher()
     group = Group.join(config.device)
+    config = group.gather(config)[0]
+    stop.watch(group.processes_here())
     corpus = _read_together(config, group)
-    path, problem = None, None
-    if group.leads:
-        try:
-            path = folder()
-            (path / run_folder.CONFIG).write_text(_as_run(config, corpus, group).to_toml(), encoding="utf-8")
-        except OSError as error:
-            problem = str(error)
-    problem = group.gather(problem)[0]
-    if problem:
-        raise CorpusError(problem)
+    start = _begin_together(begin, config, group)
+    known = config.data_sha256
+    config = dataclasses.replace(config, data_sha256=corpus.sha256, ranks=group.size, device=group.device.type)
     model = loop.build(config, group)
-    outcome = _train(model, corpus, config, group, stop, path)
+    optimizer = loop.optimizer_of(model, config.training)
+    position, notes = _resume(start, config, model, optimizer)
+    if group.leads:
+        position = _settle(start, config, position)
+        if not start.checkpoint and known and known != corpus.sha256:
+            notes.append("the text changed since this config was written, so the results will differ")
+    position = group.gather(position)[0]
+    once = loop.Run(model, optimizer, corpus, config, group, stop)
+    outcome = _lead(once, start, position, notes) if group.leads else _follow(once, start, position)
+    folder = start.folder if group.leads else None
+    if outcome.must_hurry:
+        group.gather(None)  # until rank 0 has tidied up
+        stop.let_peers_go()
+        return TERMINATED
     sample = b""
-    if not outcome.interrupted and config.evaluation.generate:
+    if not outcome.stopped and config.evaluation.generate:
         sample = _generate(model, config)
-    save_full(path / run_folder.MODEL if path else None, model.config, dict(model.named_parameters()))
+    save_full(folder / run_folder.MODEL if folder else None, model.config, dict(model.named_parameters()))
     footprints = [Footprint(**values) for values in group.gather(footprint.as_dict(outcome.local))]
-    if path:
-        _report(path, config, corpus, outcome, footprints, sample)
+    stop.let_peers_go()
+    if folder:
+        _report(folder, config, corpus, outcome, footprints, sample)
     group.leave()
-    return INTERRUPTED if outcome.interrupted else 0
+    return outcome.stopped
 
 
 def guarded(body: Callable[[], int]) -> int:
@@ -87,7 +102,7 @@ def guarded(body: Callable[[], int]) -> int:
     """
     try:
         return body()
-    except CorpusError as error:
+    except (ConfigError, CorpusError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"fullshard train: {error}", file=sys.stderr, flush=True)
         return MISTAKE
@@ -116,44 +131,132 @@ def _read_together(config: TrainConfig, group: Group) -> Corpus:
     return corpus
 
 
-def _as_run(config: TrainConfig, corpus: Corpus, group: Group) -> TrainConfig:
-    """The config with what was left open settled, so that it repeats this very run."""
-    return dataclasses.replace(config, data_sha256=corpus.sha256, ranks=group.size, device=group.device.type)
+def _begin_together(begin: Callable[[], Start], config: TrainConfig, group: Group) -> Start:
+    """What rank 0 begins with, on every rank; where it cannot, or others do not see it, all raise the same error."""
+    start, problem = None, None
+    if group.leads:
+        try:
+            start = begin()
+        except (ConfigError, OSError) as error:
+            problem = str(error)
+    start, problem = group.gather((start, problem))[0]
+    if problem:
+        raise ConfigError(problem)
+    assert isinstance(start, Start)
+    keeps = config.checkpoints.checkpoint_every != 0 or start.checkpoint is not None
+    for rank, sees in enumerate(group.gather(start.folder.is_dir())):
+        if keeps and not sees:
+            raise ConfigError(
+                f"rank {rank} does not see {start.folder}: checkpoints need a folder that all nodes share; name one "
+                f"with --out, or train without them by --checkpoint-every 0"
+            )
+    return start
 
 
-def _train(
-    model: GPT, corpus: Corpus, config: TrainConfig, group: Group, stop: StopRequest, folder: Path | None
-) -> loop.Outcome:
-    """Train, while rank 0, the one with a `folder`, writes metrics and shows progress."""
-    if folder is None:
-        return loop.Run(model, corpus, config, group, stop, observe=lambda record: None).train()
-    console = Console()
+def _resume(
+    start: Start, config: TrainConfig, model: GPT, optimizer: torch.optim.Optimizer
+) -> tuple[Position, list[str]]:
+    """Load the checkpoint that the run goes on from, if any. All ranks find the same position and errors.
+
+    Returns:
+        Where the run stands, and what the user should know.
+    """
+    if start.checkpoint is None:
+        return Position(origin=start.origin), []
+    options = [{name: group[name] for name in loop.OPTIONS} for group in optimizer.param_groups]
+    try:
+        position, before = checkpoints.load(start.checkpoint, model, optimizer)
+    except CheckpointError as error:
+        raise ConfigError(f"cannot resume: {error}") from None
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        group.update(own)  # options given now win over those that the checkpoint was saved with
+    now = Setting.of(config)
+    before.check(now, str(start.checkpoint))
     steps = config.training.steps
-    with MetricsFile(folder / run_folder.METRICS) as metrics, RunProgress(console, steps) as progress:
+    if position.step > steps or (position.step == steps and not start.is_own):
+        raise ConfigError(
+            f"{start.checkpoint} is at step {position.step} already: to train on, give more than that as --steps"
+        )
+    if start.is_own and start.origin and position.origin != start.origin:
+        raise ConfigError(
+            f"{start.folder} has checkpoints of its own, which did not start from {start.origin}: leave --resume out "
+            f"to go on with them, or choose another --name"
+        )
+    if not start.is_own:
+        position = dataclasses.replace(position, origin=start.origin)
+    return position, [f"resumed from step {position.step} ({start.checkpoint})", *before.notes(now)]
+
+
+def _settle(start: Start, config: TrainConfig, position: Position) -> Position:
+    """Bring the run's folder in step with the checkpoint: what came after it is done again. On rank 0 only."""
+    folder, source = start.folder, start.folder
+    if start.checkpoint and not start.is_own:
+        source = run_of(start.checkpoint) or folder
+        best_weights.take(source, folder, position.best)
+    CheckpointFolder(folder / CHECKPOINTS).remove_incomplete()
+    metrics = source / run_folder.METRICS
+    records = read_metrics(metrics) if metrics.exists() else []
+    write_metrics(folder / run_folder.METRICS, up_to(records, position.step, validated=position.validated))
+    replace_text(folder / run_folder.CONFIG, config.to_toml())
+    return dataclasses.replace(position, best=best_weights.settle(folder, position.best))
+
+
+def _follow(once: loop.Run, start: Start, position: Position) -> loop.Outcome:
+    """Train on a rank that shows nothing and writes nothing but its part of checkpoints."""
+    return once.train(position, _checkpoints(once, start, lambda text: None), loop.Observer())
+
+
+def _lead(once: loop.Run, start: Start, position: Position, notes: list[str]) -> loop.Outcome:
+    """Train on rank 0, which writes metrics and shows progress."""
+    config, corpus, steps = once.config, once.corpus, once.config.training.steps
+    folder = start.folder
+    console = Console()
+    with MetricsFile(folder / run_folder.METRICS) as metrics, RunProgress(console, steps, position.step) as progress:
         progress.say(
-            f"{model.config.parameter_count:,} parameters sharded over {group.size} ranks "
-            f"({group.device.type}), {steps} steps of "
-            f"{config.training.batch * config.model.sequence * group.size:,} bytes; "
+            f"{config.model.parameter_count:,} parameters sharded over {once.group.size} ranks "
+            f"({once.group.device.type}), {steps} steps of "
+            f"{config.training.batch * config.model.sequence * once.group.size:,} bytes; "
             f"text: {corpus.source}, "
             f"{len(corpus.train) / 1e6:.1f} MB in {len(corpus.train_files)} files, held out: "
             f"{len(corpus.validation) / 1e6:.2f} MB in {len(corpus.validation_files)} files"
         )
-        for note in corpus.notes:
-            progress.say(f"note: {note}")
-        if config.data_sha256 and config.data_sha256 != corpus.sha256:
-            progress.say("note: the text changed since this config was written, so the results will differ")
+        for note in [*corpus.notes, *notes]:
+            progress.say(note if note.startswith("resumed") else f"note: {note}")
+        kept = _checkpoints(once, start, progress.say)
 
-        def observe(record: Record) -> None:
+        def record(record: Record) -> None:
             metrics.write(record)
             if record["kind"] == "train":
-                progress.train(record)
+                progress.train(record, is_saving=kept.is_saving)
             else:
                 progress.say(f"step {record['step']}: validation {record['bits_per_byte']:.3f} bits/byte")
 
-        outcome = loop.Run(model, corpus, config, group, stop, observe).train()
-        if outcome.interrupted:
-            progress.say(f"stopped after step {outcome.step} of {steps}; keeping what there is")
+        outcome = once.train(position, kept, loop.Observer(record, metrics.sync, folder))
+        if outcome.stopped:
+            progress.say(_farewell(outcome, config, folder))
         return outcome
+
+
+def _checkpoints(once: loop.Run, start: Start, say: Callable[[str], None]) -> Checkpoints:
+    config = once.config
+    return Checkpoints(
+        start.folder,
+        every=config.checkpoints.interval(config.training.steps),
+        keep=config.checkpoints.keep,
+        setting=Setting.of(config),
+        leads=once.group.leads,
+        say=say,
+    )
+
+
+def _farewell(outcome: loop.Outcome, config: TrainConfig, folder: Path) -> str:
+    """What a stopped run says: why, where it stands, and how to go on."""
+    cause = "asked to end" if outcome.must_hurry else "stopped"
+    text = f"{cause} after step {outcome.position.step} of {config.training.steps}"
+    if config.checkpoints.checkpoint_every == 0:
+        return f"{text}; there is no checkpoint to go on from (--checkpoint-every 0)"
+    out = "" if folder.parent == Path("runs").resolve() else f" --out {folder.parent}"
+    return f"{text}; go on with: fullshard train{out} --name {folder.name}"
 
 
 def _generate(model: GPT, config: TrainConfig) -> bytes:
@@ -178,10 +281,12 @@ def _report(
         "order-0 entropy coding": order0_bits_per_byte(corpus.train, held_out),
         "zlib level 9": zlib_bits_per_byte(held_out),
     }
+    position = outcome.position
     plot_losses(folder / run_folder.PLOT, read_metrics(folder / run_folder.METRICS), baselines)
-    loss = outcome.validation_loss
+    loss = None if outcome.stopped else position.validation_loss
+    here = Path.cwd()
     summary = Summary(
-        folder=folder,
+        folder=folder.relative_to(here) if folder.is_relative_to(here) else folder,
         parameters=config.model.parameter_count,
         bits_per_byte=None if loss is None else bits(loss),
         baselines=baselines,
@@ -191,18 +296,32 @@ def _report(
         whole=outcome.whole,
         prompt=config.evaluation.prompt,
         sample=sample,
-        seconds=outcome.seconds,
+        seconds=position.elapsed,
+        best=position.best,
+        steps=position.step,
     )
-    with (folder / run_folder.SUMMARY).open("w", encoding="utf-8") as file:
-        json.dump(summary.to_dict(), file, indent=2)
+    replace_text(folder / run_folder.SUMMARY, json.dumps(summary.to_dict(), indent=2))
     show(summary, Console())
 
 
+def _main(config: str, folder: str, resume: str = "") -> int:
+    """Be one rank of the launcher's."""
+    source = Path(resume) if resume else None
+    code = guarded(lambda: run(TrainConfig.from_toml(Path(config)), lambda: run_folder.begin(Path(folder), source)))
+    leads, stop_file = os.environ.get("RANK") == "0", Path(os.environ[STOP_FILE_VARIABLE])
+    if leads and os.getppid() != int(os.environ[LAUNCHER_VARIABLE]):
+        shutil.rmtree(stop_file.parent, ignore_errors=True)  # which the launcher did not live to remove
+    if code not in (INTERRUPTED, TERMINATED):
+        return code
+    # To torch elastic, any code but 0 is a failure. The launcher finds out from the file, unless it wrote that itself.
+    if leads and stop_file.parent.is_dir() and not stop_file.exists():
+        replace_text(stop_file, str(code))
+    return 0
+
+
 if __name__ == "__main__":
-    code = guarded(lambda: run(TrainConfig.from_toml(Path(sys.argv[1])), lambda: Path(sys.argv[2])))
+    code = _main(*sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    # The launcher knows of its own interruption; to torch elastic, any code but 0 is a failure.
-    code = 0 if code == INTERRUPTED else code
     # A rank whose peers are gone can block in the teardown of a backend; all files are closed by now.
     os._exit(code)

@@ -1,0 +1,257 @@
+"""How each system saves, loads, exports and imports, as its own documentation recommends.
+
+A *method* is a name that :meth:`Keeper.perform` takes. Peers are called through torch's own functions only:
+
+``save``, ``load``        DCP on ``get_state_dict``; ``load`` reads in place into what ``get_state_dict`` gave and
+                          ends with ``set_state_dict``
+``export``                FSDP1: ``FULL_STATE_DICT`` with ``FullStateDictConfig(rank0_only=True)``; FSDP2:
+                          ``get_model_state_dict(full_state_dict=True, cpu_offload=True)``; rank 0 then calls
+                          ``safetensors.torch.save_file``, or ``torch.save`` in ``export_pickle``
+``import``                FSDP1: every rank maps the whole file, ``load_state_dict`` of the full state dict;
+                          FSDP2: rank 0 reads it, ``set_model_state_dict(broadcast_from_rank0=True)``
+``import_broadcast``      FSDP1 by the same function as FSDP2
+
+Two ways of FSDP1 do not exist on CPU ranks (torch 2.13). With ``offload_to_cpu=True`` it frees the full parameters that
+it takes to have copied to the CPU: a segmentation fault with original parameters, a RuntimeError flat. Without it they
+are in CPU memory all the same. And ``sync_module_states=True`` refuses parameters in CPU memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bench.contestants import FSDP1, FSDP1_FLAT, FSDP2, FULLSHARD, WRAPPER, WRAPPER_FLAT
+
+FILE = "model.safetensors"
+Wait = Callable[[], None]
+
+
+class Keeper:
+    """A rank's sharded model and optimizer, and how its system keeps them in files.
+
+    Args:
+        model: Sharded already.
+        optimizer: On its parameters.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def perform(self, method: str, path: Path) -> Wait | None:
+        """Do it, on all ranks together. Returns what waits until it is done, if it is done in the background."""
+        action: Callable[[Path], Wait | None] = getattr(self, f"do_{method}")
+        return action(path)
+
+    def weights(self) -> Iterator[Tensor]:
+        """This rank's own memory of the parameters."""
+        yield from (_local(parameter.detach()) for parameter in self.model.parameters())
+
+    def state(self) -> Iterator[Tensor]:
+        """This rank's own memory of the optimizer's state."""
+        for parameter in self.model.parameters():
+            values = self.optimizer.state.get(parameter, {})
+            yield from (_local(values[name]) for name in sorted(values))
+
+
+class FullshardKeeper(Keeper):
+    """``fully_shard`` and both forms of the wrapper: the same five functions."""
+
+    def do_save(self, path: Path) -> None:
+        import fullshard
+
+        fullshard.save(path, self.model, self.optimizer)
+
+    def do_save_weights(self, path: Path) -> None:
+        import fullshard
+
+        fullshard.save(path, self.model)
+
+    def do_async_save(self, path: Path) -> Wait:
+        import fullshard
+
+        return fullshard.async_save(path, self.model, self.optimizer).result
+
+    def do_load(self, path: Path) -> None:
+        import fullshard
+
+        fullshard.load(path, self.model, self.optimizer)
+
+    def do_load_weights(self, path: Path) -> None:
+        import fullshard
+
+        fullshard.load(path, self.model)
+
+    def do_export(self, path: Path) -> None:
+        from fullshard.checkpoint.export import export_safetensors
+
+        export_safetensors(self.model, path)
+
+    def do_import(self, path: Path) -> None:
+        from fullshard.checkpoint.importing import load_safetensors
+
+        load_safetensors(self.model, path)
+
+
+class TorchKeeper(Keeper):
+    """torch's FSDP2. What it does with DCP, FSDP1 does as well."""
+
+    def do_save(self, path: Path) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(self._everything(), checkpoint_id=path)
+
+    def do_save_weights(self, path: Path) -> None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        dcp.save({"model": get_model_state_dict(self.model)}, checkpoint_id=path)
+
+    def do_async_save(self, path: Path) -> Wait:
+        import torch.distributed.checkpoint as dcp
+
+        future: Any = dcp.async_save(self._everything(), checkpoint_id=path)
+        return lambda: future.result() and None
+
+    def do_load(self, path: Path) -> None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        found = self._everything()
+        dcp.load(found, checkpoint_id=path)
+        set_state_dict(self.model, self.optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+
+    def do_load_weights(self, path: Path) -> None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+        found = {"model": get_model_state_dict(self.model)}
+        dcp.load(found, checkpoint_id=path)
+        set_model_state_dict(self.model, found["model"])
+
+    def do_export(self, path: Path) -> None:
+        _write_file(self._full_weights(), path)
+
+    def do_export_pickle(self, path: Path) -> None:
+        full = self._full_weights()
+        if dist.get_rank() == 0:
+            torch.save(full, path / "model.pt")
+
+    def do_import(self, path: Path) -> None:
+        self._import_from_rank_0(path)
+
+    def _import_from_rank_0(self, path: Path) -> None:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        full: dict[str, Any] = dict(_read_file(path)) if dist.get_rank() == 0 else {}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(self.model, full, options=options)
+
+    def _full_weights(self) -> dict[str, Tensor]:
+        """On rank 0 only, in CPU memory."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        found: Any = get_model_state_dict(self.model, options=options)
+        return dict(found)
+
+    def _everything(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+
+class WrappedTorchKeeper(TorchKeeper):
+    """torch's FSDP1."""
+
+    def do_import(self, path: Path) -> None:
+        with self._full_state_dicts():
+            self.model.load_state_dict(_read_file(path))
+
+    def do_import_broadcast(self, path: Path) -> None:
+        self._import_from_rank_0(path)
+
+    def _full_weights(self) -> dict[str, Tensor]:
+        with self._full_state_dicts():
+            return self.model.state_dict()
+
+    def _full_state_dicts(self) -> Any:
+        from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+
+        config = FullStateDictConfig(rank0_only=True)  # no offload_to_cpu: see above
+        return FullyShardedDataParallel.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, config)
+
+
+KEEPERS: dict[str, type[Keeper]] = {
+    FULLSHARD: FullshardKeeper,
+    WRAPPER: FullshardKeeper,
+    WRAPPER_FLAT: FullshardKeeper,
+    FSDP1: WrappedTorchKeeper,
+    FSDP1_FLAT: WrappedTorchKeeper,
+    FSDP2: TorchKeeper,
+}
+
+
+def digest(tensors: Iterator[Tensor]) -> str:
+    """Of every bit of the tensors, and their order. Not by ``Tensor.numpy``: it would forbid to resize the memory."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        if tensor.numel():
+            dense = tensor.detach().contiguous()
+            found.update((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr()))
+    return found.hexdigest()
+
+
+@torch.no_grad()
+def spoil(tensors: Iterator[Tensor]) -> None:
+    """Overwrite them, so that what is read afterwards shows."""
+    for tensor in tensors:
+        tensor.fill_(7.0)
+
+
+def load_code(system: str) -> None:
+    """Import what saving and loading need: the first call shall not pay for it, nor its memory count."""
+    modules = ["safetensors.torch", "torch.distributed.checkpoint.state_dict"]
+    if system in (FULLSHARD, WRAPPER, WRAPPER_FLAT):
+        modules += ["fullshard.checkpoint.export", "fullshard.checkpoint.importing"]
+    for name in modules:
+        importlib.import_module(name)
+
+
+def write_weights(model: nn.Module, path: Path) -> None:
+    """The file that everybody imports."""
+    from safetensors.torch import save_file
+
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, path)
+
+
+def _write_file(full: dict[str, Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    if dist.get_rank() == 0:
+        save_file(full, path / FILE)
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path / FILE)
+
+
+def _local(value: Any) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    found: Tensor = value.to_local() if isinstance(value, DTensor) else value
+    return found

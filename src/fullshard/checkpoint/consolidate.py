@@ -1,0 +1,177 @@
+"""Full weights out of a checkpoint: safetensors files, without the model and without ranks, in little memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from fullshard.checkpoint.export import ALIASES
+from fullshard.checkpoint.host import bytes_of
+from fullshard.checkpoint.offline import Checkpoint, open_checkpoint
+from fullshard.checkpoint.safetensors_files import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    FilePlan,
+    TensorKind,
+    index_text,
+    plan_files,
+    read_index,
+)
+from fullshard.errors import CheckpointError
+
+__all__ = ["export"]
+
+_NUMBERED = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+def export(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    prefix: str = "model.",
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    progress: Callable[[int], object] | None = None,
+) -> list[Path]:
+    """Write the tensors of a checkpoint as safetensors files, a few megabytes at a time.
+
+    Args:
+        path: Folder or URL of the checkpoint, of fullshard's format or of torch.distributed.checkpoint's.
+        out: A file that ends in ``.safetensors``; or a folder, which gets the Hugging Face layout: one
+            ``model.safetensors``, or numbered files and ``model.safetensors.index.json``.
+        prefix: Tensors whose names begin with it are written, without it.
+        dtype: Floating-point tensors are converted to it. None: as they are.
+        max_shard_bytes: Most bytes of tensors in each file of a folder; a larger tensor has a file of its own.
+        progress: Called with the number of bytes written since the last call.
+
+    Returns:
+        The files, in order; the index, if there is one, last.
+
+    Raises:
+        CheckpointError: If the checkpoint cannot be read, has no such tensors, or a file cannot be written. Then what
+            was at ``out`` before is unchanged.
+        ValueError: If an argument is wrong, or safetensors cannot hold a dtype.
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype: expected a floating-point dtype, found {dtype}")
+    if max_shard_bytes <= 0:
+        raise ValueError(f"max_shard_bytes: expected a positive number, found {max_shard_bytes}")
+    target = Path(out)
+    single = target.suffix == ".safetensors"
+    with open_checkpoint(path) as checkpoint:
+        kinds = {name.removeprefix(prefix): _kind(checkpoint, name, dtype) for name in _names(checkpoint, prefix)}
+        metadata = {"format": "pt", **_tied(checkpoint, prefix)}
+        plans = plan_files(kinds, 1 << 62 if single else max_shard_bytes, metadata)
+        names = [target.name] if single else [plan.name for plan in plans]
+        with _Output(target.parent if single else target, is_layout=not single) as output:
+            for plan, name in zip(plans, names, strict=True):
+                with output.open(name) as stream:
+                    _write(checkpoint, plan, prefix, stream, progress)
+            if len(plans) > 1:
+                with output.open(INDEX_NAME) as stream:
+                    stream.write(index_text(plans, {}).encode())
+                names.append(INDEX_NAME)
+            output.publish()
+            return [output.folder / name for name in names]
+
+
+def _names(checkpoint: Checkpoint, prefix: str) -> list[str]:
+    found = [name for name in checkpoint.names if name.startswith(prefix)]
+    if not found:
+        there = sorted({name.split(".")[0] + "." for name in checkpoint.names if "." in name})
+        raise CheckpointError(
+            f"{checkpoint.path} has no tensors whose names begin with {prefix!r}. Names of its {len(checkpoint.names)} "
+            f"tensors begin with {', '.join(map(repr, there[:10])) or 'nothing in common'}; pass one of these as "
+            "prefix, or '' for all tensors"
+        )
+    return found
+
+
+def _kind(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> TensorKind:
+    found = checkpoint.dtype(name)
+    return TensorKind(dtype if dtype is not None and found.is_floating_point else found, tuple(checkpoint.shape(name)))
+
+
+def _tied(checkpoint: Checkpoint, prefix: str) -> dict[str, str]:
+    """The metadata in which :func:`fullshard.load_safetensors` finds the further names of tied parameters."""
+    aliases = {
+        name.removeprefix(prefix): first.removeprefix(prefix)
+        for name, first in checkpoint.aliases.items()
+        if name.startswith(prefix) and first.startswith(prefix)
+    }
+    return {ALIASES: json.dumps(aliases)} if aliases else {}
+
+
+def _write(
+    checkpoint: Checkpoint, plan: FilePlan, prefix: str, stream: IO[bytes], progress: Callable[[int], object] | None
+) -> None:
+    stream.write(plan.header)
+    for name, place in sorted(plan.tensors.items(), key=lambda item: item[1].start):
+        for _, part in checkpoint.parts(prefix + name):
+            written = stream.write(bytes_of(part.to(place.dtype)))
+            if progress is not None:
+                progress(written)
+
+
+class _Output:
+    """Files that get their names once all of them are complete; if that fails, none is left."""
+
+    folder: Path
+    is_layout: bool  # whether it is in the Hugging Face layout: then files of an earlier export may be there
+    _made: list[str]
+
+    def __init__(self, folder: Path, *, is_layout: bool) -> None:
+        self.folder, self.is_layout, self._made = folder, is_layout, []
+        with self.explained(""):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> _Output:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self._made:
+            with contextlib.suppress(OSError):
+                self._temporary(name).unlink()
+
+    @contextlib.contextmanager
+    def open(self, name: str) -> Iterator[IO[bytes]]:
+        """A file under a temporary name."""
+        self._made.append(name)
+        with self.explained(name), self._temporary(name).open("wb") as stream:
+            yield stream
+
+    def publish(self) -> None:
+        """Give the files their names, and remove what they replace. Readers never find files of two exports."""
+        old = self._old() if self.is_layout else []
+        with self.explained(""):
+            if self.is_layout and INDEX_NAME in self._made:
+                (self.folder / INDEX_NAME).unlink(missing_ok=True)  # its files are about to change: rather none
+            for name in self._made:
+                self._temporary(name).replace(self.folder / name)
+            for name in old:
+                (self.folder / name).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def explained(self, name: str) -> Iterator[None]:
+        """What the file system raises, as an error that says which file it was."""
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(f"{self.folder / name} cannot be written: {error.strerror or error}") from error
+
+    def _old(self) -> list[str]:
+        """What an earlier export of the same layout has left and this one does not write anew."""
+        found = [SINGLE_NAME, INDEX_NAME]
+        with contextlib.suppress(CheckpointError):
+            found += [name for name in read_index(self.folder / INDEX_NAME).values() if _NUMBERED.fullmatch(name)]
+        return [name for name in dict.fromkeys(found) if name not in self._made]
+
+    def _temporary(self, name: str) -> Path:
+        return self.folder / f".{name}.{os.getpid()}.tmp"

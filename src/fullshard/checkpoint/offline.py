@@ -1,0 +1,315 @@
+"""Checkpoints without the model and without ranks: list, read, verify, compare.
+
+Everything is read in parts of a few megabytes, so a checkpoint of any size can be looked at on any machine.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from fullshard.checkpoint.data_file import dtype_of
+from fullshard.checkpoint.host import host_buffer
+from fullshard.checkpoint.index import ITEM_SIZES, Index, TensorEntry
+from fullshard.checkpoint.reader import open_source
+from fullshard.checkpoint.source import Needed, Source, copy_range
+from fullshard.errors import CheckpointError
+from fullshard.layout import Box, boxes_of_range
+
+__all__ = ["Checkpoint", "Difference", "open_checkpoint"]
+
+_PART = 1 << 24  # bytes that are read at once
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One way in which two checkpoints differ.
+
+    Args:
+        name: Of the tensor or value.
+        here: What it is in the first: dtype and shape, or the value; None if it is not there.
+        there: The same of the second.
+        elements: How many elements of two tensors of one shape differ; NaN equals NaN. None if they were not compared.
+        max_abs: Largest absolute difference of those; NaN if one of the two is NaN where the other is not.
+    """
+
+    name: str
+    here: str | None
+    there: str | None
+    elements: int | None = None
+    max_abs: float | None = None
+
+
+def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:
+    """Open a checkpoint to look at it. Needs no process group and no model, and runs no code from the files.
+
+    Args:
+        path: Folder or URL, of fullshard's format or of torch.distributed.checkpoint's.
+        verify: Whether what is read is compared with its checksums.
+
+    Raises:
+        CheckpointError: If there is none, or its index is damaged.
+    """
+    return Checkpoint(open_source(path, verify=verify))
+
+
+class Checkpoint:
+    """An open checkpoint; a context manager. Tensors are read when asked for. Made by :func:`open_checkpoint`."""
+
+    _source: Source
+    _buffer: torch.Tensor  # what is read goes through it, if it is not needed as it lies in the file
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._buffer = host_buffer(0, pinned=False)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file that was read last."""
+        self._source.close()
+
+    @property
+    def path(self) -> str:
+        """The folder."""
+        return self._source.folder.path
+
+    @property
+    def index(self) -> Index:
+        """What is where."""
+        return self._source.index
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """What the saver said of itself and the run."""
+        return self.index.about
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Further names of tied tensors, each with the first."""
+        return self.index.aliases
+
+    @property
+    def names(self) -> list[str]:
+        """Of tensors, as saved; without aliases."""
+        return list(self.index.tensors)
+
+    @property
+    def values(self) -> list[str]:
+        """Names of what is not a tensor."""
+        return list(self.index.values)
+
+    def shape(self, name: str) -> torch.Size:
+        """Of a tensor; KeyError if there is none of that name."""
+        return torch.Size(self._tensor(name).shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor; KeyError if there is none of that name."""
+        return dtype_of(self._tensor(name).dtype)
+
+    def read(self, name: str) -> Any:
+        """A tensor, whole and on the CPU, or a value.
+
+        Raises:
+            KeyError: If there is none of that name.
+            CheckpointError: If it cannot be read, or is not what was written.
+        """
+        if name in self.index.values:
+            return self._source.value(name)
+        entry = self._tensor(name)
+        return self.read_range(name, 0, entry.numel).view(entry.shape)
+
+    def read_range(self, name: str, start: int, numel: int) -> torch.Tensor:
+        """A part of a tensor.
+
+        Args:
+            name: Of the tensor.
+            start: First element, counted row by row.
+            numel: Number of elements.
+
+        Returns:
+            These elements, 1-D, on the CPU.
+
+        Raises:
+            KeyError: If there is no tensor of that name.
+            ValueError: If it does not have these elements.
+            CheckpointError: If they cannot be read, or are not what was written.
+        """
+        entry = self._tensor(name)
+        out = torch.empty(numel, dtype=dtype_of(entry.dtype))
+        done = 0
+        for box in boxes_of_range(entry.shape, start, numel):
+            self._read_box(name, entry, box, out[done : done + box.numel].view(box.sizes))
+            done += box.numel
+        return out
+
+    def parts(self, name: str, nbytes: int = _PART) -> Iterator[tuple[int, torch.Tensor]]:
+        """A tensor in parts of at most ``nbytes``: first element, and elements; see :meth:`read_range`."""
+        entry = self._tensor(name)
+        step = max(1, nbytes // ITEM_SIZES[entry.dtype])
+        for start in range(0, entry.numel, step):
+            yield start, self.read_range(name, start, min(step, entry.numel - start))
+
+    def verify(self, progress: Callable[[int], object] | None = None) -> list[str]:
+        """Read everything and compare it with its checksums.
+
+        Args:
+            progress: Called with the number of bytes of tensors read since the last call.
+
+        Returns:
+            What is wrong, one sentence each; empty if nothing is. Folders of torch.distributed.checkpoint have no
+            checksums: there it is what cannot be read.
+        """
+        problems: list[str] = []
+        bad_files = set()
+        for name in self.index.files:
+            try:
+                self._source.check_file(name)
+            except CheckpointError as error:
+                problems.append(str(error))
+                bad_files.add(name)
+        for key, entry in self.index.tensors.items():
+            for piece in entry.pieces:
+                if piece.file in bad_files:
+                    continue
+                needed = Needed(key, entry.dtype, piece, (Box.whole(piece.box.sizes),))
+                problems += self._problems(needed, progress)
+        for key, value in self.index.values.items():
+            if value.file not in bad_files:
+                try:
+                    self._source.value_bytes(key)
+                except CheckpointError as error:
+                    problems.append(str(error))
+        return problems
+
+    def diff(self, other: Checkpoint, progress: Callable[[int], object] | None = None) -> list[Difference]:
+        """What is not the same in another checkpoint: names, shapes, dtypes, contents.
+
+        Args:
+            other: The second one.
+            progress: Called with the number of bytes of this one's tensors compared since the last call.
+
+        Raises:
+            CheckpointError: If something cannot be read, or is not what was written.
+        """
+        found: list[Difference] = []
+        mine, theirs = self._described(), other._described()
+        for name in sorted(mine.keys() | theirs.keys()):
+            here, there = mine.get(name), theirs.get(name)
+            both = self._is_tensor(name) and other._is_tensor(name)
+            if here is not None and there is not None and both and self.shape(name) == other.shape(name):
+                elements, max_abs = self._compare(other, name, progress)
+                if elements or here != there:
+                    found.append(Difference(name, here, there, elements, max_abs))
+            elif here is not None and there is not None and not self._is_tensor(name) and not other._is_tensor(name):
+                one, two = self.read(name), other.read(name)
+                if not _equal(one, two):
+                    found.append(Difference(name, _shown(one), _shown(two)))
+            elif here != there:
+                found.append(Difference(name, here, there))
+        return found
+
+    def _tensor(self, name: str) -> TensorEntry:
+        try:
+            return self.index.tensor(name)
+        except KeyError:
+            raise KeyError(f"{self.path} has no tensor {name!r}") from None
+
+    def _is_tensor(self, name: str) -> bool:
+        return name in self.index.tensors or name in self.index.aliases
+
+    def _described(self) -> dict[str, str]:
+        tensors = {name: self._tensor(name) for name in (*self.index.tensors, *self.index.aliases)}
+        described = {name: f"{entry.dtype} {list(entry.shape)}" for name, entry in tensors.items()}
+        return {**described, **dict.fromkeys(self.index.values, "a value")}
+
+    def _problems(self, needed: Needed, progress: Callable[[int], object] | None) -> list[str]:
+        """All blocks of a piece, the good ones after a bad one as well."""
+        problems = []
+        for start, numel in self._source.ranges(needed):
+            try:
+                self._source.check(needed, start, numel)
+            except CheckpointError as error:
+                problems.append(str(error))
+            if progress is not None:
+                progress(numel * ITEM_SIZES[needed.dtype])
+        return problems
+
+    def _read_box(self, name: str, entry: TensorEntry, box: Box, out: torch.Tensor) -> None:
+        for piece in entry.pieces:
+            both = piece.box.overlap(box) if entry.shape else box
+            if both is None:
+                continue
+            region = both.within(piece.box.offsets)
+            needed = Needed(name, entry.dtype, piece, (region,))
+            place = out
+            for dim, (offset, size) in enumerate(zip(both.within(box.offsets).offsets, both.sizes, strict=True)):
+                place = place.narrow(dim, offset, size)
+            for start, numel in self._source.ranges(needed):
+                nbytes = numel * ITEM_SIZES[entry.dtype]
+                if self._buffer.numel() < nbytes and self.index.raw:
+                    self._buffer = host_buffer(self.index.block, pinned=False)
+                flat = self._source.read(needed, start, numel, self._buffer[:nbytes])
+                copy_range(flat, start, piece.box.sizes, region, place)
+
+    def _compare(self, other: Checkpoint, name: str, progress: Callable[[int], object] | None) -> tuple[int, float]:
+        """How many elements of a tensor differ, and how far at most."""
+        count, largest = 0, 0.0
+        size = max(ITEM_SIZES[self._tensor(name).dtype], ITEM_SIZES[other._tensor(name).dtype])
+        step = _PART // size
+        numel = self._tensor(name).numel
+        for start in range(0, numel, step):
+            one, two = (c.read_range(name, start, min(step, numel - start)) for c in (self, other))
+            if progress is not None:
+                progress(one.nbytes)
+            if one.dtype == two.dtype and torch.equal(one.view(torch.uint8), two.view(torch.uint8)):
+                continue
+            different, distance = _distances(one, two)
+            count += int(different.sum())
+            part = float(distance[different].max()) if different.any() else 0.0
+            largest = part if math.isnan(part) else largest if math.isnan(largest) else max(largest, part)
+        return count, largest
+
+
+def _distances(one: torch.Tensor, two: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which elements differ, and the absolute differences of all."""
+    wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
+    left, right = one.to(wide), two.to(wide)
+    exact = not any(t.is_floating_point() or t.is_complex() for t in (one, two))
+    different = (one != two) if exact else (left != right) & ~(left.isnan() & right.isnan())
+    distance = (left - right).abs()
+    return different, distance
+
+
+def _equal(one: Any, two: Any) -> bool:
+    """Whether two values are the same, with tensors and arrays in them; NaN equals NaN."""
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, torch.Tensor):
+        same = one.dtype == two.dtype and one.shape == two.shape
+        return same and not bool(_distances(one, two)[0].any())
+    if isinstance(one, np.ndarray):
+        return one.dtype == two.dtype and bool(np.array_equal(one, two, equal_nan=one.dtype.kind in "fc"))
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(_equal(value, two[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(map(_equal, one, two))
+    return bool(one == two or (one != one and two != two))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

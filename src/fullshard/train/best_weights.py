@@ -1,0 +1,94 @@
+"""`best.safetensors`: the weights of the best validation so far, in step with the run's checkpoints.
+
+[Note: Best weights and checkpoints]
+A run that is killed goes on from its last checkpoint, and so does what it knows of its best validation. If a
+better one came after that checkpoint, its file must not stay: those steps are done again, perhaps on other ranks
+and with another result. So a file that is replaced stays beside the new one, named by its step, until a
+checkpoint knows of the new one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from fullshard.train.config import GPTConfig
+from fullshard.train.position import Best
+from fullshard.train.run_folder import BEST
+from fullshard.train.weights import read_notes, save_full
+
+STEP_KEY = "fullshard.train.step"  # in the file's metadata, as is
+LOSS_KEY = "fullshard.train.validation_loss"  # nats per byte
+REPLACED = re.compile(r"best-(\d+)\.safetensors")
+
+
+def export(folder: Path | None, config: GPTConfig, tensors: Mapping[str, Tensor], best: Best) -> None:
+    """Write the weights of a new best validation. A collective, see `save_full`.
+
+    Args:
+        folder: the run's folder on the rank that writes; None on others.
+        config: the model's size.
+        tensors: parameters by name, sharded or not.
+        best: step and loss, kept in the file.
+    """
+    if folder:
+        before = step_of(folder / BEST)
+        if before is not None and before != best.step:
+            os.replace(folder / BEST, _replaced(folder, before))
+    notes = {STEP_KEY: str(best.step), LOSS_KEY: repr(best.loss)}
+    save_full(folder / BEST if folder else None, config, tensors, notes)
+
+
+def settle(folder: Path, best: Best | None) -> Best | None:
+    """Bring the files in step with the checkpoint that a run goes on from.
+
+    Args:
+        folder: the run's folder.
+        best: what the checkpoint knows.
+
+    Returns:
+        `best`, or None if its file is gone, so that the next validation is the best.
+    """
+    if best is not None and step_of(folder / BEST) != best.step:
+        kept = _replaced(folder, best.step)
+        if step_of(kept) == best.step:
+            os.replace(kept, folder / BEST)
+        else:
+            best = None
+    if best is None:
+        (folder / BEST).unlink(missing_ok=True)
+    forget_replaced(folder, None)
+    return best
+
+
+def take(source: Path, folder: Path, best: Best | None) -> None:
+    """Copy what a checkpoint of the run in `source` knows to be its best weights to another run's folder."""
+    if best is None:
+        return
+    for path in (source / BEST, _replaced(source, best.step)):
+        if step_of(path) == best.step:
+            shutil.copyfile(path, folder / BEST)
+            return
+
+
+def forget_replaced(folder: Path, best: Best | None) -> None:
+    """Remove replaced files, but for the one of `best`, which a checkpoint has just come to know."""
+    for path in folder.iterdir():
+        match = REPLACED.fullmatch(path.name)
+        if match and (best is None or int(match[1]) != best.step):
+            path.unlink()
+
+
+def step_of(path: Path) -> int | None:
+    """The step whose weights a file holds; None if it is not there, or none of these."""
+    step = read_notes(path).get(STEP_KEY, "")
+    return int(step) if step.isdecimal() else None
+
+
+def _replaced(folder: Path, step: int) -> Path:
+    return folder / f"best-{step:08d}.safetensors"

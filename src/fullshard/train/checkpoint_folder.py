@@ -1,0 +1,94 @@
+"""The checkpoints of a run as folders on disk: which are complete, which is the newest, which may go.
+
+Nothing here needs torch, so that a wrong `--resume` is found at once.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from fullshard.train.config import ConfigError
+
+INDEX = "fullshard.json"  # of a checkpoint: written last, so that one without it is incomplete
+CHECKPOINTS = "checkpoints"  # in a run's folder
+STEP = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """A folder of checkpoints, one folder each, named by step.
+
+    Attributes:
+        path: the folder; it need not be there.
+    """
+
+    path: Path
+
+    def of_step(self, step: int) -> Path:
+        """Where the checkpoint after optimizer step `step` is, or will be."""
+        return self.path / f"step-{step:08d}"
+
+    def complete(self) -> list[Path]:
+        """Complete checkpoints, the oldest first."""
+        return [path for path in self._all() if (path / INDEX).is_file()]
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint; None if there is none."""
+        return max(self.complete(), key=step_of, default=None)
+
+    def remove_incomplete(self) -> list[Path]:
+        """Remove checkpoints that nobody finished writing. Call it only while nobody writes one.
+
+        Returns:
+            What was removed.
+        """
+        incomplete = [path for path in self._all() if not (path / INDEX).is_file()]
+        for path in incomplete:
+            _remove(path)
+        return incomplete
+
+    def keep(self, count: int) -> None:
+        """Remove complete checkpoints but for the newest `count`."""
+        for path in self.complete()[:-count]:
+            _remove(path)
+
+    def _all(self) -> list[Path]:
+        if not self.path.is_dir():
+            return []
+        found = (entry for entry in self.path.iterdir() if STEP.fullmatch(entry.name) and entry.is_dir())
+        return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint's folder is named by; 0 if it has another name."""
+    match = STEP.fullmatch(checkpoint.name)
+    return int(match[1]) if match else 0
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """The folder of the run that a checkpoint lies in; None if it lies elsewhere."""
+    return checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else None
+
+
+def find(folder: Path) -> Path:
+    """The checkpoint that a user names: a checkpoint itself, or the newest complete one of a run.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if (folder / INDEX).is_file():
+        return folder
+    for place in (folder / CHECKPOINTS, folder):
+        newest = CheckpointFolder(place).newest()
+        if newest:
+            return newest
+    reason = "holds no complete checkpoint" if folder.is_dir() else "is no folder"
+    raise ConfigError(f"cannot resume: {folder} {reason}; name the folder of a run, or one in its {CHECKPOINTS}/")
+
+
+def _remove(checkpoint: Path) -> None:
+    (checkpoint / INDEX).unlink(missing_ok=True)  # first: what is half removed must not count as complete
+    shutil.rmtree(checkpoint, ignore_errors=True)

@@ -1,0 +1,123 @@
+"""Saving a run while it goes on: one checkpoint at a time, in the background, and only the newest few are kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fullshard import async_save
+from fullshard import load as load_checkpoint
+from fullshard.errors import CheckpointError
+from fullshard.train import best_weights
+from fullshard.train.checkpoint_folder import CHECKPOINTS, CheckpointFolder
+from fullshard.train.position import Position, Setting
+
+
+class Checkpoints:
+    """The checkpoints of a run, on one of its ranks. All ranks call the same methods at the same steps."""
+
+    every: int  # steps between checkpoints; 0: there are none
+    _run: Path
+    _folder: CheckpointFolder
+    _keep: int
+    _setting: Setting
+    _leads: bool  # whether this rank removes what is not needed, and tells
+    _say: Callable[[str], None]
+    _pending: Future[None] | None
+    _position: Position  # of the save that is pending, or the last one
+    _began: float
+
+    def __init__(
+        self, run: Path, *, every: int, keep: int, setting: Setting, leads: bool, say: Callable[[str], None]
+    ) -> None:
+        """Prepare.
+
+        Args:
+            run: the run's folder, which every rank sees.
+            every: steps between checkpoints; 0: none are saved, ever.
+            keep: number of checkpoints to keep.
+            setting: what the run's numbers depend on, for whoever goes on from a checkpoint.
+            leads: whether this is rank 0.
+            say: told of every checkpoint that is there; called on rank 0.
+        """
+        self.every = every
+        self._run = run
+        self._folder = CheckpointFolder(run / CHECKPOINTS)
+        self._keep = keep
+        self._setting = setting
+        self._leads = leads
+        self._say = say
+        self._pending = None
+        self._position = Position()
+        self._began = 0.0
+
+    def are_due(self, step: int) -> bool:
+        """Whether a checkpoint is to be saved after optimizer step `step`."""
+        return self.every > 0 and step % self.every == 0
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._pending is not None
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, position: Position) -> None:
+        """Start to save; returns as soon as this rank's shards are copied. Waits for the save before this one.
+
+        Raises:
+            CheckpointError: on all ranks, if this or the last checkpoint cannot be written.
+        """
+        self.wait()
+        self._began = time.perf_counter()
+        self._position = position
+        self._pending = async_save(
+            self._folder.of_step(position.step),
+            model,
+            optimizer,
+            position=position.to_dict(),
+            setting=self._setting.to_dict(),
+        )
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is there.
+
+        Raises:
+            CheckpointError: on all ranks, if it cannot be written.
+        """
+        if self._pending is not None:
+            self._pending.result()
+            self._finish()
+
+    def look(self) -> None:
+        """If the checkpoint that was being written is there, tell so and remove what is not needed any more.
+
+        Ranks may see that at different steps, so nothing here is a collective; a failure is left to `wait`.
+        """
+        if self._pending is not None and self._pending.done() and self._pending.exception() is None:
+            self._finish()
+
+    def _finish(self) -> None:
+        self._pending = None
+        if self._leads:
+            took = time.perf_counter() - self._began
+            self._say(f"step {self._position.step}: checkpoint saved in {took:.1f} s")
+            self._folder.keep(self._keep)
+            best_weights.forget_replaced(self._run, self._position.best)
+
+
+def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Position, Setting]:
+    """Load a checkpoint of a run into model and optimizer; all ranks call it. See `fullshard.load`.
+
+    Raises:
+        CheckpointError: on all ranks, if it cannot be read or does not fit; nothing has changed then.
+    """
+    extra = load_checkpoint(checkpoint, model, optimizer)
+    if not {"position", "setting"} <= extra.keys():
+        raise CheckpointError(
+            f"{checkpoint} was not written by fullshard train: it says nothing of where the run stood"
+        )
+    return Position.from_dict(extra["position"]), Setting.from_dict(extra["setting"])

@@ -1,0 +1,85 @@
+"""How the ranks of one start find each other, and not those of the start before.
+
+[Note: Stale stores]
+Under torchrun with the c10d rendezvous, the launcher's process keeps one key-value store for all of its starts, and
+torch (as of 2.13) puts nothing into the keys that tells starts apart. After a restart a rank may so find the address
+of one that was killed, and wait for it. The number of restarts, which each node counts for itself, would not do
+either. So the ranks first agree on a name that no earlier start has used, and keep all their keys below it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+
+PATIENCE = timedelta(minutes=10)  # ranks of other nodes may still be starting
+POLL = 0.02  # seconds between looks
+
+
+def agent_store() -> dist.Store | None:
+    """A connection to the store that torch elastic's launcher keeps; None where rank 0 of each start has its own."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, timeout=PATIENCE)
+
+
+def meet(store: dist.Store, rank: int, size: int, patience: timedelta = PATIENCE) -> dist.Store:
+    """Wait for all ranks of this start. See [Note: Stale stores].
+
+    Rank 0 invents a name and calls it out; each of the others answers under it with a word of its own; and rank 0
+    repeats the words of all. A rank that does not find its own among them has heard of an earlier start, and listens
+    again.
+
+    Args:
+        store: shared by all ranks, and by those of earlier starts.
+        rank: this one's.
+        size: number of ranks.
+        patience: how long to wait.
+
+    Returns:
+        The part of the store that only this start knows.
+
+    Raises:
+        TimeoutError: not all ranks have come.
+    """
+    word = uuid.uuid4().hex
+    name = _call(store, word, size, patience) if rank == 0 else _answer(store, word, rank, patience)
+    return dist.PrefixStore(f"fullshard/{name}", store)
+
+
+def _call(store: dist.Store, name: str, size: int, patience: timedelta) -> str:
+    store.set("fullshard/start", name)
+    keys = [f"fullshard/{name}/word-{rank}" for rank in range(1, size)]
+    deadline = time.monotonic() + patience.total_seconds()
+    while keys and not store.check(keys):
+        _rest(deadline, "other ranks did not answer")
+    words = [store.get(key).decode() for key in keys]
+    store.set(f"fullshard/{name}/words", json.dumps(words))
+    return name
+
+
+def _answer(store: dist.Store, word: str, rank: int, patience: timedelta) -> str:
+    answered = None
+    deadline = time.monotonic() + patience.total_seconds()
+    while True:
+        if store.check(["fullshard/start"]):
+            name = store.get("fullshard/start").decode()
+            if name != answered:
+                store.set(f"fullshard/{name}/word-{rank}", word)
+                answered = name
+            key = f"fullshard/{name}/words"
+            if store.check([key]) and word in json.loads(store.get(key)):
+                return name
+        _rest(deadline, "rank 0 did not call")
+
+
+def _rest(deadline: float, problem: str) -> None:
+    if time.monotonic() > deadline:
+        raise TimeoutError(f"the ranks of this start did not find each other: {problem}; see what became of them")
+    time.sleep(POLL)

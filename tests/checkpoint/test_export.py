@@ -1,0 +1,341 @@
+"""Export to safetensors files: every form of model, several files, one copy of everything, and failures on one rank."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from weight_models import FORMS, Net, build, form, full_state
+
+from compare import assert_equal
+from fullshard import FullshardError, PhaseError, UnmaterializedParameterError, fully_shard
+from fullshard.checkpoint import export as export_module
+from fullshard.checkpoint import file_pieces
+from fullshard.checkpoint.export import export_safetensors
+from fullshard.checkpoint.importing import load_safetensors
+from fullshard.checkpoint.safetensors_files import INDEX_NAME, SINGLE_NAME
+from fullshard.errors import CheckpointError
+from ranks import Rank, on_ranks
+
+forms = pytest.mark.parametrize("name", FORMS)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """Where to export to: not there yet."""
+    return str(tmp_path / "weights" / "here")
+
+
+def loaded(folder: str) -> dict[str, torch.Tensor]:
+    """All tensors, as the safetensors package reads them."""
+    index = Path(folder, INDEX_NAME)
+    names = [SINGLE_NAME]
+    if index.exists():
+        assert not Path(folder, SINGLE_NAME).exists()
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    found: dict[str, torch.Tensor] = {}
+    for name in names:
+        found |= load_file(Path(folder, name))
+    if index.exists():
+        assert json.loads(index.read_text())["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
+    return found
+
+
+def assert_exported(folder: str, expected: dict[str, torch.Tensor], files: int = 1) -> None:
+    """The folder has these tensors, tied ones once, and nothing else."""
+    dist.barrier()
+    names = sorted(os.listdir(folder))
+    if files == 1:
+        assert names == [SINGLE_NAME]
+    else:
+        shards = [f"model-{i:05}-of-{files:05}.safetensors" for i in range(1, files + 1)]
+        assert names == sorted([*shards, INDEX_NAME])
+    found = loaded(folder)
+    assert set(found) == set(expected) - {"head.weight"}
+    for fqn, value in found.items():
+        assert_equal(value, expected[fqn], fqn)
+    dist.barrier()
+
+
+def note_writes(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """First byte and length of everything that this rank writes into files from now on."""
+    written: list[tuple[int, int]] = []
+    usual = os.pwrite
+
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        written.append((offset, len(data)))
+        return usual(descriptor, data, offset)
+
+    patch.setattr(os, "pwrite", pwrite)
+    return written
+
+
+@on_ranks(1, 2, 4)
+@forms
+def test_every_form_writes_what_the_plain_model_has(rank: Rank, name: str, folder: str) -> None:
+    """The safetensors package reads the plain model's values; bytes are written by exactly one rank each."""
+    if name == "hybrid" and rank.world_size == 1:
+        pytest.skip("two axes need two ranks")
+    expected = full_state(build())
+    model = form(name, rank, build())
+    with pytest.MonkeyPatch.context() as patch:
+        written = note_writes(patch)
+        export_safetensors(model, folder)
+    assert_exported(folder, expected)
+    everyone: list[list[tuple[int, int]]] = [[]] * rank.world_size
+    dist.all_gather_object(everyone, written)
+    count = Counter(byte for own in everyone for first, size in own for byte in range(first, first + size))
+    assert set(count.values()) == {1}
+    assert len(count) == sum(value.nbytes for fqn, value in expected.items() if fqn != "head.weight")
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("name", ["plain", "fully_shard", "columns", "wrapper"])
+def test_many_files_with_an_index(rank: Rank, name: str, folder: str) -> None:
+    """Small files, each with at least one tensor, and an index that the package agrees with."""
+    model = form(name, rank, build())
+    export_safetensors(model, folder, max_shard_bytes=300, metadata={"step": "7"})
+    index = json.loads(Path(folder, INDEX_NAME).read_text())
+    files = set(index["weight_map"].values())
+    assert_exported(folder, full_state(build()), files=len(files))
+    assert len(files) > 3
+    for file in files:
+        with safe_open(str(Path(folder, file)), "pt") as opened:
+            assert opened.metadata()["step"] == "7" and opened.metadata()["format"] == "pt"
+            sizes = [opened.get_tensor(key).nbytes for key in opened.keys()]  # noqa: SIM118
+            assert len(sizes) == 1 or sum(sizes) <= 300
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["plain", "fully_shard", "columns", "wrapper"])
+def test_floating_point_tensors_are_converted(rank: Rank, name: str, folder: str) -> None:
+    """With a dtype, floating-point tensors are written in it, rounded once; through a block smaller than a row."""
+    expected = {k: v.bfloat16() if v.is_floating_point() else v for k, v in full_state(build()).items()}
+    model = form(name, rank, build())
+    for block in (8, 64, file_pieces.BLOCK_BYTES):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(file_pieces.PieceMover.__init__, "__defaults__", (block,))
+            export_safetensors(model, folder, dtype=torch.bfloat16)
+        assert_exported(folder, expected)
+
+
+@on_ranks(4)
+def test_what_all_ranks_hold_is_written_by_all_in_turn(rank: Rank, folder: str) -> None:
+    """Replicated tensors are spread over the ranks by size."""
+    model = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(16)))
+    with pytest.MonkeyPatch.context() as patch:
+        written = note_writes(patch)
+        export_safetensors(model, folder)
+    assert sum(size for _, size in written) == 4 * 400
+
+
+@on_ranks(2)
+def test_tied_names_are_in_the_metadata(rank: Rank, folder: str) -> None:
+    """A tied parameter is written under its first name, and the metadata has the others."""
+    export_safetensors(form("fully_shard", rank, build()), folder)
+    with safe_open(str(Path(folder, SINGLE_NAME)), "pt") as opened:
+        assert json.loads(opened.metadata()["aliases"]) == {"head.weight": "words.weight"}
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_an_export_replaces_the_one_before(rank: Rank, folder: str) -> None:
+    """One file, many, fewer, and one again: each time the folder has the last export only, and other files stay."""
+    model = form("fully_shard", rank, build())
+    expected = full_state(build())
+    if rank.rank == 0:
+        os.makedirs(folder)
+        Path(folder, ".model.safetensors.0123456789abcdef.tmp").touch()  # of an export that was killed
+    dist.barrier()
+    export_safetensors(model, folder, sync=True)
+    assert_exported(folder, expected)
+    counts = []
+    for limit in (300, 900, 300, 10**6):
+        export_safetensors(model, folder, max_shard_bytes=limit, sync=True)
+        counts.append(len([name for name in os.listdir(folder) if name.endswith(".safetensors")]))
+        assert_exported(folder, expected, files=counts[-1])
+    assert counts[0] == counts[2] > counts[1] > counts[3] == 1
+    if rank.rank == 0:
+        Path(folder, "config.json").write_text("{}")
+    dist.barrier()
+    export_safetensors(model, folder)
+    assert sorted(os.listdir(folder)) == ["config.json", SINGLE_NAME]
+    dist.barrier()
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("name", ["plain", "fully_shard", "wrapper"])
+def test_without_a_shared_folder_the_first_rank_writes(rank: Rank, name: str, folder: str) -> None:
+    """Ranks that do not see the folder write nothing; the first one writes all that is gathered."""
+    model = form(name, rank, build())
+    with pytest.MonkeyPatch.context() as patch:
+        if rank.rank == 1:
+            patch.setattr(export_module, "_LOOKS", 1)
+            patch.setattr(export_module, "_token_file", lambda path, token: path / "elsewhere")
+        written = note_writes(patch)
+        export_safetensors(model, folder, max_shard_bytes=700)
+    assert bool(written) == (rank.rank == 0)
+    index = json.loads(Path(folder, INDEX_NAME).read_text())
+    assert_exported(folder, full_state(build()), files=len(set(index["weight_map"].values())))
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("odd", [0, 1])
+def test_full_disk_on_one_rank_fails_all(rank: Rank, shared: bool, odd: int, folder: str) -> None:
+    """The error is the same on all ranks and names rank and file; nothing of the export is left, and all goes on."""
+    model = form("fully_shard", rank, build())
+    export_safetensors(model, folder)
+    before = Path(folder, SINGLE_NAME).stat().st_mtime_ns
+    if not shared and odd:
+        return
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank.rank == odd:
+            patch.setattr(os, "pwrite", full)
+        if not shared and rank.rank == 1:
+            patch.setattr(export_module, "_LOOKS", 1)
+            patch.setattr(export_module, "_token_file", lambda path, token: path / "elsewhere")
+        with pytest.raises(CheckpointError) as caught:
+            export_safetensors(model, folder)
+    message = str(caught.value)
+    assert (
+        f"rank {odd}: " in message and "model.safetensors cannot be written" in message and "No space left" in message
+    )
+    messages: list[str] = [""] * rank.world_size
+    dist.all_gather_object(messages, message)
+    assert set(messages) == {message}
+    assert os.listdir(folder) == [SINGLE_NAME]
+    assert Path(folder, SINGLE_NAME).stat().st_mtime_ns == before
+    dist.barrier()
+    export_safetensors(model, folder)
+    assert_exported(folder, full_state(build()))
+
+
+def steps_of_publishing(folder: str, stop: int, limit: int) -> bool:
+    """Export, and be killed (which an exception has to stand for) before change number ``stop`` of names in the folder.
+
+    Returns:
+        Whether there were so many.
+    """
+    done = [0]
+
+    class KilledError(BaseException):
+        pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("replace", "unlink"):
+
+            def counted(path: Path, *args: Any, _usual: Any = getattr(Path, name), **options: Any) -> Any:
+                if options.get("missing_ok") and not path.exists():
+                    return None
+                if done[0] == stop:
+                    raise KilledError
+                done[0] += 1
+                return _usual(path, *args, **options)
+
+            patch.setattr(Path, name, counted)
+        patch.setattr(export_module._Files, "clean_up", lambda _: None)
+        try:
+            export_safetensors(build(2), folder, max_shard_bytes=limit)
+        except KilledError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("before", [300, 10**6])
+@pytest.mark.parametrize("after", [300, 900, 10**6])
+def test_readers_never_find_a_mixture(before: int, after: int, folder: str) -> None:
+    """Whenever an export that replaces another is killed, what is read is all old, all new, or nothing."""
+    old, new = full_state(build(1)), full_state(build(2))
+    for stop in range(50):
+        shutil.rmtree(folder, ignore_errors=True)
+        export_safetensors(build(1), folder, max_shard_bytes=before)
+        killed = steps_of_publishing(folder, stop, after)
+        model = build(3)
+        try:
+            load_safetensors(model, folder)
+        except CheckpointError as error:
+            assert killed and "expected model.safetensors" in str(error)  # noqa: PT017
+            continue
+        found = model.state_dict()
+        expected = old if torch.equal(found["mix"], old["mix"]) else new
+        for name, value in expected.items():
+            assert_equal(found[name], value, name)
+        if not killed:
+            assert expected is new and stop > 0
+            return
+    pytest.fail("there is no end to it")
+
+
+@on_ranks(2)
+def test_folder_that_cannot_be_made_is_an_error_on_all(rank: Rank, folder: str) -> None:
+    """A file in the folder's place."""
+    if rank.rank == 0:
+        os.makedirs(os.path.dirname(folder))
+        Path(folder).touch()
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"rank 0: .*here cannot be written"):
+        export_safetensors(nn.Linear(2, 2), folder)
+
+
+@on_ranks(2)
+def test_ranks_with_different_models_are_told(rank: Rank, folder: str) -> None:
+    """Pipeline stages, for example, have to be exported each by its own ranks."""
+    with pytest.raises(CheckpointError, match="has other tensors than the first rank's"):
+        export_safetensors(nn.Linear(2, 2 + rank.rank), folder)
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    export_safetensors(nn.Linear(2, 2 + rank.rank), f"{folder}{rank.rank}", process_group=groups[rank.rank])
+    assert loaded(f"{folder}{rank.rank}")["weight"].shape == (2 + rank.rank, 2)
+
+
+@on_ranks(2)
+def test_what_cannot_be_exported_is_refused_before_anything_is_made(rank: Rank, folder: str) -> None:
+    """Wrong arguments, models on the meta device and in the middle of a step, and dtypes that the format lacks."""
+    model = form("fully_shard", rank, build())
+    with pytest.raises(ValueError, match="floating-point"):
+        export_safetensors(model, folder, dtype=torch.int64)
+    with pytest.raises(ValueError, match="positive"):
+        export_safetensors(model, folder, max_shard_bytes=0)
+    with pytest.raises(ValueError, match="expected a path, found the URL"):
+        export_safetensors(model, "s3://bucket/weights")
+    for metadata in ({"aliases": "x"}, {"a": 1}, {1: "a"}):
+        with pytest.raises(ValueError, match="metadata"):
+            export_safetensors(model, folder, metadata=metadata)
+    with torch.device("meta"):
+        meta = Net()
+    with pytest.raises(UnmaterializedParameterError, match="meta device"):
+        export_safetensors(fully_shard(meta, mesh=rank.mesh), folder)
+    from fullshard import unsharded
+
+    with unsharded(model), pytest.raises(PhaseError):
+        export_safetensors(model, folder)
+    odd = nn.Linear(2, 2)
+    odd.register_buffer("complex", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(ValueError, match=r"complex \(torch.complex128\)"):
+        export_safetensors(odd, folder)
+    sparse = nn.Linear(2, 2)
+    sparse.register_buffer("sparse", torch.eye(2).to_sparse())
+    with pytest.raises((ValueError, FullshardError), match="sparse"):
+        export_safetensors(sparse, folder)
+    assert not os.path.exists(folder)
+
+
+def test_single_process_without_a_group(folder: str) -> None:
+    """A plain model, no ranks at all."""
+    export_safetensors(build(), folder, max_shard_bytes=500)
+    assert set(loaded(folder)) == set(full_state(build())) - {"head.weight"}

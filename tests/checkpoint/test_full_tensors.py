@@ -1,0 +1,173 @@
+"""Full tensors one after another: from every form of model, in bounded memory, and abandoned half-way."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from weight_models import FORMS, Net, build, form, full_state
+
+from compare import assert_equal
+from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, PhaseError, UnmaterializedParameterError, fully_shard
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard.checkpoint import full_tensors as module
+from fullshard.checkpoint.full_tensors import full_tensors
+from fullshard.engine.ownership import nested_units
+from ranks import Rank, on_ranks
+
+forms = pytest.mark.parametrize("name", FORMS)
+
+
+def collected(model: nn.Module, **options: object) -> dict[str, torch.Tensor]:
+    """All that comes, kept."""
+    return dict(full_tensors(model, **options))  # type: ignore[arg-type]
+
+
+def fail_inside(model: nn.Module) -> None:
+    """What happens to a loop whose body raises."""
+    for _ in full_tensors(model):
+        raise KeyError("the caller's")
+
+
+@on_ranks(1, 2, 4)
+@forms
+def test_every_form_gives_what_the_plain_model_has(rank: Rank, name: str) -> None:
+    """Names, shapes, dtypes and values are the plain model's, tied parameters under each name."""
+    if name == "hybrid" and rank.world_size == 1:
+        pytest.skip("two axes need two ranks")
+    expected = full_state(build())
+    found = collected(form(name, rank, build()))
+    assert set(found) == set(expected)
+    for fqn, value in expected.items():
+        assert type(found[fqn]) is torch.Tensor
+        assert_equal(found[fqn], value, fqn)
+    assert found["head.weight"] is found["words.weight"]
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("limit", [1, 100, 700])
+@forms
+def test_groups_of_any_size_give_the_same(rank: Rank, name: str, limit: int) -> None:
+    """However small the groups are in which tensors are gathered, and whichever slices they lie on."""
+    expected = full_state(build())
+    model = form(name, rank, build())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "GROUP_BYTES", limit)
+        found = collected(model)
+    for fqn, value in expected.items():
+        assert_equal(found[fqn], value, fqn)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["plain", "fully_shard", "wrapper"])
+@pytest.mark.parametrize("limit", [100, 10**6])
+def test_floating_point_tensors_are_converted(rank: Rank, name: str, limit: int) -> None:
+    """With a dtype, floating-point tensors come in it, rounded once; others as they are."""
+    expected = full_state(build())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "GROUP_BYTES", limit)
+        found = collected(form(name, rank, build()), dtype=torch.bfloat16, device="cpu")
+    for fqn, value in expected.items():
+        assert_equal(found[fqn], value.bfloat16() if value.is_floating_point() else value, fqn)
+
+
+@on_ranks(2)
+@forms
+def test_abandoned_iteration_leaves_the_model_as_it_was(rank: Rank, name: str) -> None:
+    """After a break at any place, the model holds its shards, runs, and gives everything again."""
+    model = form(name, rank, build())
+    tokens = torch.arange(8).view(2, 4)
+    expected = full_state(build())
+    held = [id(p) for p in model.parameters()]
+    for stop in (0, 1, 4):
+        for index, _ in enumerate(full_tensors(model)):
+            if index == stop:
+                break
+        assert [id(p) for p in model.parameters()] == held
+        assert all(not unit.gathered and not unit.registration.full for unit in nested_units(model))
+    with pytest.raises(KeyError):
+        fail_inside(model)
+    assert_equal(model(tokens), build()(tokens), "output")
+    model(tokens).sum().backward()
+    for fqn, value in collected(model).items():
+        assert_equal(value, expected[fqn], fqn)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["fully_shard", "wrapper"])
+def test_one_group_is_alive_at_a_time(rank: Rank, name: str) -> None:
+    """Memory of a group goes with it, unless the caller keeps a tensor of it."""
+    model = form(name, rank, build(dim=64, words=50))
+    sizes = [sum(p.shape.numel * 4 for p in unit.parameters) for unit in nested_units(model)]
+    alive = 0
+    for _ in full_tensors(model):
+        storages = {
+            each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+            for each in gc.get_objects()
+            if isinstance(each, torch.Tensor) and type(each) is torch.Tensor and each.device.type == "cpu"
+        }
+        alive = max(alive, sum(storages.values()))
+    at_rest = sum(
+        {
+            each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+            for each in gc.get_objects()
+            if isinstance(each, torch.Tensor) and type(each) is torch.Tensor and each.device.type == "cpu"
+        }.values()
+    )
+    assert alive - at_rest < max(sizes) + 20_000
+    kept = collected(model)
+    assert sum(value.nbytes for value in kept.values()) > max(sizes)
+    for fqn, value in full_state(build(dim=64, words=50)).items():
+        assert_equal(kept[fqn], value, fqn)
+
+
+@on_ranks(2)
+def test_compute_dtype_and_offload_do_not_matter(rank: Rank) -> None:
+    """Values are those of the shards, whatever the modules compute in and wherever the shards are."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = fully_shard(build(), mesh=rank.mesh, mp_policy=policy, offload_policy=CPUOffloadPolicy())
+    for fqn, value in collected(model).items():
+        assert_equal(value, full_state(build())[fqn], fqn)
+
+
+@on_ranks(2)
+def test_dtensors_of_the_user_are_gathered_as_well(rank: Rank) -> None:
+    """Parameters and buffers that a user has distributed, in no unit, come whole."""
+    model = nn.Linear(6, 5)
+    expected = full_state(model)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), rank.mesh, [Shard(1)]))
+    dist.broadcast(expected["weight"], 0)
+    model.register_buffer("table", distribute_tensor(torch.arange(7.0), rank.mesh, [Shard(0)]))
+    found = collected(model)
+    assert_equal(found["weight"], expected["weight"], "weight")
+    assert_equal(found["table"], torch.arange(7.0), "table")
+    assert not any(isinstance(value, DTensor) for value in found.values())
+
+
+@on_ranks(2)
+def test_buffers_that_the_wrapper_has_cast_come_as_they_are_saved(rank: Rank) -> None:
+    """A buffer that computes in bf16 comes in its own dtype, as in a state dict."""
+    from fullshard import MixedPrecision
+
+    model = FSDP(build(), mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16), process_group=rank.group)
+    model(torch.arange(4).view(1, 4))
+    found = collected(model)
+    assert found["blocks.0.offset"].dtype is torch.float32
+
+
+@on_ranks(2)
+def test_wrong_moments_are_refused_at_the_call(rank: Rank) -> None:
+    """In the middle of a step, on the meta device, or for a dtype that makes no sense, the call itself raises."""
+    model = form("wrapper", rank, build())
+    with FSDP.summon_full_params(model), pytest.raises(PhaseError, match="middle of a step"):
+        full_tensors(model)
+    with torch.device("meta"):
+        meta = Net()
+    with pytest.raises(UnmaterializedParameterError, match="meta device"):
+        full_tensors(form("fully_shard", rank, meta))
+    with pytest.raises(ValueError, match="floating-point"):
+        full_tensors(model, dtype=torch.int8)

@@ -1,0 +1,391 @@
+"""Damaged, made-up and hostile checkpoints: a clear error on all ranks, targets unchanged, and nothing is run."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+from checkpoint.kinds import shared_folder
+from fullshard import CheckpointError
+from fullshard.checkpoint.index import BLOCK
+from fullshard.checkpoint.index_json import from_json, to_json
+from fullshard.checkpoint.storage import INDEX_FILE, CheckpointReader, CheckpointWriter
+from fullshard.checkpoint.torch_format import METADATA_FILE
+from ranks import Rank, on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Bomb:
+    """Something whose pickle makes a file when it is read."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = str(mark)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.mark,)
+
+
+def entries() -> dict[str, Any]:
+    return {"model.w": torch.randn(3, BLOCK // 4), "model.b": torch.randn(5), "extra.n": 3}
+
+
+def save(path: Path) -> dict[str, Any]:
+    saved = entries()
+    dcp.save(saved, storage_writer=CheckpointWriter(path, sync=False), no_dist=True)
+    return saved
+
+
+def targets() -> dict[str, Any]:
+    return {"model.w": torch.full((3, BLOCK // 4), 7.0), "model.b": torch.full((5,), 7.0), "extra.n": None}
+
+
+def refused(path: Path, **options: Any) -> str:
+    """The message with which a checkpoint is refused; checks that it is a CheckpointError and nothing was changed."""
+    found = targets()
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(found, storage_reader=CheckpointReader(path, **options), no_dist=True)
+    assert all(bool((tensor == 7.0).all()) for tensor in (found["model.w"], found["model.b"]))
+    assert found["extra.n"] is None
+    (failure,) = caught.value.failures.values()
+    error = failure[0]
+    if "metadata is None" in str(error):  # torch's words around what the reader raised
+        with pytest.raises(CheckpointError) as direct:
+            CheckpointReader(path).read_metadata()
+        error = direct.value
+    assert isinstance(error, CheckpointError), error
+    return str(error)
+
+
+def data_of(path: Path) -> Path:
+    (found,) = path.glob("data-*")
+    return found
+
+
+def flip(file: Path, position: int, bit: int = 3) -> None:
+    data = bytearray(file.read_bytes())
+    data[position] ^= 1 << bit
+    file.write_bytes(data)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut off by a byte": (lambda p: os.truncate(data_of(p), data_of(p).stat().st_size - 1), "and should have"),
+    "cut off to nothing": (lambda p: os.truncate(data_of(p), 0), "has 0 bytes"),
+    "longer": (lambda p: data_of(p).write_bytes(data_of(p).read_bytes() + b"x"), "and should have"),
+    "missing": (lambda p: data_of(p).unlink(), "no such file"),
+    "a folder": (lambda p: data_of(p).rename(p / "x") and (p / _name(p)).mkdir(), "and should have|directory"),
+    "first block": (lambda p: flip(data_of(p), 5000), "model.w: bytes .* are not those that were written"),
+    "later block": (lambda p: flip(data_of(p), 2 * BLOCK), "model.w: bytes .* are not those that were written"),
+    "small tensor": (lambda p: flip(data_of(p), _start(p, "model.b")), "model.b: bytes .* are not those"),
+    "value": (lambda p: flip(data_of(p), data_of(p).stat().st_size - 1), "extra.n: bytes .* are not those"),
+    "header": (lambda p: flip(data_of(p), 20), "header is not the one that was written"),
+    "header's length": (lambda p: flip(data_of(p), 0), "header is not the one that was written"),
+    "index": (lambda p: flip(p / INDEX_FILE, 300), INDEX_FILE),
+    "index cut off": (lambda p: os.truncate(p / INDEX_FILE, 100), "checksum"),
+    "index empty": (lambda p: os.truncate(p / INDEX_FILE, 0), "no index"),
+    "index missing": (lambda p: (p / INDEX_FILE).unlink(), "has no checkpoint: it has data-"),
+    "all missing": (shutil.rmtree, "has no checkpoint: there is nothing"),
+}
+
+
+def _name(path: Path) -> str:
+    """Of the data file, by the index."""
+    return next(iter(from_json((path / INDEX_FILE).read_bytes(), "").files))
+
+
+def _start(path: Path, key: str) -> int:
+    return from_json((path / INDEX_FILE).read_bytes(), "").tensors[key].pieces[0].start
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_bytes": 1 << 30}, {"keep_bytes": 5 << 20}], ids=str)
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    """Anything that is not as it was written is found before any target changes; the error says file and key."""
+    save(tmp_path / "c")
+    damage, message = DAMAGES[name]
+    damage(tmp_path / "c")
+    found = refused(tmp_path / "c", **options)
+    assert str(tmp_path / "c") in found
+    assert re.search(message, found), found
+
+
+@on_ranks(2)
+def test_one_ranks_damage_changes_no_rank(rank: Rank) -> None:
+    """A flipped bit that only rank 1 reads fails on both ranks, and neither's memory changes."""
+    mesh = init_device_mesh("cpu", (2,))
+    folder = shared_folder(rank)
+    saved = {"w": distribute_tensor(torch.randn(8, 300), mesh, [Shard(0)])}
+    dcp.save(saved, storage_writer=CheckpointWriter(folder))
+    if rank.rank == 0:
+        (file,) = folder.glob("data-*-1.safetensors")
+        flip(file, file.stat().st_size - 1)
+    dist.barrier()
+    target = {"w": distribute_tensor(torch.full((8, 300), 7.0), mesh, [Shard(0)])}
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(target, storage_reader=CheckpointReader(folder))
+    assert list(caught.value.failures) == [1]
+    assert "are not those that were written" in str(caught.value.failures[1][0])
+    assert bool((target["w"].to_local() == 7.0).all())
+
+
+def test_without_verification_lengths_still_count(tmp_path: Path) -> None:
+    """verify=False compares no checksums, but a file that was cut off is an error all the same."""
+    saved = save(tmp_path)
+    flip(data_of(tmp_path), 2 * BLOCK)
+    found = targets()
+    dcp.load(found, storage_reader=CheckpointReader(tmp_path, verify=False), no_dist=True)
+    assert int((found["model.w"] != saved["model.w"]).sum()) == 1
+    os.truncate(data_of(tmp_path), BLOCK)
+    assert "and should have" in refused(tmp_path, verify=False)
+
+
+def test_a_file_that_changes_after_it_was_checked(tmp_path: Path) -> None:
+    """Between the two reads of a local file, a change is noticed, although not every byte is compared twice."""
+    save(tmp_path)
+    file = data_of(tmp_path)
+
+    class Interrupted(CheckpointReader):
+        def prepare_local_plan(self, plan: Any) -> Any:
+            plan = super().prepare_local_plan(plan)
+            flip(file, 2 * BLOCK)
+            return plan
+
+    with pytest.raises(CheckpointException, match="are not those that were written"):
+        dcp.load(targets(), storage_reader=Interrupted(tmp_path), no_dist=True)
+
+
+def test_a_hostile_value(tmp_path: Path) -> None:
+    """A value whose pickle would run code is refused although all its checksums are right, also by torch's planner."""
+    save(tmp_path)
+    mark = tmp_path / "mark"
+    stream = io.BytesIO()
+    torch.save(Bomb(mark), stream)
+    index = from_json((tmp_path / INDEX_FILE).read_bytes(), "")
+    made_up = _with_value(tmp_path, index, stream.getvalue())
+    (tmp_path / INDEX_FILE).write_bytes(made_up)
+    assert "extra.n: the checkpoint's value cannot be read" in refused(tmp_path)
+    assert "cannot be read" in refused(tmp_path, verify=False)
+    assert not mark.exists()
+
+
+def _with_value(path: Path, index: Any, data: bytes) -> bytes:
+    """The index, and the data file behind it, with other bytes as the value."""
+    from dataclasses import replace
+
+    from fullshard.checkpoint.index_json import checksum
+
+    entry = index.values["extra.n"]
+    file = path / entry.file
+    whole = file.read_bytes()[: entry.start] + data
+    file.write_bytes(whole)
+    files = {entry.file: replace(index.files[entry.file], length=len(whole))}
+    value = replace(entry, length=len(data), checksums=checksum(data))
+    return to_json(replace(index, files=files, values={"extra.n": value}))
+
+
+# -------------------------------------------------------------------- torch's own format
+
+
+def save_torch(path: Path) -> Metadata:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(entries(), checkpoint_id=path, no_dist=True)
+    return read_torch(path)
+
+
+def read_torch(path: Path) -> Metadata:
+    found: Metadata = pickle.loads((path / METADATA_FILE).read_bytes())
+    return found
+
+
+def write_torch(path: Path, metadata: Any) -> None:
+    (path / METADATA_FILE).write_bytes(pickle.dumps(metadata))
+
+
+def place(metadata: Metadata, key: str) -> tuple[MetadataIndex, _StorageInfo]:
+    return next((index, info) for index, info in metadata.storage_data.items() if index.fqn == key)
+
+
+def test_metadata_that_runs_code(tmp_path: Path) -> None:
+    """A callable in `.metadata` is refused by name, wherever it stands, and not called."""
+    mark = tmp_path / "mark"
+    metadata = save_torch(tmp_path / "c")
+    for hide in (
+        lambda m: setattr(m, "planner_data", Bomb(mark)),
+        lambda m: m.state_dict_metadata.update(x=Bomb(mark)),
+        lambda m: setattr(m.storage_meta, "checkpoint_id", Bomb(mark)),
+    ):
+        metadata = read_torch(tmp_path / "c") if not mark.exists() else metadata
+        good = pickle.dumps(metadata)
+        hide(metadata)
+        write_torch(tmp_path / "c", metadata)
+        assert "refers to posix.mkdir" in refused(tmp_path / "c")
+        assert not mark.exists()
+        (tmp_path / "c" / METADATA_FILE).write_bytes(good)
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute"),
+    [("builtins", "eval"), ("os", "system"), ("torch", "load"), ("functools", "partial"), ("torch._utils", "_rebuild")]
+    + [("torch.distributed.checkpoint.metadata", "os.system"), ("torch.distributed.checkpoint.metadata", "pickle")]
+    + [("fullshard.checkpoint.torch_format", "Folder"), ("builtins", "getattr"), ("torch.serialization", "load")],
+)
+def test_names_in_metadata(tmp_path: Path, name: str, attribute: str) -> None:
+    """Of all names that a pickle can refer to, only the few that belong there are known."""
+    save_torch(tmp_path)
+    bomb = b"\x80\x04" + _text(name) + _text(attribute) + b"\x93" + _text("1") + b"\x85R."
+    (tmp_path / METADATA_FILE).write_bytes(bomb)
+    assert f"refers to {name}.{attribute}" in refused(tmp_path)
+
+
+def _text(text: str) -> bytes:
+    return b"\x8c" + bytes([len(text)]) + text.encode()
+
+
+def test_known_names_change_nothing_outside(tmp_path: Path) -> None:
+    """A pickle that sets attributes of the classes it names reaches stand-ins, not torch's classes."""
+    save_torch(tmp_path)
+    name = "torch.distributed.checkpoint.metadata"
+    attack = b"\x80\x04" + _text(name) + _text("Metadata") + b"\x93N}" + _text("__init__") + _text("gone") + b"s\x86b."
+    (tmp_path / METADATA_FILE).write_bytes(attack)
+    refused(tmp_path)
+    assert callable(Metadata.__init__)
+
+
+def lie(key: str, **fields: Any) -> Callable[[Metadata], None]:
+    return lambda metadata: [setattr(place(metadata, key)[1], name, value) for name, value in fields.items()] and None
+
+
+def no_place(metadata: Metadata) -> None:
+    del metadata.storage_data[place(metadata, "model.b")[0]]
+
+
+def set_size(size: Any) -> Callable[[Metadata], None]:
+    return lambda metadata: setattr(metadata.state_dict_metadata["model.b"], "size", size)
+
+
+def set_chunk(**fields: Any) -> Callable[[Metadata], None]:
+    chunk = lambda metadata: metadata.state_dict_metadata["model.b"].chunks[0]  # noqa: E731
+    return lambda metadata: [setattr(chunk(metadata), name, value) for name, value in fields.items()] and None
+
+
+LIES: dict[str, tuple[Callable[[Metadata], object], str]] = {
+    "parent": (lie("model.b", relative_path="../x"), "model.b: found a file ../x"),
+    "absolute": (lie("model.b", relative_path="/etc/passwd"), "model.b: found a file /etc/passwd"),
+    "backslash": (lie("model.b", relative_path="..\\x"), "model.b: found a file"),
+    "dots": (lie("model.b", relative_path=".."), "model.b: found a file"),
+    "empty": (lie("model.b", relative_path=""), "model.b: found a file"),
+    "number": (lie("model.b", relative_path=3), "model.b: found a place"),
+    "negative": (lie("model.b", offset=-1), "model.b: found bytes -1"),
+    "beyond": (lie("model.b", length=1 << 40), "model.b: found bytes"),
+    "text": (lie("model.b", length="5"), "model.b: found a place"),
+    "extension": (lie("model.b", transform_descriptors=["stream.zstd"]), "only torch's own reader knows"),
+    "nowhere": (no_place, "model.b: found a piece at"),
+    "size": (set_size(torch.Size([6])), "model.b: found pieces without 1 of the 6"),
+    "negative size": (set_size((-5,)), "model.b: found shape"),
+    "size that is none": (set_size("5"), "model.b: found something else than sizes"),
+    "chunk": (set_chunk(sizes=torch.Size([4])), "model.b: found pieces without 1 of the 5"),
+    "chunk outside": (set_chunk(sizes=torch.Size([50])), "model.b: found piece"),
+    "chunk of negative": (set_chunk(sizes=(-5,)), "model.b: found negative sizes"),
+    "no chunks": (lambda m: setattr(m.state_dict_metadata["model.b"], "chunks", None), "model.b: found no list"),
+    "other object": (lambda m: m.state_dict_metadata.update({"model.b": 3}), "model.b: found no Tensor"),
+    "no storage": (lambda m: setattr(m, "storage_data", None), "storage_data: found no dictionary"),
+    "dtype": (
+        lambda m: setattr(m.state_dict_metadata["model.b"].properties, "dtype", 3),
+        "model.b: found no dtype",
+    ),
+    "other dtype": (
+        lambda m: setattr(m.state_dict_metadata["model.b"].properties, "dtype", torch.int32),
+        r"model.b: expected a tensor of \(5,\) int32; found \(5,\) float32",
+    ),
+    "another's bytes": (
+        lambda m: [
+            setattr(place(m, "model.b")[1], n, getattr(place(m, "extra.n")[1], n)) for n in ("offset", "length")
+        ],
+        r"model.b: expected a tensor of \(5,\) float32; found 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_metadata_that_lies(tmp_path: Path, name: str) -> None:
+    """Paths out of the folder, and sizes, places and types that do not fit, are refused with file and key."""
+    change, message = LIES[name]
+    metadata = save_torch(tmp_path)
+    change(metadata)
+    write_torch(tmp_path, metadata)
+    found = refused(tmp_path)
+    assert re.search(message, found), found
+    assert str(tmp_path) in found
+
+
+def test_tensors_that_run_code(tmp_path: Path) -> None:
+    """A payload that is a pickle with a call in it, for a tensor and for a value: refused, not called."""
+    for key in ("model.b", "extra.n"):
+        path = tmp_path / key
+        metadata = save_torch(path)
+        mark = tmp_path / f"mark {key}"
+        stream = io.BytesIO()
+        torch.save(Bomb(mark), stream)
+        _, info = place(metadata, key)
+        file = path / info.relative_path
+        info.offset, info.length = file.stat().st_size, len(stream.getvalue())
+        file.write_bytes(file.read_bytes() + stream.getvalue())
+        write_torch(path, metadata)
+        assert key in refused(path)
+        assert not mark.exists()
+
+
+@pytest.mark.parametrize("position", ["start", "middle", "end"])
+def test_torchs_files_damaged(tmp_path: Path, position: str) -> None:
+    """torch's files have checksums inside of their payloads; what these do not notice cannot be noticed by anybody."""
+    metadata = save_torch(tmp_path)
+    _, info = place(metadata, "model.b")
+    file = tmp_path / info.relative_path
+    if position == "end":
+        os.truncate(file, info.offset + info.length // 2)
+    else:
+        flip(file, info.offset + (0 if position == "start" else info.length // 2))
+    try:
+        message = refused(tmp_path)
+    except AssertionError:
+        assert position == "middle"
+        return
+    assert str(tmp_path) in message
+
+
+def test_pickles_that_are_none(tmp_path: Path) -> None:
+    """Empty, cut-off and random `.metadata` are errors that name the file."""
+    save_torch(tmp_path)
+    whole = (tmp_path / METADATA_FILE).read_bytes()
+    for data in (b"", b"garbage", whole[: len(whole) // 2], b"\x80\x04N.", b"\x80\x04]\x94."):
+        (tmp_path / METADATA_FILE).write_bytes(data)
+        assert METADATA_FILE in refused(tmp_path)
+
+
+def test_a_pickle_that_grows(tmp_path: Path) -> None:
+    """A few bytes that stand for an endless text when printed are refused in short words."""
+    metadata = save_torch(tmp_path)
+    nested: Any = ("lol",) * 10
+    for _ in range(30):
+        nested = (nested,) * 10
+    metadata.version = nested
+    metadata.state_dict_metadata["model.b"].size = nested
+    write_torch(tmp_path, metadata)
+    assert len(refused(tmp_path)) < 500

@@ -1,0 +1,510 @@
+"""Import from safetensors files: every form of model, byte ranges only, meta devices, names, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from weight_models import FORMS, Block, Net, build, form, full_state
+
+from compare import assert_equal
+from fullshard import CPUOffloadPolicy, PhaseError, fully_shard, unsharded
+from fullshard.checkpoint import importing
+from fullshard.checkpoint.export import export_safetensors
+from fullshard.checkpoint.file_pieces import PieceMover
+from fullshard.checkpoint.full_tensors import full_tensors
+from fullshard.checkpoint.importing import load_safetensors
+from fullshard.checkpoint.parameters import local_parameters
+from fullshard.checkpoint.safetensors_files import INDEX_NAME, SINGLE_NAME
+from fullshard.errors import CheckpointError
+from ranks import Rank, on_ranks
+
+forms = pytest.mark.parametrize("name", FORMS)
+TOKENS = torch.arange(8).view(2, 4)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """With nothing in it."""
+    return str(tmp_path)
+
+
+def save(rank: Rank, folder: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+    """One file, written by the safetensors package on rank 0."""
+    dist.barrier()
+    if rank.rank == 0:
+        contents = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+        save_file(contents, Path(folder, SINGLE_NAME), metadata)
+    dist.barrier()
+
+
+def weights(seed: int = 2) -> dict[str, torch.Tensor]:
+    """Other values than :func:`build` has, tied ones once."""
+    state = full_state(build(seed))
+    state["blocks.0.calls"] = torch.tensor(11)
+    return {name: value.contiguous() for name, value in state.items() if name != "head.weight"}
+
+
+def assert_holds(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    """The model's full tensors are these."""
+    found = dict(full_tensors(model))
+    for name, value in expected.items():
+        assert_equal(found[name], value, name)
+    if "head.weight" in found:
+        assert_equal(found["head.weight"], found["words.weight"], "tied")
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    """Copies of what this rank holds."""
+    tensors = [*(p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()), *model.buffers()]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def assert_refused(rank: Rank, model: nn.Module, *args: Any, **options: Any) -> str:
+    """Loading raises the same on all ranks and changes nothing. Returns what it says."""
+    before = values(model)
+    with pytest.raises((CheckpointError, ValueError)) as caught:
+        load_safetensors(model, *args, **options)
+    for old, new in zip(before, values(model), strict=True):
+        assert_equal(new, old, "what was not to change")
+    messages: list[str] = [""] * rank.world_size
+    dist.all_gather_object(messages, str(caught.value))
+    assert set(messages) == {messages[0]}
+    return messages[0]
+
+
+def count_reads(patch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of what this rank reads from now on, headers left out."""
+    read: list[int] = []
+    usual = os.preadv
+
+    def preadv(descriptor: int, views: list[Any], offset: int) -> int:
+        read.append(sum(len(view) for view in views))
+        return usual(descriptor, views, offset)
+
+    patch.setattr(os, "preadv", preadv)
+    return read
+
+
+# -------------------------------------------------------------------- values
+
+
+@on_ranks(1, 2, 4)
+@forms
+def test_every_form_is_filled(rank: Rank, name: str, folder: str) -> None:
+    """Every parameter and buffer has the file's value, and the model computes with it at once."""
+    if name == "hybrid" and rank.world_size == 1:
+        pytest.skip("two axes need two ranks")
+    save(rank, folder, weights())
+    model = form(name, rank, build())
+    model(TOKENS)  # the root keeps its full parameters
+    missing, unexpected = load_safetensors(model, folder)
+    assert not missing and not unexpected
+    assert_holds(model, weights())
+    reference = build(2)
+    assert_equal(model(TOKENS), reference(TOKENS), "output")
+
+
+@on_ranks(2, 4)
+@forms
+def test_only_what_a_rank_holds_is_read(rank: Rank, name: str, folder: str) -> None:
+    """Bytes read are those of the rank's own pieces, where these are rows; nothing goes through other memory."""
+    save(rank, folder, {k: v for k, v in weights().items() if k != "mix"})
+    model = form(name, rank, build())
+    held = sum(p.cut(p.parameter).nbytes for p in local_parameters(model) if p.fqn != "mix")
+    buffers = sum(b.nbytes for n, b in build().named_buffers() if "cache" not in n)
+    with pytest.MonkeyPatch.context() as patch:
+        read = count_reads(patch)
+        if name != "columns":
+            patch.setattr(PieceMover, "_memory", lambda *_: pytest.fail("read into other memory"))
+        load_safetensors(model, folder, strict=False)
+    if name == "columns":
+        assert sum(read) <= Path(folder, SINGLE_NAME).stat().st_size
+    else:
+        assert sum(read) == held + buffers
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("block", [16, 100, 10**6])
+@pytest.mark.parametrize("name", ["plain", "fully_shard", "columns", "wrapper"])
+def test_other_dtypes_are_converted_in_blocks(rank: Rank, name: str, block: int, folder: str) -> None:
+    """Files in another floating-point dtype, through blocks of any size; the same values as a cast of the whole."""
+    in_file = {k: v.half() if v.is_floating_point() else v for k, v in weights().items()}
+    save(rank, folder, in_file)
+    model = form(name, rank, build())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PieceMover.__init__, "__defaults__", (block,))
+        load_safetensors(model, folder)
+    expected = {k: in_file[k].to(v.dtype) for k, v in weights().items()}
+    assert_holds(model, expected)
+    if name != "plain" or block == 16:
+        message = assert_refused(rank, model, folder, cast=False)
+        assert "words.weight: torch.float16 in the files, torch.float32 in the model" in message
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("target", ["plain", "one unit", "wrapper", "hybrid"])
+@pytest.mark.parametrize("source", ["ddp", "columns", "wrapper, original", "hybrid"])
+def test_forms_read_what_others_have_exported(rank: Rank, source: str, target: str, folder: str) -> None:
+    """Out of one form and into another, in several files."""
+    export_safetensors(form(source, rank, build(3)), folder, max_shard_bytes=400)
+    model = form(target, rank, build())
+    for path in (folder, os.path.join(folder, INDEX_NAME)):
+        assert load_safetensors(model, path) == ([], [])
+        assert_holds(model, full_state(build(3)))
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_optimizers_and_parameters_stay(rank: Rank, folder: str) -> None:
+    """Loading writes into the parameters that are there; an optimizer built before goes on with them."""
+    save(rank, folder, weights())
+    model = form("fully_shard", rank, build())
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    load_safetensors(model, folder)
+    assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
+    reference = build(2)
+    other = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for each, steps in ((model, optimizer), (reference, other)):
+        each(TOKENS).square().mean().backward()
+        steps.step()
+    for name, value in full_tensors(model):
+        if not name.endswith("calls"):
+            torch.testing.assert_close(value, reference.state_dict()[name])
+
+
+# -------------------------------------------------------------------- the meta device
+
+
+def on_meta(**sizes: int) -> Net:
+    with torch.device("meta"):
+        return Net(**sizes)
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("name", ["plain", "fully_shard", "one unit", "columns", "hybrid"])
+def test_models_on_the_meta_device_get_memory_and_values(rank: Rank, name: str, folder: str) -> None:
+    """Afterwards everything has its value, buffers that no file has are made by reset_parameters, and ties hold."""
+    if name == "hybrid" and rank.world_size == 1:
+        pytest.skip("two axes need two ranks")
+    save(rank, folder, weights())
+    model = form(name, rank, on_meta())
+    model.words.weight.note = "kept"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    load_safetensors(model, folder)
+    assert_holds(model, weights())
+    assert model.head.weight is model.words.weight and model.words.weight.note == "kept"
+    assert not model.mix.requires_grad
+    for block in model.blocks:
+        assert_equal(block.cache, torch.full((2,), 7.0), "cache")
+    assert_equal(model(TOKENS), build(2)(TOKENS), "output")
+    if name != "plain":
+        model(TOKENS).sum().backward()
+        optimizer.step()
+        assert not torch.equal(dict(full_tensors(model))["words.weight"], weights()["words.weight"])
+
+
+@on_ranks(2)
+def test_offloaded_units_get_memory_on_the_cpu(rank: Rank, folder: str) -> None:
+    """With an offload policy as without."""
+    save(rank, folder, weights())
+    model = fully_shard(on_meta(), mesh=rank.mesh, offload_policy=CPUOffloadPolicy())
+    load_safetensors(model, folder)
+    assert_holds(model, weights())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_nothing_gives_a_value_is_listed(rank: Rank, strict: bool, folder: str) -> None:
+    """On the meta device: parameters that the files lack, and buffers that nobody makes. The model stays there."""
+    lacking = {k: v for k, v in weights().items() if k not in ("mix", "blocks.1.offset", "words.weight")}
+    save(rank, folder, lacking)
+    model = on_meta()
+    model.register_buffer("angles", torch.empty(3, device="meta"), persistent=False)
+    fully_shard(model, mesh=rank.mesh)
+    with pytest.raises(CheckpointError) as caught:
+        load_safetensors(model, folder, strict=strict)
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    if strict:
+        assert {"words.weight (11, 6)", "mix (6, 5)", "blocks.1.offset (6,)"} <= set(lines)
+    else:
+        assert {"words.weight", "mix"} <= set(lines)
+    assert "angles" in lines and "blocks.0.cache" not in lines
+    assert all(p.device.type == "meta" for p in (*model.parameters(), *model.buffers()))
+    save(rank, folder, {**weights(), "angles": torch.arange(3.0)})
+    load_safetensors(model, folder)
+    assert_equal(model.angles, torch.arange(3.0), "a buffer that is not saved, but in the file")
+
+
+@on_ranks(2)
+def test_reset_that_fails_is_an_error(rank: Rank, folder: str) -> None:
+    """A reset_parameters() that cannot make the buffers is named."""
+    save(rank, folder, weights())
+    model = fully_shard(on_meta(), mesh=rank.mesh)
+
+    def fail() -> None:
+        raise RuntimeError("no idea")
+
+    model.blocks[1].reset_parameters = fail
+    with pytest.raises(CheckpointError, match=r"reset_parameters\(\) of a Block.*no idea"):
+        load_safetensors(model, folder)
+
+
+# -------------------------------------------------------------------- names
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["plain", "fully_shard", "wrapper"])
+def test_tied_parameters_need_one_of_their_names(rank: Rank, name: str, folder: str) -> None:
+    """Under the first name, another one, or both."""
+    only = weights()
+    other = {("head.weight" if k == "words.weight" else k): v for k, v in only.items()}
+    for contents in (only, other, only | other):
+        save(rank, folder, contents)
+        model = form(name, rank, build())
+        assert load_safetensors(model, folder) == ([], [])
+        assert_holds(model, weights())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("metadata", [{"aliases": '{"head.weight": "words.weight"}'}, {"head.weight": "words.weight"}])
+def test_models_that_are_not_tied_get_both(rank: Rank, metadata: dict[str, str], folder: str) -> None:
+    """What the metadata says of further names fills a model in which the parameters are two."""
+    model = build()
+    model.head.weight = nn.Parameter(torch.zeros(11, 6))
+    save(rank, folder, weights(), metadata)
+    model = fully_shard(model, mesh=rank.mesh)
+    assert load_safetensors(model, folder) == ([], [])
+    assert_holds(model, {**weights(), "head.weight": weights()["words.weight"]})
+    save(rank, folder, weights())
+    assert "head.weight (11, 6)" in assert_refused(rank, model, folder)
+
+
+@on_ranks(2)
+def test_names_can_be_changed_on_the_way(rank: Rank, folder: str) -> None:
+    """``rename`` maps names of the files to the model's; None leaves a tensor out; two of one name are refused."""
+    model = form("wrapper", rank, build())
+    contents = {f"model.{k}": v for k, v in weights().items()}
+    save(
+        rank, folder, {**contents, "vision": torch.ones(2)}, {"aliases": '{"model.head.weight": "model.words.weight"}'}
+    )
+    assert "\n    vision" in assert_refused(rank, model, folder)
+    known = load_safetensors(model, folder, rename=lambda n: n.removeprefix("model.") if n != "vision" else None)
+    assert known == ([], [])
+    assert_holds(model, weights())
+    assert "the same name, 'mix'" in assert_refused(rank, model, folder, rename=lambda name: "mix")
+    with pytest.raises(TypeError, match="expected a name or None"):
+        load_safetensors(model, folder, rename=lambda name: 3)  # type: ignore[arg-type, return-value]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["plain", "fully_shard", "wrapper"])
+def test_all_that_does_not_fit_is_listed(rank: Rank, name: str, folder: str) -> None:
+    """Missing, unexpected, of another shape, of another dtype: each with its name and what was expected."""
+    contents = weights()
+    del contents["blocks.0.up.bias"], contents["blocks.1.calls"]
+    contents |= {"more": torch.ones(1), "mix": torch.ones(5, 6), "blocks.0.calls": torch.tensor(1.0)}
+    save(rank, folder, contents)
+    model = form(name, rank, build())
+    message = assert_refused(rank, model, folder)
+    for expected in (
+        "not in the files:\n    blocks.0.up.bias (13,)\n    blocks.1.calls ()",
+        "in the files, but not in the model:\n    more",
+        "of another shape:\n    mix: (5, 6) in the files, (6, 5) in the model",
+        "of another dtype:\n    blocks.0.calls: torch.float32 in the files, torch.int64 in the model",
+    ):
+        assert expected in message
+    assert "mix" in assert_refused(rank, model, folder, strict=False)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["plain", "fully_shard", "wrapper"])
+def test_names_on_one_side_only_can_be_allowed(rank: Rank, name: str, folder: str) -> None:
+    """Without ``strict`` what the files lack stays, and the names are returned."""
+    contents = weights()
+    old = full_state(build())
+    del contents["blocks.0.up.bias"], contents["words.weight"]
+    save(rank, folder, {**contents, "more": torch.ones(1)})
+    model = form(name, rank, build())
+    result = load_safetensors(model, folder, strict=False)
+    assert sorted(result.missing_keys) == ["blocks.0.up.bias", "words.weight"]
+    assert result.unexpected_keys == ["more"]
+    kept = {key: old[key] for key in result.missing_keys}
+    assert_holds(model, {**contents, **kept})
+
+
+# -------------------------------------------------------------------- what goes wrong
+
+
+def damages() -> Iterator[tuple[str, Callable[[bytes], bytes]]]:
+    def header(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
+        def damage(data: bytes) -> bytes:
+            length = int.from_bytes(data[:8], "little")
+            entries = json.loads(data[8 : 8 + length])
+            change(entries)
+            text = json.dumps(entries).encode()
+            return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+        return damage
+
+    yield "cut off", lambda data: data[:-1]
+    yield "too long", lambda data: data + b"x"
+    yield "empty", lambda data: b""
+    yield "header cut off", lambda data: data[:50]
+    yield "huge header", lambda data: (2**60).to_bytes(8, "little") + data[8:]
+    yield "no JSON", lambda data: data[:8] + b"\xff" + data[9:]
+    yield "overlap", header(lambda e: e["mix"].update(data_offsets=e["words.weight"]["data_offsets"]))
+    yield "outside", header(lambda e: e["mix"].update(data_offsets=[10**9, 10**9 + 120]))
+    yield "wrong size", header(lambda e: e["mix"].update(shape=[600, 5]))
+    yield "negative", header(lambda e: e["mix"].update(shape=[-6, -5]))
+    yield "pickle", lambda data: b"\x80\x04cos\nsystem\n(S'exit 1'\ntR."
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [kind for kind, _ in damages()])
+@pytest.mark.parametrize("name", ["fully_shard", "wrapper"])
+def test_damaged_files_leave_the_model_untouched(rank: Rank, name: str, kind: str, folder: str) -> None:
+    """Truncated, changed and hostile files are an error on all ranks, which names the file."""
+    save(rank, folder, weights())
+    file = Path(folder, SINGLE_NAME)
+    if rank.rank == 0:
+        file.write_bytes(dict(damages())[kind](file.read_bytes()))
+    dist.barrier()
+    assert SINGLE_NAME in assert_refused(rank, form(name, rank, build()), folder)
+
+
+HOSTILE = {
+    "escape": "'../a.safetensors'",
+    "absolute": "expected the name of a file beside it",
+    "absent file": "c.safetensors",
+    "absent tensor": "more in b",
+    "nothing": "found nothing",
+    "a pipe": "expected a regular file",
+    "a folder": "expected a regular file",
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_folders_leave_the_model_untouched(rank: Rank, what: str, folder: str) -> None:
+    """Indices that point elsewhere or lie, folders without weights, and things that are no files."""
+    inner = Path(folder, "inner")
+    if rank.rank == 0:
+        inner.mkdir()
+        save_file(weights(), Path(folder, "a.safetensors"))
+        save_file(weights(), inner / "b.safetensors")
+        places = dict.fromkeys(weights(), "b.safetensors")
+        if what == "escape":
+            places["mix"] = "../a.safetensors"
+        elif what == "absolute":
+            places["mix"] = str(Path(folder, "a.safetensors"))
+        elif what == "absent file":
+            places["mix"] = "c.safetensors"
+        elif what == "absent tensor":
+            places["more"] = "b.safetensors"
+        if what == "nothing":
+            os.unlink(inner / "b.safetensors")
+        elif what == "a pipe":
+            os.mkfifo(inner / SINGLE_NAME)
+        elif what == "a folder":
+            (inner / SINGLE_NAME).mkdir()
+        else:
+            (inner / INDEX_NAME).write_text(json.dumps({"weight_map": places}))
+    dist.barrier()
+    message = assert_refused(rank, form("fully_shard", rank, build()), inner)
+    assert HOSTILE[what] in message
+
+
+@on_ranks(2, 4)
+def test_rank_that_cannot_read_fails_all(rank: Rank, folder: str) -> None:
+    """A file that one rank does not see is an error on all, with that rank's number, before anything changes."""
+    save(rank, folder, weights())
+    path = folder if rank.rank != 1 else f"{folder}/elsewhere"
+    model = form("fully_shard", rank, build())
+    with pytest.MonkeyPatch.context() as patch:
+        usual = importing.find_weights
+        patch.setattr(importing, "find_weights", lambda _: usual(Path(path)))
+        assert "rank 1: " in assert_refused(rank, model, folder)
+
+
+@on_ranks(2)
+def test_ranks_that_find_other_files_are_told(rank: Rank, folder: str) -> None:
+    """Folders of one name on several machines, with different files in them."""
+    save(rank, folder, weights())
+    model = form("fully_shard", rank, build())
+    usual, elsewhere = importing.find_weights, Path(folder, "elsewhere")
+    if rank.rank == 1:
+        elsewhere.mkdir()
+        save_file({**weights(), "more": torch.ones(3)}, elsewhere / SINGLE_NAME)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank.rank == 1:
+            patch.setattr(importing, "find_weights", lambda _: usual(elsewhere))
+        message = assert_refused(rank, model, folder, strict=False)
+    assert "rank 1: " in message and "not those that the group's first rank finds" in message
+
+
+@on_ranks(2)
+def test_failure_while_reading_says_that_the_model_is_changed(rank: Rank, folder: str) -> None:
+    """What nobody could have known before is told as what it is, on all ranks; loading again works."""
+    save(rank, folder, weights())
+    model = form("fully_shard", rank, build())
+    with pytest.MonkeyPatch.context() as patch:
+        if rank.rank == 1:
+            patch.setattr(os, "preadv", lambda *_: 0)
+        with pytest.raises(CheckpointError, match=r"rank 1: .*model.safetensors: .* The model is partly changed"):
+            load_safetensors(model, folder)
+    load_safetensors(model, folder)
+    assert_holds(model, weights())
+
+
+@on_ranks(2)
+def test_ranks_that_read_different_folders_are_told(rank: Rank, folder: str) -> None:
+    """Different paths are different operations."""
+    with pytest.raises(CheckpointError.__mro__[1], match="different things"):
+        load_safetensors(form("fully_shard", rank, build()), f"{folder}/{rank.rank}")
+
+
+@on_ranks(2)
+def test_models_in_the_middle_of_a_step_are_refused(rank: Rank, folder: str) -> None:
+    """Not while full parameters are held."""
+    save(rank, folder, weights())
+    model = form("fully_shard", rank, build())
+    with unsharded(model), pytest.raises(PhaseError):
+        load_safetensors(model, folder)
+    load_safetensors(model, folder)
+
+
+def test_single_process_without_a_group(folder: str) -> None:
+    """A plain model, no ranks at all, from a file by its name."""
+    save_file(weights(), Path(folder, "mine.safetensors"))
+    for path in (folder, Path(folder, "mine.safetensors")):
+        model = build()
+        load_safetensors(model, path)
+        for name, value in weights().items():
+            assert_equal(model.state_dict()[name], value, name)
+    block = Block(6)
+    with pytest.raises(CheckpointError, match="not in the files"):
+        load_safetensors(block, folder)
+    with pytest.raises(ValueError, match="expected a path, found the URL 's3://a/b'"):
+        load_safetensors(block, "s3://a/b")
+
+
+def test_modules_with_a_second_list_of_weights_are_filled(folder: str) -> None:
+    """RNNs keep their weights once more; these too are the ones that were given memory."""
+    torch.manual_seed(3)
+    reference = nn.LSTM(3, 4)
+    save_file(dict(reference.state_dict()), Path(folder, SINGLE_NAME))
+    with torch.device("meta"):
+        model = nn.LSTM(3, 4)
+    load_safetensors(model, folder)
+    x = torch.ones(2, 1, 3)
+    assert_equal(model(x)[0], reference(x)[0], "output")

@@ -1,0 +1,765 @@
+"""The state of optimizers by FQN: what is saved is what an unsharded optimizer holds, and what is loaded is that."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from checkpoint.kinds import KINDS, Model, build, every_kind, train
+from checkpoint.optimizers import (
+    OPTIMIZERS,
+    Custom,
+    assert_states_close,
+    fill,
+    groups_of,
+    held_by,
+    in_one_group,
+    joined,
+    load,
+    map_leaves,
+    saved_by,
+    target_for,
+    trained,
+)
+from compare import assert_equal, fqn_of
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import fully_shard
+from fullshard.checkpoint.optimizer_state import (
+    Described,
+    OptimizerTarget,
+    agree_on_state,
+    compare_fingerprints,
+    describe,
+    fingerprint,
+    optimizer_state,
+)
+from fullshard.checkpoint.parameters import local_parameters
+from fullshard.checkpoint.pieces import Pieces
+from fullshard.errors import FullshardError, PhaseError
+from fullshard.state_dict_types import StateDictType
+from ranks import Rank, on_ranks
+
+FLAT = ("flat", "no_shard")  # with visible flat parameters
+# All optimizers on what differs most, and one on all kinds.
+SOME = ("fully_shard", "flat", "original")
+KINDS_AND_OPTIMIZERS = [(SOME[index % 3], name) for index, name in enumerate(OPTIMIZERS)]
+KINDS_AND_OPTIMIZERS += [(kind, name) for kind in SOME for name in ("custom", "sgd", "asgd")]
+KINDS_AND_OPTIMIZERS += [(kind, "adam") for kind in KINDS if kind != "low_buffers"]
+KINDS_AND_OPTIMIZERS = list(dict.fromkeys(KINDS_AND_OPTIMIZERS))
+kinds_and_optimizers = pytest.mark.parametrize(("kind", "name"), KINDS_AND_OPTIMIZERS)
+
+
+def stepped(model: nn.Module, name: str, steps: int = 3, *, order: int = 1) -> torch.optim.Optimizer:
+    """An optimizer of that name, of two groups, after some steps."""
+    optimizer = OPTIMIZERS[name](groups_of(model, order=order))
+    train(model, optimizer, 0, steps)
+    return optimizer
+
+
+def of_reference(name: str, steps: int = 3) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+    """The unsharded model, its optimizer after some steps, and what a checkpoint of both has."""
+    model = Model()
+    optimizer = stepped(model, name, steps)
+    groups = [
+        {**{key: value for key, value in group.items() if key != "params"}, "params": names}
+        for group, names in zip(optimizer.param_groups, names_in_groups(model, optimizer), strict=True)
+    ]
+    return model, optimizer, {"state": held_by(model, optimizer), "param_groups": groups}
+
+
+def names_in_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+# ---------------------------------------------------------------- saving
+
+
+@on_ranks(2)
+@kinds_and_optimizers
+def test_state_is_that_of_an_unsharded_optimizer(rank: Rank, kind: str, name: str) -> None:
+    """Names, whole tensors, shared tensors and values are those that the optimizer of the plain model holds."""
+    model = build(rank, kind)
+    optimizer = stepped(model, name)
+    _, plain, expected = of_reference(name)
+    tree = optimizer_state(model, optimizer)
+    assert_states_close(joined(tree["state"]), expected["state"])
+    for found, wanted in zip(tree["param_groups"], expected["param_groups"], strict=kind not in FLAT):
+        if kind not in FLAT:  # flat parameters mix what the groups would tell apart
+            assert sorted(found["params"]) == sorted(wanted["params"])
+            assert found["mark"] == wanted["mark"]
+    assert plain.state_dict()["state"].keys() == dict.fromkeys(range(len(plain.state))).keys()
+
+
+@on_ranks(4)
+@every_kind("low_buffers", "plain", "ddp")
+def test_state_on_four_ranks(rank: Rank, kind: str) -> None:
+    """Ranks whose part of a parameter is empty, and replicas, hold the same state as the others."""
+    model = build(rank, kind)
+    optimizer = stepped(model, "adam")
+    agree_on_state(optimizer_state(model, optimizer)["state"])
+    assert_states_close(joined(optimizer_state(model, optimizer)["state"]), of_reference("adam")[2]["state"])
+
+
+@on_ranks(2)
+@every_kind("plain", "ddp", "low_buffers")
+def test_state_is_not_copied(rank: Rank, kind: str) -> None:
+    """What is written into the pieces is in the optimizer, and padding is in no piece."""
+    model = build(rank, kind)
+    optimizer = stepped(model, "adam")
+    for values in optimizer_state(model, optimizer)["state"].values():
+        for piece in values["exp_avg"].pieces:
+            piece.local.fill_(7.0)
+    elements = 0
+    for state in optimizer.state.values():
+        local = getattr(state["exp_avg"], "_local_tensor", state["exp_avg"])
+        elements += int((local == 7.0).sum())
+    parts = {part.fqn: part for part in local_parameters(model)}
+    expected = sum(
+        piece.local.numel()
+        for part in parts.values()
+        if part.parameter.requires_grad
+        for piece in part.cut(part.parameter).pieces
+    )
+    assert elements == expected
+
+
+@on_ranks(2)
+@every_kind("plain", "ddp", "low_buffers")
+def test_one_element_and_scalar_parameters(rank: Rank, kind: str) -> None:
+    """State of parameters of one element is told from counters by facts, on ranks that have it and that have not."""
+    model = build(rank, kind)
+    tree = optimizer_state(model, stepped(model, "custom"))["state"]
+    for fqn in ("scale", "one"):
+        assert isinstance(tree[fqn]["nested"]["square"], Pieces), fqn
+        assert isinstance(tree[fqn]["moments"][1], Pieces), fqn
+        assert type(tree[fqn]["vector"]) is torch.Tensor, fqn
+        assert type(tree[fqn]["nested"]["pair"][0]) is torch.Tensor, fqn
+    adam = optimizer_state(model, stepped(model, "adam"))["state"]
+    for fqn in ("scale", "one"):
+        assert isinstance(adam[fqn]["exp_avg"], Pieces) and type(adam[fqn]["step"]) is torch.Tensor, fqn
+
+
+def test_a_lone_scalar_parameter() -> None:
+    """Where no other parameter tells, the name of the counter does."""
+    model = nn.Module()
+    model.scale = nn.Parameter(torch.tensor(2.0))
+    optimizer = torch.optim.Adam(model.parameters())
+    model.scale.square().backward()
+    optimizer.step()
+    state = optimizer_state(model, optimizer)["state"]["scale"]
+    assert isinstance(state["exp_avg"], Pieces) and isinstance(state["exp_avg_sq"], Pieces)
+    assert type(state["step"]) is torch.Tensor
+
+
+def test_tables_of_the_size_of_a_parameter_are_shared() -> None:
+    """A table that all parameters have is not cut where it happens to have a parameter's shape."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    optimizer = Custom(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = optimizer_state(model, optimizer)["state"]
+    assert state["0.bias"]["table"].shape == model[0].bias.shape
+    assert type(state["0.bias"]["table"]) is torch.Tensor
+    target = target_for(model, optimizer, saved_plain(model, optimizer))
+    assert type(target.tree["state"]["0.bias"]["table"]) is torch.Tensor
+
+
+def saved_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a checkpoint has, without ranks."""
+    names = names_in_groups(model, optimizer)
+    groups = [{**group, "params": own} for group, own in zip(optimizer.param_groups, names, strict=True)]
+    return {"state": copy.deepcopy(held_by(model, optimizer)), "param_groups": groups}
+
+
+def test_without_state() -> None:
+    """Parameters without state, frozen ones among them, are in the groups only; nothing is added to the optimizer."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters())
+    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    tree = optimizer_state(model, optimizer)
+    assert tree["state"] == {} and tree["param_groups"][0]["params"] == names
+    assert len(optimizer.state) == 0
+    model(torch.ones(1, 3)).sum().backward()
+    model[1].bias.grad = None
+    optimizer.step()
+    tree = optimizer_state(model, optimizer)
+    assert list(tree["state"]) == ["0.bias", "1.weight"] and tree["param_groups"][0]["params"] == names
+    assert len(optimizer.state) == 2
+
+
+def test_tensor_options_stay_tensors() -> None:
+    """A learning rate that is a tensor is one in what is saved; names that torch keeps of parameters are left out."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.named_parameters(), lr=torch.tensor(0.25), foreach=False)
+    (group,) = optimizer_state(model, optimizer)["param_groups"]
+    assert group["lr"] is optimizer.param_groups[0]["lr"]
+    assert "param_names" not in group and group["params"] == ["weight", "bias"]
+
+
+def test_foreign_parameters() -> None:
+    """An optimizer of another model's parameters is an error that says which."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([{"params": list(model.parameters())}, {"params": [nn.Parameter(torch.ones(3))]}])
+    with pytest.raises(ValueError, match=r"parameter 0 of group 1 of the optimizer \(shape \(3,\)"):
+        optimizer_state(model, optimizer)
+
+
+@on_ranks(2)
+def test_in_the_middle_of_a_step(rank: Rank) -> None:
+    """Inside summon_full_params state is not to be had."""
+    model = build(rank, "flat")
+    optimizer = stepped(model, "adam")
+    with FSDP.summon_full_params(model), pytest.raises(PhaseError):
+        optimizer_state(model, optimizer)
+
+
+def test_entries_of_the_user() -> None:
+    """What users put into the state under a name is kept, mapping or not."""
+    model = nn.Linear(2, 2)
+    optimizer = stepped_linear(model)
+    optimizer.state["phase"] = "warm-up"  # type: ignore[index]
+    optimizer.state["totals"] = {"sum": torch.tensor([1.0, 2.0]), "n": 3}  # type: ignore[index]
+    tree = optimizer_state(model, optimizer)
+    assert tree["state"]["phase"] == {"": "warm-up"} and tree["state"]["totals"]["n"] == 3
+    saved = {"state": copy.deepcopy(tree["state"]), "param_groups": tree["param_groups"]}
+    for fqn in ("weight", "bias"):
+        saved["state"][fqn] = copy.deepcopy(held_by(model, optimizer)[fqn])
+    other = nn.Linear(2, 2)
+    fresh = torch.optim.Adam(other.parameters())
+    load(other, fresh, saved)
+    assert fresh.state["phase"] == "warm-up"  # type: ignore[index]
+    assert_equal(fresh.state["totals"], {"sum": torch.tensor([1.0, 2.0]), "n": 3}, "totals")  # type: ignore[index]
+
+
+def stepped_linear(model: nn.Module, steps: int = 1) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    return optimizer
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", ["fully_shard", "flat", "original"])
+def test_tensor_parallel_parameters(rank: Rank, kind: str) -> None:
+    """Parameters that are DTensors already are cut once more; their state is whole again, and goes back."""
+    mesh = rank.make_mesh(2, 2, names=("dp", "tp"))
+    reference = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3))
+    for index, parameter in enumerate(reference.parameters()):
+        parameter.data = torch.linspace(-1, 1 + index, parameter.numel()).view_as(parameter)
+    model = parallelize_module(copy.deepcopy(reference), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    if kind == "fully_shard":
+        fully_shard(model, mesh=mesh["dp"])
+    else:
+        model = FSDP(model, device_mesh=mesh["dp"], use_orig_params=kind == "original")
+    optimizers = [torch.optim.Adam(m.parameters(), foreach=False) for m in (model, reference)]
+    for m, optimizer in zip((model, reference), optimizers, strict=True):
+        m(torch.linspace(0, 1, 12).view(2, 6)).square().mean().backward()
+        optimizer.step()
+    expected = held_by(reference, optimizers[1])
+    saved = saved_by(model, optimizers[0])
+    assert_states_close(saved["state"], expected)
+    new = torch.optim.Adam(model.parameters(), foreach=False)
+    load(model, new, saved)
+    assert_states_close(joined(optimizer_state(model, new)["state"]), saved["state"], exact=True)
+    for form in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
+        with FSDP.state_dict_type(model, form):
+            state = FSDP.optim_state_dict(model, new)
+            again = torch.optim.Adam(model.parameters(), foreach=False)
+            again.load_state_dict(FSDP.optim_state_dict_to_load(model, again, state))
+        whole = map_leaves(state["state"], lambda value: value.full_tensor() if isinstance(value, DTensor) else value)
+        assert_states_close(whole, saved["state"], exact=True)
+        assert_states_close(joined(optimizer_state(model, again)["state"]), saved["state"], exact=True)
+    first = FSDP.full_optim_state_dict(model, new)
+    assert (first == {}) == (rank.rank > 0)
+    assert_states_close(first.get("state", saved["state"]), saved["state"], exact=True)
+
+
+# ---------------------------------------------------------------- ranks that differ
+
+
+class SkipsEmpty(torch.optim.SGD):
+    """As some hand-written optimizers: no state where this rank has nothing."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in list(self.state):
+            if not getattr(parameter, "_local_tensor", parameter).numel():
+                del self.state[parameter]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["fully_shard", "original"])
+def test_state_on_some_ranks_only(rank: Rank, kind: str) -> None:
+    """An optimizer that skips empty parts is reported on all ranks, with parameter and rank."""
+    model = build(rank, kind)
+    optimizer = SkipsEmpty(trained(model), lr=0.1, momentum=0.9)
+    train(model, optimizer, 0, 1)
+    state = optimizer_state(model, optimizer)["state"]
+    with pytest.raises(
+        FullshardError, match=r"one \((rank 0: nothing, rank 1|rank 0: momentum_buffer.*rank 1: nothing)"
+    ):
+        agree_on_state(state)
+
+
+@on_ranks(2)
+def test_shared_tensors_that_differ(rank: Rank) -> None:
+    """A tensor that every rank has all of must be the same on all, as a number of steps."""
+    model = build(rank, "fully_shard")
+    optimizer = stepped(model, "adam")
+    agree_on_state(optimizer_state(model, optimizer)["state"])
+    if rank.rank == 1:
+        optimizer.state[next(p for n, p in model.named_parameters() if n == "low")]["step"] += 1
+    with pytest.raises(
+        FullshardError, match=r"low \(rank 0: .*step \(\) float32 = 3\.0, rank 1: .*step \(\) float32 = 4\.0"
+    ):
+        agree_on_state(optimizer_state(model, optimizer)["state"])
+
+
+def test_fingerprints() -> None:
+    """Equal ones pass; a name, shape, dtype, shared value or parameter that differs does not."""
+    state = {"a": {"m": Pieces.whole(torch.ones(2, 3)), "step": torch.tensor(3.0), "x": None}}
+    one = fingerprint(state)
+    compare_fingerprints([one, dict(one)], [0, 1])
+    for changed in (
+        {"a": {**state["a"], "m": Pieces.whole(torch.ones(3, 2))}},
+        {"a": {**state["a"], "m": Pieces.whole(torch.ones(2, 3).half())}},
+        {"a": {**state["a"], "step": torch.tensor(4.0)}},
+        {"a": {"m": state["a"]["m"], "step": state["a"]["step"]}},
+        {},
+        {**state, "b": {"step": torch.tensor(3.0)}},
+    ):
+        with pytest.raises(FullshardError, match="rank"):
+            compare_fingerprints([one, fingerprint(changed)], [4, 6])
+    with pytest.raises(FullshardError, match=r"a \(ranks 4, 5: .*, rank 6: nothing\)"):
+        compare_fingerprints([one, one, {}], [4, 5, 6])
+
+
+# ---------------------------------------------------------------- loading
+
+
+@on_ranks(2)
+@kinds_and_optimizers
+def test_loads_what_an_unsharded_optimizer_saved(rank: Rank, kind: str, name: str) -> None:
+    """Into a new optimizer with other groups in another order: the same state bit by bit, and the same next steps."""
+    reference, _, saved = of_reference(name)
+    model = KINDS[kind](rank, copy.deepcopy(reference))
+    saved = in_one_group(saved) if kind in FLAT else copy.deepcopy(saved)
+    new = OPTIMIZERS[name](groups_of(model, order=-1))
+    load(model, new, saved)
+    assert_states_close(joined(optimizer_state(model, new)["state"]), saved["state"], exact=True)
+    for group in new.param_groups:
+        assert group["mark"] in (("all",) if kind in FLAT else ("big", "small"))
+    again = OPTIMIZERS[name](groups_of(reference))
+    load(reference, again, saved)
+    losses = [train(m, o, 3, 6) for m, o in ((model, new), (reference, again))]
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-4, atol=1e-5)
+    assert_states_close(joined(optimizer_state(model, new)["state"]), held_by(reference, again))
+
+
+@on_ranks(2, 4)
+@every_kind("low_buffers", "plain")
+def test_saved_and_loaded_by_every_kind(rank: Rank, kind: str) -> None:
+    """What one kind saved, every other kind loads, and saves again as it was."""
+    model = build(rank, kind)
+    optimizer = stepped(model, "adam")
+    saved = in_one_group(saved_by(model, optimizer))
+    for group in saved["param_groups"]:
+        group["lr"] = 0.5
+    for other in KINDS:
+        target = build(rank, other)
+        new = torch.optim.Adam(trained(target))
+        load(target, new, saved)
+        assert new.param_groups[0]["lr"] == 0.5
+        assert_states_close(joined(optimizer_state(target, new)["state"]), saved["state"], exact=True)
+        steps = {float(state["step"]) for state in new.state.values()}
+        assert steps == {3.0}
+
+
+@on_ranks(2)
+@every_kind("low_buffers")
+def test_existing_memory_is_used(rank: Rank, kind: str) -> None:
+    """An optimizer that has stepped gets its own tensors filled; one of another dtype gets new ones."""
+    model = build(rank, kind)
+    optimizer = stepped(model, "adam", 2)
+    before = {id(p): state["exp_avg"] for p, state in optimizer.state.items()}
+    saved = in_one_group(of_reference("adam")[2])
+    target = target_for(model, optimizer, saved)
+    assert target.problems == []
+    fill(target, saved)
+    assert {float(state["step"]) for state in optimizer.state.values()} <= {2.0, 3.0}
+    target.install()
+    assert all(state["exp_avg"] is before[id(p)] for p, state in optimizer.state.items())
+    assert_states_close(joined(optimizer_state(model, optimizer)["state"]), saved["state"], exact=True)
+
+
+def test_nothing_changes_before_install() -> None:
+    """Planning, and even filling new memory, leaves a fresh optimizer as it was; no step is run."""
+    model = nn.Linear(2, 2)
+    before = copy.deepcopy(model.state_dict())
+    saved = saved_plain(model, stepped_linear(model, 5))
+    other = nn.Linear(2, 2)
+    other.load_state_dict(before)
+    optimizer = torch.optim.Adam(other.parameters(), lr=7.0)
+    target = target_for(other, optimizer, saved)
+    fill(target, saved)
+    assert len(optimizer.state) == 0 and optimizer.param_groups[0]["lr"] == 7.0
+    target.install()
+    assert_equal(dict(other.state_dict()), dict(before), "model")
+    assert {float(state["step"]) for state in optimizer.state.values()} == {5.0}
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_what_was_not_saved_goes() -> None:
+    """State of a parameter that had none when it was saved is removed: the optimizer is what it was then."""
+    model = nn.Linear(2, 2)
+    optimizer = stepped_linear(model)
+    saved = saved_plain(model, optimizer)
+    del saved["state"]["bias"]
+    load(model, optimizer, saved)
+    assert list(optimizer.state) == [model.weight]
+
+
+@on_ranks(2)
+def test_flat_parameters_with_gaps(rank: Rank) -> None:
+    """Parts of a flat parameter that had no state get zeros, as they would have had, also in memory that is reused."""
+    saved = in_one_group(of_reference("adam")[2])
+    del saved["state"]["blocks.0.0.bias"]
+    for steps in (0, 2):
+        model = build(rank, "flat")
+        optimizer = stepped(model, "adam", steps)
+        load(model, optimizer, saved)
+        found = joined(optimizer_state(model, optimizer)["state"])
+        assert not found["blocks.0.0.bias"]["exp_avg"].any()
+        assert_equal(found.pop("blocks.0.0.bias")["step"], torch.tensor(3.0), "step")
+        assert_states_close(found, saved["state"], exact=True)
+
+
+@on_ranks(2)
+def test_flat_parameters_with_different_steps(rank: Rank) -> None:
+    """A flat parameter has one number of steps: several saved ones are an error before anything changes."""
+    saved = in_one_group(of_reference("adam")[2])
+    saved["state"]["blocks.1.0.bias"]["step"] += 2
+    model = build(rank, "flat")
+    optimizer = stepped(model, "adam", 1)
+    target = target_for(model, optimizer, saved)
+    assert target.problems == []
+    assert target.shared["blocks.1.0.bias"].keys() == {"step"}
+    for fqn, values in target.shared.items():
+        values["step"].copy_(saved["state"][fqn]["step"])
+    (conflict,) = target.conflicts()
+    assert "blocks.1.0.weight and blocks.1.0.bias are one flat parameter" in conflict and "3.0 and 5.0" in conflict
+    before = copy.deepcopy(joined(optimizer_state(model, optimizer)["state"]))
+    with pytest.raises(FullshardError, match=r"cannot load the optimizer: blocks\.1\.0\.weight and"):
+        target.install()
+    assert_states_close(joined(optimizer_state(model, optimizer)["state"]), before, exact=True)
+    original = build(rank, "original")
+    new = OPTIMIZERS["adam"](groups_of(original))
+    load(original, new, saved)
+    assert_states_close(joined(optimizer_state(original, new)["state"]), saved["state"], exact=True)
+
+
+@on_ranks(2)
+def test_flat_parameters_with_different_values(rank: Rank) -> None:
+    """The same of values that are no tensors, which are known at once."""
+    saved = in_one_group(of_reference("custom")[2])
+    saved["state"]["blocks.1.0.bias"]["count"] += 2
+    model = build(rank, "flat")
+    target = target_for(model, OPTIMIZERS["custom"](groups_of(model)), saved)
+    (conflict,) = target.conflicts()
+    assert "different count, 3 and 5" in conflict
+
+
+@on_ranks(2)
+def test_flat_parameters_in_different_forms(rank: Rank) -> None:
+    """Parts whose state was saved in different dtypes cannot be one."""
+    saved = in_one_group(of_reference("adam")[2])
+    saved["state"]["blocks.1.0.bias"]["exp_avg"] = saved["state"]["blocks.1.0.bias"]["exp_avg"].double()
+    model = build(rank, "flat")
+    target = target_for(model, OPTIMIZERS["adam"](groups_of(model)), saved)
+    assert len(target.problems) == 1 and "exp_avg of blocks.1.0.weight, blocks.1.0.bias" in target.problems[0]
+
+
+def test_tied_names() -> None:
+    """A tied parameter is found under whichever of its names it was saved."""
+    for name in ("embed.weight", "head.weight"):
+        saved = copy.deepcopy(of_reference("adam")[2])
+        saved["state"][name] = saved["state"].pop("embed.weight")
+        for group in saved["param_groups"]:
+            group["params"] = [name if fqn == "embed.weight" else fqn for fqn in group["params"]]
+        model = Model()
+        optimizer = OPTIMIZERS["adam"](groups_of(model))
+        load(model, optimizer, saved)
+        assert_equal(optimizer.state[model.head.weight]["exp_avg"], saved["state"][name]["exp_avg"], name)
+
+
+class Factored(torch.optim.Optimizer):
+    """Scales by means over rows and columns; of DTensors, these are DTensors."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            squared, state = parameter.grad.square() + 0.1, self.state[parameter]
+            means = {"row": squared.mean(-1, keepdim=True), "column": squared.mean(0, keepdim=True)}
+            for name, mean in means.items():
+                state[name] = 0.5 * (state[name] + mean) if name in state else mean
+                state[name] = state[name].redistribute(placements=[Replicate()])
+                parameter.sub_(0.1 * parameter.grad / state[name].sqrt())
+
+
+@on_ranks(2)
+def test_state_of_other_shapes_made_of_dtensors(rank: Rank) -> None:
+    """State of other shapes that is made of DTensors is made of DTensors again, so that the optimizer can go on."""
+    model = nn.Sequential(nn.Linear(6, 7, bias=False), nn.Linear(7, 4, bias=False))
+    for index, parameter in enumerate(model.parameters()):
+        parameter.data = torch.linspace(-1, 1 + index, parameter.numel()).view_as(parameter)
+    models = [fully_shard(copy.deepcopy(model), mesh=rank.mesh) for _ in range(2)]
+    optimizers = [Factored(m.parameters()) for m in models]
+
+    def step(which: int, scale: float) -> None:
+        models[which](torch.full((2, 6), scale)).square().mean().backward()
+        optimizers[which].step()
+        optimizers[which].zero_grad()
+
+    step(0, 1.0)
+    saved = saved_by(models[0], optimizers[0])
+    assert saved["state"]["0.weight"]["row"].shape == (7, 1)
+    step(1, 1.0)  # the same parameters; the state is loaded into an optimizer that has none
+    optimizers[1] = Factored(models[1].parameters())
+    load(models[1], optimizers[1], saved)
+    assert_states_close(joined(optimizer_state(models[1], optimizers[1])["state"]), saved["state"], exact=True)
+    for which in range(2):
+        step(which, 0.5)
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert_equal(one.full_tensor().detach(), other.full_tensor().detach(), "after another step")
+
+
+def test_lbfgs() -> None:
+    """Its lists of vectors over all parameters go both ways."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    saved = saved_plain(model, optimizer)
+    other = copy.deepcopy(model)
+    fresh = torch.optim.LBFGS(other.parameters(), lr=1.0)
+    load(other, fresh, saved)
+    assert_states_close(held_by(other, fresh), saved["state"], exact=True)
+    assert fresh.param_groups[0]["max_iter"] == 3
+    optimizer.step(closure)
+    optimizer = fresh
+    model, trained_model = other, model
+    fresh.step(closure)
+    assert_equal(dict(other.state_dict()), dict(trained_model.state_dict()), "next step")
+
+
+# ---------------------------------------------------------------- what does not fit
+
+
+def linear_and_saved() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+    model = nn.Linear(2, 2)
+    saved = saved_plain(model, stepped_linear(model))
+    return model, torch.optim.Adam(model.parameters()), saved
+
+
+def test_missing() -> None:
+    """A parameter that the saved optimizer did not have is a problem; without ``strict`` its state stays."""
+    model, optimizer, saved = linear_and_saved()
+    saved["param_groups"][0]["params"].remove("bias")
+    del saved["state"]["bias"]
+    assert target_for(model, optimizer, saved).problems == ["the optimizer that was saved did not have bias"]
+    old = torch.full((2,), 3.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.state[model.bias] = {"momentum_buffer": old}
+    load(model, optimizer, saved, strict=False)
+    assert optimizer.state[model.bias] == {"momentum_buffer": old}
+    assert_states_close(optimizer.state[model.weight], saved["state"]["weight"], exact=True)
+
+
+def test_unexpected() -> None:
+    """State of a parameter that this optimizer does not have is a problem; without state it is none."""
+    model, optimizer, saved = linear_and_saved()
+    saved["param_groups"][0]["params"].append("other")
+    assert target_for(model, optimizer, saved).problems == []
+    saved["state"]["other"] = copy.deepcopy(saved["state"]["bias"])
+    (problem,) = target_for(model, optimizer, saved).problems
+    assert problem == "state was saved for other, which this optimizer does not have"
+    target = target_for(model, optimizer, saved, strict=False)
+    assert target.problems == [] and "other" not in target.tree["state"]
+
+
+def test_frozen_parameters_may_come_and_go() -> None:
+    """Whether frozen parameters were given to an optimizer says nothing."""
+    model, _, saved = linear_and_saved()
+    model.bias.requires_grad_(False)
+    saved["param_groups"][0]["params"].remove("bias")
+    del saved["state"]["bias"]
+    optimizer = torch.optim.Adam(model.parameters())
+    load(model, optimizer, saved)
+    assert list(optimizer.state) == [model.weight]
+
+
+def test_wrong_shape() -> None:
+    """A state of another shape than its parameter is a problem that names both."""
+    saved = copy.deepcopy(of_reference("adam")[2])
+    saved["state"]["low"]["exp_avg"] = torch.zeros(5, 3, dtype=torch.bfloat16)
+    model = Model()
+    for optimizer in (OPTIMIZERS["adam"](groups_of(model)), stepped(model, "adam", 1)):
+        (problem,) = target_for(model, optimizer, saved).problems
+        assert "low: exp_avg was saved with shape (5, 3)" in problem and "(3, 5)" in problem
+
+
+def test_state_with_fewer_elements() -> None:
+    """An entry that is a mean over dims, where others of its name follow their parameters, is shared and kept."""
+    model = nn.Linear(3, 2)
+    model.more = nn.Parameter(torch.ones(4))
+    saved: dict[str, Any] = {
+        "state": {
+            "weight": {"scale": torch.ones(2, 1)},
+            "bias": {"scale": torch.ones(2)},
+            "more": {"scale": torch.ones(4)},
+        },
+        "param_groups": [{"params": ["weight", "bias", "more"]}],
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    load(model, optimizer, saved)
+    assert_states_close(held_by(model, optimizer), saved["state"], exact=True)
+
+
+def test_groups_that_were_others() -> None:
+    """Groups may be joined where options are equal, and split; where they differ, the error names the parameters."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    saved_optimizer = torch.optim.SGD(
+        [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters(), "lr": 0.25}], momentum=0.9
+    )
+    saved = saved_plain(model, saved_optimizer)
+    one = torch.optim.SGD(model.parameters(), lr=1.0)
+    (problem,) = target_for(model, one, saved).problems
+    assert "(lr): 0.weight, 0.bias and 1.weight, 1.bias" in problem
+    saved["param_groups"][1]["lr"] = 0.5
+    load(model, one, saved)
+    assert one.param_groups[0]["lr"] == 0.5 and one.param_groups[0]["momentum"] == 0.9
+    saved["param_groups"][1]["lr"] = 0.125
+    split = torch.optim.SGD([{"params": [p]} for p in reversed(list(model.parameters()))], lr=1.0)
+    load(model, split, saved)
+    assert [group["lr"] for group in split.param_groups] == [0.125, 0.125, 0.5, 0.5]
+
+
+def test_groups_without_parameters() -> None:
+    """Empty groups stay what they are, or get the options of the saved empty one of their number."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([{"params": list(model.parameters())}, {"params": [], "lr": 3.0}], lr=1.0)
+    saved = saved_plain(model, optimizer)
+    optimizer.param_groups[1]["lr"] = 4.0
+    load(model, optimizer, saved)
+    assert optimizer.param_groups[1]["lr"] == 3.0
+    load(model, optimizer, {**saved, "param_groups": saved["param_groups"][:1]})
+    assert optimizer.param_groups[1]["lr"] == 3.0
+
+
+def test_options_that_are_tensors() -> None:
+    """A learning rate that is a tensor stays that tensor; numbers and tensors may replace each other."""
+    model = nn.Linear(2, 2)
+    number = torch.optim.Adam(model.parameters(), lr=0.5, foreach=False)
+    tensor = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.25), foreach=False)
+    own = tensor.param_groups[0]["lr"]
+    load(model, tensor, saved_plain(model, number))
+    assert tensor.param_groups[0]["lr"] is own and own.item() == 0.5
+    own.fill_(0.125)
+    load(model, number, saved_plain(model, tensor))
+    assert isinstance(number.param_groups[0]["lr"], torch.Tensor) and number.param_groups[0]["lr"].item() == 0.125
+    assert number.param_groups[0]["lr"] is not own
+
+
+def test_steps_are_where_kernels_want_them() -> None:
+    """Plain numbers of steps from older versions become tensors, as torch.optim's load_state_dict makes them."""
+    model, optimizer, saved = linear_and_saved()
+    for state in saved["state"].values():
+        state["step"] = 9
+    load(model, optimizer, saved)
+    assert_equal(optimizer.state[model.weight]["step"], torch.tensor(9.0), "step")
+
+
+def test_another_dtype_of_parameters() -> None:
+    """torch's own optimizers get state in their parameters' dtype; other optimizers get it as it was saved."""
+    model, _, saved = linear_and_saved()
+    model.to(torch.bfloat16)
+    optimizer = torch.optim.Adam(model.parameters())
+    load(model, optimizer, saved)
+    state = optimizer.state[model.weight]
+    assert state["exp_avg"].dtype is torch.bfloat16 and state["step"].dtype is torch.float32
+
+    class Own(torch.optim.Adam):
+        """Keeps its state in fp32."""
+
+    own = Own(model.parameters())
+    load(model, own, saved)
+    assert_states_close(held_by(model, own), saved["state"], exact=True)
+
+
+def test_post_hooks_run() -> None:
+    """Who wants to know of loading hears of it."""
+    model, optimizer, saved = linear_and_saved()
+    heard = []
+    optimizer.register_load_state_dict_post_hook(heard.append)
+    load(model, optimizer, saved)
+    assert heard == [optimizer]
+
+
+def test_description() -> None:
+    """Tensors and pieces at any depth are described, other values stay."""
+    state = {"a": torch.ones(2, dtype=torch.float64), "b": [Pieces.whole(torch.ones(3, 1)), {"c": 1}], "d": [1, 2]}
+    assert describe(state) == {
+        "a": Described(torch.Size((2,)), torch.float64),
+        "b": [Described(torch.Size((3, 1)), torch.float32), {"c": 1}],
+        "d": [1, 2],
+    }
+
+
+def test_tensors_that_are_there_already() -> None:
+    """A tensor in place of a description is a value: it is copied, and there is nothing to fill."""
+    model, optimizer, saved = linear_and_saved()
+    described = {fqn: describe(state) for fqn, state in saved["state"].items()}
+    step = described["bias"]["step"] = torch.tensor(12.0)
+    target = OptimizerTarget(model, optimizer, described, saved["param_groups"])
+    target.install()
+    found = optimizer.state[model.bias]["step"]
+    assert found.item() == 12.0 and found is not step
+
+
+def test_comparison_fails_on_wrong_values() -> None:
+    """The helpers of this file notice what differs."""
+    model = nn.Linear(2, 2)
+    state = held_by(model, stepped_linear(model))
+    assert_states_close(copy.deepcopy(state), state, exact=True)
+    for change in ("value", "step", "missing", "dtype"):
+        other = copy.deepcopy(state)
+        if change == "value":
+            other["weight"]["exp_avg"][0, 1] *= 1.01
+        elif change == "step":
+            other["bias"]["step"] += 1
+        elif change == "missing":
+            del other["bias"]["exp_avg"]
+        else:
+            other["bias"]["exp_avg"] = other["bias"]["exp_avg"].double()
+        with pytest.raises(AssertionError):
+            assert_states_close(other, state)
+    assert fqn_of("_fsdp_wrapped_module.a") == "a"

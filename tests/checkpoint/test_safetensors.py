@@ -1,0 +1,395 @@
+"""Safetensors files: headers as the package writes and reads them, hostile ones refused, and pieces at their places."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from compare import assert_equal
+from fullshard.checkpoint.file_pieces import PieceMover, parts_of, runs_of
+from fullshard.checkpoint.pieces import Piece
+from fullshard.checkpoint.safetensors_files import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    FileTensor,
+    TensorKind,
+    dtype_name,
+    find_weights,
+    index_text,
+    plan_files,
+    read_header,
+    shortened,
+)
+from fullshard.errors import CheckpointError
+from fullshard.layout import Box
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.complex64, torch.int64, torch.int32, torch.int16),
+    *(torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool),
+]
+
+
+def some(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Bytes that make sense in any dtype."""
+    numel = int(np.prod(shape, dtype=np.int64))
+    return (torch.arange(numel) % 2).to(torch.uint8).repeat_interleave(dtype.itemsize).view(dtype).view(shape)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def write(path: Path, entries: Any, data: bytes = b"", text: bytes | None = None) -> Path:
+    """A file with this header."""
+    header = json.dumps(entries).encode() if text is None else text
+    path.write_bytes(struct.pack("<Q", len(header)) + header + data)
+    return path
+
+
+def entry(dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+# -------------------------------------------------------------------- headers
+
+
+def test_headers_are_those_that_the_package_writes(tmp_path: Path) -> None:
+    """Every dtype, scalars and empty tensors: names, dtypes, shapes, places, and the metadata."""
+    tensors = {str(dtype): some(dtype, 3, 2) for dtype in DTYPES} | {
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+    }
+    save_file(tensors, tmp_path / "a.safetensors", {"key": "text"})
+    header = read_header(tmp_path / "a.safetensors")
+    assert header.metadata == {"key": "text"}
+    assert set(header.tensors) == set(tensors)
+    data = (tmp_path / "a.safetensors").read_bytes()
+    for name, tensor in tensors.items():
+        found = header.tensors[name]
+        assert (found.dtype, found.shape) == (tensor.dtype, tuple(tensor.shape))
+        assert data[found.start :][: found.kind.nbytes] == bytes_of(tensor)
+
+
+@hypothesis.given(
+    tensors=st.dictionaries(
+        st.text(min_size=1, max_size=5).filter(lambda name: name != "__metadata__"),
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)),
+        max_size=6,
+    ),
+    limit=st.integers(1, 200),
+)
+def test_planned_files_are_what_the_package_reads(
+    tensors: dict[str, tuple[torch.dtype, list[int]]], limit: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Files with planned headers and tensors at planned places are read by the package, and by us, as planned."""
+    folder = tmp_path_factory.mktemp("planned")
+    contents = {name: some(dtype, *shape) for name, (dtype, shape) in tensors.items()}
+    kinds = {name: TensorKind(tensor.dtype, tuple(tensor.shape)) for name, tensor in contents.items()}
+    plans = plan_files(kinds, limit, {"format": "pt"})
+    assert [name for plan in plans for name in kinds if name in plan.tensors] == list(kinds)
+    for plan in plans:
+        data = bytearray(plan.size)
+        data[: len(plan.header)] = plan.header
+        for name, place in plan.tensors.items():
+            assert place.start % max(1, place.dtype.itemsize) == 0
+            data[place.start : place.start + place.kind.nbytes] = bytes_of(contents[name])
+        (folder / plan.name).write_bytes(data)
+        nbytes = sum(place.kind.nbytes for place in plan.tensors.values())
+        assert nbytes <= limit or sum(place.kind.nbytes > 0 for place in plan.tensors.values()) == 1
+        read = load_file(folder / plan.name)
+        assert set(read) == set(plan.tensors)
+        assert all(bytes_of(read[name]) == bytes_of(contents[name]) for name in read)
+    if len(plans) > 1:
+        (folder / INDEX_NAME).write_text(index_text(plans, {}))
+    found = find_weights(folder)
+    assert {name: tensor.kind for name, (_, tensor) in found.tensors.items()} == kinds
+    assert found.metadata == {"format": "pt"}
+
+
+def test_files_are_named_as_usual() -> None:
+    """One file has the short name; of several each says how many there are."""
+    kinds = {name: TensorKind(torch.float32, (10,)) for name in "abc"}
+    assert [plan.name for plan in plan_files(kinds, 1000, {})] == [SINGLE_NAME]
+    assert [list(plan.tensors) for plan in plan_files(kinds, 80, {})] == [["a", "b"], ["c"]]
+    assert [plan.name for plan in plan_files(kinds, 80, {})] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
+    assert [plan.name for plan in plan_files({}, 1, {})] == [SINGLE_NAME]
+    index = json.loads(index_text(plan_files(kinds, 80, {}), {"by": "us"}))
+    assert index["metadata"] == {"by": "us", "total_size": 120}
+    assert index["weight_map"]["c"] == "model-00002-of-00002.safetensors"
+
+
+def test_what_the_format_has_no_name_for_is_refused() -> None:
+    """Unknown dtypes, with their names, and a tensor called as the metadata."""
+    assert dtype_name(torch.complex128) is None and dtype_name(torch.bfloat16) == "BF16"
+    with pytest.raises(ValueError, match=r"a \(torch.complex128\)"):
+        plan_files({"a": TensorKind(torch.complex128, (1,))}, 10, {})
+    with pytest.raises(ValueError, match="__metadata__"):
+        plan_files({"__metadata__": TensorKind(torch.float32, (1,))}, 10, {})
+
+
+# -------------------------------------------------------------------- hostile files
+
+
+HEADERS: dict[str, tuple[Any, bytes, str]] = {
+    "gap": ({"a": entry(offsets=(4, 12))}, bytes(12), "leaves a gap"),
+    "overlap": ({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12), "overlaps"),
+    "same place": ({"a": entry(), "b": entry()}, bytes(8), "overlaps"),
+    "reversed": ({"a": entry(offsets=(8, 0))}, bytes(8), "takes 8 bytes"),
+    "negative": ({"a": entry(offsets=(-8, 0))}, bytes(8), "none below 0"),
+    "negative shape": ({"a": entry(shape=(-1, -2))}, bytes(8), "none below 0"),
+    "overflow": ({"a": entry(shape=(2**32, 2**32), offsets=(0, 0))}, b"", "takes"),
+    "huge": ({"a": entry(shape=(2**70,))}, b"", "above 2\\*\\*63"),
+    "huge file": ({"a": entry(shape=(2**40,), offsets=(0, 2**42))}, bytes(8), "cut off"),
+    "fraction": ({"a": entry(shape=(2.0,))}, bytes(8), "expected sizes"),
+    "truth": ({"a": entry(shape=(True, 2))}, bytes(8), "expected sizes"),
+    "text": ({"a": entry(shape="22")}, bytes(8), "expected sizes"),
+    "three offsets": ({"a": entry(offsets=(0, 4, 8))}, bytes(8), "two offsets"),
+    "many dims": ({"a": entry(shape=(1,) * 100)}, bytes(8), "expected sizes"),
+    "unknown dtype": ({"a": entry(dtype="F31")}, bytes(8), "'F31'"),
+    "no dtype": ({"a": entry(dtype=["F32"])}, bytes(8), "not known"),  # type: ignore[arg-type]
+    "more keys": ({"a": {**entry(), "code": "x"}}, bytes(8), "expected dtype, shape and data_offsets"),
+    "no entry": ({"a": 3}, bytes(8), "expected dtype, shape and data_offsets"),
+    "list": ([1], b"", "expected a JSON object"),
+    "metadata": ({"__metadata__": {"a": 1}}, b"", "expected texts"),
+    "metadata list": ({"__metadata__": []}, b"", "expected texts"),
+    "too long": ({"a": entry()}, bytes(9), "expected .* bytes by its header"),
+    "too short": ({"a": entry()}, bytes(7), "cut off"),
+}
+
+
+@pytest.mark.parametrize("kind", HEADERS)
+def test_wrong_headers_are_refused(kind: str, tmp_path: Path) -> None:
+    """Each with the file's name and what is wrong."""
+    entries, data, says = HEADERS[kind]
+    with pytest.raises(CheckpointError, match=f"a.safetensors.*{says}"):
+        read_header(write(tmp_path / "a.safetensors", entries, data))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b'{"a": 1, "a": 2}', "'a' comes twice"),
+        (b'{"a": {"dtype": "F32", "dtype": "F32"}}', "'dtype' comes twice"),
+        (b"[" * 100_000, "expected JSON"),
+        (b"{" + b"9" * 10_000 + b"}", "expected JSON"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", "expected JSON"),
+        (b"\xff\xfe", "expected JSON"),
+        (b"nothing", "expected JSON"),
+    ],
+    ids=["name twice", "key twice", "deep", "odd", "long number", "no text", "no JSON"],
+)
+def test_wrong_json_is_refused(text: bytes, says: str, tmp_path: Path) -> None:
+    """Also what takes a parser's time, stack or memory."""
+    with pytest.raises(CheckpointError, match=says):
+        read_header(write(tmp_path / "a.safetensors", None, text=text))
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x00" * 7, b"\x00" * 8, struct.pack("<Q", 2**63) + b"{}", b"\x02" + b"\x00" * 7]
+)
+def test_files_without_a_header_are_refused(data: bytes, tmp_path: Path) -> None:
+    """Too short, and lengths that the file does not have."""
+    (tmp_path / "a.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match="safetensors"):
+        read_header(tmp_path / "a.safetensors")
+
+
+def test_header_longer_than_the_format_allows_is_not_read(tmp_path: Path) -> None:
+    """Even if the file is that long (it has no blocks on the disk)."""
+    with (tmp_path / "a.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", 200_000_000))
+        file.truncate(300_000_000)
+    with pytest.raises(CheckpointError, match="200000000 bytes long"):
+        read_header(tmp_path / "a.safetensors")
+
+
+@hypothesis.given(data=st.data())
+def test_no_damage_raises_anything_else(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A file with any bytes changed either reads as one of the right length, or is refused."""
+    path = tmp_path_factory.mktemp("damaged") / "a.safetensors"
+    whole = bytearray(write(path, {"a": entry(), "__metadata__": {"x": "y"}}, bytes(8)).read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(whole)
+    try:
+        header = read_header(path)
+    except CheckpointError:
+        return
+    assert sum(tensor.kind.nbytes for tensor in header.tensors.values()) == 8
+
+
+def spoil(places: Any) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / INDEX_NAME).write_text(json.dumps({"weight_map": places}))
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("places", "says"),
+    [
+        ({"a": "../a.safetensors"}, "'../a.safetensors'"),
+        ({"a": "/etc/passwd"}, "'/etc/passwd'"),
+        ({"a": ".."}, r"'\.\.'"),
+        ({"a": ""}, "''"),
+        ({"a": "a\0b"}, "name of a file"),
+        ({"a": "b\\c"}, "name of a file"),
+        ({"a": 3}, "expected texts"),
+        ([], "expected texts"),
+        ({"a": "absent.safetensors"}, "absent.safetensors: cannot be read"),
+        ({"b": "a.safetensors"}, "b in a.safetensors"),
+        ({"a": "inner"}, "regular file"),
+    ],
+    ids=str,
+)
+def test_wrong_indices_are_refused(places: Any, says: str, tmp_path: Path) -> None:
+    """Nothing outside of the folder is looked at, and names have to be where the index says."""
+    write(tmp_path / "a.safetensors", {"a": entry()}, bytes(8))
+    (tmp_path / "inner").mkdir()
+    spoil(places)(tmp_path)
+    with pytest.raises(CheckpointError, match=says):
+        find_weights(tmp_path)
+
+
+def test_links_to_files_elsewhere_are_followed(tmp_path: Path) -> None:
+    """Caches keep weights as links into another folder: the owner of the folder made them."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    write(tmp_path / "blobs" / "1", {"a": entry()}, bytes(8))
+    os.symlink("../blobs/1", tmp_path / "snapshot" / SINGLE_NAME)
+    assert list(find_weights(tmp_path / "snapshot").tensors) == ["a"]
+
+
+def test_what_is_read_of_a_folder(tmp_path: Path) -> None:
+    """The single file first, then the index, then the only file; else an error that lists what is there."""
+    with pytest.raises(CheckpointError, match="found nothing"):
+        find_weights(tmp_path)
+    with pytest.raises(CheckpointError, match="absent: cannot be read"):
+        find_weights(tmp_path / "absent")
+    for name in ("x", "y"):
+        write(tmp_path / f"{name}.safetensors", {name: entry()}, bytes(8))
+        if name == "x":
+            assert list(find_weights(tmp_path).tensors) == ["x"]
+    with pytest.raises(CheckpointError, match=r"found x.safetensors, y.safetensors"):
+        find_weights(tmp_path)
+    spoil({"x": "x.safetensors", "y": "y.safetensors"})(tmp_path)
+    assert list(find_weights(tmp_path).tensors) == ["x", "y"]
+    write(tmp_path / SINGLE_NAME, {"z": entry()}, bytes(8))
+    assert list(find_weights(tmp_path).tensors) == ["z"]
+
+
+def test_long_lists_are_cut() -> None:
+    """Some names, and how many more."""
+    assert shortened("abc") == "a, b, c"
+    assert shortened(map(str, range(30))) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 20 more"
+
+
+# -------------------------------------------------------------------- pieces
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
+    """A shape, and a box in it."""
+    shape = tuple(draw(st.lists(st.integers(0, 6), max_size=4)))
+    offsets = tuple(draw(st.integers(0, size)) for size in shape)
+    sizes = tuple(draw(st.integers(0, size - offset)) for size, offset in zip(shape, offsets, strict=True))
+    return shape, Box(offsets, sizes)
+
+
+def indices(shape: tuple[int, ...], box: Box) -> list[int]:
+    """Places of a box's elements in the whole tensor, row by row."""
+    whole = torch.arange(int(np.prod(shape, dtype=np.int64))).view(shape)
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        whole = whole.narrow(dim, offset, size)
+    return list(whole.reshape(-1).tolist())
+
+
+@hypothesis.given(boxes())
+def test_runs_are_the_elements_of_the_box(drawn: tuple[tuple[int, ...], Box]) -> None:
+    """In order, each once, and no two runs that could be one."""
+    shape, box = drawn
+    starts, numel = runs_of(box, shape)
+    assert [start + i for start in starts.tolist() for i in range(numel)] == indices(shape, box)
+    assert not any(b - a == numel for a, b in zip(starts.tolist(), starts.tolist()[1:], strict=False))
+
+
+@hypothesis.given(boxes(), st.integers(1, 40), st.booleans())
+def test_parts_cover_the_box_within_the_limit(drawn: tuple[tuple[int, ...], Box], limit: int, own: bool) -> None:
+    """Every element once, and from the first to the last of a part no further than the limit."""
+    shape, box = drawn
+    strides = torch.empty(box.sizes if own else shape, device="meta").stride()
+    parts = list(parts_of(box, strides, limit))
+    assert sorted(i for part in parts for i in indices(shape, part)) == indices(shape, box)
+    for part in parts:
+        span = sum((size - 1) * stride for size, stride in zip(part.sizes, strides, strict=True)) + 1
+        assert span <= limit
+
+
+@hypothesis.given(
+    drawn=boxes(),
+    block=st.integers(8, 200),
+    memory=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    file=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    transposed=st.booleans(),
+)
+def test_pieces_are_written_and_read_at_their_places(
+    drawn: tuple[tuple[int, ...], Box],
+    block: int,
+    memory: torch.dtype,
+    file: torch.dtype,
+    transposed: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Any box, in any dtype, through any block, of contiguous memory or not: nothing beside it is touched."""
+    shape, box = drawn
+    numel = int(np.prod(shape, dtype=np.int64))
+    values = torch.arange(float(numel)).to(memory).view(shape)
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        values = values.narrow(dim, offset, size)
+    local = values.clone(memory_format=torch.contiguous_format)
+    if transposed and local.dim() > 1:
+        local = local.transpose(0, -1).contiguous().transpose(0, -1)
+    path, place = tmp_path_factory.mktemp("pieces") / "file", FileTensor(TensorKind(file, shape), start=3)
+    path.write_bytes(b"\xff" * (3 + place.kind.nbytes + 2))
+    mover = PieceMover(block)
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        mover.write(descriptor, place, Piece(box, local))
+        expected = torch.full((place.kind.nbytes,), 255, dtype=torch.uint8).view(file)
+        expected[indices(shape, box)] = local.reshape(-1).to(file)
+        data = path.read_bytes()
+        assert data[:3] == b"\xff" * 3 and data[-2:] == b"\xff" * 2
+        assert data[3:-2] == bytes_of(expected)
+        back = torch.full_like(local, -1)
+        mover.read(descriptor, place, Piece(box, back))
+        assert_equal(back, local.to(file).to(memory), "what was read")
+    finally:
+        os.close(descriptor)
+
+
+def test_file_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
+    """Should it be cut off after its header was read."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(10))
+    descriptor = os.open(path, os.O_RDONLY)
+    place = FileTensor(TensorKind(torch.float32, (4,)), 0)
+    try:
+        with pytest.raises(CheckpointError, match="ends at byte 10, 6 bytes too early"):
+            PieceMover().read(descriptor, place, Piece(Box.whole((4,)), torch.empty(4)))
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,307 @@
+"""Checkpoint folders, positions, metrics and best weights of a run: files and values without ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fullshard.train import best_weights, checkpoint_folder, run_folder
+from fullshard.train.atomic_file import replacing
+from fullshard.train.checkpoint_folder import CheckpointFolder
+from fullshard.train.config import CheckpointConfig, ConfigError, GPTConfig, TrainConfig
+from fullshard.train.metrics import MetricsFile, last_step, read_metrics, up_to, write_metrics
+from fullshard.train.position import Best, Position, Setting
+from fullshard.train.run_folder import Place
+from fullshard.train.stop import INTERRUPTED, STOP_FILE_VARIABLE, TERMINATED, StopRequest, agreed
+
+CONFIG = TrainConfig(data_sha256="a", ranks=2)
+
+
+def make(folder: Path, *steps: int, complete: bool = True) -> CheckpointFolder:
+    """Checkpoints of these steps, as far as their folders go."""
+    for step in steps:
+        path = folder / f"step-{step:08d}"
+        path.mkdir(parents=True)
+        (path / "data-0.safetensors").touch()
+        if complete:
+            (path / "fullshard.json").touch()
+    return CheckpointFolder(folder)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_newest_complete_checkpoint_counts(tmp_path: Path) -> None:
+    """Steps are compared as numbers, incomplete folders and strangers do not count, and only the former are removed."""
+    folder = make(tmp_path, 5, 100_000_000, 20)
+    make(tmp_path, 200_000_000, 7, complete=False)
+    (tmp_path / "step-notes").mkdir()
+    assert folder.newest() == tmp_path / "step-100000000"
+    assert [path.name for path in folder.remove_incomplete()] == ["step-00000007", "step-200000000"]
+    assert names(tmp_path) == ["step-00000005", "step-00000020", "step-100000000", "step-notes"]
+
+
+def test_last_few_checkpoints_are_kept(tmp_path: Path) -> None:
+    """The oldest go; incomplete ones are left alone, as one of them may be being written."""
+    folder = make(tmp_path, 1, 2, 3, 4)
+    make(tmp_path, 5, complete=False)
+    folder.keep(2)
+    assert names(tmp_path) == ["step-00000003", "step-00000004", "step-00000005"]
+    folder.keep(2)
+    assert len(names(tmp_path)) == 3
+
+
+def test_no_folder_has_no_checkpoints(tmp_path: Path) -> None:
+    """A run without checkpoints is no error."""
+    assert CheckpointFolder(tmp_path / "none").newest() is None
+
+
+def test_checkpoints_are_found_by_run_folder_or_itself(tmp_path: Path) -> None:
+    """A run, its folder of checkpoints and one checkpoint all name a checkpoint; an incomplete one is an error."""
+    make(tmp_path / "run" / "checkpoints", 3, 4)
+    make(tmp_path / "run" / "checkpoints", 9, complete=False)
+    newest = tmp_path / "run" / "checkpoints" / "step-00000004"
+    for named in (tmp_path / "run", newest.parent, newest):
+        assert checkpoint_folder.find(named) == newest
+    assert checkpoint_folder.run_of(newest) == tmp_path / "run"
+    for wrong in (newest.with_name("step-00000009"), tmp_path, tmp_path / "missing"):
+        with pytest.raises(ConfigError, match=r"cannot resume: .*name the folder of a run"):
+            checkpoint_folder.find(wrong)
+
+
+@pytest.mark.parametrize(("every", "steps", "interval"), [(-1, 500, 25), (-1, 30, 10), (0, 500, 0), (7, 500, 7)])
+def test_interval_of_checkpoints(every: int, steps: int, interval: int) -> None:
+    """A twentieth of the steps, but at least ten, unless the user says otherwise."""
+    assert CheckpointConfig(checkpoint_every=every).interval(steps) == interval
+
+
+def test_position_and_setting_survive_a_checkpoint() -> None:
+    """Both read back equal from what JSON could hold, and leave out what a later version may add."""
+    position = Position(7, False, 1.5, Best(4, 2.0), 3.0, "/elsewhere")
+    setting = Setting.of(CONFIG)
+    for value in (position, Position(), setting):
+        assert type(value).from_dict(json.loads(json.dumps(value.to_dict())) | {"later": 1}) == value
+
+
+def test_setting_that_cannot_go_on_is_named() -> None:
+    """Every option of the model that differs is named with both values; so is another seed."""
+    before = Setting.of(CONFIG)
+    other = Setting.of(CONFIG.with_options({"layers": 7, "width": 64}))
+    with pytest.raises(ConfigError, match=r"holds a model of --layers 4, not 7, --width 128, not 64: leave"):
+        before.check(other, "there")
+    with pytest.raises(ConfigError, match=r"--seed 0, not 3: another seed holds out other files"):
+        before.check(Setting.of(CONFIG.with_options({"seed": 3})), "there")
+    same = CONFIG.with_options({"steps": 3, "eval_every": 1, "lr": 1.0, "keep": 9, "prompt": "x"})
+    before.check(Setting.of(same), "there")
+    assert before.notes(Setting.of(same)) == []
+
+
+def test_other_text_and_batch_are_noted() -> None:
+    """A text or a global batch that changes is said; more ranks with as many sequences less are not."""
+    before = Setting.of(CONFIG)
+    (note,) = before.notes(Setting.of(dataclasses.replace(CONFIG, data_sha256="b")))
+    assert "the text is not the one" in note
+    (note,) = before.notes(Setting.of(dataclasses.replace(CONFIG, ranks=4)))
+    assert "sees 32 sequences (4 ranks of 8), and 16 so far" in note
+    assert before.notes(Setting.of(CONFIG.with_options({"ranks": 4, "batch": 4}))) == []
+
+
+def record(kind: str, step: int) -> dict[str, object]:
+    return {"kind": kind, "step": step}
+
+
+def test_metrics_are_cut_at_a_step(tmp_path: Path) -> None:
+    """Later records go, and the validation of that very step if it was not done; a torn line goes anyway."""
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as metrics:
+        for step in (1, 2, 3):
+            metrics.write(record("train", step))
+            metrics.write(record("validation", step))
+    with path.open("a") as file:
+        file.write('{"kind": "train", "st')
+    assert last_step(path) == 3
+    kept = up_to(read_metrics(path), 2, validated=True)
+    assert [r["step"] for r in kept] == [1, 1, 2, 2]
+    write_metrics(path, up_to(read_metrics(path), 2, validated=False))
+    assert read_metrics(path) == [record("train", 1), record("validation", 1), record("train", 2)]
+    with MetricsFile(path) as metrics:
+        metrics.write(record("train", 3))
+    assert [r["step"] for r in read_metrics(path)] == [1, 1, 2, 3]
+    assert names(tmp_path) == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("text", ["", '{"ste', "\n", '[1]\n{"kind": 1}\n'])
+def test_no_step_is_found_where_there_is_none(tmp_path: Path, text: str) -> None:
+    """A file without whole records, and no file, have done no step."""
+    assert last_step(tmp_path / "missing") == 0
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert last_step(tmp_path / "metrics.jsonl") == 0
+
+
+def test_last_step_of_a_long_file(tmp_path: Path) -> None:
+    """Only the end of the file is read, wherever that cuts a line."""
+    path = tmp_path / "metrics.jsonl"
+    write_metrics(path, [record("train", step) | {"more": "x" * step} for step in range(1, 300)])
+    assert last_step(path) == 299
+
+
+def test_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    """An exception while writing leaves the old content and nothing else."""
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def fail() -> None:
+        with replacing(path) as file:
+            file.write(b"new")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert path.read_text() == "old" and names(tmp_path) == ["file"]
+    with replacing(path) as file:
+        file.write(b"new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new" and names(tmp_path) == ["file"]
+
+
+def export(folder: Path, step: int, loss: float) -> Best:
+    best = Best(step, loss)
+    best_weights.export(folder, GPTConfig(), {"weight": torch.full((2,), float(step))}, best)
+    return best
+
+
+def test_best_weights_go_back_with_the_checkpoint(tmp_path: Path) -> None:
+    """Until a checkpoint knows of better weights, those that it knows stay; going on from it brings them back."""
+    known = export(tmp_path, 10, 3.0)
+    export(tmp_path, 20, 2.0)
+    newest = export(tmp_path, 30, 1.0)
+    assert names(tmp_path) == ["best-00000010.safetensors", "best-00000020.safetensors", "best.safetensors"]
+    best_weights.forget_replaced(tmp_path, known)
+    assert names(tmp_path) == ["best-00000010.safetensors", "best.safetensors"]
+    assert best_weights.step_of(tmp_path / "best.safetensors") == 30
+    assert best_weights.settle(tmp_path, known) == known
+    assert names(tmp_path) == ["best.safetensors"]
+    assert best_weights.step_of(tmp_path / "best.safetensors") == 10
+    assert best_weights.settle(tmp_path, newest) is None  # its file is gone: any validation is better than none
+    assert names(tmp_path) == []
+
+
+def test_best_weights_are_taken_along_to_another_run(tmp_path: Path) -> None:
+    """A run that starts from another's checkpoint gets the weights that the checkpoint knows, and no later ones."""
+    source, folder = tmp_path / "source", tmp_path / "folder"
+    source.mkdir(), folder.mkdir()
+    known, later = export(source, 10, 3.0), export(source, 20, 2.0)
+    best_weights.take(source, folder, None)
+    assert names(folder) == []
+    best_weights.take(source, folder, known)
+    assert best_weights.step_of(folder / "best.safetensors") == 10
+    best_weights.take(source, folder, later)
+    assert best_weights.step_of(folder / "best.safetensors") == 20
+    assert names(source) == ["best-00000010.safetensors", "best.safetensors"]
+
+
+def test_unfinished_run_without_checkpoint_starts_again(tmp_path: Path) -> None:
+    """The same command may repeat steps that no checkpoint knows of; other settings, or results, may not be touched."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.toml").write_text(CONFIG.to_toml())
+    (folder / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n')
+    place = Place(tmp_path, "run")
+    place.check(CONFIG)
+    with pytest.raises(ConfigError, match=r"choose another --name, or --fresh"):
+        place.check(CONFIG.with_options({"lr": 1.0}))
+    Place(tmp_path, "run", fresh=True).check(CONFIG.with_options({"lr": 1.0}))
+    (folder / "summary.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds results already"):
+        place.check(CONFIG)
+
+
+def test_settings_are_those_of_the_run_that_goes_on(tmp_path: Path) -> None:
+    """A run's own checkpoint comes before the one that it was started from, and so do its settings."""
+    for name, layers in (("own", 1), ("other", 2)):
+        make(tmp_path / name / "checkpoints", 5)
+        (tmp_path / name / "config.toml").write_text(CONFIG.with_options({"layers": layers}).to_toml())
+
+    def layers_of(place: Place) -> int | None:
+        settings = place.settings()
+        return settings.model.layers if settings else None
+
+    assert layers_of(Place(tmp_path, "own", resume=tmp_path / "other")) == 1
+    assert layers_of(Place(tmp_path, "own", resume=tmp_path / "other", fresh=True)) == 2
+    assert layers_of(Place(tmp_path, "new", resume=tmp_path / "other")) == 2
+    assert layers_of(Place(tmp_path, "new")) is None
+    assert layers_of(Place(tmp_path, "own", fresh=True)) is None
+
+
+def test_run_folder_has_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a process holds the folder another gives up, and says so; when it is killed the folder is free."""
+    code = (
+        "import sys, time; from pathlib import Path; from fullshard.train import run_folder\n"
+        "run_folder.begin(Path(sys.argv[1]), None); print('held', flush=True); time.sleep(1000)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        monkeypatch.setattr(run_folder, "PATIENCE", 0.0)
+        with pytest.raises(ConfigError, match="another process still writes to"):
+            run_folder.begin(tmp_path, None)
+    finally:
+        holder.kill()
+        holder.communicate()
+    monkeypatch.setattr(run_folder, "PATIENCE", 60.0)
+    assert run_folder.begin(tmp_path, None).checkpoint is None
+
+
+def test_any_rank_that_is_asked_stops_all() -> None:
+    """Sums of marks give the code that all exit with; being taken away beats Ctrl-C."""
+    assert (INTERRUPTED, TERMINATED) == (130, 143)
+    assert [agreed(0, 0), agreed(2, 0), agreed(0, 1), agreed(1, 1)] == [0, 130, 143, 143]
+
+
+@pytest.mark.parametrize(("written", "code"), [("130", 130), ("143", 143), ("129", 143), ("", 143)])
+def test_stop_file_asks(written: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the launcher was asked decides how workers stop: only Ctrl-C leaves time for results."""
+    monkeypatch.setenv(STOP_FILE_VARIABLE, str(tmp_path / "stop"))
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    stop = StopRequest()
+    assert stop.code == 0 and stop.marks == (0.0, 0.0)
+    (tmp_path / "stop").write_text(written)
+    assert stop.code == code
+    assert agreed(*stop.marks) == code
+
+
+def test_rank_without_peers_ends_when_asked_to(tmp_path: Path) -> None:
+    """A rank that is terminated while another is gone ends by itself; while all are there it goes on."""
+    code = (
+        "import os, sys, time; from fullshard.train import stop\n"
+        "request = stop.StopRequest(); request.watch([int(sys.argv[1])])\n"
+        "print('ready', flush=True); sys.stdin.readline(); print(request.code, flush=True); time.sleep(1000)"
+    )
+    pipe = subprocess.PIPE
+    peer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=pipe)
+    line = [sys.executable, "-c", code, str(peer.pid)]
+    rank = subprocess.Popen(line, stdin=pipe, stdout=pipe, text=True, env=os.environ)
+    try:
+        assert rank.stdin is not None and rank.stdout is not None
+        assert rank.stdout.readline() == "ready\n"
+        rank.terminate()
+        rank.stdin.write("\n")
+        rank.stdin.flush()
+        assert rank.stdout.readline() == "143\n"
+        assert rank.poll() is None
+        peer.kill()  # not waited for: a zombie is gone, too
+        assert rank.wait(60) == 1
+    finally:
+        for process in (rank, peer):
+            process.kill()
+            process.communicate()

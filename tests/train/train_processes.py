@@ -1,0 +1,83 @@
+"""Running `fullshard train` as a user does, and finding its processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+SIZE = ["--layers", "1", "--width", "16", "--heads", "2", "--sequence", "32", "--batch", "2", "--device", "cpu"]
+SHORT = [*SIZE, "--steps", "5", "--warmup", "2", "--eval-every", "2", "--eval-bytes", "1100", "--generate", "20"]
+LIMIT = 120  # seconds after which a hung run is given up
+
+
+def write_text(folder: Path) -> Path:
+    """Thirty files of 1,000 bytes."""
+    for number in range(30):
+        (folder / f"{number}.txt").write_text((f"line {number} of a text\n" * 100)[:1000])
+    return folder
+
+
+def command(*arguments: object) -> list[str]:
+    """The command line of a run with these arguments."""
+    return [sys.executable, "-m", "fullshard.cli", "train", *map(str, arguments)]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This environment without what a surrounding torchrun or test pool may have set."""
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+    launchers = ("FULLSHARD_", "TORCHELASTIC")
+    kept = {k: v for k, v in os.environ.items() if k not in dropped and not k.startswith(launchers)}
+    return kept | {"OMP_NUM_THREADS": "1"} | more
+
+
+def run(*line: object, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; keywords are further variables of its environment."""
+    return subprocess.run(
+        [str(word) for word in line], capture_output=True, text=True, timeout=LIMIT, env=environment(**more)
+    )
+
+
+def start(*line: object, output: Path | None = None) -> subprocess.Popen[str]:
+    """Start a command in a process group of its own; both its streams go to a pipe each, or on to one file."""
+    words = [str(word) for word in line]
+    if output is None:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=environment(), start_new_session=True)
+    with output.open("a") as file:
+        return subprocess.Popen(words, stdout=file, stderr=file, text=True, env=environment(), start_new_session=True)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Wait until a condition holds; fail if it takes too long."""
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def workers_of(out: Path) -> list[int]:
+    """Processes whose command line names a folder, or one in it, by process id (a test's own process never does)."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if os.fsencode(out) in words and b"fullshard" in words:
+            found.append(int(entry.name))
+    return found
+
+
+def rank_of(process: int) -> int | None:
+    """The rank that a process is started as; None for a launcher, and for a process that is gone."""
+    try:
+        variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    return next((int(each[5:]) for each in variables if each.startswith(b"RANK=")), None)

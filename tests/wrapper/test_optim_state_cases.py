@@ -1,0 +1,619 @@
+"""Optimizer state of wrapped models in odd cases: other names, other groups, nothing there, ranks that differ."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from checkpoint.kinds import Model, adam, build, train
+from checkpoint.optimizers import assert_states_close, held_by, joined, trained
+from compare import fqn_of
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import wrapper_optim_forms
+from fullshard.checkpoint import optimizer_gather
+from fullshard.checkpoint.optimizer_state import optimizer_state
+from fullshard.errors import FullshardError, PhaseError
+from fullshard.state_dict_types import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateKeyType,
+    StateDictType,
+)
+from ranks import Rank, on_ranks
+
+State = dict[str, Any]
+NAME, ID = OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID
+BOTH = pytest.mark.parametrize("kind", ["flat", "original"])
+
+
+class Small(nn.Module):
+    """Two layers, one of which may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.one, self.two = nn.Linear(3, 5), nn.Linear(3, 5)
+
+    def forward(self, x: torch.Tensor, *, first: bool = True) -> torch.Tensor:
+        return self.one(x) + self.two(x) if first else self.two(x)
+
+
+def small(rank: Rank, kind: str = "original", **options: Any) -> FSDP:
+    """Each layer a unit."""
+    model = Small()
+    if kind != "fully":
+        for name in ("one", "two"):
+            setattr(model, name, FSDP(getattr(model, name), use_orig_params=kind == "original", device_mesh=rank.mesh))
+    return FSDP(model, use_orig_params=kind == "original", device_mesh=rank.mesh, **options)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, times: int = 1, **options: Any) -> None:
+    for index in range(times):
+        model(torch.full((2, 3), 1.0 + index), **options).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def plain(times: int = 2, **options: Any) -> tuple[Small, torch.optim.Optimizer]:
+    model = Small()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    step(model, optimizer, times, **options)
+    return model, optimizer
+
+
+def own(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    return joined(optimizer_state(model, optimizer)["state"])
+
+
+def loaded(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> State:
+    """What the optimizer holds after loading."""
+    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))
+    return own(model, optimizer)
+
+
+# ---------------------------------------------------------------- parameters without state
+
+
+@on_ranks(2)
+@BOTH
+def test_first_parameter_without_state(rank: Rank, kind: str) -> None:
+    """A unit that was not run has no state, before loading and after it; the others keep theirs and their steps."""
+    model = small(rank, kind)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    step(model, optimizer, 3, first=False)
+    state = FSDP.optim_state_dict(model, optimizer)
+    reference = plain(3, first=False)
+    assert_states_close(state["state"], held_by(*reference))
+    assert set(state["state"]) == {"two.weight", "two.bias"}
+    assert set(state["param_groups"][0]["params"]) == {"one.weight", "one.bias", "two.weight", "two.bias"}
+    new = torch.optim.Adam(model.parameters())
+    assert_states_close(loaded(model, new, state), state["state"], exact=True)
+    step(model, new, 1)
+    steps = {fqn: float(values["step"]) for fqn, values in own(model, new).items()}
+    assert steps == {"one.weight": 1.0, "one.bias": 1.0, "two.weight": 4.0, "two.bias": 4.0}
+
+
+@on_ranks(2)
+@BOTH
+def test_empty_state(rank: Rank, kind: str) -> None:
+    """An optimizer that has not stepped, or keeps nothing, is saved and loaded with its options."""
+    model = small(rank, kind)
+    for optimizer in (torch.optim.Adam(model.parameters(), lr=0.5), torch.optim.SGD(model.parameters(), lr=0.5)):
+        state = FSDP.optim_state_dict(model, optimizer)
+        assert state["state"] == {} and state["param_groups"][0]["lr"] == 0.5
+        other = type(optimizer)(model.parameters(), lr=1.0)
+        assert loaded(model, other, state) == {}
+        assert other.param_groups[0]["lr"] == 0.5
+        step(model, other)
+
+
+@on_ranks(2)
+@BOTH
+def test_without_groups(rank: Rank, kind: str) -> None:
+    """A state dict without ``param_groups`` stays one."""
+    model = small(rank, kind)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    step(model, optimizer, 2)
+    given = optimizer.state_dict()
+    del given["param_groups"]
+    state = FSDP.optim_state_dict(model, optimizer, given)
+    assert list(state) == ["state"]
+    assert_states_close(state["state"], held_by(*plain(2)))
+    to_load = FSDP.optim_state_dict_to_load(model, optimizer, state)
+    assert list(to_load) == ["state"]
+    assert list(to_load["state"]) == list(range(len(optimizer.param_groups[0]["params"])))
+    for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
+        assert_states_close(to_load["state"][number], optimizer.state[parameter], exact=True)
+
+
+@on_ranks(2)
+def test_edited_state_dict(rank: Rank) -> None:
+    """What was changed in the optimizer's state dict is what is saved."""
+    model = small(rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    step(model, optimizer, 2)
+    given = copy.deepcopy(optimizer.state_dict())
+    for values in given["state"].values():
+        values["exp_avg"].fill_(7.0)
+    given["param_groups"][0]["lr"] = 0.75
+    state = FSDP.optim_state_dict(model, optimizer, given)
+    assert all(bool((values["exp_avg"] == 7.0).all()) for values in state["state"].values())
+    assert state["param_groups"][0]["lr"] == 0.75
+    assert not any(bool((values["exp_avg"] == 7.0).any()) for values in optimizer.state.values())
+    with pytest.raises(ValueError, match="2 groups, the optimizer 1"):
+        FSDP.optim_state_dict(model, optimizer, {**given, "param_groups": given["param_groups"] * 2})
+
+
+@on_ranks(2)
+def test_unknown_keys(rank: Rank) -> None:
+    """What users keep in the state under names of their own goes both ways, with a warning."""
+    model = small(rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    optimizer.state["phase"] = {"name": "warm-up", "seen": torch.arange(3)}  # type: ignore[index]
+    optimizer.state["count"] = 5  # type: ignore[index]
+    with pytest.warns(UserWarning, match="'phase', which is no parameter"):
+        state = FSDP.optim_state_dict(model, optimizer)
+    new = torch.optim.Adam(model.parameters())
+    new.load_state_dict(FSDP.optim_state_dict_to_load(model, new, state))
+    assert new.state["phase"]["name"] == "warm-up" and new.state["phase"]["seen"].tolist() == [0, 1, 2]  # type: ignore[index]
+    assert new.state["count"] == 5  # type: ignore[index]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["flat", "original"])
+def test_requires_grad_changes(rank: Rank, kind: str) -> None:
+    """Parameters that are trained in turn: each has its own number of steps, after loading as well."""
+    model = small(rank, kind)
+    reference = Small()
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, reference)]
+    for index in range(5):
+        for which, m in enumerate((model, reference)):
+            for name, parameter in m.named_parameters():
+                parameter.requires_grad_(("one" in name) == (index % 2 == 0))
+            step(m, optimizers[which])
+        state = FSDP.optim_state_dict(model, optimizers[0])
+        assert_states_close(state["state"], held_by(reference, optimizers[1]))
+        optimizers[0] = torch.optim.Adam(model.parameters(), lr=9.0)
+        optimizers[0].load_state_dict(FSDP.optim_state_dict_to_load(model, optimizers[0], state))
+    assert {fqn: float(v["step"]) for fqn, v in own(model, optimizers[0]).items()} == {
+        "one.weight": 3.0,
+        "one.bias": 3.0,
+        "two.weight": 2.0,
+        "two.bias": 2.0,
+    }
+
+
+# ---------------------------------------------------------------- groups and order
+
+
+@on_ranks(2)
+def test_order_of_parameters_may_differ_between_ranks(rank: Rank) -> None:
+    """Ranks that have built their optimizers in different order save the same, and load it right."""
+    model = small(rank)
+    parameters = list(model.parameters())[:: 1 if rank.rank == 0 else -1]
+    optimizer = torch.optim.Adam(parameters, lr=0.1)
+    step(model, optimizer, 2)
+    state = FSDP.optim_state_dict(model, optimizer)
+    assert_states_close(state["state"], held_by(*plain(2)))
+    new = torch.optim.Adam(parameters[::-1])
+    assert_states_close(loaded(model, new, state), state["state"], exact=True)
+
+
+@on_ranks(2)
+def test_groups_are_matched_by_name(rank: Rank) -> None:
+    """Options follow the parameters into groups of another order and split; where they cannot, the error says why."""
+    model = small(rank)
+    named = {fqn_of(name): p for name, p in model.named_parameters()}
+
+    def groups(*names: list[str]) -> list[dict[str, Any]]:
+        return [{"params": [named[name] for name in group]} for group in names]
+
+    weights, biases = ["one.weight", "two.weight"], ["one.bias", "two.bias"]
+    optimizer = torch.optim.Adam(groups(weights, biases), lr=0.1)
+    optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["weight_decay"] = 0.25, 0.5
+    step(model, optimizer)
+    state = FSDP.optim_state_dict(model, optimizer)
+    assert [group["params"] for group in state["param_groups"]] == [weights, biases]
+    new = torch.optim.Adam(groups(biases[::-1], ["two.weight"], ["one.weight"]), lr=9.0)
+    assert_states_close(loaded(model, new, state), state["state"], exact=True)
+    found = [(group["lr"], group["weight_decay"]) for group in new.param_groups]
+    assert found == [(0.1, 0.5), (0.25, 0), (0.25, 0)]
+    mixed = torch.optim.Adam(groups(["one.weight", "one.bias"], ["two.weight", "two.bias"]))
+    with pytest.raises(ValueError, match=r"group 0 .*\(lr, weight_decay\): one\.weight and one\.bias"):
+        FSDP.optim_state_dict_to_load(model, mixed, state)
+
+
+# ---------------------------------------------------------------- what does not fit
+
+
+@on_ranks(2)
+@BOTH
+def test_missing_and_unexpected(rank: Rank, kind: str) -> None:
+    """Parameters that only one side has are named."""
+    model = small(rank, kind)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    state = FSDP.optim_state_dict(model, optimizer)
+    less = copy.deepcopy(state)
+    less["param_groups"][0]["params"].remove("two.bias")
+    del less["state"]["two.bias"]
+    with pytest.raises(ValueError, match=r"the optimizer that was saved did not have two\.bias"):
+        FSDP.optim_state_dict_to_load(model, optimizer, less)
+    more = copy.deepcopy(state)
+    more["param_groups"][0]["params"].append("three")
+    more["state"]["three"] = copy.deepcopy(more["state"]["two.bias"])
+    with pytest.raises(ValueError, match="state was saved for three, which this optimizer does not have"):
+        FSDP.optim_state_dict_to_load(model, optimizer, more)
+    wrong = copy.deepcopy(state)
+    wrong["state"]["two.weight"]["exp_avg"] = torch.zeros(4, 3)
+    with pytest.raises(ValueError, match=r"two.weight: exp_avg was saved with shape \(4, 3\).*\(5, 3\)"):
+        FSDP.optim_state_dict_to_load(model, optimizer, wrong)
+
+
+@on_ranks(2)
+def test_errors_of_the_first_rank(rank: Rank) -> None:
+    """With ``rank0_only`` an error in what the first rank has is raised on all."""
+    model = small(rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    by_number = optimizer.state_dict()
+    settings = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *settings):
+        with pytest.raises(ValueError, match="expected the names of parameters as keys, found 0"):
+            FSDP.optim_state_dict_to_load(model, optimizer, by_number if rank.rank == 0 else {})
+        state = FSDP.optim_state_dict(model, optimizer)
+        if rank.rank == 0:
+            state["param_groups"][0]["params"].append("three")
+            state["state"]["three"] = state["state"]["two.bias"]
+        with pytest.raises(ValueError, match="state was saved for three"):
+            FSDP.optim_state_dict_to_load(model, optimizer, state)
+
+
+@on_ranks(2)
+def test_errors_of_one_rank(rank: Rank) -> None:
+    """Where loading communicates, what does not fit on one rank is an error on all, not a hang."""
+    model = small(rank)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.Adam(parameters, lr=0.1)
+    step(model, optimizer)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = FSDP.optim_state_dict(model, optimizer)
+        own = torch.optim.Adam(parameters[: 4 if rank.rank == 0 else 3])
+        with pytest.raises(ValueError, match="state was saved for two"):
+            FSDP.optim_state_dict_to_load(model, own, state)
+        stray = torch.optim.Adam([*parameters, nn.Parameter(torch.ones(2))] if rank.rank == 0 else parameters)
+        with pytest.raises(ValueError, match="is not one of the model's"):
+            FSDP.optim_state_dict_to_load(model, stray, state)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("form", ["sharded", "first", "loading"])
+def test_one_whole_tensor_at_a_time(rank: Rank, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the result never more than one whole tensor is alive, and on ranks that want none, none is made."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def watched(function: Any) -> Any:
+        def gather(*args: Any, **kwargs: Any) -> Any:
+            nonlocal most
+            whole = function(*args, **kwargs)
+            if isinstance(whole, torch.Tensor):
+                made.append(weakref.ref(whole))
+            most = max(most, sum(ref() is not None for ref in made))
+            return whole
+
+        return gather
+
+    model = small(rank, "flat")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    config = FullOptimStateDictConfig(rank0_only=True)
+    full = FSDP.full_optim_state_dict(model, optimizer)
+    monkeypatch.setattr(optimizer_gather, "_gather", watched(optimizer_gather._gather))
+    monkeypatch.setattr(wrapper_optim_forms, "_sent", watched(wrapper_optim_forms._sent))
+    if form == "sharded":
+        FSDP.sharded_optim_state_dict(model, optimizer)
+    elif form == "first":
+        FSDP.full_optim_state_dict(model, optimizer)
+    else:
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), config):
+            FSDP.optim_state_dict_to_load(model, optimizer, full)
+    monkeypatch.undo()
+    tensors = 8 if form != "loading" else 12  # with the numbers of steps
+    if form == "first":
+        assert (len(made), most) == ((tensors, tensors) if rank.rank == 0 else (0, 0))
+    else:
+        assert len(made) == tensors and most <= (1 if rank.rank or form == "sharded" else tensors), (len(made), most)
+
+
+@on_ranks(2)
+def test_keys_of_another_kind(rank: Rank) -> None:
+    """Numbers, and dictionaries that are no state dicts, are errors that say what to do."""
+    model = small(rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    with pytest.raises(ValueError, match="rekey_optim_state_dict"):
+        FSDP.optim_state_dict_to_load(model, optimizer, optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"found the keys \['one'\]"):
+        FSDP.optim_state_dict_to_load(model, optimizer, {"one": 1})
+
+
+@on_ranks(2)
+@BOTH
+def test_ranks_with_different_state(rank: Rank, kind: str) -> None:
+    """State that one rank lacks is an error on all ranks, for saving in either form; it names parameter and ranks."""
+    model = small(rank, kind)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    if rank.rank == 0:
+        del optimizer.state[list(model.parameters())[-1]]
+    for type_ in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
+        with (
+            FSDP.state_dict_type(model, type_),
+            pytest.raises(FullshardError, match=r"two\.bias \(rank 0: nothing, rank 1"),
+        ):
+            FSDP.optim_state_dict(model, optimizer)
+
+
+@on_ranks(2)
+def test_ranks_with_different_parameters(rank: Rank) -> None:
+    """The same if a rank's optimizer does not have a parameter at all, or none of the unit."""
+    model = small(rank)
+    named = {fqn_of(name): p for name, p in model.named_parameters()}
+    extra = nn.Parameter(torch.ones(2))
+    holder = nn.ModuleDict({"model": model})
+    holder.register_parameter("extra", extra)
+    for lacking in ("two.bias", "two", ""):
+        names = [name for name in named if rank.rank == 0 or not name.startswith(lacking)]
+        optimizer = torch.optim.Adam([named[name] for name in names] + [extra], lr=0.1)
+        extra.grad = torch.ones(2)
+        step(model, optimizer)
+        with pytest.raises(FullshardError, match=r"model\.two\.bias \(rank 0: .*, rank 1: nothing\)"):
+            FSDP.optim_state_dict(holder, optimizer)
+
+
+@on_ranks(2)
+def test_parameters_that_are_not_sharded_may_differ(rank: Rank) -> None:
+    """Of what no unit manages each rank saves what it has."""
+    model = small(rank)
+    holder = nn.ModuleDict({"model": model})
+    extra = nn.Parameter(torch.full((2 + rank.rank,), 1.0))
+    holder.register_parameter(f"extra{rank.rank}", extra)
+    optimizer = torch.optim.Adam(holder.parameters(), lr=0.1)
+    extra.grad = torch.ones_like(extra)
+    step(model, optimizer)
+    state = FSDP.optim_state_dict(holder, optimizer)
+    name = f"extra{rank.rank}"
+    assert_states_close(state["state"].pop(name), optimizer.state[extra], exact=True)
+    assert_states_close({k.removeprefix("model."): v for k, v in state["state"].items()}, held_by(*plain(1)))
+    full = FSDP.optim_state_dict(holder, optimizer)
+    assert_states_close(loaded_plain(holder, optimizer, full, extra), full["state"][name], exact=True)
+
+
+def loaded_plain(model: nn.Module, optimizer: torch.optim.Optimizer, state: State, parameter: nn.Parameter) -> Any:
+    new = torch.optim.Adam(model.parameters())
+    new.load_state_dict(FSDP.optim_state_dict_to_load(model, new, state))
+    return new.state[parameter]
+
+
+@on_ranks(2)
+def test_ignored_parameters(rank: Rank) -> None:
+    """Parameters that wrapping has left alone are saved and loaded whole; others that are not the model's are not."""
+    model = Small()
+    ignored = model.two.weight
+    wrapped = FSDP(model, ignored_states=[ignored], use_orig_params=True, device_mesh=rank.mesh)
+    optimizer = torch.optim.Adam(wrapped.parameters(), lr=0.1)
+    step(wrapped, optimizer, 2)
+    state = FSDP.optim_state_dict(wrapped, optimizer)
+    assert_states_close(state["state"], held_by(*plain(2)))
+    assert state["state"]["two.weight"]["exp_avg"] is not optimizer.state[ignored]["exp_avg"]
+    new = torch.optim.Adam(wrapped.parameters())
+    assert_states_close(loaded(wrapped, new, state), state["state"], exact=True)
+    stray = torch.optim.Adam([*wrapped.parameters(), nn.Parameter(torch.ones(2))])
+    with pytest.raises(ValueError, match=r"parameter 4 of group 0 of the optimizer .* is not one of the model's"):
+        FSDP.optim_state_dict(wrapped, stray)
+
+
+@on_ranks(2)
+def test_in_the_middle_of_a_step(rank: Rank) -> None:
+    """While full parameters are summoned there is no state to save."""
+    model = small(rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    with FSDP.summon_full_params(model), pytest.raises(PhaseError):
+        FSDP.optim_state_dict(model, optimizer)
+
+
+@on_ranks(2)
+def test_flat_parameters_with_different_steps(rank: Rank) -> None:
+    """Parts of one flat parameter that have made different numbers of steps are an error that names them."""
+    model = FSDP(Small(), device_mesh=rank.mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    reference, unwrapped = plain(1)
+    step(reference, unwrapped, first=False)
+    state = {
+        "state": held_by(reference, unwrapped),
+        "param_groups": [{"lr": 0.1, "params": [name for name, _ in reference.named_parameters()]}],
+    }
+    with pytest.raises(
+        FullshardError, match=r"one\.weight and two\.weight are one flat parameter.* step, 1\.0 and 2\.0"
+    ):
+        FSDP.optim_state_dict_to_load(model, optimizer, state)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("passed", [False, True])
+def test_a_group_of_its_own(rank: Rank, passed: bool) -> None:
+    """Each half of the ranks has a model, a first rank and a result; ``group`` is found, or says who they are."""
+    mesh = rank.make_mesh(2, 2, names=("halves", "half"))["half"]
+    group = mesh.get_group() if passed else None
+    torch.manual_seed(3)
+    model = FSDP(Small(), use_orig_params=True, device_mesh=mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    step(model, optimizer, 1 + rank.rank // 2)
+    settings = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *settings):
+        state = FSDP.optim_state_dict(model, optimizer, group=group)
+        assert (state == {}) == (dist.get_rank(mesh.get_group()) > 0)
+        if state:
+            assert_states_close(state["state"], held_by(*plain(1 + rank.rank // 2)))
+        new = torch.optim.Adam(model.parameters())
+        new.load_state_dict(FSDP.optim_state_dict_to_load(model, new, state, group=group))
+    assert {float(values["step"]) for values in new.state.values()} == {1.0 + rank.rank // 2}
+    for parameter in model.parameters():
+        assert_states_close(new.state[parameter], optimizer.state[parameter], exact=True)
+
+
+# ---------------------------------------------------------------- names and numbers
+
+
+class Named(torch.optim.Adam):
+    """An optimizer whose state dict goes by names."""
+
+    def __init__(self, named: dict[str, nn.Parameter], **options: Any) -> None:
+        super().__init__(named.values(), **options)
+        self.names = list(named)
+
+    def state_dict(self) -> State:
+        state = super().state_dict()
+        groups = [{**group, "params": [self.names[n] for n in group["params"]]} for group in state["param_groups"]]
+        return {"state": {self.names[n]: values for n, values in state["state"].items()}, "param_groups": groups}
+
+    def load_state_dict(self, state: State) -> None:
+        numbers = {name: number for number, name in enumerate(self.names)}
+        groups = [{**group, "params": [numbers[n] for n in group["params"]]} for group in state["param_groups"]]
+        super().load_state_dict(
+            {"state": {numbers[name]: values for name, values in state["state"].items()}, "param_groups": groups}
+        )
+
+
+@on_ranks(2)
+@BOTH
+@pytest.mark.parametrize("clean", [False, True], ids=["raw", "clean"])
+def test_named_optimizers(rank: Rank, kind: str, clean: bool) -> None:
+    """An optimizer that knows names, with or without what wrappers add to them, gets its state under these."""
+    model = small(rank, kind)
+    named = {fqn_of(name) if clean else name: p for name, p in model.named_parameters()}
+    optimizer = Named(named, lr=0.1)
+    step(model, optimizer, 2)
+    state = FSDP.optim_state_dict(model, optimizer, optimizer.state_dict())
+    assert_states_close(state["state"], held_by(*plain(2)))
+    new = Named(named)
+    to_load = FSDP.optim_state_dict_to_load(model, new, state, is_named_optimizer=True, load_directly=True)
+    assert set(to_load["state"]) == set(named)
+    assert_states_close(own(model, new), state["state"], exact=True)
+
+
+@on_ranks(2)
+def test_rekeyed_for_an_unwrapped_model(rank: Rank) -> None:
+    """What a wrapped model saved, an unwrapped one loads by numbers; what that saved, a wrapped one loads by names."""
+    model = small(rank, "flat")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    step(model, optimizer, 2)
+    full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    reference, unwrapped = plain(2)
+    names = [name for name, _ in reference.named_parameters()]
+    by_number = FSDP.rekey_optim_state_dict(full, ID, reference)
+    assert by_number["param_groups"][0]["params"] == list(range(len(names)))
+    new = torch.optim.Adam(reference.parameters())
+    new.load_state_dict(by_number)
+    assert_states_close(held_by(reference, new), held_by(reference, unwrapped))
+    by_name = FSDP.rekey_optim_state_dict(unwrapped.state_dict(), NAME, reference, optim=unwrapped)
+    assert by_name["param_groups"][0]["params"] == names
+    again = torch.optim.Adam(model.parameters())
+    again.load_state_dict(FSDP.shard_full_optim_state_dict(by_name, model, optim=again))
+    assert_states_close(own(model, again), held_by(reference, unwrapped), exact=True)
+
+
+def test_rekeying() -> None:
+    """Groups in another order, inputs, keys that are right already, mixed and unknown ones, tied and frozen ones."""
+    model = Small()
+    order = [model.two.bias, model.one.weight, model.two.weight]
+    optimizer = torch.optim.Adam([{"params": order[:1]}, {"params": order[1:], "lr": 0.5}], lr=0.1)
+    step(model, optimizer)
+    state = optimizer.state_dict()
+    named = FSDP.rekey_optim_state_dict(state, NAME, model, optim=optimizer)
+    assert [group["params"] for group in named["param_groups"]] == [["two.bias"], ["one.weight", "two.weight"]]
+    assert named["state"]["one.weight"]["exp_avg"] is optimizer.state[model.one.weight]["exp_avg"]
+    same = FSDP.rekey_optim_state_dict(state, NAME, model, [{"params": order[:1]}, {"params": order[1:]}])
+    assert list(same["state"]) == list(named["state"])
+    named["param_groups"].reverse()
+    named["param_groups"][0]["params"].reverse()
+    back = FSDP.rekey_optim_state_dict(named, ID, model, optim=optimizer)
+    assert [group["params"] for group in back["param_groups"]] == [[0], [1, 2]]
+    assert_states_close(back["state"], state["state"], exact=True)
+    assert FSDP.rekey_optim_state_dict(state, ID, model) is state
+    assert FSDP.rekey_optim_state_dict(named, NAME, model) is named
+    with pytest.raises(ValueError, match="not both"):
+        FSDP.rekey_optim_state_dict({"state": {0: {}, "one.weight": {}}}, NAME, model)
+    with pytest.raises(ValueError, match=r"found \['three'\]"):
+        FSDP.rekey_optim_state_dict({"state": {"three": {}}}, ID, model)
+    with pytest.raises(TypeError):
+        FSDP.rekey_optim_state_dict(state, "name", model)  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def test_flat_parameters_have_no_numbers(rank: Rank) -> None:
+    """A flat parameter is several names, so its state cannot be rekeyed; the error says what to use."""
+    model = small(rank, "flat")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"one flat parameter, .*optim_state_dict_to_load"):
+        FSDP.rekey_optim_state_dict({"state": {"one.weight": {}}}, ID, model, optim=optimizer)
+
+
+# ---------------------------------------------------------------- LOCAL
+
+
+def local(model: nn.Module) -> Any:
+    return FSDP.state_dict_type(
+        model, StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(), LocalOptimStateDictConfig()
+    )
+
+
+@on_ranks(2)
+def test_local_form(rank: Rank) -> None:
+    """The live state of flat parameters under their own names, for the same wrapping on the same ranks only."""
+    model = small(rank, "flat")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    step(model, optimizer, 2)
+    with local(model):
+        state = FSDP.optim_state_dict(model, optimizer)
+        assert set(state["state"]) == {"one._flat_param", "two._flat_param"} == set(state["param_groups"][0]["params"])
+        flat = next(model.one.parameters())
+        assert state["state"]["one._flat_param"]["exp_avg"] is optimizer.state[flat]["exp_avg"]
+        new = torch.optim.Adam(model.parameters())
+        FSDP.optim_state_dict_to_load(model, new, copy.deepcopy(state), load_directly=True)
+        assert_states_close(own(model, new), own(model, optimizer), exact=True)
+        assert new.param_groups[0]["lr"] == 0.1
+        wrong = copy.deepcopy(state)
+        wrong["state"]["one._flat_param"]["exp_avg"] = torch.zeros(3)
+        with pytest.raises(ValueError, match=r"one\._flat_param: this rank's piece has shape"):
+            FSDP.optim_state_dict_to_load(model, new, wrong)
+        other = copy.deepcopy(state)
+        other["param_groups"][0]["params"][0] = "three._flat_param"
+        with pytest.raises(ValueError, match=r"unknown are \['three\._flat_param'\], missing \['one\._flat_param'\]"):
+            FSDP.optim_state_dict_to_load(model, new, other)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["flat", "original", "mixture"])
+def test_local_form_of_the_large_model(rank: Rank, kind: str) -> None:
+    """The same of all sorts of parameters."""
+    model = build(rank, kind)
+    optimizer = adam(model)
+    train(model, optimizer, 0, 2)
+    with local(model):
+        state = FSDP.optim_state_dict(model, optimizer)
+        new = adam(model)
+        FSDP.optim_state_dict_to_load(model, new, copy.deepcopy(state), load_directly=True)
+    assert_states_close(own(model, new), own(model, optimizer), exact=True)
+    assert len(trained(Model())) >= len(state["state"])

@@ -1,0 +1,168 @@
+"""In which form wrappers are saved and loaded: the settings themselves."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import FrozenInstanceError, asdict
+from typing import Any
+
+import pytest
+from torch import nn
+from wrapped import Net, raised_everywhere, wrapped
+
+import fullshard
+from fullshard import (
+    FullOptimStateDictConfig,
+    FullshardError,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from fullshard import FullyShardedDataParallel as FSDP
+from ranks import Rank, on_ranks
+
+FULL, LOCAL, SHARDED = (
+    StateDictType.FULL_STATE_DICT,
+    StateDictType.LOCAL_STATE_DICT,
+    StateDictType.SHARDED_STATE_DICT,
+)
+CONFIGS: list[tuple[Any, Any, Any]] = [
+    (FULL, FullStateDictConfig, FullOptimStateDictConfig),
+    (LOCAL, LocalStateDictConfig, LocalOptimStateDictConfig),
+    (SHARDED, ShardedStateDictConfig, ShardedOptimStateDictConfig),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "defaults"),
+    [
+        (StateDictConfig, {"offload_to_cpu": False}),
+        (FullStateDictConfig, {"offload_to_cpu": False, "rank0_only": False}),
+        (LocalStateDictConfig, {"offload_to_cpu": False}),
+        (ShardedStateDictConfig, {"offload_to_cpu": False, "_use_dtensor": False}),
+        (OptimStateDictConfig, {"offload_to_cpu": True}),
+        (FullOptimStateDictConfig, {"offload_to_cpu": True, "rank0_only": False}),
+        (LocalOptimStateDictConfig, {"offload_to_cpu": False}),
+        (ShardedOptimStateDictConfig, {"offload_to_cpu": True, "_use_dtensor": False}),
+    ],
+)
+def test_fields_and_defaults(kind: Any, defaults: dict[str, bool]) -> None:
+    """Names, order and defaults of torch's; values cannot be changed, and flags are checked."""
+    assert asdict(kind()) == defaults and list(asdict(kind())) == list(defaults)
+    assert kind(*(not value for value in defaults.values())) == kind(**{n: not v for n, v in defaults.items()})
+    with pytest.raises(FrozenInstanceError):
+        kind().offload_to_cpu = True
+    for name in defaults:
+        with pytest.raises(TypeError, match=f"{kind.__name__}: {name}: expected True or False, found 1"):
+            kind(**{name: 1})
+    assert kind.__name__ in fullshard.__all__
+
+
+def test_members() -> None:
+    """Enumerations have torch's members."""
+    assert [member.name for member in StateDictType] == ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
+    assert [member.name for member in OptimStateKeyType] == ["PARAM_NAME", "PARAM_ID"]
+
+
+def types_of(model: nn.Module) -> list[StateDictType]:
+    return [wrapper._state_settings.state_dict_type for wrapper in FSDP.fsdp_modules(model)]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize(("kind", "config", "optim_config"), CONFIGS)
+def test_set_and_get(rank: Rank, kind: StateDictType, config: Any, optim_config: Any) -> None:
+    """All wrappers get the settings, with the type's own configs where none are given; the old ones are returned."""
+    model, _ = wrapped(rank)
+    default = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
+    assert FSDP.get_state_dict_type(model) == default
+    assert FSDP.set_state_dict_type(model, kind) == default
+    assert FSDP.get_state_dict_type(model) == StateDictSettings(kind, config(), optim_config())
+    given = (config(offload_to_cpu=True), optim_config(offload_to_cpu=False))
+    assert FSDP.set_state_dict_type(model, kind, *given) == StateDictSettings(kind, config(), optim_config())
+    assert FSDP.get_state_dict_type(model) == StateDictSettings(kind, *given)
+    assert types_of(model) == [kind] * 3
+    assert FSDP.get_state_dict_type(copy.deepcopy(model)) == StateDictSettings(kind, *given)
+
+
+@on_ranks(1, 2)
+def test_of_modules_that_are_not_wrappers(rank: Rank) -> None:
+    """A plain root stands for the wrappers in it, an inner module for its own; without any, values are whole."""
+    model, _ = wrapped(rank)
+    root = nn.Sequential(nn.Linear(2, 2), model)
+    FSDP.set_state_dict_type(root, SHARDED)
+    assert FSDP.get_state_dict_type(root).state_dict_type is SHARDED
+    assert types_of(root) == [SHARDED] * 3
+    FSDP.set_state_dict_type(model.module.parts[0], LOCAL)
+    assert types_of(root) == [SHARDED, LOCAL, SHARDED]
+    assert FSDP.set_state_dict_type(Net(), SHARDED) == FSDP.get_state_dict_type(Net()) == StateDictSettings()
+    with FSDP.state_dict_type(Net(), SHARDED):
+        pass
+
+
+@on_ranks(2)
+def test_context(rank: Rank) -> None:
+    """Inside it holds for all, and nests; afterwards every wrapper has its own settings back, also after an error."""
+    model, _ = wrapped(rank)
+    inner = model.module.parts[1]
+    FSDP.set_state_dict_type(inner, LOCAL)
+    with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(offload_to_cpu=True)):
+        assert FSDP.get_state_dict_type(model).state_dict_config == ShardedStateDictConfig(offload_to_cpu=True)
+        with FSDP.state_dict_type(inner, FULL):
+            assert types_of(model) == [SHARDED, SHARDED, FULL]
+        assert types_of(model) == [SHARDED] * 3
+    assert types_of(model) == [FULL, FULL, LOCAL]
+    with pytest.raises(KeyError), FSDP.state_dict_type(model, SHARDED):
+        raise KeyError
+    assert types_of(model) == [FULL, FULL, LOCAL]
+
+
+@on_ranks(2)
+def test_differing_settings(rank: Rank) -> None:
+    """They are reported with the names of the modules, and nothing is changed."""
+    model, _ = wrapped(rank)
+    FSDP.set_state_dict_type(model.module.parts[1], FULL, FullStateDictConfig(rank0_only=True))
+    asked: list[Any] = [
+        lambda: FSDP.get_state_dict_type(model),
+        lambda: FSDP.set_state_dict_type(model, SHARDED),
+    ]
+    for ask in asked:
+        with pytest.raises(FullshardError, match=r"in <root>, parts\.0; .*rank0_only=True.* in parts\.1") as caught:
+            ask()
+        raised_everywhere(rank, caught.value)
+    assert types_of(model) == [FULL] * 3
+    FSDP.set_state_dict_type(model.module.parts[1], FULL)
+    FSDP.set_state_dict_type(model, SHARDED)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("kind", "config", "optim_config"), CONFIGS)
+def test_wrong_configs(rank: Rank, kind: StateDictType, config: Any, optim_config: Any) -> None:
+    """Configs of other types, the base classes too, are a RuntimeError that names both; nothing is changed."""
+    model, _ = wrapped(rank)
+    others = [c for _, c, _ in CONFIGS if c is not config] + [StateDictConfig]
+    optim_others = [c for _, _, c in CONFIGS if c is not optim_config] + [OptimStateDictConfig]
+    for other in others:
+        with pytest.raises(
+            RuntimeError, match=rf"expected a {config.__name__} for {kind.name}, found a {other.__name__}"
+        ):
+            FSDP.set_state_dict_type(model, kind, other())
+    for other in optim_others:
+        with pytest.raises(
+            RuntimeError, match=rf"optim_state_dict_config: .*{optim_config.__name__}.*{other.__name__}"
+        ):
+            FSDP.set_state_dict_type(model, kind, config(), other())
+        with (
+            pytest.raises(RuntimeError, match="optim_state_dict_config"),
+            FSDP.state_dict_type(model, kind, None, other()),
+        ):
+            raise AssertionError("entered")
+    with pytest.raises(TypeError, match=r"expected a fullshard\.StateDictType, found 'full'"):
+        FSDP.set_state_dict_type(model, "full")  # type: ignore[arg-type]
+    assert FSDP.get_state_dict_type(model) == StateDictSettings()
