@@ -22,7 +22,7 @@ LAYERS = [
     {"cli", "__main__"},
     {"train", "integrations"},
     {""},
-    {"fully_shard", "wrapper", "dropin"},
+    {"fully_shard", "wrapper", "torch_state_dict", "dropin"},
     {"fsdp_module"},
     {"controls"},
     {"sharded_module"},

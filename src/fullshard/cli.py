@@ -126,8 +126,8 @@ def train(
     resume: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
-            help="Another run's folder, or a checkpoint, to start from, on any number of ranks. A run of that "
-            "--name that has a checkpoint goes on from its own without this option.",
+            help="Start from another run's newest checkpoint, or from this one. A run that has checkpoints of its own "
+            "goes on from those anyway, if its --name is given.",
             metavar="FOLDER",
             show_default=False,
             rich_help_panel=CHECKPOINTS,
@@ -179,8 +179,9 @@ def train(
 
     Starts its own workers: one per GPU, or two on a machine without. Under torchrun it is a worker itself.
 
-    Writes metrics, plot, config, summary, weights and checkpoints to runs/NAME. Ctrl-C stops all ranks and keeps them,
-    SIGTERM saves a checkpoint only, and the same --name goes on from there.
+    Writes metrics, plot, config, summary, weights and checkpoints to runs/NAME.
+
+    Ctrl-C stops all ranks and keeps them; SIGTERM only saves a checkpoint. Either way the same --name goes on from it.
     """
     given = {
         option: value

@@ -26,6 +26,7 @@ from fullshard.fsdp_module import FSDPModule, ReplicateModule, become, sharded_c
 from fullshard.memory import keep_freed_memory
 from fullshard.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.sharded_module import note_inside
+from fullshard.torch_state_dict import install as install_torch_functions
 from fullshard.wrap import Policy, PolicyFunction, plan_for
 
 __all__ = ["fully_shard", "replicate"]
@@ -238,3 +239,4 @@ def _make_unit(
     for module in modules:
         set_unit(module, unit)
         note_inside(module)
+    install_torch_functions()

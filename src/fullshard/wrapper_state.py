@@ -30,7 +30,7 @@ from fullshard.state_dict_types import (
 )
 from fullshard.wrapper_state_loading import Loading, open_slices, open_whole
 from fullshard.wrapper_state_saving import SavedForm, holding, owned_names, visible_slices
-from fullshard.wrapper_state_torch import install
+from fullshard.torch_state_dict import install
 
 __all__ = ["WrapperState"]
 
@@ -179,7 +179,13 @@ class WrapperState(nn.Module):
         form = self._form()
         if self._loading is not None:  # an earlier load raised
             self._close_load(writeback=False)
-        with holding(unit, form, keep_vars=keep_vars), self._buffers_as_saved(form, keep_vars=keep_vars):
+        grad = torch.is_grad_enabled()
+        with (
+            torch.inference_mode(False),  # DTensors refuse to be detached in it; and it switches grad on
+            torch.set_grad_enabled(grad),
+            holding(unit, form, keep_vars=keep_vars),
+            self._buffers_as_saved(form, keep_vars=keep_vars),
+        ):
             state = super().state_dict(*args, **kwargs)
         _rename(state, f"{prefix}{WRAPPED}.", prefix)
         if form.kind is StateDictType.LOCAL_STATE_DICT:

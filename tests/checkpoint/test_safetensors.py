@@ -293,6 +293,24 @@ def test_what_is_read_of_a_folder(tmp_path: Path) -> None:
     assert list(find_weights(tmp_path).tensors) == ["z"]
 
 
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [
+        ("model-00001-of-00002.safetensors", False),
+        ("x-00002-of-00011.safetensors", False),
+        ("x-00001-of-00001.safetensors", True),
+    ],
+)
+def test_one_of_several_files_is_not_taken_for_all(name: str, whole: bool, tmp_path: Path) -> None:
+    """A numbered file without an index is what a killed export or download leaves."""
+    write(tmp_path / name, {"a": entry()}, bytes(8))
+    if whole:
+        assert list(find_weights(tmp_path).tensors) == ["a"]
+    else:
+        with pytest.raises(CheckpointError, match=f"found {name}"):
+            find_weights(tmp_path)
+
+
 def test_long_lists_are_cut() -> None:
     """Some names, and how many more."""
     assert shortened("abc") == "a, b, c"

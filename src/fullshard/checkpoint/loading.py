@@ -229,7 +229,7 @@ class _Loading:
         """
         shared: dict[str, Any] = {}
         for prefix, target in self._optimizers.items():
-            shared.update(_tensors_of(prefix + STATE, target.shared))
+            shared.update(_tensors_of(prefix + STATE, target.shared, target))
         self._source.read({key: target for key, target in shared.items() if self._source.tensor(key) is not None})
 
         def compare() -> None:
@@ -287,7 +287,7 @@ class _Loading:
         for prefix, state in self._models.items():
             targets.update({prefix + name: pieces for name, pieces in state.tensors.items()})
         for prefix, target in self._optimizers.items():
-            targets.update(_tensors_of(prefix + STATE, target.tree["state"]))
+            targets.update(_tensors_of(prefix + STATE, target.tree["state"], target))
         self._source.read({key: target for key, target in targets.items() if self._source.tensor(key) is not None})
 
     def finish(self, *, random: bool) -> dict[str, Any]:
@@ -321,10 +321,14 @@ class _Loading:
         return values
 
 
-def _tensors_of(prefix: str, state: Mapping[str, Any]) -> dict[str, Pieces]:
+def _tensors_of(prefix: str, state: Mapping[str, Any], target: OptimizerTarget) -> dict[str, Pieces]:
     """The tensors in a state by the keys that :func:`fullshard.checkpoint.snapshot.snapshot` gives them."""
     tensors: dict[str, Pieces] = {}
+    known = {fqn for options in target.tree["param_groups"] for fqn in options["params"]}
     for fqn, values in state.items():
+        if fqn not in known:
+            split(values, tensors, f"{prefix}{fqn}.tensor", small=False)
+            continue
         for name, value in values.items():
             key = f"{prefix}{fqn}.{name}"
             alone = isinstance(value, (torch.Tensor, Pieces))

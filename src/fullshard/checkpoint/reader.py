@@ -7,7 +7,8 @@ plans: that exchange fails on all ranks if planning failed on one. Only then are
 
 Of a local checkpoint, what was read the first time is read again: by then the operating system has it in memory, and a
 copy of our own costs more than it saves (measured: 200 MB per rank on two ranks, 0.38 s with a copy, 0.15 s without).
-Behind a URL it is kept, up to a limit; what is beyond is read and compared again.
+Behind a URL it is kept, up to a limit, and so is what has to be decoded (torch's format); what is beyond is read and
+compared again.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class CheckpointReader(StorageReader):
         verify: Whether everything is compared with its checksums before anything changes. See
             [Note: Checked before anything changes].
         keep_bytes: Most bytes of host memory for what was read to be compared; what is beyond is read twice. None:
-            1 GiB for URLs, nothing for local folders.
+            1 GiB, but nothing for local folders of fullshard's format.
 
     Raises:
         CheckpointError: If that kind of URL cannot be opened here.
@@ -233,7 +234,7 @@ class CheckpointReader(StorageReader):
         self._values.update({key: source.value_bytes(key) for key in values})
         limit = self.keep_bytes
         if limit is None:
-            limit = 0 if source.folder.is_local else _KEPT
+            limit = 0 if source.folder.is_local and source.index.raw else _KEPT
         for one in needed:
             kept: list[torch.Tensor | None] = []
             for start, numel in source.ranges(one) if self.verify else ():

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ METADATA = "__metadata__"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_INDEX_BYTES = 1 << 28
 _LENGTH_BYTES = 8
+_PART = re.compile(r"-\d+-of-(?!0*1\.)\d+\.safetensors$")
 _SHOWN = 10
 
 _DTYPES: dict[str, torch.dtype] = {
@@ -237,7 +239,7 @@ def _weight_file(path: Path) -> Path:
             return path / name
     names = sorted(entry.name for entry in path.iterdir())
     files = [name for name in names if name.endswith(".safetensors")]
-    if len(files) == 1:
+    if len(files) == 1 and not _PART.search(files[0]):  # one of several is not all
         return path / files[0]
     raise CheckpointError(
         f"{path}: expected {SINGLE_NAME}, {INDEX_NAME} or one .safetensors file; found {shortened(names) or 'nothing'}"

@@ -120,10 +120,9 @@ class Source(abc.ABC):
             CheckpointError: If they are not what was written, or not safe to read.
         """
         entry = self.index.values[key]
-        data = bytearray(entry.length)
-        self._read_checked(key, entry, 0, memoryview(data))
-        from_bytes(f"{self.folder.where(entry.file)}: {key}", bytes(data))
-        return bytes(data)
+        data = self._read_whole(key, entry)
+        from_bytes(f"{self.folder.where(entry.file)}: {key}", data)
+        return data
 
     def value(self, key: str) -> Any:
         """A value that is no tensor; see :meth:`value_bytes`."""
@@ -133,6 +132,12 @@ class Source(abc.ABC):
         """Close the file that was read last; reading opens it again."""
         self._open.close()
         self._stream = None
+
+    def _read_whole(self, key: str, entry: PieceEntry | ValueEntry) -> bytes:
+        """All bytes of an entry, compared with what there is to compare them with."""
+        data = bytearray(entry.length)
+        self._read_checked(key, entry, 0, memoryview(data))
+        return bytes(data)
 
     def _read_checked(self, key: str, entry: PieceEntry | ValueEntry, offset: int, view: memoryview) -> None:
         """Fill ``view`` from byte ``offset`` of an entry on, a multiple of the block size, and compare checksums."""

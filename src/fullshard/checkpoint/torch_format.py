@@ -15,6 +15,7 @@ import os
 import pickle
 import posixpath
 import re
+import zipfile
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -30,6 +31,7 @@ from fullshard.layout import Box
 __all__ = ["METADATA_FILE", "TorchSource", "read_metadata_file"]
 
 METADATA_FILE = ".metadata"
+_AT_ONCE = 1 << 20  # bytes
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _RECORDED = {  # classes whose attributes are kept
@@ -77,10 +79,34 @@ class TorchSource(Source):
         super().close()
         self._last = None
 
+    def _read_whole(self, key: str, entry: PieceEntry | ValueEntry) -> bytes:
+        """What ``torch.save`` wrote is a zip archive with CRCs of its records; ``torch.load`` does not compare them."""
+        data = super()._read_whole(key, entry)
+        try:
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                records = archive.infolist()
+                compressed = any(record.compress_type != zipfile.ZIP_STORED for record in records)  # torch never does
+                for record in records if self.verify and not compressed else ():
+                    if record.CRC:  # without: torch.serialization.set_crc32_options(False)
+                        with archive.open(record) as stream:  # which compares it at the end
+                            while stream.read(_AT_ONCE):
+                                pass
+        except (zipfile.BadZipFile, NotImplementedError, OSError, RuntimeError, ValueError) as error:
+            raise self._damaged(key, entry, first_line(error)) from error
+        if compressed:
+            raise self._damaged(key, entry, "compressed records")
+        return data
+
+    def _damaged(self, key: str, entry: PieceEntry | ValueEntry, found: str) -> CheckpointError:
+        end = entry.start + entry.length
+        return CheckpointError(
+            f"{self.folder.where(entry.file)}: {key}: bytes {entry.start} to {end} are not what torch.save wrote "
+            f"({found}); nothing in them was run. Copy the file again, or use another checkpoint"
+        )
+
     def _decoded(self, needed: Needed) -> torch.Tensor:
         piece = needed.piece
-        data = bytearray(piece.length)
-        self._read_checked(needed.key, piece, 0, memoryview(data))
+        data = self._read_whole(needed.key, piece)
         where = f"{self.folder.where(piece.file)}: {needed.key}"
         try:
             found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

@@ -15,21 +15,21 @@ import time
 import uuid
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 PATIENCE = timedelta(minutes=10)  # ranks of other nodes may still be starting
 POLL = 0.02  # seconds between looks
 
 
-def agent_store() -> dist.Store | None:
+def agent_store() -> Store | None:
     """A connection to the store that torch elastic's launcher keeps; None where rank 0 of each start has its own."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(address, port, is_master=False, timeout=PATIENCE)
+    return TCPStore(address, port, is_master=False, timeout=PATIENCE)
 
 
-def meet(store: dist.Store, rank: int, size: int, patience: timedelta = PATIENCE) -> dist.Store:
+def meet(store: Store, rank: int, size: int, patience: timedelta = PATIENCE) -> Store:
     """Wait for all ranks of this start. See [Note: Stale stores].
 
     Rank 0 invents a name and calls it out; each of the others answers under it with a word of its own; and rank 0
@@ -50,10 +50,10 @@ def meet(store: dist.Store, rank: int, size: int, patience: timedelta = PATIENCE
     """
     word = uuid.uuid4().hex
     name = _call(store, word, size, patience) if rank == 0 else _answer(store, word, rank, patience)
-    return dist.PrefixStore(f"fullshard/{name}", store)
+    return PrefixStore(f"fullshard/{name}", store)
 
 
-def _call(store: dist.Store, name: str, size: int, patience: timedelta) -> str:
+def _call(store: Store, name: str, size: int, patience: timedelta) -> str:
     store.set("fullshard/start", name)
     keys = [f"fullshard/{name}/word-{rank}" for rank in range(1, size)]
     deadline = time.monotonic() + patience.total_seconds()
@@ -64,12 +64,12 @@ def _call(store: dist.Store, name: str, size: int, patience: timedelta) -> str:
     return name
 
 
-def _answer(store: dist.Store, word: str, rank: int, patience: timedelta) -> str:
+def _answer(store: Store, word: str, rank: int, patience: timedelta) -> str:
     answered = None
     deadline = time.monotonic() + patience.total_seconds()
     while True:
         if store.check(["fullshard/start"]):
-            name = store.get("fullshard/start").decode()
+            name = str(store.get("fullshard/start").decode())
             if name != answered:
                 store.set(f"fullshard/{name}/word-{rank}", word)
                 answered = name

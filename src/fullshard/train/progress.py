@@ -48,7 +48,7 @@ class RunProgress:
         step, left = record["step"], (self._steps - record["step"]) * record["elapsed_s"] / record["step"]
         text = f"loss {record['bits_per_byte']:.3f} bits/byte, {record['tokens_per_s']:,.0f} tokens/s"
         if self._bar:
-            text += ", saving a checkpoint" if is_saving else ""
+            text = f"saving, {text}" if is_saving else text
             self._bar.update(self._bar.task_ids[0], completed=step, text=text)
         elif self._console and (step % max(1, self._steps // PLAIN_LINES) == 0 or step in (1, self._steps)):
             self._console.print(f"step {step}/{self._steps}  {text}, {left:.0f} s left", highlight=False)

@@ -58,8 +58,8 @@ def run(config: TrainConfig, begin: Callable[[], Start]) -> int:
         CorpusError: on every rank alike, if any rank cannot read the text or reads different text.
         ConfigError: on every rank alike, if the run cannot go on from its checkpoint with these settings.
     """
-    stop = StopRequest()
     group = Group.join(config.device)
+    stop = StopRequest()  # not before: who waits for ranks that do not come has nothing to save
     config = group.gather(config)[0]
     stop.watch(group.processes_here())
     corpus = _read_together(config, group)

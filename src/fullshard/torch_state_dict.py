@@ -6,7 +6,7 @@ instances, in which form to save them, and for the optimizer's state. They do so
 these are bound to others here, which ask that class *and* ours; torch's class, and models of it, are left alone. Users
 may have imported the functions already: they look the names up when they run.
 
-This is done when the first wrapper is made, and imports the module then: 2 ms, for its large part, the package around
+This is done when the first module is sharded, and imports the module then: 2 ms, for its large part, the package around
 it, is what ``fullshard.save`` builds on (70 ms if nothing of it were loaded). Cheaper ways lose: import hooks change
 the interpreter for everybody, and to look whether the module is there at each ``state_dict`` or ``named_parameters``
 patches in the middle of somebody's call.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any
@@ -43,6 +44,21 @@ __all__ = ["install"]
 
 Function = Callable[..., Any]
 
+# What is bound to others in torch's module.
+REPLACED = (
+    "FSDP",
+    "_broadcast_state_dict",
+    "_distribute_state_dict",
+    "_get_fqns",
+    "_get_model_state_dict",
+    "_get_module_fsdp_state_if_fully_sharded_module",
+    "_get_optim_state_dict",
+    "_init_optim_state",
+    "_iterate_valid_model_state",
+    "_load_model_state_dict",
+    "_load_optim_state_dict",
+)
+
 # What torch's functions are to take for a model's parameters and buffers while they load a state dict into it.
 _entries_of: contextvars.ContextVar[tuple[nn.Module, list[tuple[str, Any]]] | None] = contextvars.ContextVar(
     "_entries_of", default=None
@@ -60,13 +76,20 @@ def install() -> None:
 
     module: Any = functions
     wrapper: Any = WrapperState
+    missing = [name for name in REPLACED if not hasattr(module, name)]
+    if missing:
+        warnings.warn(
+            f"torch {torch.__version__} has no {', '.join(missing)} in {module.__name__}, so its functions do not know "
+            "models of fullshard; use fullshard.save and load, or the state dicts of the model itself",
+            stacklevel=4,
+        )
+        return
     state_of, fqns_of = module._get_module_fsdp_state_if_fully_sharded_module, module._get_fqns
     initialize, iterate = module._init_optim_state, module._iterate_valid_model_state
     module.FSDP = _either(module.FSDP, wrapper)
-    module.HYBRID_SHARDING_STRATEGIES = [
-        *module.HYBRID_SHARDING_STRATEGIES,
-        *(strategy for strategy in ShardingStrategy if strategy.hybrid),
-    ]
+    if hasattr(module, "HYBRID_SHARDING_STRATEGIES"):  # from torch 2.12 on
+        hybrid = (strategy for strategy in ShardingStrategy if strategy.hybrid)
+        module.HYBRID_SHARDING_STRATEGIES = [*module.HYBRID_SHARDING_STRATEGIES, *hybrid]
     module._get_module_fsdp_state_if_fully_sharded_module = lambda m: m if isinstance(m, wrapper) else state_of(m)
     module._get_fqns = functools.wraps(fqns_of)(functools.partial(_fqns, fqns_of))
     module._init_optim_state = lambda optim: give_initial_state(optim) if _is_ours(optim) else initialize(optim)

@@ -1,0 +1,314 @@
+"""Checkpoints without models and ranks: listed, read, verified, compared, and exported as safetensors files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+from checkpoint.kinds import shared_folder
+from compare import assert_equal
+from fullshard import CheckpointError
+from fullshard.checkpoint import offline
+from fullshard.checkpoint.consolidate import export
+from fullshard.checkpoint.offline import Difference, open_checkpoint
+from fullshard.checkpoint.storage import INDEX_FILE, CheckpointWriter
+from ranks import Rank, on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+FORMATS = ["fullshard", "torch"]
+
+
+def entries(seed: int = 0) -> dict[str, Any]:
+    random = torch.Generator().manual_seed(seed)
+    return {
+        "model.w": torch.randn(50, 30, generator=random),
+        "model.half": torch.randn(7, generator=random).bfloat16(),
+        "model.count": torch.tensor(3),
+        "model.empty": torch.empty(0, 4),
+        "optimizer.state.w.exp_avg": torch.randn(50, 30, generator=random),
+        "extra.note": ["x", 1],
+    }
+
+
+def save(path: Path, saved: dict[str, Any], form: str = "fullshard", **options: Any) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if form == "fullshard":
+            dcp.save(saved, storage_writer=CheckpointWriter(path, **options), no_dist=not dist.is_initialized())
+        else:
+            dcp.save(saved, checkpoint_id=path, no_dist=not dist.is_initialized())
+    return path
+
+
+@pytest.fixture(params=FORMATS)
+def form(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of 1,000 bytes: every tensor of these tests takes several."""
+    monkeypatch.setattr(offline, "_PART", 1000)
+
+
+def test_what_is_there(tmp_path: Path, form: str) -> None:
+    """Names, shapes, dtypes and contents of tensors and values."""
+    saved = entries()
+    save(tmp_path, saved, form)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert sorted(checkpoint.names) == sorted(key for key in saved if key != "extra.note")
+        assert checkpoint.values == ["extra.note"]
+        for name in checkpoint.names:
+            assert checkpoint.shape(name) == saved[name].shape
+            assert checkpoint.dtype(name) == saved[name].dtype
+            assert_equal(checkpoint.read(name), saved[name], name)
+        assert checkpoint.read("extra.note") == ["x", 1]
+        assert_equal(checkpoint.read_range("model.w", 25, 100), saved["model.w"].flatten()[25:125], "a part")
+        parts = list(checkpoint.parts("model.w", 700))
+        assert [start for start, _ in parts] == list(range(0, 1500, 175))
+        assert_equal(torch.cat([part for _, part in parts]), saved["model.w"].flatten(), "all parts")
+        with pytest.raises(KeyError, match="no tensor 'model.x'"):
+            checkpoint.read("model.x")
+        with pytest.raises(ValueError, match="has no elements"):
+            checkpoint.read_range("model.w", 1000, 501)
+
+
+def test_about_and_aliases(tmp_path: Path) -> None:
+    """What the saver said, and tied tensors under each of their names."""
+    save(tmp_path, entries(), about={"step": 7}, aliases={"model.tied": "model.w"})
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.about == {"step": 7}
+    assert checkpoint.aliases == {"model.tied": "model.w"}
+    assert_equal(checkpoint.read("model.tied"), entries()["model.w"], "tied")
+
+
+@on_ranks(2)
+def test_pieces_of_ranks_are_joined(rank: Rank) -> None:
+    """Row and column shards of several ranks are read as one tensor, whole and in ranges; no rank is needed for it."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(35.0).view(7, 5)
+    for form in FORMATS:
+        for dim in (0, 1):
+            folder = save(shared_folder(rank), {"w": distribute_tensor(whole, mesh, [Shard(dim)])}, form)
+            checkpoint = open_checkpoint(folder)
+            assert_equal(checkpoint.read("w"), whole, "joined")
+            for start in range(0, 35, 4):
+                count = min(9, 35 - start)
+                assert_equal(checkpoint.read_range("w", start, count), whole.flatten()[start : start + count], "range")
+            assert checkpoint.verify() == []
+            dist.barrier()
+
+
+def flip(file: Path, position: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[position] ^= 1
+    file.write_bytes(data)
+
+
+def test_verify_finds_everything(tmp_path: Path) -> None:
+    """All problems are listed, not the first one only, each with file and key."""
+    save(tmp_path, entries())
+    checkpoint = open_checkpoint(tmp_path)
+    done: list[int] = []
+    assert checkpoint.verify(done.append) == []
+    assert sum(done) == sum(tensor.nbytes for tensor in entries().values() if isinstance(tensor, torch.Tensor))
+    (file,) = tmp_path.glob("data-*")
+    index = checkpoint.index
+    for start in (index.tensors["model.w"].pieces[0].start, index.values["extra.note"].start + 100, 9):
+        flip(file, start)
+    problems = open_checkpoint(tmp_path).verify()
+    assert [any(word in problem for problem in problems) for word in ("model.w:", "extra.note:", "header")] == [
+        True
+    ] * 3
+    assert len(problems) == 3 and all(str(file) in problem for problem in problems)
+    file.unlink()
+    (problem,) = open_checkpoint(tmp_path).verify()
+    assert "no such file" in problem
+
+
+def test_verify_torchs_format(tmp_path: Path) -> None:
+    """There it is torch's own checksums that are compared, and files that are cut off are found."""
+    saved = entries()
+    save(tmp_path, saved, "torch")
+    assert open_checkpoint(tmp_path).verify() == []
+    (file,) = tmp_path.glob("*.distcp")
+    flip(file, file.read_bytes().index(saved["model.w"].numpy().tobytes()) + 5)
+    (problem,) = open_checkpoint(tmp_path).verify()
+    assert "model.w" in problem and "CRC" in problem
+
+
+def test_no_difference(tmp_path: Path, form: str) -> None:
+    """Two saves of the same, also in different formats, do not differ; NaN equals NaN."""
+    saved = entries()
+    saved["model.w"][3] = float("nan")
+    saved["extra.note"] = {"a": [torch.ones(2), np.zeros(3), float("nan"), None]}
+    one = open_checkpoint(save(tmp_path / "one", {"model.w": saved["model.w"], "extra": saved["extra.note"]}, form))
+    two = open_checkpoint(save(tmp_path / "two", {"model.w": saved["model.w"], "extra": saved["extra.note"]}))
+    assert one.diff(two) == [] and two.diff(one) == []
+
+
+def test_every_kind_of_difference(tmp_path: Path, form: str) -> None:
+    """Names, shapes, dtypes, elements (how many, how far) and values."""
+    here, there = entries(), entries()
+    there["model.w"] = here["model.w"].clone()
+    there["model.w"][7, 3] += 2.5
+    there["model.w"][49, 29] -= 0.5
+    there["model.half"] = here["model.half"].float()
+    there["model.count"] = torch.tensor([3])
+    there["optimizer.state.w.exp_avg"] = here["optimizer.state.w.exp_avg"].clone()
+    there["optimizer.state.w.exp_avg"][1, 1] = float("nan")
+    there["extra.note"] = ["x", 2]
+    there["model.new"] = torch.ones(2)
+    del there["model.empty"]
+    one, two = open_checkpoint(save(tmp_path / "1", here, form)), open_checkpoint(save(tmp_path / "2", there, form))
+    found = {difference.name: difference for difference in one.diff(two)}
+    w = found.pop("model.w")
+    assert (w.elements, w.here, w.there) == (2, "float32 [50, 30]", "float32 [50, 30]")
+    assert w.max_abs == pytest.approx(2.5, abs=1e-6)
+    nan = found.pop("optimizer.state.w.exp_avg")
+    assert nan.elements == 1 and nan.max_abs is not None and nan.max_abs != nan.max_abs
+    assert list(found.values()) == [
+        Difference("extra.note", "['x', 1]", "['x', 2]"),
+        Difference("model.count", "int64 []", "int64 [1]"),
+        Difference("model.empty", "float32 [0, 4]", None),
+        Difference("model.half", "bfloat16 [7]", "float32 [7]", 0, 0.0),
+        Difference("model.new", None, "float32 [2]"),
+    ]
+    assert {d.name for d in two.diff(one)} == {d.name for d in one.diff(two)}
+
+
+def test_differences_of_large_integers(tmp_path: Path) -> None:
+    """Integers that a float cannot tell apart are told apart."""
+    one = open_checkpoint(save(tmp_path / "1", {"n": torch.tensor([2**62, 5])}))
+    two = open_checkpoint(save(tmp_path / "2", {"n": torch.tensor([2**62 + 1, 5])}))
+    (difference,) = one.diff(two)
+    assert difference.elements == 1
+
+
+def test_a_value_where_a_tensor_is(tmp_path: Path) -> None:
+    """The same name for a tensor here and a value there is a difference."""
+    one = open_checkpoint(save(tmp_path / "1", {"n": torch.tensor(3)}))
+    two = open_checkpoint(save(tmp_path / "2", {"n": 3}))
+    assert one.diff(two) == [Difference("n", "int64 []", "a value")]
+
+
+# -------------------------------------------------------------------- export
+
+
+def test_export_to_one_file(tmp_path: Path, form: str) -> None:
+    """The tensors with the prefix, without it, as safetensors reads them; the folder is made."""
+    saved = entries()
+    save(tmp_path / "c", saved, form)
+    out = tmp_path / "new" / "x.safetensors"
+    assert export(tmp_path / "c", out) == [out]
+    found = load_file(out)
+    assert sorted(found) == ["count", "empty", "half", "w"]
+    for name, tensor in found.items():
+        assert_equal(tensor, saved[f"model.{name}"], name)
+    assert [file.name for file in out.parent.iterdir()] == [out.name]
+
+
+def test_export_converts(tmp_path: Path) -> None:
+    """Floating-point tensors get the dtype, others keep theirs; tied names are in the metadata; another prefix."""
+    save(tmp_path / "c", entries(), aliases={"model.tied": "model.w"})
+    export(tmp_path / "c", tmp_path / "x.safetensors", dtype=torch.bfloat16)
+    found = load_file(tmp_path / "x.safetensors")
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16, torch.int64}
+    assert_equal(found["w"], entries()["model.w"].bfloat16(), "w")
+    with safe_open(tmp_path / "x.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["aliases"]) == {"tied": "w"}
+    export(tmp_path / "c", tmp_path / "y.safetensors", prefix="optimizer.state.")
+    assert list(load_file(tmp_path / "y.safetensors")) == ["w.exp_avg"]
+
+
+def test_export_to_the_hugging_face_layout(tmp_path: Path, form: str) -> None:
+    """Numbered files of at most the size, an index; replaced by a later export without anything left over."""
+    saved = entries()
+    save(tmp_path / "c", saved, form)
+    out = tmp_path / "out"
+    files = export(tmp_path / "c", out, max_shard_bytes=6000)
+    assert [file.name for file in files] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    places = json.loads(files[-1].read_text())["weight_map"]
+    for name, file in places.items():
+        assert_equal(load_file(out / file)[name], saved[f"model.{name}"], name)
+    assert len(places) == 4
+    assert export(tmp_path / "c", out) == [out / "model.safetensors"]
+    assert [file.name for file in out.iterdir()] == ["model.safetensors"]
+    export(tmp_path / "c", out, max_shard_bytes=100)
+    names = sorted(file.name for file in out.iterdir())
+    assert names[-1] == "model.safetensors.index.json" and "model.safetensors" not in names
+    assert names[:-1] == [f"model-{i:05}-of-{len(names) - 1:05}.safetensors" for i in range(1, len(names))]
+
+
+def test_export_of_what_is_damaged(tmp_path: Path) -> None:
+    """It fails, leaves what was there before, and no temporary file."""
+    save(tmp_path / "c", entries())
+    out = tmp_path / "x.safetensors"
+    export(tmp_path / "c", out)
+    before = out.read_bytes()
+    (file,) = (tmp_path / "c").glob("data-*")
+    flip(file, open_checkpoint(tmp_path / "c").index.tensors["model.w"].pieces[0].start)
+    with pytest.raises(CheckpointError, match=r"model\.w: .* not those that were written"):
+        export(tmp_path / "c", out)
+    assert out.read_bytes() == before
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["c", "x.safetensors"]
+
+
+def test_export_of_wrong_input(tmp_path: Path) -> None:
+    """Wrong prefixes name those that are there; dtypes and sizes are checked first."""
+    save(tmp_path / "c", entries())
+    with pytest.raises(CheckpointError, match=r"begin with 'model\.', 'optimizer\.'"):
+        export(tmp_path / "c", tmp_path / "x.safetensors", prefix="modle.")
+    with pytest.raises(ValueError, match="floating-point"):
+        export(tmp_path / "c", tmp_path / "x.safetensors", dtype=torch.int8)
+    with pytest.raises(ValueError, match="positive"):
+        export(tmp_path / "c", tmp_path / "x", max_shard_bytes=0)
+    with pytest.raises(CheckpointError, match=rf"{INDEX_FILE}/x\.safetensors cannot be written|cannot be written"):
+        export(tmp_path / "c", tmp_path / "c" / INDEX_FILE / "x.safetensors")
+
+
+PEAK = """
+import resource, sys, torch
+from fullshard.checkpoint.consolidate import export
+from fullshard.checkpoint.offline import open_checkpoint
+path, out, action = sys.argv[1:]
+checkpoint = open_checkpoint(path)
+checkpoint.read("small")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+if action == "export":
+    export(path, out, prefix="")
+elif action == "verify":
+    assert checkpoint.verify() == []
+else:
+    assert checkpoint.diff(open_checkpoint(path)) == []
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+@pytest.mark.parametrize(("action", "most"), [("verify", 20), ("export", 100), ("diff", 300)])
+def test_memory_is_bounded(tmp_path: Path, action: str, most: int) -> None:
+    """A tensor of 600 MB is verified, exported and compared in a fraction of that."""
+    save(tmp_path / "c", {"w": torch.zeros(150_000_000), "small": torch.zeros(3)}, sync=False)
+    command = [sys.executable, "-c", PEAK, str(tmp_path / "c"), str(tmp_path / "x.safetensors"), action]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < most, "MiB"
+    (tmp_path / "x.safetensors").unlink(missing_ok=True)
