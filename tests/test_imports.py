@@ -31,7 +31,7 @@ LAYERS = [
     {"checkpoint", "optim", "plan", "trace"},
     {"engine"},
     {"layout", "transport", "memory", "policy", "state_dict_types"},
-    {"errors"},
+    {"errors", "version"},
 ]
 # The parts of the lowest layer are independent, but for this.
 BOTTOM = {
@@ -41,8 +41,9 @@ BOTTOM = {
     "policy": {"errors"},
     "state_dict_types": {"errors"},
     "errors": set(),
+    "version": set(),
 }
-PURE = {"layout", "errors"}  # nothing but the standard library: no torch
+PURE = {"layout", "errors", "version"}  # nothing but the standard library: no torch
 
 BANNED = (
     "torch.distributed.fsdp",

@@ -47,9 +47,8 @@ from fullshard.state_dict_types import (
     StateDictType,
 )
 from fullshard.transport import AllGather, Comm, ReduceScatter
+from fullshard.version import __version__ as __version__
 from fullshard.wrapper import FullyShardedDataParallel
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AllGather",

@@ -28,9 +28,9 @@ from fullshard.state_dict_types import (
     StateDictSettings,
     StateDictType,
 )
+from fullshard.torch_state_dict import install
 from fullshard.wrapper_state_loading import Loading, open_slices, open_whole
 from fullshard.wrapper_state_saving import SavedForm, holding, owned_names, visible_slices
-from fullshard.torch_state_dict import install
 
 __all__ = ["WrapperState"]
 

@@ -81,7 +81,7 @@ def test_what_is_there(tmp_path: Path, form: str) -> None:
         parts = list(checkpoint.parts("model.w", 700))
         assert [start for start, _ in parts] == list(range(0, 1500, 175))
         assert_equal(torch.cat([part for _, part in parts]), saved["model.w"].flatten(), "all parts")
-        with pytest.raises(KeyError, match="no tensor 'model.x'"):
+        with pytest.raises(KeyError, match=r"no tensor 'model\.x'"):
             checkpoint.read("model.x")
         with pytest.raises(ValueError, match="has no elements"):
             checkpoint.read_range("model.w", 1000, 501)
@@ -131,9 +131,8 @@ def test_verify_finds_everything(tmp_path: Path) -> None:
     for start in (index.tensors["model.w"].pieces[0].start, index.values["extra.note"].start + 100, 9):
         flip(file, start)
     problems = open_checkpoint(tmp_path).verify()
-    assert [any(word in problem for problem in problems) for word in ("model.w:", "extra.note:", "header")] == [
-        True
-    ] * 3
+    for word in ("model.w:", "extra.note:", "header"):
+        assert any(word in problem for problem in problems), word
     assert len(problems) == 3 and all(str(file) in problem for problem in problems)
     file.unlink()
     (problem,) = open_checkpoint(tmp_path).verify()
@@ -303,10 +302,10 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 
 
-@pytest.mark.parametrize(("action", "most"), [("verify", 20), ("export", 100), ("diff", 300)])
+@pytest.mark.parametrize(("action", "most"), [("verify", 20), ("export", 100), ("diff", 120)])
 def test_memory_is_bounded(tmp_path: Path, action: str, most: int) -> None:
-    """A tensor of 600 MB is verified, exported and compared in a fraction of that."""
-    save(tmp_path / "c", {"w": torch.zeros(150_000_000), "small": torch.zeros(3)}, sync=False)
+    """A tensor of 240 MB is verified, exported and compared in a fraction of that."""
+    save(tmp_path / "c", {"w": torch.zeros(60_000_000), "small": torch.zeros(3)}, sync=False)
     command = [sys.executable, "-c", PEAK, str(tmp_path / "c"), str(tmp_path / "x.safetensors"), action]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

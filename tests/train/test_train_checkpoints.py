@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -280,24 +279,28 @@ def test_stop_file_asks(written: str, code: int, tmp_path: Path, monkeypatch: py
     assert agreed(*stop.marks) == code
 
 
-def test_rank_without_peers_ends_when_asked_to(tmp_path: Path) -> None:
-    """A rank that is terminated while another is gone ends by itself; while all are there it goes on."""
+@pytest.mark.parametrize("hangs", [False, True])
+def test_rank_without_peers_ends_when_asked_to(hangs: bool) -> None:
+    """A rank that is terminated while another is gone ends by itself, even from C++; while all are there it goes on."""
+    wait = "HashStore().wait(['never'], timedelta(seconds=1000))" if hangs else "sys.stdin.readline()"
     code = (
-        "import os, sys, time; from fullshard.train import stop\n"
+        "import sys, time; from datetime import timedelta; from fullshard.train import stop\n"
+        "from torch._C._distributed_c10d import HashStore\n"
         "request = stop.StopRequest(); request.watch([int(sys.argv[1])])\n"
-        "print('ready', flush=True); sys.stdin.readline(); print(request.code, flush=True); time.sleep(1000)"
+        f"print('ready', flush=True); {wait}; print(request.code, flush=True); time.sleep(1000)"
     )
     pipe = subprocess.PIPE
     peer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=pipe)
     line = [sys.executable, "-c", code, str(peer.pid)]
-    rank = subprocess.Popen(line, stdin=pipe, stdout=pipe, text=True, env=os.environ)
+    rank = subprocess.Popen(line, stdin=pipe, stdout=pipe, text=True)
     try:
         assert rank.stdin is not None and rank.stdout is not None
         assert rank.stdout.readline() == "ready\n"
         rank.terminate()
-        rank.stdin.write("\n")
-        rank.stdin.flush()
-        assert rank.stdout.readline() == "143\n"
+        if not hangs:
+            rank.stdin.write("\n")
+            rank.stdin.flush()
+            assert rank.stdout.readline() == "143\n"
         assert rank.poll() is None
         peer.kill()  # not waited for: a zombie is gone, too
         assert rank.wait(60) == 1

@@ -9,13 +9,25 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from fullshard.errors import CheckpointError
 
-__all__ = ["Folder"]
+__all__ = ["FileVersion", "Folder"]
+
+
+@dataclass(frozen=True)
+class FileVersion:
+    """Which file it is, and when it was changed last; fields as in ``os.stat_result``."""
+
+    device: int
+    inode: int
+    length: int
+    modified_ns: int
+    changed_ns: int
 
 
 class Folder:
@@ -74,13 +86,13 @@ class Folder:
                 return os.stat(self._full(name)).st_size
             return int(self._files.fs.size(self._full(name)))
 
-    def version(self, name: str) -> tuple[int, ...] | None:
-        """Changes whenever a file's contents do; None if that cannot be known, as behind a URL."""
+    def version(self, name: str) -> FileVersion | None:
+        """Differs whenever a file's contents do; None if that cannot be known, as behind a URL."""
         if not self.is_local:
             return None
         with self._explained("be read", name):
             found = os.stat(self._full(name))
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        return FileVersion(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     @contextlib.contextmanager
     def read(self, name: str) -> Iterator[IO[bytes]]:

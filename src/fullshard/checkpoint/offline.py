@@ -156,10 +156,10 @@ class Checkpoint:
             done += box.numel
         return out
 
-    def parts(self, name: str, nbytes: int = _PART) -> Iterator[tuple[int, torch.Tensor]]:
-        """A tensor in parts of at most ``nbytes``: first element, and elements; see :meth:`read_range`."""
+    def parts(self, name: str, nbytes: int | None = None) -> Iterator[tuple[int, torch.Tensor]]:
+        """A tensor in parts of at most ``nbytes`` (None: 16 MiB), each as its first element and its elements, 1-D."""
         entry = self._tensor(name)
-        step = max(1, nbytes // ITEM_SIZES[entry.dtype])
+        step = max(1, (nbytes or _PART) // ITEM_SIZES[entry.dtype])
         for start in range(0, entry.numel, step):
             yield start, self.read_range(name, start, min(step, entry.numel - start))
 
@@ -180,7 +180,8 @@ class Checkpoint:
                 self._source.check_file(name)
             except CheckpointError as error:
                 problems.append(str(error))
-                bad_files.add(name)
+                if not self._is_complete(name):
+                    bad_files.add(name)
         for key, entry in self.index.tensors.items():
             for piece in entry.pieces:
                 if piece.file in bad_files:
@@ -235,6 +236,11 @@ class Checkpoint:
         tensors = {name: self._tensor(name) for name in (*self.index.tensors, *self.index.aliases)}
         described = {name: f"{entry.dtype} {list(entry.shape)}" for name, entry in tensors.items()}
         return {**described, **dict.fromkeys(self.index.values, "a value")}
+
+    def _is_complete(self, name: str) -> bool:
+        """Whether a file has the length that it should: if not, there is no point in reading it."""
+        folder = self._source.folder
+        return folder.exists(name) and folder.length(name) == self.index.files[name].length
 
     def _problems(self, needed: Needed, progress: Callable[[int], object] | None) -> list[str]:
         """All blocks of a piece, the good ones after a bad one as well."""

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from fullshard.checkpoint.pieces import Piece, Pieces
 from fullshard.checkpoint.values import to_bytes
 from fullshard.errors import CheckpointError
 from fullshard.memory import host_buffer
+from fullshard.version import __version__
 
 __all__ = [
     "EXTRA",
@@ -148,7 +148,7 @@ def snapshot(
             _add_value(entries, EXTRA + name, state_of(value))
     _add_value(entries, f"{RANDOM}{rank}", random_state(compute_device(model)))
     about = {
-        "fullshard": version("fullshard"),
+        "fullshard": __version__,
         "torch": str(torch.__version__),
         "saved": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "world_size": size,

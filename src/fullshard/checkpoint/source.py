@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from fullshard.checkpoint.data_file import dtype_of
-from fullshard.checkpoint.files import Folder
+from fullshard.checkpoint.files import FileVersion, Folder
 from fullshard.checkpoint.host import bytes_of
 from fullshard.checkpoint.index import CHECKSUM, ITEM_SIZES, Index, PieceEntry, ValueEntry
 from fullshard.checkpoint.index_json import checksum
@@ -60,7 +60,7 @@ class Source(abc.ABC):
     verify: bool
     _open: contextlib.ExitStack  # holds the file that was read last
     _stream: tuple[str, IO[bytes]] | None
-    _versions: dict[str, tuple[int, ...] | None]  # of files, when they were checked
+    _versions: dict[str, FileVersion | None]  # of files, when they were checked
     _small: memoryview
 
     def __init__(self, folder: Folder, index: Index, *, verify: bool = True) -> None:

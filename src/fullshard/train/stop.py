@@ -18,6 +18,7 @@ and one that was asked to stop while another is gone can save nothing, and ends 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 import time
@@ -73,16 +74,22 @@ class StopRequest:
             peers: process ids of the ranks on this node. See [Note: Lost peers].
         """
         self._peers = peers
-        threading.Thread(target=self._watch, name="fullshard-watch", daemon=True).start()
+        # A handler runs once the main thread is back from C++, which from a collective that hangs it never is.
+        heard, told = os.pipe()
+        os.set_blocking(told, False)
+        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(heard,), name="fullshard-watch", daemon=True).start()
 
     def let_peers_go(self) -> None:
         """From here on no collective is to come: other ranks may end."""
         self._peers = ()
 
-    def _watch(self) -> None:
+    def _watch(self, heard: int) -> None:
         since = time.monotonic()
         while True:
-            time.sleep(POLL)
+            if select.select([heard], [], [], POLL)[0]:
+                for number in set(os.read(heard, 64)) & {signal.SIGINT, signal.SIGTERM}:
+                    self._on_signal(number, None)
             orphan = os.getppid() != self._parent
             if not orphan:
                 since = time.monotonic()

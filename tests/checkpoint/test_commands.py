@@ -1,0 +1,176 @@
+"""`fullshard inspect` and `fullshard export`: what they show, and exit codes 0, 1 and 2."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from fullshard.checkpoint.commands import parse_size
+from fullshard.checkpoint.storage import CheckpointWriter
+from fullshard.cli import app
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def save(path: Path, *, more: int = 0, **changes: Any) -> str:
+    entries = {
+        "model.layer.weight": torch.full((30, 20), 1.5),
+        "model.layer.bias": torch.zeros(30, dtype=torch.bfloat16),
+        "optimizer.state.layer.weight.exp_avg": torch.zeros(30, 20),
+        "extra.note": "[red]not markup[/]",
+        **{f"model.more.{i}": torch.zeros(()) for i in range(more)},
+        **changes,
+    }
+    writer = CheckpointWriter(path, about={"step": 7}, aliases={"model.tied": "model.layer.weight"})
+    dcp.save(entries, storage_writer=writer, no_dist=True)
+    return str(path)
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    """What a command prints, with spaces in place of whatever separates words, once its exit code is as expected."""
+    result = CliRunner(env={"COLUMNS": "120"}).invoke(app, arguments)
+    assert result.exit_code == code, result.output
+    return re.sub(r"\s+", " ", result.output)
+
+
+def test_inspect_lists(tmp_path: Path) -> None:
+    """What there is at a glance: totals, parts, tensors, values, what the saver said, tied names."""
+    shown = run("inspect", save(tmp_path / "c"))
+    assert "3 tensors with 1.2 K elements, 4.9 kB · 1 other value · 1 file" in shown
+    assert "step 7" in shown
+    assert "model 2 630 2.5 kB float32 (1), bfloat16 (1)" in shown
+    assert "optimizer.state.*.exp_avg 1 600 2.4 kB float32" in shown
+    assert "model.layer.weight float32 30 x 20 2.4 kB 1" in shown
+    assert "model.tied = model.layer.weight float32 30 x 20" in shown or "= model.layer.weight" in shown
+    assert "extra.note '[red]not markup[/]'" in shown
+    assert "optimizer.state.layer.weight.exp_avg" not in shown  # one of many like it
+    assert "and 1 more tensors" in shown
+
+
+def test_inspect_names(tmp_path: Path) -> None:
+    """A pattern lists all that match, however many; none is wrong input."""
+    path = save(tmp_path / "c", more=40)
+    shown = run("inspect", path, "--names", "model.more.*")
+    assert all(f"model.more.{i} " in shown for i in range(40)) and "model.layer" not in shown.split("pieces")[1]
+    assert "more tensors" not in shown
+    assert "and 14 more tensors" in run("inspect", path)
+    assert "exp_avg float32 30 x 20" in run("inspect", path, "--names", "*exp_avg")
+    assert "no tensor or value" in run("inspect", path, "--names", "nosuch*", code=2)
+
+
+def test_inspect_verifies(tmp_path: Path) -> None:
+    """0 and a sentence where all is well; 1 and every problem where something is not."""
+    path = save(tmp_path / "c")
+    assert "verified: 4.9 kB of tensors, every byte is as it was written" in run("inspect", path, "--verify")
+    (file,) = Path(path).glob("data-*")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    data[-3000] ^= 1
+    file.write_bytes(data)
+    shown = run("inspect", path, "--verify", code=1)
+    assert shown.count("problem: ") == 2 and "2 problems found" in shown
+    assert "extra.note" in shown
+    assert "cannot be read; --verify says why" in run("inspect", path)
+
+
+def test_inspect_compares(tmp_path: Path) -> None:
+    """0 where two hold the same; 1 and a table of differences where they do not."""
+    one, same = save(tmp_path / "one"), save(tmp_path / "same")
+    assert "equal: " in run("inspect", one, "--diff", same)
+    changed = torch.full((30, 20), 1.5)
+    changed[3, 4] = 2
+    two = save(tmp_path / "two", **{"model.layer.weight": changed, "extra.note": 3, "model.new": torch.zeros(2)})
+    shown = run("inspect", one, "--diff", two, code=1)
+    assert "model.layer.weight float32 [30, 20], 1 elements 0.5" in shown
+    assert "model.tied float32 [30, 20], 1 elements 0.5" in shown
+    assert "extra.note '[red]not markup[/]' -> 3" in shown
+    assert "model.new only in the second: float32 [2]" in shown
+    assert "4 differences of" in shown
+    assert "only in the first: float32 [2]" in run("inspect", two, "--diff", one, code=1)
+
+
+def test_inspect_reads_torchs_checkpoints(tmp_path: Path) -> None:
+    """Folders of torch.distributed.checkpoint as well."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": {"w": torch.zeros(3, 4)}, "n": 3}, checkpoint_id=tmp_path / "c", no_dist=True)
+    shown = run("inspect", str(tmp_path / "c"), "--verify")
+    assert "format torch.distributed.checkpoint" in shown
+    assert "model.w float32 3 x 4 48 B 1" in shown
+    assert "verified: 48 B of tensors" in shown
+
+
+def test_wrong_input(tmp_path: Path) -> None:
+    """No such folder, no checkpoint in it, options that mean nothing: exit code 2 and one line that says so."""
+    path = save(tmp_path / "c")
+    out = str(tmp_path / "x.safetensors")
+    (tmp_path / "empty").mkdir()
+    for arguments, message in [
+        (("inspect", str(tmp_path / "nosuch")), "has no checkpoint"),
+        (("inspect", str(tmp_path / "empty")), "has no checkpoint"),
+        (("inspect", path, "--diff", str(tmp_path / "nosuch")), "has no checkpoint"),
+        (("export", str(tmp_path / "nosuch"), out), "has no checkpoint"),
+        (("export", path, out, "--dtype", "int8"), "--dtype: expected a floating-point"),
+        (("export", path, out, "--dtype", "nosuch"), "--dtype: expected a floating-point"),
+        (("export", path, out, "--max-shard-size", "5 apples"), "--max-shard-size: expected a size"),
+        (("export", path, out, "--prefix", "x."), "no tensor"),
+    ]:
+        assert message in run(*arguments, code=2)
+    assert not Path(out).exists()
+
+
+def test_export(tmp_path: Path) -> None:
+    """A file, converted; a folder in the layout; 1 where the checkpoint is damaged or the place cannot be written."""
+    path = save(tmp_path / "c")
+    assert "x.safetensors" in run("export", path, str(tmp_path / "x.safetensors"), "--dtype", "bfloat16")
+    found = load_file(tmp_path / "x.safetensors")
+    assert {name: tensor.dtype for name, tensor in found.items()} == dict.fromkeys(
+        ["layer.weight", "layer.bias"], torch.bfloat16
+    )
+    shown = run("export", path, str(tmp_path / "out"), "--max-shard-size", "2kB")
+    assert "model-00002-of-00002.safetensors" in shown and "model.safetensors.index.json" in shown
+    (tmp_path / "file").write_text("")
+    run("export", path, str(tmp_path / "file" / "x.safetensors"), code=1)
+    (file,) = Path(path).glob("data-*")
+    file.unlink()
+    assert "no such file" in run("export", path, str(tmp_path / "y.safetensors"), code=1)
+    assert not (tmp_path / "y.safetensors").exists()
+
+
+def test_sizes() -> None:
+    """Decimal and binary units, with and without a space; nothing else."""
+    expected = {"5GB": 5 * 10**9, "1.5 MiB": 3 * 2**19, "100": 100, "2kb": 2000, " 1 TB ": 10**12}
+    assert {text: parse_size(text) for text in expected} == expected
+    for text in ("", "GB", "-1GB", "0", "1e9", "5 XB", "1..5GB", "0.1"):
+        with pytest.raises(ValueError, match="expected a size"):
+            parse_size(text)
+
+
+def test_help_needs_no_torch() -> None:
+    """The command line by itself imports no torch to answer a question about its options."""
+    code = """
+import importlib.util, sys, types
+package = types.ModuleType("fullshard")  # the package's public names do import torch
+package.__path__ = list(importlib.util.find_spec("fullshard").submodule_search_locations)
+sys.modules["fullshard"] = package
+from fullshard.cli import app
+for command in ("inspect", "export"):
+    try:
+        app([command, "--help"])
+    except SystemExit as end:
+        assert end.code == 0
+print("heavy:", {"torch", "numpy"} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "--verify" in done.stdout and "--max-shard-size" in done.stdout
+    assert done.stdout.endswith("heavy: set()\n"), done.stdout + done.stderr
