@@ -51,7 +51,6 @@ def enter(name: str, **options: Any) -> None:
 @on_ranks(1, 2, 4)
 def test_entries_of_all_ranks_succeed(rank: Rank) -> None:
     """Entering together works, any number of times, and leaves no keys behind."""
-    enter("save /a")
     before = keys()
     for index in range(5):
         with entered(f"save /{index}", rank.group) as entry:

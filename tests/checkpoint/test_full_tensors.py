@@ -27,6 +27,16 @@ def collected(model: nn.Module, **options: object) -> dict[str, torch.Tensor]:
     return dict(full_tensors(model, **options))  # type: ignore[arg-type]
 
 
+def tensor_bytes() -> int:
+    """Memory of all plain tensors that there are."""
+    gc.collect()
+    storages = {}
+    for each in gc.get_objects():
+        if type(each) is torch.Tensor and each.device.type == "cpu" and each.layout is torch.strided:
+            storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
 def fail_inside(model: nn.Module) -> None:
     """What happens to a loop whose body raises."""
     for _ in full_tensors(model):
@@ -103,22 +113,10 @@ def test_one_group_is_alive_at_a_time(rank: Rank, name: str) -> None:
     """Memory of a group goes with it, unless the caller keeps a tensor of it."""
     model = form(name, rank, build(dim=64, words=50))
     sizes = [sum(p.shape.numel * 4 for p in unit.parameters) for unit in nested_units(model)]
-    alive = 0
-    for _ in full_tensors(model):
-        storages = {
-            each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
-            for each in gc.get_objects()
-            if isinstance(each, torch.Tensor) and type(each) is torch.Tensor and each.device.type == "cpu"
-        }
-        alive = max(alive, sum(storages.values()))
-    at_rest = sum(
-        {
-            each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
-            for each in gc.get_objects()
-            if isinstance(each, torch.Tensor) and type(each) is torch.Tensor and each.device.type == "cpu"
-        }.values()
-    )
-    assert alive - at_rest < max(sizes) + 20_000
+    at_rest = tensor_bytes()
+    alive = max(tensor_bytes() for _ in full_tensors(model))
+    assert max(sizes) / 2 < alive - at_rest < max(sizes) + 20_000 < sum(sizes)
+    assert tensor_bytes() - at_rest < 1000
     kept = collected(model)
     assert sum(value.nbytes for value in kept.values()) > max(sizes)
     for fqn, value in full_state(build(dim=64, words=50)).items():

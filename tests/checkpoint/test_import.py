@@ -16,7 +16,8 @@ from torch import nn
 from weight_models import FORMS, Block, Net, build, form, full_state
 
 from compare import assert_equal
-from fullshard import CPUOffloadPolicy, PhaseError, fully_shard, unsharded
+from fullshard import CPUOffloadPolicy, MixedPrecision, PhaseError, fully_shard, unsharded
+from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.checkpoint import importing
 from fullshard.checkpoint.export import export_safetensors
 from fullshard.checkpoint.file_pieces import PieceMover
@@ -180,6 +181,17 @@ def test_optimizers_and_parameters_stay(rank: Rank, folder: str) -> None:
     for name, value in full_tensors(model):
         if not name.endswith("calls"):
             torch.testing.assert_close(value, reference.state_dict()[name])
+
+
+@on_ranks(2)
+def test_buffers_that_compute_in_another_dtype_are_filled(rank: Rank, folder: str) -> None:
+    """A buffer that the wrapper has cast gets the file's value, rounded once; the file is not of another dtype."""
+    save(rank, folder, weights())
+    model = form("plain", rank, build())
+    model = FSDP(model, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16), process_group=rank.group)
+    model(TOKENS)
+    load_safetensors(model, folder, cast=False)
+    assert_equal(model.module.blocks[0].offset, weights()["blocks.0.offset"].bfloat16(), "offset")
 
 
 # -------------------------------------------------------------------- the meta device

@@ -137,6 +137,19 @@ def test_saving_copies_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert peak < 4 << 20  # planning; the tensor has 24 MiB
 
 
+@pytest.mark.gpu
+def test_accelerators(tmp_path: Path) -> None:
+    """From and to a CUDA device, in any layout, in pieces of a block."""
+    weight = torch.randn(1500, 2000, device="cuda")
+    save(tmp_path, {"w": weight, "t": weight.t(), "half": weight.bfloat16()})
+    for options in OPTIONS:
+        targets = {"w": torch.zeros_like(weight), "t": torch.zeros(2000, 1500), "half": torch.zeros_like(weight)}
+        load(tmp_path, targets, **options)
+        assert_equal(targets["w"], weight)
+        assert_equal(targets["t"], weight.t().cpu())
+        assert_equal(targets["half"], weight.bfloat16().float())
+
+
 def test_casting_on_load(tmp_path: Path) -> None:
     """A target of another dtype gets converted elements, over many blocks."""
     weight = torch.randn(3, BLOCK // 4)

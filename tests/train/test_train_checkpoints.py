@@ -220,6 +220,9 @@ def test_unfinished_run_without_checkpoint_starts_again(tmp_path: Path) -> None:
         place.check(CONFIG.with_options({"lr": 1.0}))
     Place(tmp_path, "run", fresh=True).check(CONFIG.with_options({"lr": 1.0}))
     (folder / "summary.json").write_text("{}")
+    make(tmp_path / "other" / "checkpoints", 1)
+    with pytest.raises(ConfigError, match="holds results already"):
+        Place(tmp_path, "run", resume=tmp_path / "other").check(CONFIG)
     with pytest.raises(ConfigError, match="holds results already"):
         place.check(CONFIG)
 

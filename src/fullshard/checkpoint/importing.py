@@ -127,7 +127,7 @@ class _Source:
         aliases = {}
         for alias, first in _aliases(path, files).items():
             new_alias, new_first = (name if rename is None else rename(name) for name in (alias, first))
-            if new_alias is not None and new_first in tensors and new_alias not in tensors:
+            if new_alias is not None and new_first in tensors:
                 aliases[new_alias] = new_first
         return cls(path, tensors, aliases)
 

@@ -149,7 +149,7 @@ class Checkpoint:
             CheckpointError: If they cannot be read, or are not what was written.
         """
         entry = self._tensor(name)
-        out = torch.empty(numel, dtype=dtype_of(entry.dtype))
+        out = torch.empty(numel, dtype=dtype_of(entry.dtype), device="cpu")
         done = 0
         for box in boxes_of_range(entry.shape, start, numel):
             self._read_box(name, entry, box, out[done : done + box.numel].view(box.sizes))

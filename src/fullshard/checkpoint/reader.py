@@ -16,6 +16,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,6 +93,7 @@ class CheckpointReader(StorageReader):
     keep_bytes: int | None
     _path: str
     _source: Source | None  # None until the index has been read
+    _metadata: Metadata | None  # what is made of that
     _checked: dict[Needed, list[torch.Tensor | None]]  # by piece, the ranges that were kept
     _values: dict[str, bytes]
     _kept_bytes: int
@@ -107,7 +109,7 @@ class CheckpointReader(StorageReader):
         """Forget what was read; continue with another checkpoint if one is given."""
         if checkpoint_id is not None:
             self._path = os.fspath(checkpoint_id)
-        self._source = None
+        self._source = self._metadata = None
         self._forget()
 
     @property
@@ -135,6 +137,11 @@ class CheckpointReader(StorageReader):
         Raises:
             CheckpointError: If there is none, or it is damaged.
         """
+        if self._metadata is None:
+            self._metadata = self._described_all()
+        return replace(self._metadata, state_dict_metadata=dict(self._metadata.state_dict_metadata))
+
+    def _described_all(self) -> Metadata:
         index = self.index
         names = {**{key: key for key in index.tensors}, **index.aliases}
         described: dict[str, Any] = {name: _described(index.tensors[key]) for name, key in names.items()}

@@ -245,7 +245,7 @@ def _value(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
             f"{item.index.fqn}: this value could not be read back without running code from the checkpoint; save its "
             "state_dict(), or numbers, text, tensors and lists, tuples and dictionaries of them"
         ) from error
-    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _size_of_element(item: WriteItem) -> int:

@@ -62,7 +62,7 @@ class TorchSource(Source):
 
     def check(self, needed: Needed, start: int, numel: int) -> None:
         """See :meth:`Source.check`."""
-        self.read(needed, start, numel, torch.empty(0, dtype=torch.uint8))
+        self.read(needed, start, numel, torch.empty(0, dtype=torch.uint8, device="cpu"))
 
     def read(self, needed: Needed, start: int, numel: int, into: torch.Tensor) -> torch.Tensor:
         """See :meth:`Source.read`; does not use the memory given."""

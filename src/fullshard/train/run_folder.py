@@ -52,14 +52,18 @@ class Place:
         folder = self.out / self.name
         return folder if folder.is_dir() else None
 
+    @property
+    def own_checkpoint(self) -> Path | None:
+        """The newest checkpoint of the run itself."""
+        return CheckpointFolder(self.taken / CHECKPOINTS).newest() if self.taken else None
+
     def checkpoint(self) -> Path | None:
         """The checkpoint that the run goes on from: its own newest, else that of `resume`; None if there is none.
 
         Raises:
             ConfigError: `resume` names no checkpoint.
         """
-        own = CheckpointFolder(self.taken / CHECKPOINTS).newest() if self.taken else None
-        return own or (checkpoint_folder.find(self.resume) if self.resume else None)
+        return self.own_checkpoint or (checkpoint_folder.find(self.resume) if self.resume else None)
 
     def settings(self) -> TrainConfig | None:
         """The settings of the run that goes on: options that the user leaves out are as they were."""
@@ -69,7 +73,7 @@ class Place:
 
     def is_finished(self, steps: int) -> bool:
         """Whether the run that is here has done that many steps, and has its results."""
-        checkpoint = self.checkpoint()
+        checkpoint = self.own_checkpoint
         if self.taken is None or checkpoint is None or checkpoint_folder.step_of(checkpoint) != steps:
             return False
         with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -84,7 +88,7 @@ class Place:
             ConfigError: the folder holds results that the run does not go on from.
         """
         folder = self.taken
-        if folder is None or self.checkpoint() is not None or not (folder / METRICS).exists():
+        if folder is None or self.own_checkpoint is not None or not (folder / METRICS).exists():
             return
         if not (folder / SUMMARY).exists() and (folder / CONFIG).is_file():
             before = TrainConfig.from_toml(folder / CONFIG)
