@@ -94,12 +94,12 @@ class FullshardKeeper(Keeper):
         fullshard.load(path, self.model)
 
     def do_export(self, path: Path) -> None:
-        from fullshard.checkpoint.export import export_safetensors
+        from fullshard import export_safetensors
 
         export_safetensors(self.model, path)
 
     def do_import(self, path: Path) -> None:
-        from fullshard.checkpoint.importing import load_safetensors
+        from fullshard import load_safetensors
 
         load_safetensors(self.model, path)
 

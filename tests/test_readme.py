@@ -29,11 +29,13 @@ RANKS = {
     "docs/offload.md": 2,
     "docs/policies.md": 2,
     "docs/precision.md": 2,
+    "docs/weights.md": 2,
     "docs/wrapper.md": 2,
     "docs/wrapping.md": 2,
 }
 ELSEWHERE = {
     "CONTRIBUTING.md": "the outline of a test",
+    "docs/checkpoint_format.md": "tests/checkpoint/test_storage.py and test_offline.py",
     "docs/extensions.md": "tests/engine/test_extensions.py and test_torchao.py",
     "docs/training.md": "needs what a run of fullshard train leaves; tests/train loads it",
 }

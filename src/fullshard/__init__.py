@@ -1,6 +1,6 @@
 """fullshard: parameters, gradients and optimizer state sharded over ranks, gathered just in time and freed."""
 
-from fullshard.checkpoint import async_save, load, save
+from fullshard.checkpoint import async_save, export_safetensors, full_tensors, load, load_safetensors, save
 from fullshard.engine.flat_parameter import FlatParameter
 from fullshard.errors import (
     CheckpointError,
@@ -89,8 +89,11 @@ __all__ = [
     "UnmaterializedParameterError",
     "UnshardHandle",
     "async_save",
+    "export_safetensors",
+    "full_tensors",
     "fully_shard",
     "load",
+    "load_safetensors",
     "register_fsdp_forward_method",
     "replicate",
     "save",

@@ -30,10 +30,11 @@ def collected(model: nn.Module, **options: object) -> dict[str, torch.Tensor]:
 def tensor_bytes() -> int:
     """Memory of all plain tensors that there are."""
     gc.collect()
-    storages = {}
+    storages: dict[int, int] = {}  # by address, where a larger one may begin as well
     for each in gc.get_objects():
         if type(each) is torch.Tensor and each.device.type == "cpu" and each.layout is torch.strided:
-            storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+            storage = each.untyped_storage()
+            storages[storage.data_ptr()] = max(storage.nbytes(), storages.get(storage.data_ptr(), 0))
     return sum(storages.values())
 
 

@@ -6,7 +6,7 @@ rank needs is read and compared with its checksums while it plans, before torch.
 plans: that exchange fails on all ranks if planning failed on one. Only then are targets written.
 
 Of a local checkpoint, what was read the first time is read again: by then the operating system has it in memory, and a
-copy of our own costs more than it saves (measured: 200 MB per rank on two ranks, 0.38 s with a copy, 0.15 s without).
+copy of our own costs more than it saves (measured: 200 MB per rank on two ranks, 0.38 s with a copy, 0.20 s without).
 Behind a URL it is kept, up to a limit, and so is what has to be decoded (torch's format); what is beyond is read and
 compared again.
 """

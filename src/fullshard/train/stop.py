@@ -77,7 +77,7 @@ class StopRequest:
         # A handler runs once the main thread is back from C++, which from a collective that hangs it never is.
         heard, told = os.pipe()
         os.set_blocking(told, False)
-        #         signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(heard,), name="fullshard-watch", daemon=True).start()
 
     def let_peers_go(self) -> None:
