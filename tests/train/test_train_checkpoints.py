@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from fullshard.train import best_weights, checkpoint_folder, run_folder
 from fullshard.train.atomic_file import replacing
 from fullshard.train.checkpoint_folder import CheckpointFolder
 from fullshard.train.config import CheckpointConfig, ConfigError, GPTConfig, TrainConfig
 from fullshard.train.metrics import MetricsFile, last_step, read_metrics, up_to, write_metrics
+from fullshard.train.model import GPT
 from fullshard.train.position import Best, Position, Setting
 from fullshard.train.run_folder import Place
 from fullshard.train.stop import INTERRUPTED, STOP_FILE_VARIABLE, TERMINATED, StopRequest, agreed
@@ -174,7 +174,7 @@ def test_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def export(folder: Path, step: int, loss: float) -> Best:
     best = Best(step, loss)
-    best_weights.export(folder, GPTConfig(), {"weight": torch.full((2,), float(step))}, best)
+    best_weights.export(folder, GPT(GPTConfig(layers=1, width=8, heads=1, sequence=8)), best, leads=True)
     return best
 
 

@@ -12,12 +12,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
-from torch import Tensor
-
-from fullshard.train.config import GPTConfig
+from fullshard.train.model import GPT
 from fullshard.train.position import Best
 from fullshard.train.run_folder import BEST
 from fullshard.train.weights import read_notes, save_full
@@ -27,21 +24,21 @@ LOSS_KEY = "fullshard.train.validation_loss"  # nats per byte
 REPLACED = re.compile(r"best-(\d+)\.safetensors")
 
 
-def export(folder: Path | None, config: GPTConfig, tensors: Mapping[str, Tensor], best: Best) -> None:
+def export(folder: Path, model: GPT, best: Best, *, leads: bool) -> None:
     """Write the weights of a new best validation. A collective, see `save_full`.
 
     Args:
-        folder: the run's folder on the rank that writes; None on others.
-        config: the model's size.
-        tensors: parameters by name, sharded or not.
+        folder: the run's folder.
+        model: sharded or not.
         best: step and loss, kept in the file.
+        leads: whether this is rank 0.
     """
-    if folder:
+    if leads:
         before = step_of(folder / BEST)
         if before is not None and before != best.step:
             os.replace(folder / BEST, _replaced(folder, before))
     notes = {STEP_KEY: str(best.step), LOSS_KEY: repr(best.loss)}
-    save_full(folder / BEST if folder else None, config, tensors, notes)
+    save_full(folder / BEST, model, notes, leads=leads)
 
 
 def settle(folder: Path, best: Best | None) -> Best | None:

@@ -63,14 +63,14 @@ class Observer:
     """Whom a run tells what it does.
 
     Attributes:
+        folder: where the best weights go.
         record: called with each record of `metrics.jsonl`.
         saving: called before a checkpoint is saved, so that all records before it are on the disk.
-        folder: where the best weights go, on the rank that writes them; None on others.
     """
 
+    folder: Path
     record: Callable[[Record], None] = lambda record: None
     saving: Callable[[], None] = lambda: None
-    folder: Path | None = None
 
 
 def build(config: TrainConfig, group: Group) -> GPT:
@@ -235,8 +235,7 @@ class Run:
         best = self.position.best
         if math.isfinite(judged) and (best is None or judged < best.loss):
             best = Best(step, judged)
-            parameters = dict(self.model.named_parameters())
-            best_weights.export(self.observer.folder, self.config.model, parameters, best)
+            best_weights.export(self.observer.folder, self.model, best, leads=self.group.leads)
         self.position = replace(self.position, validated=True, best=best, validation_loss=loss)
 
     def _evaluate(self, held_out: HeldOut) -> float | None:

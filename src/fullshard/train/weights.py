@@ -1,50 +1,39 @@
-"""Writing a sharded model's full weights to one safetensors file.
-
-Tensors are gathered one at a time and streamed to disk, so that no rank ever holds more than one full tensor
-beside its shards: the file's header needs only names, shapes and dtypes, which are known before anything is
-gathered.
-"""
+"""A run's files of weights: one safetensors file each, with the model's size in its metadata."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
+import os
+import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from fullshard import export_safetensors
+from fullshard.train.model import GPT, METADATA_KEY
 
-from fullshard.train.atomic_file import replacing
-from fullshard.train.config import GPTConfig
-from fullshard.train.model import METADATA_KEY
-
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 LONGEST_HEADER = 100 << 20  # bytes; the format's own limit
 
 
-def save_full(
-    path: Path | None, config: GPTConfig, tensors: Mapping[str, Tensor], notes: Mapping[str, str] | None = None
-) -> None:
-    """Gather full weights tensor by tensor and write them in the format of safetensors.
-
-    A collective: every rank calls it with the same names in the same order.
+def save_full(path: Path, model: GPT, notes: Mapping[str, str] | None = None, *, leads: bool) -> None:
+    """Write full weights to one file, whole or not at all. Every rank calls it, and writes what it holds.
 
     Args:
-        path: file to write on this rank, whole or not at all; None on the ranks that only take part in gathering.
-        config: the model's size, kept as JSON in the file's metadata; `fullshard.train.model.load` reads it.
-        tensors: parameters by name, sharded or not.
+        path: the file, the same on every rank.
+        model: sharded or not. Its size is kept as JSON in the metadata; `fullshard.train.model.load` reads it.
         notes: further metadata.
+        leads: whether this is rank 0, which gives the file its name.
+
+    Raises:
+        CheckpointError: on all ranks, if one of them cannot write.
     """
-    with replacing(path) if path else contextlib.nullcontext() as file:
-        if file:
-            file.write(_header(config, tensors, notes or {}))
-        for tensor in tensors.values():
-            full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-            if file:
-                file.write(full.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    texts = {METADATA_KEY: json.dumps(dataclasses.asdict(model.config)), **(notes or {})}
+    scratch = path.with_name(f".{path.name}.export")
+    export_safetensors(model, scratch, max_shard_bytes=sys.maxsize, metadata=texts, sync=True)
+    if leads:
+        os.replace(scratch / "model.safetensors", path)
+        shutil.rmtree(scratch)
 
 
 def read_notes(path: Path) -> dict[str, str]:
@@ -57,22 +46,3 @@ def read_notes(path: Path) -> dict[str, str]:
         return {}
     found = header.get("__metadata__", {}) if isinstance(header, dict) else {}
     return {str(name): str(value) for name, value in found.items()}
-
-
-def _header(config: GPTConfig, tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> bytes:
-    """Length (8 bytes, little-endian) and JSON: metadata, then dtype, shape and place of every tensor."""
-    entries: dict[str, object] = {
-        "__metadata__": {"format": "pt", METADATA_KEY: json.dumps(dataclasses.asdict(config)), **notes}
-    }
-    place = 0
-    for name, tensor in tensors.items():
-        end = place + tensor.numel() * tensor.element_size()
-        entries[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [place, end],
-        }
-        place = end
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text

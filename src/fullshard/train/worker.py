@@ -84,7 +84,7 @@ def run(config: TrainConfig, begin: Callable[[], Start]) -> int:
     sample = b""
     if not outcome.stopped and config.evaluation.generate:
         sample = _generate(model, config)
-    save_full(folder / run_folder.MODEL if folder else None, model.config, dict(model.named_parameters()))
+    save_full(start.folder / run_folder.MODEL, model, leads=group.leads)
     footprints = [Footprint(**values) for values in group.gather(footprint.as_dict(outcome.local))]
     stop.let_peers_go()
     if folder:
@@ -203,7 +203,7 @@ def _settle(start: Start, config: TrainConfig, position: Position) -> Position:
 
 def _follow(once: loop.Run, start: Start, position: Position) -> loop.Outcome:
     """Train on a rank that shows nothing and writes nothing but its part of checkpoints."""
-    return once.train(position, _checkpoints(once, start, lambda text: None), loop.Observer())
+    return once.train(position, _checkpoints(once, start, lambda text: None), loop.Observer(start.folder))
 
 
 def _lead(once: loop.Run, start: Start, position: Position, notes: list[str]) -> loop.Outcome:
@@ -231,7 +231,7 @@ def _lead(once: loop.Run, start: Start, position: Position, notes: list[str]) ->
             else:
                 progress.say(f"step {record['step']}: validation {record['bits_per_byte']:.3f} bits/byte")
 
-        outcome = once.train(position, kept, loop.Observer(record, metrics.sync, folder))
+        outcome = once.train(position, kept, loop.Observer(folder, record, metrics.sync))
         if outcome.stopped:
             progress.say(_farewell(outcome, config, folder))
         return outcome
