@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # test modules of subfolders import ranks and compare
 
+from every_other import leave_out
 from ranks import RankPool
 
 # Two shared cores make any wall-clock limit per example a matter of luck.
@@ -26,8 +27,9 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked ``gpu`` where there is no CUDA device."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what need not run every day, and skip what is marked ``gpu`` where there is no CUDA device."""
+    leave_out(config, items)
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not needs_gpu:
         return

@@ -21,10 +21,10 @@ from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.checkpoint import importing
 from fullshard.checkpoint.export import export_safetensors
 from fullshard.checkpoint.file_pieces import PieceMover
-from fullshard.checkpoint.full_tensors import full_tensors
 from fullshard.checkpoint.importing import load_safetensors
 from fullshard.checkpoint.parameters import local_parameters
 from fullshard.checkpoint.safetensors_files import INDEX_NAME, SINGLE_NAME
+from fullshard.checkpoint.stream import full_tensors
 from fullshard.errors import CheckpointError
 from ranks import Rank, on_ranks
 

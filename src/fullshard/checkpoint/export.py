@@ -28,7 +28,6 @@ from torch import nn
 
 from fullshard.checkpoint.entry import Entry, entered
 from fullshard.checkpoint.file_pieces import PieceMover
-from fullshard.checkpoint.full_tensors import full_tensors
 from fullshard.checkpoint.host import plain
 from fullshard.checkpoint.model_state import ModelState, model_state
 from fullshard.checkpoint.pieces import Piece, Pieces
@@ -42,6 +41,7 @@ from fullshard.checkpoint.safetensors_files import (
     plan_files,
     read_index,
 )
+from fullshard.checkpoint.stream import full_tensors
 from fullshard.errors import CheckpointError, UnmaterializedParameterError
 
 __all__ = ["ALIASES", "export_safetensors"]

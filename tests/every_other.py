@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 MANY = 4
-HERE = Path(__file__).parent
+FOLDERS = [Path(__file__).parent / name for name in ("checkpoint", "engine", "wrapper")]
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests here with many variants (front end options times strategies times models), run every other one.
+def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of tests with many variants (front ends times strategies times models), run every other one.
 
     A checkerboard over the parameters: every value of each stays, and two parameters still meet in all kinds.
     ``FULLSHARD_TEST_ALL=1`` runs all of them, and so does naming a test on the command line.
@@ -22,7 +22,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     groups: dict[tuple[Path, str], list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and item.path.is_relative_to(HERE) and hasattr(item, "callspec"):
+        inside = any(item.path.is_relative_to(folder) for folder in FOLDERS)
+        if inside and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             groups[item.path, item.originalname].append(item)
     left_out = {
         item
