@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +16,7 @@ from checkpoint.kinds import Model, build, every_kind, reference
 from compare import assert_equal
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import fully_shard
+from fullshard.activation_checkpoint import checkpoint_wrapper
 from fullshard.checkpoint.model_state import model_state
 from fullshard.checkpoint.parameters import local_parameters
 from fullshard.checkpoint.pieces import Pieces
@@ -150,3 +154,22 @@ def test_states_of_running_models_are_refused(rank: Rank) -> None:
     between = local_parameters(model)  # the shards are the model's state here, too
     loss.backward()
     assert len(between) == len(local_parameters(model)) == len(list(Model().parameters()))
+
+
+def test_state_dict_hooks_are_warned_of() -> None:
+    """What they add is in no checkpoint; modules of torch and checkpoint wrappers do not alarm anybody."""
+
+    class Own(nn.Linear):
+        def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+            destination[f"{prefix}scales"] = torch.ones(1)
+
+    with pytest.warns(UserWarning, match=r"1 \(Own\) changes state dicts"):
+        model_state(nn.Sequential(nn.Linear(1, 1), Own(1, 1)))
+    hooked = nn.Linear(1, 1)
+    hooked._register_state_dict_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match=r"the model \(Linear\) changes"):
+        model_state(hooked)
+    quiet = checkpoint_wrapper(nn.Sequential(nn.BatchNorm1d(1), nn.LSTM(1, 1), nn.MultiheadAttention(2, 1)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model_state(quiet)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from checkpoint.kinds import KINDS, Model, adam, build, shared_folder, train
 from compare import assert_equal
 from fullshard import CheckpointError, FullshardError, fully_shard
 from fullshard.checkpoint.model_state import model_state
-from fullshard.checkpoint.storage import CheckpointReader
+from fullshard.checkpoint.storage import CheckpointReader, CheckpointWriter
 from ranks import Rank, RankPool, on_ranks
 
 TRAINED = [kind for kind in KINDS if kind != "low_buffers"]  # whose norm cannot compute
@@ -435,3 +437,177 @@ def test_options_that_are_tensors_and_state_of_users(rank: Rank) -> None:
     assert its.state["phase"] == "warm"
     assert_equal(its.state["totals"], optimizer.state["totals"], "totals")
     assert train(other, its, 1, 2) == train(model, optimizer, 1, 2)
+
+
+# ---------------------------------------------------------------- what ranks do not have in common
+
+
+@on_ranks(2)
+def test_arguments_that_differ_are_an_error_on_all_ranks(rank: Rank) -> None:
+    """An optimizer on one rank only would be a collective on one rank only."""
+    model = build(rank, "fully_shard")
+    optimizer = adam(model)
+    folder = shared_folder(rank)
+    with pytest.raises(FullshardError, match=r"came for different things"):
+        fullshard.save(folder, model, optimizer if rank.rank == 0 else None)
+    fullshard.save(folder, model, optimizer)
+    with pytest.raises(FullshardError, match=r"came for different things"):
+        fullshard.load(folder, model, optimizer if rank.rank == 0 else None)
+    fullshard.load(folder, model, optimizer)
+
+
+@on_ranks(2)
+def test_different_models_are_refused(rank: Rank) -> None:
+    """Pipeline stages, for example, and what to do about it."""
+    model = nn.Sequential(nn.Linear(2, 2)) if rank.rank == 0 else nn.ModuleDict({"other": nn.Linear(2, 2)})
+    with pytest.raises(CheckpointError, match=r"different models: rank [01] has .* process_group"):
+        fullshard.save(shared_folder(rank), model)
+
+
+@on_ranks(2)
+def test_what_is_not_kept_equal_is_one_ranks(rank: Rank) -> None:
+    """Buffers, values and options are rank 0's, all of them; parameters that differ are refused."""
+    model = build(rank, "fully_shard")
+    with torch.no_grad():
+        for buffer in (model.norm.running_mean, model.norm.running_var):
+            buffer.fill_(rank.rank)
+    optimizer = adam(model, lr=float(rank.rank))
+    folder = shared_folder(rank)
+    fullshard.save(folder, model, optimizer, **{f"x{i}": rank.rank for i in range(6)})
+    values_of = fullshard.load(folder, model, optimizer)
+    assert values_of == {f"x{i}": 0 for i in range(6)}
+    assert optimizer.param_groups[0]["lr"] == 0
+    for buffer in (model.norm.running_mean, model.norm.running_var):
+        assert_equal(buffer, torch.zeros(6), "buffer")
+    plain = Model()
+    ignored = {plain.one}
+    plain.one.data.fill_(rank.rank)
+    with pytest.raises(CheckpointError, match=r"model\.one is not sharded .* ranks 0 and 1"):
+        fullshard.save(folder, fully_shard(plain, mesh=rank.mesh, ignored_params=ignored))
+
+
+@on_ranks(2)
+def test_models_on_the_meta_device_are_refused(rank: Rank) -> None:
+    """Nothing can be loaded into them, and that is no success."""
+    folder = shared_folder(rank)
+    fullshard.save(folder, build(rank, "fully_shard"))
+    with torch.device("meta"):
+        model = nn.Linear(3, 3)
+    fully_shard(model, mesh=rank.mesh)
+    with pytest.raises(CheckpointError, match="weight: on the meta device"):
+        fullshard.load(folder, model, strict=False)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["fully_shard", "flat", "original"])
+def test_parameters_without_elements_are_saved(rank: Rank, kind: str) -> None:
+    """They have a name and a shape, and are missed when they are gone."""
+    plain = Model(1)
+    plain.none = nn.Parameter(torch.empty(0, 3))
+    model = KINDS[kind](rank, plain)
+    folder = shared_folder(rank)
+    fullshard.save(folder, model)
+    fullshard.load(folder, model)
+
+
+@on_ranks(2)
+def test_a_folder_that_ranks_do_not_share_keeps_its_checkpoint(rank: Rank) -> None:
+    """What one rank wrote elsewhere is missed before the old index is given up."""
+    model = build(rank, "fully_shard", seed=1)
+    folder = shared_folder(rank)
+    fullshard.save(folder / "x", model, step=1)
+    before = CheckpointWriter.write_data
+
+    def elsewhere(self: CheckpointWriter, *args: Any) -> Any:
+        if rank.rank == 1:
+            self.reset(folder / "elsewhere")
+            self.folder.create()
+        return before(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointWriter, "write_data", elsewhere)
+        with pytest.raises(CheckpointError, match="all ranks have to see the same folder"):
+            fullshard.save(folder / "x", model, step=2)
+    assert fullshard.load(folder / "x", model) == {"step": 1}
+
+
+@on_ranks(2, fresh=True)
+def test_a_group_that_is_destroyed_while_saving_loses_no_checkpoint(rank: Rank) -> None:
+    """The ranks do not go on as if each were alone."""
+    folder = shared_folder(rank)
+    model = Model(1)
+    fullshard.save(folder, model, step=1)
+    begin = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fullshard.checkpoint.saving.state_dict_saver", _Late(begin))
+        future = fullshard.async_save(folder, model, step=2)
+        dist.destroy_process_group()
+        begin.set()
+        with pytest.raises(CheckpointError, match=r"process group .*destroyed|of 2 ranks"):
+            future.result()
+    assert fullshard.load(folder, model) == {"step": 1}
+
+
+class _Late:
+    """torch's saver, which begins when an event says so."""
+
+    def __init__(self, begin: threading.Event) -> None:
+        self.begin = begin
+
+    def save(self, *args: Any, **kwargs: Any) -> Any:
+        self.begin.wait()
+        return dcp.state_dict_saver.save(*args, **kwargs)
+
+
+def test_a_failure_that_nobody_asked_for_is_told_by_the_next_save(tmp_path: Path) -> None:
+    """Fire and forget must not be weeks without a checkpoint; two saves never run at once, whatever interrupts."""
+    model = Model()
+    (tmp_path / "file").write_text("in the way")
+    fullshard.async_save(tmp_path / "file" / "inside", model)
+    with pytest.warns(UserWarning, match="the last checkpoint was not saved"):
+        fullshard.save(tmp_path / "x", model)
+    asked = fullshard.async_save(tmp_path / "file" / "inside", model)
+    assert isinstance(asked.exception(), CheckpointError)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fullshard.save(tmp_path / "x", model)
+
+
+def test_random_generators_are_set_last(tmp_path: Path) -> None:
+    """An object that draws numbers while it is loaded does not shift them."""
+
+    class Draws(Counter):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            torch.rand(3)
+
+    model = Model()
+    torch.manual_seed(4)
+    fullshard.save(tmp_path, model, loader=Draws(1))
+    expected = torch.rand(2)
+    fullshard.load(tmp_path, model, loader=Draws(1))
+    assert_equal(torch.rand(2), expected, "numbers")
+
+
+@pytest.mark.parametrize("name", ["strict", "cast", "random", "storage_reader"])
+def test_extras_cannot_be_called_like_arguments(tmp_path: Path, name: str) -> None:
+    """load would take them for its own."""
+    with pytest.raises(ValueError, match=name):
+        fullshard.save(tmp_path, Model(), **{name: 1})
+
+
+@pytest.mark.parametrize("path", ["", Path("s3://bucket/run")])
+def test_paths_that_lead_elsewhere_are_refused(path: Any) -> None:
+    """An empty one, and a URL of which pathlib has taken a slash away."""
+    with pytest.raises(ValueError, match=r"path is empty|pathlib"):
+        fullshard.save(path, Model())
+
+
+def test_sgd_without_state(tmp_path: Path) -> None:
+    """An optimizer that keeps nothing is saved and loaded as well."""
+    model = Model(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    train(model, optimizer, 0, 1)
+    fullshard.save(tmp_path, model, optimizer)
+    its = torch.optim.SGD(model.parameters(), lr=0.1)
+    fullshard.load(tmp_path, model, its)
+    assert its.param_groups[0]["lr"] == 0.5

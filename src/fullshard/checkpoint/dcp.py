@@ -20,20 +20,23 @@ def on_ranks(group: dist.ProcessGroup | None, what: str) -> Iterator[dict[str, A
     """Call torch.distributed.checkpoint inside of it, with the arguments that it gives.
 
     Args:
-        group: The ranks; None: all. Without process groups it is this process alone.
+        group: The ranks; None: there are no process groups, and it is this process alone.
         what: What could not be done if that fails, for the error.
 
     Raises:
         CheckpointError: On all ranks, with what each of those that failed reported.
     """
-    alone = not dist.is_initialized()
+    alone = group is None
+    if group is not None and not dist.is_initialized():
+        raise CheckpointError(f"{what}: the process group was destroyed before; call result() of async_save first")
+    size = 1 if group is None else group.size()
     try:
         with warnings.catch_warnings() if alone else contextlib.nullcontext():
             if alone:
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as the caller knows
             yield {"process_group": group, "no_dist": alone}
     except CheckpointException as error:
-        raise CheckpointError(f"{what}: {_reports(error, 1 if alone else dist.get_world_size(group))}") from error
+        raise CheckpointError(f"{what}: {_reports(error, size)}") from error
 
 
 def _reports(error: CheckpointException, size: int) -> str:

@@ -32,14 +32,15 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from fullshard import errors
 from fullshard.errors import FullshardError
 
-__all__ = ["ENTRY_PATIENCE_VARIABLE", "STEP_PATIENCE_VARIABLE", "Entry", "entered"]
+__all__ = ["ENTRY_PATIENCE_VARIABLE", "STEP_PATIENCE_S", "STEP_PATIENCE_VARIABLE", "Entry", "entered", "load_patience"]
 
 T = TypeVar("T")
 
 ENTRY_PATIENCE_VARIABLE = "FULLSHARD_ENTRY_PATIENCE"
 STEP_PATIENCE_VARIABLE = "FULLSHARD_STEP_PATIENCE"
 _ENTRY_PATIENCE_S = 30.0  # a rank may be late for a good reason: an evaluation, or the end of another write
-_STEP_PATIENCE_S = 3600.0  # inside, ranks have different amounts to read and write
+_LOAD_PATIENCE_S = 120.0
+STEP_PATIENCE_S = 3600.0  # inside, ranks have different amounts to read and write
 _JUDGE_S = 10.0  # how long one rank may take to find out what the ranks said
 _FIRST_POLL_S, _LAST_POLL_S = 0.0005, 0.05
 _REQUESTS_PER_S = 20_000  # that a store can serve while all ranks wait
@@ -290,7 +291,7 @@ class Entry:
             "If they are at work, give them longer with the environment variable "
             f"{STEP_PATIENCE_VARIABLE} (seconds); if they hang or have ended, their own output says why"
         )
-        seconds = _patience(patience, STEP_PATIENCE_VARIABLE, _STEP_PATIENCE_S)
+        seconds = _patience(patience, STEP_PATIENCE_VARIABLE, STEP_PATIENCE_S)
         try:
             return self._slots.meet(f"{self.name}, {step}", seconds, advice, yes=yes, said=said)
         except BaseException as error:
@@ -365,6 +366,11 @@ def entered(
             entry.leave(None)
         finally:
             slots.forget()
+
+
+def load_patience() -> float:
+    """Seconds to wait for others to load: ranks that start take more different times than ranks that run."""
+    return _patience(None, ENTRY_PATIENCE_VARIABLE, _LOAD_PATIENCE_S)
 
 
 def _slots_of(group: dist.ProcessGroup, channel: str) -> _Slots:

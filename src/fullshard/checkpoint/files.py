@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any, cast
 
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -17,6 +19,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from fullshard.errors import CheckpointError
 
 __all__ = ["FileVersion", "Folder"]
+
+_LOST_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Folder:
 
     Raises:
         CheckpointError: If that kind of URL cannot be opened here.
+        ValueError: If the path is empty, or a URL that pathlib has changed.
 
     Attributes:
         path: As it was given, for messages.
@@ -50,18 +55,29 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
+        if not self.path:
+            raise ValueError("a checkpoint needs a folder: the path is empty")
+        if _LOST_SLASH.match(self.path):
+            raise ValueError(f"{self.path}: pathlib has taken a slash of this URL away; pass it as text")
         self.is_local = "://" not in self.path
+        if self.is_local:
+            self.path = os.path.expanduser(self.path)
         self._files = FileSystem() if self.is_local else _fsspec_files(self.path)
         self.path = str(self._files.init_path(self.path))
 
     def where(self, name: str) -> str:
         """The full name of a file in it, for messages."""
-        return os.path.join(self.path, name)
+        return os.path.join(self.path, name) if name else self.path
 
     def create(self) -> None:
         """Make the folder, and those above it, unless it is there."""
-        with self._explained("be made", self.path):
+        with self._explained("be made", ""):
+            made = [] if not self.is_local else [above for above in Path(self.path).parents if not above.exists()]
+            new = self.is_local and not Path(self.path).exists()
             self._files.mkdir(self.path)
+            # A folder that was made can be lost with the power until the one that it is in has reached the disk.
+            for folder in [Path(self.path), *made] if new else ():
+                _sync_folder(folder.parent)
 
     def exists(self, name: str) -> bool:
         """Whether there is such a file."""
@@ -71,7 +87,7 @@ class Folder:
         """Names of the files in it; empty if there is no such folder."""
         if not self._files.exists(self.path):
             return []
-        with self._explained("be listed", self.path):
+        with self._explained("be listed", ""):
             entries = self._files.ls(self.path)
         return sorted(entry.rstrip("/").replace(os.sep, "/").rsplit("/", 1)[-1] for entry in entries)
 
@@ -126,14 +142,9 @@ class Folder:
 
     def sync(self) -> None:
         """Wait until names of files have reached the disk: without it, a new file may be lost with the power."""
-        if not self.is_local or os.name == "nt":  # Windows cannot open folders, and writes names through
-            return
-        with self._explained("be written", self.path):
-            descriptor = os.open(self.path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        if self.is_local:
+            with self._explained("be written", ""):
+                _sync_folder(Path(self.path))
 
     def _full(self, name: str) -> Any:
         return self._files.concat_path(self.path, name)
@@ -150,6 +161,16 @@ class Folder:
             ) from error
         except OSError as error:
             raise CheckpointError(f"{self.where(name)} cannot {done}: {error.strerror or error}") from error
+
+
+def _sync_folder(path: Path) -> None:
+    if os.name == "nt":  # Windows cannot open folders, and writes names through
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _fsspec_files(path: str) -> Any:

@@ -16,14 +16,15 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 
 from fullshard.checkpoint.dcp import on_ranks
-from fullshard.checkpoint.entry import Entry, entered
+from fullshard.checkpoint.entry import Entry, entered, load_patience
 from fullshard.checkpoint.extras import joined, set_random_state, split, tensors_in
+from fullshard.checkpoint.groups import coordination_group
 from fullshard.checkpoint.model_state import ModelState, model_state
 from fullshard.checkpoint.optimizer_state import Described, OptimizerTarget
 from fullshard.checkpoint.parameters import written
 from fullshard.checkpoint.pieces import Pieces
 from fullshard.checkpoint.planner import ALL, LoadPlanner
-from fullshard.checkpoint.saving import wait_for_last
+from fullshard.checkpoint.saving import purpose, wait_for_last
 from fullshard.checkpoint.snapshot import EXTRA, GROUPS, RANDOM, STATE, Part, compute_device, parts
 from fullshard.checkpoint.storage import CheckpointReader
 from fullshard.errors import CheckpointError
@@ -75,11 +76,12 @@ def load(
         FullshardError: On the ranks that wait, if others do not load.
     """
     wait_for_last(process_group)
-    with entered(f"load {os.fspath(path)}", process_group) as entry:
+    what = purpose(f"load (strict={strict}, cast={cast})", path, optimizer, extra)
+    with entered(what, process_group, patience=load_patience()) as entry:
         reader = CheckpointReader(path) if storage_reader is None else storage_reader
         if storage_reader is not None:
             reader.reset(path)
-        source = _Source(os.fspath(path), reader, process_group, entry)
+        source = _Source(os.fspath(path), reader, coordination_group(process_group), entry)
         loading = _Loading(source, model, optimizer, extra, strict=strict)
         loading.check(cast=cast)
         loading.read()
@@ -100,8 +102,8 @@ class _Source:
     def __init__(self, path: str, reader: StorageReader, group: dist.ProcessGroup | None, entry: Entry) -> None:
         self.path, self.entry, self._reader, self._group = path, entry, reader, group
         self.rank, self.size = 0, 1
-        if dist.is_initialized():
-            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if group is not None:
+            self.rank, self.size = group.rank(), group.size()
         self.metadata = entry.together("reading the index", reader.read_metadata)
 
     @property
@@ -174,7 +176,8 @@ class _Loading:
         found = self._source.tensor(key)
         if found is None:
             raise CheckpointError(f"{key}: the checkpoint has a value that refers to this tensor, but not the tensor")
-        return torch.empty(found.size, dtype=found.properties.dtype, device=device)
+        with torch.inference_mode(False):
+            return torch.empty(found.size, dtype=found.properties.dtype, device=device)
 
     def _target(self, part: Part) -> OptimizerTarget:
         """What there is for an optimizer, in the form that the optimizer's side understands."""
@@ -264,6 +267,11 @@ class _Loading:
         if self._strict:
             problems += [f"{prefix}{name}: not in the checkpoint" for name in sorted(wanted - saved)]
             problems += [f"{prefix}{name}: in the checkpoint, but not in the model" for name in sorted(saved - wanted)]
+        for name in sorted(name for name, pieces in state.tensors.items() if pieces.device.type == "meta"):
+            problems.append(
+                f"{prefix}{name}: on the meta device, where nothing can be loaded into; call to_empty() first, or "
+                "fullshard.load_safetensors"
+            )
         for name in sorted(state.tensors.keys() & saved):
             found, own = self._source.tensor(prefix + name), state.tensors[name]
             if found is None:
@@ -302,10 +310,11 @@ class _Loading:
         for module in self._extra.values():
             if isinstance(module, nn.Module):
                 written(module)
-        own = f"{RANDOM}{self._source.rank}"
+        values = self._extras()
+        own = f"{RANDOM}{self._source.rank}"  # last: what users load may draw numbers
         if random and own in self._values and len(self._below(RANDOM)) == self._source.size:
             set_random_state(self._value(own), compute_device(self._model))
-        return self._extras()
+        return values
 
     def _extras(self) -> dict[str, Any]:
         values = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -83,7 +84,27 @@ def model_state(model: nn.Module) -> ModelState:
                 state.aliases[fqn] = first
             else:
                 state._add_buffer(fqn, buffer)
+        _warn_of_own_ways(prefix, module)
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             state.extra[prefix + EXTRA_STATE] = module.get_extra_state()
             state._setters[prefix + EXTRA_STATE] = module.set_extra_state
     return state
+
+
+def _warn_of_own_ways(prefix: str, module: nn.Module) -> None:
+    """Modules may put more into a state dict than is looked at here, and nobody would miss it."""
+    hooks = [*module._state_dict_hooks.values(), *module._load_state_dict_pre_hooks.values()]
+    # Those of torch and ours change names for wrappers.
+    foreign = [hook for hook in hooks if not str(_module_of(hook)).startswith(("torch.", "fullshard."))]
+    if foreign or type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
+        warnings.warn(
+            f"{prefix.removesuffix('.') or 'the model'} ({type(module).__name__}) changes state dicts with hooks or a "
+            "_save_to_state_dict of its own, which checkpoints do not run: they have parameters, persistent buffers "
+            "and what get_extra_state returns. Put further state there",
+            stacklevel=2,
+        )
+
+
+def _module_of(hook: Any) -> str | None:
+    hook = getattr(hook, "hook", hook)  # torch keeps some in an object of its own
+    return getattr(getattr(hook, "func", hook), "__module__", None)

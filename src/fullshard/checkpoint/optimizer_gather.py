@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -128,7 +129,7 @@ def _gather(piece: FlatPiece, local: torch.Tensor, only_on: int | None) -> torch
             return None  # a replica
         if mesh.rank != ranks.index(only_on):
             if local.numel():
-                dist.send(local.contiguous(), only_on, group=mesh.shard.get_group())  # type: ignore[union-attr]
+                _send(local.contiguous(), ranks.index(only_on), mesh)
             return None
     whole = torch.empty_strided(shape.shape, shape.stride, dtype=local.dtype, device=local.device)
     if alone:
@@ -142,6 +143,13 @@ def _gather(piece: FlatPiece, local: torch.Tensor, only_on: int | None) -> torch
     return whole
 
 
+def _send(local: torch.Tensor, to: int, mesh: ShardMesh) -> None:
+    assert mesh.shard is not None
+    # As a batch: NCCL makes a communicator for every pair of ranks that talk outside of one.
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, local, group=mesh.shard.get_group(), group_peer=to)]):
+        work.wait()
+
+
 def _held(slot: FlatSlot, rank: int) -> slice:
     start, numel, _ = slot.piece(rank)
     return slice(start, start + numel)
@@ -151,15 +159,18 @@ def _exchange(places: Sequence[torch.Tensor], mesh: ShardMesh, *, receive_only: 
     """Each rank sends its place to all, or to this one; straight into place."""
     assert mesh.shard is not None
     group = mesh.shard.get_group()
-    works = []
+    works: list[Any] = []
+    receives = []
     # Few ranks have anything of one tensor, and what each has is a range of it: no message has to be put together.
     for rank, place in enumerate(places):
         if not place.numel() or (receive_only and rank == mesh.rank):
             continue
         if receive_only:
-            works.append(dist.irecv(place, group=group, group_src=rank))
+            receives.append(dist.P2POp(dist.irecv, place, group=group, group_peer=rank))
         else:
             works.append(dist.broadcast(place, group=group, group_src=rank, async_op=True))
+    if receives:
+        works += dist.batch_isend_irecv(receives)
     for work in works:
         if work is not None:
             work.wait()

@@ -139,9 +139,12 @@ def _words(leaves: Mapping[Path, Any]) -> list[str]:
         if isinstance(value, (torch.Tensor, Pieces)):
             text += f" {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
         if isinstance(value, torch.Tensor) and not value.is_meta:
-            data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            shown = value.item() if value.numel() == 1 else f"#{zlib.crc32(data.numpy()):08x}"  # type: ignore[arg-type]
+            host = value.detach().cpu()
+            data = host.contiguous().reshape(-1).view(torch.uint8)
+            shown = host.item() if value.numel() == 1 else f"#{zlib.crc32(data.numpy()):08x}"  # type: ignore[arg-type]
             text += f" = {shown}"
+        elif isinstance(value, (bool, int, float, str)):
+            text += f" = {value!r}"
         words.append(text)
     return words
 

@@ -88,6 +88,8 @@ class LocalParameter:
         if tuple(local.shape) == shape.shape:
             return Pieces.placed(self.shape, local, outer)
         assert piece.piece is not None, f"{self.fqn} was not laid out"
+        if not self.shape.numel():  # as of any other tensor without elements, everybody has all of it
+            return Pieces.placed(self.shape, local.new_empty(outer.sizes), outer)
         start, numel, _ = piece.piece
         if local.numel() != numel:
             raise FullshardError(
@@ -103,7 +105,7 @@ class LocalParameter:
             part = local.reshape(-1)[taken : taken + box.numel].view(box.sizes).permute(back)
             pieces.append(Piece(box.permuted(back).moved(outer.offsets), part))
             taken += box.numel
-        return Pieces(self.shape, local.dtype, local.device, pieces)
+        return Pieces(self.shape, local.dtype, local.device, pieces, equal=True)
 
 
 def local_parameters(model: nn.Module) -> list[LocalParameter]:

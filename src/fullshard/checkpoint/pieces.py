@@ -42,19 +42,31 @@ class Pieces:
         dtype: Of its elements.
         device: Where this rank's part is; where it has none, where it would be.
         pieces: This rank's part, boxes that do not overlap. Empty if it has none.
+        equal: Whether ranks that have the same box have the same values in it, because something sees to it: then any
+            of them may write it. Otherwise the first rank's counts.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
     pieces: tuple[Piece, ...]
+    equal: bool
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, pieces: Iterable[Piece]) -> None:
+    def __init__(
+        self,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        pieces: Iterable[Piece],
+        *,
+        equal: bool = False,
+    ) -> None:
         self.shape, self.dtype, self.device, self.pieces = torch.Size(shape), dtype, device, tuple(pieces)
+        self.equal = equal
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> Pieces:
-        """Of a tensor that is not sharded; if ranks have several, they are taken to be equal."""
+        """Of a tensor that is not sharded."""
         value = _plain(tensor.detach())
         return cls(value.shape, value.dtype, value.device, [Piece(Box.whole(value.shape), value)])
 
@@ -79,7 +91,7 @@ class Pieces:
         local = _plain(local)
         held = box is not None and (box.numel or not math.prod(shape))
         pieces = [Piece(box, local.view(box.sizes))] if box is not None and held else []
-        return cls(torch.Size(shape), local.dtype, local.device, pieces)
+        return cls(torch.Size(shape), local.dtype, local.device, pieces, equal=True)
 
     def size(self) -> torch.Size:
         """The shape of the whole tensor, as of a tensor."""

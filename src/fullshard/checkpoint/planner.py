@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
 
 from fullshard.checkpoint.pieces import Pieces
 
@@ -33,6 +35,31 @@ class SavePlanner(DefaultSavePlanner):
     ) -> None:
         """Take the entries as they are."""
         self.state_dict, self.is_coordinator = state_dict[ALL], is_coordinator
+
+    def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
+        """What several ranks have is written by one: where they are known to have the same, the one that has least to
+        write so far; elsewhere the first, so that a checkpoint is of one rank and not of several.
+        """
+        writers: dict[MetadataIndex, list[int]] = {}
+        for rank, plan in enumerate(all_plans):
+            for item in plan.items:
+                writers.setdefault(item.index, []).append(rank)
+        loads = [0] * len(all_plans)
+        chosen: dict[MetadataIndex, int] = {}
+        for plan in all_plans:
+            for item in plan.items:
+                if item.index in chosen:
+                    continue
+                ranks = writers[item.index]
+                held = self.state_dict.get(item.index.fqn)
+                spread = len(ranks) > 1 and isinstance(held, Pieces) and held.equal
+                writer = min(ranks, key=loads.__getitem__) if spread else ranks[0]
+                chosen[item.index] = writer
+                loads[writer] += 0 if item.tensor_data is None else math.prod(item.tensor_data.chunk.sizes)
+        return [
+            replace(plan, items=[item for item in plan.items if chosen[item.index] == rank])
+            for rank, plan in enumerate(all_plans)
+        ]
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """What there is to write under that name, at that place."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,14 +16,15 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.storage import StorageWriter
 
+from fullshard.checkpoint.agreement import agree
 from fullshard.checkpoint.dcp import on_ranks
 from fullshard.checkpoint.entry import entered
-from fullshard.checkpoint.optimizer_state import agree_on_state
+from fullshard.checkpoint.groups import coordination_group, resolved
 from fullshard.checkpoint.planner import ALL, SavePlanner
 from fullshard.checkpoint.snapshot import Snapshot, snapshot
 from fullshard.checkpoint.storage import CheckpointWriter
 
-__all__ = ["async_save", "save"]
+__all__ = ["SaveFuture", "async_save", "purpose", "save", "wait_for_last"]
 
 
 def save(
@@ -54,10 +57,11 @@ def save(
         FullshardError: On the ranks that wait, if others do not save.
     """
     wait_for_last(process_group)
-    with entered(f"save {os.fspath(path)}", process_group) as entry:
+    with entered(purpose("save", path, optimizer, extra), process_group) as entry:
         taken = entry.together("collecting", lambda: snapshot(model, optimizer, extra, process_group))
-        _agree(taken, process_group)
-        _write(path, taken, process_group, storage_writer)
+        group = coordination_group(process_group)
+        agree(taken.common, group)
+        _write(path, taken, group, storage_writer)
 
 
 def async_save(
@@ -68,7 +72,7 @@ def async_save(
     process_group: dist.ProcessGroup | None = None,
     storage_writer: StorageWriter | None = None,
     **extra: Any,
-) -> Future[None]:
+) -> SaveFuture:
     """As :func:`save`, but return as soon as this rank's shards are copied; they are written while training goes on.
 
     One copy of the shards is held in CPU memory until they are written, pinned if they come from an accelerator. A
@@ -78,18 +82,25 @@ def async_save(
         Its ``result()`` waits until the checkpoint is valid, and raises what :func:`save` would.
     """
     wait_for_last(process_group)
-    with entered(f"save {os.fspath(path)}", process_group) as entry:
+    with entered(purpose("save", path, optimizer, extra), process_group) as entry:
         taken = entry.together("collecting", lambda: snapshot(model, optimizer, extra, process_group))
-        _agree(taken, process_group)
+        group = coordination_group(process_group)
+        agree(taken.common, group)
         staged = entry.together("copying", taken.staged)
-        group = _group_for_writing(process_group)
     return _start(lambda: _write(path, staged, group, storage_writer), process_group)
 
 
-def _agree(taken: Snapshot, group: dist.ProcessGroup | None) -> None:
-    if dist.is_initialized():
-        for state in taken.states:
-            agree_on_state(state, group)
+def purpose(
+    what: str, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any]
+) -> str:
+    """What a rank enters for, in words: what ranks would communicate about has to be the same on all."""
+    objects = [f"{name} ({type(value).__name__})" if _is_object(value) else name for name, value in extra.items()]
+    parts = ["model", *(["optimizer"] if optimizer is not None else []), *objects]
+    return f"{what} {os.fspath(path)} ({', '.join(parts)})"
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, (torch.nn.Module, torch.optim.Optimizer))
 
 
 def _write(
@@ -99,7 +110,8 @@ def _write(
     writer: StorageWriter | None,
 ) -> None:
     if writer is None:
-        writer = CheckpointWriter(path, aliases=taken.aliases, about=taken.about)
+        size = 1 if group is None else group.size()
+        writer = CheckpointWriter(path, aliases=taken.aliases, about=taken.about, ranks=size, returns_metadata=False)
     else:
         writer.reset(path)
     entries: dict[str, Any] = dict(taken.entries)
@@ -111,43 +123,51 @@ def _write(
 
 # ---------------------------------------------------------------- in the background
 
-_pending: dict[dist.ProcessGroup | None, Future[None]] = {}
-_writing_groups: dict[dist.ProcessGroup | None, dist.ProcessGroup] = {}
+_pending: dict[dist.ProcessGroup | None, SaveFuture] = {}
+
+
+class SaveFuture(Future[None]):
+    """A save in the background. Whoever waits for it hears of its failure, else the next save tells."""
+
+    asked: bool = False
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until the checkpoint is valid, and raise what went wrong."""
+        self.asked = True
+        super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What went wrong, once it is over."""
+        self.asked = True
+        return super().exception(timeout)
 
 
 def wait_for_last(group: dist.ProcessGroup | None) -> None:
-    """Wait for the save of these ranks that is still under way. Its failure is for whoever holds its future."""
-    last = _pending.pop(group, None)
-    if last is not None:
-        last.exception()
+    """Wait for the save of these ranks that is still under way."""
+    key = resolved(group)
+    last = _pending.get(key)
+    if last is None:
+        return
+    asked, failure = last.asked, last.exception()
+    _pending.pop(key, None)
+    if failure is not None and not asked:
+        warnings.warn(f"the last checkpoint was not saved: {failure}", stacklevel=3)
 
 
-def _start(body: Callable[[], None], group: dist.ProcessGroup | None) -> Future[None]:
-    future: Future[None] = Future()
+def _start(body: Callable[[], None], group: dist.ProcessGroup | None) -> SaveFuture:
+    future = SaveFuture()
     future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             body()
         except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the copy
             future.set_exception(error)
         else:
             future.set_result(None)
 
+    _pending[resolved(group)] = future
     # Not a daemon: a program that ends waits for its checkpoint.
     threading.Thread(target=run, name="fullshard-save", daemon=False).start()
-    _pending[group] = future
     return future
-
-
-def _group_for_writing(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The same ranks with a communicator of their own: training goes on in the other one meanwhile."""
-    if not dist.is_initialized():
-        return None
-    known = _writing_groups.get(group)
-    # After destroy_process_group and a new start, a group of old is no group any more.
-    if known is None or known not in dist.distributed_c10d._world.pg_map:
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        known = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        _writing_groups[group] = known
-    return known

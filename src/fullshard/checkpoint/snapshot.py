@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from fullshard.checkpoint.agreement import Common
 from fullshard.checkpoint.extras import random_state, split, state_of
+from fullshard.checkpoint.host import bytes_of
 from fullshard.checkpoint.model_state import model_state
-from fullshard.checkpoint.optimizer_state import optimizer_state
+from fullshard.checkpoint.optimizer_state import fingerprint, optimizer_state
+from fullshard.checkpoint.parameters import local_parameters
 from fullshard.checkpoint.pieces import Piece, Pieces
 from fullshard.checkpoint.values import to_bytes
+from fullshard.engine.ownership import nested_units
 from fullshard.errors import CheckpointError
 from fullshard.memory import host_buffer
 from fullshard.version import __version__
@@ -38,7 +44,9 @@ __all__ = [
 # What keys begin with.
 MODEL, OPTIMIZER, EXTRA, RANDOM = "model.", "optimizer.", "extra.", "rng."
 STATE, GROUPS = "state.", "param_groups."  # after that of an optimizer
+ARGUMENTS = {"cast", "random", "storage_reader", "storage_writer", "strict"}
 ALIGNMENT_BYTES = 64
+BLOCK_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -49,13 +57,13 @@ class Snapshot:
         entries: By key: tensors, and values as bytes.
         aliases: Further keys of tied parameters.
         about: What the checkpoint says of itself.
-        states: Of optimizers, which have to be alike on all ranks; none in a copy.
+        common: What ranks have to have in common.
     """
 
     entries: dict[str, Pieces | bytes]
     aliases: dict[str, str]
     about: dict[str, Any]
-    states: Sequence[Mapping[str, Any]]
+    common: Common
 
     @property
     def nbytes(self) -> int:
@@ -63,27 +71,45 @@ class Snapshot:
         return sum(entry.nbytes for entry in self.entries.values() if isinstance(entry, Pieces))
 
     def staged(self) -> Snapshot:
-        """A copy in CPU memory, pinned where tensors come from an accelerator. One allocation, one copy of each."""
-        locals_ = [piece.local for e in self.entries.values() if isinstance(e, Pieces) for piece in e.pieces]
-        accelerator = next((local.device for local in locals_ if local.device.type != "cpu"), None)
-        nbytes = sum(_aligned(local.nbytes) for local in locals_)
-        memory = host_buffer(nbytes, torch.uint8, pin=accelerator is not None)
+        """A copy in CPU memory, pinned where tensors come from an accelerator."""
+        pieces = [piece for e in self.entries.values() if isinstance(e, Pieces) for piece in e.pieces]
+        accelerator = next((p.local.device for p in pieces if p.local.device.type != "cpu"), None)
+        memory = _Memory(sum(_aligned(p.local.nbytes) for p in pieces), pin=accelerator is not None)
         entries: dict[str, Pieces | bytes] = {}
-        start = 0
         for key, entry in self.entries.items():
             if isinstance(entry, bytes):
                 entries[key] = entry
                 continue
-            copies = []
-            for box, local in entry.pieces:
-                copy = memory[start : start + local.nbytes].view(local.dtype).view(local.shape)
+            copies = [Piece(box, memory.like(local)) for box, local in entry.pieces]
+            for (_, copy), (_, local) in zip(copies, entry.pieces, strict=True):
                 copy.copy_(local, non_blocking=accelerator is not None)
-                copies.append(Piece(box, copy))
-                start += _aligned(local.nbytes)
-            entries[key] = Pieces(entry.shape, entry.dtype, torch.device("cpu"), copies)
+            entries[key] = Pieces(entry.shape, entry.dtype, torch.device("cpu"), copies, equal=entry.equal)
         if accelerator is not None:
             torch.get_device_module(accelerator).current_stream(accelerator).synchronize()
-        return Snapshot(entries, self.aliases, self.about, ())
+        return Snapshot(entries, self.aliases, self.about, self.common)
+
+
+class _Memory:
+    """CPU memory for copies, in blocks: pinned memory is allocated in powers of two, so one block could be twice as
+    large as needed.
+    """
+
+    _left: int  # bytes that are still to be asked for
+    _block: torch.Tensor
+    _pin: bool
+
+    def __init__(self, nbytes: int, *, pin: bool) -> None:
+        self._left, self._pin, self._block = nbytes, pin, torch.empty(0, dtype=torch.uint8)
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Room for a tensor, contiguous."""
+        nbytes = _aligned(tensor.nbytes)
+        if nbytes > self._block.numel():
+            size = max(nbytes, min(BLOCK_BYTES, self._left))
+            self._block = host_buffer(size, torch.uint8, pin=self._pin)
+        found, self._block = self._block[: tensor.nbytes], self._block[nbytes:]
+        self._left -= nbytes
+        return found.view(tensor.dtype).view(tensor.shape)
 
 
 class Part(NamedTuple):
@@ -105,7 +131,11 @@ def parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapp
 
     Raises:
         CheckpointError: If an optimizer has parameters of none of the models.
+        ValueError: If an extra has the name of an argument of ``save`` or ``load``.
     """
+    taken = sorted(ARGUMENTS.intersection(extra))
+    if taken:
+        raise ValueError(f"an extra cannot be named {taken[0]!r}: load takes that for an argument; choose another name")
     found = [Part(MODEL, model)]
     found += [Part(f"{EXTRA}{name}.", value) for name, value in extra.items() if isinstance(value, nn.Module)]
     models = [part.model for part in found]
@@ -136,12 +166,17 @@ def snapshot(
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     entries: dict[str, Pieces | bytes] = {}
     aliases: dict[str, str] = {}
-    states = []
+    keys: list[str] = []
+    states: dict[str, str] = {}
+    local: dict[str, str] = {}
     for part in parts(model, optimizer, extra):
         if part.optimizer is None:
             _add_model(entries, aliases, part)
+            keys += [key for key in entries if key.startswith(part.prefix)]
+            local.update(_digests(part))
         else:
-            states.append(_add_optimizer(entries, part, part.optimizer))
+            found = fingerprint(_add_optimizer(entries, part, part.optimizer))
+            states.update({f"{part.prefix}{fqn}": words for fqn, words in found.items()})
     count = sum(math.prod(e.shape) for key, e in entries.items() if key.startswith(MODEL) and isinstance(e, Pieces))
     for name, value in extra.items():
         if not isinstance(value, (nn.Module, torch.optim.Optimizer)):
@@ -157,7 +192,7 @@ def snapshot(
         "optimizer": None if optimizer is None else type(optimizer).__name__,
         "extra": list(extra),
     }
-    return Snapshot(entries, aliases, about, states)
+    return Snapshot(entries, aliases, about, Common(tuple(keys), states, local))
 
 
 def _add_model(entries: dict[str, Pieces | bytes], aliases: dict[str, str], part: Part) -> None:
@@ -166,6 +201,18 @@ def _add_model(entries: dict[str, Pieces | bytes], aliases: dict[str, str], part
     for name, value in state.extra.items():
         _add(entries, part.prefix + name, value)
     aliases.update({part.prefix + name: part.prefix + first for name, first in state.aliases.items()})
+
+
+def _digests(part: Part) -> dict[str, str]:
+    """Of the parameters of a sharded model that no unit has: nothing keeps them equal over ranks."""
+    if not nested_units(part.model):
+        return {}
+    loose = [p for p in local_parameters(part.model) if p.sharded is None and not isinstance(p.parameter, DTensor)]
+    found = {}
+    for parameter in loose:
+        host = parameter.parameter.detach().cpu().contiguous()
+        found[part.prefix + parameter.fqn] = xxhash.xxh3_64_hexdigest(bytes_of(host))
+    return found
 
 
 def _add_optimizer(
@@ -179,6 +226,10 @@ def _add_optimizer(
             _add_value(entries, f"{part.prefix}{STATE}{fqn}", values)
             continue
         for name, value in values.items():
+            if not isinstance(name, str):
+                raise CheckpointError(
+                    f"the state of {fqn} has the key {name!r}: names have to be texts, or it would come back as another"
+                )
             _add(entries, f"{part.prefix}{STATE}{fqn}.{name}", value)
     for index, options in enumerate(tree["param_groups"]):
         for name, value in options.items():
@@ -188,9 +239,11 @@ def _add_optimizer(
 
 
 def compute_device(model: nn.Module) -> torch.device:
-    """Where the model computes, as far as its parameters tell."""
-    found = next(model.parameters(), None)
-    return torch.device("cpu") if found is None or found.device.type == "meta" else found.device
+    """Where the model computes, as far as its units or its parameters tell; its shards may be elsewhere."""
+    units = nested_units(model)
+    devices = [unit.mesh.device for unit in units] or [parameter.device for parameter in model.parameters()]
+    near = [device for device in devices if device.type not in ("cpu", "meta")]
+    return near[0] if near else torch.device("cpu")
 
 
 def _add(entries: dict[str, Pieces | bytes], key: str, value: Any) -> None:

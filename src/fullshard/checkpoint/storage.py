@@ -14,9 +14,11 @@ stores and Windows lack, or leaves it to users to find the folder that is whole.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -39,6 +41,7 @@ from fullshard.layout import Box
 
 __all__ = ["INDEX_FILE", "CheckpointReader", "CheckpointWriter"]
 
+_LOOKS, _LOOK_S = 5, 0.2  # how often to look for a file: a network file system may show it late
 _TEMPORARY = re.compile(re.escape(INDEX_FILE) + r"\.[0-9a-f]{12}\.tmp")
 
 
@@ -59,6 +62,9 @@ class CheckpointWriter(StorageWriter):
         about: What the index says of the save: anything that JSON can hold.
         sync: Whether to wait until data have reached the disk. Without it, a checkpoint survives the end of the
             process, but not that of the machine.
+        ranks: How many ranks are to save together; fewer are an error. None: any number.
+        returns_metadata: Whether torch.distributed.checkpoint is to return what it planned. It sends that to all ranks,
+            which with many is most of the time that a save takes.
 
     Raises:
         ValueError: If JSON cannot hold ``about``.
@@ -69,6 +75,8 @@ class CheckpointWriter(StorageWriter):
     _aliases: dict[str, str]
     _about: dict[str, Any]
     _sync: bool
+    _ranks: int | None
+    _returns_metadata: bool
     _save: str
     _rank: int  # among the ranks that save
 
@@ -79,9 +87,12 @@ class CheckpointWriter(StorageWriter):
         aliases: Mapping[str, str] = {},
         about: Mapping[str, Any] = {},
         sync: bool = True,
+        ranks: int | None = None,
+        returns_metadata: bool = True,
     ) -> None:
         super().__init__()
         self._aliases, self._about, self._sync = dict(aliases), dict(about), sync
+        self._ranks, self._returns_metadata = ranks, returns_metadata
         try:
             json.dumps(self._about, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -128,7 +139,16 @@ class CheckpointWriter(StorageWriter):
         return replace(plan, storage_data=_Target(self._save, self._rank))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Called on the coordinator: all ranks' files get the name of its save."""
+        """Called on the coordinator: all ranks' files get the name of its save.
+
+        Raises:
+            CheckpointError: If not all ranks are there.
+        """
+        if self._ranks is not None and len(plans) != self._ranks:
+            raise CheckpointError(
+                f"{self.folder.path}: {len(plans)} of {self._ranks} ranks are saving; was the process group destroyed "
+                "meanwhile? Call result() of an asynchronous save before that"
+            )
         return [replace(plan, storage_data=_Target(self._save, rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -180,6 +200,7 @@ class CheckpointWriter(StorageWriter):
         written = {result.index: result for of_rank in results for result in of_rank}
         index = self._index(metadata, list(written.values()))
         temporary = f"{INDEX_FILE}.{self._save}.tmp"
+        self._check_files(index)
         try:
             with self.folder.write(temporary, sync=self._sync) as stream:
                 stream.write(to_json(index))
@@ -192,6 +213,27 @@ class CheckpointWriter(StorageWriter):
         self._remove_old(keep=index.files)
         metadata.storage_data = {result.index: result.storage_data for result in written.values()}
         metadata.storage_meta = self.storage_meta()
+        if not self._returns_metadata:
+            metadata.state_dict_metadata, metadata.storage_data, metadata.planner_data = {}, {}, None
+
+    def _check_files(self, index: Index) -> None:
+        """That what all ranks wrote is in this folder, as long as it should be: before what was there is given up.
+
+        Raises:
+            CheckpointError: If not.
+        """
+        for name, file in index.files.items():
+            for look in range(_LOOKS):
+                found = self.folder.length(name) if self.folder.exists(name) else None
+                if found == file.length:
+                    break
+                time.sleep(_LOOK_S if look + 1 < _LOOKS else 0)
+            else:
+                raise CheckpointError(
+                    f"{self.folder.where(name)} was written by another rank, but here it "
+                    f"{'is not there' if found is None else f'has {found} of {file.length} bytes'}: all ranks have to "
+                    "see the same folder, on a file system that they share; the checkpoint that was there is kept"
+                )
 
     def _index(self, metadata: Metadata, results: list[WriteResult]) -> Index:
         paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
@@ -227,11 +269,8 @@ class CheckpointWriter(StorageWriter):
                 self._remove_quietly(name)
 
     def _remove_quietly(self, name: str) -> None:
-        try:
-            if self.folder.exists(name):
-                self.folder.remove(name)
-        except (CheckpointError, OSError):
-            pass  # the next save tries again
+        with contextlib.suppress(CheckpointError, OSError):  # not there, or the next save tries again
+            self.folder.remove(name)
 
 
 def _value(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
