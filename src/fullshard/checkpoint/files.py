@@ -161,6 +161,10 @@ class Folder:
             ) from error
         except OSError as error:
             raise CheckpointError(f"{self.where(name)} cannot {done}: {error.strerror or error}") from error
+        except (CheckpointError, TypeError, ValueError):
+            raise
+        except Exception as error:  # a URL's file system may raise anything, also what other ranks cannot unpickle
+            raise CheckpointError(f"{self.where(name)} cannot {done}: {type(error).__name__}: {error}") from None
 
 
 def _sync_folder(path: Path) -> None:
