@@ -611,3 +611,12 @@ def test_sgd_without_state(tmp_path: Path) -> None:
     its = torch.optim.SGD(model.parameters(), lr=0.1)
     fullshard.load(tmp_path, model, its)
     assert its.param_groups[0]["lr"] == 0.5
+
+
+def test_objects_that_are_not_asked_for_stay_in_the_checkpoint(tmp_path: Path) -> None:
+    """A model and an optimizer among the extras that load is not given are no values."""
+    model, second = Model(1), Model(2)
+    other = adam(second)
+    train(second, other, 0, 1)
+    fullshard.save(tmp_path, model, ema=second, ema_optimizer=other, step=1)
+    assert fullshard.load(tmp_path, model) == {"step": 1}

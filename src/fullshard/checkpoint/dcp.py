@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -31,8 +32,10 @@ def on_ranks(group: dist.ProcessGroup | None, what: str) -> Iterator[dict[str, A
         raise CheckpointError(f"{what}: the process group was destroyed before; call result() of async_save first")
     size = 1 if group is None else group.size()
     try:
-        with warnings.catch_warnings() if alone else contextlib.nullcontext():
-            if alone:
+        # The filters are those of the process: a thread that puts them back may do so when others have changed them.
+        quiet = alone and threading.current_thread() is threading.main_thread()
+        with warnings.catch_warnings() if quiet else contextlib.nullcontext():
+            if quiet:
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as the caller knows
             yield {"process_group": group, "no_dist": alone}
     except CheckpointException as error:

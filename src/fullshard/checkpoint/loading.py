@@ -320,7 +320,7 @@ class _Loading:
         values = {}
         for key in self._values:
             name = key.removeprefix(EXTRA)
-            if not key.startswith(EXTRA) or any(key.startswith(p) for p in (*self._models, *self._optimizers)):
+            if not key.startswith(EXTRA) or "." in name:  # what has a dot belongs to a model or an optimizer
                 continue
             value, target = self._value(key), self._extra.get(name)
             if isinstance(target, Stateful):
