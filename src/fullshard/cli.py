@@ -220,7 +220,7 @@ def inspect(
 def export(
     checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="Folder or URL of a checkpoint.")],
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="A .safetensors file, or a folder for the Hugging Face layout.")
+        str, typer.Argument(metavar="OUT", help="A .safetensors file, or a folder for the Hugging Face layout.")
     ],
     dtype: Annotated[
         Optional[str],  # noqa: UP045

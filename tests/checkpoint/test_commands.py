@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -91,8 +92,8 @@ def test_inspect_compares(tmp_path: Path) -> None:
     changed[3, 4] = 2
     two = save(tmp_path / "two", **{"model.layer.weight": changed, "extra.note": 3, "model.new": torch.zeros(2)})
     shown = run("inspect", one, "--diff", two, code=1)
-    assert "model.layer.weight float32 [30, 20], 1 elements 0.5" in shown
-    assert "model.tied float32 [30, 20], 1 elements 0.5" in shown
+    assert "model.layer.weight float32 [30, 20], 1 element 0.5" in shown
+    assert "model.tied float32 [30, 20], 1 element 0.5" in shown
     assert "extra.note '[red]not markup[/]' -> 3" in shown
     assert "model.new only in the second: float32 [2]" in shown
     assert "4 differences of" in shown
@@ -124,9 +125,46 @@ def test_wrong_input(tmp_path: Path) -> None:
         (("export", path, out, "--dtype", "nosuch"), "--dtype: expected a floating-point"),
         (("export", path, out, "--max-shard-size", "5 apples"), "--max-shard-size: expected a size"),
         (("export", path, out, "--prefix", "x."), "no tensor"),
+        (("export", path, out, "--dtype", "float8_e8m0fnu"), "cannot hold these dtypes"),
+        (("export", path, "s3://bucket/x.safetensors"), "found the URL 's3://bucket/x.safetensors'"),
     ]:
         assert message in run(*arguments, code=2)
-    assert not Path(out).exists()
+    assert not Path(out).exists() and not Path("s3:").exists()
+
+
+def test_folders_of_runs_are_no_checkpoints(tmp_path: Path) -> None:
+    """Whoever names a run's folder is told which its newest checkpoint is."""
+    save(tmp_path / "run" / "checkpoints" / "step-1")
+    newest = save(tmp_path / "run" / "checkpoints" / "step-2")
+    os.utime(tmp_path / "run" / "checkpoints" / "step-1", (1, 1))
+    for named in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
+        assert f"did you mean {newest}?" in run("inspect", str(named), code=2)
+        assert f"did you mean {newest}?" in run("inspect", newest, "--diff", str(named), code=2)
+        assert f"did you mean {newest}?" in run("export", str(named), str(tmp_path / "x.safetensors"), code=2)
+
+
+def test_values_asked_for_are_shown_whole(tmp_path: Path) -> None:
+    """At a glance the first 100 characters; with a pattern, all."""
+    note = "".join(f"{i:03}" for i in range(100))
+    path = save(tmp_path / "c", **{"extra.note": note})
+    assert note[:90] in run("inspect", path).replace(" ", "") and note not in run("inspect", path).replace(" ", "")
+    assert note in run("inspect", path, "--names", "extra.*").replace(" ", "")
+
+
+def test_names_are_not_split_for_what_is_beside_them(tmp_path: Path) -> None:
+    """On a narrow screen the contents of a value are folded, and what differs; a name of half the width is not."""
+    name = "extra.a_setting_with_a_name"
+    one, two = save(tmp_path / "1", **{name: "x" * 90}), save(tmp_path / "2", **{name: "y" * 90})
+    for arguments in (["inspect", one, "--names", name], ["inspect", one, "--diff", two]):
+        result = CliRunner(env={"COLUMNS": "60"}).invoke(app, arguments)
+        assert re.search(rf"^ *{name} ", result.output, re.MULTILINE), result.output
+
+
+def test_titles_are_not_wrapped(tmp_path: Path) -> None:
+    """The path of what was exported is on one line, however narrow the table."""
+    path = save(tmp_path / "c" / ("long" * 20))
+    result = CliRunner(env={"COLUMNS": "40"}).invoke(app, ["export", path, str(tmp_path / "x.safetensors")])
+    assert result.exit_code == 0 and f"weights of {path}\n" in result.output
 
 
 def test_export(tmp_path: Path) -> None:

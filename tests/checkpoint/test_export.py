@@ -16,6 +16,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.tensor import init_device_mesh
 from weight_models import FORMS, Net, build, form, full_state
 
 from compare import assert_equal
@@ -281,6 +282,55 @@ def test_readers_never_find_a_mixture(before: int, after: int, folder: str) -> N
             assert expected is new and stop > 0
             return
     pytest.fail("there is no end to it")
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("name", ["fully_shard", "wrapper"])
+def test_groups_that_lack_parts_of_the_model_are_refused(rank: Rank, name: str, folder: str) -> None:
+    """Zeros in place of what other ranks hold would look like weights: tensors, numbers and cause are named instead."""
+    model = form(name, rank, build())
+    own = [dist.new_group([each]) for each in range(rank.world_size)][rank.rank]
+    with pytest.raises(CheckpointError, match=r"words\.weight \(expected 66 elements, found \d+\).*process_group"):
+        export_safetensors(model, f"{folder}{rank.rank}", process_group=own)
+    assert os.listdir(f"{folder}{rank.rank}") == []
+    if rank.world_size == 4:
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        with pytest.raises(CheckpointError, match=r"words\.weight .*process_group"):
+            export_safetensors(model, f"{folder}{rank.rank // 2}", process_group=pairs[rank.rank // 2])
+    export_safetensors(model, folder)
+    assert_exported(folder, full_state(build()))
+
+
+@on_ranks(4)
+def test_groups_of_a_mesh_of_two_axes(rank: Rank, folder: str) -> None:
+    """Ranks that shard one copy of a replicated model export it; those that hold the same part of it cannot."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(build(), mesh=mesh)
+    with pytest.raises(CheckpointError, match="do not hold all"):
+        export_safetensors(model, f"{folder}-{rank.rank % 2}", process_group=mesh.get_group("replicate"))
+    export_safetensors(model, f"{folder}-{rank.rank // 2}", process_group=mesh.get_group("shard"))
+    assert_exported(f"{folder}-{rank.rank // 2}", full_state(build()))
+
+
+@on_ranks(2)
+def test_any_failure_of_the_rank_that_writes_alone_fails_all(rank: Rank, folder: str) -> None:
+    """Not only those of the file system: the other ranks go on gathering, and are told."""
+    model = form("fully_shard", rank, build())
+
+    def fail(*_: object) -> None:
+        raise MemoryError("none left")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank.rank == 1:
+            patch.setattr(export_module, "_LOOKS", 1)
+            patch.setattr(export_module, "_token_file", lambda path, token: path / "elsewhere")
+        patch.setattr(export_module.PieceMover, "write", fail)
+        with pytest.raises(FullshardError, match=r"rank 0: .*none left"):
+            export_safetensors(model, folder)
+    assert os.listdir(folder) == []
+    dist.barrier()
+    export_safetensors(model, folder)
+    assert_exported(folder, full_state(build()))
 
 
 @on_ranks(2)

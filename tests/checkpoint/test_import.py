@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -271,6 +272,81 @@ def test_reset_that_fails_is_an_error(rank: Rank, folder: str) -> None:
         load_safetensors(model, folder)
 
 
+class Shifted(nn.Module):
+    """A parameter, and a table that is not saved, both made by reset_parameters()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4, 3), 7.0))
+        self.child = nn.Linear(3, 2)
+        self.register_buffer("table", torch.empty(3, device="meta"), persistent=False)
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.zero_()
+            self.child.weight.zero_()
+        self.table.fill_(5)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["plain", "fully_shard"])
+def test_reset_keeps_what_the_files_lack(rank: Rank, name: str, folder: str) -> None:
+    """Making a buffer leaves parameters of the module and its children alone, unless the files have them."""
+    save(rank, folder, {"1.bias": torch.ones(2), "0.child.bias": torch.full((2,), 3.0)})
+    model = nn.Sequential(Shifted(), nn.Linear(3, 2))
+    model[0].second = model[1]  # tied: its first name is inside of the module
+    with torch.no_grad():
+        model[0].child.weight.fill_(2)
+    if name == "fully_shard":
+        fully_shard(model, mesh=rank.mesh)
+    load_safetensors(model, folder, strict=False, rename=lambda old: old.replace("1.", "0.second."))
+    found = dict(full_tensors(model))
+    assert_equal(found["0.weight"], torch.full((4, 3), 7.0), "weight")
+    assert_equal(found["0.child.weight"], torch.full((2, 3), 2.0), "the child's")
+    assert_equal(found["0.child.bias"], torch.full((2,), 3.0), "from the file")
+    assert_equal(found["1.bias"], torch.ones(2), "from the file")
+    assert_equal(model[0].table, torch.full((3,), 5.0), "table")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["plain", "partly", "ignored", "fully_shard"])
+def test_parameters_on_the_meta_device_stay_the_same_objects(rank: Rank, name: str, folder: str) -> None:
+    """Those outside of units too: an optimizer that was made before trains them all."""
+    source = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4))
+    save(rank, folder, full_state(source))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4))
+    if name == "partly":
+        fully_shard(model[0], mesh=rank.mesh)
+    elif name == "ignored":
+        fully_shard(model, mesh=rank.mesh, ignored_params={model[0].weight})
+    elif name == "fully_shard":
+        fully_shard(model, mesh=rank.mesh)
+    parameters = dict(model.named_parameters())
+    optimizer = torch.optim.SGD(parameters.values(), lr=1.0)
+    load_safetensors(model, folder)
+    assert all(parameters[key] is each for key, each in model.named_parameters())
+    before = {key: value.clone() for key, value in full_tensors(model)}
+    model(torch.ones(2, 4))[0].sum().backward()
+    optimizer.step()
+    for key, value in full_tensors(model):
+        assert not torch.equal(value, before[key]), key
+
+
+def test_parameters_that_cannot_stay_are_an_error(folder: str) -> None:
+    """Something has a weak reference to a parameter: it is named, rather than replaced behind an optimizer's back."""
+    export_safetensors(nn.Linear(3, 2), folder)
+    with torch.device("meta"):
+        model = nn.Linear(3, 2)
+    parameter, reference = model.weight, weakref.ref(model.weight)
+    with pytest.raises(CheckpointError, match=r"weight on the meta device .* the same object"):
+        load_safetensors(model, folder)
+    assert reference() is parameter is model.weight
+    del reference
+    load_safetensors(model, folder)
+    assert model.weight is parameter and parameter.device.type == "cpu"
+
+
 # -------------------------------------------------------------------- names
 
 
@@ -461,6 +537,25 @@ def test_ranks_that_find_other_files_are_told(rank: Rank, folder: str) -> None:
         if rank.rank == 1:
             patch.setattr(importing, "find_weights", lambda _: usual(elsewhere))
         message = assert_refused(rank, model, folder, strict=False)
+    assert "rank 1: " in message and "not those that the group's first rank finds" in message
+
+
+@on_ranks(2)
+def test_ranks_that_find_other_dtypes_are_told(rank: Rank, folder: str) -> None:
+    """The same names, shapes and places, in half precision of one kind here and of the other there."""
+    save(rank, folder, {"weight": torch.ones(2, 2).half(), "bias": torch.ones(2).half()})
+    usual, elsewhere = importing.find_weights, Path(folder, "elsewhere")
+    if rank.rank == 1:
+        elsewhere.mkdir()
+        contents = {"weight": torch.ones(2, 2).bfloat16(), "bias": torch.ones(2).bfloat16()}
+        save_file(contents, elsewhere / SINGLE_NAME)
+        header = Path(folder, SINGLE_NAME).read_bytes()[:8]
+        other = bytearray((elsewhere / SINGLE_NAME).read_bytes())
+        assert header == other[:8], "the same places"
+    with pytest.MonkeyPatch.context() as patch:
+        if rank.rank == 1:
+            patch.setattr(importing, "find_weights", lambda _: usual(elsewhere))
+        message = assert_refused(rank, nn.Linear(2, 2), folder)
     assert "rank 1: " in message and "not those that the group's first rank finds" in message
 
 

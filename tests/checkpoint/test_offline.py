@@ -271,6 +271,27 @@ def test_export_of_what_is_damaged(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["c", "x.safetensors"]
 
 
+@pytest.mark.parametrize("out", ["x.safetensors", "folder"])
+def test_export_removes_what_a_kill_has_left(tmp_path: Path, out: str) -> None:
+    """Hidden files of an export to the same place; others stay."""
+    save(tmp_path / "c", entries())
+    folder = tmp_path / "out" if out == "x.safetensors" else tmp_path / "out" / out
+    target = folder / out if out == "x.safetensors" else folder
+    left = [".x.safetensors"] if out == "x.safetensors" else [".model-00001-of-00002.safetensors", ".model.safetensors"]
+    folder.mkdir(parents=True)
+    for name in [f"{name}.0123456789abcdef.tmp" for name in left] + [".mine.tmp"]:
+        (folder / name).write_text("")
+    code = (
+        "import os\nfrom fullshard.checkpoint import consolidate\n"
+        "consolidate._Output.publish = lambda self: os._exit(9)\n"
+        f"consolidate.export({str(tmp_path / 'c')!r}, {str(target)!r})"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 9
+    assert len(list(folder.iterdir())) == 2  # what this one has left, and .mine.tmp
+    (done,) = export(tmp_path / "c", target)
+    assert sorted(each.name for each in folder.iterdir()) == [".mine.tmp", done.name]
+
+
 def test_export_of_wrong_input(tmp_path: Path) -> None:
     """Wrong prefixes name those that are there; dtypes and sizes are checked first."""
     save(tmp_path / "c", entries())
@@ -278,6 +299,8 @@ def test_export_of_wrong_input(tmp_path: Path) -> None:
         export(tmp_path / "c", tmp_path / "x.safetensors", prefix="modle.")
     with pytest.raises(ValueError, match="floating-point"):
         export(tmp_path / "c", tmp_path / "x.safetensors", dtype=torch.int8)
+    with pytest.raises(ValueError, match="URL 's3://bucket/x"):
+        export(tmp_path / "c", "s3://bucket/x.safetensors")
     with pytest.raises(ValueError, match="positive"):
         export(tmp_path / "c", tmp_path / "x", max_shard_bytes=0)
     with pytest.raises(CheckpointError, match=rf"{INDEX_FILE}/x\.safetensors cannot be written|cannot be written"):

@@ -25,6 +25,9 @@ from rich.text import Text
 from fullshard.checkpoint.consolidate import export as export_files
 from fullshard.checkpoint.index import ITEM_SIZES, TensorEntry
 from fullshard.checkpoint.offline import Checkpoint, Difference, open_checkpoint
+from fullshard.checkpoint.reader import INDEX_FILE
+from fullshard.checkpoint.safetensors_files import local_path
+from fullshard.checkpoint.torch_format import METADATA_FILE
 from fullshard.errors import CheckpointError
 
 __all__ = ["export", "inspect", "parse_size"]
@@ -32,6 +35,7 @@ __all__ = ["export", "inspect", "parse_size"]
 GOOD, FOUND, WRONG_INPUT = 0, 1, 2
 
 _MOST_ROWS = 30  # of a table that nobody asked to be complete
+_MOST_CHARACTERS = 10_000  # of a value that somebody asked for by name
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*([A-Za-z]*)\s*")
 
@@ -54,7 +58,7 @@ def inspect(path: str, *, verify: bool, other: str | None, names: str | None, co
         checkpoint = open_checkpoint(path)
         second = open_checkpoint(other) if other is not None else None
     except CheckpointError as error:
-        return _fail("inspect", str(error), WRONG_INPUT)
+        return _fail("inspect", f"{error}{_perhaps(path)}{_perhaps(other) if other else ''}", WRONG_INPUT)
     code = GOOD
     with checkpoint:
         if second is None or names is not None:
@@ -73,7 +77,13 @@ def inspect(path: str, *, verify: bool, other: str | None, names: str | None, co
 
 
 def export(
-    path: str, out: Path, *, prefix: str, dtype: str | None, max_shard_size: str, console: Console | None = None
+    path: str,
+    out: str | os.PathLike[str],
+    *,
+    prefix: str,
+    dtype: str | None,
+    max_shard_size: str,
+    console: Console | None = None,
 ) -> int:
     """Write the full weights of a checkpoint as safetensors files.
 
@@ -99,18 +109,22 @@ def export(
     except ValueError as error:
         return _fail("export", f"--max-shard-size: {error}", WRONG_INPUT)
     try:
+        local_path("OUT", out)
         with open_checkpoint(path) as checkpoint:
             total = sum(_size(entry) for key, entry in checkpoint.index.tensors.items() if key.startswith(prefix))
             if not any(key.startswith(prefix) for key in checkpoint.index.tensors):
                 return _fail("export", f"no tensor of {path} has a name with {prefix!r} at its beginning", WRONG_INPUT)
-    except CheckpointError as error:
-        return _fail("export", str(error), WRONG_INPUT)
+    except (CheckpointError, ValueError) as error:
+        return _fail("export", f"{error}{_perhaps(path)}", WRONG_INPUT)
     try:
         with _progress(console, "exporting", total) as advance:
             files = export_files(path, out, prefix=prefix, dtype=chosen, max_shard_bytes=most, progress=advance)
-    except (CheckpointError, ValueError) as error:
+    except ValueError as error:
+        return _fail("export", str(error), WRONG_INPUT)
+    except CheckpointError as error:
         return _fail("export", str(error), FOUND)
-    table = Table(box=box.SIMPLE, title=f"weights of {escape(path)}", title_justify="left")
+    console.print(Text(f"weights of {path}"), soft_wrap=True)
+    table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("file", overflow="fold")
     table.add_column("size", justify="right")
     for file in files:
@@ -206,10 +220,10 @@ def _show_names(checkpoint: Checkpoint, pattern: str | None, console: Console) -
         _show_more(every - min(len(tensors), most), "tensors", console)
     if values:
         table = Table(box=box.SIMPLE, pad_edge=False)
-        table.add_column("value", overflow="fold")
+        table.add_column("value", overflow="fold", min_width=_width_of(values[:most], console))
         table.add_column("contents", overflow="fold")
         for name in values[:most]:
-            table.add_row(escape(name), _contents(checkpoint, name))
+            table.add_row(escape(name), _contents(checkpoint, name, limit=100 if pattern is None else _MOST_CHARACTERS))
         console.print(table)
         _show_more(len(values) - min(len(values), most), "values", console)
     return bool(tensors or values or pattern is None)
@@ -220,12 +234,12 @@ def _show_more(count: int, what: str, console: Console) -> None:
         console.print(f"[dim]and {count} more {what}; --names '*' lists all, --names 'model.*' some of them[/]\n")
 
 
-def _contents(checkpoint: Checkpoint, name: str) -> Text:
+def _contents(checkpoint: Checkpoint, name: str, limit: int) -> Text:
     try:
         text = " ".join(repr(checkpoint.read(name)).split())
     except CheckpointError:
         return Text("cannot be read; --verify says why", style="red")
-    return Text(text if len(text) <= 100 else text[:97] + "...")
+    return Text(text if len(text) <= limit else text[: limit - 3] + "...")
 
 
 # -------------------------------------------------------------------- what is wrong with it
@@ -254,7 +268,8 @@ def _diff(checkpoint: Checkpoint, other: Checkpoint, console: Console) -> int:
         console.print(Text.assemble(("equal: ", "bold green"), f"{checkpoint.path} and {other.path} hold the same"))
         return GOOD
     table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("name", overflow="fold")
+    width = _width_of([difference.name for difference in differences], console)
+    table.add_column("name", overflow="fold", min_width=width)
     table.add_column("difference", overflow="fold")
     table.add_column("at most by", justify="right")
     for difference in differences:
@@ -274,7 +289,7 @@ def _row(difference: Difference) -> Sequence[str | Text]:
     else:
         text = Text(here if here == there else f"{here} -> {there}")
     if difference.elements:
-        text.append(f", {difference.elements:,} elements", style="red")
+        text.append(f", {difference.elements:,} element{'s' * (difference.elements != 1)}", style="red")
     at_most = f"{difference.max_abs:.3g}" if difference.elements and difference.max_abs is not None else ""
     return escape(difference.name), text, at_most
 
@@ -294,9 +309,29 @@ def _progress(console: Console, what: str, total: int) -> Iterator[Callable[[int
         yield lambda done: progress.advance(task, done)
 
 
+def _perhaps(path: str) -> str:
+    """The newest checkpoint in the folder of a run, or of checkpoints, for somebody who named that; or nothing."""
+    if _is_checkpoint(Path(path)):
+        return ""
+    found: list[tuple[float, Path]] = []
+    for folder in (Path(path) / "checkpoints", Path(path)):
+        with contextlib.suppress(OSError):
+            found += [(each.stat().st_mtime, each) for each in folder.iterdir() if _is_checkpoint(each)]
+    return f"; did you mean {max(found)[1]}?" if found else ""
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (INDEX_FILE, METADATA_FILE))
+
+
 def _fail(command: str, message: str, code: int) -> int:
     print(f"fullshard {command}: {message}", file=sys.stderr)
     return code
+
+
+def _width_of(names: Sequence[str], console: Console) -> int:
+    """For a column of names: enough for all of them, but no more than half; what is beside it is folded first."""
+    return min(max(map(len, names)), console.width // 2)
 
 
 def _size(entry: TensorEntry) -> int:

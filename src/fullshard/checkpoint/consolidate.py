@@ -6,13 +6,14 @@ import contextlib
 import json
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
 import torch
 
-from fullshard.checkpoint.export import ALIASES
+from fullshard.checkpoint.export import ALIASES, TEMPORARY
 from fullshard.checkpoint.host import bytes_of
 from fullshard.checkpoint.offline import Checkpoint, open_checkpoint
 from fullshard.checkpoint.safetensors_files import (
@@ -21,6 +22,7 @@ from fullshard.checkpoint.safetensors_files import (
     FilePlan,
     TensorKind,
     index_text,
+    local_path,
     plan_files,
     read_index,
 )
@@ -63,7 +65,7 @@ def export(
         raise ValueError(f"dtype: expected a floating-point dtype, found {dtype}")
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes: expected a positive number, found {max_shard_bytes}")
-    target = Path(out)
+    target = local_path("out", out)
     single = target.suffix == ".safetensors"
     with open_checkpoint(path) as checkpoint:
         kinds = {name.removeprefix(prefix): _kind(checkpoint, name, dtype) for name in _names(checkpoint, prefix)}
@@ -126,9 +128,10 @@ class _Output:
     folder: Path
     is_layout: bool  # whether it is in the Hugging Face layout: then files of an earlier export may be there
     _made: list[str]
+    _token: str  # in the temporary names
 
     def __init__(self, folder: Path, *, is_layout: bool) -> None:
-        self.folder, self.is_layout, self._made = folder, is_layout, []
+        self.folder, self.is_layout, self._made, self._token = folder, is_layout, [], secrets.token_hex(8)
         with self.explained(""):
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -142,10 +145,15 @@ class _Output:
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[IO[bytes]]:
-        """A file under a temporary name."""
+        """A file under a temporary name. What exports that were killed have left in its place is removed."""
         self._made.append(name)
-        with self.explained(name), self._temporary(name).open("wb") as stream:
-            yield stream
+        with self.explained(name):
+            left = TEMPORARY if self.is_layout else re.compile(re.escape(f".{name}.") + r"[0-9a-f]{16}\.tmp")
+            for file in self.folder.iterdir():
+                if left.fullmatch(file.name) and self._token not in file.name:
+                    file.unlink(missing_ok=True)
+            with self._temporary(name).open("wb") as stream:
+                yield stream
 
     def publish(self) -> None:
         """Give the files their names, and remove what they replace. Readers never find files of two exports."""
@@ -174,4 +182,4 @@ class _Output:
         return [name for name in dict.fromkeys(found) if name not in self._made]
 
     def _temporary(self, name: str) -> Path:
-        return self.folder / f".{name}.{os.getpid()}.tmp"
+        return self.folder / f".{name}.{self._token}.tmp"

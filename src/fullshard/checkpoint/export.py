@@ -40,17 +40,18 @@ from fullshard.checkpoint.safetensors_files import (
     local_path,
     plan_files,
     read_index,
+    shortened,
 )
 from fullshard.checkpoint.stream import full_tensors
 from fullshard.errors import CheckpointError, UnmaterializedParameterError
 
-__all__ = ["ALIASES", "export_safetensors"]
+__all__ = ["ALIASES", "TEMPORARY", "export_safetensors"]
 
 ALIASES = "aliases"  # in the metadata: further names of tied parameters, each with the one that is in the files
 _LOOKS, _LOOK_S = 5, 0.2  # how often to look for the folder: a network file system may show it late
 _AGREED_BYTES = 16 * 1024 * 1024  # of what ranks tell each other at a time
 _NUMBERED = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_TEMPORARY = re.compile(r"\.model[-.\w]*\.[0-9a-f]{16}\.tmp")
+TEMPORARY = re.compile(r"\.model[-.\w]*\.[0-9a-f]{16}\.tmp")
 
 
 def export_safetensors(
@@ -86,8 +87,8 @@ def export_safetensors(
 
     Raises:
         ValueError: If an argument is wrong, or a tensor cannot be written in this format.
-        CheckpointError: On all ranks, if one of them cannot write; it names the rank and the file. What was written is
-            removed.
+        CheckpointError: On all ranks, if one of them cannot write; it names the rank and the file. Or if the ranks of
+            ``process_group`` do not hold all of the model between them. What was written is removed.
         PhaseError: If a unit is in the middle of a step.
         FullshardError: On the ranks that wait, if others do not export.
     """
@@ -111,7 +112,8 @@ def export_safetensors(
             shared = not entry.any("looking for the folder", lambda: not files.is_folder_seen())
             _on_first(entry, "making files", files.make)
             if shared:
-                own = _shares(state, process_group)
+                own, partial = _shares(state, process_group)
+                entry.together("dividing", lambda: _refuse(partial, state))
                 entry.together("writing", lambda: files.write(own))
             else:
                 error = files.write_stream(full_tensors(model, dtype=dtype), writes=entry.rank == 0)
@@ -177,36 +179,57 @@ def _compare(entry: Entry, kinds: Mapping[str, TensorKind]) -> None:
 Share = list[tuple[str, Piece]]
 
 
-def _shares(state: ModelState, group: dist.ProcessGroup | None) -> Share:
+def _shares(state: ModelState, group: dist.ProcessGroup | None) -> tuple[Share, dict[str, int]]:
     """The pieces that this rank writes: all that it holds, but what several ranks hold only one of them. A collective.
 
     Ranks that hold the same boxes of a tensor are taken to hold the same values; the one that has least to write so far
     writes them.
+
+    Returns:
+        The pieces; and the tensors that the pieces of all ranks together are not all of, with the elements that they
+        are. Those are the same on all ranks.
     """
     pieces = [(name, piece) for name, held in state.tensors.items() for piece in held.pieces if piece.box.numel]
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return pieces
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    own = np.array([_holding(held) for held in state.tensors.values()], dtype=np.int64).reshape(-1, 2)
-    loads, mine = np.zeros(size, dtype=np.int64), set()
-    names, step = list(state.tensors), max(1, _AGREED_BYTES // (own.itemsize * 2 * size))
+    alone = not dist.is_initialized() or dist.get_world_size(group) == 1
+    size, rank = (1, 0) if alone else (dist.get_world_size(group), dist.get_rank(group))
+    own = np.array([_holding(held) for held in state.tensors.values()], dtype=np.int64).reshape(-1, 3)
+    loads, mine, partial = np.zeros(size, dtype=np.int64), set(), {}
+    names, step = list(state.tensors), max(1, _AGREED_BYTES // (own.itemsize * 3 * size))
     for start in range(0, len(names), step):
-        gathered: list[bytes] = [b""] * size
-        dist.all_gather_object(gathered, own[start : start + step].tobytes(), group)
-        table = np.stack([np.frombuffer(each, dtype=np.int64).reshape(-1, 2) for each in gathered])
+        gathered = [own[start : start + step].tobytes()] * size
+        if not alone:
+            dist.all_gather_object(gathered, gathered[0], group)
+        table = np.stack([np.frombuffer(each, dtype=np.int64).reshape(-1, 3) for each in gathered])
         for name, column in zip(names[start : start + step], table.transpose(1, 0, 2), strict=True):
             writers = _writers(column, loads)
             loads[writers] += column[writers, 1]
             if rank in writers:
                 mine.add(name)
-    return [(name, piece) for name, piece in pieces if name in mine]
+            numel = int(column[writers, 2].sum())
+            if numel != state.tensors[name].shape.numel():
+                partial[name] = numel
+    return [(name, piece) for name, piece in pieces if name in mine], partial
 
 
-def _holding(pieces: Pieces) -> tuple[int, int]:
-    """Which part of a tensor is here, as a number that is 0 for nothing, and its bytes."""
+def _refuse(partial: Mapping[str, int], state: ModelState) -> None:
+    """Raise if there are tensors that nobody would write all of: what is left out would be zeros in the files."""
+    if partial:
+        listed = [
+            f"{name} (expected {state.tensors[name].shape.numel()} elements, found {numel})"
+            for name, numel in partial.items()
+        ]
+        raise CheckpointError(
+            f"the ranks that export do not hold all of these tensors between them: {shortened(listed)}; call it on all "
+            "ranks that the model is sharded over, and pass their process_group, or None for all ranks"
+        )
+
+
+def _holding(pieces: Pieces) -> tuple[int, int, int]:
+    """Which part of a tensor is here, as a number that is 0 for nothing, its bytes, and its elements."""
     boxes = [(piece.box.offsets, piece.box.sizes) for piece in pieces.pieces if piece.box.numel]
     digest = hashlib.blake2b(repr(boxes).encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "little", signed=True) | 1 if boxes else 0), pieces.nbytes
+    numel = sum(piece.box.numel for piece in pieces.pieces)
+    return (int.from_bytes(digest, "little", signed=True) | 1 if boxes else 0), pieces.nbytes, numel
 
 
 def _writers(column: np.ndarray, loads: np.ndarray) -> list[int]:
@@ -259,7 +282,7 @@ class _Files:
     def make(self) -> None:
         """Make them all, with their headers and at full length; remove what exports that were killed have left."""
         for left in self.folder.iterdir():
-            if _TEMPORARY.fullmatch(left.name) and self.token not in left.name:
+            if TEMPORARY.fullmatch(left.name) and self.token not in left.name:
                 left.unlink(missing_ok=True)
         for plan in self.plans:
             with _explained(self._temporary(plan)), self._temporary(plan).open("wb") as file:
@@ -294,7 +317,7 @@ class _Files:
             try:
                 with self._opened(plan_of[name], sync=False) as descriptor:
                     mover.write(descriptor, plan_of[name].tensors[name], Pieces.whole(tensor).pieces[0])
-            except CheckpointError as raised:
+            except Exception as raised:  # whatever it is: the other ranks are waiting for this one to gather
                 error = raised
         return error
 

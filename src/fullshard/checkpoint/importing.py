@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -55,14 +55,15 @@ def load_safetensors(
 
     What is contiguous goes from the file straight into the shards. Names, shapes and dtypes of everything are compared
     before anything changes, on all ranks together. Parameters and buffers on the meta device get memory, on the device
-    where their unit computes (or is offloaded to).
+    where their unit computes (or is offloaded to); they stay the same objects, so an optimizer may exist already.
 
     Args:
         model: Of either front end, DistributedDataParallel or plain; between steps.
         path: A ``.safetensors`` file, an index of several, or a folder with ``model.safetensors``,
             ``model.safetensors.index.json`` or one ``.safetensors`` file.
         strict: Whether a name that only one side has is an error. Otherwise what the files lack stays as it is; what is
-            on the meta device must be in the files all the same.
+            on the meta device must be in the files all the same. A ``reset_parameters()`` that has to make a buffer
+            changes nothing else.
         rename: Called with each name in the files; returns the model's name for it (as before wrapping), or None to
             leave the tensor out. Equal on all ranks.
         cast: Whether to convert between floating-point dtypes. Other differences of dtype are always errors.
@@ -86,10 +87,12 @@ def load_safetensors(
         entry.together("comparing files", lambda: source.check(expected))
         plan = entry.together("comparing", lambda: _compare(model, source, strict=strict, cast=cast))
         meta = MetaTensors(model)
+        kept = entry.together("keeping", lambda: _kept(model, meta, plan.sources))
         if entry.any("looking for meta tensors", lambda: bool(meta)):
             entry.together("giving memory", lambda: meta.materialize(plan.sources))
         state = entry.together("collecting", lambda: _targets(model))
         try:
+            entry.together("putting back", lambda: _put_back(state, kept))
             entry.together("reading", lambda: _fill(state, plan.sources))
         finally:
             written(model)
@@ -134,7 +137,9 @@ class _Source:
     @property
     def digest(self) -> str:
         """Equal on ranks that have found the same tensors in the same places."""
-        listed = [(new, path.name, place.start, place.shape) for new, (path, place) in self.tensors.items()]
+        listed = [
+            (new, path.name, place.start, place.shape, str(place.dtype)) for new, (path, place) in self.tensors.items()
+        ]
         return hashlib.blake2b(repr((listed, self.aliases)).encode(), digest_size=16).hexdigest()
 
     def check(self, expected: str) -> None:
@@ -273,6 +278,38 @@ def _unsaved(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _not_persistent(model: nn.Module) -> set[str]:
     return {name for name, _ in _unsaved(model)}
+
+
+# -------------------------------------------------------------------- what no file has
+
+
+def _kept(model: nn.Module, meta: MetaTensors, sources: Collection[str]) -> dict[str, list[torch.Tensor]]:
+    """Copies of what has a value already, is not read, and would lose it in a ``reset_parameters()``.
+
+    Returns:
+        By name, this rank's pieces.
+    """
+    prefixes = tuple(meta.reset_prefixes(sources))
+    if not prefixes:
+        return {}
+    state = _targets(model)
+    names: dict[str, list[str]] = {name: [name] for name in state.tensors}
+    for alias, first in state.aliases.items():
+        names[first].append(alias)
+    return {
+        name: [plain(piece.local).clone() for piece in pieces.pieces]
+        for name, pieces in state.tensors.items()
+        if name not in sources
+        and pieces.device.type != "meta"
+        and any(each.startswith(prefixes) for each in names[name])
+    }
+
+
+def _put_back(state: ModelState, kept: dict[str, list[torch.Tensor]]) -> None:
+    with torch.no_grad():
+        for name, values in kept.items():
+            for piece, value in zip(state.tensors[name].pieces, values, strict=True):
+                plain(piece.local).copy_(value)
 
 
 # -------------------------------------------------------------------- reading

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,23 +61,34 @@ class MetaTensors:
 
     def without_value(self, filled: Collection[str]) -> list[str]:
         """Those that nothing will give a value: neither who fills ``filled`` nor a ``reset_parameters()``."""
-        left = [held for held in self._held if not any(name in filled for name in held.names)]
-        return [held.names[0] for held in left if not held.reset]
+        return [held.names[0] for held in self._unfilled(filled) if not held.reset]
+
+    def reset_prefixes(self, filled: Collection[str]) -> list[str]:
+        """What the names of all begin with that a ``reset_parameters()`` may change: the modules with buffers that are
+        not ``filled``.
+        """
+        resets = {module for held in self._unfilled(filled) for module in held.reset}
+        return [prefix for prefix, module in walk(self._model) if module in resets]
+
+    def _unfilled(self, filled: Collection[str]) -> list[_Held]:
+        return [held for held in self._held if not any(name in filled for name in held.names)]
 
     def materialize(self, filled: Collection[str]) -> None:
         """Give memory to all, and run ``reset_parameters()`` of the modules with buffers that are not ``filled``.
 
-        Tied ones stay tied; parameter objects stay the same where that is possible.
+        Tied ones stay tied; parameters stay the same objects, for optimizers that exist already.
 
         Raises:
-            CheckpointError: If a ``reset_parameters()`` fails, or leaves something without memory.
+            CheckpointError: If a parameter cannot stay the same object, or a ``reset_parameters()`` fails, or leaves
+                something without memory.
         """
         otherwise = _compute_device(self._model)
         resets: dict[nn.Module, None] = {}
-        for held in self._held:
-            _give_memory(held, _device_of(held.tensor, otherwise))
-            if not any(name in filled for name in held.names):
-                resets |= dict.fromkeys(held.reset)
+        with _without_weak_references(self._held):
+            for held in self._held:
+                _give_memory(held, _device_of(held.tensor, otherwise))
+        for held in self._unfilled(filled):
+            resets |= dict.fromkeys(held.reset)
         settle(self._model)
         for module in resets:
             reset: Any = module.reset_parameters
@@ -93,6 +105,19 @@ class MetaTensors:
             raise CheckpointError(f"these are still on the meta device: {[held.names[0] for held in left][:10]}")
 
 
+@contextlib.contextmanager
+def _without_weak_references(every: list[_Held]) -> Iterator[None]:
+    """Recurrent modules of torch have weak references to their parameters, with which these cannot be swapped."""
+    modules = {module for held in every for module, _ in held.holders if isinstance(module, nn.RNNBase)}
+    for module in modules:
+        module._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for module in modules:
+            module._init_flat_weights()
+
+
 def _give_memory(held: _Held, device: torch.device) -> None:
     old = held.tensor
     new = torch.zeros_like(old, device=device)  # deterministic, should anything go wrong from here on
@@ -100,16 +125,17 @@ def _give_memory(held: _Held, device: torch.device) -> None:
         for module, name in held.holders:
             module._buffers[name] = new
         return
+    kind = type(old)
     made = nn.Parameter(new, requires_grad=old.requires_grad)
     made.__dict__.update({key: value for key, value in vars(old).items() if not key.startswith("_")})
-    if isinstance(old, DTensor):
-        try:
-            torch.utils.swap_tensors(old, made)  # type: ignore[no-untyped-call]
-            return
-        except RuntimeError:  # something else refers to it, in a way that cannot be swapped
-            pass
-    for module, name in held.holders:
-        setattr(module, name, made)
+    try:
+        torch.utils.swap_tensors(old, made)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:  # a new object instead would be one that an optimizer does not know
+        raise CheckpointError(
+            f"{held.names[0]} on the meta device cannot get memory and stay the same object: {error}; load before "
+            "anything else refers to it, a graph of autograd or a weak reference"
+        ) from error
+    old.__class__ = kind
 
 
 def _device_of(tensor: torch.Tensor, otherwise: torch.device) -> torch.device:
