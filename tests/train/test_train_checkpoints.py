@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+import torch
 
-from fullshard.train import best_weights, checkpoint_folder, run_folder
+import fullshard
+from fullshard.train import best_weights, checkpoint_folder, run_folder, weights
 from fullshard.train.atomic_file import replacing
 from fullshard.train.checkpoint_folder import CheckpointFolder
+from fullshard.train.checkpoints import Checkpoints, damage
 from fullshard.train.config import CheckpointConfig, ConfigError, GPTConfig, TrainConfig
 from fullshard.train.metrics import MetricsFile, last_step, read_metrics, up_to, write_metrics
 from fullshard.train.model import GPT
@@ -85,7 +91,7 @@ def test_interval_of_checkpoints(every: int, steps: int, interval: int) -> None:
 
 def test_position_and_setting_survive_a_checkpoint() -> None:
     """Both read back equal from what JSON could hold, and leave out what a later version may add."""
-    position = Position(7, False, 1.5, Best(4, 2.0), 3.0, "/elsewhere")
+    position = Position(7, False, 1.5, Best(4, 2.0, 256, "a"), 3.0, "/elsewhere")
     setting = Setting.of(CONFIG)
     for value in (position, Position(), setting):
         assert type(value).from_dict(json.loads(json.dumps(value.to_dict())) | {"later": 1}) == value
@@ -172,19 +178,20 @@ def test_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert path.read_text() == "new" and names(tmp_path) == ["file"]
 
 
-def export(folder: Path, step: int, loss: float) -> Best:
+def export(folder: Path, step: int, loss: float, *needed: int) -> Best:
     best = Best(step, loss)
-    best_weights.export(folder, GPT(GPTConfig(layers=1, width=8, heads=1, sequence=8)), best, leads=True)
+    model = GPT(GPTConfig(layers=1, width=8, heads=1, sequence=8))
+    best_weights.export(folder, model, best, set(needed), leads=True)
     return best
 
 
 def test_best_weights_go_back_with_the_checkpoint(tmp_path: Path) -> None:
     """Until a checkpoint knows of better weights, those that it knows stay; going on from it brings them back."""
     known = export(tmp_path, 10, 3.0)
-    export(tmp_path, 20, 2.0)
-    newest = export(tmp_path, 30, 1.0)
+    export(tmp_path, 20, 2.0, 10)
+    newest = export(tmp_path, 30, 1.0, 10, 20)
     assert names(tmp_path) == ["best-00000010.safetensors", "best-00000020.safetensors", "best.safetensors"]
-    best_weights.forget_replaced(tmp_path, known)
+    best_weights.forget_replaced(tmp_path, {10})
     assert names(tmp_path) == ["best-00000010.safetensors", "best.safetensors"]
     assert best_weights.step_of(tmp_path / "best.safetensors") == 30
     assert best_weights.settle(tmp_path, known) == known
@@ -194,11 +201,99 @@ def test_best_weights_go_back_with_the_checkpoint(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+def test_best_weights_that_no_checkpoint_knows_go_at_once(tmp_path: Path) -> None:
+    """However many better validations there are between two checkpoints, one replaced file is kept, or none."""
+    for step in (10, 20, 30, 40):
+        export(tmp_path, step, 1.0, 20)
+    assert names(tmp_path) == ["best-00000020.safetensors", "best.safetensors"]
+    export(tmp_path, 50, 1.0)
+    assert names(tmp_path) == ["best.safetensors"]
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_checkpoints_know_which_best_weights_are_needed(
+    saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the newest checkpoint until the one after it is there, and then only that one's."""
+    writing: Future[None] = Future()
+    monkeypatch.setattr("fullshard.train.checkpoints.async_save", lambda *args, **options: writing)
+    model = GPT(GPTConfig(layers=1, width=8, heads=1, sequence=8))
+    optimizer = torch.optim.SGD(model.parameters())
+    kept = Checkpoints(tmp_path, every=1, keep=2, setting=Setting.of(CONFIG), leads=True, say=lambda text: None)
+    assert kept.best_steps == set()
+    kept.go_on_from(Position(15, best=Best(10, 3.0)))
+    assert kept.best_steps == {10}
+    kept.save(model, optimizer, Position(25, best=Best(20, 2.0)))
+    if saved:
+        writing.set_result(None)
+    kept.look()
+    assert kept.best_steps == ({20} if saved else {10, 20})
+
+
+def test_losses_on_other_bytes_are_not_compared() -> None:
+    """Another number of held-out bytes or another text makes a best that any validation may replace."""
+    best = Best(10, 3.0, 256, "a")
+    assert best.is_judged_alike(Best(20, 2.0, 256, "a"))
+    assert not best.is_judged_alike(Best(20, 2.0, 512, "a"))
+    assert not best.is_judged_alike(Best(20, 2.0, 256, "b"))
+    assert not best.is_judged_alike(Best.from_dict({"step": 10, "loss": 3.0, "later": 1}))
+
+
+def test_unfinished_weights_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an export that failed has written goes at once; what a killed one has left, at the next start."""
+
+    def fail(model: object, folder: Path, **options: object) -> None:
+        folder.mkdir()
+        (folder / "half").touch()
+        raise OSError("disk full")
+
+    monkeypatch.setattr(weights, "export_safetensors", fail)
+    with pytest.raises(OSError, match="disk full"):
+        export(tmp_path, 10, 3.0)
+    assert names(tmp_path) == []
+    with contextlib.suppress(OSError):
+        fail(None, tmp_path / ".best.safetensors.export")
+    (tmp_path / "model.safetensors").touch()
+    weights.remove_unfinished(tmp_path)
+    assert names(tmp_path) == ["model.safetensors"]
+
+
+def test_damaged_checkpoint_counts_no_more(tmp_path: Path) -> None:
+    """It is kept under another name, every time under a new one; the one before it is the newest then."""
+    folder = make(tmp_path, 1, 2, 3)
+    bad = folder.newest()
+    assert bad is not None and folder.before(bad) == tmp_path / "step-00000002"
+    assert folder.set_aside(bad) == tmp_path / "step-00000003.damaged"
+    make(tmp_path, 3)
+    assert folder.set_aside(bad) == tmp_path / "step-00000003.damaged-2"
+    folder.keep(1)
+    assert names(tmp_path) == ["step-00000002", "step-00000003.damaged", "step-00000003.damaged-2"]
+    assert folder.before(tmp_path / "step-00000002") is None
+
+
+def test_only_what_is_not_as_written_is_damage(tmp_path: Path) -> None:
+    """A whole checkpoint is not damaged, whatever it fits; a changed byte, a cut index and a missing file are."""
+    whole, changed, cut, less = (tmp_path / name for name in ("whole", "changed", "cut", "less"))
+    fullshard.save(whole, GPT(GPTConfig(layers=1, width=8, heads=1, sequence=8)))
+    assert damage(whole) == ""
+    for other in (changed, cut, less):
+        shutil.copytree(whole, other)
+    (data,) = changed.glob("data-*")
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    (cut / "fullshard.json").write_bytes((cut / "fullshard.json").read_bytes()[:-10])
+    (less / data.name).unlink()
+    assert "are not those that were written" in damage(changed)
+    assert "fullshard.json cannot be read" in damage(cut)
+    assert data.name in damage(less)
+
+
 def test_best_weights_are_taken_along_to_another_run(tmp_path: Path) -> None:
     """A run that starts from another's checkpoint gets the weights that the checkpoint knows, and no later ones."""
     source, folder = tmp_path / "source", tmp_path / "folder"
     source.mkdir(), folder.mkdir()
-    known, later = export(source, 10, 3.0), export(source, 20, 2.0)
+    known, later = export(source, 10, 3.0), export(source, 20, 2.0, 10)
     best_weights.take(source, folder, None)
     assert names(folder) == []
     best_weights.take(source, folder, known)
@@ -280,6 +375,19 @@ def test_stop_file_asks(written: str, code: int, tmp_path: Path, monkeypatch: py
     (tmp_path / "stop").write_text(written)
     assert stop.code == code
     assert agreed(*stop.marks) == code
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="there is no SIGHUP")
+@pytest.mark.parametrize("nohup", [False, True])
+def test_closed_terminal_asks_to_end(nohup: bool) -> None:
+    """SIGHUP stops a worker as SIGTERM does; one that was started to ignore it goes on."""
+    code = (
+        "import os, signal, sys; from fullshard.train.stop import StopRequest\n"
+        "if sys.argv[1] == 'True': signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "request = StopRequest(); os.kill(os.getpid(), signal.SIGHUP); print(request.code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(nohup)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "0\n" if nohup else "143\n")
 
 
 @pytest.mark.parametrize("hangs", [False, True])

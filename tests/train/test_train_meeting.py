@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
-from fullshard.train.meeting import meet
+from fullshard.train import meeting
+from fullshard.train.meeting import meet, own_store
 
 SOON = timedelta(seconds=0.1)
 
@@ -39,3 +41,28 @@ def test_rank_that_never_came_does_not_count_later(missing: int) -> None:
     one, other = start(store, 2)
     one.set("address", "new")
     assert other.get("address") == b"new"
+
+
+def test_ranks_meet_in_a_store_that_outlives_the_launchers() -> None:
+    """Where rank 0 serves goes through the launcher's store; nothing else does, so that its end does no harm."""
+    launchers = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    port = launchers.port
+
+    def join(rank: int) -> Store:
+        return own_store(TCPStore("localhost", port, is_master=False), rank, "localhost")
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(join, range(2))
+    del launchers
+    with pytest.raises(RuntimeError):
+        TCPStore("localhost", port, is_master=False, timeout=SOON)
+    one.set("key", "value")
+    assert other.get("key") == b"value"
+
+
+def test_store_is_served_where_others_can_reach_it() -> None:
+    """By the name that the others know, if that is this machine's; an address of another one cannot be served."""
+    assert meeting._address_here("localhost") == "localhost"
+    assert meeting._address_here("127.0.0.1") == "127.0.0.1"
+    with contextlib.suppress(OSError):  # no route from here
+        assert meeting._address_here("192.0.2.1") != "192.0.2.1"

@@ -3,8 +3,8 @@
 [Note: Best weights and checkpoints]
 A run that is killed goes on from its last checkpoint, and so does what it knows of its best validation. If a
 better one came after that checkpoint, its file must not stay: those steps are done again, perhaps on other ranks
-and with another result. So a file that is replaced stays beside the new one, named by its step, until a
-checkpoint knows of the new one.
+and with another result. So a file that is replaced stays beside the new one, named by its step, for as long as
+the newest checkpoint knows it, or the one that is being written. Where no checkpoint does it goes at once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Set
 from pathlib import Path
 
 from fullshard.train.model import GPT
@@ -24,19 +25,21 @@ LOSS_KEY = "fullshard.train.validation_loss"  # nats per byte
 REPLACED = re.compile(r"best-(\d+)\.safetensors")
 
 
-def export(folder: Path, model: GPT, best: Best, *, leads: bool) -> None:
+def export(folder: Path, model: GPT, best: Best, needed: Set[int] = frozenset(), *, leads: bool) -> None:
     """Write the weights of a new best validation. A collective, see `save_full`.
 
     Args:
         folder: the run's folder.
         model: sharded or not.
         best: step and loss, kept in the file.
+        needed: steps of the best weights that checkpoints know, which must stay; other replaced files go.
         leads: whether this is rank 0.
     """
     if leads:
         before = step_of(folder / BEST)
-        if before is not None and before != best.step:
+        if before is not None and before in needed and before != best.step:
             os.replace(folder / BEST, _replaced(folder, before))
+        forget_replaced(folder, needed)
     notes = {STEP_KEY: str(best.step), LOSS_KEY: repr(best.loss)}
     save_full(folder / BEST, model, notes, leads=leads)
 
@@ -59,7 +62,7 @@ def settle(folder: Path, best: Best | None) -> Best | None:
             best = None
     if best is None:
         (folder / BEST).unlink(missing_ok=True)
-    forget_replaced(folder, None)
+    forget_replaced(folder)
     return best
 
 
@@ -73,11 +76,11 @@ def take(source: Path, folder: Path, best: Best | None) -> None:
             return
 
 
-def forget_replaced(folder: Path, best: Best | None) -> None:
-    """Remove replaced files, but for the one of `best`, which a checkpoint has just come to know."""
+def forget_replaced(folder: Path, needed: Set[int] = frozenset()) -> None:
+    """Remove replaced files, but for those of the steps in `needed`, which checkpoints know."""
     for path in folder.iterdir():
         match = REPLACED.fullmatch(path.name)
-        if match and (best is None or int(match[1]) != best.step):
+        if match and int(match[1]) not in needed:
             path.unlink()
 
 

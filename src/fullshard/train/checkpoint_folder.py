@@ -50,6 +50,23 @@ class CheckpointFolder:
             _remove(path)
         return incomplete
 
+    def before(self, checkpoint: Path) -> Path | None:
+        """The complete checkpoint before this one; None if it is the oldest."""
+        earlier = [path for path in self.complete() if step_of(path) < step_of(checkpoint)]
+        return earlier[-1] if earlier else None
+
+    def set_aside(self, checkpoint: Path) -> Path:
+        """Rename a damaged checkpoint, so that it counts no more.
+
+        Returns:
+            Where it is now.
+        """
+        number, aside = 1, checkpoint.with_name(f"{checkpoint.name}.damaged")
+        while aside.exists():
+            number += 1
+            aside = checkpoint.with_name(f"{checkpoint.name}.damaged-{number}")
+        return checkpoint.rename(aside)
+
     def keep(self, count: int) -> None:
         """Remove complete checkpoints but for the newest `count`."""
         for path in self.complete()[:-count]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from fullshard import async_save
 from fullshard import load as load_checkpoint
+from fullshard.checkpoint.offline import open_checkpoint
 from fullshard.errors import CheckpointError
 from fullshard.train import best_weights
 from fullshard.train.checkpoint_folder import CHECKPOINTS, CheckpointFolder
@@ -30,6 +31,7 @@ class Checkpoints:
     _say: Callable[[str], None]
     _pending: Future[None] | None
     _position: Position  # of the save that is pending, or the last one
+    _complete: Position  # of the newest checkpoint that is there
     _began: float
 
     def __init__(
@@ -53,12 +55,21 @@ class Checkpoints:
         self._leads = leads
         self._say = say
         self._pending = None
-        self._position = Position()
+        self._position = self._complete = Position()
         self._began = 0.0
 
     def are_due(self, step: int) -> bool:
         """Whether a checkpoint is to be saved after optimizer step `step`."""
         return self.every > 0 and step % self.every == 0
+
+    def go_on_from(self, position: Position) -> None:
+        """Tell where the run goes on from: what its checkpoint knows is needed until there is a newer one."""
+        self._position = self._complete = position
+
+    @property
+    def best_steps(self) -> Set[int]:
+        """Steps of the best weights that the newest checkpoint knows, and the one that is being written."""
+        return {position.best.step for position in (self._complete, self._position) if position.best}
 
     @property
     def is_saving(self) -> bool:
@@ -101,12 +112,12 @@ class Checkpoints:
             self._finish()
 
     def _finish(self) -> None:
-        self._pending = None
+        self._pending, self._complete = None, self._position
         if self._leads:
             took = time.perf_counter() - self._began
             self._say(f"step {self._position.step}: checkpoint saved in {took:.1f} s")
             self._folder.keep(self._keep)
-            best_weights.forget_replaced(self._run, self._position.best)
+            best_weights.forget_replaced(self._run, self.best_steps)
 
 
 def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Position, Setting]:
@@ -121,3 +132,20 @@ def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
             f"{checkpoint} was not written by fullshard train: it says nothing of where the run stood"
         )
     return Position.from_dict(extra["position"]), Setting.from_dict(extra["setting"])
+
+
+def damage(checkpoint: Path) -> str:
+    """What is damaged in a checkpoint that could not be loaded; empty if nothing is, so that it does not fit.
+
+    It reads all of it. Files that are there but cannot be read, for want of permission or of a server, are not damaged.
+    """
+    try:
+        for path in checkpoint.iterdir():
+            with path.open("rb") as file:
+                file.read(1)
+        with open_checkpoint(checkpoint) as opened:
+            return next(iter(opened.verify()), "")
+    except OSError:
+        return ""
+    except CheckpointError as error:
+        return str(error)

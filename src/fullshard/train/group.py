@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.train.meeting import agent_store, meet
+from fullshard.train.meeting import agent_store, meet, own_store
 
 
 @dataclass(frozen=True)
@@ -86,4 +86,5 @@ def _initialise(backend: str, device: torch.device | None) -> None:
         dist.init_process_group(backend, device_id=device)
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(backend, store=meet(store, rank, size), rank=rank, world_size=size, device_id=device)
+    own = own_store(meet(store, rank, size), rank, os.environ["MASTER_ADDR"])
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size, device_id=device)

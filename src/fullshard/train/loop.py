@@ -92,6 +92,11 @@ def optimizer_of(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.lr, betas=BETAS, weight_decay=config.weight_decay, fused=True)
 
 
+def part_between(corpus: Corpus, config: TrainConfig) -> HeldOut:
+    """The held-out bytes that validations during the run use."""
+    return HeldOut.take(corpus.validation, config.evaluation.eval_bytes // BETWEEN, config.model.sequence)
+
+
 class Run:
     """A training run on one rank: the same code on every rank, with one collective decision per step."""
 
@@ -149,6 +154,7 @@ class Run:
             CheckpointError: on all ranks, if a checkpoint cannot be written.
         """
         self.observer, self.checkpoints, self.position = observer, checkpoints, position
+        checkpoints.go_on_from(position)
         self._saved = position if position.step else None
         self._start = time.perf_counter() - position.elapsed
         if not position.validated:  # stopped during that validation
@@ -208,13 +214,15 @@ class Run:
     def _validate_if_due(self) -> None:
         """After the last step a validation on all held-out bytes, at others on a part; keeps the best weights.
 
-        The best is chosen by the part, also after the last step: losses on other bytes cannot be compared.
+        The best is chosen by the part, also after the last step: losses on other bytes cannot be compared. For that
+        reason a best on another part or text, from before the run went on, gives way to any.
         """
         if self._stopped or self.position.validated:
             return
         step, limit = self.position.step, self.config.evaluation.eval_bytes
         is_last = step == self.config.training.steps
-        part, loss = HeldOut.take(self.corpus.validation, limit // BETWEEN, self.config.model.sequence), None
+        part, loss = part_between(self.corpus, self.config), None
+        between = len(part.targets)
         judged = self._evaluate(part)
         if is_last:
             part = HeldOut.take(self.corpus.validation, limit, self.config.model.sequence)
@@ -232,10 +240,11 @@ class Run:
                 "elapsed_s": self._elapsed(),
             }
         )
-        best = self.position.best
-        if math.isfinite(judged) and (best is None or judged < best.loss):
-            best = Best(step, judged)
-            best_weights.export(self.observer.folder, self.model, best, leads=self.group.leads)
+        best, new = self.position.best, Best(step, judged, between, self.corpus.sha256)
+        if math.isfinite(judged) and (best is None or not best.is_judged_alike(new) or judged < best.loss):
+            best = new
+            needed = self.checkpoints.best_steps
+            best_weights.export(self.observer.folder, self.model, best, needed, leads=self.group.leads)
         self.position = replace(self.position, validated=True, best=best, validation_loss=loss)
 
     def _evaluate(self, held_out: HeldOut) -> float | None:

@@ -5,12 +5,18 @@ Under torchrun with the c10d rendezvous, the launcher's process keeps one key-va
 torch (as of 2.13) puts nothing into the keys that tells starts apart. After a restart a rank may so find the address
 of one that was killed, and wait for it. The number of restarts, which each node counts for itself, would not do
 either. So the ranks first agree on a name that no earlier start has used, and keep all their keys below it.
+
+[Note: Store of a start]
+What they keep there is only where to find the store that rank 0 serves for this start. Ranks meet through a store
+whenever they save, also to save what there is when the launcher was killed, and its store with it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import time
 import uuid
 from datetime import timedelta
@@ -51,6 +57,38 @@ def meet(store: Store, rank: int, size: int, patience: timedelta = PATIENCE) -> 
     word = uuid.uuid4().hex
     name = _call(store, word, size, patience) if rank == 0 else _answer(store, word, rank, patience)
     return PrefixStore(f"fullshard/{name}", store)
+
+
+def own_store(store: Store, rank: int, address: str, patience: timedelta = PATIENCE) -> Store:
+    """The store of this start, which lives in rank 0's process. See [Note: Store of a start].
+
+    Args:
+        store: from `meet`: how the others learn where rank 0 serves.
+        rank: this one's. Rank 0 keeps the server for as long as it keeps what it gets here.
+        address: by which all ranks reach the machine of the launcher's store, usually that of rank 0 as well.
+        patience: how long to wait for rank 0, and for keys of the new store.
+    """
+    if rank == 0:
+        host = _address_here(address)
+        own = TCPStore(host, 0, is_master=True, timeout=patience, wait_for_workers=False)
+        store.set("address", json.dumps([host, own.port]))
+        return own
+    store.set_timeout(patience)
+    host, port = json.loads(store.get("address"))
+    return TCPStore(host, port, is_master=False, timeout=patience)
+
+
+def _address_here(address: str) -> str:
+    """`address`, if it is one of this machine's; else the address with which this machine reaches that one."""
+    found = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)
+    for family, kind, protocol, _, place in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as here:
+            here.bind((place[0], 0))
+            return address
+    family, kind, protocol, _, place = found[0]
+    with socket.socket(family, kind, protocol) as here:
+        here.connect(place)  # of datagrams: decides on a route, and sends nothing
+        return str(here.getsockname()[0])
 
 
 def _call(store: Store, name: str, size: int, patience: timedelta) -> str:

@@ -17,10 +17,24 @@ class Best:
     Attributes:
         step: optimizer step after which it was.
         loss: nats per byte, on the part of the held-out bytes that validations during the run use.
+        bytes: how many these are.
+        data_sha256: digest of the text and its split.
     """
 
     step: int
     loss: float
+    bytes: int = 0
+    data_sha256: str = ""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Best:
+        """The inverse of `dataclasses.asdict`; names that it does not know are left out."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+    def is_judged_alike(self, other: Best) -> bool:
+        """Whether both losses are on the same bytes; others cannot be compared."""
+        return (self.bytes, self.data_sha256) == (other.bytes, other.data_sha256)
 
 
 @dataclass(frozen=True)
@@ -53,7 +67,7 @@ class Position:
         known = {field.name for field in dataclasses.fields(cls)}
         given = {name: value for name, value in values.items() if name in known}
         best = given.get("best")
-        return cls(**{**given, "best": Best(**best) if best else None})
+        return cls(**{**given, "best": Best.from_dict(best) if best else None})
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
 [Note: Stopping all ranks]
 A rank that leaves the loop alone leaves the others in a collective that never ends. So a request only marks
 this process; the mark travels in a sum that every rank takes part in anyway (with the loss of the step), and
-a rank stops when the sum says that any rank was asked. Requests come from three places: SIGINT and SIGTERM
-(torchrun forwards both, and whoever takes a machine back sends the second to all), a file that `fullshard
-train`'s launcher writes on either (its workers live in sessions of their own, which the terminal's signal does
-not reach; a file cannot be lost while a worker still imports torch), and the launcher's death.
+a rank stops when the sum says that any rank was asked. Requests come from three places: SIGINT, SIGTERM and
+SIGHUP (torchrun forwards them; whoever takes a machine back sends the second to all; the third is what a closed
+terminal sends, and as urgent), a file that `fullshard train`'s launcher writes on any of them (its workers live
+in sessions of their own, which the terminal's signal does not reach; a file cannot be lost while a worker still
+imports torch), and the launcher's death.
 
 [Note: Lost peers]
 A rank that is killed leaves the others in a collective. Over gloo that raises at once; over NCCL it may hang for
@@ -22,12 +23,16 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from types import FrameType
 
 INTERRUPTED = 128 + int(signal.SIGINT)  # exit code that shells know for a process that Ctrl-C ended
 TERMINATED = 128 + int(signal.SIGTERM)  # and for one that its machine was taken from
+# SIGHUP is handled as SIGTERM: without a terminal there is nobody to show results to.
+_CODES = {int(signal.SIGINT): INTERRUPTED, int(signal.SIGTERM): TERMINATED}
+if hasattr(signal, "SIGHUP"):
+    _CODES[int(signal.SIGHUP)] = TERMINATED
 STOP_FILE_VARIABLE = "FULLSHARD_STOP_FILE"  # environment of a launcher's worker: the file, and
 LAUNCHER_VARIABLE = "FULLSHARD_LAUNCHER"  # the launcher's process id
 GRACE = 120.0  # seconds that a worker may outlive its launcher: enough for a large checkpoint
@@ -41,6 +46,7 @@ class StopRequest:
     _signalled: int  # exit code that belongs to the signal; 0 for none
     _file: Path | None
     _parent: int
+    _handled: Set[int]  # signals
     _peers: Sequence[int]  # process ids, see [Note: Lost peers]
 
     def __init__(self) -> None:
@@ -49,8 +55,9 @@ class StopRequest:
         self._file = Path(name) if name else None
         self._parent = int(os.environ.get(LAUNCHER_VARIABLE, os.getppid()))
         self._peers = ()
-        signal.signal(signal.SIGINT, self._on_signal)
-        signal.signal(signal.SIGTERM, self._on_signal)
+        self._handled = {number for number in _CODES if not _is_nohup(number)}
+        for number in self._handled:
+            signal.signal(number, self._on_signal)
 
     @property
     def code(self) -> int:
@@ -88,7 +95,7 @@ class StopRequest:
         since = time.monotonic()
         while True:
             if select.select([heard], [], [], POLL)[0]:
-                for number in set(os.read(heard, 64)) & {signal.SIGINT, signal.SIGTERM}:
+                for number in set(os.read(heard, 64)) & self._handled:
                     self._on_signal(number, None)
             orphan = os.getppid() != self._parent
             if not orphan:
@@ -101,12 +108,17 @@ class StopRequest:
                     os._exit(1)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = max(self._signalled, 128 + number)
+        self._signalled = max(self._signalled, _CODES[number])
 
 
 def agreed(interrupted: float, terminated: float) -> int:
     """The exit code that all ranks stop with, from the sums of their `marks`; 0: they go on."""
     return TERMINATED if terminated else INTERRUPTED if interrupted else 0
+
+
+def _is_nohup(number: int) -> bool:
+    """Whether a signal is a SIGHUP that this process was started to ignore."""
+    return number not in (signal.SIGINT, signal.SIGTERM) and signal.getsignal(number) is signal.SIG_IGN
 
 
 def _is_gone(process: int) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from fullshard import export_safetensors
 from fullshard.train.model import GPT, METADATA_KEY
 
+SCRATCH = ".export"  # how the name of the folder ends in which a file is written
 LONGEST_HEADER = 100 << 20  # bytes; the format's own limit
 
 
@@ -29,11 +30,20 @@ def save_full(path: Path, model: GPT, notes: Mapping[str, str] | None = None, *,
         CheckpointError: on all ranks, if one of them cannot write.
     """
     texts = {METADATA_KEY: json.dumps(dataclasses.asdict(model.config)), **(notes or {})}
-    scratch = path.with_name(f".{path.name}.export")
-    export_safetensors(model, scratch, max_shard_bytes=sys.maxsize, metadata=texts, sync=True)
-    if leads:
-        os.replace(scratch / "model.safetensors", path)
-        shutil.rmtree(scratch)
+    scratch = path.with_name(f".{path.name}{SCRATCH}")
+    try:
+        export_safetensors(model, scratch, max_shard_bytes=sys.maxsize, metadata=texts, sync=True)
+        if leads:
+            os.replace(scratch / "model.safetensors", path)
+    finally:
+        if leads:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a process that was killed while it wrote weights has left. Call it only while nobody writes."""
+    for scratch in folder.glob(f".*.safetensors{SCRATCH}"):
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def read_notes(path: Path) -> dict[str, str]:

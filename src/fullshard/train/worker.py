@@ -33,12 +33,12 @@ from fullshard.train.group import Group
 from fullshard.train.metrics import MetricsFile, Record, bits, read_metrics, up_to, write_metrics
 from fullshard.train.model import GPT, generate
 from fullshard.train.plot import plot_losses
-from fullshard.train.position import Position, Setting
+from fullshard.train.position import Best, Position, Setting
 from fullshard.train.progress import RunProgress
 from fullshard.train.run_folder import Start
 from fullshard.train.stop import INTERRUPTED, LAUNCHER_VARIABLE, STOP_FILE_VARIABLE, TERMINATED, StopRequest
 from fullshard.train.summary import Summary, show
-from fullshard.train.weights import save_full
+from fullshard.train.weights import remove_unfinished, save_full
 
 MISTAKE = 2  # exit code for wrong input
 FAILURE = 1
@@ -68,9 +68,10 @@ def run(config: TrainConfig, begin: Callable[[], Start]) -> int:
     config = dataclasses.replace(config, data_sha256=corpus.sha256, ranks=group.size, device=group.device.type)
     model = loop.build(config, group)
     optimizer = loop.optimizer_of(model, config.training)
-    position, notes = _resume(start, config, model, optimizer)
+    start, position, notes = _resume(start, config, group, model, optimizer)
     if group.leads:
         position = _settle(start, config, position)
+        notes += _notes_on_best(position.best, corpus, config)
         if not start.checkpoint and known and known != corpus.sha256:
             notes.append("the text changed since this config was written, so the results will differ")
     position = group.gather(position)[0]
@@ -154,22 +155,27 @@ def _begin_together(begin: Callable[[], Start], config: TrainConfig, group: Grou
 
 
 def _resume(
-    start: Start, config: TrainConfig, model: GPT, optimizer: torch.optim.Optimizer
-) -> tuple[Position, list[str]]:
+    start: Start, config: TrainConfig, group: Group, model: GPT, optimizer: torch.optim.Optimizer
+) -> tuple[Start, Position, list[str]]:
     """Load the checkpoint that the run goes on from, if any. All ranks find the same position and errors.
 
     Returns:
-        Where the run stands, and what the user should know.
+        What the run does begin with, where it stands, and what the user should know.
     """
-    if start.checkpoint is None:
-        return Position(origin=start.origin), []
-    options = [{name: group[name] for name in loop.OPTIONS} for group in optimizer.param_groups]
-    try:
-        position, before = checkpoints.load(start.checkpoint, model, optimizer)
-    except CheckpointError as error:
-        raise ConfigError(f"cannot resume: {error}") from None
-    for group, own in zip(optimizer.param_groups, options, strict=True):
-        group.update(own)  # options given now win over those that the checkpoint was saved with
+    options = [{name: given[name] for name in loop.OPTIONS} for given in optimizer.param_groups]
+    damaged: list[str] = []
+    loaded = None
+    while start.checkpoint is not None and loaded is None:
+        try:
+            loaded = checkpoints.load(start.checkpoint, model, optimizer)
+        except CheckpointError as error:
+            start, note = _before_damage(start, group, str(error))
+            damaged.append(note)
+    if start.checkpoint is None or loaded is None:
+        return start, Position(origin=start.origin), []
+    position, before = loaded
+    for given, own in zip(optimizer.param_groups, options, strict=True):
+        given.update(own)  # options given now win over those that the checkpoint was saved with
     now = Setting.of(config)
     before.check(now, str(start.checkpoint))
     steps = config.training.steps
@@ -184,7 +190,48 @@ def _resume(
         )
     if not start.is_own:
         position = dataclasses.replace(position, origin=start.origin)
-    return position, [f"resumed from step {position.step} ({start.checkpoint})", *before.notes(now)]
+    return start, position, [*damaged, f"resumed from step {position.step} ({start.checkpoint})", *before.notes(now)]
+
+
+def _before_damage(start: Start, group: Group, problem: str) -> tuple[Start, str]:
+    """After a checkpoint could not be loaded: start from the one before, if this one is damaged. All ranks call it.
+
+    Returns:
+        What to begin with instead, and what the user should know.
+
+    Raises:
+        ConfigError: on all ranks, if the checkpoint is whole (it does not fit), another run's, or the only one.
+    """
+    bad = start.checkpoint
+    assert bad is not None
+    found: tuple[Path | None, str] = None, f"cannot resume: {problem}"
+    if group.leads and checkpoints.damage(bad):
+        kept = CheckpointFolder(bad.parent)
+        before = kept.before(bad)
+        if before is None:
+            found = None, f"{found[1]}. There is no checkpoint before it; --fresh starts from the beginning"
+        elif not start.is_own:
+            found = None, f"{found[1]}. The one before it is {before}: name that with --resume"
+        else:
+            try:
+                found = before, f"{bad} is damaged, and is now {kept.set_aside(bad).name}: {problem}"
+            except OSError as error:
+                found = None, f"{found[1]}. It cannot be renamed: {error}"
+    before, text = group.gather(found)[0]
+    if before is None:
+        raise ConfigError(text)
+    return dataclasses.replace(start, checkpoint=before), text
+
+
+def _notes_on_best(best: Best | None, corpus: Corpus, config: TrainConfig) -> list[str]:
+    """What the user should know where validations are now on other bytes than the best so far."""
+    part = loop.part_between(corpus, config)
+    if best is None or best.is_judged_alike(Best(0, 0.0, len(part.targets), corpus.sha256)):
+        return []
+    return [
+        f"validations are on other bytes than the best one so far (step {best.step}), which the next one replaces "
+        f"therefore"
+    ]
 
 
 def _settle(start: Start, config: TrainConfig, position: Position) -> Position:
@@ -194,6 +241,7 @@ def _settle(start: Start, config: TrainConfig, position: Position) -> Position:
         source = run_of(start.checkpoint) or folder
         best_weights.take(source, folder, position.best)
     CheckpointFolder(folder / CHECKPOINTS).remove_incomplete()
+    remove_unfinished(folder)
     metrics = source / run_folder.METRICS
     records = read_metrics(metrics) if metrics.exists() else []
     write_metrics(folder / run_folder.METRICS, up_to(records, position.step, validated=position.validated))
