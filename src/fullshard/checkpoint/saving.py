@@ -50,7 +50,8 @@ def save(
         process_group: The ranks. None: all.
         storage_writer: Writes instead of fullshard's own writer, in a format of its own; ``path`` is passed to it.
         extra: What else to save, by name: values, tensors, or objects with a state dict such as a learning rate
-            scheduler. Equal on all ranks. The states of random number generators are saved anyway, for each rank.
+            scheduler. Rank 0's count, where ranks differ. The states of random number generators are saved anyway,
+            for each rank.
 
     Raises:
         CheckpointError: On all ranks, if one of them cannot write, or a value could not be read again.
