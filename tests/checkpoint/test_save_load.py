@@ -620,3 +620,20 @@ def test_objects_that_are_not_asked_for_stay_in_the_checkpoint(tmp_path: Path) -
     train(second, other, 0, 1)
     fullshard.save(tmp_path, model, ema=second, ema_optimizer=other, step=1)
     assert fullshard.load(tmp_path, model) == {"step": 1}
+
+
+@on_ranks(2, fresh=True)
+def test_ranks_in_different_numbers_of_groups(rank: Rank) -> None:
+    """torch names a group by how many a rank is in: a save must not wait for groups of other names."""
+    if rank.rank == 1:
+        dist.new_group([1], use_local_synchronization=True)
+    model = build(rank, "fully_shard", seed=1)
+    folder = shared_folder(rank)
+    fullshard.save(folder / "a", model)
+    fullshard.async_save(folder / "b", model).result()
+    fullshard.load(folder / "b", model)
+    pair = dist.new_group([0, 1])
+    fullshard.save(folder / "c", model, process_group=pair)
+    fullshard.load(folder / "c", model, process_group=pair)
+    with pytest.raises(CheckpointError, match="different numbers of process groups"):
+        fullshard.async_save(folder / "d", model, process_group=pair)

@@ -85,7 +85,7 @@ def async_save(
     wait_for_last(process_group)
     with entered(purpose("save", path, optimizer, extra), process_group) as entry:
         taken = entry.together("collecting", lambda: snapshot(model, optimizer, extra, process_group))
-        group = coordination_group(process_group)
+        group = coordination_group(process_group, background=True)
         agree(taken.common, group)
         staged = entry.together("copying", taken.staged)
     return _start(lambda: _write(path, staged, group, storage_writer), process_group)
