@@ -637,3 +637,22 @@ def test_ranks_in_different_numbers_of_groups(rank: Rank) -> None:
     fullshard.load(folder / "c", model, process_group=pair)
     with pytest.raises(CheckpointError, match="different numbers of process groups"):
         fullshard.async_save(folder / "d", model, process_group=pair)
+
+
+@on_ranks(2)
+def test_ranks_that_see_different_checkpoints_are_refused(rank: Rank) -> None:
+    """What is read together follows from the index: with two of them, one rank would wait for the other."""
+    model = build(rank, "fully_shard")
+    folder = shared_folder(rank)
+    fullshard.save(folder / "0", model, step=1)
+    fullshard.save(folder / "1", model, step=1, more=torch.ones(9_000))
+    before = CheckpointReader.reset
+
+    def elsewhere(self: CheckpointReader, path: Any = None) -> None:
+        before(self, None if path is None else folder / str(rank.rank))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointReader, "reset", elsewhere)
+        with pytest.raises(CheckpointError, match="sees another checkpoint there than the first rank"):
+            fullshard.load(folder / "0", model)
+    assert fullshard.load(folder / "0", model) == {"step": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
@@ -105,6 +106,22 @@ class _Source:
         if group is not None:
             self.rank, self.size = group.rank(), group.size()
         self.metadata = entry.together("reading the index", reader.read_metadata)
+        # What is read together follows from the index: ranks that see a folder at different times may see two saves.
+        own = hashlib.sha256(repr(self._described()).encode()).hexdigest()
+        first = entry.from_first("reading the index", lambda: own)
+        entry.together("comparing the index", lambda: self._compare(own, first))
+
+    def _described(self) -> list[tuple[str, Any]]:
+        """All keys, with shapes and dtypes."""
+        found = {key: self.tensor(key) for key in self.keys}
+        return sorted((k, None if t is None else (tuple(t.size), str(t.properties.dtype))) for k, t in found.items())
+
+    def _compare(self, own: str, first: str) -> None:
+        if own != first:
+            raise CheckpointError(
+                f"{self.path}: this rank sees another checkpoint there than the first rank; is it being saved to, or "
+                "do ranks see different folders?"
+            )
 
     @property
     def keys(self) -> Iterable[str]:
