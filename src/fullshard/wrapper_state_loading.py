@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fullshard.engine.full_copies import FullCopies
+from fullshard.engine.full_copies import FullCopies, bring_to_rest
 from fullshard.engine.names import WRAPPED, clean_name
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError
-from fullshard.wrapper_state_saving import VisibleSlice, bring_to_rest, owned_names, visible_slices
+from fullshard.wrapper_state_saving import VisibleSlice, owned_names, visible_slices
 
 __all__ = ["Loading", "open_slices", "open_whole"]
 
@@ -64,7 +64,7 @@ def open_whole(wrapper: nn.Module, unit: Unit, state: dict[str, Any], prefix: st
 
 def open_slices(unit: Unit, state: dict[str, Any], prefix: str) -> Loading:
     """The same for visible flat parameters under their own names: the modules hold these."""
-    bring_to_rest(unit)
+    bring_to_rest(unit, "its flat parameter")
     found = {f"{prefix}{WRAPPED}.{each.home.name}": each for each in visible_slices(unit)}
     _agree(unit, state, found)
     for key, each in found.items():

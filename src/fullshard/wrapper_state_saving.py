@@ -14,17 +14,16 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 
 from fullshard.engine.flat_bucket import FlatBucket
 from fullshard.engine.flat_parameter import FlatHome
-from fullshard.engine.full_copies import FullCopies
+from fullshard.engine.full_copies import FullCopies, bring_to_rest
 from fullshard.engine.names import clean_name
 from fullshard.engine.parameter import ShardedParameter, value_of
 from fullshard.engine.placement import dtensor
 from fullshard.engine.unit import Unit
-from fullshard.errors import PhaseError
 from fullshard.layout import PerParameterLayout
 from fullshard.memory import own_storage
 from fullshard.state_dict_types import FullStateDictConfig, StateDictSettings, StateDictType
 
-__all__ = ["SavedForm", "VisibleSlice", "bring_to_rest", "holding", "owned_names", "visible_slices"]
+__all__ = ["SavedForm", "VisibleSlice", "holding", "owned_names", "visible_slices"]
 
 
 @dataclass(frozen=True)
@@ -126,25 +125,8 @@ def _cut(unit: Unit, full: dict[int, nn.Parameter], *, offload: bool) -> dict[in
 
 @contextlib.contextmanager
 def _slices(unit: Unit) -> Iterator[None]:
-    bring_to_rest(unit)
+    bring_to_rest(unit, "its flat parameter")
     yield
-
-
-def bring_to_rest(unit: Unit) -> None:
-    """Have the modules hold the shards.
-
-    Raises:
-        PhaseError: If it is in the middle of a step, or its full parameters are summoned.
-    """
-    unit.settle()
-    running = unit.schedule is not None and unit.schedule.busy
-    if running or not unit.resting or unit.progress.summoned or unit.progress.held:
-        raise PhaseError(
-            f"the flat parameter of unit {unit.name or '<root>'!r} was asked for in the middle of a step, or while "
-            "full parameters are summoned; ask between steps, not inside forward, backward or summon_full_params"
-        )
-    unit.reshard()
-    unit.settle_parameters()
 
 
 @dataclass(frozen=True)

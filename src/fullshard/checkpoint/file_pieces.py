@@ -18,7 +18,7 @@ from fullshard.checkpoint.safetensors_files import FileTensor
 from fullshard.errors import CheckpointError
 from fullshard.layout import Box
 
-__all__ = ["BLOCK_BYTES", "PieceMover", "is_row_range", "parts_of", "runs_of"]
+__all__ = ["BLOCK_BYTES", "PieceMover", "parts_of", "runs_of"]
 
 BLOCK_BYTES = 8 * 1024 * 1024  # small enough to stay in a processor's cache, large enough that a call costs nothing
 _READ_BYTES = 32 * 1024  # a shorter range is not read by itself, but with what lies between it and the next
@@ -145,11 +145,6 @@ def runs_of(box: Box, shape: Sequence[int]) -> tuple[np.ndarray, int]:
         starts = (starts[:, None] + np.arange(size, dtype=np.int64) * strides[dim]).reshape(-1)
         done *= size
     return starts, numel
-
-
-def is_row_range(box: Box, shape: Sequence[int]) -> bool:
-    """Whether the elements of the box follow each other in the whole tensor."""
-    return _first_run(box, shape)[1] == box.numel
 
 
 def _first_run(box: Box, shape: Sequence[int]) -> tuple[int, int]:

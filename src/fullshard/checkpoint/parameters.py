@@ -12,10 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fullshard.checkpoint.pieces import Piece, Pieces, box_of
 from fullshard.engine.flat_parameter import FlatParameter, FlatPiece
+from fullshard.engine.full_copies import bring_to_rest
 from fullshard.engine.names import CHECKPOINTED, WRAPPED
 from fullshard.engine.ownership import nested_units
 from fullshard.engine.parameter import ShardedParameter, value_of
-from fullshard.errors import FullshardError, PhaseError
+from fullshard.errors import FullshardError
 from fullshard.layout import Box, boxes_of_range
 
 __all__ = ["LocalParameter", "local_parameters", "settle", "walk", "written"]
@@ -181,15 +182,7 @@ def settle(model: nn.Module) -> None:
         PhaseError: See :func:`local_parameters`.
     """
     for unit in nested_units(model):
-        unit.settle()
-        running = unit.schedule is not None and unit.schedule.busy
-        if running or not unit.resting or unit.progress.summoned or unit.progress.held:
-            raise PhaseError(
-                f"the state of unit {unit.name or '<root>'!r} was asked for in the middle of a step, or while its "
-                "full parameters are summoned; save and load between steps"
-            )
-        unit.reshard()
-        unit.settle_parameters()
+        bring_to_rest(unit, "its state")
 
 
 def written(model: nn.Module) -> None:

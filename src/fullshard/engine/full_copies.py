@@ -13,7 +13,29 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError, PhaseError
 from fullshard.memory import make_lane
 
-__all__ = ["FullCopies"]
+__all__ = ["FullCopies", "bring_to_rest"]
+
+
+def bring_to_rest(unit: Unit, what: str) -> None:
+    """Have the modules of a unit hold its shards, as the user has left them.
+
+    Args:
+        unit: Any.
+        what: That somebody wants of it, for the error.
+
+    Raises:
+        PhaseError: If it is in the middle of a step, or its full parameters are summoned.
+    """
+    unit.settle()
+    running = unit.schedule is not None and unit.schedule.busy
+    if running or not unit.resting or unit.progress.summoned or unit.progress.held:
+        raise PhaseError(
+            f"unit {unit.name or '<root>'!r} was asked for {what} in the middle of a step, or while its full "
+            "parameters are summoned; ask, save and load between steps, not inside forward, backward or "
+            "summon_full_params"
+        )
+    unit.reshard()
+    unit.settle_parameters()
 
 
 class FullCopies:
@@ -41,15 +63,7 @@ class FullCopies:
     ) -> None:
         self.unit, self.parameters, self._copies = unit, {}, []
         offload_to_cpu = offload_to_cpu and unit.mesh.device.type != "cpu"  # else they are there
-        unit.settle()
-        running = unit.schedule is not None and unit.schedule.busy
-        if running or not unit.resting or unit.progress.summoned or unit.progress.held:
-            raise PhaseError(
-                f"the full parameters of unit {unit.name or '<root>'!r} were asked for in the middle of a step, or "
-                "while they are full already; ask between steps, not inside forward, backward or summon_full_params"
-            )
-        unit.reshard()
-        unit.settle_parameters()
+        bring_to_rest(unit, "its full parameters")
         with torch.inference_mode(False), torch.no_grad():
             self._copies = [bucket.copies() for bucket in unit.buckets]
             self._fill(self._copies)
