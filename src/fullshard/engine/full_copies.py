@@ -24,14 +24,14 @@ def bring_to_rest(unit: Unit, what: str) -> None:
         what: That somebody wants of it, for the error.
 
     Raises:
-        PhaseError: If it is in the middle of a step, or its full parameters are summoned.
+        PhaseError: If it is in the middle of a step, or its parameters are full already.
     """
     unit.settle()
     running = unit.schedule is not None and unit.schedule.busy
     if running or not unit.resting or unit.progress.summoned or unit.progress.held:
         raise PhaseError(
-            f"unit {unit.name or '<root>'!r} was asked for {what} in the middle of a step, or while its full "
-            "parameters are summoned; ask, save and load between steps, not inside forward, backward or "
+            f"unit {unit.name or '<root>'!r} was asked for {what} in the middle of a step, or while its "
+            "parameters are full already; ask, save and load between steps, not inside forward, backward or "
             "summon_full_params"
         )
     unit.reshard()
