@@ -90,6 +90,26 @@ class ShardedModule(nn.Module):
             else:
                 unit.gradients.zero_pending()
 
+    def set_prefetch_bytes(self, budget: int | None) -> None:
+        """How much to gather ahead of the unit that computes, in forward and in backward. Call it on the root.
+
+        More hides latency, and uneven units: while a small one computes, a large one after it may need longer to
+        arrive. Units with lists of their own (``set_modules_to_forward_prefetch``) keep to these.
+
+        Args:
+            budget: Bytes of full parameters, in the dtype in which they are gathered, that may be gathered and not in
+                use yet: as many of the next units as fit, but at least one. None, as at first: one unit. 0: none.
+
+        Raises:
+            TypeError: If it is neither an int nor None.
+            ValueError: If it is negative.
+        """
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int)):
+            raise TypeError(f"set_prefetch_bytes: expected a number of bytes or None, found {budget!r}")
+        if budget is not None and budget < 0:
+            raise ValueError(f"set_prefetch_bytes: expected at least 0 bytes, found {budget}")
+        unit_at(self).settings.prefetch_bytes = budget
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of ``nn.Module``; after a backward that raised, the sharded parameters again."""
         unit_at(self).settle()

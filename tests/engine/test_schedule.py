@@ -11,8 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from compare import assert_close, assert_models_equal
 from fullshard import fully_shard
+from fullshard.sharded_module import unit_at
 from fullshard.transport import base, record
 from models import (
+    Block,
     Stack,
     assert_at_rest,
     batch,
@@ -114,7 +116,7 @@ def test_order_is_recorded(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("depth", "forward", "backward"),
     [
-        (1, "Gr G0 G1 F0 G2 F1 G3 F2 F3", "G3 G2 B3 R3 G1 B2 R2 G0 B1 R1 B0 R0 Bf Rr"),
+        (0.5, "Gr G0 G1 F0 G2 F1 G3 F2 F3", "G3 G2 B3 R3 G1 B2 R2 G0 B1 R1 B0 R0 Bf Rr"),
         (2, "Gr G0 G1 G2 F0 G3 F1 F2 F3", "G3 G2 G1 B3 R3 G0 B2 R2 B1 R1 B0 R0 Bf Rr"),
     ],
 )
@@ -333,3 +335,57 @@ def test_unit_without_parameters(rank: Rank) -> None:
     for _ in range(2):
         model(batch(rank.rank, 0, 4, 6)).sum().backward()
         assert_at_rest(model)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("budget", "forward", "backward"),
+    [
+        (None, "Gr G0 G1 F0 G2 F1 G3 F2 F3", "G3 G2 B3 R3 G1 B2 R2 G0 B1 R1 B0 R0 Bf Rr"),
+        (0, "Gr G0 F0 G1 F1 G2 F2 G3 F3", "G3 B3 R3 G2 B2 R2 G1 B1 R1 G0 B0 R0 Bf Rr"),
+        (0.5, "Gr G0 G1 F0 G2 F1 G3 F2 F3", "G3 G2 B3 R3 G1 B2 R2 G0 B1 R1 B0 R0 Bf Rr"),
+        (2, "Gr G0 G1 G2 F0 G3 F1 F2 F3", "G3 G2 G1 B3 R3 G0 B2 R2 B1 R1 B0 R0 Bf Rr"),
+        (9, "Gr G0 G1 G2 G3 F0 F1 F2 F3", "G3 G2 G1 G0 B3 R3 B2 R2 B1 R1 B0 R0 Bf Rr"),
+    ],
+)
+def test_prefetch_within_a_budget(rank: Rank, budget: float | None, forward: str, backward: str) -> None:
+    """As many of the next units are gathered ahead as fit into the bytes given, at least one; into 0 bytes none."""
+    model, events = build(rank, depth=4)
+    model.set_prefetch_bytes(budget and int(budget * unit_at(model.blocks[0]).full_size))
+    for step in range(2):
+        assert run_step(model, events, rank, step) == (forward, backward)
+    assert_at_rest(model)
+
+
+@on_ranks(2)
+def test_budget_counts_bytes(rank: Rank) -> None:
+    """A large unit waits until it fits; one larger than the budget is gathered when nothing else is ahead."""
+    events = Events()
+    with tiny_units(up_to=0):
+        model = Stack(depth=4, log=events)
+        model.blocks[2] = Block(24, "blocks.2", events)
+        body = model.blocks[2].body
+        model.blocks[2].body = lambda x: body(x.repeat(1, 4))[:, :6]
+        shard_blocks(model, rank)
+    size = unit_at(model.blocks[0]).full_size
+    model.set_prefetch_bytes(2 * size)
+    for step in range(2):
+        forward, backward = run_step(model, events, rank, step)
+        assert forward == "Gr G0 G1 F0 G2 F1 G3 F2 F3"
+        assert backward == "G3 G2 B3 R3 G1 G0 B2 R2 B1 R1 B0 R0 Bf Rr"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("budget", "error", "message"),
+    [
+        (-1, ValueError, "expected at least 0 bytes, found -1"),
+        (1.5, TypeError, "expected a number of bytes or None, found 1.5"),
+        (True, TypeError, "expected a number of bytes or None, found True"),
+    ],
+)
+def test_bad_budget(rank: Rank, budget: Any, error: type[Exception], message: str) -> None:
+    """A budget is a number of bytes."""
+    model, _ = build(rank)
+    with pytest.raises(error, match=f"set_prefetch_bytes: {message}"):
+        model.set_prefetch_bytes(budget)

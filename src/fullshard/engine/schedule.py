@@ -4,8 +4,8 @@
 The order in which units start their forwards is recorded in every forward of the root and used in the next
 (the first uses the order of ``modules()``). Just before a unit computes, the gather of its successor is
 issued; in backward, that of its predecessor in the order in which this step's forwards ended. One unit is
-gathered ahead, no more: two units' full parameters are alive at a time. All of it depends only on the order
-in which units run, which is the same on all ranks.
+gathered ahead, no more, so that two units' full parameters are alive at a time; or as many as the user has given
+bytes for. All of it depends only on sizes and on the order in which units run, which are the same on all ranks.
 
 Tiny units, such as a lone norm, are gathered in the same launch as the unit after them and do not count as one
 ahead; their reductions wait for the next unit's and go with it. So a tiny unit costs no message of its own.
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fullshard.engine import hooks
+from fullshard.engine.ahead import MAX_TINY_UNITS_TOGETHER, Ahead
 from fullshard.engine.forward_order import ForwardOrder
 from fullshard.engine.gather import issue_gathers
 from fullshard.engine.ownership import check_owned, nested_units, rename
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
     from fullshard.engine.unit import Unit
 
 __all__ = ["Schedule", "watch_optimizers"]
-
-# A model of nothing but tiny units should not be gathered all at once.
-MAX_TINY_UNITS_TOGETHER = 8
 
 # How many forwards may wait for their backward and still be prefetched in the right order (pipelines have many).
 MAX_FORWARDS_REMEMBERED = 64
@@ -85,7 +83,7 @@ class Schedule:
     _root_is_running: bool  # whether the outermost open forward is the root's
     _ended: list[weakref.ref[Unit]]  # forwards that wait for their backward, in the order in which they ended
     _passed_by: list[weakref.ref[Unit]]  # those whose turn was over before their own outputs got a gradient
-    _ahead: dict[int, weakref.ref[Unit]]  # by id: gathered but not used yet
+    ahead: Ahead
     _waiting: list[weakref.ref[Unit]]  # of several modules, not all of which have run in this forward
     _pass: hooks.BackwardPass | None  # that has begun and not ended
     _reductions: Reductions
@@ -100,7 +98,7 @@ class Schedule:
         self._units = [unit.ref for unit in units]
         self.order, self._ended, self._passed_by, self._depth = ForwardOrder(self._units), [], [], 0
         self._root_is_running, self._pass = False, None
-        self._ahead, self._waiting, self._reductions, self._after = {}, [], Reductions(), None
+        self.ahead, self._waiting, self._reductions, self._after = Ahead(), [], Reductions(), None
 
     @classmethod
     def attach(cls, root: Unit) -> Schedule:
@@ -173,7 +171,8 @@ class Schedule:
         if self._depth == 0 and hooks.current_backward() == hooks.NO_BACKWARD:
             if self.failed_backward:
                 self.recover(drop_gradients=True)
-            self._root_is_running = self.root() is unit
+            self._root_is_running, root = self.root() is unit, self.root()
+            self.ahead.budget = None if root is None else root.settings.prefetch_bytes
             self.order.begin()
             if self._root_is_running:
                 self._after, unit.settings.post_optim_event = unit.settings.post_optim_event, None
@@ -183,14 +182,14 @@ class Schedule:
 
     def started_forward(self, unit: Unit) -> None:
         """``unit`` has its full parameters and is about to compute: gather ahead."""
-        self._used(unit)
+        self.ahead.used(unit)
         if hooks.current_backward() != hooks.NO_BACKWARD:
             return  # recomputation; the backward prefetches
         chosen = unit.settings.forward_prefetch
         if chosen:
-            self._gather_chosen(chosen)
+            self._gather_ahead(self.ahead.chosen(chosen))
         elif self._root_is_running:
-            self._gather_next(self.order.after(unit))
+            self._gather_ahead(self.ahead.next(self.order.after(unit)))
         self._after = None
         self.order.started(unit)
 
@@ -215,9 +214,9 @@ class Schedule:
         self._waiting.clear()
         if self._root_is_running:
             self.order.keep()
-        for guessed_wrong in self._units_ahead():
+        for guessed_wrong in self.ahead.units():
             guessed_wrong.reshard()
-        self._ahead.clear()
+        self.ahead.clear()
 
     def waits_for_others(self, unit: Unit) -> bool:
         """Whether the other modules of ``unit`` may still run in the forward that is open."""
@@ -228,39 +227,11 @@ class Schedule:
 
     def is_ahead(self, unit: Unit) -> bool:
         """Whether ``unit`` was gathered just now, for what runs next."""
-        return id(unit) in self._ahead
+        return unit in self.ahead
 
-    def _used(self, unit: Unit) -> None:
-        self._ahead.pop(id(unit), None)
-
-    def _gather_next(self, refs: Iterable[weakref.ref[Unit]]) -> None:
-        """Gather ahead the first of ``refs`` that is not tiny, and the tiny ones before it, together."""
-        found: list[Unit] = []
-        for unit in (ref() for ref in refs):
-            if unit is None or id(unit) in self._ahead:
-                break  # those from here to the next that is not tiny are ahead already
-            if not unit.gathered:
-                if not unit.tiny and any(not ahead.tiny for ahead in self._units_ahead()):
-                    break
-                found.append(unit)
-            if not unit.tiny or len(found) == MAX_TINY_UNITS_TOGETHER:
-                break
-        if found:
-            self._ahead.update((id(unit), unit.ref) for unit in found)
-            self.gather(found)
-
-    def _units_ahead(self) -> list[Unit]:
-        return [unit for unit in (ref() for ref in self._ahead.values()) if unit is not None]
-
-    def _gather_chosen(self, refs: list[weakref.ref[Unit]]) -> None:
-        """Gather ahead what the user has listed, as many as are listed."""
-        for unit in (ref() for ref in refs):
-            if unit is None or unit.gathered:
-                continue
-            if len(self._ahead) >= len(refs):
-                return
-            self._ahead[id(unit)] = unit.ref
-            unit.gather()
+    def _gather_ahead(self, launches: Iterable[list[Unit]]) -> None:
+        for units in launches:
+            self.gather(units)
 
     def gather(self, units: list[Unit]) -> None:
         """Start gathering ``units`` in one launch, as far as they are not gathered."""
@@ -272,7 +243,7 @@ class Schedule:
             ticket = issue_gathers(gathers, self.lanes.gather, self._after)
         except BaseException:
             for unit in units:
-                self._ahead.pop(id(unit), None)
+                self.ahead.used(unit)
                 unit.release_after_failure()
             raise
         for _, bucket, started in begun:
@@ -290,19 +261,20 @@ class Schedule:
 
     def started_backward(self, unit: Unit) -> None:
         """``unit`` has its full parameters for the backward of its last forward: gather ahead."""
-        self._used(unit)
+        self.ahead.used(unit)
         position = self._last_ended(unit)
         if position >= 0:
             self._passed_by += self._ended[position + 1 :]
             del self._ended[position:]
         if unit.settings.backward_prefetch:
-            self._gather_chosen(unit.settings.backward_prefetch)
+            self._gather_ahead(self.ahead.chosen(unit.settings.backward_prefetch))
         elif unit.settings.backward_order == "before":
             self.prefetch_backward()
 
     def prefetch_backward(self) -> None:
         """Gather ahead for the backward of the forward that ended last and has not been run backward."""
-        self._gather_next(ref for ref in reversed(self._ended) if _gathers_in_backward(ref))
+        behind = (ref for ref in reversed(self._ended) if _gathers_in_backward(ref))
+        self._gather_ahead(self.ahead.next(behind))
 
     def comes_next_in_backward(self, unit: Unit) -> bool:
         """Whether the forward before the one whose backward runs was of ``unit`` too."""
@@ -332,7 +304,7 @@ class Schedule:
         self._reductions.finish(self.lanes)
         if self._depth:  # a gradient taken inside a forward, which goes on
             return
-        self._ahead.clear()
+        self.ahead.clear()
         self._ended.clear()
         for unit in self.units():
             if unit.gathered and unit.resting and unit.settings.reshard_after_backward and not unit.progress.held:
@@ -372,7 +344,7 @@ class Schedule:
     def _let_go(self) -> None:
         self._ended.clear()
         self._passed_by.clear()
-        self._ahead.clear()
+        self.ahead.clear()
         self._waiting.clear()
         for unit in self.units():
             unit.progress.ran.clear()

@@ -102,6 +102,7 @@ class UnitSettings:
     unshard_in_backward: bool = True
     forward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)  # empty: the recorded order
     backward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
+    prefetch_bytes: int | None = None  # of the root: see Ahead.budget
     backward_order: Literal["before", "after", "none"] = "before"  # of the next unit's gather and this one's backward
     reduction: ReductionSettings = field(default_factory=ReductionSettings)
     custom_all_gather: AllGather | None = None

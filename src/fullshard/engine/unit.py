@@ -92,8 +92,7 @@ class Unit:
         self.registration = self.policy.form.registration(self.parameters, self.buckets)
         self.gradients = UnitGradients(self.parameters, self.buckets)
         transport = self.mesh.transport or self.mesh.replica_transport
-        size = sum(bucket.full_size for bucket in self.buckets)
-        self.tiny = transport is not None and size <= transport.tiny_bytes
+        self.tiny = transport is not None and self.full_size <= transport.tiny_bytes
         self.registration.use_sharded()
 
     def _bucket(self, parameters: list[ShardedParameter]) -> Bucket:
@@ -183,6 +182,11 @@ class Unit:
             self.rebuild()
         if not self.registration.is_current():
             self.adopt()
+
+    @property
+    def full_size(self) -> int:
+        """Bytes of all its parameters when gathered."""
+        return sum(bucket.full_size for bucket in self.buckets)
 
     @property
     def gathered(self) -> bool:
@@ -275,12 +279,8 @@ class Unit:
         progress.forwards.append(self.phase)
         try:
             if len(progress.forwards) == 1:
-                if (
-                    progress.kept
-                    and not progress.held
-                    and self.settings.reshard_after_forward is None
-                    and self.phase is Phase.RESTING
-                ):
+                unasked = self.settings.reshard_after_forward is None
+                if progress.kept and unasked and self.resting and not progress.held:
                     # Only the root keeps them unasked; who wrote to its shards in between must see that.
                     self.reshard()
                 self._move(Phase.FORWARD)
