@@ -116,7 +116,7 @@ def test_order_is_recorded(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("depth", "forward", "backward"),
     [
-        (0.5, "Gr G0 G1 F0 G2 F1 G3 F2 F3", "G3 G2 B3 R3 G1 B2 R2 G0 B1 R1 B0 R0 Bf Rr"),
+        (1, "Gr G0 G1 F0 G2 F1 G3 F2 F3", "G3 G2 B3 R3 G1 B2 R2 G0 B1 R1 B0 R0 Bf Rr"),
         (2, "Gr G0 G1 G2 F0 G3 F1 F2 F3", "G3 G2 G1 B3 R3 G0 B2 R2 B1 R1 B0 R0 Bf Rr"),
     ],
 )
