@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -105,16 +106,21 @@ def test_pieces_reassemble_to_the_parameters(drawn: tuple[PerParameterLayout, to
 @given(layouts())
 @settings(max_examples=120)
 def test_every_piece_is_aligned_and_alone_in_its_place(drawn: tuple[PerParameterLayout, torch.dtype]) -> None:
-    """Pieces and regions start aligned and inside their buffer, and no element belongs to two."""
+    """Pieces and regions start aligned and inside their buffer, and no element belongs to two. A piece smaller than
+    the alignment is aligned to the power of two that it fills."""
     layout, dtype = drawn
     assert layout.alignment * dtype.itemsize == ALIGNMENT_BYTES
-    for spans, size in (
-        ([(s.shard_offset, s.piece_numel) for s in layout.slots], layout.shard_numel),
-        ([(s.full_offset, s.region_numel) for s in layout.slots], layout.full_numel),
-    ):
+    pieces = [(s.shard_offset, s.piece_numel) for s in layout.slots]
+    regions = [(s.full_offset, s.region_numel) for s in layout.slots]
+    for spans, size in ((pieces, layout.shard_numel), (regions, layout.full_numel)):
         taken = [offset + i for offset, numel in spans for i in range(numel)]
         assert len(taken) == len(set(taken)) and all(0 <= element < size for element in taken)
-        assert all(offset % layout.alignment == 0 for offset, numel in spans)
+    assert all(offset % layout.alignment == 0 for offset, _ in regions)
+    for offset, numel in pieces:
+        step = next(step for step in (1, 2, 4, 8, 16, 32, 64) if step >= min(numel, layout.alignment))
+        assert offset % step == 0
+    assert not layout.message_numel * dtype.itemsize % 16
+    assert not layout.message_numel or not layout.message_offset % layout.alignment
 
 
 @given(layouts())
@@ -221,15 +227,43 @@ def test_packed_pieces_are_one_contiguous_message(drawn: tuple[PerParameterLayou
     """Packed and replicated pieces lie inside the message, direct ones outside of it, and nothing else is in it."""
     layout, dtype = drawn
     end = layout.message_offset + layout.message_numel
-    packed = 0
+    most = 0
     for slot in layout.slots:
         inside = layout.message_offset <= slot.shard_offset and slot.shard_offset + slot.piece_numel <= end
         if slot.piece_numel:
             assert inside == (slot.route is not Route.DIRECT)
-            packed += inside * -(-slot.piece_numel // layout.alignment) * layout.alignment
+            most += inside * -(-slot.piece_numel // layout.alignment) * layout.alignment
         if slot.route is Route.DIRECT:
             assert slot.row_major and slot.piece_numel * dtype.itemsize % 16 == 0
-    assert packed == layout.message_numel
+    assert layout.message_numel <= most
+
+
+def test_a_message_of_single_elements_has_no_gaps() -> None:
+    """Sixteen norms of fewer elements than ranks make a message of sixteen elements per rank."""
+    shapes = [ParameterShape(f"norm{i}", (4096,), (1,)) for i in range(16)]
+    layout = PerParameterLayout.build(shapes, world_size=16384, itemsize=4, direct_bytes=1 << 15)
+    assert layout.message_numel == 16 and [slot.shard_offset for slot in layout.slots] == list(range(16))
+
+
+def test_a_layout_costs_the_same_for_any_number_of_ranks() -> None:
+    """Building one calls as many functions for 16,384 ranks as for 8."""
+
+    def calls(world_size: int) -> int:
+        count = 0
+
+        def seen(*_: object) -> None:
+            nonlocal count
+            count += 1
+
+        shapes = [ParameterShape("w", (1 << 20, 8), (8, 1)), ParameterShape("b", (1 << 20,), (1,))]
+        sys.setprofile(seen)
+        try:
+            PerParameterLayout.build(shapes, world_size=world_size, itemsize=4, direct_bytes=16)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    assert calls(16384) == calls(8)
 
 
 @pytest.mark.parametrize(

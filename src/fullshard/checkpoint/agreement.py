@@ -25,11 +25,13 @@ class Common:
         keys: Of what models have.
         states: Of optimizers, in words by FQN.
         local: Digests of parameters that nothing keeps equal over ranks.
+        tensors: A digest of all tensors' keys, shapes and dtypes. These may differ among what is only one rank's.
     """
 
     keys: tuple[str, ...]
     states: Mapping[str, str]
     local: Mapping[str, str]
+    tensors: str = ""
 
     @property
     def digest(self) -> str:
@@ -38,25 +40,30 @@ class Common:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def agree(own: Common, group: dist.ProcessGroup | None) -> None:
+def agree(own: Common, group: dist.ProcessGroup | None) -> bool:
     """Raise on all ranks of ``group`` if they do not hold parts of one model. A collective of a few bytes.
+
+    Returns:
+        Whether all have the same tensors, by key, shape and dtype.
 
     Raises:
         CheckpointError: It names keys and ranks.
         FullshardError: If ranks hold different state of an optimizer.
     """
     if group is None:
-        return
+        return True
     ranks = dist.get_process_group_ranks(group)
     digests: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(digests, own.digest, group=group)
-    if len(set(digests)) == 1:
-        return
+    dist.all_gather_object(digests, (own.digest, own.tensors), group=group)
+    alike = len({tensors for _, tensors in digests}) == 1
+    if len({digest for digest, _ in digests}) == 1:
+        return alike
     found: list[Any] = [None] * len(ranks)
     dist.all_gather_object(found, own, group=group)
     _compare_keys(found, ranks)
     compare_fingerprints([each.states for each in found], ranks)
     _compare_local(found, ranks)
+    return alike
 
 
 def _compare_keys(found: Sequence[Common], ranks: Sequence[int]) -> None:

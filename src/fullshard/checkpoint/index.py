@@ -13,7 +13,7 @@ import math
 import operator
 import re
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,19 +154,25 @@ class Index:
     def __post_init__(self) -> None:
         if not (0 < self.block <= 1 << 28 and self.block % 64 == 0):
             raise self._wrong("block", f"a size of blocks of {self.block}")
-        for name, file in self.files.items():
-            if self.raw and not DATA_FILE.fullmatch(name):
-                raise self._wrong("files", f"a file {name!r}, which is no name of a data file")
-            if not _is_within(0, file.header, file.length):
-                raise self._wrong(name, f"a header of {file.header} bytes in a file of {file.length}")
+        self._check_files()
         for key, tensor in self.tensors.items():
             self._check_tensor(key, tensor)
         for key, value in self.values.items():
             if key in self.tensors:
                 raise self._wrong(key, "a tensor and a value under one key")
             self._check_stored(key, value)
+        self._check_aliases(self.tensors, self.values)
+
+    def _check_files(self) -> None:
+        for name, file in self.files.items():
+            if self.raw and not DATA_FILE.fullmatch(name):
+                raise self._wrong("files", f"a file {name!r}, which is no name of a data file")
+            if not _is_within(0, file.header, file.length):
+                raise self._wrong(name, f"a header of {file.header} bytes in a file of {file.length}")
+
+    def _check_aliases(self, tensors: Collection[str], values: Collection[str]) -> None:
         for key, first in self.aliases.items():
-            if key in self.tensors or key in self.values or first not in self.tensors:
+            if key in tensors or key in values or first not in tensors:
                 raise self._wrong(key, f"an alias of {first!r}; aliases have no data, and name a tensor that has")
 
     def _wrong(self, key: str, found: str) -> CheckpointError:

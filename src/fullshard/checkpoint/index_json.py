@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import xxhash
@@ -13,7 +14,7 @@ from fullshard.checkpoint.index import ITEM_SIZES, FileEntry, Index, PieceEntry,
 from fullshard.errors import CheckpointError
 from fullshard.layout import Box
 
-__all__ = ["FORMAT", "VERSION", "checksum", "from_json", "to_json"]
+__all__ = ["FORMAT", "VERSION", "WrittenIndex", "checksum", "from_json", "piece_text", "to_json", "value_text"]
 
 FORMAT = "fullshard checkpoint"
 VERSION = 1
@@ -21,12 +22,51 @@ VERSION = 1
 _NO_CHECKSUM = "0" * 16
 # The first line: format, version, and the checksum of the whole file as it is with zeros in that place.
 _FIRST_LINE = re.compile(rb'\{"format": "([^"\n]{1,40})", "version": ([0-9]{1,9}), "checksum": "([0-9a-f]{16})",\n')
+_WHOLE = frozenset((int,))
 _SEVERAL = 40  # characters of a name that an error shows
 
 
 def checksum(data: Any) -> bytes:
     """Of bytes or a memoryview: XXH3 with 64 bits, big-endian (as ``xxhsum -H3`` prints it)."""
     return xxhash.xxh3_64_digest(data)
+
+
+Stored = tuple[int, int, bytes]
+"""Where something is stored: number of the file, first byte, checksums."""
+
+
+@dataclass(frozen=True)
+class WrittenIndex(Index):
+    """An index to be written whose entries are JSON already, because each rank has described its own file.
+
+    What the entries say was checked where it was known as numbers; see [Note: Division].
+
+    Args:
+        lines: Of tensors, by key.
+        value_lines: Of what is no tensor, by key.
+    """
+
+    lines: Mapping[str, str] = field(default_factory=dict)
+    value_lines: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._check_files()
+        for key in self.value_lines:
+            if key in self.lines:
+                raise self._wrong(key, "a tensor and a value under one key")
+        self._check_aliases(self.lines, self.value_lines)
+
+
+def piece_text(box: Box, stored: Stored) -> str:
+    """A piece of a tensor as it stands in the file, in one line."""
+    file, start, checksums = stored
+    return _text([list(box.offsets), list(box.sizes), file, start, checksums.hex()])
+
+
+def value_text(stored: Stored, length: int) -> str:
+    """A value of ``length`` bytes as it stands in the file."""
+    file, start, checksums = stored
+    return _text([[], file, start, length, checksums.hex()])
 
 
 def to_json(index: Index) -> bytes:
@@ -43,10 +83,13 @@ def to_json(index: Index) -> bytes:
     files = ([name, file.length, file.header, file.checksum.hex()] for name, file in index.files.items())
     lines += _block('"files": [', map(_text, files), "],")
     lines += _block('"aliases": {', (f"{_text(key)}: {_text(first)}" for key, first in index.aliases.items()), "},")
-    values = (f"{_text(key)}: {_text(_value(value, numbers))}" for key, value in index.values.items())
-    lines += _block('"values": {', values, "},")
-    tensors = (f"{_text(key)}: {_text(_tensor(tensor, numbers))}" for key, tensor in index.tensors.items())
-    lines += _block('"tensors": {', tensors, "}")
+    if isinstance(index, WrittenIndex):
+        values, tensors = index.value_lines, index.lines
+    else:
+        values = {key: _text(_value(value, numbers)) for key, value in index.values.items()}
+        tensors = {key: _text(_tensor(tensor, numbers)) for key, tensor in index.tensors.items()}
+    lines += _block('"values": {', (f"{_text(key)}: {text}" for key, text in values.items()), "},")
+    lines += _block('"tensors": {', (f"{_text(key)}: {text}" for key, text in tensors.items()), "}")
     data = ("\n".join([*lines, "}"]) + "\n").encode()
     return data.replace(_NO_CHECKSUM.encode(), checksum(data).hex().encode(), 1)
 
@@ -169,6 +212,8 @@ class _Reading:
         return tuple(step if isinstance(step, str) else self._int(key, step) for step in path)
 
     def _ints(self, key: str, found: Any) -> tuple[int, ...]:
+        if type(found) is list and _WHOLE.issuperset(map(type, found)):  # nearly always, and there are many of them
+            return tuple(found)
         return tuple(self._int(key, number) for number in self._list(key, found))
 
     def _parts(self, key: str, found: Any, count: int) -> list[Any]:

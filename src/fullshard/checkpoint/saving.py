@@ -23,6 +23,7 @@ from fullshard.checkpoint.groups import coordination_group, resolved
 from fullshard.checkpoint.planner import ALL, SavePlanner
 from fullshard.checkpoint.snapshot import Snapshot, snapshot
 from fullshard.checkpoint.storage import CheckpointWriter
+from fullshard.checkpoint.together import DividingPlanner, DividingWriter
 
 __all__ = ["SaveFuture", "async_save", "purpose", "save", "wait_for_last"]
 
@@ -61,8 +62,8 @@ def save(
     with entered(purpose("save", path, optimizer, extra), process_group) as entry:
         taken = entry.together("collecting", lambda: snapshot(model, optimizer, extra, process_group))
         group = coordination_group(process_group)
-        agree(taken.common, group)
-        _write(path, taken, group, storage_writer)
+        alike = agree(taken.common, group)
+        _write(path, taken, group, storage_writer, alike=alike)
 
 
 def async_save(
@@ -86,9 +87,9 @@ def async_save(
     with entered(purpose("save", path, optimizer, extra), process_group) as entry:
         taken = entry.together("collecting", lambda: snapshot(model, optimizer, extra, process_group))
         group = coordination_group(process_group, background=True)
-        agree(taken.common, group)
+        alike = agree(taken.common, group)
         staged = entry.together("copying", taken.staged)
-    return _start(lambda: _write(path, staged, group, storage_writer), process_group)
+    return _start(lambda: _write(path, staged, group, storage_writer, alike=alike), process_group)
 
 
 def purpose(
@@ -109,17 +110,21 @@ def _write(
     taken: Snapshot,
     group: dist.ProcessGroup | None,
     writer: StorageWriter | None,
+    *,
+    alike: bool,
 ) -> None:
+    planner = SavePlanner()
     if writer is None:
+        planner = dividing = DividingPlanner(alike=alike)
         size = 1 if group is None else group.size()
-        writer = CheckpointWriter(path, aliases=taken.aliases, about=taken.about, ranks=size, returns_metadata=False)
+        writer = DividingWriter(path, dividing, aliases=taken.aliases, about=taken.about, ranks=size)
     else:
         writer.reset(path)
     entries: dict[str, Any] = dict(taken.entries)
     if not isinstance(writer, CheckpointWriter):  # others know nothing of further names
         entries.update({name: entries[first] for name, first in taken.aliases.items()})
     with on_ranks(group, f"cannot save the checkpoint {os.fspath(path)}") as where:
-        state_dict_saver.save({ALL: entries}, storage_writer=writer, planner=SavePlanner(), **where)
+        state_dict_saver.save({ALL: entries}, storage_writer=writer, planner=planner, **where)
 
 
 # ---------------------------------------------------------------- in the background

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.agreement import Common
+from fullshard.checkpoint.division import TensorTable
 from fullshard.checkpoint.extras import random_state, split, state_of
 from fullshard.checkpoint.host import bytes_of
 from fullshard.checkpoint.model_state import model_state
@@ -192,7 +193,8 @@ def snapshot(
         "optimizer": None if optimizer is None else type(optimizer).__name__,
         "extra": list(extra),
     }
-    return Snapshot(entries, aliases, about, Common(tuple(keys), states, local))
+    tensors = TensorTable.of({key: entry for key, entry in entries.items() if isinstance(entry, Pieces)}).digest
+    return Snapshot(entries, aliases, about, Common(tuple(keys), states, local, tensors))
 
 
 def _add_model(entries: dict[str, Pieces | bytes], aliases: dict[str, str], part: Part) -> None:

@@ -12,6 +12,7 @@ A slice of a flat buffer may end anywhere inside a parameter. In the parameter's
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ class Box:
     sizes: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.offsets) != len(self.sizes) or any(n < 0 for n in (*self.offsets, *self.sizes)):
+        if len(self.offsets) != len(self.sizes) or min((*self.offsets, *self.sizes), default=0) < 0:
             raise ValueError(f"expected as many offsets as sizes, none below 0; found {self.offsets}, {self.sizes}")
 
     @classmethod
@@ -42,7 +43,7 @@ class Box:
     @property
     def ends(self) -> tuple[int, ...]:
         """The first index of each dim that is not in it any more."""
-        return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
+        return tuple(map(operator.add, self.offsets, self.sizes))
 
     def overlap(self, other: Box) -> Box | None:
         """What both contain, in coordinates of the tensor; None if that is nothing."""

@@ -36,12 +36,14 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["ALIGNMENT_BYTES", "ParameterShape", "PerParameterLayout", "Route", "Slot"]
 
 # Vectorised CPU kernels want 64 bytes; it also satisfies the 16 bytes below which NCCL copies scalar by scalar
 # (pytorch#195450).
 ALIGNMENT_BYTES = 64
+# What the length of a message is rounded up to, and that of every piece that travels on its own.
 WIRE_ALIGNMENT_BYTES = 16
 
 
@@ -233,7 +235,10 @@ class PerParameterLayout:
             itemsize: Bytes per element of the smallest dtype in which a buffer of this layout is held (a shard may be
                 kept in fp32 and travel in bf16). What is aligned in it is aligned in every larger dtype.
             direct_bytes: Smallest piece, in bytes of that dtype, for which a collective of its own pays.
-            alignment_bytes: Every piece and every full parameter starts at a multiple of it.
+            alignment_bytes: Every full parameter and every piece that is as large starts at a multiple of it. A
+                smaller piece starts at a multiple of the power of two that it fills: among thousands of ranks most
+                pieces of norms and biases are one element, and aligned to 64 bytes they would make the message that
+                all ranks gather sixteen times as large.
             full_offsets: Where the regions start in the full buffer, one per parameter; None: one after another.
             full_numel: Elements of the full buffer; goes with ``full_offsets``.
 
@@ -259,10 +264,12 @@ class PerParameterLayout:
         slots: dict[int, Slot] = {}
         offset = message_offset = 0
         for index in direct + packed:
+            numel = slot(index, 0, 0).piece_numel
             if packed and index == packed[0]:
-                message_offset = offset
-            slots[index] = slot(index, offset, full_offsets[index])
-            offset += _aligned(slots[index].piece_numel, alignment)
+                message_offset = offset = _aligned(offset, alignment)
+            slots[index] = slot(index, _aligned(offset, _piece_alignment(numel, alignment)), full_offsets[index])
+            offset = slots[index].shard_offset + numel
+        offset = _aligned(offset, min(alignment, max(1, WIRE_ALIGNMENT_BYTES // itemsize)))  # the message's end
         return cls(
             slots=tuple(slots[i] for i in range(len(parameters))),
             world_size=world_size,
@@ -274,14 +281,21 @@ class PerParameterLayout:
         )
 
     def __post_init__(self) -> None:
-        full = [(s.full_offset, s.region_numel, s.parameter.fqn) for s in self.slots]
-        shard = [(s.shard_offset, s.piece_numel, s.parameter.fqn) for s in self.slots]
-        _check_disjoint(full, self.full_numel, self.alignment, "full buffer")
-        _check_disjoint(shard, self.shard_numel, self.alignment, "shard buffer")
+        full = [_Place(s.full_offset, s.region_numel, s.parameter.fqn, self.alignment) for s in self.slots]
+        pieces = [(s, s.piece_numel) for s in self.slots]
+        shard = [
+            _Place(s.shard_offset, numel, s.parameter.fqn, _piece_alignment(numel, self.alignment))
+            for s, numel in pieces
+        ]
+        _check_disjoint(full, self.full_numel, "full buffer")
+        _check_disjoint(shard, self.shard_numel, "shard buffer")
         for slot in self.slots:
-            held = sum(stop - start for start, stop in map(slot.local_rows, range(self.world_size)))
-            if slot.route is not Route.REPLICATED and held != slot.rows:
-                raise ValueError(f"{slot.parameter.fqn}: ranks hold {held} of {slot.rows} rows")
+            held = slot.local_rows(slot.world_size - 1)[1]  # every rank begins where the one before it ends
+            if slot.route is not Route.REPLICATED and (held != slot.rows or slot.world_size != self.world_size):
+                raise ValueError(
+                    f"{slot.parameter.fqn}: {slot.world_size} ranks hold {held} of {slot.rows} rows, in a layout of "
+                    f"{self.world_size} ranks"
+                )
             inside = self.message_offset <= slot.shard_offset
             if slot.piece_numel and inside == (slot.route is Route.DIRECT):
                 raise ValueError(f"{slot.parameter.fqn}: {slot.route} on the wrong side of the packed message")
@@ -351,10 +365,22 @@ def _span(offset: int, held: int, reserved: int) -> str:
     return span + (" -" if held < reserved else "")
 
 
-def _check_disjoint(spans: Sequence[tuple[int, int, str]], size: int, alignment: int, buffer: str) -> None:
-    """Raise unless all ``(offset, numel, name)`` are aligned, within ``size`` and without overlap."""
+def _piece_alignment(numel: int, alignment: int) -> int:
+    """What a piece of so many elements is aligned to."""
+    return alignment if numel >= alignment else min(alignment, 1 << max(numel - 1, 0).bit_length())
+
+
+class _Place(NamedTuple):
+    offset: int
+    numel: int
+    name: str
+    alignment: int
+
+
+def _check_disjoint(spans: Sequence[_Place], size: int, buffer: str) -> None:
+    """Raise unless all of them are aligned, within ``size`` and without overlap."""
     end, previous = 0, "its start"
-    for offset, numel, name in sorted(span for span in spans if span[1]):
+    for offset, numel, name, alignment in sorted(span for span in spans if span.numel):
         if offset % alignment:
             raise ValueError(f"{buffer}: {name} starts at {offset}, not a multiple of {alignment}")
         if offset < end:
