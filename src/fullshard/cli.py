@@ -104,6 +104,14 @@ def train(
             metavar="auto|cpu|cuda",
         ),
     ] = DEFAULT.device,
+    wire: Annotated[
+        str,
+        typer.Option(
+            help="Send large weights and gradients in fewer bytes, for slow networks: int8 blocks, or fp8 weights.",
+            rich_help_panel=RANKS,
+            metavar="none|int8|fp8",
+        ),
+    ] = DEFAULT.wire,
     max_restarts: Annotated[
         int,
         typer.Option(

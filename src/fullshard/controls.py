@@ -99,7 +99,8 @@ class Controls(nn.Module):
         if max_input_buffers < 1:
             raise ValueError(f"set_reduce_scatter_max_input_buffers: expected at least 1, found {max_input_buffers}")
         for unit in units_at(self, recurse):
-            if max_input_buffers > 1 and isinstance(unit.settings.custom_reduce_scatter, SymmetricMemoryReduceScatter):
+            scatter = unit.settings.collectives.reduce_scatter
+            if max_input_buffers > 1 and isinstance(scatter, SymmetricMemoryReduceScatter):
                 raise ValueError(
                     f"set_reduce_scatter_max_input_buffers: unit {unit.name!r} reduces in symmetric memory, of which "
                     f"there is one buffer; expected 1, found {max_input_buffers}"
@@ -241,7 +242,7 @@ class Controls(nn.Module):
 
     def _own_memory(self, api: str, own: tuple[type, ...]) -> Transport | None:
         unit = unit_at(self)
-        for comm in (unit.settings.custom_all_gather, unit.settings.custom_reduce_scatter):
+        for comm in (unit.settings.collectives.all_gather, unit.settings.collectives.reduce_scatter):
             if comm is not None and not isinstance(comm, own):
                 raise ValueError(f"{api}: unit {unit.name!r} has a custom collective, which brings memory of its own")
         return unit.mesh.transport
@@ -254,16 +255,18 @@ class Controls(nn.Module):
                 raise TypeError(f"{api}: expected an object with __call__ and allocate, found {type(comm).__name__}")
         if not unit.resting:
             raise FullshardError(f"{api}: unit {unit.name!r} is in the middle of its {unit.phase.value}")
-        settings = unit.settings
-        before = settings.custom_all_gather, settings.custom_reduce_scatter
+        custom = unit.settings.collectives
+        if custom.wire is not None:
+            raise ValueError(f"{api}: unit {unit.name!r} has a wire; call set_wire() without arguments first")
+        before = custom.all_gather, custom.reduce_scatter
         if api != "set_custom_reduce_scatter":
-            settings.custom_all_gather = all_gather
+            custom.all_gather = all_gather
         if api != "set_custom_all_gather":
-            settings.custom_reduce_scatter = reduce_scatter
+            custom.reduce_scatter = reduce_scatter
         try:
             unit.reroute()
         except FullshardError:
-            settings.custom_all_gather, settings.custom_reduce_scatter = before
+            custom.all_gather, custom.reduce_scatter = before
             raise
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ __all__ = [
     "OffloadPolicy",
     "ShardPlacementResult",
     "ShardingStrategy",
+    "Wire",
 ]
 
 
@@ -143,6 +144,52 @@ class ShardPlacementResult(NamedTuple):
 
     placement: Shard | None
     mesh_info: FSDPMeshInfo | DeviceMesh
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How large floating-point parameters and gradients travel over one axis of the mesh, for slow networks.
+
+    They travel in blocks of ``block`` values with one fp32 scale each, which takes ``1 + 4 / block`` bytes per value.
+    What does not qualify travels as it is: integers, fp64, what is small, and with None everything.
+
+    Args:
+        gather: Of weights. ``"int8"``: 255 equidistant values up to the largest of the block, so that the error is at
+            most 1/254 of that. ``"fp8"`` (e4m3): an error of at most 1/16 of each value itself, and of 1/458,752 of
+            the block's largest for values near 0. Every rank computes with the rounded weights, the same bits on
+            all; shards keep their own precision.
+        reduce: Of gradients, which are summed in fp32.
+        block: Values that share a scale: a multiple of 16.
+        min_bytes: Parameters that are smaller than this, in the dtype in which they are gathered or reduced, travel as
+            they are.
+        error_feedback: Add what rounding took from gradients to those of the next step. On the replicate axis only,
+            where it costs this rank's part of the gradients in fp32, and a share of it: on the shard axis it would
+            cost all of them.
+
+    Raises:
+        ValueError: If a value is out of range.
+        TypeError: If one is not of its type.
+    """
+
+    gather: Literal["int8", "fp8"] | None = None
+    reduce: Literal["int8"] | None = None
+    block: int = 128
+    min_bytes: int = 64 * 1024
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("gather", (None, "int8", "fp8")), ("reduce", (None, "int8"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"Wire: {name}: expected one of {known}, found {getattr(self, name)!r}")
+        for name in ("block", "min_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"Wire: {name}: expected an int, found {value!r}")
+        if not 16 <= self.block <= 65536 or self.block % 16:
+            raise ValueError(f"Wire: block: expected a multiple of 16 up to 65536, found {self.block}")
+        if self.min_bytes < 0:
+            raise ValueError(f"Wire: min_bytes: expected at least 0, found {self.min_bytes}")
+        _check_flags(self, ("error_feedback",))
 
 
 class ShardingStrategy(enum.Enum):

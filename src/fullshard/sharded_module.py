@@ -13,7 +13,10 @@ from torch import nn
 from fullshard.arguments import check_bool
 from fullshard.engine.ownership import nested_units, set_unit, unit_of
 from fullshard.engine.unit import Unit
-from fullshard.errors import FullshardError
+from fullshard.engine.wire import UnitWire
+from fullshard.engine.wire_report import WireReport
+from fullshard.errors import FullshardError, PhaseError
+from fullshard.policy import Wire
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -110,10 +113,52 @@ class ShardedModule(nn.Module):
             raise ValueError(f"set_prefetch_bytes: expected at least 0 bytes, found {budget}")
         unit_at(self).settings.prefetch_bytes = budget
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        schedule = unit_at(self).schedule
+        if schedule is not None:
+            schedule.overlap.gather_again()
+        super()._load_from_state_dict(*args, **kwargs)
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of ``nn.Module``; after a backward that raised, the sharded parameters again."""
         unit_at(self).settle()
         return super().named_parameters(*args, **kwargs)
+
+    def set_wire(self, shard: Wire | None = None, replicate: Wire | None = None, *, recurse: bool = True) -> None:
+        """Have large parameters and gradients travel in fewer bytes than they have, for slow networks.
+
+        Off at first; without arguments, off again. Call it between steps, on all ranks alike. What has travelled is
+        counted from here on, see :meth:`wire_report`.
+
+        Args:
+            shard: How over the axis that parameters are sharded over. None: in full precision.
+            replicate: How over the replicate axis of a 2-D mesh, where nothing is gathered. None: in full precision.
+            recurse: Set all units below as well.
+
+        Raises:
+            TypeError: If one is not a :class:`~fullshard.policy.Wire`.
+            ValueError: If one asks for what its axis does not have, or a unit has custom collectives or a
+                communication hook.
+            FullshardError: If a unit is in the middle of a step, or holds gradients that wait for the replicate axis.
+        """
+        _check_wires(shard, replicate)
+        units = units_at(self, recurse)
+        for unit in units:
+            _check_may_change_wire(unit)
+        for unit in units:
+            wire = None
+            if shard is not None or replicate is not None:
+                wire = UnitWire(shard, replicate)
+                wire.unit = unit.ref
+            unit.settings.collectives.wire = wire
+            unit.reroute()
+
+    def wire_report(self) -> WireReport:
+        """What has travelled since :meth:`set_wire` for this module and all below, and what is rounded or why not.
+
+        On this rank; no communication. ``print`` it for a table.
+        """
+        return WireReport.of(nested_units(self))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         unit = unit_at(self)
@@ -178,6 +223,40 @@ class PendingGradient(NamedTuple):
     partial: torch.Tensor | None
 
 
+def _check_wires(shard: Wire | None, replicate: Wire | None) -> None:
+    for axis, wire in (("shard", shard), ("replicate", replicate)):
+        if wire is not None and not isinstance(wire, Wire):
+            raise TypeError(f"set_wire: {axis}: expected a fullshard.Wire or None, found {type(wire).__name__}")
+    if shard is not None and shard.error_feedback:
+        raise ValueError(
+            "set_wire: shard: expected no error_feedback, found True; it would keep a copy of all full gradients on "
+            "every rank, which is what sharding is there to avoid"
+        )
+    if replicate is not None and replicate.gather is not None:
+        raise ValueError(
+            f"set_wire: replicate: expected gather=None, found {replicate.gather!r}; nothing is gathered over the "
+            "replicate axis, and reduce is how its all-reduce travels"
+        )
+
+
+def _check_may_change_wire(unit: Unit) -> None:
+    name, settings = unit.name or "<root>", unit.settings
+    if settings.comm_hook is not None:
+        raise ValueError(f"set_wire: unit {name!r} has a communication hook, which reduces instead of the wire")
+    if settings.collectives.all_gather is not None or settings.collectives.reduce_scatter is not None:
+        raise ValueError(f"set_wire: unit {name!r} has custom collectives; set those to None first")
+    unit.check_not_summoned("given another wire")
+    if not unit.resting or unit.progress.held:
+        raise PhaseError(
+            f"set_wire: unit {name!r} is in the middle of a step, or held unsharded; call it between steps"
+        )
+    if unit.gradients.partial:
+        raise FullshardError(
+            f"set_wire: unit {name!r} holds gradients that are still to be reduced over the replicate axis; call "
+            "synchronize_gradients() first"
+        )
+
+
 def _changes(fn: Callable[[torch.Tensor], torch.Tensor], parameter: torch.Tensor) -> bool:
     """Whether ``fn`` would move a tensor like the parameter to another dtype or device."""
     before = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
@@ -189,8 +268,13 @@ def _copy_of(unit: Unit, modules: Sequence[nn.Module], memo: dict[int, Any]) -> 
     """The unit of deep copies of a unit's modules; these, with what is below them, are in ``memo`` already."""
     settings = replace(unit.settings, forward_prefetch=[], backward_prefetch=[], lanes=None, post_optim_event=None)
     settings.reduction = replace(settings.reduction)
+    wire = settings.collectives.wire
+    settings.collectives = replace(settings.collectives, wire=None if wire is None else wire.copy())
     policy = unit.policy._replace(form=unit.policy.form.copy_for(memo))
-    return Unit(modules, unit.mesh, [p.copy_for(memo) for p in unit.parameters], policy, settings)
+    made = Unit(modules, unit.mesh, [p.copy_for(memo) for p in unit.parameters], policy, settings)
+    if settings.collectives.wire is not None:
+        settings.collectives.wire.unit = made.ref
+    return made
 
 
 _outside: dict[Callable[..., Any], Callable[..., Any]] = {}

@@ -13,6 +13,7 @@ from fullshard.engine.form import Form
 from fullshard.engine.mesh import ShardMesh
 from fullshard.engine.reduction import ReductionTerms
 from fullshard.engine.storage import Storage
+from fullshard.engine.wire import UnitWire
 from fullshard.memory import Event, Lane, Stream, make_lane
 from fullshard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.transport import AllGather, CustomTransport, Division, HookedTransport, ReduceScatter
@@ -20,7 +21,7 @@ from fullshard.transport import AllGather, CustomTransport, Division, HookedTran
 if TYPE_CHECKING:
     from fullshard.engine.unit import Unit
 
-__all__ = ["Lanes", "ReductionSettings", "UnitPolicy", "UnitSettings"]
+__all__ = ["CollectiveSettings", "Lanes", "ReductionSettings", "UnitPolicy", "UnitSettings"]
 
 
 class UnitPolicy(NamedTuple):
@@ -92,6 +93,15 @@ class ReductionSettings:
 
 
 @dataclass(slots=True)
+class CollectiveSettings:
+    """What gathers and reduces instead of the transports of the mesh."""
+
+    all_gather: AllGather | None = None
+    reduce_scatter: ReduceScatter | None = None
+    wire: UnitWire | None = None  # not together with those, nor with a communication hook
+
+
+@dataclass(slots=True)
 class UnitSettings:
     """What may change between steps."""
 
@@ -102,24 +112,37 @@ class UnitSettings:
     unshard_in_backward: bool = True
     forward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)  # empty: the recorded order
     backward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
+    overlap_optimizer: bool = False  # of the root: see [Note: Overlap with the optimizer]
     prefetch_bytes: int | None = None  # of the root: see Ahead.budget
     backward_order: Literal["before", "after", "none"] = "before"  # of the next unit's gather and this one's backward
     reduction: ReductionSettings = field(default_factory=ReductionSettings)
-    custom_all_gather: AllGather | None = None
-    custom_reduce_scatter: ReduceScatter | None = None
+    collectives: CollectiveSettings = field(default_factory=CollectiveSettings)
     comm_hook: tuple[object, Callable[..., Any]] | None = None  # with its state; reduces instead of the transport
     lanes: Lanes | None = None  # shared with other roots; None: the root's schedule makes its own
     post_optim_event: Event | None = None  # for the next forward of the root only
 
     def communicating(self, mesh: ShardMesh) -> ShardMesh:
-        """``mesh`` with the collectives that the user has set."""
+        """``mesh`` with the collectives that the user has set.
+
+        Raises:
+            ValueError: If a hook was set where there is a wire: the hook is dropped.
+        """
+        custom = self.collectives
+        if self.comm_hook is not None and custom.wire is not None:
+            self.comm_hook = None  # set after the wire, which refuses a hook that is there
+            raise ValueError(
+                "register_comm_hook: expected units that send full precision, found a wire, which reduces by itself; "
+                "call set_wire() without arguments first"
+            )
+        if custom.wire is not None:
+            return custom.wire.on(mesh)
         if self.comm_hook is not None:
             shard, replicas = (
                 None if transport is None else HookedTransport(transport, *self.comm_hook)
                 for transport in (mesh.transport, mesh.replica_transport)
             )
             return mesh.with_transports(shard, replicas)
-        if mesh.transport is None or not (self.custom_all_gather or self.custom_reduce_scatter):
+        if mesh.transport is None or not (custom.all_gather or custom.reduce_scatter):
             return mesh
-        custom = CustomTransport(mesh.transport, self.custom_all_gather, self.custom_reduce_scatter)
-        return mesh.with_transports(custom, mesh.replica_transport)
+        transport = CustomTransport(mesh.transport, custom.all_gather, custom.reduce_scatter)
+        return mesh.with_transports(transport, mesh.replica_transport)

@@ -23,6 +23,7 @@ else:
     import tomli as tomllib
 
 DEVICES = ("auto", "cpu", "cuda")
+WIRES = ("none", "int8", "fp8")
 VOCABULARY = 256  # a token is a byte
 CHECKPOINTS_PER_RUN = 20  # unless the user says how often
 LEAST_INTERVAL = 10  # steps, likewise: a short run is repeated sooner than saved
@@ -153,6 +154,8 @@ class TrainConfig:
         ranks: number of ranks; 0 means one per GPU, or two without GPUs.
         device: "cpu", "cuda" or "auto".
         seed: decides split, starting weights, batches and generated text.
+        wire: how weights travel between ranks: "none" in full precision, "int8" or "fp8" in blocks; then gradients
+            travel as int8 blocks.
         model: the model's size.
         training: how it is trained.
         evaluation: how it is judged.
@@ -164,6 +167,7 @@ class TrainConfig:
     ranks: int = 0
     device: str = "auto"
     seed: int = 0
+    wire: str = "none"
     model: GPTConfig = field(default_factory=GPTConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -173,6 +177,8 @@ class TrainConfig:
         _at_least(self, ranks=0, seed=0)
         if self.device not in DEVICES:
             raise ConfigError(f"device must be one of {', '.join(DEVICES)}, found {self.device!r}")
+        if self.wire not in WIRES:
+            raise ConfigError(f"wire must be one of {', '.join(WIRES)}, found {self.wire!r}")
 
     def with_options(self, options: Mapping[str, Any]) -> TrainConfig:
         """This config with some fields replaced, each named as if there were no sections.

@@ -148,6 +148,8 @@ class Transport:
     direct_bytes: int
     # Units that are no larger than this when gathered travel with a neighbour.
     tiny_bytes: int = 64 * 1024
+    # Whether an all-reduce sends all its messages when it is launched, and none when it is waited for.
+    sums_at_once: bool = True
     # Whether a user's function reduces: it divides by itself, and is given nothing but gradients.
     hooked: bool = False
 

@@ -86,6 +86,11 @@ class GlooTransport(Transport):
         ]
         return [*sums, *exchange.sends]
 
+    @property
+    def sums_at_once(self) -> bool:  # type: ignore[override]
+        """See [Note: All-reduce over gloo]."""
+        return self.world_size == 2
+
     def _all_reduce(self, parcels: Sequence[Parcel]) -> Sequence[Work]:
         """[Note: All-reduce over gloo]
 
