@@ -2,6 +2,7 @@
 
 from fullshard.checkpoint import async_save, export_safetensors, full_tensors, load, load_safetensors, save
 from fullshard.engine.flat_parameter import FlatParameter
+from fullshard.engine.wire_report import WireReport
 from fullshard.errors import (
     CheckpointError,
     FullshardError,
@@ -19,6 +20,8 @@ from fullshard.fsdp_module import (
 )
 from fullshard.fully_shard import fully_shard, replicate
 from fullshard.grad_scaler import ShardedGradScaler
+from fullshard.memory import keep_freed_memory
+from fullshard.optim import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from fullshard.policy import (
     BackwardPrefetch,
     CPUOffload,
@@ -31,6 +34,7 @@ from fullshard.policy import (
     OffloadPolicy,
     ShardingStrategy,
     ShardPlacementResult,
+    Wire,
 )
 from fullshard.sharded_module import PendingGradient
 from fullshard.state_dict_types import (
@@ -88,10 +92,16 @@ __all__ = [
     "TiedParameterError",
     "UnmaterializedParameterError",
     "UnshardHandle",
+    "Wire",
+    "WireReport",
     "async_save",
+    "clip_grad_norm_",
+    "clip_grads_with_norm_",
     "export_safetensors",
     "full_tensors",
     "fully_shard",
+    "get_total_norm",
+    "keep_freed_memory",
     "load",
     "load_safetensors",
     "register_fsdp_forward_method",

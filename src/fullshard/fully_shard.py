@@ -23,7 +23,7 @@ from fullshard.engine.ownership import claim_parameters, managed_modules, set_un
 from fullshard.engine.settings import UnitPolicy, UnitSettings
 from fullshard.engine.unit import Unit
 from fullshard.fsdp_module import FSDPModule, ReplicateModule, become, sharded_class
-from fullshard.memory import keep_freed_memory
+from fullshard.memory import keep_freed_memory_by_default
 from fullshard.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.sharded_module import note_inside
 from fullshard.torch_state_dict import install as install_torch_functions
@@ -230,7 +230,7 @@ def _make_unit(
     ignored = ignored_parameters(api, ignored_params)
     check_parameters(api, modules, ignored)
     if ranks.device.type == "cpu":
-        keep_freed_memory()
+        keep_freed_memory_by_default()
     for _, submodule in managed_modules(modules):
         for name, buffer in submodule._buffers.items():
             if buffer is not None and buffer.device.type not in (ranks.device.type, "meta"):

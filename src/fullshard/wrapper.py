@@ -22,7 +22,7 @@ from fullshard.engine.ownership import claim_parameters, managed_modules, nested
 from fullshard.engine.settings import UnitPolicy
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError, PhaseError
-from fullshard.memory import KEPT_FLAT_BLOCK_BYTES, keep_freed_memory
+from fullshard.memory import keep_freed_memory_by_default
 from fullshard.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fullshard.sharded_module import ShardedModule, note_inside, outside_graph, unit_at
 from fullshard.wrap import Policy, PolicyFunction
@@ -173,7 +173,7 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
         if options.sync_module_states:
             sync_states(managed, ignored, [p for p in dict.fromkeys(_all_parameters(module)) if p in lifted], mesh)
         if mesh.device.type == "cpu":
-            keep_freed_memory(KEPT_FLAT_BLOCK_BYTES)
+            keep_freed_memory_by_default()
         for submodule in managed:
             for name, buffer in submodule._buffers.items():
                 if buffer is not None and buffer.device != mesh.device:
@@ -277,8 +277,8 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
             norm_type: p of the p-norm; ``float("inf")``: the largest element.
 
         Returns:
-            The norm before scaling, 0-D, in the dtype that the gradients' dtypes promote to. The same on all ranks, if
-            gradients of ignored parameters are.
+            The norm before scaling, 0-D, in the dtype that the gradients' dtypes promote to. The same on all ranks. See
+            :func:`fullshard.clip_grad_norm_`, which does the work.
         """
         self._finish_reductions()
         return clip_gradients(self, float(max_norm), float(norm_type))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -128,6 +129,20 @@ def batch(rank: int, step: int, *shape: int) -> torch.Tensor:
 def tokens(rank: int, step: int, *shape: int, below: int = 13) -> torch.Tensor:
     """Token ids that depend on ``rank`` and ``step`` only."""
     return torch.randint(below, shape, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def packed_numel(*pieces: int, dtype: torch.dtype = torch.float32) -> int:
+    """Elements that a rank adds to a packed message of pieces of these sizes.
+
+    Each piece starts at a multiple of the power of two that it fills, but of no more than 64 bytes, and the end is
+    rounded up to 16 bytes.
+    """
+    end = 0
+    for numel in pieces:
+        step = min(64 // dtype.itemsize, 2 ** math.ceil(math.log2(numel)))
+        end = -(-end // step) * step + numel
+    step = 16 // dtype.itemsize
+    return -(-end // step) * step
 
 
 def square_loss(step: int = 0, *shape: int) -> LossOf:

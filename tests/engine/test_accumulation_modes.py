@@ -23,7 +23,7 @@ CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
 BF16, F32 = torch.bfloat16, torch.float32
 WIDTH, COUNT = 128, 3
 NUMEL = WIDTH * WIDTH + WIDTH  # of one layer; every rank's rows of it are a multiple of 64 bytes
-PRESENCE = 16  # fp32 numbers beside each rank's rows: one per parameter, padded to 64 bytes
+PRESENCE = 4  # fp32 numbers beside each rank's rows: one per parameter, padded to 16 bytes
 
 
 def flat_or_hybrid(rank: Rank) -> list[DeviceMesh]:

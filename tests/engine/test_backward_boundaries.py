@@ -446,7 +446,7 @@ def checkpointed(form: str, rank: Rank) -> tuple[nn.Module, nn.Module]:
             block.checkpointed = kind == "reentrant"
         elif where == "wrapped":
             block = model.blocks[index] = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl[kind.upper()])
-        fully_shard(block, mesh=rank.mesh)
+        fully_shard(block, mesh=rank.mesh, reshard_after_forward=True)
     if where == "outside":
         model.checkpointed = kind == "reentrant"
     fully_shard(model, mesh=rank.mesh)
@@ -514,7 +514,7 @@ def compare_compiled(rank: Rank, how: str, backend: str, depth: int = 2) -> None
     for block in model.blocks:
         if how == "before":
             block.compile(backend=backend)
-        fully_shard(block, mesh=rank.mesh)
+        fully_shard(block, mesh=rank.mesh, reshard_after_forward=True)
         if how == "after":
             block.compile(backend=backend)
     fully_shard(model, mesh=rank.mesh)

@@ -19,9 +19,11 @@ from models import (
     assert_at_rest,
     batch,
     gathered,
+    packed_numel,
     reference_backward,
     shard_blocks,
     square_loss,
+    tiny_units,
     with_reference,
 )
 from ranks import Rank, on_ranks
@@ -37,12 +39,13 @@ def units(collectives: list[Collective], kind: str) -> list[str]:
 @on_ranks(2, 4)
 @pytest.mark.parametrize(
     ("setting", "gathered_in_backward"),
-    [(True, ["", "blocks.2", "blocks.1", "blocks.0"]), (None, ["blocks.2", "blocks.1", "blocks.0"]), (False, [])],
+    [(True, ["", "blocks.2", "blocks.1", "blocks.0"]), (None, ["blocks.1", "blocks.0"]), (False, [])],
     ids=["reshard", "default", "keep"],
 )
 def test_order_of_a_step(rank: Rank, setting: Any, gathered_in_backward: list[str]) -> None:
     """Forward gathers root and blocks in order, backward the freed ones in reverse, and each reduces once."""
-    model = shard_blocks(Stack(), rank, reshard_after_forward=setting)
+    with tiny_units():
+        model = shard_blocks(Stack(), rank, reshard_after_forward=setting)
     for step in range(3):
         with record() as forward:
             loss = square_loss(step)(model, rank.rank)
@@ -73,25 +76,19 @@ def test_setting_can_change_between_steps(rank: Rank) -> None:
     assert units(backward, "gather") == ["", "blocks.2", "blocks.0"]
 
 
-def rounded(numel: int, dtype: torch.dtype = torch.float32) -> int:
-    """``numel`` rounded up to 64 bytes."""
-    multiple = 64 // dtype.itemsize
-    return -(-numel // multiple) * multiple
-
-
 @on_ranks(2, 4)
 def test_small_parameters_share_one_message(rank: Rank) -> None:
     """A unit of small parameters makes one message per gather and one per reduction, of predictable size."""
     size = rank.world_size
-    model = shard_blocks(Stack(depth=1), rank)
+    model = shard_blocks(Stack(depth=1), rank, reshard_after_forward=True)
     with record() as seen:
         square_loss()(model, rank.rank).backward()
     shapes = [tuple(p.shape) for p in model.blocks[0].parameters()]
     assert shapes == [(12, 6), (12,), (6, 12), (6,)]
-    piece = sum(rounded(-(-rows // size) * (rest[0] if rest else 1)) for rows, *rest in shapes)
-    presence = rounded(len(shapes))  # which of the parameters had a gradient
+    pieces = [-(-rows // size) * (rest[0] if rest else 1) for rows, *rest in shapes]
+    piece = packed_numel(*pieces)
     gather = Collective("gather", "blocks.0", torch.float32, piece * size, piece * 4 * (size - 1), launch=0)
-    sent = piece + presence
+    sent = packed_numel(*pieces, len(shapes))  # with one number for each: whether it had a gradient
     reduce = Collective("reduce", "blocks.0", torch.float32, sent * size, sent * 4 * (size - 1), launch=0)
     of_block = [replace(c, launch=0) for c in seen if c.unit == "blocks.0"]
     assert of_block == [gather, gather, reduce]
@@ -105,8 +102,8 @@ def test_large_parameters_travel_on_their_own(rank: Rank) -> None:
     fully_shard(model, mesh=rank.mesh)
     with record() as seen:
         model(batch(0, 0, 2, 16)).sum().backward()
-    bias = rounded(rows // 2)
-    message = bias + rounded(2)  # with the presence of weight and bias
+    bias = rows // 2
+    message = packed_numel(bias, 2)  # with the presence of weight and bias
     assert [(c.kind, c.numel) for c in seen] == [
         ("gather", rows * 16),
         ("gather", bias * 2),
@@ -130,7 +127,7 @@ def test_each_dtype_travels_as_it_is(rank: Rank) -> None:
         (kind, dtype) for kind in ("gather", "gather", "reduce") for dtype in dtypes
     ]
     assert [c.nbytes for c in seen if c.kind == "gather"][:2] == [
-        (rounded(18, dtype) + rounded(3, dtype)) * dtype.itemsize for dtype in dtypes
+        packed_numel(18, 3, dtype=dtype) * dtype.itemsize for dtype in dtypes
     ]
 
 
@@ -140,13 +137,14 @@ def test_frozen_units_do_not_reduce(rank: Rank) -> None:
     model = Stack()
     model.blocks[1].requires_grad_(False)
     model.blocks[2].up.requires_grad_(False)
-    shard_blocks(model, rank)
+    with tiny_units():
+        shard_blocks(model, rank)
     with record() as seen:
         square_loss()(model, rank.rank).backward()
     assert units(seen, "reduce") == ["blocks.2", "blocks.0", ""]
-    assert units(seen, "gather") == ["", *BLOCKS, "blocks.2", "blocks.1", "blocks.0"]
+    assert units(seen, "gather") == ["", *BLOCKS, "blocks.1", "blocks.0"]
     (reduced,) = [c for c in seen if c.kind == "reduce" and c.unit == "blocks.2"]
-    assert reduced.numel == 2 * (rounded(3 * 12) + rounded(3) + rounded(2))
+    assert reduced.numel == 2 * packed_numel(3 * 12, 3, 2)
 
 
 @on_ranks(2)

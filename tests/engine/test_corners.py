@@ -7,6 +7,7 @@ import copy
 import gc
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
@@ -14,6 +15,7 @@ from compare import assert_close, assert_models_equal
 from fullshard import fully_shard, register_fsdp_forward_method
 from fullshard.engine.ownership import unit_of
 from fullshard.transport import record
+from models import tiny_units
 from ranks import Rank, RankPool, on_ranks
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -72,9 +74,10 @@ def test_gradient_taken_inside_a_forward(rank: Rank) -> None:
 @on_ranks(2)
 def test_another_optimizer_on_one_rank_changes_nothing(rank: Rank) -> None:
     """Steps of an optimizer that holds none of our parameters, on one rank only, do not change what is gathered."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    fully_shard(model[0], mesh=rank.mesh)
-    fully_shard(model, mesh=rank.mesh)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    with tiny_units():
+        for unit in (model[0], model[1], model):
+            fully_shard(unit, mesh=rank.mesh)
     other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     for _ in range(2):
         with record() as seen:
@@ -83,16 +86,16 @@ def test_another_optimizer_on_one_rank_changes_nothing(rank: Rank) -> None:
                 other.param_groups[0]["params"][0].grad = torch.ones(2)
                 other.step()
             output.sum().backward()
-    assert sum(c.kind == "gather" for c in seen) == 3
+    assert [c.unit for c in seen if c.kind == "gather"] == ["", "0", "1", "0"]
 
 
 @on_ranks(2)
-def test_optimizer_in_backward_keeps_what_was_gathered_ahead(rank: Rank) -> None:
-    """Stepping a unit's optimizer during backward does not gather other units twice."""
+@pytest.mark.parametrize(("setting", "gathers"), [(True, 10), (None, 5)])
+def test_optimizer_in_backward_keeps_what_was_gathered_ahead(rank: Rank, setting: bool | None, gathers: int) -> None:
+    """Stepping a unit's optimizer during backward does not gather other units twice, or those that were kept again."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
-    for layer in model:
-        fully_shard(layer, mesh=rank.mesh)
-    fully_shard(model, mesh=rank.mesh)
+    for layer in (*model, model):
+        fully_shard(layer, mesh=rank.mesh, reshard_after_forward=setting)
     optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
 
     def step(parameter: nn.Parameter) -> None:
@@ -104,7 +107,7 @@ def test_optimizer_in_backward_keeps_what_was_gathered_ahead(rank: Rank) -> None
     for _ in range(2):
         with record() as seen:
             model(torch.ones(3, 4)).sum().backward()
-    assert sum(c.kind == "gather" for c in seen) == 10
+    assert sum(c.kind == "gather" for c in seen) == gathers
 
 
 @on_ranks(1, 2)

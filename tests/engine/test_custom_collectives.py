@@ -31,7 +31,7 @@ from user_collectives import (
 import fullshard
 from compare import assert_equal, assert_models_equal
 from fullshard import FullshardError, MixedPrecisionPolicy, fully_shard
-from models import assert_at_rest, batch, reference_backward
+from models import assert_at_rest, batch, reference_backward, tiny_units
 from ranks import Rank, RankPool, on_ranks
 
 
@@ -41,16 +41,15 @@ from ranks import Rank, RankPool, on_ranks
 def test_custom_collectives(rank: Rank, dim: int, done: bool) -> None:
     """Each unit's gathers and reductions are one call each, in the user's memory, with the same values."""
     reference = build(dim)
-    model = shard(copy.deepcopy(reference), rank.mesh)
+    model = shard(copy.deepcopy(reference), rank.mesh, reshard_after_forward=True)
     comms = [(Gather(done), Scatter(done)) for _ in units(model)]
     for unit, (gather, scatter) in zip(units(model), comms, strict=True):
         unit.set_custom_all_gather(gather)
         unit.set_custom_reduce_scatter(scatter)
     check_training(model, reference, rank, dim, steps=2)
     assert_at_rest(model)
-    for index, (gather, scatter) in enumerate(comms):
-        assert len(gather.called) == (2 if index == 0 else 4), "per step: forward, and backward for all but the root"
-        assert len(scatter.called) == 2
+    for gather, scatter in comms:
+        assert len(gather.called) == 4 and len(scatter.called) == 2, "per step: forward and backward; backward"
         for comm in (gather, scatter):
             assert [(numel, dtype) for numel, dtype, _ in comm.called] == comm.allocated
             assert comm.groups == {tuple(range(rank.world_size))}
@@ -63,12 +62,14 @@ def test_subclasses(rank: Rank, which: str) -> None:
     """Objects of our abstract classes, and of PyTorch's, serve alike."""
     gather, scatter = (OurGather(), OurScatter()) if which == "ours" else torchs_classes()
     reference = build()
-    model = shard(copy.deepcopy(reference), rank.mesh)
+    with tiny_units():
+        model = shard(copy.deepcopy(reference), rank.mesh)
     for unit in units(model):
         unit.set_custom_all_gather(gather)
         unit.set_custom_reduce_scatter(scatter)
     check_training(model, reference, rank)
-    assert len(gather.plain.called) == 3 * 7 and len(scatter.plain.called) == 3 * 4
+    # All units in forward, in backward all but the root and what ran last.
+    assert len(gather.plain.called) == 3 * (4 + 2) and len(scatter.plain.called) == 3 * 4
 
 
 def test_abstract_classes() -> None:
@@ -82,7 +83,8 @@ def test_abstract_classes() -> None:
 def test_one_of_the_two(rank: Rank) -> None:
     """A custom gather leaves reductions alone, and the other way round; other units stay as they are."""
     reference = build()
-    model = shard(copy.deepcopy(reference), rank.mesh)
+    with tiny_units():
+        model = shard(copy.deepcopy(reference), rank.mesh)
     gather, scatter = Gather(), Scatter()
     model.blocks[0].set_custom_all_gather(gather)
     model.blocks[1].set_custom_reduce_scatter(scatter)
@@ -94,7 +96,8 @@ def test_one_of_the_two(rank: Rank) -> None:
 def test_set_after_the_first_step_and_removed(rank: Rank) -> None:
     """They can be set, replaced and (None) removed between steps; optimizers and gradients go on."""
     reference = build()
-    model = shard(copy.deepcopy(reference), rank.mesh)
+    with tiny_units():
+        model = shard(copy.deepcopy(reference), rank.mesh)
     first, second, scatter = Gather(), Gather(), Scatter()
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.02) for m in (model, reference)]
     changes: list[Callable[[], None]] = [

@@ -218,7 +218,7 @@ def test_packed_bytes_travel(rank: Rank, kind: Any) -> None:
 @pytest.mark.parametrize(("kind", "itemsize"), [(RoundedWeight, 2), (ScaledWeight, 1)])
 def test_cast_bytes_travel(rank: Rank, kind: Any, itemsize: int) -> None:
     """Gathers move the low precision, reductions the gradients' own."""
-    model, _ = cast_pair(kind, rank, 256, 512, 256)
+    model, _ = cast_pair(kind, rank, 256, 512, 256, reshard_after_forward=True)
     with record() as collectives:
         square_loss(0, 4, 256)(model, rank.rank).backward()
     weights, biases = 2 * 256 * 512 // 2, (512 + 256) // 2  # elements that this rank receives
@@ -298,7 +298,7 @@ def test_inner_tensors_are_freed(rank: Rank) -> None:
 @on_ranks(2)
 def test_what_is_put_on_the_local_tensor_is_seen(rank: Rank) -> None:
     """The gather asks the very object that ``weight._local_tensor`` is, so that scales may be left on it."""
-    model, reference = cast_pair(RoundedWeight, rank, 16, 32, 16)
+    model, reference = cast_pair(RoundedWeight, rank, 16, 32, 16, reshard_after_forward=True)
     ours, theirs = (torch.optim.Adam(m.parameters()) for m in (model, reference))
     for step in range(3):
         for layer in model.layers:
@@ -375,7 +375,7 @@ def test_methods_set_on_plain_tensors_before_the_first_forward(rank: Rank) -> No
     reference = Mlp(16, 32, 16)
     with torch.device("meta"):
         model = Mlp(16, 32, 16)
-    shard_layers(model, rank.mesh)
+    shard_layers(model, rank.mesh, reshard_after_forward=True)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), reference.parameters(), strict=True):

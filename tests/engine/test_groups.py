@@ -191,7 +191,7 @@ def test_members_inside_others_and_twice(rank: Rank) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("setting", [True, None, False], ids=["reshard", "default", "keep"])
 def test_one_gather_and_one_reduction(rank: Rank, setting: bool | None) -> None:
-    """A group is gathered once forward, once backward unless it is kept, and reduced once."""
+    """A group is gathered once forward, once backward unless it is kept (as what runs last is), and reduced once."""
     model = grouped(rank, Language(), reshard_after_forward=setting)
     for step in range(3):
         forward, loss = count(model, lambda step=step: loss_at(step)(model, rank.rank))
@@ -200,7 +200,7 @@ def test_one_gather_and_one_reduction(rank: Rank, setting: bool | None) -> None:
         assert forward == Counter(f"gather {name}" for name in ["", *blocks, "norm"])
         expected = Counter(f"reduce {name}" for name in ["", *blocks, "norm"])
         if setting is not False:
-            expected.update(f"gather {name}" for name in [*([""] if setting else []), *blocks, "norm"])
+            expected.update(f"gather {name}" for name in [*blocks, *(["", "norm"] if setting else [])])
         assert backward == expected
         assert_at_rest(model)
 

@@ -199,7 +199,7 @@ def test_bytes_on_the_wire(rank: Rank, dtype: torch.dtype) -> None:
     fully_shard(model, mesh=rank.mesh, mp_policy=MixedPrecisionPolicy(dtype, F32))
     with record() as seen:
         model(batch(rank.rank, 0, 4, 128)).sum().backward()
-    elements, presence = 128 * 128 + 128, 64 // F32.itemsize
+    elements, presence = 128 * 128 + 128, 16 // F32.itemsize  # two numbers, padded to 16 bytes
     n = rank.world_size
     gathered = sum(c.nbytes for c in seen if c.kind == "gather")
     reduced = sum(c.nbytes for c in seen if c.kind == "reduce")
@@ -252,6 +252,31 @@ def test_microbatches_add_up_in_the_reduce_dtype(rank: Rank, policy: MixedPrecis
     accumulate(model, [1.0, 1.0, 1.0])
     assert_equal(model.weight.grad.full_tensor(), torch.full((4,), expected), "gradient")
     assert model.late.grad is None
+
+
+class Calls(nn.Module):
+    """Calls a unit once per value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Scale()
+
+    def forward(self, *values: float) -> torch.Tensor:
+        return sum((self.scale(torch.full((4,), value)).float() for value in values), torch.zeros(4)).sum()
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("setting", [True, None], ids=["reshard", "default"])
+def test_calls_before_one_backward_add_up_in_the_reduce_dtype(rank: Rank, setting: bool | None) -> None:
+    """256 + 1 is 257 in every step, of two calls in one forward and of two forwards; in bf16 it would stay 256."""
+    model = Calls()
+    for module in (model.scale, model):
+        fully_shard(module, mesh=rank.mesh, mp_policy=FP32_REDUCE, reshard_after_forward=setting)
+    losses = (lambda: model(256.0, 1.0), lambda: model(256.0) + model(1.0), lambda: model(1.0, 256.0))
+    for loss in losses:
+        model.zero_grad()
+        loss().backward()
+        assert_equal(model.scale.weight.grad.full_tensor(), torch.full((4,), 257.0), "gradient")
 
 
 @on_ranks(2)

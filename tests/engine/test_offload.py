@@ -301,7 +301,8 @@ class Copies(TorchDispatchMode):
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16_FP32], ids=["fp32", "bf16-fp32"])
 def test_one_copy_each_way(rank: Rank, policy: MixedPrecisionPolicy) -> None:
     """A gather reads a bucket's shard buffer once, whole; a reduction writes each gradient to host memory once."""
-    model, _ = offloaded(rank, "beside", nn.Sequential(nn.Linear(128, 128)), mp_policy=policy)
+    layer = nn.Sequential(nn.Linear(128, 128))
+    model, _ = offloaded(rank, "beside", layer, mp_policy=policy, reshard_after_forward=True)
     bucket = unit_of(model[0]).buckets[0]
     shard, numel = bucket.shard_buffer.untyped_storage().data_ptr(), bucket.layout.shard_numel
     for step in range(2):

@@ -163,7 +163,7 @@ def test_dataclass_of_activations_between_units(rank: Rank) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Step(), Step(), Step())
     for step in model:
-        fully_shard(step, mesh=rank.mesh, mp_policy=POLICY)
+        fully_shard(step, mesh=rank.mesh, mp_policy=POLICY, reshard_after_forward=True)
     fully_shard(model, mesh=rank.mesh, mp_policy=replace_output(POLICY, F32))
     x = batch(0, 0, 4, 6)
     output = model(Activations(x, Frozen(x), torch.arange(4)))
@@ -325,7 +325,7 @@ def run(
     if change is not None and not after:
         change(model)
     for block in model.blocks:
-        fully_shard(block, mesh=rank.mesh, mp_policy=policy)
+        fully_shard(block, mesh=rank.mesh, mp_policy=policy, reshard_after_forward=True)
     if change is not None and after:
         change(model)
     fully_shard(model, mesh=rank.mesh)

@@ -25,7 +25,7 @@ from fullshard import (
 )
 from fullshard.engine.ownership import nested_units
 from fullshard.transport import GlooTransport, record
-from models import Branch, Language, Stack, batch, reference_backward, square_loss, tokens
+from models import Branch, Language, Stack, batch, packed_numel, reference_backward, square_loss, tokens
 from ranks import Rank, on_ranks
 
 CLOSE: dict[str, float] = {"rtol": 2e-5, "atol": 1e-6}
@@ -307,8 +307,8 @@ def test_messages(rank: Rank) -> None:
         GlooTransport.tiny_bytes = before
     sizes = {c.unit: c.numel for c in backward}
     for unit in nested_units(model):
-        aligned = [-(-p.numel() // 16) * 16 for p in _own(unit)]
-        assert sizes[unit.name] == sum(aligned) + 16, unit.name  # one presence number each fit into 64 bytes
+        numels = [p.numel() for p in _own(unit)]
+        assert sizes[unit.name] == packed_numel(*numels, len(numels)), unit.name  # and one presence number each
     for c in backward:
         assert c.dtype is torch.float32
         assert c.nbytes == 2 * c.numel * 4 * (rank.world_size - 1) // rank.world_size
@@ -325,7 +325,7 @@ def test_large_gradients_travel_from_where_they_are(rank: Rank) -> None:
     model = replicate(nn.Linear(16, rows), mesh=rank.mesh)
     with record() as seen:
         model(batch(rank.rank, 0, 2, 16)).sum().backward()
-    assert sorted(c.numel for c in seen) == [rows + 16, rows * 16]
+    assert sorted(c.numel for c in seen) == [packed_numel(rows, 2), rows * 16]
 
 
 @on_ranks(1)

@@ -258,7 +258,7 @@ def test_extension_whose_sizes_change(rank: Rank, when: str) -> None:
     torch.manual_seed(4)
     model = with_cast_weights(Mlp(8, 8, 8), Growing)
     for layer in (*model.layers, model):
-        fully_shard(layer, mesh=rank.mesh)
+        fully_shard(layer, mesh=rank.mesh, reshard_after_forward=True)
     x = batch(rank.rank, 0, 4, 8)
     expected = model(x).detach()
     local = model.layers[1].weight._local_tensor

@@ -73,7 +73,7 @@ def build(rank: Rank, depth: int = 3, **settings: Any) -> tuple[nn.Module, Event
 FORWARD = "Gr G0 G1 F0 G2 F1 F2"
 BACKWARD = {
     True: "Gr G2 G1 B2 R2 G0 B1 R1 B0 R0 Bf Rr",
-    None: "G2 G1 B2 R2 G0 B1 R1 B0 R0 Bf Rr",
+    None: "G1 B2 R2 G0 B1 R1 B0 R0 Bf Rr",
     False: "B2 R2 B1 R1 B0 R0 Bf Rr",
 }
 
@@ -105,7 +105,8 @@ def test_order_is_recorded(rank: Rank) -> None:
     second = step()
     assert first[0] == "Gr G0 G2 F2 F0 G1 F1"
     assert second[0] == "Gr G2 G0 F2 G1 F0 F1"
-    assert first[1] == second[1] == "G1 G0 B1 R1 G2 B0 R0 B2 R2 Bf Rr"
+    assert first[1] == "G1 G0 B1 R1 B0 R0 B2 R2 Bf Rr"  # block 2 was thought to be the last, and kept
+    assert second[1] == "G0 B1 R1 G2 B0 R0 B2 R2 Bf Rr"
     order[:] = [0, 2]
     step()
     assert step()[0] == "Gr G0 G2 F0 F2"
@@ -116,8 +117,8 @@ def test_order_is_recorded(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("depth", "forward", "backward"),
     [
-        (1, "Gr G0 G1 F0 G2 F1 G3 F2 F3", "G3 G2 B3 R3 G1 B2 R2 G0 B1 R1 B0 R0 Bf Rr"),
-        (2, "Gr G0 G1 G2 F0 G3 F1 F2 F3", "G3 G2 G1 B3 R3 G0 B2 R2 B1 R1 B0 R0 Bf Rr"),
+        (1, "Gr G0 G1 F0 G2 F1 G3 F2 F3", "G2 B3 R3 G1 B2 R2 G0 B1 R1 B0 R0 Bf Rr"),
+        (2, "Gr G0 G1 G2 F0 G3 F1 F2 F3", "G2 G1 B3 R3 G0 B2 R2 B1 R1 B0 R0 Bf Rr"),
     ],
 )
 def test_listed_prefetch(rank: Rank, depth: int, forward: str, backward: str) -> None:
@@ -185,7 +186,7 @@ def test_checkpoint_around_the_unit(rank: Rank) -> None:
     for step in range(2):
         forward, backward = run_step(model, events, rank, step)
         assert forward == FORWARD
-        assert backward == "G2 G1 B2 F2 R2 G0 B1 F1 R1 B0 F0 R0 Bf Rr"
+        assert backward == "G1 B2 F2 R2 G0 B1 F1 R1 B0 F0 R0 Bf Rr"
 
 
 class Groups(nn.Module):
@@ -208,7 +209,7 @@ class Groups(nn.Module):
 
 @on_ranks(2)
 def test_nested_checkpoints_gather_once(rank: Rank) -> None:
-    """With checkpoints nested around and inside units each unit is gathered once forward and once backward."""
+    """With checkpoints around and inside units each is gathered once forward and, but for the last, once backward."""
     events = Events()
     with tiny_units(up_to=0):
         model, reference = with_reference(Groups(Events()), rank)
@@ -228,7 +229,7 @@ def test_nested_checkpoints_gather_once(rank: Rank) -> None:
         backward = short(events).split()
         reference_backward(reference, rank.world_size, loss_of)
         assert [e for e in forward if e[0] == "G"] == ["G0", "G1", "G2", "G3"]
-        assert sorted(e for e in backward if e[0] == "G") == ["G0", "G1", "G2", "G3"]
+        assert sorted(e for e in backward if e[0] == "G") == ["G0", "G1", "G2"]
         assert [e for e in backward if e[0] == "R"] == ["R3", "R2", "R1", "R0"]
         assert_at_rest(model)
     assert_models_equal(model, reference, grads=True, **CLOSE)
@@ -341,11 +342,11 @@ def test_unit_without_parameters(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("budget", "forward", "backward"),
     [
-        (None, "Gr G0 G1 F0 G2 F1 G3 F2 F3", "G3 G2 B3 R3 G1 B2 R2 G0 B1 R1 B0 R0 Bf Rr"),
+        (None, "Gr G0 G1 F0 G2 F1 G3 F2 F3", "G2 B3 R3 G1 B2 R2 G0 B1 R1 B0 R0 Bf Rr"),
         (0, "Gr G0 F0 G1 F1 G2 F2 G3 F3", "G3 B3 R3 G2 B2 R2 G1 B1 R1 G0 B0 R0 Bf Rr"),
-        (0.5, "Gr G0 G1 F0 G2 F1 G3 F2 F3", "G3 G2 B3 R3 G1 B2 R2 G0 B1 R1 B0 R0 Bf Rr"),
-        (2, "Gr G0 G1 G2 F0 G3 F1 F2 F3", "G3 G2 G1 B3 R3 G0 B2 R2 B1 R1 B0 R0 Bf Rr"),
-        (9, "Gr G0 G1 G2 G3 F0 F1 F2 F3", "G3 G2 G1 G0 B3 R3 B2 R2 B1 R1 B0 R0 Bf Rr"),
+        (0.5, "Gr G0 G1 F0 G2 F1 G3 F2 F3", "G2 B3 R3 G1 B2 R2 G0 B1 R1 B0 R0 Bf Rr"),
+        (2, "Gr G0 G1 G2 F0 G3 F1 F2 F3", "G1 G0 B3 R3 B2 R2 B1 R1 B0 R0 Bf Rr"),
+        (9, "Gr G0 G1 G2 G3 F0 F1 F2 F3", "B3 R3 B2 R2 B1 R1 B0 R0 Bf Rr"),
     ],
 )
 def test_prefetch_within_a_budget(rank: Rank, budget: float | None, forward: str, backward: str) -> None:
@@ -372,7 +373,7 @@ def test_budget_counts_bytes(rank: Rank) -> None:
     for step in range(2):
         forward, backward = run_step(model, events, rank, step)
         assert forward == "Gr G0 G1 F0 G2 F1 G3 F2 F3"
-        assert backward == "G3 G2 B3 R3 G1 G0 B2 R2 B1 R1 B0 R0 Bf Rr"
+        assert backward == "G2 B3 R3 G1 G0 B2 R2 B1 R1 B0 R0 Bf Rr"
 
 
 @on_ranks(2)

@@ -245,7 +245,7 @@ def test_accumulation_sharded_and_partly_reduced(rank: Rank) -> None:
 def test_activation_checkpointing(rank: Rank, style: str, shape: tuple[int, ...]) -> None:
     """Recomputing the layers in backward changes nothing."""
     names = TWO if len(shape) == 2 else THREE
-    training = Training(rank.make_mesh(*shape, names=names), style)
+    training = Training(rank.make_mesh(*shape, names=names), style, reshard_after_forward=True)
     for layer in training.model.layers:
         layer.checkpointed = True
     training.run(3)

@@ -174,7 +174,7 @@ def test_float8_all_gather_trains(rank: Rank, precomputed: bool, reshard_after_f
 @on_ranks(2, 4)
 def test_float8_bytes_travel(rank: Rank) -> None:
     """A gather moves one byte per element of the weights, a reduction four."""
-    model = shard(float8_model(), rank.mesh)
+    model = shard(float8_model(), rank.mesh, reshard_after_forward=True)
     with record() as collectives:
         square_loss(0, 16, 32)(model, rank.rank).backward()
     share = (rank.world_size - 1) / rank.world_size

@@ -19,10 +19,11 @@ class Ahead:
     """See [Note: Order and prefetch]. Says what to gather: units that belong in one launch, launch by launch."""
 
     budget: int | None  # bytes of full parameters that may be ahead; None: one unit
+    turn: set[weakref.ref[Unit]] | None  # the units that come first in backward; None: not known yet
     _units: dict[int, weakref.ref[Unit]]  # by id: gathered but not used yet
 
     def __init__(self) -> None:
-        self._units, self.budget = {}, None
+        self._units, self.budget, self.turn = {}, None, None
 
     def __contains__(self, unit: Unit) -> bool:
         return id(unit) in self._units
@@ -53,7 +54,7 @@ class Ahead:
         together: list[Unit] = []
         for unit in (ref() for ref in refs):
             if unit is None:
-                break
+                continue  # not on all ranks at the same time, maybe
             if unit in self or (unit.gathered and not unit.tiny):
                 if room is None:
                     break  # those from here to the next that is not tiny are ahead already
@@ -66,12 +67,32 @@ class Ahead:
                 room -= sum(each.full_size for each in together)
             if crowded and (room is None or room < 0):
                 return  # the tiny ones wait for the unit that they go with
-            yield self._noted(together)
+            yield self.note(together)
             if room is None:
                 return
             crowded, together = crowded or not unit.tiny, []
         if room is None or not crowded or room >= sum(unit.full_size for unit in together):
-            yield self._noted(together)
+            yield self.note(together)
+
+    def note_turn(self, ended: Iterable[weakref.ref[Unit]]) -> None:
+        """Note which units need not be freed between forward and backward: they would be gathered ahead at once.
+
+        Args:
+            ended: The units but the root, in the order in which their backwards come.
+        """
+        self.turn = set()
+        if self.budget == 0:
+            return
+        room, crowded, tiny = self.budget or 0, False, 0
+        for ref in ended:
+            unit = ref()
+            if unit is None:
+                continue
+            room, tiny = room - unit.full_size, tiny + unit.tiny
+            if (crowded and room < 0) or tiny > MAX_TINY_UNITS_TOGETHER:
+                return
+            crowded |= not unit.tiny
+            self.turn.add(ref)
 
     def chosen(self, refs: list[weakref.ref[Unit]]) -> Iterator[list[Unit]]:
         """What the user has listed, as many as are listed."""
@@ -80,8 +101,9 @@ class Ahead:
                 continue
             if len(self._units) >= len(refs):
                 return
-            yield self._noted([unit])
+            yield self.note([unit])
 
-    def _noted(self, units: list[Unit]) -> list[Unit]:
+    def note(self, units: list[Unit]) -> list[Unit]:
+        """They are gathered now."""
         self._units.update((id(unit), unit.ref) for unit in units)
         return units

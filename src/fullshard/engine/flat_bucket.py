@@ -154,6 +154,9 @@ class FlatReducer(GradientReducer):
             places[-1] = places[-1].view(-1, len(self.parameters))
         return places, [target.narrow(0, offset, size) for offset, size in self._gaps]
 
+    def arriving(self, landed: Sequence[torch.Tensor], present: Sequence[bool]) -> None:
+        """See :class:`GradientReducer`."""
+
     def accumulate(self, landed: Sequence[torch.Tensor], present: Sequence[bool]) -> None:
         """See :class:`GradientReducer`."""
         if self._home is None:

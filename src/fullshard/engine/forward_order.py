@@ -59,6 +59,10 @@ class ForwardOrder:
             return ()  # not in the known order from here on
         return islice(self._known, self._cursor, None)
 
+    def first(self) -> Iterable[weakref.ref[Unit]]:
+        """The units of a forward, from its beginning."""
+        return iter(self._known)
+
     def names(self) -> list[str]:
         """Of the units that the last forward of the root ran."""
         return [unit.name for unit in (ref() for ref in self._known) if unit is not None]

@@ -184,7 +184,7 @@ class BufferGather:
     abandon = arrived
 
     def _plan_copy_out(self, slot: Slot) -> None:
-        """The copies from the message to one full parameter: one, or one per rank if its rows interleave."""
+        """The copies from the message to one full parameter: one, or another one for a last piece that is smaller."""
         world_size, stride = self.layout.world_size, self.layout.message_numel
         start, piece = slot.shard_offset - self.layout.message_offset, slot.piece_numel
         own = slot.parameter
@@ -198,8 +198,12 @@ class BufferGather:
         elif slot.row_major:
             add(0, ((world_size, piece), (piece, 1)), _View(start, (world_size, piece), (stride, 1)))
         else:
-            for rank in range(world_size):
-                rows = slot.local_shape(rank)
-                if rows[own.cut]:
-                    first = slot.local_rows(rank)[0] * own.stride[own.cut]
-                    add(first, (rows, own.stride), _View(start + rank * stride, rows, slot.local_stride(rank)))
+            whole, rest = divmod(slot.rows, slot.chunk_rows)
+            step = slot.chunk_rows * own.stride[own.cut]  # from the rows of one rank to those of the next
+            if whole:
+                rows = (whole, *slot.local_shape(0))
+                add(0, (rows, (step, *own.stride)), _View(start, rows, (stride, *slot.local_stride(0))))
+            if rest:
+                rows = slot.local_shape(whole)
+                source = _View(start + whole * stride, rows, slot.local_stride(whole))
+                add(whole * step, (rows, own.stride), source)

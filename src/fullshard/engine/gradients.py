@@ -36,8 +36,18 @@ class UnitGradients:
             pending += bucket.begin_reduction(terms)
         return pending
 
+    def keep(self) -> None:
+        """A microbatch without sync ends: its gradients stay, to be added to."""
+        self.add_up()
+        self.note_trainable()
+
+    def add_up(self) -> None:
+        """Several gradients of each parameter are to come before they are reduced."""
+        for parameter in self._parameters:
+            parameter.keep_gradient()
+
     def note_trainable(self) -> None:
-        """A microbatch without sync ends: its gradients count also if their parameters are frozen before the next."""
+        """Gradients that are not reduced now count also if their parameters are frozen before the next microbatch."""
         for bucket in self._buckets:
             bucket.note_trainable()
 

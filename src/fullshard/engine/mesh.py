@@ -139,20 +139,20 @@ def shard_mesh(
     if dims is not None:
         shard, replicate = _flat(mesh, dims.shard_names), _flat(mesh, dims.replicate_names)
     # By the root: slicing it, as in fully_shard(block, mesh=mesh["dp"]), makes a new object every time.
-    key = (id(mesh._get_root_mesh()), _ranks(shard), _ranks(replicate), dims)
+    key = (id(mesh._get_root_mesh()), _group(shard), _group(replicate), dims)
     found = _shard_meshes.get(key)
     if found is None:
         parts = [part for part in (replicate, shard) if part is not None]
-        ordered = len(parts) == mesh.ndim and dims is None and (replicate is None or _ranks(mesh) == _ranks(replicate))
+        ordered = len(parts) == mesh.ndim and dims is None and (replicate is None or _group(mesh) == _group(replicate))
         device_mesh = mesh if ordered else parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
         found = _shard_meshes[key] = ShardMesh(device_mesh, shard, replicate, whole)
         found.root = mesh._get_root_mesh()
     return found
 
 
-def _ranks(mesh: DeviceMesh | None) -> tuple[int, ...] | None:
-    """This rank's companions on the first axis of ``mesh``."""
-    return None if mesh is None else tuple(dist.get_process_group_ranks(mesh.get_group(0)))
+def _group(mesh: DeviceMesh | None) -> str | None:
+    """This rank's companions on the first axis of ``mesh``, by name: there may be many."""
+    return None if mesh is None else str(mesh.get_group(0).group_name)
 
 
 def axis_of(mesh: DeviceMesh, axis: int) -> DeviceMesh:

@@ -162,8 +162,8 @@ class OrderCheck:
         options = AllgatherOptions()
         options.asyncOp = True
         self.group._allgather_base(everyone, own, options).wait()
-        found = everyone.view(-1, 2).tolist()
-        return any(pair != found[0] for pair in found)
+        found = everyone.view(-1, 2)
+        return bool((found != found[0]).any())
 
 
 def _digest(names: Sequence[str]) -> int:

@@ -7,8 +7,9 @@ For each managed parameter there are three tensors:
 - ``local``: this rank's rows, a view of the bucket's shard buffer;
 - ``full``: an ``nn.Parameter`` on the bucket's full buffer: plain, or the DTensor that tensor parallelism made. It
   is what the module holds while it computes and the leaf whose ``.grad`` autograd fills. It is created once, so
-  compiled code and saved tensors keep it. Its ``grad_dtype`` is the dtype gradients are reduced in: autograd casts
-  each gradient once, on its way into ``.grad``, and so also adds up microbatches in that dtype.
+  compiled code and saved tensors keep it. A gradient that is reduced at once stays in its dtype until it is packed.
+  Where several are to be added up (of microbatches, of tied modules) its ``grad_dtype`` is the dtype they are reduced
+  in, and autograd casts each and adds them up in that.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ __all__ = [
     "ShardedParameter",
     "accumulate_gradient",
     "clear_gradient",
+    "has_gradient_hooks",
     "managed_by",
     "mark",
     "unmark",
@@ -84,6 +86,7 @@ class ShardedParameter:
     sharded: nn.Parameter
     local: torch.Tensor
     full: nn.Parameter
+    reduce_dtype: torch.dtype  # of its gradients
     spec: DTensorSpec  # of the sharded parameter
     placement: ParameterPlacement
     shape: ParameterShape  # of what the ranks of the shard axis hold together
@@ -138,11 +141,12 @@ class ShardedParameter:
         self.sharded.__dict__.update(self.attributes)
         self._mark()
 
-    def set_full(self, tensor: torch.Tensor, gradient_dtype: torch.dtype) -> None:
+    def set_full(self, tensor: torch.Tensor, reduce_dtype: torch.dtype) -> None:
         """Make the full parameter, whose memory (this rank's part, if it is a DTensor) is ``tensor``."""
         full = self.full = nn.Parameter(self.placement.full(tensor), requires_grad=self.sharded.requires_grad)
-        if full.dtype is not gradient_dtype and full.dtype.is_floating_point:
-            full.grad_dtype = gradient_dtype
+        self.reduce_dtype = reduce_dtype if full.dtype.is_floating_point else full.dtype
+        if len(self.owners) > 1:
+            self.keep_gradient()
         full.__dict__.update(self.attributes)
 
     @property
@@ -178,7 +182,18 @@ class ShardedParameter:
         if gradient is None:
             return None
         self.full.grad = None
+        if gradient.dtype is not self.full.dtype and len(self.owners) == 1:
+            self.full.grad_dtype = self.full.dtype
         return gradient if self.placement.own is None else self.placement.local_gradient(gradient)
+
+    def keep_gradient(self) -> None:
+        """Add up gradients in the dtype they are reduced in from now on: there will be several."""
+        if not self.has_full or self.full.dtype is self.reduce_dtype:
+            return
+        gradient, self.full.grad = self.full.grad, None
+        self.full.grad_dtype = self.reduce_dtype
+        if gradient is not None:
+            self.full.grad = gradient.to(self.reduce_dtype)
 
     def remember_attributes(self) -> None:
         """Note what users have set on the parameter object: ``to()`` swaps it away, :meth:`place` puts it back."""
@@ -199,6 +214,8 @@ class ShardedParameter:
             self.owners.append(owner)
             if fqn:
                 self.fqns.append(fqn)
+            if self.has_full and self.full.grad is None:
+                self.keep_gradient()
 
     def is_current(self) -> bool:
         """Whether the module still holds our parameter and that still lies in the shard buffer.
@@ -315,6 +332,12 @@ def accumulate_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None
         for optimizer in optimizers:
             optimizer.step()
         parameter.grad = None
+
+
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Whether :func:`accumulate_gradient` calls functions of users."""
+    hooks = ("_backward_hooks", "_post_accumulate_grad_hooks", "_in_backward_optimizers")
+    return any(getattr(parameter, name, None) for name in hooks)
 
 
 def clear_gradient(parameter: nn.Parameter, *, set_to_none: bool) -> None:

@@ -37,6 +37,7 @@ class Progress:
     kept: bool = False  # whether the full parameters stay from a forward whose backward may still come
     unreduced: bool = False  # whether a backward without sync, or the first part of one, left gradients
     reduced: bool = False  # whether its gradients were reduced in this backward
+    awaits: bool = False  # whether a forward has ended whose backward has not begun
     guarded: bool = False  # whether an input of the last forward tells when its backward is over
     open_ended: bool = False  # whether a forward with a backward had no such input
     summoned: bool = False  # whether the modules hold copies, see FullCopies

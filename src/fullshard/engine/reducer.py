@@ -16,6 +16,7 @@ import torch
 
 from fullshard.engine.mesh import ShardMesh
 from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.placement import dtensor
 from fullshard.engine.storage import Storage
 from fullshard.layout import ParameterShape, PerParameterLayout, Route, Slot
 from fullshard.layout.per_parameter import contiguous_stride
@@ -110,6 +111,13 @@ class GradientReducer:
             if present[index]:
                 parameter.accumulate(self.views[index].on(landed))
 
+    def arriving(
+        self, landed: Sequence[torch.Tensor], present: Sequence[bool]
+    ) -> list[tuple[ShardedParameter, torch.Tensor]] | None:
+        """The gradients that :meth:`accumulate` will set where there are none; None if that is not its way."""
+        named = zip(self.parameters, present, strict=True)
+        return [(p, dtensor(self.views[i].on(landed), p.spec)) for i, (p, is_there) in enumerate(named) if is_there]
+
     @property
     def travels(self) -> bool:
         """Whether there is anybody to reduce with."""
@@ -129,14 +137,20 @@ class GradientReducer:
         self.owing, self.partial = False, None
 
     def inputs(self, gradients: Gradients) -> Gradients:
-        """Gradients (full, one per parameter, None where there are none) as they are sent, and the presence numbers."""
-        inputs: Gradients = [
-            None if g is None else _conform(g, p.shape, self.dtype)
-            for g, p in zip(gradients, self.parameters, strict=True)
-        ]
-        if self.travels:
-            inputs.append(self._presence(gradients))
-        return inputs
+        """Gradients (full, one per parameter, None where there are none) as they are sent, and the presence numbers.
+
+        ``gradients`` is emptied, so that each is freed as soon as it is cast.
+        """
+        presence = [self._presence(gradients)] if self.travels else []
+        direct = {index for index, _ in self.direct}
+        inputs: Gradients = []
+        for index, parameter in enumerate(self.parameters):
+            gradient, gradients[index] = gradients[index], None
+            if gradient is not None:
+                dtype = self.dtype if index in direct else gradient.dtype  # packing casts
+                gradient = _conform(gradient, parameter.shape, dtype)
+            inputs.append(gradient)
+        return [*inputs, *presence]
 
     def region(self, gradient: torch.Tensor | None, slot: Slot) -> torch.Tensor:
         """A gradient as a flat region of padded pieces: its own memory unless it is missing or uneven."""
@@ -220,7 +234,7 @@ class PerParameterReducer(GradientReducer):
             torch._foreach_copy_(targets, sources)
 
     def _plan_pack(self, index: int, slot: Slot) -> None:
-        """Prepare the copies from one gradient to the message: at most two, or one per rank if rows interleave."""
+        """Prepare the copies from one gradient to the message: at most two."""
         world_size, section = self.mesh.world_size, self.layout.message_numel
         start, piece, shape = slot.shard_offset - self.layout.message_offset, slot.piece_numel, slot.parameter
 
@@ -240,11 +254,13 @@ class PerParameterReducer(GradientReducer):
             if rest:
                 add(whole, (rest,), (1,), whole * piece, (1,))
         else:
-            for rank in range(world_size):
-                rows = slot.local_shape(rank)
-                if rows[shape.cut]:
-                    first = slot.local_rows(rank)[0] * shape.stride[shape.cut]
-                    add(rank, rows, slot.local_stride(rank), first, shape.stride)
+            whole, rest = divmod(slot.rows, slot.chunk_rows)
+            step = slot.chunk_rows * shape.stride[shape.cut]  # from the rows of one rank to those of the next
+            if whole:
+                rows = (whole, *slot.local_shape(0))
+                add(0, rows, (section, *slot.local_stride(0)), 0, (step, *shape.stride))
+            if rest:
+                add(whole, slot.local_shape(whole), slot.local_stride(whole), whole * step, shape.stride)
 
 
 def _conform(gradient: torch.Tensor, shape: ParameterShape, dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.parameter import ShardedParameter, has_gradient_hooks
 from fullshard.engine.reducer import GradientReducer, Gradients
 from fullshard.memory import Lane, Stream, Ticket, Work, host_buffer, run_on
 from fullshard.transport import Division, Move, Parcel, Transport, launch_all
@@ -75,9 +75,9 @@ class PendingReduction:
         expected: Sequence[bool] | None = None,
     ) -> None:
         self.reducer, self.terms, self.scattered = reducer, terms, False
-        self._inputs = inputs = reducer.inputs(gradients)
         self._present = [gradient is not None for gradient in gradients]
         self._expected = [True] * len(gradients) if expected is None else list(expected)
+        self._inputs = inputs = reducer.inputs(gradients)
         self._ticket = self._foreign = self.earlier = None
         if terms.all_reduce:
             self.earlier, reducer.partial = reducer.partial, None
@@ -126,7 +126,7 @@ class PendingReduction:
         return self.reducer.message_tensor if self._foreign is None else self._foreign
 
     def copy_in(self) -> None:
-        """On the lane: pack what travels packed."""
+        """On the compute stream, which made the gradients and uses their memory again: pack what travels packed."""
         if self.transport is None:
             self.reducer.pack(self._inputs, self._rows[0])
         elif self._packed:
@@ -134,6 +134,7 @@ class PendingReduction:
                 for move in self._packed:
                     move.region.zero_()
             self.reducer.pack(self._inputs, self._message)
+        self._inputs = []  # what travels by itself is held by its move
 
     def parcel(self, unit: str) -> Parcel:
         """What travels in the first stage."""
@@ -204,6 +205,24 @@ class PendingReduction:
         if self.reducer.partial is not self:
             self._rows = []
 
+    @property
+    def arriving(self) -> list[tuple[ShardedParameter, torch.Tensor]] | None:
+        """The gradients that parameters will have of it, in the memory in which they land; None if that is not known
+        before, or if users' functions are called then.
+        """
+        reducer, terms = self.reducer, self.terms
+        if not terms.all_reduce and reducer.mesh.replica_transport is not None:
+            return []
+        mesh = reducer.mesh
+        hooked = terms.hook is not None or any(has_gradient_hooks(p.sharded) for p in reducer.parameters)
+        if self.lands_on_host or hooked or (mesh.transport is not None and mesh.transport.hooked):
+            return None
+        if mesh.replica_transport is not None and not mesh.replica_transport.sums_at_once:
+            return None  # ranks would send the rest at different times
+        if any(wanted and not here for wanted, here in zip(self._expected, self._present, strict=True)):
+            return None
+        return reducer.arriving(self._landed, self._present)
+
     def accumulate(self) -> None:
         """Set (or add to) the sharded gradients and run the hooks that users put on parameters."""
         reducer, terms = self.reducer, self.terms
@@ -262,10 +281,9 @@ def issue_reductions(pending: Sequence[_Named], lane: Lane) -> None:
     def allocate() -> None:
         for _, reduction in pending:
             reduction.allocate()
+            reduction.copy_in()
 
     def launch() -> list[Work]:
-        for _, reduction in pending:
-            reduction.copy_in()
         sent = ((reduction.transport, reduction.parcel(unit)) for unit, reduction in pending)
         return launch_all(sent, Transport.reduce)
 

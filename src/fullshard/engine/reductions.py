@@ -35,6 +35,11 @@ class Reductions:
         self._added += [(unit, reduction) for reduction in reductions]
         return len(self._added)
 
+    def make_room(self, lanes: Lanes) -> None:
+        """Take earlier ones so far that one more may be in flight."""
+        while self._first and len(self._first) >= self.max_in_flight:
+            self._advance(lanes)
+
     def launch(self, lanes: Lanes) -> None:
         """Issue all that were added, together, once few enough others are in flight."""
         added, self._added = self._added, []
@@ -60,6 +65,13 @@ class Reductions:
             self._advance(lanes)
         self._release()
         self.land()
+
+    def leave(self, lanes: Lanes) -> list[PendingReduction]:
+        """Issue all that is left to be issued, and return what is under way then. :meth:`finish` ends it."""
+        while any(named[1].reducer.mesh.replica_transport is not None for batch in self._first for named in batch):
+            self._advance(lanes)
+        self.land()
+        return [named[1] for batch in (self._second, *self._first) for named in batch]
 
     def land(self) -> None:
         """Have the host wait for what is on its way to it, so that it need not be kept beside the gradients."""

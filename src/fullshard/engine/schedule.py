@@ -7,6 +7,9 @@ issued; in backward, that of its predecessor in the order in which this step's f
 gathered ahead, no more, so that two units' full parameters are alive at a time; or as many as the user has given
 bytes for. All of it depends only on sizes and on the order in which units run, which are the same on all ranks.
 
+The unit whose forward ends last is needed first in backward. Unless the user has said when to reshard it, it stays
+gathered in between: while the root computes the loss it would be the one ahead anyway.
+
 Tiny units, such as a lone norm, are gathered in the same launch as the unit after them and do not count as one
 ahead; their reductions wait for the next unit's and go with it. So a tiny unit costs no message of its own.
 """
@@ -24,6 +27,7 @@ from fullshard.engine import hooks
 from fullshard.engine.ahead import MAX_TINY_UNITS_TOGETHER, Ahead
 from fullshard.engine.forward_order import ForwardOrder
 from fullshard.engine.gather import issue_gathers
+from fullshard.engine.overlap import OptimizerOverlap
 from fullshard.engine.ownership import check_owned, nested_units, rename
 from fullshard.engine.parameter import managed_by
 from fullshard.engine.reductions import Reductions
@@ -35,10 +39,14 @@ if TYPE_CHECKING:
     from fullshard.engine.reduction import PendingReduction
     from fullshard.engine.unit import Unit
 
-__all__ = ["Schedule", "watch_optimizers"]
+__all__ = ["Schedule", "tells_units_itself", "watch_optimizers"]
 
 # How many forwards may wait for their backward and still be prefetched in the right order (pipelines have many).
 MAX_FORWARDS_REMEMBERED = 64
+
+
+# Optimizers that gather units during the step under way, and so have told these before it.
+tells_units_itself: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 class _OptimizerSteps:
@@ -54,6 +62,9 @@ class _OptimizerSteps:
         self._units = weakref.WeakKeyDictionary()
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer in tells_units_itself:
+            tells_units_itself.discard(optimizer)
+            return
         ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
         known = self._units.get(optimizer)
         if known is None or known[0] != ids:
@@ -84,6 +95,7 @@ class Schedule:
     _ended: list[weakref.ref[Unit]]  # forwards that wait for their backward, in the order in which they ended
     _passed_by: list[weakref.ref[Unit]]  # those whose turn was over before their own outputs got a gradient
     ahead: Ahead
+    overlap: OptimizerOverlap
     _waiting: list[weakref.ref[Unit]]  # of several modules, not all of which have run in this forward
     _pass: hooks.BackwardPass | None  # that has begun and not ended
     _reductions: Reductions
@@ -97,7 +109,7 @@ class Schedule:
         self.is_last_backward = True
         self._units = [unit.ref for unit in units]
         self.order, self._ended, self._passed_by, self._depth = ForwardOrder(self._units), [], [], 0
-        self._root_is_running, self._pass = False, None
+        self._root_is_running, self._pass, self.overlap = False, None, OptimizerOverlap()
         self.ahead, self._waiting, self._reductions, self._after = Ahead(), [], Reductions(), None
 
     @classmethod
@@ -143,6 +155,7 @@ class Schedule:
         """
         if self.busy:
             raise PhaseError(f"{reason} while its units are in the middle of a step; finish the step first")
+        self.land()
         for unit in self.units():
             unit.schedule = None
 
@@ -171,8 +184,12 @@ class Schedule:
         if self._depth == 0 and hooks.current_backward() == hooks.NO_BACKWARD:
             if self.failed_backward:
                 self.recover(drop_gradients=True)
-            self._root_is_running, root = self.root() is unit, self.root()
-            self.ahead.budget = None if root is None else root.settings.prefetch_bytes
+            self.land()
+            self.overlap.check_unwritten()
+            self._root_is_running = self.root() is unit
+            self._set_budget()
+            if self.ahead.turn is None:
+                self._note_turn(self._units[:0:-1])
             self.order.begin()
             if self._root_is_running:
                 self._after, unit.settings.post_optim_event = unit.settings.post_optim_event, None
@@ -196,6 +213,9 @@ class Schedule:
     def finished_forward(self, unit: Unit) -> None:
         """A forward of ``unit`` that has a backward is over."""
         if hooks.current_backward() == hooks.NO_BACKWARD:
+            if unit.progress.awaits:
+                unit.gradients.add_up()
+            unit.progress.awaits = True
             self._ended.append(unit.ref)
             if len(self._ended) > self._max_ended:  # outputs that nobody runs backward
                 del self._ended[0]
@@ -214,6 +234,8 @@ class Schedule:
         self._waiting.clear()
         if self._root_is_running:
             self.order.keep()
+            if self._ended and self._ended[-1] is self.root:
+                self._note_turn(self._ended[-2::-1])
         for guessed_wrong in self.ahead.units():
             guessed_wrong.reshard()
         self.ahead.clear()
@@ -227,6 +249,7 @@ class Schedule:
 
     def is_ahead(self, unit: Unit) -> bool:
         """Whether ``unit`` was gathered just now, for what runs next."""
+        self.overlap.check_unwritten()
         return unit in self.ahead
 
     def _gather_ahead(self, launches: Iterable[list[Unit]]) -> None:
@@ -235,6 +258,7 @@ class Schedule:
 
     def gather(self, units: list[Unit]) -> None:
         """Start gathering ``units`` in one launch, as far as they are not gathered."""
+        self.overlap.check_unwritten()
         try:
             begun = [(unit.name, bucket, started) for unit in units for bucket, started in unit.begin_gather()]
             if not begun:
@@ -249,6 +273,29 @@ class Schedule:
         for _, bucket, started in begun:
             bucket.issued(ticket, started)
 
+    def _set_budget(self) -> None:
+        root = self.root()
+        self.ahead.budget = None if root is None else root.settings.prefetch_bytes
+
+    def _note_turn(self, ended: Iterable[weakref.ref[Unit]]) -> None:
+        settings = root.settings if (root := self.root()) is not None else None
+        self.ahead.turn = None
+        if settings is not None and settings.backward_order == "before" and not settings.backward_prefetch:
+            self.ahead.note_turn(ended)
+
+    def plan_first(self) -> list[list[Unit]]:
+        """What a forward of the root begins with, launch by launch, to be gathered by :meth:`gather_first`."""
+        self._set_budget()
+        launches = list(self.ahead.next(self.order.first()))
+        self.ahead.clear()
+        return launches
+
+    def gather_first(self, launches: list[list[Unit]]) -> None:
+        """Start gathering during an optimizer step, see [Note: Overlap with the optimizer]."""
+        for units in launches:
+            self.gather(self.ahead.note(units))
+        self.overlap.gathered([unit for units in launches for unit in units])
+
     # ---------------------------------------------------------------- backward
 
     def begin_backward(self) -> None:
@@ -256,12 +303,14 @@ class Schedule:
         if self._pass is not None and not self._pass.runs:
             self.recover(drop_gradients=True)  # an earlier pass raised, and no forward has come since
         if self._pass is None:
+            self.land()
             self._reductions.max_in_flight = max(unit.settings.reduction.max_in_flight for unit in self.units())
             self._pass = hooks.BackwardPass(self.end_backward)
 
     def started_backward(self, unit: Unit) -> None:
         """``unit`` has its full parameters for the backward of its last forward: gather ahead."""
         self.ahead.used(unit)
+        unit.progress.awaits = False
         position = self._last_ended(unit)
         if position >= 0:
             self._passed_by += self._ended[position + 1 :]
@@ -284,6 +333,11 @@ class Schedule:
         ref = unit.ref
         return next((i for i in range(len(self._ended) - 1, -1, -1) if self._ended[i] is ref), -1)
 
+    def make_room(self, unit: Unit) -> None:
+        """Before memory for the reduction of ``unit`` is taken: let go of that of earlier ones."""
+        if not unit.tiny:
+            self._reductions.make_room(self.lanes)
+
     def reduce(self, unit: Unit, pending: list[PendingReduction]) -> None:
         """Start reducing the gradients of ``unit`` once few enough others are in flight."""
         waiting = self._reductions.add(unit.name, pending)
@@ -301,7 +355,7 @@ class Schedule:
         if not self.is_last_backward:
             self._reductions.land()
             return
-        self._reductions.finish(self.lanes)
+        self._end_reductions()
         if self._depth:  # a gradient taken inside a forward, which goes on
             return
         self.ahead.clear()
@@ -325,18 +379,44 @@ class Schedule:
             and any(not unit.name or name.startswith(f"{unit.name}.") for name in reached)
         ]
 
+    def _end_reductions(self) -> None:
+        """At the end of a backward: wait for them, or leave the last to :meth:`land`."""
+        root = self.root()
+        if root is None or not root.settings.overlap_optimizer or self._depth:
+            self._reductions.finish(self.lanes)
+            return
+        left = self._reductions.leave(self.lanes)
+        arriving = [reduction.arriving for reduction in left]
+        if any(gradients is None for gradients in arriving):
+            self._reductions.finish(self.lanes)
+            return
+        self.overlap.defer((each for gradients in arriving for each in gradients or ()), self.land)
+
+    def land(self) -> None:
+        """Have gradients that were left in flight by a backward arrive."""
+        if self.overlap.in_flight:
+            self.overlap.land(lambda: self._reductions.finish(self.lanes))
+
     def finish_reductions(self) -> None:
         """Have every sharded gradient hold what was reduced for it."""
+        self.land()
         self._reductions.launch(self.lanes)
         self._reductions.finish(self.lanes)
 
     # ---------------------------------------------------------------- recovery
+
+    def settle(self) -> None:
+        """Between steps: return to rest if a backward raised, and have gradients in flight land."""
+        if self.failed_backward:
+            self.recover(drop_gradients=True)
+        self.land()
 
     def recover(self, *, drop_gradients: bool) -> None:
         """Return to rest from any state, after an exception."""
         self._let_go()
         for unit in self.units():
             unit.reset(drop_gradients=drop_gradients)
+        self.overlap.drop()
         self._reductions.abandon()
         self._depth, self._pass = 0, None
         self.order.begin()

@@ -214,7 +214,7 @@ class Unit:
     def use_full(self) -> None:
         """Gather if need be, wait, and have the modules hold the full parameters."""
         schedule = self.attached()
-        if not (schedule.is_ahead(self) and self.gathered):  # else it was looked at a moment ago
+        if not (schedule.is_ahead(self) and self.gathered and not self.outdated):  # else it was looked at a moment ago
             schedule.gather([self])
         for bucket in self.buckets:
             bucket.finish_gather()
@@ -365,9 +365,11 @@ class Unit:
 
     @property
     def reshards_after_forward(self) -> bool | int:
-        """The setting, with None resolved: all units but the root reshard."""
-        setting = self.settings.reshard_after_forward
-        return self.attached().root() is not self if setting is None else setting
+        """The setting, with None resolved: all units reshard but the root and what comes first in backward."""
+        if self.settings.reshard_after_forward is not None:
+            return self.settings.reshard_after_forward
+        schedule = self.attached()
+        return schedule.root() is not self and self.ref not in (schedule.ahead.turn or ())
 
     # ---------------------------------------------------------------- backward
 
@@ -407,7 +409,7 @@ class Unit:
         settings, progress = self.settings, self.progress
         if ran and not settings.requires_gradient_sync:
             progress.unreduced = True
-            self.gradients.note_trainable()
+            self.gradients.keep()
         if self.phase is Phase.BACKWARD:
             self.finish_backward()
         elif settings.requires_gradient_sync and (
@@ -427,13 +429,13 @@ class Unit:
         progress.open_ended = False
         if not progress.held:
             self.use_sharded()
+            if self.settings.reshard_after_backward:
+                self.reshard()  # before memory for the reduction is taken
         if self.settings.requires_gradient_sync:
             self._reduce()
         else:
             progress.unreduced = True
-            self.gradients.note_trainable()
-        if self.settings.reshard_after_backward and not progress.held:
-            self.reshard()
+            self.gradients.keep()
         self._move(Phase.RESTING)
         if self.settings.backward_order == "after":
             self.attached().prefetch_backward()
@@ -445,9 +447,9 @@ class Unit:
 
     def _reduce(self, *, all_reduce: bool | None = None) -> None:
         self.progress.unreduced, self.progress.reduced = False, True
-        settings = self.settings
-        all_reduce = settings.requires_all_reduce if all_reduce is None else all_reduce
-        self.attached().reduce(self, self.gradients.begin_reduction(settings.reduction, all_reduce=all_reduce))
+        all_reduce = self.settings.requires_all_reduce if all_reduce is None else all_reduce
+        self.attached().make_room(self)
+        self.attached().reduce(self, self.gradients.begin_reduction(self.settings.reduction, all_reduce=all_reduce))
 
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced yet."""
@@ -467,8 +469,8 @@ class Unit:
 
     def settle(self) -> None:
         """If a backward raised and nothing ran since, return to rest now."""
-        if self.schedule is not None and self.schedule.failed_backward:
-            self.schedule.recover(drop_gradients=True)
+        if self.schedule is not None:
+            self.schedule.settle()
 
     def release_after_failure(self) -> None:
         """Free the full parameters although a gather may never arrive; those that a user holds stay if they have."""

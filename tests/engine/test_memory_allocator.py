@@ -1,0 +1,211 @@
+"""The setting of the C allocator: what it is told, when it is left alone, and that it can be undone."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from fullshard import memory
+from fullshard.memory import KEPT_BLOCK_BYTES, keep_freed_memory, keep_freed_memory_by_default
+
+MMAP, TRIM = -3, -1
+MEBIBYTE = 2**20
+
+
+class Glibc:
+    """In place of the C library: notes what it is told."""
+
+    def __init__(self, refuses: int | None = None) -> None:
+        self.told: list[tuple[int, int]] = []
+        self.trims = 0
+        self._refuses = refuses
+
+    def mallopt(self, parameter: int, value: int) -> int:
+        """As in malloc.h: 1 if it was taken."""
+        self.told.append((parameter, value))
+        return int(parameter != self._refuses)
+
+    def malloc_trim(self, pad: int) -> int:
+        """As in malloc.h."""
+        self.trims += 1
+        return 1
+
+
+@pytest.fixture
+def glibc(monkeypatch: pytest.MonkeyPatch) -> Iterator[Glibc]:
+    """A process that nobody has told anything."""
+    library = Glibc()
+    for name in ("FULLSHARD_KEEP_FREED_MEMORY", "GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(memory, "_kept", memory._Kept())
+    monkeypatch.setattr(memory, "_glibc", lambda: library)
+    return library
+
+
+def test_blocks_up_to_a_size_are_kept_and_nothing_is_trimmed(glibc: Glibc) -> None:
+    """Larger blocks are mapped on their own; the rest stays with the process."""
+    assert keep_freed_memory(MEBIBYTE) is True
+    assert glibc.told == [(MMAP, MEBIBYTE), (TRIM, -1)] and glibc.trims == 0
+
+
+def test_a_later_call_may_keep_fewer(glibc: Glibc) -> None:
+    """The last call counts."""
+    keep_freed_memory(2 * MEBIBYTE)
+    keep_freed_memory(MEBIBYTE)
+    assert glibc.told[-2:] == [(MMAP, MEBIBYTE), (TRIM, -1)]
+
+
+@pytest.mark.parametrize("undo", [None, False])
+def test_undoing_sets_what_a_new_process_has_and_returns_memory(glibc: Glibc, undo: bool | None) -> None:
+    """Both thresholds go back to 128 KiB."""
+    keep_freed_memory()
+    glibc.told.clear()
+    assert keep_freed_memory(undo) is True
+    assert glibc.told == [(MMAP, 128 * 1024), (TRIM, 128 * 1024)] and glibc.trims == 1
+
+
+def test_undoing_what_was_never_set_leaves_the_thresholds_adaptive(glibc: Glibc) -> None:
+    """Any call of mallopt would end glibc's own adaptation."""
+    assert keep_freed_memory(None) is True
+    assert glibc.told == [] and glibc.trims == 0
+
+
+def test_front_ends_set_it_once(glibc: Glibc) -> None:
+    """However many units are made."""
+    for _ in range(3):
+        keep_freed_memory_by_default()
+    assert glibc.told == [(MMAP, KEPT_BLOCK_BYTES), (TRIM, -1)]
+
+
+@pytest.mark.parametrize("chosen", [None, MEBIBYTE])
+def test_front_ends_leave_what_the_user_chose(glibc: Glibc, chosen: int | None) -> None:
+    """Whether more, less or nothing is kept."""
+    keep_freed_memory(chosen)
+    glibc.told.clear()
+    keep_freed_memory_by_default()
+    assert glibc.told == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("FULLSHARD_KEEP_FREED_MEMORY", "0"),
+        ("MALLOC_TRIM_THRESHOLD_", "1000"),
+        ("MALLOC_TOP_PAD_", "1000"),
+        ("GLIBC_TUNABLES", "glibc.malloc.arena_max=1"),
+    ],
+)
+def test_front_ends_leave_what_the_environment_says(
+    glibc: Glibc, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    """Our own switch and glibc's variables."""
+    monkeypatch.setenv(name, value)
+    keep_freed_memory_by_default()
+    assert glibc.told == []
+
+
+def test_the_switch_is_stronger_than_the_program(glibc: Glibc, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With FULLSHARD_KEEP_FREED_MEMORY=0 a call changes nothing and says so."""
+    monkeypatch.setenv("FULLSHARD_KEEP_FREED_MEMORY", "0")
+    assert keep_freed_memory() is False
+    assert glibc.told == []
+
+
+def test_an_allocator_that_refuses_is_said(glibc: Glibc, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer of mallopt is what counts."""
+    monkeypatch.setattr(memory, "_glibc", lambda: Glibc(refuses=MMAP))  # older versions: above 32 MiB
+    assert keep_freed_memory(2 * KEPT_BLOCK_BYTES) is False
+
+
+@pytest.mark.parametrize("bad", [True, 1.5, "16"])
+def test_only_numbers_of_bytes_are_taken(glibc: Glibc, bad: object) -> None:
+    """True would be one byte."""
+    with pytest.raises(TypeError, match="number of bytes or None"):
+        keep_freed_memory(bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [0, -1, 2**31])
+def test_sizes_fit_the_allocators_own_type(glibc: Glibc, bad: int) -> None:
+    """Undoing is None, not 0; and C would cut larger ones off."""
+    with pytest.raises(ValueError, match="must be from 1 to 2147483647"):
+        keep_freed_memory(bad)
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_other_systems_have_no_such_setting(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
+    """There the call says so and does nothing."""
+    monkeypatch.setattr(memory, "_kept", memory._Kept())
+    monkeypatch.setattr(sys, "platform", platform)
+    memory._glibc.cache_clear()
+    try:
+        assert keep_freed_memory() is False
+        assert keep_freed_memory(None) is False
+    finally:
+        memory._glibc.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "symbols",
+    [{"mallopt"}, {"mallopt", "gnu_get_libc_version", "mallctl"}, {"mallopt", "gnu_get_libc_version", "tc_version"}],
+    ids=["musl", "jemalloc", "tcmalloc"],
+)
+def test_other_allocators_are_left_alone(monkeypatch: pytest.MonkeyPatch, symbols: set[str]) -> None:
+    """Where malloc is not glibc's, mallopt would change an allocator that nobody uses."""
+    library = type("Library", (), dict.fromkeys(symbols, lambda *_: 1))()
+    monkeypatch.setattr(memory, "_kept", memory._Kept())
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: library)
+    memory._glibc.cache_clear()
+    try:
+        assert keep_freed_memory() is False
+    finally:
+        memory._glibc.cache_clear()
+
+
+def count_faults(libc: ctypes.CDLL) -> int:
+    """Page faults of taking, filling and freeing a block of 2,048 pages ten times."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        block = ctypes.c_void_p(libc.malloc(8 * MEBIBYTE))
+        libc.memset(block, 1, 8 * MEBIBYTE)
+        libc.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def measure_faults() -> list[int]:
+    """Faults with blocks of this size not kept, kept, and with that undone."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    memory._kept = memory._Kept()
+    found = []
+    for block_bytes in (MEBIBYTE, 16 * MEBIBYTE, None):
+        assert keep_freed_memory(block_bytes)
+        count_faults(libc)  # the first block of a kept size is mapped
+        found.append(count_faults(libc))
+    return found
+
+
+@pytest.mark.skipif(memory._glibc() is None, reason="the allocator is not glibc's")
+def test_kept_blocks_cause_no_page_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pages are faulted in each time if blocks are not kept, none if they are, and all again once undone."""
+    monkeypatch.delenv("FULLSHARD_KEEP_FREED_MEMORY", raising=False)
+    readable, writable = os.pipe()
+    child = os.fork()  # a process of its own for the setting, without importing torch once more
+    if child == 0:
+        try:
+            os.write(writable, json.dumps(measure_faults()).encode())
+        finally:
+            os._exit(0)
+    os.close(writable)
+    with os.fdopen(readable) as answer:
+        returned, kept, undone = json.loads(answer.read())
+    os.waitpid(child, 0)
+    assert min(returned, undone) >= 10 * 2048 > 1000 > kept

@@ -1,0 +1,255 @@
+"""Gradients that are still being reduced when backward returns. See [Note: Overlap with the optimizer]."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from compare import assert_equal
+from fullshard import fully_shard
+from fullshard.engine.overlap import GradientInFlight
+from fullshard.errors import PhaseError
+from fullshard.sharded_module import unit_at
+from models import Branch, Stack, shard_blocks, square_loss, tiny_units
+from ranks import Rank, on_ranks
+
+
+def build(rank: Rank, mesh: Any = None, **settings: Any) -> tuple[nn.Module, nn.Module]:
+    """A model whose last reductions are left under way, and the same one that waits for them."""
+    torch.manual_seed(0)
+    with tiny_units(up_to=0):
+        late = shard_blocks(Stack(), rank, **settings) if mesh is None else on_mesh(Stack(), mesh)
+        torch.manual_seed(0)
+        plain = shard_blocks(Stack(), rank, **settings) if mesh is None else on_mesh(Stack(), mesh)
+    unit_at(late).settings.overlap_optimizer = True
+    plain.load_state_dict(copy.deepcopy(late.state_dict()))
+    return late, plain
+
+
+def on_mesh(model: Stack, mesh: Any) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def backward(rank: Rank, *models: nn.Module, step: int = 0) -> None:
+    for model in models:
+        square_loss(step)(model, rank.rank).backward()
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.full_tensor() for p in nn.Module.parameters(model)]
+
+
+def list_late(model: nn.Module) -> list[str]:
+    """Names of the parameters whose gradients have not landed."""
+    found = nn.Module.named_parameters(model)  # the sharded module's own settles
+    return [name for name, p in found if isinstance(p.grad, GradientInFlight)]
+
+
+def assert_same_gradients(model: nn.Module, other: nn.Module) -> None:
+    assert_equal(gradients(model), gradients(other), "gradients")
+
+
+@on_ranks(2)
+def test_the_last_reduction_is_left_under_way(rank: Rank) -> None:
+    """After backward the root's gradients have not landed; any use of one lands them all, and they are right."""
+    model, other = build(rank)
+    backward(rank, model, other)
+    assert set(late_names := list_late(model)) == {"first.weight", "first.bias", "last.weight", "last.bias"}, late_names
+    held = model.first.weight.grad
+    assert held.shape == model.first.weight.shape and held.dtype is torch.float32
+    assert isinstance(held.full_tensor(), torch.Tensor)  # what a DTensor has
+    assert not list_late(model)
+    assert isinstance(model.first.weight.grad, DTensor)
+    assert_equal((held * 1).to_local(), model.first.weight.grad.to_local(), "held")
+    assert_same_gradients(model, other)
+
+
+def _clip(model: nn.Module) -> None:
+    torch.nn.utils.clip_grad_norm_(list(model.parameters()), 0.1)
+
+
+def _scale(model: nn.Module) -> None:
+    for parameter in nn.Module.parameters(model):
+        parameter.grad.mul_(2)
+
+
+def _foreach(model: nn.Module) -> None:
+    torch._foreach_mul_([p.grad for p in nn.Module.parameters(model)], 0.5)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use", [None, _clip, _scale, _foreach])
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+def test_any_optimizer(rank: Rank, use: Any, options: dict[str, bool]) -> None:
+    """Ten steps of an optimizer that knows nothing of it, with what programs do to gradients first: the same bits."""
+    model, other = build(rank)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, **options) for m in (model, other)]
+    for step in range(10):
+        backward(rank, model, other, step=step)
+        assert list_late(model)
+        for each, optimizer in zip((model, other), optimizers, strict=True):
+            if use is not None:
+                use(each)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(
+        [p.full_tensor() for p in model.parameters()], [p.full_tensor() for p in other.parameters()], "weights"
+    )
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dropped", ["optimizer", "module", "zeros", "by hand"])
+def test_gradients_that_are_dropped_stay_dropped(rank: Rank, dropped: str) -> None:
+    """What a user does to ``.grad`` while its reduction is under way is not undone when that lands."""
+    model, other = build(rank)
+    optimizer = torch.optim.SGD(nn.Module.parameters(model), lr=0.1)
+    backward(rank, model)
+    if dropped == "optimizer":
+        optimizer.zero_grad()
+    elif dropped == "module":
+        model.zero_grad()
+    elif dropped == "zeros":
+        optimizer.zero_grad(set_to_none=False)
+    else:
+        for parameter in nn.Module.parameters(model):
+            parameter.grad = None
+    backward(rank, model, other, step=1)
+    assert_same_gradients(model, other)
+
+
+@on_ranks(2)
+def test_accumulation(rank: Rank) -> None:
+    """A second backward adds to gradients that had not landed when it began, with and without sync."""
+    model, other = build(rank)
+    for step in range(3):
+        for each in (model, other):
+            each.set_requires_gradient_sync(step != 1)
+        backward(rank, model, other, step=step)
+    assert_same_gradients(model, other)
+
+
+@on_ranks(4)
+def test_replicas(rank: Rank) -> None:
+    """On a 2-D mesh the all-reduce is issued by the end of backward as well."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, other = build(rank, mesh)
+    for step in range(3):
+        backward(rank, model, other, step=step)
+        assert list_late(model)
+        assert_same_gradients(model, other)
+
+
+@on_ranks(2)
+def test_gradients_that_only_other_ranks_have(rank: Rank) -> None:
+    """Where a parameter gets a gradient on some ranks only, nothing is left under way on those without."""
+    torch.manual_seed(0)
+    models = [fully_shard(Branch(), mesh=rank.mesh) for _ in range(2)]
+    unit_at(models[0]).settings.overlap_optimizer = True
+    models[1].load_state_dict(copy.deepcopy(models[0].state_dict()))
+    for model in models:
+        model.rank = rank.rank
+    backward(rank, *models)
+    assert_same_gradients(*models)
+    assert all(p.grad is not None for name, p in models[0].named_parameters() if not name.startswith("never"))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("then", ["copy", "move", "synchronize", "pending", "sharded again", "eval"])
+def test_whatever_comes_next(rank: Rank, then: str) -> None:
+    """Copies, moves and forwards find the gradients landed."""
+    model, other = build(rank)
+    backward(rank, model, other)
+    if then == "copy":
+        model = copy.deepcopy(model)
+    elif then == "move":
+        model.double(), other.double()
+    elif then == "synchronize":
+        model.synchronize_gradients()
+    elif then == "pending":
+        assert model.get_pending_gradients() == {}
+    elif then == "sharded again":
+        for each in (model, other):
+            fully_shard(nn.Sequential(each), mesh=rank.mesh)(torch.ones(2, 6))  # it becomes the root
+    else:
+        with torch.no_grad():
+            model(torch.ones(2, 6))
+    assert not list_late(model)
+    assert_same_gradients(model, other)
+
+
+@on_ranks(2)
+def test_after_a_failure(rank: Rank) -> None:
+    """A forward that raises leaves gradients in place; a failed backward drops what was under way with it."""
+    model, other = build(rank)
+    backward(rank, model, other)
+    held = model.first.weight.grad
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 5))
+    assert_same_gradients(model, other)
+    assert_equal(held.full_tensor(), other.first.weight.grad.full_tensor(), "held")
+    model.zero_grad()
+    other.zero_grad()
+    output = model(torch.ones(4, 6))
+    output.register_hook(lambda g: g.new_ones(()).expand(3) @ g)  # shapes do not fit
+    with pytest.raises(RuntimeError):
+        output.sum().backward()
+    backward(rank, model, other, step=2)
+    assert_same_gradients(model, other)
+
+
+@on_ranks(2)
+def test_a_dropped_gradient_says_so(rank: Rank) -> None:
+    """A gradient in flight that a user kept, when the step it belongs to was given up."""
+    model, _ = build(rank)
+    backward(rank, model)
+    held = model.first.weight.grad
+    unit_at(model).schedule.recover(drop_gradients=True)
+    assert model.first.weight.grad is None
+    with pytest.raises(PhaseError, match="was dropped"):
+        held.sum()
+
+
+@on_ranks(4)
+def test_sums_that_are_sent_when_waited_for(rank: Rank) -> None:
+    """All-reduces of more than two ranks over gloo send twice, so nothing of them is left under way."""
+    model, other = build(rank, init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard")))
+    for step in range(2):
+        backward(rank, model, other, step=step)
+        assert not list_late(model)
+        assert_same_gradients(model, other)
+
+
+@on_ranks(2)
+def test_files_hold_gradients(rank: Rank) -> None:
+    """A gradient in flight is saved as what it stands for."""
+    model, other = build(rank)
+    backward(rank, model, other)
+    file = io.BytesIO()
+    torch.save(model.first.weight.grad, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert_equal(loaded.to_local(), other.first.weight.grad.to_local(), "loaded")
+
+
+@on_ranks(2)
+def test_a_model_is_freed_with_gradients_in_flight(rank: Rank) -> None:
+    """Gradients in flight do not keep a model alive, and say so if they outlive it."""
+    model, _ = build(rank)
+    backward(rank, model)
+    held, schedule = model.first.weight.grad, weakref.ref(unit_at(model).schedule)
+    del model
+    gc.collect()
+    assert schedule() is None
+    with pytest.raises(PhaseError, match="model was deleted"):
+        held.sum()
