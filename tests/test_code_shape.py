@@ -34,6 +34,7 @@ MANY_PARAMETERS_ALLOWED = {
     "fully_shard.py::fully_shard": _MIRROR,
     "wrapper.py::FullyShardedDataParallel.__init__": _MIRROR,
     "wrapper.py::FullyShardedDataParallel.set_state_dict_type": _MIRROR,
+    "optim/muon.py::Muon.__init__": _MIRROR,
     "cli.py::train": "typer command: each parameter is an option of the command line",
 }
 

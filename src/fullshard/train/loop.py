@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import fully_shard
+from fullshard.optim import localize
 from fullshard.train import best_weights, footprint
 from fullshard.train.checkpoints import Checkpoints
 from fullshard.train.config import TrainConfig, TrainingConfig
@@ -85,11 +86,12 @@ def build(config: TrainConfig, group: Group) -> GPT:
 
 
 def optimizer_of(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW on the sharded parameters; weight decay on matrices only."""
+    """AdamW on the sharded parameters, which it steps as plain tensors; weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=BETAS, weight_decay=config.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=BETAS, weight_decay=config.weight_decay, fused=True)
+    return localize(optimizer)
 
 
 def part_between(corpus: Corpus, config: TrainConfig) -> HeldOut:

@@ -1,0 +1,610 @@
+"""Localised optimizers: the same bits, and the same view of them, as without it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fullshard import CPUOffloadPolicy, fully_shard
+from fullshard.engine.ownership import nested_units
+from fullshard.optim import delocalize, localize
+from fullshard.transport import record
+from ranks import Rank, on_ranks
+
+Make = Callable[..., optim.Optimizer]
+
+STOCK: dict[str, tuple[Make, dict[str, Any]]] = {
+    "sgd": (optim.SGD, {"lr": 0.01}),
+    "sgd momentum": (optim.SGD, {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "adam amsgrad": (optim.Adam, {"lr": 0.1, "amsgrad": True, "maximize": True}),
+    "adamw": (optim.AdamW, {"lr": 0.1}),
+    "nadam": (optim.NAdam, {"lr": 0.1}),
+    "radam": (optim.RAdam, {"lr": 0.1, "weight_decay": 0.1}),
+    "adamax": (optim.Adamax, {"lr": 0.1}),
+    "adadelta": (optim.Adadelta, {"lr": 0.1}),
+    "adagrad": (optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.2, "lr_decay": 0.1}),
+    "rmsprop": (optim.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.9}),
+    "adamw foreach": (optim.AdamW, {"lr": 0.1, "foreach": True}),
+    "asgd": (optim.ASGD, {"lr": 0.1, "t0": 1.0}),
+}
+
+
+class Net(nn.Module):
+    """Parameters of all kinds: even, uneven, so few rows that some ranks have none, without dims, transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 7)
+        self.second = nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7))
+        self.last = nn.Linear(7, 1)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.turned = nn.Parameter(torch.randn(5, 4).t())
+        self.spare = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, *, spare: bool = False) -> torch.Tensor:
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        if spare:
+            x = x + self.spare(x[:, :3]).sum()
+        return self.last(x) * self.scale + self.turned.square().mean()
+
+
+def build(rank: Rank, *, frozen: bool = False) -> Net:
+    torch.manual_seed(3)
+    net = Net()
+    if frozen:
+        net.second[0].bias.requires_grad_(False)
+    fully_shard(net.second, mesh=rank.mesh)
+    return fully_shard(net, mesh=rank.mesh)
+
+
+def backward(rank: Rank, net: nn.Module, step: int, **options: Any) -> None:
+    batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+    net(batch.chunk(rank.world_size)[rank.rank], **options).square().mean().backward()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def assert_same(one: Any, other: Any, what: str) -> None:
+    """Bitwise, and of the same kind."""
+    assert type(one) is type(other), what
+    if isinstance(one, torch.Tensor):
+        if isinstance(one, DTensor):
+            assert one._spec == other._spec, what
+        one, other = local(one), local(other)
+        assert one.dtype is other.dtype and one.shape == other.shape and one.stride() == other.stride(), what
+        assert torch.equal(one, other), f"{what}: {one} is not {other}"
+    else:
+        assert one == other, what
+
+
+def assert_same_view(
+    model: nn.Module, optimizer: optim.Optimizer, model2: nn.Module, optimizer2: optim.Optimizer
+) -> None:
+    """Parameters, state and groups are the same to the last bit."""
+    names = [name for name, _ in model.named_parameters()]
+    for name, p, q in zip(names, model.parameters(), model2.parameters(), strict=True):
+        assert_same(p, q, name)
+        assert (p in optimizer.state) == (q in optimizer2.state), name
+        mine, theirs = optimizer.state.get(p, {}), optimizer2.state.get(q, {})
+        assert list(mine) == list(theirs), name
+        for key in mine:
+            assert_same(mine[key], theirs[key], f"{name}.{key}")
+    assert len(optimizer.state) == len(optimizer2.state)
+    one, other = optimizer.state_dict(), optimizer2.state_dict()
+    assert str(one["param_groups"]) == str(other["param_groups"])
+    assert list(one["state"]) == list(other["state"])
+    assert repr(optimizer) == repr(optimizer2)
+
+
+class Pair:
+    """The same model and optimizer twice, one of them localised."""
+
+    def __init__(
+        self, rank: Rank, make: Callable[[nn.Module], optim.Optimizer], *, frozen: bool = False, **options: Any
+    ) -> None:
+        self.rank = rank
+        self.models = build(rank, frozen=frozen), build(rank, frozen=frozen)
+        self.optimizers = localize(make(self.models[0]), **options), make(self.models[1])
+        self.count = 0
+
+    def __iter__(self) -> Iterator[tuple[Net, optim.Optimizer]]:
+        return zip(self.models, self.optimizers, strict=True)
+
+    def step(self, **options: Any) -> None:
+        self.count += 1
+        for model, optimizer in self:
+            backward(self.rank, model, self.count, **options)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def check(self) -> None:
+        assert_same_view(self.models[0], self.optimizers[0], self.models[1], self.optimizers[1])
+
+
+def pieces(optimizer: optim.Optimizer) -> list[int]:
+    """How many parameters each piece of the last step had."""
+    return [len(piece.members) for piece in vars(optimizer)["_fullshard_local_step"]._plan.pieces]
+
+
+def adamw(model: nn.Module, **options: Any) -> optim.Optimizer:
+    return optim.AdamW(model.parameters(), lr=0.1, **options)
+
+
+def assert_gaps_are_zero(model: nn.Module) -> None:
+    """What no parameter lies in, in shard buffers."""
+    for unit in nested_units(model):
+        for bucket in unit.buckets:
+            left = bucket.shard_buffer.clone()
+            for parameter in bucket.parameters:
+                offset = (parameter.local.data_ptr() - bucket.shard_buffer.data_ptr()) // left.itemsize
+                if parameter.local.numel():
+                    left[offset : offset + parameter.local.numel()] = 0
+            assert not left.any(), left
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("flatten", [True, False])
+def test_stock_optimizers_step_to_the_same_bits(rank: Rank, flatten: bool) -> None:
+    """Every elementwise optimizer of torch's: parameters and the user's view of state, after each of three steps."""
+    for name, (kind, options) in STOCK.items():
+        pair = Pair(rank, lambda model, k=kind, o=options: k(model.parameters(), **o), frozen=True, flatten=flatten)
+        for _ in range(3):
+            pair.step()
+            pair.check()
+        assert_gaps_are_zero(pair.models[0])
+        counts = pieces(pair.optimizers[0])
+        assert (max(counts) > 2) == flatten, (name, counts)
+
+
+@on_ranks(2)
+def test_fused_steps(rank: Rank) -> None:
+    """The same bits parameter by parameter; in runs the ends of vectors lie elsewhere, and round otherwise on CPUs."""
+    for flatten in (False, True):
+        pair = Pair(rank, lambda model: adamw(model, fused=True, amsgrad=True), flatten=flatten)
+        for _ in range(3):
+            pair.step()
+            if not flatten:
+                pair.check()
+        assert_gaps_are_zero(pair.models[0])
+        for p, q in zip(*(model.parameters() for model in pair.models), strict=True):
+            torch.testing.assert_close(local(p), local(q), rtol=1e-6, atol=1e-6)
+
+
+@on_ranks(2)
+def test_rprop_steps_as_on_plain_tensors(rank: Rank) -> None:
+    """It cannot step DTensors at all; localised it does to them what it does to plain tensors."""
+    net = build(rank)
+    plain = [nn.Parameter(local(p).clone()) for p in net.parameters()]
+    optimizer, reference = localize(optim.Rprop(net.parameters())), optim.Rprop(plain)
+    for step in range(3):
+        backward(rank, net, step, spare=True)
+        for p, q in zip(net.parameters(), plain, strict=True):
+            q.grad = local(p.grad).clone()
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+    for p, q in zip(net.parameters(), plain, strict=True):
+        assert_same(local(p), q.detach(), "parameter")
+        assert list(optimizer.state[p]) == list(reference.state[q])
+        for name, entry in reference.state[q].items():
+            assert_same(local(optimizer.state[p][name]), entry, name)
+            assert isinstance(optimizer.state[p][name], DTensor) == (name != "step")
+
+
+@on_ranks(2)
+def test_parameters_without_gradient_are_left_out(rank: Rank) -> None:
+    """Their step does not advance, runs come apart around them and together again; no collective is run for it."""
+    pair = Pair(rank, adamw)
+    for spare in (False, False, True, True, False, True):
+        pair.count += 1
+        for model, optimizer in pair:
+            backward(rank, model, pair.count, spare=spare)
+            with record() as collectives:
+                optimizer.step()
+            assert not list(collectives)
+            optimizer.zero_grad()
+        pair.check()
+    spare = pair.models[0].spare.weight
+    steps = {int(state["step"]) for state in pair.optimizers[0].state.values()}
+    assert steps == {3, 6} and pair.optimizers[0].state[spare]["step"] == 3
+    assert sum(pieces(pair.optimizers[0])) == len(list(pair.models[0].parameters()))
+
+
+@on_ranks(2)
+def test_missing_gradients_of_single_parameters(rank: Rank) -> None:
+    """A gradient that the user drops splits the run for good, as far as the number of steps goes."""
+    pair = Pair(rank, adamw)
+    for dropped in (None, "second.0.weight", None, None):
+        pair.count += 1
+        for model, optimizer in pair:
+            backward(rank, model, pair.count, spare=True)
+            if dropped is not None:
+                model.get_parameter(dropped).grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        pair.check()
+    assert pieces(pair.optimizers[0]).count(1) == 1
+
+
+@on_ranks(2)
+def test_state_dicts_are_interchangeable(rank: Rank) -> None:
+    """Through files: a localised optimizer's into another one and back, also with steps that differ in a run."""
+    pair = Pair(rank, adamw)
+    pair.step(spare=True)
+    pair.step(spare=True)
+    for _ in range(2):
+        pair.models[0].second[0].weight.grad = pair.models[1].second[0].weight.grad = None
+        pair.step()
+        dicts = [io_round_trip(optimizer.state_dict()) for optimizer in pair.optimizers]
+        pair.optimizers[0].load_state_dict(dicts[1])
+        pair.optimizers[1].load_state_dict(dicts[0])
+        pair.check()
+        for _ in range(2):
+            pair.step(spare=True)
+            pair.check()
+    storages = [s["step"].data_ptr() for s in pair.optimizers[0].state_dict()["state"].values()]
+    assert len({*storages}) == len(storages), "numbers are shared"
+
+
+def io_round_trip(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@on_ranks(2)
+def test_what_users_write_into_state_counts(rank: Rank) -> None:
+    """Numbers and moments edited in place, replaced, cleared, and put in by hand."""
+    pair = Pair(rank, adamw)
+
+    def edit(change: Callable[[optim.Optimizer, nn.Parameter], object]) -> None:
+        for model, optimizer in pair:
+            change(optimizer, model.second[0].weight)
+        pair.step()
+        pair.check()
+
+    pair.step()
+    pair.step()
+    edit(lambda o, p: o.state[p]["step"].fill_(7))
+    assert pair.optimizers[0].state[pair.models[0].second[0].weight]["step"] == 8
+    edit(lambda o, p: o.state[p]["exp_avg"].mul_(2))
+    edit(lambda o, p: o.state[p].update(exp_avg=o.state[p]["exp_avg"] * 3))
+    edit(lambda o, p: o.state.pop(p))
+    edit(lambda o, p: o.state.clear())
+    edit(lambda o, p: o.state[p].update(step=torch.tensor(3.0)))
+    edit(lambda o, p: o.param_groups[0].update(lr=0.02, weight_decay=0.5, betas=(0.5, 0.9)))
+    edit(lambda o, p: o.state[p].update(note="mine"))
+
+
+@on_ranks(2)
+def test_options_that_change_what_is_kept(rank: Rank) -> None:
+    """Momentum that comes later, and ends again; amsgrad that ends."""
+    pair = Pair(rank, lambda model: optim.SGD(model.parameters(), lr=0.01))
+    for momentum in (0.0, 0.9, 0.9, 0.5, 0.0, 0.9, 0.9):
+        for _, optimizer in pair:
+            optimizer.param_groups[0]["momentum"] = momentum
+        pair.step()
+        pair.check()
+    pair = Pair(rank, lambda model: adamw(model, amsgrad=True))
+    for amsgrad in (True, True, True, False, False):
+        for _, optimizer in pair:
+            optimizer.param_groups[0]["amsgrad"] = amsgrad
+        pair.step()
+        pair.check()
+
+
+@on_ranks(2)
+def test_groups(rank: Rank) -> None:
+    """Parameters of several groups are not stepped together; a group can be added later."""
+
+    def make(model: nn.Module) -> optim.Optimizer:
+        named = dict(model.named_parameters())
+        biases = [p for n, p in named.items() if n.endswith("bias")]
+        weights = [p for n, p in named.items() if n.endswith("weight") and "spare" not in n]
+        return optim.AdamW([{"params": weights}, {"params": biases, "weight_decay": 0.0, "lr": 0.02}], lr=0.1)
+
+    pair = Pair(rank, make)
+    pair.step(spare=True)
+    pair.check()
+    for model, optimizer in pair:
+        optimizer.add_param_group({"params": [model.spare.weight, model.scale, model.turned], "lr": 0.05})
+        model.zero_grad()
+    for _ in range(3):
+        pair.step(spare=True)
+        pair.check()
+    plan = vars(pair.optimizers[0])["_fullshard_local_step"]._plan
+    names = [{id(p) for p in group["params"]} for group in pair.optimizers[0].param_groups]
+    assert all({id(m.parameter) for m in piece.members} <= names[piece.group] for piece in plan.pieces)
+
+
+@on_ranks(2)
+def test_schedulers_hooks_and_closures(rank: Rank) -> None:
+    """They see the user's view; a scheduler that was made before counts steps as one that was made after."""
+    net = build(rank)
+    before = adamw(net)
+    first = optim.lr_scheduler.StepLR(before, 1, gamma=0.5)
+    optimizer = localize(before)
+    second = optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+    assert optimizer is before and isinstance(optimizer, optim.AdamW) and type(optimizer).__name__ == "AdamW"
+    seen: list[str] = []
+
+    def look(name: str) -> Callable[..., None]:
+        def hook(found: optim.Optimizer, *_: Any) -> None:
+            assert all(isinstance(p, DTensor) for group in found.param_groups for p in group["params"])
+            assert all(isinstance(p, DTensor) for p in found.state)
+            seen.append(name)
+
+        return hook
+
+    optimizer.register_step_pre_hook(look("pre"))
+    optimizer.register_step_post_hook(look("post"))
+    everyones = register_optimizer_step_post_hook(look("global"))
+
+    def closure() -> torch.Tensor:
+        assert torch.is_grad_enabled()
+        look("closure")(optimizer)
+        optimizer.zero_grad()
+        backward(rank, net, 0)
+        return torch.tensor(3.0)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            assert optimizer.step(closure) == 3
+            first.step()
+            second.step()
+        delocalize(optimizer)
+        optimizer.step(closure)
+        first.step()
+    everyones.remove()
+    assert seen == ["pre", "closure", "post", "global"] * 3
+    assert all(state["step"] == 3 for state in optimizer.state.values())
+
+
+@on_ranks(2)
+def test_an_exception_leaves_the_users_view(rank: Rank) -> None:
+    """And the next step goes on from there."""
+    net = build(rank)
+    optimizer = localize(adamw(net))
+    backward(rank, net, 0)
+    optimizer.step()
+    optimizer.param_groups[0]["betas"] = None
+    groups, state = optimizer.param_groups, optimizer.state
+    with pytest.raises(TypeError):
+        optimizer.step()
+    assert optimizer.param_groups is groups and optimizer.state is state
+    assert all(isinstance(p, DTensor) for p in optimizer.state)
+    optimizer.param_groups[0]["betas"] = (0.9, 0.99)
+    optimizer.step()
+    assert all(state["step"] == 2 for state in optimizer.state.values())
+
+
+@on_ranks(2)
+def test_copies_and_files_are_localised(rank: Rank) -> None:
+    """A deep copy steps its own parameters; what comes out of a file is localised, too."""
+    pair = Pair(rank, adamw)
+    pair.step()
+    pair.step()
+    copies = [copy.deepcopy((model, optimizer)) for model, optimizer in pair]
+    for model, optimizer in copies:
+        assert next(model.parameters()) is optimizer.param_groups[0]["params"][0]
+        backward(rank, model, 9)
+        optimizer.step()
+    assert_same_view(copies[0][0], copies[0][1], copies[1][0], copies[1][1])
+    pair.check()
+    assert type(copies[0][1]) is type(pair.optimizers[0]) and type(copies[0][1]) is not optim.AdamW
+    plain = localize(optim.SGD([nn.Parameter(torch.ones(3))], lr=0.5, momentum=0.5))
+    for again in (pickle.loads(pickle.dumps(plain)), io_round_trip(plain)):
+        (parameter,) = again.param_groups[0]["params"]
+        parameter.grad = torch.ones(3)
+        again.step()
+        assert torch.equal(parameter, torch.full((3,), 0.5)) and type(again) is type(plain)
+
+
+@on_ranks(2)
+def test_adopted_parameters_and_other_gradients(rank: Rank) -> None:
+    """A model that moves to another dtype, gradients that the user has computed or put elsewhere."""
+    pair = Pair(rank, lambda model: optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True))
+    pair.step()
+    pair.step()
+    for model, _ in pair:
+        model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    pair.step()
+    pair.check()
+    for change in (lambda g: g * 2, lambda g: g.clone()):
+        for model, optimizer in pair:
+            backward(rank, model, 5)
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad = change(p.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+        pair.check()
+    for model, optimizer in pair:
+        model.double()
+        optimizer.state.clear()
+    for _ in range(3):
+        pair.count += 1
+        for model, optimizer in pair:
+            model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pair.check()
+    assert max(pieces(pair.optimizers[0])) > 2
+
+
+@on_ranks(2)
+def test_what_is_left_in_gradient_memory_does_no_harm(rank: Rank) -> None:
+    """Gaps of the shard buffer stay zero whatever lies between gradients, also where a zero does not stay a zero."""
+    for make in (adamw, lambda model: adamw(model, eps=0.0), lambda model: optim.SGD(model.parameters(), lr=0.01)):
+        pair = Pair(rank, make)
+        for _ in range(4):
+            for model, _ in pair:
+                backward(rank, model, pair.count, spare=True)
+            plan = vars(pair.optimizers[0])["_fullshard_local_step"]._plan
+            for piece in [] if plan is None else plan.pieces:
+                if piece.gaps is not None:
+                    rows = piece.members[0].parameter.grad._local_tensor
+                    rows.as_strided((piece.parameter.numel(),), (1,), rows.storage_offset())[piece.gaps] = math.nan
+            for _, optimizer in pair:
+                optimizer.step()
+                optimizer.zero_grad()
+            pair.check()
+            assert_gaps_are_zero(pair.models[0])
+        gaps = [p.gaps is not None for p in vars(pair.optimizers[0])["_fullshard_local_step"]._plan.pieces]
+        assert any(gaps) == (pair.optimizers[0].param_groups[0].get("eps") != 0)
+
+
+@on_ranks(2)
+def test_pieces_can_be_stepped_in_any_order(rank: Rank) -> None:
+    """A step in parts, last unit first, gives the same bits; every piece knows its unit."""
+    pair = Pair(rank, adamw)
+    for _ in range(4):
+        for model, _ in pair:
+            backward(rank, model, pair.count)
+        optimizer = pair.optimizers[0]
+        local_step = vars(optimizer)["_fullshard_local_step"]
+        found = local_step.prepare(optimizer)
+        units = {id(piece.unit()) for piece in found}
+        assert units == {id(unit) for unit in nested_units(pair.models[0])}
+        for unit in [*units][::-1]:
+            local_step.step_pieces(optimizer, [piece for piece in found if id(piece.unit()) == unit][::-1])
+        local_step.finish(optimizer)
+        pair.optimizers[1].step()
+        for _, each in pair:
+            each.zero_grad()
+        pair.check()
+    pair.step()
+    pair.check()
+
+
+class Signs(optim.Optimizer):
+    """A user's: counts in Python, replaces its state, and writes into its group and under a name of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "seen": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["seen"] = group["seen"] + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["count"] = state.get("count", 0) + 1
+                    state["mean"] = p.grad if "mean" not in state else state["mean"] * 0.5 + p.grad
+                    p.add_(torch.sign(state["mean"]), alpha=-group["lr"] / state["count"])
+        self.state["all"] = {"steps": self.state.get("all", {}).get("steps", 0) + 1}
+
+
+@on_ranks(2)
+def test_an_optimizer_that_the_user_vouches_for(rank: Rank) -> None:
+    """It is stepped on pieces, whatever it does with its state."""
+    with pytest.warns(UserWarning, match="elementwise=True"):
+        assert type(localize(Signs([nn.Parameter(torch.ones(2))]))) is Signs
+    pair = Pair(rank, lambda model: Signs(model.parameters()), elementwise=True)
+    for spare in (False, True, True, False):
+        pair.step(spare=spare)
+        pair.check()
+        assert_gaps_are_zero(pair.models[0])
+    assert pair.optimizers[0].state["all"] == {"steps": 4}
+    assert pair.optimizers[0].param_groups[0]["seen"] == 4
+
+
+class Subclass(optim.AdamW):
+    """Changes nothing that matters."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none=True)
+
+
+class Changed(optim.AdamW):
+    """Changes what matters."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_who_is_localised() -> None:
+    """Others are left as they are, and a warning says why; twice is as good as once, and it can be undone."""
+    weight = nn.Parameter(torch.ones(4, 4))
+    others = {
+        "inner products": optim.LBFGS([weight]),
+        "rows and columns": optim.Adafactor([weight]),
+        "whole matrices": optim.Muon([weight]),
+        "sparse gradients": optim.SparseAdam([weight]),
+        "differentiable": optim.SGD([weight], differentiable=True),
+        "not known": Changed([weight]),
+    }
+    for reason, optimizer in others.items():
+        kind = type(optimizer)
+        with pytest.warns(UserWarning, match=reason):
+            assert localize(optimizer) is optimizer
+        assert type(optimizer) is kind
+    patched = optim.AdamW([weight])
+    patched.step = lambda closure=None: None
+    with pytest.warns(UserWarning, match="has replaced its step"):
+        localize(patched)
+    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got Linear"):
+        localize(nn.Linear(2, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = localize(Subclass([weight]))
+        kind = type(optimizer)
+        assert kind is type(localize(optimizer, flatten=False)) is type(localize(Subclass([weight]))) is not Subclass
+        assert type(delocalize(optimizer)) is Subclass and type(delocalize(optimizer)) is Subclass
+    assert delocalize(others["not known"]) is others["not known"]
+
+
+@on_ranks(2)
+def test_lists_of_all_kinds(rank: Rank) -> None:
+    """Plain and sparse gradients, a 2-D mesh, another dtype and an offloaded unit in one optimizer."""
+
+    def make_model(seed: int = 5) -> nn.ModuleDict:
+        torch.manual_seed(seed)
+        model = nn.ModuleDict(
+            {
+                "plain": nn.Linear(6, 6),
+                "sparse": nn.Embedding(5, 6, sparse=True),
+                "mesh": nn.Linear(6, 6),
+                "bf16": nn.Linear(6, 6).bfloat16(),
+                "offloaded": nn.Linear(6, 6),
+                "complex": nn.Linear(6, 6, dtype=torch.complex64),
+            }
+        )
+        fully_shard(model["mesh"], mesh=rank.make_mesh(1, 2, names=("replicate", "shard")))
+        fully_shard(model["bf16"], mesh=rank.mesh)
+        fully_shard(model["offloaded"], mesh=rank.mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        fully_shard(model["complex"], mesh=rank.mesh)
+        return model
+
+    def run(model: nn.ModuleDict, step: int) -> None:
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(step))
+        x = model["plain"](x) + model["sparse"](torch.tensor([0, 1, 3]))
+        x = model["offloaded"](model["mesh"](x))
+        x = model["bf16"](x.bfloat16()).float()
+        model["complex"](x.cfloat()).abs().square().mean().backward()
+
+    for make in (lambda m: optim.SGD(m.parameters(), lr=0.01), lambda m: optim.Adagrad(m.parameters(), lr=0.01)):
+        models = make_model(), make_model()
+        optimizers = localize(make(models[0])), make(models[1])
+        for step in range(3):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                run(model, step)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+            assert_same_view(models[0], optimizers[0], models[1], optimizers[1])

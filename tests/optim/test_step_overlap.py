@@ -1,0 +1,354 @@
+"""Steps that hide the last reductions before them and the first gathers after them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fullshard
+from compare import assert_equal
+from engine.models import Stack, shard_blocks, square_loss, tiny_units
+from fullshard import FullyShardedDataParallel, PhaseError, fully_shard
+from fullshard.engine.overlap import GradientInFlight
+from fullshard.engine.ownership import unit_of
+from fullshard.errors import FullshardError
+from fullshard.optim import delocalize, localize, overlap
+from fullshard.optim.local_step import LocalStep
+from fullshard.optim.localize import local_step_of
+from fullshard.transport import Collective, base, record
+from fullshard.wrap import ModuleWrapPolicy
+from ranks import Rank, on_ranks
+
+
+def build(rank: Rank, mesh: Any = None) -> tuple[nn.Module, nn.Module]:
+    """The same model twice."""
+    torch.manual_seed(0)
+    first = Stack()
+    models = first, copy.deepcopy(first)
+    with tiny_units(up_to=0):
+        for model in models:
+            if mesh is None:
+                shard_blocks(model, rank)
+            else:
+                for module in (*model.blocks, model):
+                    fully_shard(module, mesh=mesh)
+    return models
+
+
+def adam(model: nn.Module, **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+
+
+def step(rank: Rank, model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> None:
+    square_loss(number)(model, rank.rank).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [p.full_tensor() for p in model.parameters()]
+
+
+def assert_same_weights(model: nn.Module, other: nn.Module) -> None:
+    assert_equal(weights(model), weights(other), "weights")
+
+
+class Watched:
+    """Notes collectives, and the parameters that are stepped between them."""
+
+    def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        names = {id(p): name for name, p in model.named_parameters()}
+        plain = LocalStep.step_pieces
+
+        def stepped(local: LocalStep, optimizer: Any, pieces: Any, *args: Any, **kwargs: Any) -> Any:
+            members = [names[id(m.parameter)].rsplit(".", 2)[0] for piece in pieces for m in piece.members]
+            self.events.append(
+                "step " + " ".join(dict.fromkeys("root" if n in ("first", "last") else n for n in members))
+            )
+            return plain(local, optimizer, pieces, *args, **kwargs)
+
+        monkeypatch.setattr(LocalStep, "step_pieces", stepped)
+
+    def __enter__(self) -> list[str]:
+        base._observers.append(self._note)
+        self.events.clear()
+        return self.events
+
+    def __exit__(self, *_: object) -> None:
+        base._observers.remove(self._note)
+
+    def _note(self, collective: Collective) -> None:
+        event = f"{collective.kind} {collective.unit or 'root'}"
+        if not self.events or self.events[-1] != event:
+            self.events.append(event)
+
+
+@on_ranks(2)
+def test_order(rank: Rank) -> None:
+    """Half of what has its gradients is stepped; then, when they have landed, the root; its gather; and the rest."""
+    model, _ = build(rank)
+    optimizer = overlap(adam(model), model)
+    with pytest.MonkeyPatch.context() as patch:
+        watched = Watched(model, patch)
+        for number in range(3):
+            with watched as events:
+                loss = square_loss(number)(model, rank.rank)
+            assert events[0] == ("gather root" if number == 0 else "gather blocks.0")
+            loss.backward()
+            with watched as events:
+                optimizer.step()
+            steps = [event for event in events if event.startswith("step")]
+            assert "root" in steps[1] and not any("root" in each for each in (steps[0], *steps[2:]))
+            assert events == [*steps[:2], "gather root", *steps[2:]]
+            assert sorted(" ".join(steps).replace("step ", "").split()) == ["blocks.0", "blocks.1", "blocks.2", "root"]
+            optimizer.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}], ids=str)
+@pytest.mark.parametrize("budget", [None, 0, 10_000])
+@pytest.mark.parametrize(
+    "clip", [None, torch.nn.utils.clip_grad_norm_, fullshard.clip_grad_norm_], ids=["none", "torch", "ours"]
+)
+def test_same_bits(rank: Rank, options: dict[str, Any], budget: int | None, clip: Any) -> None:
+    """Ten steps end in the weights that steps without overlap end in."""
+    model, other = build(rank)
+    model.set_prefetch_bytes(budget)
+    optimizers = overlap(adam(model, **options), model), localize(adam(other, **options))
+    for number in range(10):
+        for each, optimizer in zip((model, other), optimizers, strict=True):
+            square_loss(number)(each, rank.rank).backward()
+            if clip is not None:
+                clip(list(nn.Module.parameters(each)), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_weights(model, other)
+
+
+@on_ranks(4)
+def test_replicas(rank: Rank) -> None:
+    """On a 2-D mesh too."""
+    model, other = build(rank, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    optimizers = overlap(adam(model), model), localize(adam(other))
+    for number in range(4):
+        step(rank, model, optimizers[0], number)
+        step(rank, other, optimizers[1], number)
+    assert_same_weights(model, other)
+
+
+@on_ranks(2)
+def test_accumulation_and_evaluation(rank: Rank) -> None:
+    """Several backwards a step, one of them without sync, and a forward without gradients in between."""
+    model, other = build(rank)
+    optimizers = overlap(adam(model), model), localize(adam(other))
+    for number in range(3):
+        for each, optimizer in zip((model, other), optimizers, strict=True):
+            for part in range(3):
+                each.set_requires_gradient_sync(part != 1)
+                square_loss(3 * number + part)(each, rank.rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                each(torch.ones(2, 6))
+    assert_same_weights(model, other)
+
+
+@on_ranks(2)
+def test_gathers_are_not_repeated(rank: Rank) -> None:
+    """A step with overlap sends what a step without does."""
+    model, other = build(rank)
+    optimizers = overlap(adam(model), model), localize(adam(other))
+    step(rank, model, optimizers[0])
+    step(rank, other, optimizers[1])
+    sent = []
+    for each, optimizer in zip((model, other), optimizers, strict=True):
+        with record() as seen:
+            step(rank, each, optimizer, 1)
+        sent.append(sorted((c.kind, c.unit, c.numel) for c in seen))
+    assert sent[0] == sent[1]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["in place", "load", "reshard", "other optimizer", "assign"])
+def test_writes_after_the_step(rank: Rank, how: str) -> None:
+    """A forward never computes with values from before a write: it gathers again, or raises."""
+    model, other = build(rank)
+    optimizers = overlap(adam(model), model), localize(adam(other))
+    step(rank, model, optimizers[0])
+    step(rank, other, optimizers[1])
+    changed = {name: p + 1 for name, p in model.state_dict().items()}
+    for each in (model, other):
+        if how == "load":
+            each.load_state_dict(changed)
+        elif how == "assign":
+            each.load_state_dict({name: p.clone() for name, p in changed.items()}, assign=True)
+        elif how == "other optimizer":
+            second = torch.optim.SGD(each.parameters(), lr=1.0)
+            for parameter in each.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            second.step()
+            second.zero_grad()
+        else:
+            if how == "reshard":
+                each.reshard()
+            with torch.no_grad():
+                for parameter in each.parameters():
+                    parameter.add_(1)
+    if how == "in place":
+        with pytest.raises(PhaseError, match=r"unit '<root>' were written to after the optimizer step .* call reshard"):
+            model(torch.ones(2, 6))
+    assert_equal(model(torch.ones(2, 6)), other(torch.ones(2, 6)), "outputs")
+
+
+@on_ranks(2)
+def test_written_twice(rank: Rank) -> None:
+    """With several units gathered early, the forward after the error computes with what was written."""
+    model, other = build(rank)
+    model.set_prefetch_bytes(1 << 20)
+    optimizers = overlap(adam(model), model), localize(adam(other))
+    step(rank, model, optimizers[0])
+    step(rank, other, optimizers[1])
+    with torch.no_grad():
+        for each in (model, other):
+            for parameter in each.parameters():
+                parameter.mul_(2)
+    with pytest.raises(PhaseError, match=r"'<root>', 'blocks.0', 'blocks.1', 'blocks.2' were written"):
+        model(torch.ones(2, 6))
+    assert_equal(model(torch.ones(2, 6)), other(torch.ones(2, 6)), "outputs")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("then", ["delocalized", "undone", "before the first forward"])
+def test_steps_without_it_are_noticed(rank: Rank, then: str) -> None:
+    """Once the optimizer steps as usual again, or where it cannot do otherwise, what is gathered is outdated by it."""
+    model, other = build(rank)
+    optimizers = overlap(adam(model), model), localize(adam(other))
+    for each, optimizer in zip((model, other), optimizers, strict=True):
+        if then != "before the first forward":
+            step(rank, each, optimizer)
+        if each is model and then == "delocalized":
+            delocalize(optimizer)
+        elif each is model and then == "undone":
+            overlap(optimizer, model, enable=False)
+        each.set_reshard_after_backward(False)
+        each.set_reshard_after_forward(False)
+        for number in range(3):
+            step(rank, each, optimizer, number)
+    assert_same_weights(model, other)
+
+
+@on_ranks(2)
+def test_only_some_parameters(rank: Rank) -> None:
+    """What another optimizer has still to step is not gathered before it has."""
+    model, other = build(rank)
+    optimizers = []
+    for each in (model, other):
+        inner = [p for name, p in each.named_parameters() if name.startswith("blocks")]
+        outer = [p for name, p in each.named_parameters() if not name.startswith("blocks")]
+        optimizers.append((torch.optim.SGD(inner, lr=0.1), torch.optim.SGD(outer, lr=0.1)))
+    overlap(optimizers[0][0], model)
+    for number in range(4):
+        for each, pair in zip((model, other), optimizers, strict=True):
+            square_loss(number)(each, rank.rank).backward()
+            for optimizer in pair:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_same_weights(model, other)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
+def test_wrapper(rank: Rank, original: bool) -> None:
+    """The wrapper's first gathers come early too; its gradients are there after backward as always."""
+    torch.manual_seed(0)
+    model = Stack()
+    models = [
+        FullyShardedDataParallel(
+            each, auto_wrap_policy=ModuleWrapPolicy({type(each.blocks[0])}), use_orig_params=original
+        )
+        for each in (model, copy.deepcopy(model))
+    ]
+    optimizers = overlap(adam(models[0]), models[0]), adam(models[1])
+    for number in range(4):
+        for each, optimizer in zip(models, optimizers, strict=True):
+            square_loss(number)(each, rank.rank).backward()
+            assert not any(type(p.grad) is GradientInFlight for p in nn.Module.parameters(each))
+            optimizer.step()
+            optimizer.zero_grad()
+    with record() as seen:
+        square_loss()(models[0], rank.rank)
+    assert "" not in {c.unit for c in seen if c.kind == "gather"}
+    with FullyShardedDataParallel.summon_full_params(models[0]), FullyShardedDataParallel.summon_full_params(models[1]):
+        full = [[p.detach().clone() for p in each.parameters()] for each in models]
+    assert_equal(full[0], full[1], "weights")
+
+
+@on_ranks(2)
+def test_undone(rank: Rank) -> None:
+    """``enable=False`` returns to a step on its own."""
+    model, _ = build(rank)
+    optimizer = overlap(adam(model), model)
+    step(rank, model, optimizer)
+    overlap(optimizer, model, enable=False)
+    square_loss()(model, rank.rank).backward()
+    assert not any(type(p.grad) is GradientInFlight for p in nn.Module.parameters(model))
+    with record() as seen:
+        optimizer.step()
+    assert seen == []
+
+
+@on_ranks(2)
+def test_what_the_user_has_chosen_stays(rank: Rank) -> None:
+    """Localising again, or before, changes nothing else."""
+    model, _ = build(rank)
+    optimizer = overlap(localize(adam(model), flatten=False), model)
+    assert not local_step_of(optimizer).settings.flatten
+    localize(optimizer)
+    step(rank, model, optimizer)
+    with record() as seen:
+        square_loss(1)(model, rank.rank).backward()
+        seen.clear()
+        optimizer.step()
+    assert {c.kind for c in seen} == {"gather"}
+
+
+@on_ranks(2)
+def test_gaps_between_parameters_stay_zero(rank: Rank) -> None:
+    """What lies in gradient memory between parameters does not get into the shards' memory."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 7)))
+    optimizer = overlap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
+    for _ in range(4):
+        junk = [torch.full((size,), 7e5) for size in range(1, 200)]
+        del junk
+        model(torch.ones(2, 7)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    (bucket,) = unit_of(model).buckets
+    outside = torch.ones(bucket.layout.shard_numel, dtype=torch.bool)
+    for slot in bucket.layout.slots:
+        outside.as_strided(slot.local_shape(rank.rank), slot.local_stride(rank.rank), slot.shard_offset).fill_(False)
+    assert outside.any() and not bucket.shard_buffer[outside].any()
+
+
+@on_ranks(2)
+def test_errors(rank: Rank) -> None:
+    """What it does not go with."""
+    model, _ = build(rank)
+    with pytest.raises(ValueError, match="expected a module that fully_shard was called on, found Linear"):
+        overlap(adam(model), nn.Linear(2, 2))
+    with (
+        pytest.warns(UserWarning, match="left as it is"),
+        pytest.raises(ValueError, match=r"elementwise .* found LBFGS"),
+    ):
+        overlap(torch.optim.LBFGS(model.parameters()), model)
+    optimizer = overlap(adam(model), model.blocks[0])
+    square_loss()(model, rank.rank).backward()
+    with pytest.raises(FullshardError, match="part of another one"):
+        optimizer.step()
