@@ -30,6 +30,13 @@ bench: $(STAMP)  ## the CPU benchmarks; results go to bench/results/ and docs/pe
 	$(VENV)/bin/python -m bench.wrap_time --write-document
 	$(VENV)/bin/python -m bench.checkpoint --write-document
 	$(VENV)/bin/python -m bench.host_cost
+	$(VENV)/bin/python -m bench.optimizer_cost --write-document
+	$(VENV)/bin/python -m bench.muon --write-document
+	$(VENV)/bin/python -m bench.overlap --write-document
+	$(VENV)/bin/python -m bench.memory_limit --write-document
+	$(VENV)/bin/python -m bench.memory_limit_faults --write-document
+	$(VENV)/bin/python -m bench.scaling --write-document
+	$(VENV)/bin/python -m bench.wire --write-document
 
 clean:           ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -71,6 +71,50 @@ what is left beside the plain model is the time the library itself needs.
 <!-- bench:host_cost -->
 <!-- /bench -->
 
+## The optimizer step
+
+`python -m bench.optimizer_cost --write-document` steps AdamW on 800 parameters in 100 units, on a fake group.
+
+<!-- bench:optimizer_cost -->
+<!-- /bench -->
+
+`python -m bench.muon --write-document` steps Muon with owners, and with every rank gathering everything.
+
+<!-- bench:muon -->
+<!-- /bench -->
+
+## Overlap on a modelled network
+
+`python -m bench.overlap --write-document` plays one rank of many: collectives take the time that a network of a given
+latency and bandwidth would need ([how](design/modelled_network.md)). T_LB is the lower bound of a schedule.
+
+<!-- bench:overlap -->
+<!-- /bench -->
+
+## Fewer bytes on the wire
+
+`python -m bench.wire --write-document` runs the default training job with rounded messages
+([low bandwidth](low_bandwidth.md)).
+
+<!-- bench:wire -->
+<!-- /bench -->
+
+## Memory and its bound
+
+`python -m bench.memory_limit --write-document` counts every allocation of a step and compares the peak with the bound
+([memory](memory.md)).
+
+<!-- bench:memory_limit -->
+<!-- /bench -->
+
+## Scaling
+
+`python -m bench.scaling --write-document` initialises, trains and plans checkpoints as one rank of up to 16,384
+([scaling](scaling.md)).
+
+<!-- bench:scaling -->
+<!-- /bench -->
+
 ## One GPU
 
 `python -m bench.gpu_step` measures step time, memory and copies on one CUDA device.

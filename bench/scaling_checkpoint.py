@@ -1,0 +1,144 @@
+"""What the ranks of a large job compute for one checkpoint, with the other ranks made up: no process, no file.
+
+One rank's own work (its plan, what it sends), the first rank's (who writes what, the index), and what each rank does
+with the index in a load. Tensors are cut on dim 0, as fully_shard cuts them; a unit has two parameters and Adam's
+state.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from bench.scaling_worker import timed
+from fullshard.checkpoint.division import Held, TensorTable, divide
+from fullshard.checkpoint.index import CHECKSUM, FileEntry, data_file
+from fullshard.checkpoint.index_json import WrittenIndex, from_json, piece_text, to_json
+from fullshard.checkpoint.pieces import Piece, Pieces
+from fullshard.checkpoint.planner import ALL, LoadPlanner
+from fullshard.checkpoint.reader import CheckpointReader
+from fullshard.checkpoint.source import DataSource
+from fullshard.checkpoint.together import DividingPlanner
+from fullshard.layout import Box, chunk_of
+
+ROWS, COLUMNS = 32_768, 64
+TENSORS_PER_UNIT = 8
+
+
+@dataclass(frozen=True)
+class CheckpointCost:
+    """CPU seconds and bytes.
+
+    Args:
+        plan: Of one rank: what it holds, as it is sent.
+        sent: Bytes that one rank sends to the first to plan.
+        divide: Of the first rank: who writes what.
+        told: Bytes of text that one rank sends to the first for the index, before they are compressed.
+        index: Of the first rank: the index as text.
+        index_bytes: Of that file.
+        parse: Of one rank in a load: the index, read and checked.
+        load_plan: Of one rank in a load: which pieces it reads.
+        pieces: How many the index has.
+    """
+
+    plan: float
+    sent: int
+    divide: float
+    told: int
+    index: float
+    index_bytes: int
+    parse: float
+    load_plan: float
+    pieces: int
+
+
+def tensors(units: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Keys and shapes."""
+    for unit in range(units):
+        for name, shape in (("weight", (ROWS, COLUMNS)), ("bias", (ROWS,))):
+            fqn = f"layers.{unit}.block.{name}"
+            yield f"model.{fqn}", shape
+            yield f"optimizer.state.{fqn}.exp_avg", shape
+            yield f"optimizer.state.{fqn}.exp_avg_sq", shape
+            yield f"optimizer.state.{fqn}.step", ()
+
+
+def box_on(rank: int, ranks: int, shape: tuple[int, ...]) -> Box:
+    if not shape:
+        return Box((), ())
+    start, size = chunk_of(shape[0], ranks, rank)
+    return Box((start, *(0,) * (len(shape) - 1)), (size, *shape[1:]))
+
+
+def entries(units: int, rank: int, ranks: int) -> dict[str, Any]:
+    """What ``fullshard.save`` has of one rank; its memory is on the meta device."""
+    found: dict[str, Any] = {}
+    for key, shape in tensors(units):
+        box = box_on(rank, ranks, shape)
+        local = torch.empty(box.sizes, device="meta")
+        found[key] = Pieces(torch.Size(shape), local.dtype, torch.device("cpu"), [Piece(box, local)], equal=True)
+    return found
+
+
+def measure(units: int, ranks: int) -> CheckpointCost:
+    torch.set_num_threads(1)
+    own = entries(units, 0, ranks)
+
+    def plan() -> bytes:
+        planner = DividingPlanner(alike=True)
+        planner.set_up_planner({ALL: own}, None, is_coordinator=False)
+        return pickle.dumps(planner.create_local_plan())
+
+    plan()
+    message, plan_s = timed(plan)
+    shapes = [shape for _, shape in tensors(units)]
+    table = TensorTable.of(own).packed
+    boxes = [[(i, box_on(rank, ranks, shape)) for i, shape in enumerate(shapes)] for rank in range(ranks)]
+    held = [Held(None if rank else table, Held.packed(of_rank), ()) for rank, of_rank in enumerate(boxes)]
+    division, divide_s = timed(lambda: divide(held))
+    texts, told = [], 0
+    for rank, of_rank in enumerate(boxes):
+        kept = [box for (_, box), kept in zip(of_rank, division.parts[rank].tolist(), strict=True) if kept]
+        texts.append([piece_text(box, (rank, 264, bytes(CHECKSUM))) for box in kept])
+        told = max(told, len("\n".join(texts[-1])))
+
+    def index() -> bytes:
+        lines: list[list[str]] = [[] for _ in shapes]
+        for rank, of_rank in enumerate(texts):
+            for tensor, text in zip(division.tensors[rank].tolist(), of_rank, strict=True):
+                lines[tensor].append(text)
+        rows = zip(division.table.keys, shapes, lines, strict=True)
+        written = {key: f'[[],"float32",{json.dumps(shape)},[{",".join(of)}]]' for key, shape, of in rows}
+        files = {data_file("0" * 12, rank): FileEntry(1 << 40, 264, bytes(CHECKSUM)) for rank in range(ranks)}
+        return to_json(WrittenIndex("index", {}, {}, files, save="0" * 12, lines=written))
+
+    text, index_s = timed(index)
+    parsed, parse_s = timed(lambda: from_json(text, "index"))
+    reader = CheckpointReader("memory")
+    reader._source = DataSource(reader_folder(), parsed)
+
+    def load_plan() -> int:
+        planner = LoadPlanner()
+        planner.set_up_planner({ALL: own}, reader.read_metadata())
+        return len(planner.create_local_plan().items)
+
+    _, load_s = timed(load_plan)
+    pieces = sum(len(tensor.pieces) for tensor in parsed.tensors.values())
+    return CheckpointCost(plan_s, len(message), divide_s, told, index_s, len(text), parse_s, load_s, pieces)
+
+
+def reader_folder() -> Any:
+    """A folder that nothing is read from."""
+    from fullshard.checkpoint.files import Folder
+
+    return Folder("nowhere")
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(measure(int(sys.argv[1]), int(sys.argv[2])))))

@@ -1,0 +1,208 @@
+"""One measurement of :mod:`bench.scaling`: a system, a number of units, a number of ranks, in a process of its own."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from bench.contestants import COMPOSABLE, prepare, shard_units, start_fake_group, wrap_units
+
+T = TypeVar("T")
+
+_COLLECTIVES = ("_allgather_base", "_reduce_scatter_base", "allgather", "reduce_scatter", "allreduce")
+_GROUPED = ("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured.
+
+    Args:
+        system: By name.
+        units: Of a model.
+        ranks: Of the group.
+        elements: Of each parameter.
+        models: Built one after another.
+        steps: Made with each after its first.
+        memory: Whether Python's memory is measured as well.
+    """
+
+    system: str
+    units: int
+    ranks: int
+    elements: int
+    models: int = 2
+    steps: int = 3
+    memory: bool = False
+
+
+@dataclass(frozen=True)
+class Cost:
+    """CPU seconds of this process, each the best of several, and bytes of Python's objects and of the process.
+
+    Args:
+        init: All ``fully_shard`` calls, or the wrapper's constructor.
+        first: Forward and backward of the first step.
+        steady: The same of a later one.
+        python_bytes: Allocated by Python for a model's units, after two steps; None: not measured.
+        python_peak: The most at any moment until then.
+        resident_peak: Growth of the process's largest resident memory, first step included.
+    """
+
+    init: float
+    first: float
+    steady: float
+    python_bytes: int | None
+    python_peak: int | None
+    resident_peak: int
+
+
+class Affine(nn.Module):
+    """One unit: two vectors. If they have a multiple of the ranks of elements, messages do not grow with the ranks."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(elements))
+        self.bias = nn.Parameter(torch.zeros(elements))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addcmul(self.bias, x, self.weight)
+
+
+def stack(units: int, elements: int) -> nn.Module:
+    return nn.Sequential(*(Affine(elements) for _ in range(units)))
+
+
+def silence_collectives() -> None:
+    """Have collectives on floating point tensors do nothing at all.
+
+    The fake group copies its input to each rank's part of the output, one copy after another: with thousands of ranks
+    that would be all that is measured. Collectives of integers (objects, digests) are left as they are.
+    """
+    done = dist.distributed_c10d._get_default_group().barrier()
+    group_type: Any = dist.ProcessGroup
+    for name in (*_COLLECTIVES, *_GROUPED):
+        real = getattr(group_type, name, None)
+        if real is not None:
+            setattr(group_type, name, _silent(real, done))
+
+
+def _silent(real: Callable[..., Any], done: Any) -> Callable[..., Any]:
+    def call(group: Any, output: Any, *arguments: Any, **options: Any) -> Any:
+        first = output
+        while isinstance(first, (list, tuple)):
+            first = first[0]
+        return done if first.is_floating_point() else real(group, output, *arguments, **options)
+
+    return call
+
+
+class Runner:
+    """Builds models of a case and measures them."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.device = case, torch.device("cpu")
+        self.mesh = init_device_mesh("cpu", (case.ranks,)) if case.system in COMPOSABLE else None
+        self.inputs = torch.ones(1, case.elements)
+
+    def distribute(self, model: nn.Module) -> nn.Module:
+        if self.mesh is None:
+            return wrap_units(self.case.system, model, Affine, self.device)
+        shard_units(self.case.system, model, Affine, self.mesh)
+        return model
+
+    def step(self, model: nn.Module) -> None:
+        model(self.inputs).sum().backward()
+
+    def forget(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    def turn(self, units: int, steps: int) -> tuple[float, float, float]:
+        """Seconds of a new model: initialisation, first step, best later step."""
+        plain = stack(units, self.case.elements)
+        gc.collect()
+        gc.disable()  # a full collection in one turn and none in the next would hide what grows
+        try:
+            model, init = timed(lambda: self.distribute(plain))
+            _, first = timed(lambda: self.step(model))
+            later = []
+            for _ in range(steps):
+                self.forget(model)
+                later.append(timed(lambda: self.step(model))[1])
+        finally:
+            gc.enable()
+        return init, first, min(later)
+
+    def python_memory(self) -> tuple[int, int]:
+        """Bytes that Python has allocated for a distributed model after two steps, and the most until then."""
+        plain = stack(self.case.units, self.case.elements)
+        gc.collect()
+        tracemalloc.start()
+        model = self.distribute(plain)
+        for _ in range(2):
+            self.step(model)
+            self.forget(model)
+        found = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return found
+
+
+def timed(call: Callable[[], T]) -> tuple[T, float]:
+    """What it returns, and the CPU seconds of this process that it took."""
+    start = time.process_time()
+    result = call()
+    return result, time.process_time() - start
+
+
+def measure(case: Case) -> Cost:
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # what a gather that moves nothing leaves may be any bytes
+    prepare(case.system)
+    start_fake_group(case.ranks)
+    silence_collectives()
+    try:
+        runner = Runner(case)
+        runner.turn(3, 1)  # imports and caches
+        before = _reset_peak()
+        turns = [runner.turn(case.units, case.steps) for _ in range(case.models)]
+        resident = _peak() - before
+        held, peak = runner.python_memory() if case.memory else (None, None)
+    finally:
+        dist.destroy_process_group()
+    init, first, steady = (min(figures) for figures in zip(*turns, strict=True))
+    return Cost(init, first, steady, held, peak, max(resident, 0))
+
+
+def _reset_peak() -> int:
+    """Resident bytes now, from which :func:`_peak` counts; 0 where Linux's counter is not at hand."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def _peak() -> int:
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(measure(Case(**json.loads(sys.argv[1]))))))

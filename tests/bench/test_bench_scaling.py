@@ -1,0 +1,178 @@
+"""What grows with units and ranks, by counting calls and not seconds; and the benchmark of it on made-up figures."""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from bench.contestants import distribute, start_fake_group
+from bench.models import TinyUnit, tiny_units
+from bench.scaling import Settings, cases, checkpoint_table, exponents, plot, series, slope, table, verdicts
+from bench.scaling_checkpoint import box_on, entries, tensors
+from bench.scaling_worker import Case, Cost, measure
+
+from fullshard.checkpoint.division import Held, TensorTable, divide
+
+SETTINGS = Settings((10, 100), (8, 64), 10, 8, 60.0)
+# Messages are split in halves or not by their size, gathers are taken together if units are tiny: a few calls more.
+TOLERANCE = 0.06
+
+
+@pytest.fixture
+def fake_group() -> Iterator[Callable[[int], None]]:
+    """Starts fake groups, one after another."""
+
+    def start(ranks: int) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        start_fake_group(ranks)
+
+    yield start
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def calls(action: Callable[[], Any]) -> int:
+    """Functions called, Python's and built-in ones, generators resumed included."""
+    count = 0
+
+    def seen(_: Any, event: str, __: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    gc.disable()
+    sys.setprofile(seen)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return count
+
+
+def counts(system: str, units: int) -> dict[str, int]:
+    """Calls of a new model's phases."""
+    model, inputs = tiny_units(units), torch.ones(1, 16)
+    made: list[Any] = []
+    found = {"init": calls(lambda: made.append(distribute(system, model, TinyUnit, torch.device("cpu"))))}
+
+    def step() -> None:
+        made[0](inputs).sum().backward()
+
+    found["first"] = calls(step)
+    for parameter in made[0].parameters():
+        parameter.grad = None
+    found["steady"] = calls(step)
+    return found
+
+
+@pytest.mark.parametrize("system", ["fullshard", "fullshard-wrapper"])
+def test_calls_grow_with_units_in_proportion(fake_group: Callable[[int], None], system: str) -> None:
+    """Twenty more units cost four times what five more do, in each phase: nothing is quadratic."""
+    fake_group(8)
+    counts(system, 3)
+    five, ten, thirty = (counts(system, units) for units in (5, 10, 30))
+    for phase in five:
+        assert thirty[phase] - ten[phase] <= 4 * (ten[phase] - five[phase]) * (1 + TOLERANCE), phase
+
+
+@pytest.mark.parametrize("system", ["fullshard", "fullshard-wrapper"])
+def test_calls_do_not_grow_with_ranks(fake_group: Callable[[int], None], system: str) -> None:
+    """Initialisation and a step call as many functions on 1,024 ranks as on 8."""
+    found = []
+    for ranks in (8, 1024):
+        fake_group(ranks)
+        counts(system, 2)
+        found.append(counts(system, 8))
+    few, many = found
+    # In the first forward the orders of all ranks are compared, once for all units: one call per rank at most.
+    assert many["init"] <= few["init"] * (1 + TOLERANCE)
+    assert many["steady"] <= few["steady"] * (1 + TOLERANCE) + 100
+    assert many["first"] <= few["first"] * (1 + TOLERANCE) + 1024 + 200
+
+
+def test_dividing_a_checkpoint_calls_in_proportion_to_ranks() -> None:
+    """The first rank's decision takes a bounded number of calls per rank, however many tensors there are."""
+
+    def taken(units: int, ranks: int) -> int:
+        shapes = [shape for _, shape in tensors(units) if shape]  # one holder each
+        own = {key: value for key, value in entries(units, 0, ranks).items() if value.shape}
+        table_of_all = TensorTable.of(own).packed
+        held = [
+            Held(
+                None if rank else table_of_all,
+                Held.packed([(i, box_on(rank, ranks, s)) for i, s in enumerate(shapes)]),
+                (),
+            )
+            for rank in range(ranks)
+        ]
+        return calls(lambda: divide(held))
+
+    few, more, most = taken(4, 16), taken(4, 64), taken(16, 64)
+    assert more - few <= 48 * 45
+    assert most - more <= 72 * 16  # by tensor, and not by part of one
+
+
+def test_slopes() -> None:
+    """An exponent is that of the power law; without two points there is none."""
+    assert slope({1: 3.0, 10: 30.0, 100: 300.0}) == pytest.approx(1)
+    assert slope({2: 5.0, 8: 5.0}) == pytest.approx(0)
+    assert slope({10: 1.0, 100: 100.0}) == pytest.approx(2)
+    assert math.isnan(slope({10: 1.0}))
+
+
+def made_up(system: str, power_of_units: float, power_of_ranks: float) -> list[dict[str, Any]]:
+    """Costs that follow two powers."""
+    found = []
+    for over, units, ranks in (("ranks", 10, 8), ("ranks", 10, 64), ("units", 10, 8), ("units", 100, 8)):
+        seconds = 1e-3 * units**power_of_units * ranks**power_of_ranks
+        cost = asdict(Cost(seconds, seconds, seconds, 1024 * units, 2048 * units, 1 << 20))
+        found.append({"system": system, "units": units, "ranks": ranks, "over": over, "cost": cost})
+    return found
+
+
+def test_verdicts() -> None:
+    """What is in proportion to units passes, what grows with ranks or faster is named; peers are not judged."""
+    good = exponents(made_up("fullshard", 1.0, 0.0))
+    assert good["fullshard"]["init"] == pytest.approx({"units": 1.0, "ranks": 0.0})
+    assert verdicts(good) == []
+    assert len(verdicts(exponents(made_up("fullshard", 1.5, 0.0)))) == 3
+    found = verdicts(exponents(made_up("fullshard-wrapper", 1.0, 0.5)))
+    assert found[0] == "fullshard-wrapper, initialisation: exponent 0.50 in ranks, allowed 0.10"
+    assert verdicts(exponents(made_up("fsdp2", 2.0, 1.0))) == []
+
+
+def test_tables_and_plot(tmp_path: Path) -> None:
+    """Each figure is in its column, what could not be measured is a dash, and the plot is drawn."""
+    made = made_up("fullshard", 1.0, 0.0)
+    costs = [made[0], {**{k: v for k, v in made[1].items() if k != "cost"}, "failure": "x"}, *made[2:]]
+    assert series(costs, "fullshard", "init", "units") == pytest.approx({10: 0.01, 100: 0.1})
+    lines = table(costs, exponents(costs), SETTINGS).splitlines()
+    assert lines[2] == "| fullshard, initialisation | 10 | - | nan | 10 | 100 | 1.00 |"
+    plot(tmp_path / "curves.png", costs, SETTINGS)
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert "more than 9 s" in checkpoint_table([{"units": 1, "ranks": 8, "failure": "more than 9 s"}])
+
+
+def test_cases_cover_both_axes() -> None:
+    """All ranks with the usual units, all units with the usual ranks, each once."""
+    found = cases(["fullshard"], SETTINGS)
+    assert [(case.units, case.ranks) for case in found["ranks"]] == [(10, 8), (10, 64)]
+    assert [(case.units, case.ranks) for case in found["units"]] == [(10, 8), (100, 8)]
+
+
+def test_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A case has all its figures."""
+    monkeypatch.setattr(dist.ProcessGroup, "_allgather_base", dist.ProcessGroup._allgather_base)
+    monkeypatch.setattr("bench.scaling_worker._COLLECTIVES", ("_allgather_base",))
+    monkeypatch.setattr("bench.scaling_worker._GROUPED", ())
+    cost = measure(Case("fullshard", 2, 4, 16, models=1, steps=1))
+    assert min(cost.init, cost.first, cost.steady) > 0 and cost.python_bytes is None
