@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 MANY, VERY_MANY = 4, 8  # variants, of which a half is run, and a quarter
-FOLDERS = [Path(__file__).parent / name for name in ("checkpoint", "engine", "wrapper")]
+FOLDERS = [Path(__file__).parent / name for name in ("checkpoint", "engine", "optim", "wrapper")]
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -193,7 +193,7 @@ def test_the_engine_communicates_in_the_same_order(wrapping: Wrapping, monkeypat
     monkeypatch.setattr(CollectiveTransport, "tiny_bytes", 0)  # the model sends every unit on its own
     model = _Decoder(wrapping, 4)
     for plan in wrapping.units:
-        fully_shard(model.get_submodule(plan.members[0]), reshard_after_forward=False if plan.keep else None)
+        fully_shard(model.get_submodule(plan.members[0]), reshard_after_forward=not plan.keep)
     fully_shard(model, reshard_after_forward=None if wrapping.keep_root else True)
     tokens = torch.randint(64, (2, 8))
     model(tokens).sum().backward()  # the next step uses the recorded order
