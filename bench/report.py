@@ -99,8 +99,8 @@ of the bytes. The tables are in [low bandwidth](low_bandwidth.md).
 ## Memory and its bound
 
 `python -m bench.memory_limit --write-document` counts every allocation of a step and compares the peak with the bound;
-`python -m bench.memory_limit_faults --write-document` counts page faults with and without kept blocks. The tables are in
-[memory](memory.md).
+`python -m bench.memory_limit_faults --write-document` counts page faults with and without kept blocks. The tables are
+in [memory](memory.md).
 
 ## Scaling
 
