@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from compare import assert_equal
-from fullshard import fully_shard
+from fullshard import Wire, fully_shard
 from fullshard.engine.overlap import GradientInFlight
 from fullshard.errors import PhaseError
 from fullshard.sharded_module import unit_at
@@ -228,6 +228,18 @@ def test_sums_that_are_sent_when_waited_for(rank: Rank) -> None:
         backward(rank, model, other, step=step)
         assert not list_late(model)
         assert_same_gradients(model, other)
+
+
+@on_ranks(2)
+def test_rounded_sums_are_waited_for(rank: Rank) -> None:
+    """Rounded all-reduces send a second time when they are waited for, which has to be in backward on all ranks."""
+    model, _ = build(rank, init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    backward(rank, model)
+    assert list_late(model)
+    model.zero_grad()
+    model.set_wire(replicate=Wire(reduce="int8", min_bytes=1))
+    backward(rank, model)
+    assert not list_late(model)
 
 
 @on_ranks(2)
