@@ -304,6 +304,8 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
         units = nested_units(self)
         if any(unit.settings.comm_hook is not None for unit in units):
             raise FullshardError("register_comm_hook: there is a hook already; a model can have one")
+        if any(unit.settings.collectives.wire is not None for unit in units):
+            raise ValueError("register_comm_hook: found a wire, which reduces by itself; call set_wire() first")
         others = [
             unit.name or type(unit.modules[0]()).__name__
             for unit in units

@@ -26,7 +26,7 @@ from fullshard import (
     fully_shard,
     unsharded,
 )
-from fullshard.checkpoint import full_tensors
+from fullshard.checkpoint import full_tensors, stream
 from fullshard.comm_hooks import DefaultState, reduce_scatter_hook
 from fullshard.engine.ownership import unit_of
 from fullshard.policy import Wire
@@ -306,6 +306,19 @@ def test_what_leaves_the_model_is_exact(rank: Rank) -> None:
             assert_equal(exported[name], expected.detach(), name)
         LOSS(model, rank.rank)
     assert_models_equal(model, reference)
+
+
+@on_ranks(2)
+def test_what_is_taken_between_forwards_is_exact(rank: Rank) -> None:
+    """Values that are asked for one by one stay exact while the model is used, and has units gathered, in between."""
+    reference = build()
+    model = shard_blocks(copy.deepcopy(reference), rank)
+    model.set_wire(INT8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "GROUP_BYTES", 1)  # each parameter by itself
+        for name, value in full_tensors(model):
+            assert_equal(value, reference.get_parameter(name).detach(), name)
+            LOSS(model, rank.rank)
 
 
 @on_ranks(2)

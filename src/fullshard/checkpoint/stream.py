@@ -137,7 +137,7 @@ def _dtype_of(parameter: ShardedParameter, dtype: torch.dtype | None) -> torch.d
 
 def _gather(unit: Unit, bucket: Bucket, group: list[ShardedParameter], dtype: torch.dtype | None) -> list[torch.Tensor]:
     """The full values of some parameters of a bucket, in new memory where anything travels. A collective."""
-    mesh, travels_as = bucket.mesh, _dtype_of(group[0], dtype)
+    mesh, travels_as = bucket.mesh.exactly(), _dtype_of(group[0], dtype)
     if mesh.transport is None:
         return [parameter.local.to(mesh.device) for parameter in group]
     if isinstance(bucket, FlatBucket):
@@ -164,7 +164,7 @@ def _gather_slices(
     unit: Unit, bucket: FlatBucket, group: list[ShardedParameter], dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """All of a flat bucket by its own gather; a part of it from the ranks on whose slices it lies."""
-    mesh, layout = bucket.mesh, bucket.layout
+    mesh, layout = bucket.mesh.exactly(), bucket.layout
     wanted = {id(parameter) for parameter in group}
     pairs = zip(bucket.parameters, layout.slots, strict=True)
     slots = [slot for parameter, slot in pairs if id(parameter) in wanted]

@@ -302,7 +302,7 @@ class BufferBucket(Bucket):
         buffer = Buffer(self.layout.full_numel, source.dtype, self.mesh.device)
         placed = zip(self.parameters, self.layout.slots, strict=True)
         values = [buffer.tensor(slot.full_offset, p.shape.shape, p.shape.stride) for p, slot in placed]
-        return BufferCopies(BufferGather(self.layout, source, buffer, self.mesh.transport), values, buffer)
+        return BufferCopies(BufferGather(self.layout, source, buffer, self.mesh.exact_transport), values, buffer)
 
     def parts(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See :class:`Bucket`."""

@@ -278,7 +278,7 @@ class FlatBucket(Bucket):
         source = self._slice_of_gradients() if gradients else self.shard_buffer
         buffer = Buffer(self.layout.full_numel, source.dtype, self.mesh.device)
         values = [buffer.tensor(s.full_offset, s.parameter.shape, s.parameter.stride) for s in self.layout.slots]
-        return BufferCopies(FlatGather(self.layout, source, buffer, self.mesh), values, buffer)
+        return BufferCopies(FlatGather(self.layout, source, buffer, self.mesh.exactly()), values, buffer)
 
     def _slice_of_gradients(self) -> torch.Tensor:
         if self.home is not None and self.home.flat.grad is not None:

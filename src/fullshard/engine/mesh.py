@@ -56,6 +56,7 @@ class ShardMesh:
     replicas: int  # size of the replicate axis
     transport: Transport | None  # on the shard axis; None if its size is 1
     replica_transport: Transport | None  # on the replicate axis; None if its size is 1
+    exact_transport: Transport | None  # on the shard axis, for values that leave the model: ``transport`` may round
     _neighbours: dict[int, Neighbours]
     _joined: dict[DeviceMesh, DeviceMesh]
 
@@ -75,6 +76,7 @@ class ShardMesh:
             self.transport = make_transport(shard.get_group(), self.device)
         if replicate is not None and self.replicas > 1:
             self.replica_transport = make_transport(replicate.get_group(), self.device, reduces=False)
+        self.exact_transport = self.transport
         self._neighbours, self._joined = {}, {}
 
     def placements(self, placement: Placement) -> tuple[Placement, ...]:
@@ -101,8 +103,19 @@ class ShardMesh:
     def with_transports(self, shard: Transport | None, replicas: Transport | None) -> ShardMesh:
         """The same ranks with other means of communication on the shard axis and on that of replicas."""
         changed = copy.copy(self)
-        changed.transport, changed.replica_transport = shard, replicas
+        changed.transport = changed.exact_transport = shard
+        changed.replica_transport = replicas
         return changed
+
+    def rounding(self, shard: Transport | None, replicas: Transport | None) -> ShardMesh:
+        """As :meth:`with_transports`, with transports that round. Values that leave the model travel as before."""
+        changed = self.with_transports(shard, replicas)
+        changed.exact_transport = self.transport
+        return changed
+
+    def exactly(self) -> ShardMesh:
+        """The same ranks, for values that leave the model."""
+        return self if self.exact_transport is self.transport else self.with_transports(self.exact_transport, None)
 
     def neighbours(self, size: int) -> Neighbours:
         """The ``size`` consecutive ranks of the shard axis that this rank belongs to. All ranks must call it."""

@@ -122,18 +122,8 @@ class UnitSettings:
     post_optim_event: Event | None = None  # for the next forward of the root only
 
     def communicating(self, mesh: ShardMesh) -> ShardMesh:
-        """``mesh`` with the collectives that the user has set.
-
-        Raises:
-            ValueError: If a hook was set where there is a wire: the hook is dropped.
-        """
+        """``mesh`` with the collectives that the user has set."""
         custom = self.collectives
-        if self.comm_hook is not None and custom.wire is not None:
-            self.comm_hook = None  # set after the wire, which refuses a hook that is there
-            raise ValueError(
-                "register_comm_hook: expected units that send full precision, found a wire, which reduces by itself; "
-                "call set_wire() without arguments first"
-            )
         if custom.wire is not None:
             return custom.wire.on(mesh)
         if self.comm_hook is not None:

@@ -1,8 +1,8 @@
 """What a user has chosen for the wire of one unit, and what the unit knows of the moves that its transports round.
 
 [Note: What is never rounded]
-Full parameters outside of training (checkpoints, ``summon_full_params``, exports) have to be the very values: a gather
-is rounded only while the unit is being gathered to compute. What tensor subclasses send has a meaning that only they
+Full parameters outside of training (checkpoints, ``summon_full_params``, exports) have to be the very values: they
+travel by :attr:`ShardMesh.exact_transport`. What tensor subclasses send has a meaning that only they
 know. Small parameters cost few bytes, and would share blocks with others. And beside gradients travel the numbers that
 say who has any, see [Note: Gradients that are missing on some ranks]: rounded together with large gradients they would
 become 0. All of these travel as they are: those that share a message with rounded ones as spans of it.
@@ -57,9 +57,7 @@ class UnitWire:
 
     def on(self, mesh: ShardMesh) -> ShardMesh:
         """The same ranks with transports that round."""
-        return mesh.with_transports(
-            self._around(mesh.transport, "shard"), self._around(mesh.replica_transport, "replicate")
-        )
+        return mesh.rounding(self._around(mesh.transport, "shard"), self._around(mesh.replica_transport, "replicate"))
 
     def _around(self, base: Transport | None, axis: Axis) -> Transport | None:
         if base is None:
@@ -79,12 +77,10 @@ class _UnitGuide:
         self._wire, self._min_bytes, self._known = wire, min_bytes, {}
 
     def exact(self, kind: Kind, move: Move) -> bool:
-        """Whether it is a gather for anything but computing, or one of a tensor subclass."""
+        """Whether it is what a tensor subclass sends."""
         unit = self._unit()
         if kind != "gather" or unit is None:
             return False
-        if not unit.gathered:
-            return True
         regions = (r for b in unit.buckets if isinstance(b, ExtensionBucket) for fill in b.fills for r in fill.regions)
         own = move.region.untyped_storage()._cdata
         return any(region.tensor(0, (0,), (1,)).untyped_storage()._cdata == own for region in regions)
