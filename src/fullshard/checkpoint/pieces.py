@@ -12,7 +12,7 @@ them as they are; see :mod:`fullshard.checkpoint.planner` for the two places whe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedS
 
 from fullshard.layout import Box, chunk_of
 
-__all__ = ["Piece", "Pieces", "box_of"]
+__all__ = ["Piece", "Pieces", "box_at", "box_of"]
 
 
 class Piece(NamedTuple):
@@ -142,9 +142,17 @@ def box_of(tensor: DTensor) -> Box | None:
     Raises:
         TypeError: See :meth:`Pieces.of`.
     """
-    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        return None
+    coordinate = tensor.device_mesh.get_coordinate()
+    return None if coordinate is None else box_at(tensor, coordinate)
+
+
+def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
+    """Which part of the whole the local tensor of the rank at ``coordinate`` of the tensor's mesh is.
+
+    Raises:
+        TypeError: See :meth:`Pieces.of`.
+    """
+    mesh = tensor.device_mesh
     offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
     # A strided shard is a cut of what the axes after it have left; every other one of what those before it have.
     axes = range(mesh.ndim)

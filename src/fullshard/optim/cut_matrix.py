@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
+from fullshard.checkpoint.pieces import box_at
 from fullshard.engine.flat_parameter import FlatParameter, FlatPiece
 from fullshard.engine.parameter import managed_by
-from fullshard.layout import Box, chunk_of
+from fullshard.layout import Box
 from fullshard.transport import part_of
 
 __all__ = ["CutMatrix", "Sharers", "cut_twice", "matrix_name", "matrix_shape"]
@@ -84,7 +84,7 @@ class CutMatrix:
             return cls(name, (rows, columns), stride, None, ())
         coordinates = _sharing(mesh, cuts)
         sharers = _sharers(mesh, cuts, coordinates)
-        boxes = (_box((rows, columns), mesh, placements, coordinates[rank]) for rank in sharers.ranks)
+        boxes = (box_at(parameter, coordinates[rank]) for rank in sharers.ranks)
         return cls(name, (rows, columns), stride, sharers, tuple(boxes))
 
     @classmethod
@@ -183,18 +183,3 @@ def _sharers(mesh: DeviceMesh, cuts: Sequence[int], ranks: Iterable[int]) -> Sha
         assert world is not None
         group = world if wanted == sorted(dist.get_process_group_ranks(world)) else part_of(world, wanted, "matrices")
     return Sharers(tuple(dist.get_process_group_ranks(group)), device, group)
-
-
-def _box(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], coordinate: Sequence[int]) -> Box:
-    """What the rank at ``coordinate`` holds of a DTensor.
-
-    A strided shard is a cut of what the axes after it have left; every other one of what those before it have.
-    """
-    offsets, sizes = [0] * len(shape), list(shape)
-    strided = [axis for axis, placement in enumerate(placements) if isinstance(placement, _StridedShard)]
-    for axis in [*(axis for axis in range(mesh.ndim) if axis not in strided), *reversed(strided)]:
-        placement = placements[axis]
-        if isinstance(placement, Shard | _StridedShard):
-            start, sizes[placement.dim] = chunk_of(sizes[placement.dim], mesh.size(axis), coordinate[axis])
-            offsets[placement.dim] += start
-    return Box(tuple(offsets), tuple(sizes))
