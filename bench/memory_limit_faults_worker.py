@@ -41,7 +41,7 @@ class CountingTrainer(Trainer):
         load_training_code()
         self.baseline = ResidentMemory.now()
         if assignment.kept_bytes:
-            from fullshard.memory import keep_freed_memory
+            from fullshard.allocator import keep_freed_memory
 
             if not keep_freed_memory(assignment.kept_bytes):
                 raise RuntimeError("the allocator does not take the setting")

@@ -30,7 +30,7 @@ LAYERS = [
     {"wrap", "activation_checkpoint", "comm_hooks", "grad_scaler"},
     {"checkpoint", "optim", "plan", "trace"},
     {"engine"},
-    {"layout", "transport", "memory", "policy", "state_dict_types"},
+    {"layout", "transport", "memory", "allocator", "policy", "state_dict_types"},
     {"errors", "version"},
 ]
 # The parts of the lowest layer are independent, but for this.
@@ -38,6 +38,7 @@ BOTTOM = {
     "layout": {"errors"},
     "transport": {"errors", "layout", "memory", "policy"},
     "memory": {"errors", "policy"},
+    "allocator": set(),
     "policy": {"errors"},
     "state_dict_types": {"errors"},
     "errors": set(),

@@ -1,5 +1,6 @@
 """fullshard: parameters, gradients and optimizer state sharded over ranks, gathered just in time and freed."""
 
+from fullshard.allocator import keep_freed_memory
 from fullshard.checkpoint import async_save, export_safetensors, full_tensors, load, load_safetensors, save
 from fullshard.engine.flat_parameter import FlatParameter
 from fullshard.engine.wire_report import WireReport
@@ -20,7 +21,6 @@ from fullshard.fsdp_module import (
 )
 from fullshard.fully_shard import fully_shard, replicate
 from fullshard.grad_scaler import ShardedGradScaler
-from fullshard.memory import keep_freed_memory
 from fullshard.optim import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from fullshard.policy import (
     BackwardPrefetch,

@@ -8,6 +8,7 @@ from typing import Any, overload
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard.allocator import keep_freed_memory_by_default
 from fullshard.arguments import (
     PlacementFunction,
     Placer,
@@ -23,7 +24,6 @@ from fullshard.engine.ownership import claim_parameters, managed_modules, set_un
 from fullshard.engine.settings import UnitPolicy, UnitSettings
 from fullshard.engine.unit import Unit
 from fullshard.fsdp_module import FSDPModule, ReplicateModule, become, sharded_class
-from fullshard.memory import keep_freed_memory_by_default
 from fullshard.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.sharded_module import note_inside
 from fullshard.torch_state_dict import install as install_torch_functions

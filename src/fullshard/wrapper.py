@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import wrapper_summon
+from fullshard.allocator import keep_freed_memory_by_default
 from fullshard.arguments import Placer, check_instance, check_parameters
 from fullshard.engine.containers import cast_tensors, iterate_tensors
 from fullshard.engine.flat_form import FlatForm
@@ -22,7 +23,6 @@ from fullshard.engine.ownership import claim_parameters, managed_modules, nested
 from fullshard.engine.settings import UnitPolicy
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError, PhaseError
-from fullshard.memory import keep_freed_memory_by_default
 from fullshard.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fullshard.sharded_module import ShardedModule, note_inside, outside_graph, unit_at
 from fullshard.wrap import Policy, PolicyFunction

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from fullshard import memory
-from fullshard.memory import KEPT_BLOCK_BYTES, keep_freed_memory, keep_freed_memory_by_default
+from fullshard import allocator
+from fullshard.allocator import KEPT_BLOCK_BYTES, keep_freed_memory, keep_freed_memory_by_default
 
 MMAP, TRIM = -3, -1
 MEBIBYTE = 2**20
@@ -43,8 +43,8 @@ def glibc(monkeypatch: pytest.MonkeyPatch) -> Iterator[Glibc]:
     library = Glibc()
     for name in ("FULLSHARD_KEEP_FREED_MEMORY", "GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(memory, "_kept", memory._Kept())
-    monkeypatch.setattr(memory, "_glibc", lambda: library)
+    monkeypatch.setattr(allocator, "_kept", allocator._Kept())
+    monkeypatch.setattr(allocator, "_glibc", lambda: library)
     return library
 
 
@@ -119,7 +119,7 @@ def test_the_switch_is_stronger_than_the_program(glibc: Glibc, monkeypatch: pyte
 
 def test_an_allocator_that_refuses_is_said(glibc: Glibc, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer of mallopt is what counts."""
-    monkeypatch.setattr(memory, "_glibc", lambda: Glibc(refuses=MMAP))  # older versions: above 32 MiB
+    monkeypatch.setattr(allocator, "_glibc", lambda: Glibc(refuses=MMAP))  # older versions: above 32 MiB
     assert keep_freed_memory(2 * KEPT_BLOCK_BYTES) is False
 
 
@@ -140,14 +140,14 @@ def test_sizes_fit_the_allocators_own_type(glibc: Glibc, bad: int) -> None:
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
 def test_other_systems_have_no_such_setting(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
     """There the call says so and does nothing."""
-    monkeypatch.setattr(memory, "_kept", memory._Kept())
+    monkeypatch.setattr(allocator, "_kept", allocator._Kept())
     monkeypatch.setattr(sys, "platform", platform)
-    memory._glibc.cache_clear()
+    allocator._glibc.cache_clear()
     try:
         assert keep_freed_memory() is False
         assert keep_freed_memory(None) is False
     finally:
-        memory._glibc.cache_clear()
+        allocator._glibc.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -158,14 +158,14 @@ def test_other_systems_have_no_such_setting(monkeypatch: pytest.MonkeyPatch, pla
 def test_other_allocators_are_left_alone(monkeypatch: pytest.MonkeyPatch, symbols: set[str]) -> None:
     """Where malloc is not glibc's, mallopt would change an allocator that nobody uses."""
     library = type("Library", (), dict.fromkeys(symbols, lambda *_: 1))()
-    monkeypatch.setattr(memory, "_kept", memory._Kept())
+    monkeypatch.setattr(allocator, "_kept", allocator._Kept())
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: library)
-    memory._glibc.cache_clear()
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: library)
+    allocator._glibc.cache_clear()
     try:
         assert keep_freed_memory() is False
     finally:
-        memory._glibc.cache_clear()
+        allocator._glibc.cache_clear()
 
 
 def count_faults(libc: ctypes.CDLL) -> int:
@@ -192,7 +192,7 @@ def measure_faults() -> list[int]:
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
-    memory._kept = memory._Kept()
+    allocator._kept = allocator._Kept()
     found = []
     for block_bytes in (MEBIBYTE, 16 * MEBIBYTE, None):
         assert keep_freed_memory(block_bytes)
@@ -203,7 +203,7 @@ def measure_faults() -> list[int]:
     return found
 
 
-@pytest.mark.skipif(memory._glibc() is None, reason="the allocator is not glibc's")
+@pytest.mark.skipif(allocator._glibc() is None, reason="the allocator is not glibc's")
 def test_kept_blocks_cause_no_page_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     """All pages are faulted in each time if blocks are not kept, none if they are, and all again once undone."""
     monkeypatch.delenv("FULLSHARD_KEEP_FREED_MEMORY", raising=False)
