@@ -1,4 +1,4 @@
-"""What modules of both front ends have in common: pending gradients, moves and copies."""
+"""What modules of both front ends have in common: pending gradients, prefetch, the wire, moves and copies."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class ShardedModule(nn.Module):
                 unit.gradients.zero_pending()
 
     def set_prefetch_bytes(self, budget: int | None) -> None:
-        """How much to gather ahead of the unit that computes, in forward and in backward. Call it on the root.
+        """How much to gather ahead of the unit that computes, in forward and in backward. The root's budget counts.
 
         More hides latency, and uneven units: while a small one computes, a large one after it may need longer to
         arrive. Units with lists of their own (``set_modules_to_forward_prefetch``) keep to these.

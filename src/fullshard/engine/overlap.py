@@ -182,6 +182,8 @@ class OptimizerOverlap:
         Raises:
             PhaseError: If a shard was written to since.
         """
+        if not self._early:
+            return
         early, self._early = self._early, []
         written = []
         for ref, versions in early:

@@ -78,7 +78,7 @@ class GradientReducer:
     owing: bool  # whether the last reduction begun was not to go over the replicate axis
     partial: PendingReduction | None  # one that has come to that point
     views: list[RowsView]  # of the parameters, and behind them the presence numbers
-    direct: list[tuple[int, Slot]]  # the parameters that travel on their own, with their indices
+    direct: dict[int, Slot]  # the parameters that travel on their own, by index
     rows_numel: int  # elements of the first tensor of rows
     _one: torch.Tensor  # where, and in the dtype in which, gradients are reduced
     _presences: dict[tuple[bool, ...], torch.Tensor]  # those sent of late: making one copies it to the device
@@ -89,7 +89,7 @@ class GradientReducer:
         offloads = storage.offload_gradients and mesh.device.type != "cpu"
         self.lands_on_host = offloads or parameters[0].local.device != mesh.device
         self.owing, self.partial = False, None
-        self.views, self.direct = [], []
+        self.views, self.direct = [], {}
         self._one = torch.ones((), dtype=self.dtype, device=mesh.device)
         self._presences = {}
 
@@ -142,12 +142,11 @@ class GradientReducer:
         ``gradients`` is emptied, so that each is freed as soon as it is cast.
         """
         presence = [self._presence(gradients)] if self.travels else []
-        direct = {index for index, _ in self.direct}
         inputs: Gradients = []
         for index, parameter in enumerate(self.parameters):
             gradient, gradients[index] = gradients[index], None
             if gradient is not None:
-                dtype = self.dtype if index in direct else gradient.dtype  # packing casts
+                dtype = self.dtype if index in self.direct else gradient.dtype  # packing casts
                 gradient = _conform(gradient, parameter.shape, dtype)
             inputs.append(gradient)
         return [*inputs, *presence]
@@ -204,7 +203,7 @@ class PerParameterReducer(GradientReducer):
         self.rows_numel = self.layout.shard_numel - start
         for index, slot in enumerate(self.layout.slots):
             if slot.route is Route.DIRECT:
-                self.direct.append((index, slot))
+                self.direct[index] = slot
             elif slot.piece_numel:
                 self._plan_pack(index, slot)
             own = slot.route is Route.DIRECT and mesh.transport is None

@@ -87,7 +87,7 @@ class PendingReduction:
             rows.zero_()
         self._rows, self._moves, self._packed = [rows], [], []
         sharded = self.transport is not None
-        for index, slot in reducer.direct:
+        for index, slot in reducer.direct.items():
             region = reducer.region(inputs[index], slot)
             if sharded:
                 self._moves.append(Move(rows.narrow(0, slot.shard_offset, slot.piece_numel), region))
@@ -210,10 +210,9 @@ class PendingReduction:
         """The gradients that parameters will have of it, in the memory in which they land; None if that is not known
         before, or if users' functions are called then.
         """
-        reducer, terms = self.reducer, self.terms
-        if not terms.all_reduce and reducer.mesh.replica_transport is not None:
+        reducer, terms, mesh = self.reducer, self.terms, self.reducer.mesh
+        if not terms.all_reduce and mesh.replica_transport is not None:
             return []
-        mesh = reducer.mesh
         hooked = terms.hook is not None or any(has_gradient_hooks(p.sharded) for p in reducer.parameters)
         if self.lands_on_host or hooked or (mesh.transport is not None and mesh.transport.hooked):
             return None

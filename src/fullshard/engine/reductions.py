@@ -50,10 +50,8 @@ class Reductions:
             for named in added:  # a reducer has one message: it cannot be under way twice
                 (later if id(named[1].reducer) in reducers else batch).append(named)
                 reducers.add(id(named[1].reducer))
-            while self._first and (
-                len(self._first) >= self.max_in_flight
-                or any(id(reduction.reducer) in reducers for issued in self._first for _, reduction in issued)
-            ):
+            self.make_room(lanes)
+            while any(id(reduction.reducer) in reducers for issued in self._first for _, reduction in issued):
                 self._advance(lanes)
             issue_reductions(batch, lanes.reduce)
             self._first.append(batch)

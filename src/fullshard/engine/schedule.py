@@ -185,7 +185,6 @@ class Schedule:
             if self.failed_backward:
                 self.recover(drop_gradients=True)
             self.land()
-            self.overlap.check_unwritten()
             self._root_is_running = self.root() is unit
             self._set_budget()
             if self.ahead.turn is None:
