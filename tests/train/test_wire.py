@@ -12,7 +12,7 @@ from train_processes import command, run, write_text
 from fullshard.engine.wire_report import WiredParameter, WireReport, WireTraffic
 from fullshard.train.config import ConfigError, TrainConfig
 from fullshard.train.metrics import read_metrics
-from fullshard.train.worker import wire_text
+from fullshard.train.wire import summarise
 
 # Embedding and head are 64 KiB each, large enough to be rounded; the block's matrices are not.
 SIZE = ["--layers", "1", "--width", "64", "--heads", "2", "--sequence", "32", "--batch", "2", "--device", "cpu"]
@@ -47,8 +47,8 @@ def test_text_of_a_report() -> None:
     """Bytes in MiB, their ratio and the parameters; one rank sends nothing."""
     parameters = (WiredParameter("", "a", "fp8", "int8", "(no)"), WiredParameter("", "b", "(no)", "(no)", "(no)"))
     report = WireReport((WireTraffic("shard", "gather", 3, 2**20, 4 * 2**20, 4 * 2**20),), parameters)
-    assert wire_text("fp8", report) == (
+    assert str(summarise("fp8", report)) == (
         "wire fp8: rank 0 received 1.0 MiB of weights and gradients instead of 4.0 (0.250); 1 of 2 parameters are "
         "rounded"
     )
-    assert wire_text("fp8", WireReport((), parameters)) == "wire fp8: nothing travelled, with one rank"
+    assert str(summarise("fp8", WireReport((), parameters))) == "wire fp8: nothing travelled, with one rank"

@@ -14,6 +14,7 @@ from rich.text import Text
 from fullshard.train.footprint import Footprint
 from fullshard.train.metrics import bits
 from fullshard.train.position import Best
+from fullshard.train.wire import WireSummary
 
 SHOWN_RANKS = 4  # with more ranks, only the smallest and the largest are shown
 LOSS_NOTE = (
@@ -45,6 +46,7 @@ class Summary:
         seconds: time in the training loop, validations included, over all parts of a resumed run.
         best: the best validation on the part of the held-out bytes that is used during the run; None before one.
         steps: optimizer steps done.
+        wire: what travelled in fewer bytes; None if everything was sent as it is.
     """
 
     folder: Path
@@ -60,10 +62,11 @@ class Summary:
     seconds: float
     best: Best | None = None
     steps: int = 0
+    wire: WireSummary | None = None
 
     def to_dict(self) -> dict[str, object]:
         """The results as JSON takes them; sizes in bytes, the sample as text."""
-        return {
+        values: dict[str, object] = {
             "parameters": self.parameters,
             "steps": self.steps,
             "bits_per_byte": self.bits_per_byte,
@@ -76,6 +79,7 @@ class Summary:
             "sample": self.text,
             "seconds": round(self.seconds, 3),
         }
+        return values if self.wire is None else {**values, "wire": asdict(self.wire)}
 
     @property
     def text(self) -> str:
@@ -100,6 +104,8 @@ def show(summary: Summary, console: Console) -> None:
         )
     console.print(_memory_table(summary))
     console.print(MEMORY_NOTE, style="dim", highlight=False)
+    if summary.wire:
+        console.print(str(summary.wire), highlight=False)
     if summary.sample:
         text = Text.assemble((escape(summary.prompt), "bold"), escape(summary.text))
         console.print(Panel(text, title=f"{len(summary.sample)} bytes generated after the prompt", title_align="left"))

@@ -14,16 +14,12 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, cast
 
 import torch
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from fullshard.engine.wire_report import WireReport
 from fullshard.errors import CheckpointError
-from fullshard.fsdp_module import FSDPModule
-from fullshard.policy import Wire
 from fullshard.train import best_weights, checkpoints, footprint, loop, run_folder
 from fullshard.train.atomic_file import replace_text
 from fullshard.train.baselines import order0_bits_per_byte, zlib_bits_per_byte
@@ -43,6 +39,7 @@ from fullshard.train.run_folder import Start
 from fullshard.train.stop import INTERRUPTED, LAUNCHER_VARIABLE, STOP_FILE_VARIABLE, TERMINATED, StopRequest
 from fullshard.train.summary import Summary, show
 from fullshard.train.weights import remove_unfinished, save_full
+from fullshard.train.wire import WireSummary, set_wire, wire_summary
 
 MISTAKE = 2  # exit code for wrong input
 FAILURE = 1
@@ -71,7 +68,7 @@ def run(config: TrainConfig, begin: Callable[[], Start]) -> int:
     known = config.data_sha256
     config = dataclasses.replace(config, data_sha256=corpus.sha256, ranks=group.size, device=group.device.type)
     model = loop.build(config, group)
-    _set_wire(model, config.wire)
+    set_wire(model, config.wire)
     optimizer = loop.optimizer_of(model, config.training)
     start, position, notes = _resume(start, config, group, model, optimizer)
     if group.leads:
@@ -82,7 +79,7 @@ def run(config: TrainConfig, begin: Callable[[], Start]) -> int:
     position = group.gather(position)[0]
     once = loop.Run(model, optimizer, corpus, config, group, stop)
     outcome = _lead(once, start, position, notes) if group.leads else _follow(once, start, position)
-    report = cast("FSDPModule", model).wire_report()
+    wire = wire_summary(model, config.wire)
     folder = start.folder if group.leads else None
     if outcome.must_hurry:
         group.gather(None)  # until rank 0 has tidied up
@@ -95,7 +92,7 @@ def run(config: TrainConfig, begin: Callable[[], Start]) -> int:
     footprints = [Footprint(**values) for values in group.gather(footprint.as_dict(outcome.local))]
     stop.let_peers_go()
     if folder:
-        _report(folder, config, corpus, outcome, footprints, sample, report)
+        _report(folder, config, corpus, outcome, footprints, sample, wire)
     group.leave()
     return outcome.stopped
 
@@ -119,13 +116,6 @@ def guarded(body: Callable[[], int]) -> int:
             print(f"fullshard train: rank {os.environ.get('RANK', '0')} failed:", file=sys.stderr)
             traceback.print_exc()
         return FAILURE
-
-
-def _set_wire(model: GPT, name: str) -> None:
-    """Have weights travel as `name` says, and then gradients as int8 blocks."""
-    if name != "none":
-        wire = Wire(gather=cast('Literal["int8", "fp8"]', name), reduce="int8")
-        cast("FSDPModule", model).set_wire(shard=wire)
 
 
 def _read_together(config: TrainConfig, group: Group) -> Corpus:
@@ -335,7 +325,7 @@ def _report(
     outcome: loop.Outcome,
     footprints: list[Footprint],
     sample: bytes,
-    wire: WireReport,
+    wire: WireSummary | None,
 ) -> None:
     """Draw the plot, write the summary and print it."""
     held_out = HeldOut.take(corpus.validation, config.evaluation.eval_bytes, config.model.sequence).targets
@@ -361,38 +351,10 @@ def _report(
         seconds=position.elapsed,
         best=position.best,
         steps=position.step,
+        wire=wire,
     )
-    values: dict[str, Any] = summary.to_dict()
-    console = Console()
-    show(summary, console)
-    if config.wire != "none":
-        values["wire"] = _wire_values(config.wire, wire)
-        console.print(wire_text(config.wire, wire), highlight=False)
-    replace_text(folder / run_folder.SUMMARY, json.dumps(values, indent=2))
-
-
-def _wire_values(name: str, report: WireReport) -> dict[str, Any]:
-    """What `summary.json` says of the wire; bytes are those that rank 0 received."""
-    parameters = len(report.parameters)
-    return {
-        "format": name,
-        "bytes_received": report.nbytes,
-        "bytes_in_full_precision": report.full_bytes,
-        "rounded_parameters": sum(parameter.rounded for parameter in report.parameters),
-        "parameters": parameters,
-    }
-
-
-def wire_text(name: str, report: WireReport) -> str:
-    """One line on the wire: how many bytes a rank received, and how many it would have."""
-    if not report.full_bytes:
-        return f"wire {name}: nothing travelled, with one rank"
-    rounded = sum(parameter.rounded for parameter in report.parameters)
-    return (
-        f"wire {name}: rank 0 received {report.nbytes / 2**20:.1f} MiB of weights and gradients instead of "
-        f"{report.full_bytes / 2**20:.1f} ({report.ratio:.3f}); {rounded} of {len(report.parameters)} parameters are "
-        "rounded"
-    )
+    replace_text(folder / run_folder.SUMMARY, json.dumps(summary.to_dict(), indent=2))
+    show(summary, Console())
 
 
 def _main(config: str, folder: str, resume: str = "") -> int:
