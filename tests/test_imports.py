@@ -20,9 +20,9 @@ NAME = "fullshard"
 # From top to bottom. A module imports its own layer or those below. "" is the package's __init__.
 LAYERS = [
     {"cli", "__main__"},
-    {"train", "integrations"},
+    {"train", "integrations", "dropin"},
     {""},
-    {"fully_shard", "wrapper", "torch_state_dict", "dropin"},
+    {"fully_shard", "wrapper", "torch_state_dict"},
     {"fsdp_module"},
     {"controls"},
     {"sharded_module"},

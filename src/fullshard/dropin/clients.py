@@ -1,0 +1,65 @@
+"""Which versions of programs that use torch's FSDP are known to run on fullshard."""
+
+from __future__ import annotations
+
+import os
+import re
+from importlib import metadata
+
+from fullshard.errors import FullshardError
+
+__all__ = ["ANY_VERSION", "SUPPORTED", "UnsupportedClientError", "check"]
+
+ANY_VERSION = "FULLSHARD_DROPIN_ANY_VERSION"  # environment variable: 1 turns the check off
+
+# Import name -> (distribution, first version that works, first that nobody has tried). The clients' tests run on
+# versions in these ranges; older ones use names of FSDP, or of their own, that these tests never saw.
+SUPPORTED: dict[str, tuple[str, str, str]] = {
+    "accelerate": ("accelerate", "1.15", "2"),
+    "transformers": ("transformers", "5.23", "6"),
+    "peft": ("peft", "0.21", "1"),
+    "lightning": ("lightning", "2.6", "3"),
+    "pytorch_lightning": ("pytorch-lightning", "2.6", "3"),
+    "lightning_fabric": ("lightning-fabric", "2.6", "3"),
+    "torchtitan": ("torchtitan", "0.3", "1"),
+    "torchtune": ("torchtune", "0.6", "1"),
+    "torchao": ("torchao", "0.18", "1"),
+}
+
+_checked: set[str] = set()
+
+
+class UnsupportedClientError(FullshardError):
+    """A program was found in a version that is not known to run on fullshard."""
+
+
+def check(module: str) -> None:
+    """Check the version of the program that ``module`` belongs to, if it is one of :data:`SUPPORTED`. Each once.
+
+    Args:
+        module: Dotted name of the module that asks for a name of FSDP.
+
+    Raises:
+        UnsupportedClientError: If the version is outside of the range, with both.
+    """
+    client = module.partition(".")[0]
+    if client not in SUPPORTED or client in _checked:
+        return
+    distribution, first, end = SUPPORTED[client]
+    try:
+        found = metadata.version(distribution)
+    except metadata.PackageNotFoundError:  # a checkout on the path: nothing to compare
+        _checked.add(client)
+        return
+    if os.environ.get(ANY_VERSION) != "1" and not _numbers(first) <= _numbers(found) < _numbers(end):
+        raise UnsupportedClientError(
+            f"fullshard.dropin: found {distribution} {found}, expected at least {first} and below {end}: others were "
+            f"never run on fullshard. Install one of these, or set {ANY_VERSION}=1 to try this one"
+        )
+    _checked.add(client)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Release numbers: suffixes such as ``.dev0`` and ``+cpu`` do not count."""
+    release = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in release.group().split(".")) if release else ()

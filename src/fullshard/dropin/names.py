@@ -1,0 +1,132 @@
+"""Which name of torch's FSDP is which of fullshard's.
+
+Names that users are meant to use are listed here; private ones that programs rely on anyway come from
+``private_names.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import NamedTuple
+
+import fullshard
+from fullshard import activation_checkpoint, wrap
+from fullshard.dropin import private_names
+
+__all__ = ["Answers", "answers_of", "is_torchs"]
+
+FSDP = "torch.distributed.fsdp"
+REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
+CHECKPOINT_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+PACKAGES = (FSDP, "torch.distributed._composable.fsdp", REPLICATE)  # what is torch's engine, and all below
+
+# The same names, wherever in torch's packages they are.
+OF_FULLSHARD = (
+    "AllGather",
+    "BackwardPrefetch",
+    "CPUOffload",
+    "CPUOffloadPolicy",
+    "Comm",
+    "DataParallelMeshDims",
+    "FSDPMeshInfo",
+    "FSDPModule",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "HSDPMeshInfo",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ReduceScatter",
+    "ReplicateModule",
+    "ShardPlacementResult",
+    "ShardedGradScaler",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "replicate",
+    "share_comm_ctx",
+)
+OF_WRAP = (
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "_Policy",
+    "_or_policy",
+    "always_wrap_policy",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+)
+
+# Functions on names and plain tensors, which know no engine: torch's own serve.
+NEUTRAL = {
+    "_all_gather_dtensor",
+    "_create_chunk_dtensor",
+    "_create_chunk_sharded_tensor",
+    "_get_remote_device_str",
+    "clean_tensor_name",
+}
+
+
+class Answers(NamedTuple):
+    """What one of torch's modules answers while fullshard stands in.
+
+    Attributes:
+        given: fullshard's objects, by name.
+        refused: names that fullshard has nothing for.
+    """
+
+    given: dict[str, object]
+    refused: set[str]
+
+
+def public_names() -> dict[str, object]:
+    """fullshard's objects under the names that they have in torch."""
+    names = {name: getattr(fullshard, name) for name in OF_FULLSHARD}
+    names |= {name: getattr(wrap, name) for name in OF_WRAP}
+    return names
+
+
+def is_torchs(value: object) -> bool:
+    """Whether ``value`` is a class or function of torch's engine, or a collection with values of one."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(map(is_torchs, value))
+    if isinstance(value, Mapping):
+        return any(map(is_torchs, value)) or any(map(is_torchs, value.values()))
+    owner = getattr(value, "__module__", None)
+    return isinstance(owner, str) and any(owner == one or owner.startswith(f"{one}.") for one in PACKAGES)
+
+
+def answers_of(module: ModuleType) -> Answers:
+    """What ``module``, one of torch's, is to answer."""
+    given: dict[str, object] = {}
+    refused: set[str] = set()
+    if module.__name__ == CHECKPOINT_WRAPPER:  # the wrappers themselves are fullshard's as well
+        given["apply_activation_checkpointing"] = activation_checkpoint.apply_activation_checkpointing
+        return Answers(given, refused)
+    public, private = public_names(), private_names.SERVED
+    for name, value in list(vars(module).items()):
+        if name.startswith("__") or isinstance(value, ModuleType) or not is_torchs(value) or name in NEUTRAL:
+            continue
+        owner = getattr(value, "__module__", module.__name__)
+        if (owner, name) in private:
+            given[name] = private[owner, name]
+        elif name in public:
+            given[name] = public[name]
+        else:
+            refused.add(name)
+    return Answers(given, refused)
