@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -30,9 +32,12 @@ __all__ = [
     "check_reshard",
     "default_mesh",
     "ignored_parameters",
+    "note_unpinned",
     "root_modules",
     "shard_mesh_for",
 ]
+
+TORCHS_ENGINE = ("torch.distributed.fsdp", "torch.distributed._composable.replicate_with_fsdp")
 
 PlacementFunction = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
 
@@ -48,7 +53,10 @@ def check_instance(name: str, value: object, expected: type | tuple[type, ...]) 
     if not isinstance(value, expected):
         wanted = expected if isinstance(expected, tuple) else (expected,)
         names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in wanted)
-        raise TypeError(f"{name}: expected {names}, found {type(value).__name__}")
+        found = type(value).__name__
+        if any(found == kind.__name__ for kind in wanted):  # torch's own, of the same name
+            found = f"torch's {type(value).__module__}.{found}; take it from fullshard"
+        raise TypeError(f"{name}: expected {names}, found {found}")
 
 
 def root_modules(api: str, module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
@@ -125,13 +133,44 @@ def ignored_parameters(api: str, ignored: Iterable[nn.Parameter] | None) -> list
 
 
 def check_parameters(api: str, modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]) -> None:
-    """Raise ValueError if a parameter has no shape yet."""
+    """Raise ValueError if a parameter has no shape yet, or a module is sharded by torch."""
+    _check_engine(api, modules)
     ignored_ids = {id(parameter) for parameter in ignored}
     for prefix, submodule in managed_modules(modules):
         for name, parameter in submodule._parameters.items():
             if parameter is not None and id(parameter) not in ignored_ids and nn.parameter.is_lazy(parameter):
                 fqn = f"{prefix}.{name}" if prefix else name
                 raise ValueError(f"{api}: {fqn} is uninitialised; run a forward first so that it gets its shape")
+
+
+def _check_engine(api: str, modules: Sequence[nn.Module]) -> None:
+    """Raise ValueError if torch's FSDP has sharded one of ``modules`` or what is in them."""
+    for root in modules:
+        for name, module in root.named_modules():
+            # By name: nothing here imports torch's FSDP. Units are ours, whatever their classes are derived from.
+            owners = (base.__module__ for base in type(module).__mro__) if unit_of(module) is None else ()
+            if any(owner.startswith(TORCHS_ENGINE) for owner in owners):
+                which = f"the module {name!r}" if name else "this module"
+                raise ValueError(
+                    f"{api}: {which}, a {type(module).__name__}, is sharded by torch.distributed.fsdp; expected ones "
+                    "that are not sharded, or sharded by fullshard: two engines cannot share a model. Import both "
+                    "functions from fullshard, or call fullshard.dropin.install() before the model is built"
+                )
+
+
+def note_unpinned(pin: bool) -> None:
+    """Warn, once, that memory is not page-locked although it was asked to be: that needs an accelerator."""
+    if pin and not torch.accelerator.is_available():
+        _warn_unpinned()
+
+
+@functools.cache
+def _warn_unpinned() -> None:
+    warnings.warn(
+        "CPU offloading on a machine without accelerator: everything is in CPU memory anyway, nothing moves, and "
+        "memory is not pinned",
+        stacklevel=4,
+    )
 
 
 def check_modules(api: str, modules: Iterable[Any], expected: type[nn.Module]) -> list[nn.Module]:

@@ -16,6 +16,7 @@ from fullshard.arguments import (
     check_parameters,
     check_reshard,
     ignored_parameters,
+    note_unpinned,
     root_modules,
     shard_mesh_for,
 )
@@ -24,7 +25,7 @@ from fullshard.engine.ownership import claim_parameters, managed_modules, set_un
 from fullshard.engine.settings import UnitPolicy, UnitSettings
 from fullshard.engine.unit import Unit
 from fullshard.fsdp_module import FSDPModule, ReplicateModule, become, sharded_class
-from fullshard.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.sharded_module import note_inside
 from fullshard.torch_state_dict import install as install_torch_functions
 from fullshard.wrap import Policy, PolicyFunction, plan_for
@@ -215,6 +216,7 @@ def _shard_inside(
 def _policy(api: str, precision: MixedPrecisionPolicy | None, offload: OffloadPolicy | None) -> UnitPolicy:
     check_instance(f"{api}: mp_policy", precision, (MixedPrecisionPolicy, type(None)))
     check_instance(f"{api}: offload_policy", offload, (OffloadPolicy, type(None)))
+    note_unpinned(isinstance(offload, CPUOffloadPolicy) and offload.pin_memory)
     return UnitPolicy(precision or _FULL_PRECISION, offload or _NO_OFFLOAD)
 
 

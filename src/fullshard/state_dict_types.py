@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 __all__ = [
     "FullOptimStateDictConfig",
@@ -35,16 +35,18 @@ class OptimStateKeyType(enum.Enum):
     PARAM_ID = enum.auto()  # its number in the optimizer
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Config:
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if not isinstance(value, bool):
-                raise TypeError(f"{type(self).__name__}: {each.name}: expected True or False, found {value!r}")
+    def __setattr__(self, name: str, value: object) -> None:
+        """Flags may be assigned to, as programs do; wrappers keep copies."""
+        if name not in self.__dataclass_fields__:
+            raise AttributeError(f"{type(self).__name__} has no {name}, only {', '.join(self.__dataclass_fields__)}")
+        if not isinstance(value, bool):
+            raise TypeError(f"{type(self).__name__}: {name}: expected True or False, found {value!r}")
+        super().__setattr__(name, value)
 
 
-@dataclass(frozen=True)
+@dataclass
 class StateDictConfig(_Config):
     """Base class of what belongs to a :class:`StateDictType` for parameters.
 
@@ -58,7 +60,7 @@ class StateDictConfig(_Config):
     offload_to_cpu: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class FullStateDictConfig(StateDictConfig):
     """For ``FULL_STATE_DICT``.
 
@@ -71,12 +73,12 @@ class FullStateDictConfig(StateDictConfig):
     rank0_only: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class LocalStateDictConfig(StateDictConfig):
     """For ``LOCAL_STATE_DICT``."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ShardedStateDictConfig(StateDictConfig):
     """For ``SHARDED_STATE_DICT``.
 
@@ -87,7 +89,7 @@ class ShardedStateDictConfig(StateDictConfig):
     _use_dtensor: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class OptimStateDictConfig(_Config):
     """Base class of what belongs to a :class:`StateDictType` for optimizer state.
 
@@ -101,7 +103,7 @@ class OptimStateDictConfig(_Config):
     offload_to_cpu: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
     """For ``FULL_STATE_DICT``.
 
@@ -112,14 +114,14 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
     rank0_only: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
     """For ``LOCAL_STATE_DICT``."""
 
     offload_to_cpu: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
     """For ``SHARDED_STATE_DICT``.
 

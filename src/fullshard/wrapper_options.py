@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard.arguments import check_bool, check_instance, default_mesh
+from fullshard.arguments import check_bool, check_instance, default_mesh, note_unpinned
 from fullshard.engine.mesh import ShardMesh, axis_of, shard_mesh
 from fullshard.engine.ownership import unit_of
 from fullshard.engine.settings import UnitSettings
@@ -79,6 +79,7 @@ class WrapperOptions:
         init = given["param_init_fn"]
         if init is not None and not callable(init):
             raise ValueError(f"{API}: param_init_fn: expected a function of a module, found {init!r}")
+        note_unpinned(given["cpu_offload"] is not None and given["cpu_offload"].offload_params)
         device_type = _device_type(module, given["device_id"])
         mesh = _mesh(strategy, given["process_group"], given["device_mesh"], device_type)
         if device_type not in (None, mesh.device.type):

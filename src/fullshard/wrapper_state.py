@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Generator, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -130,16 +131,19 @@ class WrapperState(nn.Module):
         Raises:
             FullshardError: If they have different settings.
         """
-        names: dict[StateDictSettings, list[str]] = {}
+        found: list[tuple[StateDictSettings, list[str]]] = []
         for name, wrapper in _wrappers(module):
-            names.setdefault(wrapper._state_settings, []).append(name or "<root>")
-        if len(names) > 1:
-            described = "; ".join(f"{settings} in {', '.join(found)}" for settings, found in names.items())
+            of_equals = next((names for settings, names in found if settings == wrapper._state_settings), None)
+            if of_equals is None:
+                found.append((wrapper._state_settings, of_equals := []))
+            of_equals.append(name or "<root>")
+        if len(found) > 1:
+            described = "; ".join(f"{settings} in {', '.join(names)}" for settings, names in found)
             raise FullshardError(
                 f"expected the same state dict settings in all wrappers, found {described}; call "
                 "set_state_dict_type on each of these modules first, or use state_dict_type, which sets them back"
             )
-        return next(iter(names), StateDictSettings())
+        return found[0][0] if found else StateDictSettings()
 
     @staticmethod
     @contextlib.contextmanager
@@ -323,7 +327,7 @@ def _settings(
             raise FullshardError(
                 f"{name}: expected a {expected.__name__} for {kind.name}, found a {type(given).__name__}"
             )
-        made.append(expected() if given is None else given)
+        made.append(expected() if given is None else replace(given))  # what is assigned to it later is not meant
     return StateDictSettings(kind, *made)
 
 

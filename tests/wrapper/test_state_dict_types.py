@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import FrozenInstanceError, asdict
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -54,12 +54,17 @@ CONFIGS: list[tuple[Any, Any, Any]] = [
     ],
 )
 def test_fields_and_defaults(kind: Any, defaults: dict[str, bool]) -> None:
-    """Names, order and defaults of torch's; values cannot be changed, and flags are checked."""
+    """Names, order and defaults of torch's; flags may be assigned to, and are checked then as well."""
     assert asdict(kind()) == defaults and list(asdict(kind())) == list(defaults)
     assert kind(*(not value for value in defaults.values())) == kind(**{n: not v for n, v in defaults.items()})
-    with pytest.raises(FrozenInstanceError):
-        kind().offload_to_cpu = True
+    assigned = kind()
+    assigned.offload_to_cpu = not defaults["offload_to_cpu"]
+    assert assigned != kind() and assigned.offload_to_cpu is not defaults["offload_to_cpu"]
+    with pytest.raises(AttributeError, match=f"{kind.__name__} has no rank_0_only, only offload_to_cpu"):
+        assigned.rank_0_only = True
     for name in defaults:
+        with pytest.raises(TypeError, match=f"{kind.__name__}: {name}: expected True or False, found None"):
+            setattr(assigned, name, None)
         with pytest.raises(TypeError, match=f"{kind.__name__}: {name}: expected True or False, found 1"):
             kind(**{name: 1})
     assert kind.__name__ in fullshard.__all__
@@ -166,3 +171,13 @@ def test_wrong_configs(rank: Rank, kind: StateDictType, config: Any, optim_confi
     with pytest.raises(TypeError, match=r"expected a fullshard\.StateDictType, found 'full'"):
         FSDP.set_state_dict_type(model, "full")  # type: ignore[arg-type]
     assert FSDP.get_state_dict_type(model) == StateDictSettings()
+
+
+@on_ranks(1)
+def test_wrappers_keep_copies_of_configurations(rank: Rank):
+    """What is assigned to the caller's object afterwards does not change how a model is saved."""
+    model = FSDP(nn.Linear(2, 2))
+    config = fullshard.FullStateDictConfig()
+    FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, config)
+    config.rank0_only = True
+    assert FSDP.get_state_dict_type(model).state_dict_config == fullshard.FullStateDictConfig(rank0_only=False)

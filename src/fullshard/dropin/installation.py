@@ -78,12 +78,14 @@ def install(*, quiet: bool = False) -> Installation:
     global _current
     if _current is not None:
         return Installation(own=False)
+    if _sharded_by_torch():
+        gc.collect()  # torch's are held by cycles; what nobody uses any more is no reason to warn
     theirs = _sharded_by_torch()
     if theirs:
         warnings.warn(
             f"torch's FSDP has sharded {len(theirs)} modules already ({', '.join(sorted(set(theirs))[:3])}); they stay "
-            "as they are: fullshard neither shards nor saves them, and isinstance no longer finds them through names of "
-            "torch.distributed.fsdp. Call fullshard.dropin.install() before the model is built",
+            "as they are: fullshard neither shards nor saves them, and isinstance no longer finds them through names "
+            "of torch.distributed.fsdp. Call fullshard.dropin.install() before the model is built",
             MixedEnginesWarning,
             stacklevel=2,
         )

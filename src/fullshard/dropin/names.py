@@ -14,7 +14,7 @@ import fullshard
 from fullshard import activation_checkpoint, wrap
 from fullshard.dropin import private_names
 
-__all__ = ["Answers", "answers_of", "is_torchs"]
+__all__ = ["Answers", "answers_of", "in_engine", "is_torchs"]
 
 FSDP = "torch.distributed.fsdp"
 REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
@@ -108,7 +108,12 @@ def is_torchs(value: object) -> bool:
     if isinstance(value, Mapping):
         return any(map(is_torchs, value)) or any(map(is_torchs, value.values()))
     owner = getattr(value, "__module__", None)
-    return isinstance(owner, str) and any(owner == one or owner.startswith(f"{one}.") for one in PACKAGES)
+    return isinstance(owner, str) and in_engine(owner)
+
+
+def in_engine(module: str) -> bool:
+    """Whether a module of this name is a part of torch's engine."""
+    return any(module == one or module.startswith(f"{one}.") for one in PACKAGES)
 
 
 def answers_of(module: ModuleType) -> Answers:

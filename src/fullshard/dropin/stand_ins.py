@@ -23,10 +23,13 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from torch.distributed.checkpoint import state_dict
+
+import fullshard
 from fullshard.dropin import clients
 from fullshard.dropin.errors import NotOfferedError
 from fullshard.dropin.kinship import Kinship
-from fullshard.dropin.names import CHECKPOINT_WRAPPER, PACKAGES, Answers, answers_of
+from fullshard.dropin.names import CHECKPOINT_WRAPPER, PACKAGES, Answers, answers_of, in_engine
 from fullshard.dropin.private_names import lent
 
 __all__ = ["Binding", "StandIns"]
@@ -100,6 +103,8 @@ class StandIns:
         if name not in given and name not in refused:
             return value
         asking = sys._getframe(2).f_globals.get("__name__", "")  # past __getattribute__
+        if in_engine(asking):
+            return value  # torch's modules read each other
         clients.check(asking)
         if name in refused:
             raise NotOfferedError(
@@ -139,8 +144,13 @@ class StandIns:
         for module in _others(self._modules):
             for name, value in list(vars(module).items()):
                 if id(value) in self._replacements and not name.startswith("__"):
-                    vars(module)[name] = now = self._replacements[id(value)]
-                    self.bindings.append(Binding(module, name, value, now))
+                    self._bind(module, name, self._replacements[id(value)])
+        # This one stands for the classes of both engines; torch's would take what is akin to it for its own.
+        self._bind(state_dict, "FSDP", fullshard.FullyShardedDataParallel)
+
+    def _bind(self, module: ModuleType, name: str, now: Any) -> None:
+        self.bindings.append(Binding(module, name, vars(module)[name], now))
+        vars(module)[name] = now
 
     def end(self) -> None:
         """Answer nothing any more. Modules that asked meanwhile have torch's objects again, too."""

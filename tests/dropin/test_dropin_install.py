@@ -1,0 +1,320 @@
+"""fullshard.dropin: what names are while it is installed, before and after, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+import types
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fullshard
+from fullshard import dropin
+from fullshard.dropin import clients, names
+from ranks import Rank, on_ranks
+
+
+def torchs(name: str = "") -> Any:
+    """A module of torch's FSDP. By name, so that this file takes nothing from it."""
+    return importlib.import_module("torch.distributed.fsdp" + (f".{name}" if name else ""))
+
+
+def a_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+
+PLACES = {
+    "": [
+        "FullyShardedDataParallel",
+        "fully_shard",
+        "FSDPModule",
+        "MixedPrecisionPolicy",
+        "StateDictType",
+        "FlatParameter",
+    ],
+    "fully_sharded_data_parallel": [
+        "FullyShardedDataParallel",
+        "BackwardPrefetch",
+        "CPUOffload",
+        "FullStateDictConfig",
+    ],
+    "api": ["ShardingStrategy", "StateDictType", "FullOptimStateDictConfig", "ShardedStateDictConfig"],
+    "sharded_grad_scaler": ["ShardedGradScaler"],
+    "_flat_param": ["FlatParameter"],
+    "_fully_shard": ["fully_shard", "FSDPModule", "CPUOffloadPolicy"],
+    "_fully_shard._fully_shard": ["fully_shard", "FSDPModule", "UnshardHandle"],
+    "_fully_shard._fsdp_common": ["FSDPMeshInfo", "HSDPMeshInfo", "ShardPlacementResult"],
+    "_fully_shard._fsdp_api": ["AllGather", "ReduceScatter", "OffloadPolicy"],
+}
+
+
+@on_ranks(1)
+def test_names_are_fullshards(rank: Rank):
+    """Everywhere in torch's packages; and torch's own again afterwards."""
+    before = {(place, name): getattr(torchs(place), name) for place, found in PLACES.items() for name in found}
+    with dropin.install(quiet=True):
+        for place, name in before:
+            assert getattr(torchs(place), name) is getattr(fullshard, name), (place, name)
+            scope: dict[str, Any] = {}
+            exec(f"from {torchs(place).__name__} import {name}", scope)
+            assert scope[name] is getattr(fullshard, name), (place, name)
+        wrap, composable = torchs("wrap"), importlib.import_module("torch.distributed._composable.fsdp")
+        assert wrap.ModuleWrapPolicy is fullshard.wrap.ModuleWrapPolicy and wrap.wrap is fullshard.wrap.wrap
+        assert composable.fully_shard is fullshard.fully_shard
+        old = importlib.import_module("torch.distributed._composable.fsdp.fully_shard")
+        assert old.FSDPModule is fullshard.FSDPModule
+        replicate = importlib.import_module("torch.distributed._composable.replicate_with_fsdp")
+        assert replicate.replicate is fullshard.replicate
+        checkpointing = importlib.import_module(names.CHECKPOINT_WRAPPER)
+        assert (
+            checkpointing.apply_activation_checkpointing
+            is fullshard.activation_checkpoint.apply_activation_checkpointing
+        )
+        assert checkpointing.CheckpointWrapper is fullshard.activation_checkpoint.CheckpointWrapper
+    assert {key: getattr(torchs(key[0]), key[1]) for key in before} == before
+    assert torchs().fully_shard is not fullshard.fully_shard
+
+
+@on_ranks(1)
+def test_public_names_are_complete(rank: Rank):
+    """Nothing that torch calls public is refused."""
+    with dropin.install(quiet=True):
+        for place in ("", "api", "wrap", "fully_sharded_data_parallel", "sharded_grad_scaler", "_fully_shard"):
+            module = torchs(place)
+            listed = getattr(module, "__all__", [name for name in dir(module) if not name.startswith("_")])
+            for name in listed:
+                getattr(module, name)
+
+
+@on_ranks(1)
+def test_installing_twice_changes_nothing(rank: Rank):
+    """Only the call that installed takes out at the end of its block."""
+    theirs = torchs().fully_shard
+    with dropin.install(quiet=True):
+        with dropin.install(quiet=True):
+            assert dropin.installed()
+        assert dropin.installed() and torchs().fully_shard is fullshard.fully_shard
+        dropin.install(quiet=True)
+    assert not dropin.installed() and torchs().fully_shard is theirs
+    dropin.uninstall()
+    with pytest.raises(KeyError), dropin.install(quiet=True):
+        raise KeyError
+    assert not dropin.installed()
+
+
+def client_module(name: str) -> types.ModuleType:
+    """A program that has taken names at its import."""
+    module = types.ModuleType(name)
+    source = """
+import torch.distributed.fsdp as whole
+from torch.distributed.fsdp import FSDPModule, fully_shard as shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+KEPT = (FSDPModule, shard)
+def sharded(model):
+    for block in model:
+        if list(block.parameters()):
+            shard(block)
+    return shard(model)
+def late():
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    return FSDP
+"""
+    sys.modules[name] = module
+    exec(compile(source, name, "exec"), module.__dict__)
+    return module
+
+
+@on_ranks(2)
+def test_before_and_after_programs_are_imported(rank: Rank):
+    """Both kinds train on fullshard, and hold torch's names again afterwards."""
+    early = client_module("early_program")
+    theirs = early.FSDPModule, early.shard, early.ModuleWrapPolicy
+    try:
+        with dropin.install(quiet=True):
+            late = client_module("late_program")
+            for program in (early, late):
+                assert program.shard is fullshard.fully_shard and program.whole.fully_shard is fullshard.fully_shard
+                assert program.late() is fullshard.FullyShardedDataParallel
+                model = program.sharded(a_model())
+                model(torch.ones(2, 6)).sum().backward()
+                assert isinstance(model, fullshard.FSDPModule) and isinstance(model, program.FSDPModule)
+                assert isinstance(model, program.KEPT[0])  # torch's own class, for the early one
+        for program in (early, late):
+            assert (program.FSDPModule, program.shard, program.ModuleWrapPolicy) == theirs
+        model(torch.ones(2, 6)).sum().backward()  # stays fullshard's
+    finally:
+        del sys.modules["early_program"], sys.modules["late_program"]
+
+
+@on_ranks(1)
+def test_a_program_that_imports_from_fullshard_keeps_that(rank: Rank):
+    """Only modules that asked torch's names for something are given torch's back."""
+    module = types.ModuleType("frank_program")
+    sys.modules["frank_program"] = module
+    try:
+        with dropin.install(quiet=True):
+            exec("from fullshard import fully_shard", module.__dict__)
+        assert module.fully_shard is fullshard.fully_shard
+    finally:
+        del sys.modules["frank_program"]
+
+
+@on_ranks(1)
+def test_kinds_of_both_engines(rank: Rank):
+    """isinstance says the truth with names of either, and with torch's classes that somebody kept."""
+    kept = torchs().FSDPModule, torchs().FullyShardedDataParallel
+    with dropin.install(quiet=True):
+        composed = fullshard.fully_shard(nn.Linear(4, 4))
+        wrapped = fullshard.FullyShardedDataParallel(nn.Linear(4, 4))
+        assert isinstance(composed, torchs().FSDPModule) and isinstance(composed, kept[0])
+        assert isinstance(wrapped, torchs().FullyShardedDataParallel) and isinstance(wrapped, kept[1])
+        assert not isinstance(composed, kept[1]) and not isinstance(wrapped, kept[0])
+        assert not isinstance(nn.Linear(4, 4), kept)
+        for module in (composed, wrapped):
+            assert not hasattr(module, "_set_unshard_async_op") and not hasattr(module, "_fsdp_extension")
+            copy = torch.nn.Module.__dict__["named_modules"]
+            assert type(module).named_modules is copy
+            module(torch.ones(1, 4)).sum().backward()
+    assert not isinstance(composed, kept[0]) and isinstance(composed, fullshard.FSDPModule)
+
+
+@on_ranks(1)
+def test_torchs_engine_refuses_while_installed(rank: Rank):
+    """References in tuples and closures are out of reach; sharding through them is an error that says so."""
+    kept = torchs().fully_shard, torchs().FullyShardedDataParallel
+    replicate = importlib.import_module("torch.distributed._composable.replicate_with_fsdp").replicate
+    kept = (*kept, replicate)
+    with dropin.install(quiet=True):
+        for function in kept:
+            with pytest.raises(dropin.MixedEnginesError, match="reference that was taken before"):
+                function(nn.Linear(2, 2))
+    kept[0](nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))  # and works again
+
+
+@on_ranks(1)
+def test_what_there_is_not_raises_when_touched(rank: Rank):
+    """A named error with the name; programs that catch ImportError go on without; hasattr does not lie."""
+    with dropin.install(quiet=True):
+        with pytest.raises(dropin.NotOfferedError, match=r"_runtime_utils\._lazy_init is a part of torch's FSDP"):
+            _ = torchs("_runtime_utils")._lazy_init
+        with pytest.raises(ImportError, match=rf"asked for by {__name__}"):
+            exec("from torch.distributed.fsdp._flat_param import FlatParamHandle", {"__name__": __name__})
+        assert "_lazy_init" not in dir(torchs("_runtime_utils")) and "fully_shard" in dir(torchs())
+        with pytest.raises(AttributeError, match="no_such_name"):
+            _ = torchs().no_such_name
+        assert torchs("_common_utils").FSDP_PREFIX and torchs("_common_utils").clean_tensor_name("a") == "a"
+    assert callable(torchs("_runtime_utils")._lazy_init)
+
+
+@on_ranks(1)
+def test_patches_of_names_are_seen_and_undone(rank: Rank):
+    """unittest.mock on a replaced name, as programs' tests do it."""
+    with dropin.install(quiet=True):
+        with mock.patch("torch.distributed.fsdp.fully_shard", new="patched"):
+            assert torchs().fully_shard == "patched"
+        assert torchs().fully_shard is fullshard.fully_shard
+        with mock.patch.object(torchs(), "fresh", new=1, create=True):
+            assert torchs().fresh == 1
+    assert torchs().fully_shard is not fullshard.fully_shard and callable(torchs().fully_shard)
+
+
+@on_ranks(1)
+def test_torchs_own_modules_are_bound_anew(rank: Rank):
+    """State dicts, pipelining, dynamo."""
+    functions = importlib.import_module("torch.distributed.checkpoint.state_dict")
+    stage = importlib.import_module("torch.distributed.pipelining.stage")
+    schedules = importlib.import_module("torch.distributed.pipelining.schedules")
+    theirs = functions.StateDictType, stage.fully_shard, schedules.UnshardHandle, stage.replicate
+    with dropin.install(quiet=True):
+        assert functions.StateDictType is fullshard.StateDictType
+        assert stage.fully_shard is fullshard.fully_shard and stage.FSDPModule is fullshard.FSDPModule
+        assert stage.replicate is fullshard.replicate and stage.ReplicateModule is fullshard.ReplicateModule
+        assert schedules.UnshardHandle is fullshard.UnshardHandle
+        optimizer = importlib.import_module("torch.distributed.checkpoint.optimizer")
+        assert callable(optimizer._create_chunk_sharded_tensor)
+        group = torchs("_fully_shard._fsdp_param_group").FSDPParamGroup
+        assert callable(group.use_training_state)
+    assert theirs == (functions.StateDictType, stage.fully_shard, schedules.UnshardHandle, stage.replicate)
+
+
+@on_ranks(2)
+def test_a_model_shared_by_both_engines_is_refused(rank: Rank):
+    """By both front ends, with the name of the module; on all ranks."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = a_model()
+    torchs().fully_shard(model[0], mesh=mesh)
+    for shard in (fullshard.fully_shard, fullshard.FullyShardedDataParallel, fullshard.replicate):
+        with pytest.raises(ValueError, match=r"module '0', a FSDPLinear, is sharded by torch\.distributed\.fsdp"):
+            shard(model)
+    with pytest.raises(ValueError, match="this module, a FSDPLinear, is sharded by"):
+        fullshard.fully_shard(model[0])
+    fullshard.fully_shard(model[2])
+
+
+@on_ranks(1)
+def test_a_model_that_torch_has_sharded_already_warns(rank: Rank):
+    """With what was found and what to do; not when there is none."""
+    model = torchs().fully_shard(a_model(), mesh=init_device_mesh("cpu", (1,)))
+    with pytest.warns(
+        dropin.MixedEnginesWarning, match=r"sharded 1 modules already \(FSDPSequential\).*before the model"
+    ):
+        dropin.install(quiet=True)
+    dropin.uninstall()
+    del model
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with dropin.install(quiet=True):
+            fullshard.fully_shard(a_model())
+
+
+@on_ranks(1)
+def test_configurations_of_torch_are_named_as_such(rank: Rank):
+    """Values made before install are not fullshard's: the error says whose they are."""
+    with pytest.raises(
+        TypeError, match=r"found torch's torch\.distributed\.fsdp\..*MixedPrecisionPolicy; take it from"
+    ):
+        fullshard.fully_shard(a_model(), mp_policy=torchs().MixedPrecisionPolicy())
+
+
+@on_ranks(1)
+def test_versions_of_programs_are_checked_when_they_ask(rank: Rank):
+    """Named, with the range; others are not looked at; a variable turns it off."""
+    ask = "from torch.distributed.fsdp import fully_shard"
+    clients._checked.clear()
+    with dropin.install(quiet=True), mock.patch.object(clients.metadata, "version", return_value="0.34.2"):
+        with pytest.raises(
+            dropin.UnsupportedClientError, match=r"accelerate 0\.34\.2, expected at least 1\.15 and below 2"
+        ):
+            exec(ask, {"__name__": "accelerate.utils.fsdp_utils"})
+        exec(ask, {"__name__": "accelerated.something"})
+        with mock.patch.dict("os.environ", {clients.ANY_VERSION: "1"}):
+            exec(ask, {"__name__": "accelerate.utils.fsdp_utils"})
+        exec(ask, {"__name__": "accelerate.again"})  # once is enough
+    clients._checked.clear()
+    for version in ("1.15", "1.15.0.dev0", "1.99.1+cpu"):
+        with mock.patch.object(clients.metadata, "version", return_value=version):
+            clients.check("accelerate")
+        clients._checked.clear()
+
+
+@on_ranks(1)
+def test_says_what_it_has_replaced(rank: Rank):
+    """One line, on one rank."""
+    program = client_module("counted_program")
+    try:
+        with dropin.install(quiet=True) as installation:
+            line = str(installation)
+            assert line.startswith(f"fullshard {fullshard.__version__} stands in for torch.distributed.fsdp: ")
+            assert "3 in counted_program" in line and "\n" not in line
+            assert pickle.loads(pickle.dumps(torchs().StateDictType.FULL_STATE_DICT)).name == "FULL_STATE_DICT"
+        assert "does not stand in" in str(installation)
+    finally:
+        del sys.modules[program.__name__]
