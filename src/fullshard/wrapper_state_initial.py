@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fullshard.engine.parameter import value_of
 
@@ -33,7 +35,7 @@ class _FirstValues(dict[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key not in self.first:
-            self.first[key] = value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+            self.first[key] = _copy(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
         super().__setitem__(key, value)
 
     def update(self, *others: Any, **values: Any) -> None:
@@ -46,6 +48,21 @@ class _FirstValues(dict[str, Any]):
         if key not in self:
             self[key] = default
         return self[key]
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    """A copy, also of subclasses that cannot be cloned, such as the quantised states of torchao's optimizers."""
+    if isinstance(value, DTensor):
+        local = _copy(value.to_local())
+        return DTensor.from_local(
+            local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+        )
+    if not is_traceable_wrapper_subclass(value):
+        return value.clone()
+    names, context = value.__tensor_flatten__()
+    parts = {name: _copy(getattr(value, name)) for name in names}
+    copied: torch.Tensor = type(value).__tensor_unflatten__(parts, context, value.shape, value.stride())
+    return copied
 
 
 @torch.no_grad()
@@ -87,8 +104,11 @@ def _initial_state(
     dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
     try:
         parameter.grad = torch.zeros_like(parameter, dtype=dtype)
-        # Of the class: schedulers put a function that counts in the instance.
-        type(optimizer).step(optimizer)
+        # Some round at random, and the next real step is to draw what it would have.
+        drawn_on = [] if value.device.type in ("cpu", "meta") else [value.device]
+        with torch.random.fork_rng(drawn_on, device_type=value.device.type if drawn_on else "cuda"):
+            # Of the class: schedulers put a function that counts in the instance.
+            type(optimizer).step(optimizer)
     finally:
         parameter.grad = gradient
         value.copy_(before)

@@ -184,7 +184,8 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
         if len(inner) != 1 or inner[0].shape != tensor.shape:
             raise TypeError(
                 f"a {type(tensor).__name__} is made of {len(inner)} tensors of other shapes, of which boxes of the "
-                "whole cannot be told; save the state dict of what is trained beside it instead"
+                "whole cannot be told; of weights, save the state dict of what is trained beside them instead, and "
+                "state of optimizers with torch's get_optimizer_state_dict and dcp.save"
             )
         tensor = inner[0].detach()
     return tensor

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint import state_dict
 
 import fullshard
-from fullshard.dropin import clients
+from fullshard.dropin import clients, split_backward
 from fullshard.dropin.errors import NotOfferedError
 from fullshard.dropin.kinship import Kinship
 from fullshard.dropin.names import CHECKPOINT_WRAPPER, PACKAGES, Answers, answers_of, in_engine
@@ -80,6 +80,7 @@ class StandIns:
     _replacements: dict[int, Any]  # fullshard's objects by the ids of torch's
     _borrowers: set[str]  # modules that have asked for something
     _undo: list[Callable[[], None]]
+    _serves_pipelining: bool  # see [Note: Split backward]
 
     def __init__(self) -> None:
         self._modules = list(_torch_modules())
@@ -94,6 +95,7 @@ class StandIns:
             for name, was in originals.items()
         }
         self.bindings, self._borrowers, self._undo = [], set(), []
+        self._serves_pipelining = False
 
     # ---------------------------------------------------------------- answering
 
@@ -113,6 +115,8 @@ class StandIns:
                 "torch's back"
             )
         self._borrowers.add(asking)
+        if asking == split_backward.SCHEDULES:  # is being imported, and has imported the stages
+            self._serve_pipelining(load=True)
         return given[name]
 
     def patch(self, module: str, name: str, value: Any) -> bool:
@@ -141,12 +145,18 @@ class StandIns:
             _answering[module.__name__] = self
             before, module.__class__ = module.__class__, _StandIn
             self._undo.append(lambda module=module, before=before: setattr(module, "__class__", before))  # type: ignore[misc]
+        self._serve_pipelining()
         for module in _others(self._modules):
             for name, value in list(vars(module).items()):
                 if id(value) in self._replacements and not name.startswith("__"):
                     self._bind(module, name, self._replacements[id(value)])
         # This one stands for the classes of both engines; torch's would take what is akin to it for its own.
         self._bind(state_dict, "FSDP", fullshard.FullyShardedDataParallel)
+
+    def _serve_pipelining(self, *, load: bool = False) -> None:
+        if not self._serves_pipelining and (undo := split_backward.serve(load=load)) is not None:
+            self._serves_pipelining = True
+            self._undo.append(undo)
 
     def _bind(self, module: ModuleType, name: str, now: Any) -> None:
         self.bindings.append(Binding(module, name, vars(module)[name], now))
