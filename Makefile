@@ -2,9 +2,11 @@
 PYTHON ?= python3
 VENV   := .venv
 STAMP  := $(VENV)/.installed
+CLIENTS := .venv-clients
+CLIENTS_STAMP := $(CLIENTS)/.installed
 ARGS   ?=
 
-.PHONY: help train test lint bench clean
+.PHONY: help train test test-clients lint bench clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -17,6 +19,9 @@ test: $(STAMP)   ## run the whole test suite, then ruff and mypy
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+test-clients: $(CLIENTS_STAMP)  ## programs that use torch's FSDP, on fullshard: accelerate, transformers, PEFT, Lightning, ...
+	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
 
 lint: $(STAMP)   ## format and check the code
 	$(VENV)/bin/ruff format .
@@ -39,11 +44,19 @@ bench: $(STAMP)  ## the CPU benchmarks; results go to bench/results/ and docs/pe
 	$(VENV)/bin/python -m bench.wire --write-document
 
 clean:           ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # One install for every target. The stamp is written last, so an interrupted install is done again.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("fullshard needs Python 3.10 or newer, found %s (set PYTHON=...)" % sys.version.split()[0] if sys.version_info < (3, 10) else 0)'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+# An environment of their own: these programs want hundreds of MB, and `make test` is to run without them. Dependency
+# groups need pip 25.1.
+$(CLIENTS_STAMP): pyproject.toml constraints.txt
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check 'pip>=25.1'
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' --group clients
 	touch $@

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fullshard.checkpoint.older_sharding import ShardedTensor, gathered
 from fullshard.checkpoint.optimizer_entries import (
     NAMELESS,
     Described,
@@ -247,6 +248,12 @@ def state_to_load(
     together: list[dist.ProcessGroup | None] = [group] if first_only else []
     if tensors is not None and any(isinstance(t, DTensor) for leaves in tensors.values() for t in leaves.values()):
         together += dict.fromkeys(each for part in found for each in groups_of(part))
+    together += dict.fromkeys(
+        leaf._process_group
+        for leaves in (tensors or {}).values()
+        for leaf in leaves.values()
+        if isinstance(leaf, ShardedTensor)
+    )
     target = _planned(model, optimizer, described, groups, together)
     parts = {fqn: part for part in found for fqn in part.fqns}
     with torch.inference_mode(False), torch.no_grad():  # in this order: the first switches grad on
@@ -344,7 +351,7 @@ def _sent(leaf: Described, value: torch.Tensor | None, group: dist.ProcessGroup 
 
 
 def _fill(place: Any, value: torch.Tensor, part: LocalParameter | None) -> None:
-    """Copy this rank's part of a saved tensor. A DTensor that is cut otherwise is gathered for it: a collective."""
+    """Copy this rank's part of a saved tensor. One that is cut otherwise is gathered for it: a collective."""
     if isinstance(value, DTensor):
         parameter = None if part is None else part.parameter
         alike = isinstance(parameter, DTensor) and value.shape == parameter.shape
@@ -354,6 +361,8 @@ def _fill(place: Any, value: torch.Tensor, part: LocalParameter | None) -> None:
         if value._local_tensor.device.type != value.device_mesh.device_type:  # it was offloaded
             value = value.to(value.device_mesh.device_type)
         value = value.full_tensor()  # type: ignore[attr-defined]
+    elif isinstance(value, ShardedTensor):
+        value = gathered(value)
     if isinstance(place, Pieces):
         for box, local in place.pieces:
             local.copy_(value[tuple(map(slice, box.offsets, _ends(box.offsets, box.sizes)))])

@@ -1,0 +1,55 @@
+"""State of optimizers in ``ShardedTensor``, as torch's loader of sharded optimizer state makes it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+
+from checkpoint.kinds import shared_folder
+from compare import assert_equal
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import StateDictType
+from ranks import Rank, on_ranks
+
+
+def build(use_orig_params: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = FSDP(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)), use_orig_params=use_orig_params)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: Rank) -> None:
+    torch.manual_seed(rank.rank)
+    model(torch.randn(4, 7)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["original", "flat"])
+@on_ranks(2, 3)
+def test_loads_what_torch_has_read(rank: Rank, use_orig_params: bool):
+    """Uneven rows, ranks without any; the next step is that of the optimizer that was saved, bit by bit."""
+    model, optimizer = build(use_orig_params)
+    step(model, optimizer, rank)
+    folder = str(shared_folder(rank) / "older")
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        dcp.save(
+            {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}, checkpoint_id=folder
+        )
+        again, fresh = build(use_orig_params)
+        state = {"model": again.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        again.load_state_dict(state["model"])
+        read = load_sharded_optimizer_state_dict(state["model"], "optimizer", dcp.FileSystemReader(folder))
+        fresh.load_state_dict(FSDP.optim_state_dict_to_load(again, fresh, read["optimizer"]))
+    for kept, loaded in zip(optimizer.state.values(), fresh.state.values(), strict=True):
+        assert kept.keys() == loaded.keys()
+        for name in kept:
+            assert_equal(loaded[name], kept[name], name)
+    step(model, optimizer, rank)
+    step(again, fresh, rank)
+    for new, old in zip(again.parameters(), model.parameters(), strict=True):
+        assert_equal(new.detach(), old.detach(), "parameter")
