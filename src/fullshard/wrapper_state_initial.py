@@ -75,6 +75,7 @@ def give_initial_state(optimizer: torch.optim.Optimizer) -> None:
     Args:
         optimizer: Without state, else nothing is done.
     """
+    optimizer = _itself(optimizer)
     if optimizer.state:
         return
     groups, state, made = optimizer.param_groups, optimizer.state, {}
@@ -92,6 +93,16 @@ def give_initial_state(optimizer: torch.optim.Optimizer) -> None:
         optimizer.param_groups, optimizer.state = groups, state
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
     state.update((parameter, values) for parameter, values in made.items() if values)
+
+
+def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that steps: accelerate's only pass on to another, and never became an optimizer themselves."""
+    while "_optimizer_step_pre_hooks" not in vars(optimizer):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, torch.optim.Optimizer):
+            break
+        optimizer = inner
+    return optimizer
 
 
 def _initial_state(

@@ -41,6 +41,7 @@ from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy, StateDictType, fully_shard
 from fullshard.activation_checkpoint import apply_activation_checkpointing
 from fullshard.wrap import ModuleWrapPolicy
+from fullshard.wrapper_state_initial import give_initial_state
 from ranks import Rank, RankPool, on_ranks
 
 KINDS = ["flat", "orig", "rows", "mixed"]
@@ -450,3 +451,29 @@ def test_checkpoints(ranks: RankPool, before: tuple[int, str], after: tuple[int,
     """The usual recipe with torch's checkpoints, between front ends and numbers of ranks, into fresh optimizers."""
     ranks(before[0], save_checkpoint, kind=before[1], path=str(tmp_path / "checkpoint"))
     ranks(after[0], load_checkpoint, kind=after[1], path=str(tmp_path / "checkpoint"))
+
+
+class Passing(torch.optim.Optimizer):
+    """As accelerate's: an optimizer by class, which passes on to another."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        raise AssertionError("may skip steps, or unscale gradients")
+
+
+def test_optimizers_that_pass_on_to_another() -> None:
+    """The other one is given its state."""
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight])
+    give_initial_state(Passing(optimizer))
+    assert optimizer.state[weight]["step"] == 0 and not optimizer.state[weight]["exp_avg"].any()

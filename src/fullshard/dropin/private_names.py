@@ -81,17 +81,17 @@ class FSDPParamGroup:
 
     @property
     def _sharded_state(self) -> ShardedState:
-        return ShardedState.UNSHARDED if self._unit.computing else ShardedState.SHARDED
+        return ShardedState.UNSHARDED if self._unit.registration.full else ShardedState.SHARDED
 
     @property
     def is_sharded(self) -> bool:
         """Whether modules hold the sharded parameters."""
-        return not self._unit.computing
+        return not self._unit.registration.full
 
     @property
     def is_unsharded(self) -> bool:
         """Whether modules hold the full parameters."""
-        return self._unit.computing
+        return self._unit.registration.full
 
     def unshard(self, async_op: bool = False) -> None:
         """Gather; ``wait_for_unshard`` registers."""
