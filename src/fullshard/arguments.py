@@ -253,6 +253,8 @@ class Placer:
                 f"{self._api}: shard_placement_fn returned a mesh_info of type {type(info).__name__} for {fqn}; "
                 "expected FSDPMeshInfo, HSDPMeshInfo or a DeviceMesh"
             )
+        if info.spmd_mesh is not None:
+            return shard_mesh_for(self._api, info.spmd_mesh, info.dp_mesh_dims)
         shard = _axis(info.mesh, info.shard_mesh_dim)
         replicate = _axis(info.mesh, info.replicate_mesh_dim) if isinstance(info, HSDPMeshInfo) else None
         parts = [part for part in (replicate, shard) if part is not None]

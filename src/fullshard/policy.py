@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -117,10 +117,23 @@ class FSDPMeshInfo:
     Args:
         mesh: 1-D, or 2-D with a replicate axis.
         shard_mesh_dim: The axis of ``mesh`` to shard over.
+        dp_mesh_dims: Where the parameters are DTensors on ``spmd_mesh`` already: its data-parallel axes. The two
+            together say all; ``mesh`` is then their part of it.
+        spmd_mesh: The whole mesh, with the axes that are not data-parallel.
+
+    Raises:
+        ValueError: If only one of the last two is given.
     """
 
     mesh: DeviceMesh
     shard_mesh_dim: int | None = None
+    dp_mesh_dims: DataParallelMeshDims | None = field(default=None, kw_only=True)
+    spmd_mesh: DeviceMesh | None = field(default=None, kw_only=True, repr=False)
+
+    def __post_init__(self) -> None:
+        if (self.dp_mesh_dims is None) != (self.spmd_mesh is None):
+            given, missing = ("dp_mesh_dims", "spmd_mesh") if self.spmd_mesh is None else ("spmd_mesh", "dp_mesh_dims")
+            raise ValueError(f"{type(self).__name__}: found {given} without {missing}; pass both or neither")
 
 
 @dataclass(frozen=True, eq=False)

@@ -53,8 +53,9 @@ class WrapperOptim:
 
         Returns:
             FULL: whole tensors, with memory of their own; with ``rank0_only`` empty on other ranks. SHARDED: DTensors
-            that are cut over rows; those of ``fully_shard`` units are live. LOCAL: the live state, by the names of what
-            is registered. Tied parameters have their first name.
+            that are cut over rows; those of ``fully_shard`` units are live; before the first step what that would begin
+            with, to load into. LOCAL: the live state, by the names of what is registered. Tied parameters have their
+            first name.
 
         Raises:
             ValueError: If the optimizer has parameters that are not the model's.

@@ -34,6 +34,7 @@ from fullshard.checkpoint.pieces import Pieces
 from fullshard.engine.names import clean_name
 from fullshard.engine.ownership import nested_units
 from fullshard.state_dict_types import OptimStateDictConfig, StateDictSettings, StateDictType
+from fullshard.wrapper_state_initial import give_initial_state
 
 __all__ = ["Form", "Parameters", "load_local", "save_local", "saved_state", "state_to_load"]
 
@@ -99,6 +100,8 @@ def saved_state(
     groups = optimized_groups(model, optimizer.param_groups)
     members = [member for group_ in groups for member in group_]
     _agree(model, members, state)
+    if not state and given is None and form.type is StateDictType.SHARDED_STATE_DICT:
+        state = _first_state(optimizer)  # torch.distributed.checkpoint loads into what is there, and nothing else
     target = _first_rank(model, group) if form.first_only and dist.is_initialized() else None
     wanted = target is None or dist.get_rank() == target
 
@@ -179,6 +182,14 @@ def _held(
             f"the state dict of the optimizer has {len(groups)} groups, the optimizer {len(optimizer.param_groups)}"
         )
     return state, groups
+
+
+def _first_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """What the first step of a fresh optimizer would begin with. It stays fresh."""
+    give_initial_state(optimizer)
+    state = dict(optimizer.state)
+    optimizer.state.clear()
+    return state
 
 
 def _names_of(model: nn.Module) -> dict[int, list[str]]:

@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_
 
 from checkpoint.kinds import shared_folder
 from compare import assert_equal
+from fullshard import FullshardError, StateDictType
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import StateDictType
 from ranks import Rank, on_ranks
 
 
@@ -40,6 +40,7 @@ def test_loads_what_torch_has_read(rank: Rank, use_orig_params: bool):
             {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}, checkpoint_id=folder
         )
         again, fresh = build(use_orig_params)
+        FSDP.set_state_dict_type(again, StateDictType.SHARDED_STATE_DICT)
         state = {"model": again.state_dict()}
         dcp.load(state, checkpoint_id=folder)
         again.load_state_dict(state["model"])
@@ -53,3 +54,38 @@ def test_loads_what_torch_has_read(rank: Rank, use_orig_params: bool):
     step(again, fresh, rank)
     for new, old in zip(again.parameters(), model.parameters(), strict=True):
         assert_equal(new.detach(), old.detach(), "parameter")
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["original", "flat"])
+@on_ranks(2)
+def test_fresh_optimizers_can_be_loaded_into(rank: Rank, use_orig_params: bool):
+    """torch's functions load into what is there: the sharded form has the first state; the optimizer stays fresh."""
+    model, optimizer = build(use_orig_params)
+    assert FSDP.optim_state_dict(model, optimizer)["state"] == {}
+    folder = str(shared_folder(rank) / "fresh")
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        first = FSDP.optim_state_dict(model, optimizer)
+        assert len(first["state"]) == 4 and not optimizer.state
+        assert all(not value.to_local().any() for value in (s["exp_avg"] for s in first["state"].values()))
+        step(model, optimizer, rank)
+        dcp.save({"optimizer": FSDP.optim_state_dict(model, optimizer)}, checkpoint_id=folder)
+        again, fresh = build(use_orig_params)
+        FSDP.set_state_dict_type(again, StateDictType.SHARDED_STATE_DICT)
+        read = {"optimizer": FSDP.optim_state_dict(again, fresh)}
+        dcp.load(read, checkpoint_id=folder)
+        fresh.load_state_dict(FSDP.optim_state_dict_to_load(again, fresh, read["optimizer"]))
+    for kept, loaded in zip(optimizer.state.values(), fresh.state.values(), strict=True):
+        for name in kept:
+            assert_equal(loaded[name], kept[name], name)
+
+
+@on_ranks(2)
+def test_state_on_some_ranks_only(rank: Rank):
+    """A rank whose optimizer was emptied is not given a first state in silence: all ranks are told."""
+    model, optimizer = build(use_orig_params=True)
+    step(model, optimizer, rank)
+    if rank.rank == 1:
+        optimizer.state.clear()
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        with pytest.raises(FullshardError, match=r"0\.weight"):
+            FSDP.optim_state_dict(model, optimizer)

@@ -209,11 +209,12 @@ def get_mesh_info(mesh: DeviceMesh, dp_mesh_dims: DataParallelMeshDims | None = 
     ranks = shard_mesh_for("fully_shard", mesh, dp_mesh_dims)
     if ranks.shard is None:
         raise ValueError(f"_get_mesh_info: expected an axis to shard over, found only replicas in {mesh}")
+    named: dict[str, Any] = {} if dp_mesh_dims is None else {"dp_mesh_dims": dp_mesh_dims, "spmd_mesh": mesh}
     if ranks.replicate is None:
-        return FSDPMeshInfo(ranks.shard, shard_mesh_dim=0)
+        return FSDPMeshInfo(ranks.shard, shard_mesh_dim=0, **named)
     if dp_mesh_dims is None:
         return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-    return HSDPMeshInfo(DeviceMesh._concatenate([ranks.replicate, ranks.shard]), 1, 0)
+    return HSDPMeshInfo(DeviceMesh._concatenate([ranks.replicate, ranks.shard]), 1, 0, **named)
 
 
 def get_post_forward_mesh_info(reshard_after_forward: bool | int, mesh_info: FSDPMeshInfo) -> FSDPMeshInfo | None:
