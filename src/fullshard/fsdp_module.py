@@ -16,7 +16,7 @@ from fullshard.engine.ownership import nested_units
 from fullshard.engine.settings import Lanes
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError
-from fullshard.sharded_module import ShardedModule, outside_graph, unit_at
+from fullshard.sharded_module import ShardedModule, outside_graph, reads_copies, unit_at
 
 __all__ = [
     "FSDPModule",
@@ -47,6 +47,8 @@ class FSDPModule(Controls, ShardedModule):
         if torch.compiler.is_compiling():
             return outside_graph(_call_module, recursive=False)(self, args, kwargs)
         unit: Unit = self.__dict__["_fullshard_unit"]
+        if reads_copies(unit):
+            return super().__call__(*args, **kwargs)
         args, kwargs = unit.pre_forward(args, kwargs)
         try:
             output = super().__call__(*args, **kwargs)
@@ -250,6 +252,8 @@ def _as_forward(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
         unit = unit_at(self)
+        if reads_copies(unit):
+            return method(self, *args, **kwargs)
         args, kwargs = unit.pre_forward(args, kwargs)
         try:
             output = method(self, *args, **kwargs)

@@ -21,7 +21,7 @@ from fullshard.policy import Wire
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["PendingGradient", "ShardedModule", "note_inside", "outside_graph", "unit_at", "units_at"]
+__all__ = ["PendingGradient", "ShardedModule", "note_inside", "outside_graph", "reads_copies", "unit_at", "units_at"]
 
 
 def unit_at(module: nn.Module) -> Unit:
@@ -36,6 +36,14 @@ def units_at(module: nn.Module, recurse: bool) -> list[Unit]:
     """The unit of a sharded module, and with ``recurse`` those of all modules below."""
     check_bool("recurse", recurse)
     return nested_units(module) if recurse else [unit_at(module)]
+
+
+def reads_copies(unit: Unit) -> bool:
+    """Whether a forward now is one on the copies of ``summon_full_params``: it has nothing to gather, nor to cast.
+
+    Without gradients only: those would go to the copies.
+    """
+    return unit.progress.copied and not torch.is_grad_enabled()
 
 
 def note_inside(module: nn.Module) -> None:

@@ -24,7 +24,7 @@ from fullshard.engine.settings import UnitPolicy
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError, PhaseError
 from fullshard.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from fullshard.sharded_module import ShardedModule, note_inside, outside_graph, unit_at
+from fullshard.sharded_module import ShardedModule, note_inside, outside_graph, reads_copies, unit_at
 from fullshard.wrap import Policy, PolicyFunction
 from fullshard.wrapper_clip import clip_gradients
 from fullshard.wrapper_initial import Initializer, raise_on_all, sync_states
@@ -203,6 +203,8 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
         Raises:
             FullshardError: On all ranks, if ranks run different units.
         """
+        if reads_copies(unit_at(self)):
+            return self._fsdp_wrapped_module(*args, **kwargs)
         if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not in_backward():
             schedule = unit_at(self).attached()
             if schedule.root() is unit_of(self) and not schedule.busy:
@@ -359,6 +361,8 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
         with_grads: bool = False,
     ) -> contextlib.AbstractContextManager[None]:
         """Have modules hold their full parameters, in the shards' dtype, inside the ``with`` block. All ranks enter it.
+
+        With gradients disabled, modules can be run inside: on these parameters, without casts.
 
         Args:
             module: Units in it are meant, whichever front end made them.

@@ -95,10 +95,12 @@ def test_marks(rank: Rank):
         assert original.module._is_fsdp_managed_module and original.module[2]._is_fsdp_managed_module
         assert composed[0]._is_fsdp_managed_module and not composed[1]._is_fsdp_managed_module
         assert not blocks()._is_fsdp_managed_module
-        assert original._fsdp_use_orig_params and composed._fsdp_use_orig_params and not flat._fsdp_use_orig_params
+        assert all(model._fsdp_use_orig_params for model in (flat, original, composed))
         assert all(p._fsdp_flattened for model in (flat, original) for p in model.parameters())
         assert not any(getattr(p, "_fsdp_flattened", False) for p in composed.parameters())
         assert not nn.Parameter(torch.ones(1))._fsdp_flattened
+        composed._is_fsdp_managed_module = True  # as transformers sets it
+        assert composed._is_fsdp_managed_module is True
     assert not hasattr(nn.Module(), "_is_fsdp_managed_module") and not hasattr(nn.Parameter(), "_fsdp_flattened")
 
 

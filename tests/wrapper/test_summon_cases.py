@@ -31,10 +31,12 @@ from compare import assert_close, assert_equal, assert_models_equal
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import (
     MixedPrecision,
+    MixedPrecisionPolicy,
     PhaseError,
     ShardingStrategy,
     fully_shard,
 )
+from fullshard.transport import record
 from ranks import Rank, on_ranks
 
 # ---------------------------------------------------------------- gradients
@@ -403,3 +405,32 @@ def test_memory_comes_and_goes(rank: Rank) -> None:
         kept = model.module.first.weight
         assert kept.untyped_storage().size() > 0
     assert kept.untyped_storage().size() == 0
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["plain", "bf16"])
+@on_ranks(2)
+def test_running_on_the_copies(rank: Rank, mixed: bool):
+    """Without gradients, wrappers and fully_shard units inside can be run: whole, and the module inside; uncast."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2), nn.Linear(2, 2))
+    reference = copy.deepcopy(model)
+    precision = MixedPrecision(param_dtype=torch.bfloat16) if mixed else None
+    model[2] = FSDP(model[2], mixed_precision=precision)
+    fully_shard(model[3], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16 if mixed else None))
+    model = FSDP(model, mixed_precision=precision)
+    x = torch.randn(3, 4)
+    with record() as seen, FSDP.summon_full_params(model, writeback=False):
+        gathered = len(seen)
+        with torch.no_grad():
+            for run in (model, model.module):
+                assert_equal(run(x), reference(x), "output")
+        assert len(seen) == gathered
+        with pytest.raises(PhaseError, match="was run inside summon_full_params"):
+            model(x)
+    with torch.no_grad(), FSDP.summon_full_params(model, writeback=False, rank0_only=True):
+        if rank.rank == 0:
+            assert_equal(model(x), reference(x), "output")
+        else:
+            with pytest.raises(PhaseError, match="was run inside summon_full_params"):
+                model(x)
+    model(x).sum().backward()

@@ -348,13 +348,25 @@ def _is_managed(module: nn.Module) -> bool:
     return any(managed_by(parameter) is not None for parameter in module.parameters())
 
 
-def _uses_orig_params(module: nn.Module) -> bool:
-    """Whether users see the original parameters, which only ``use_orig_params=False`` hides."""
-    return not any(isinstance(p, fullshard.FlatParameter) for p in module.parameters())
+def _compiles(module: nn.Module) -> bool:
+    """Dynamo takes this for leave to compile: torch needs the original parameters for that, fullshard does not."""
+    return _is_managed(module)
 
 
 def _is_flattened(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, fullshard.FlatParameter) or isinstance(managed_by(parameter), FlatPiece)
+
+
+class Worked:
+    """An attribute that is worked out when it is read. Programs may set it on an object, and then theirs counts."""
+
+    _out: Callable[[Any], Any]
+
+    def __init__(self, out: Callable[[Any], Any]) -> None:
+        self._out = out
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else self._out(instance)
 
 
 class Lent(NamedTuple):
@@ -376,9 +388,9 @@ def lent() -> list[Lent]:
         Lent(fullshard.FSDPModule, "_get_fsdp_state", state_of),
         Lent(fullshard.fully_shard, "state", state_of),
         Lent(fullshard.replicate, "state", state_of),
-        Lent(nn.Module, "_is_fsdp_managed_module", property(_is_managed)),
-        Lent(nn.Module, "_fsdp_use_orig_params", property(_uses_orig_params)),
-        Lent(nn.Parameter, "_fsdp_flattened", property(_is_flattened)),
+        Lent(nn.Module, "_is_fsdp_managed_module", Worked(_is_managed)),
+        Lent(nn.Module, "_fsdp_use_orig_params", Worked(_compiles)),
+        Lent(nn.Parameter, "_fsdp_flattened", Worked(_is_flattened)),
     ]
 
 

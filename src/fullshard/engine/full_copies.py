@@ -78,7 +78,7 @@ class FullCopies:
             self._free_buffers()
         if self.parameters:
             unit.registration.use_instead(self.parameters)
-        unit.progress.summoned = True
+        unit.progress.summoned, unit.progress.copied = True, not rank0_only or unit.mesh.rank == 0
 
     def _add(
         self, parameter: ShardedParameter, value: torch.Tensor, gradient: torch.Tensor | None, offload_to_cpu: bool
@@ -150,7 +150,7 @@ class FullCopies:
                         self._spread(held)
                     self._write(held, with_grads=with_grads and not rank0_only)
         finally:
-            unit.progress.summoned = False
+            unit.progress.summoned = unit.progress.copied = False
             unit.registration.use_sharded()
             unit.outdated = True
             self._free_buffers()

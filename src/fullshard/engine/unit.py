@@ -462,7 +462,7 @@ class Unit:
         """Forget whatever was going on, after a failure."""
         old = self.progress
         self.phase = Phase.RESTING
-        self.progress = Progress(held=old.held, unreduced=old.unreduced, summoned=old.summoned)
+        self.progress = Progress(held=old.held, unreduced=old.unreduced, summoned=old.summoned, copied=old.copied)
         self.release_after_failure()
         if drop_gradients:
             self.drop_gradients()
