@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fullshard.engine.bucket import Bucket
+from fullshard.engine.hooks import accumulates
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.reduction import PendingReduction
 from fullshard.engine.settings import ReductionSettings
@@ -50,6 +51,16 @@ class UnitGradients:
         """Gradients that are not reduced now count also if their parameters are frozen before the next microbatch."""
         for bucket in self._buckets:
             bucket.note_trainable()
+
+    @property
+    def are_coming(self) -> bool:
+        """Whether the backward pass that runs now accumulates any."""
+        return any(accumulates(p.full) for p in self._parameters if p.has_full and p.requires_grad)
+
+    @property
+    def are_left(self) -> bool:
+        """Whether autograd has put any into full parameters that nobody has taken."""
+        return any(p.has_full and p.full.grad is not None for p in self._parameters)
 
     @property
     def partial(self) -> bool:

@@ -153,6 +153,14 @@ def in_backward() -> bool:
     return current_backward() != NO_BACKWARD
 
 
+def accumulates(leaf: torch.Tensor) -> bool:
+    """Whether the backward pass that runs on this thread now will accumulate a gradient of ``leaf``."""
+    with torch.enable_grad():
+        view = leaf.expand_as(leaf).grad_fn
+    node = None if view is None else view.next_functions[0][0]
+    return node is not None and bool(torch._C._will_engine_execute_node(node))
+
+
 class BackwardPass:
     """The backward pass that runs on this thread when it is made.
 

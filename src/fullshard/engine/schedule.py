@@ -12,6 +12,13 @@ gathered in between: while the root computes the loss it would be the one ahead 
 
 Tiny units, such as a lone norm, are gathered in the same launch as the unit after them and do not count as one
 ahead; their reductions wait for the next unit's and go with it. So a tiny unit costs no message of its own.
+
+[Note: Steps inside a forward]
+Some programs run backward, and the optimizer, inside of a module's own forward (Lightning's manual optimization does).
+Units whose forward is open then have no output yet that could tell them. When a pass begins inside a forward, which
+nested units tell, the units in whose full parameters it will accumulate are noted, and reduced at its end. That is a
+matter of the graph, which is alike on all ranks, and false for gradients of inputs. A module that is one unit has
+nobody to tell it; that gradients were left is seen when its forward ends, and is an error rather than silence.
 """
 
 from __future__ import annotations
@@ -30,9 +37,10 @@ from fullshard.engine.gather import issue_gathers
 from fullshard.engine.overlap import OptimizerOverlap
 from fullshard.engine.ownership import check_owned, nested_units, rename
 from fullshard.engine.parameter import managed_by
+from fullshard.engine.progress import Phase
 from fullshard.engine.reductions import Reductions
 from fullshard.engine.settings import Lanes
-from fullshard.errors import PhaseError, UnmaterializedParameterError
+from fullshard.errors import FullshardError, PhaseError, UnmaterializedParameterError
 from fullshard.memory import Event
 
 if TYPE_CHECKING:
@@ -227,6 +235,7 @@ class Schedule:
         if failed:
             self._let_go()
             return
+        self._check_nothing_left(unit)
         for waiting in (ref() for ref in self._waiting):
             if waiting is not None and waiting.progress.ran:
                 waiting.complete_forward()
@@ -238,6 +247,17 @@ class Schedule:
         for guessed_wrong in self.ahead.units():
             guessed_wrong.reshard()
         self.ahead.clear()
+
+    def _check_nothing_left(self, unit: Unit) -> None:
+        """See [Note: Steps inside a forward]."""
+        lone = len(self._units) == 1 and unit.resting and not unit.progress.held
+        if lone and not unit.progress.unreduced and unit.gradients.are_left:
+            unit.drop_gradients()
+            raise FullshardError(
+                "backward ran inside of the forward of a module that is one unit, where nothing tells that it does, so "
+                "its gradients were not reduced and are dropped; call backward after that forward has returned, or "
+                "shard a module inside of it as well (fully_shard, or a FullyShardedDataParallel with a policy)"
+            )
 
     def waits_for_others(self, unit: Unit) -> bool:
         """Whether the other modules of ``unit`` may still run in the forward that is open."""
@@ -305,6 +325,9 @@ class Schedule:
             self.land()
             self._reductions.max_in_flight = max(unit.settings.reduction.max_in_flight for unit in self.units())
             self._pass = hooks.BackwardPass(self.end_backward)
+            if self._depth:  # see [Note: Steps inside a forward]
+                for unit in self.units():
+                    unit.progress.encloses = unit.phase is Phase.FORWARD and unit.gradients.are_coming
 
     def started_backward(self, unit: Unit) -> None:
         """``unit`` has its full parameters for the backward of its last forward: gather ahead."""
@@ -347,7 +370,8 @@ class Schedule:
         """Autograd is through: finish the units whose end it could not tell, and everything in flight."""
         left = self._left_without_backward() if self._ended or self._passed_by else ()
         for unit in self.units():
-            unit.end_backward(ran=unit in left)
+            unit.end_backward(ran=unit in left or unit.progress.encloses)
+            unit.progress.encloses = False
         self._pass = None
         self._passed_by.clear()
         self._reductions.launch(self.lanes)
