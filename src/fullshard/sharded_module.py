@@ -195,8 +195,11 @@ class ShardedModule(nn.Module):
         copied: Self = object.__new__(type(self))
         memo[id(self)] = copied
         memo.update((id(shared), shared) for shared in self._shared_with_copies())
-        state = {key: value for key, value in self.__dict__.items() if key != "_fullshard_unit"}
-        copied.__dict__.update(copy.deepcopy(state, memo))
+        chosen: Any = getattr(type(self), "__getstate__", None)  # Lightning's modules leave their Trainer out
+        whole = chosen is getattr(object, "__getstate__", None)  # which Python 3.10 does not have
+        state: dict[str, Any] = dict(self.__dict__ if whole else chosen(self))
+        state.pop("_fullshard_unit", None)
+        copied.__setstate__(copy.deepcopy(state, memo))  # type: ignore[no-untyped-call]
         members = [module for module in (ref() for ref in unit.modules) if module is not None]
         for module in members:
             copy.deepcopy(module, memo)  # nothing, for those that are copied already

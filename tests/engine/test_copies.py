@@ -266,3 +266,29 @@ def test_pickling_is_refused_with_the_remedy(rank: Rank, how: str) -> None:
     saved = nn.ModuleList([model]) if "around" in how else model
     with pytest.raises(FullshardError, match=r"FSDPLanguageModel cannot be pickled.*model\.state_dict\(\)"):
         save(saved)
+
+
+class Uncopied:
+    def __deepcopy__(self, memo: object) -> None:
+        raise AssertionError("nobody copies this")
+
+
+class Choosy(nn.Linear):
+    """A class that says what belongs to a copy of it."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.owner: Uncopied | None = Uncopied()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "owner": None}
+
+
+@on_ranks(1, 2)
+def test_classes_that_choose_what_is_copied(rank: Rank):
+    """``__getstate__`` counts, as for modules that are not sharded."""
+    model = fully_shard(Choosy())
+    copied = copy.deepcopy(model)
+    assert copied.owner is None and isinstance(model.owner, Uncopied)
+    copied(torch.ones(1, 3)).sum().backward()
+    assert model.weight.grad is None and copied.weight.grad is not None
