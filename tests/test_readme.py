@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,13 @@ RANKS = {
     "docs/accumulation.md": 4,
     "docs/checkpoints.md": 2,
     "docs/communication.md": 2,
+    "docs/dropin.md": 2,
     "docs/gradient_norms.md": 2,
     "docs/low_bandwidth.md": 2,
     "docs/mechanisms.md": 2,
     "docs/memory.md": 2,
     "docs/meshes.md": 4,
+    "docs/moving.md": 2,
     "docs/offload.md": 2,
     "docs/optimizers.md": 2,
     "docs/policies.md": 2,
@@ -39,7 +42,13 @@ RANKS = {
 }
 ELSEWHERE = {
     "CONTRIBUTING.md": "the outline of a test",
+    **{
+        f"docs/clients/{page}.md": f"tests/clients/test_client_{page}*.py"
+        for page in ("accelerate", "lightning", "peft", "torchao", "torchtitan", "torchtune", "transformers")
+    },
     "docs/checkpoint_format.md": "tests/checkpoint/test_storage.py and test_offline.py",
+    "docs/clients/pipelining.md": "tests/dropin/test_dropin_pipelining.py",
+    "docs/clients/torch_checkpoint.md": "tests/dropin/test_dropin_state_dict.py",
     "docs/extensions.md": "tests/engine/test_extensions.py and test_torchao.py",
     "docs/training.md": "needs what a run of fullshard train leaves; tests/train loads it",
 }
@@ -68,13 +77,15 @@ class WrapModel(nn.Module):
 
 def run_snippets(rank: Rank, page: str) -> None:
     """Run a page's snippets, and one step of a model that they did not make themselves."""
-    namespace: dict[str, Any] = {"__name__": "snippets"}
+    module = sys.modules["snippets"] = types.ModuleType("snippets")  # which fullshard.dropin finds, as a user's
+    namespace: dict[str, Any] = vars(module)
     if page == "docs/wrapping.md":
         namespace["model"] = WrapModel()
     for number, snippet in enumerate(snippets_of(page)):
         exec(compile(snippet, f"{page} (snippet {number})", "exec"), namespace)
     if page == "docs/wrapping.md":
         namespace["model"](torch.arange(4)).square().mean().backward()
+    del sys.modules["snippets"]
 
 
 def test_readme_example_runs_on_one_rank(tmp_path: Path) -> None:

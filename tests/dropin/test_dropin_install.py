@@ -156,13 +156,15 @@ def test_before_and_after_programs_are_imported(rank: Rank):
 
 @on_ranks(1)
 def test_a_program_that_imports_from_fullshard_keeps_that(rank: Rank):
-    """Only modules that asked torch's names for something are given torch's back."""
+    """Only what a module has asked torch's names for is torch's again."""
     module = types.ModuleType("frank_program")
     sys.modules["frank_program"] = module
     try:
         with dropin.install(quiet=True):
             exec("from fullshard import fully_shard", module.__dict__)
+            exec("from torch.distributed.fsdp import FSDPModule as Kind", module.__dict__)
         assert module.fully_shard is fullshard.fully_shard
+        assert module.Kind is torchs().FSDPModule is not fullshard.FSDPModule
     finally:
         del sys.modules["frank_program"]
 

@@ -78,7 +78,7 @@ class StandIns:
     _modules: list[ModuleType]
     _originals: dict[str, dict[str, Any]]  # torch's objects for the names that are given, by module
     _replacements: dict[int, Any]  # fullshard's objects by the ids of torch's
-    _borrowers: set[str]  # modules that have asked for something
+    _borrowed: dict[str, set[str]]  # by name of modules that have asked for something: the names asked for
     _undo: list[Callable[[], None]]
     _serves_pipelining: bool  # see [Note: Split backward]
 
@@ -94,7 +94,7 @@ class StandIns:
             for module, originals in self._originals.items()
             for name, was in originals.items()
         }
-        self.bindings, self._borrowers, self._undo = [], set(), []
+        self.bindings, self._borrowed, self._undo = [], {}, []
         self._serves_pipelining = False
 
     # ---------------------------------------------------------------- answering
@@ -114,7 +114,7 @@ class StandIns:
                 f"{asking or 'a program'}); docs/dropin.md says what there is, fullshard.dropin.uninstall() gives "
                 "torch's back"
             )
-        self._borrowers.add(asking)
+        self._borrowed.setdefault(asking, set()).add(name)
         if asking == split_backward.SCHEDULES:  # is being imported, and has imported the stages
             self._serve_pipelining(load=True)
         return given[name]
@@ -168,23 +168,25 @@ class StandIns:
             if vars(module).get(name) is now:
                 vars(module)[name] = was
         self.bindings.clear()
-        for borrower in self._borrowers:
+        for borrower, asked in self._borrowed.items():
             if borrower in sys.modules and borrower.partition(".")[0] != "fullshard":
-                self._give_back(vars(sys.modules[borrower]))
+                self._give_back(vars(sys.modules[borrower]), asked)
         while self._undo:
             self._undo.pop()()
         for module in self._modules:
             del _answering[module.__name__]
 
-    def _give_back(self, names: dict[str, Any]) -> None:
-        originals: dict[int, dict[str, Any]] = {}  # by ids of ours: torch's may be several, apart by name
-        for module, given in self._originals.items():
-            for name, was in given.items():
-                originals.setdefault(id(self.answers[module].given[name]), {})[name] = was
+    def _give_back(self, names: dict[str, Any], asked: set[str]) -> None:
+        """Bind what a module has asked for, under whichever names it keeps it, to torch's again."""
+        originals = {
+            id(self.answers[module].given[name]): was
+            for module, given in self._originals.items()
+            for name, was in given.items()
+            if name in asked
+        }
         for name, value in list(names.items()):
-            known = originals.get(id(value))
-            if known is not None and not name.startswith("__"):
-                names[name] = known.get(name, next(iter(known.values())))
+            if id(value) in originals and not name.startswith("__"):
+                names[name] = originals[id(value)]
 
 
 def _torch_modules() -> Iterator[ModuleType]:
