@@ -219,16 +219,26 @@ class Placer:
             cut = self._cut(fqn, parameter, chosen)
         own = parameter._spec if isinstance(parameter, DTensor) and managed_by(parameter) is None else None
         if own is None and mesh.whole is not None:
-            raise ValueError(
-                f"{self._api}: with dp_mesh_dims all parameters have to be DTensors on the mesh; {fqn} is a plain "
-                "tensor; use torch.distributed.tensor.distribute_module, or pass the data-parallel mesh alone"
-            )
+            mesh = self._mesh_of_plain(fqn, mesh)
         try:
             return ParameterPlacement(
                 mesh, cut if parameter.ndim else None, parameter.shape, tuple(parameter.stride()), own
             )
         except ValueError as error:
             raise ValueError(f"{self._api}: {fqn}: {error}") from error
+
+    def _mesh_of_plain(self, fqn: str, mesh: ShardMesh) -> ShardMesh:
+        """For plain tensors, where ``dp_mesh_dims`` are all axes of the mesh, so that no other layout can be meant."""
+        assert mesh.whole is not None
+        whole, dims = mesh.whole
+        others = [name for name in whole.mesh_dim_names or () if name not in dims.shard_names + dims.replicate_names]
+        if others:
+            raise ValueError(
+                f"{self._api}: with dp_mesh_dims all parameters have to be DTensors on the mesh; {fqn} is a plain "
+                f"tensor, of which nobody knows how it lies on {others}; use torch.distributed.tensor."
+                "distribute_module, or pass the data-parallel mesh alone"
+            )
+        return mesh.for_plain()
 
     def _cut(self, fqn: str, parameter: nn.Parameter, chosen: object) -> int:
         if not isinstance(chosen, Shard):

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from compare import assert_equal, assert_models_equal
+from compare import assert_close, assert_equal, assert_models_equal
 from fullshard import DataParallelMeshDims, fully_shard
 from fullshard.transport import record
 from models import batch, reference_backward
@@ -252,3 +252,27 @@ def test_wrong_argument_is_refused(rank: Rank, name: str) -> None:
     with pytest.raises(error) as raised:
         call(rank)
     assert re.search(words, str(raised.value), re.DOTALL), str(raised.value)
+
+
+@pytest.mark.parametrize("replicate", [False, True], ids=["shard", "hybrid"])
+@on_ranks(4)
+def test_plain_parameters_where_all_axes_are_data_parallel(rank: Rank, replicate: bool):
+    """There is one thing that dp_mesh_dims can mean then; with another axis a plain tensor says too little."""
+    names = ("replicate", "shard") if replicate else ("shard",)
+    mesh = rank.make_mesh(*((2, 2) if replicate else (4,)), names=names)
+    dims = DataParallelMeshDims(shard="shard", replicate="replicate" if replicate else None)
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    model = copy.deepcopy(reference)
+    fully_shard(model[2], mesh=mesh, dp_mesh_dims=dims)
+    fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+    assert model[0].weight.placements == ((Replicate(),) if replicate else ()) + (Shard(0),)
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    model(x[2 * rank.rank : 2 * rank.rank + 2]).square().mean().backward()
+    reference(x).square().mean().backward()
+    for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_close(found.grad.full_tensor(), expected.grad, "gradient", rtol=1e-5, atol=1e-7)
+    if not replicate:
+        other = rank.make_mesh(2, 2, names=("shard", "tp"))
+        with pytest.raises(ValueError, match=r"is a plain tensor, of which nobody knows how it lies on \['tp'\]"):
+            fully_shard(nn.Linear(4, 4), mesh=other, dp_mesh_dims=DataParallelMeshDims(shard="shard"))

@@ -59,6 +59,7 @@ class ShardMesh:
     exact_transport: Transport | None  # on the shard axis, for values that leave the model: ``transport`` may round
     _neighbours: dict[int, Neighbours]
     _joined: dict[DeviceMesh, DeviceMesh]
+    _plain: ShardMesh | None  # see for_plain
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class ShardMesh:
         if replicate is not None and self.replicas > 1:
             self.replica_transport = make_transport(replicate.get_group(), self.device, reduces=False)
         self.exact_transport = self.transport
-        self._neighbours, self._joined = {}, {}
+        self._neighbours, self._joined, self._plain = {}, {}, None
 
     def placements(self, placement: Placement) -> tuple[Placement, ...]:
         """Placements on :attr:`device_mesh` of a parameter whose shard axis has ``placement``."""
@@ -104,7 +105,7 @@ class ShardMesh:
         """The same ranks with other means of communication on the shard axis and on that of replicas."""
         changed = copy.copy(self)
         changed.transport = changed.exact_transport = shard
-        changed.replica_transport = replicas
+        changed.replica_transport, changed._plain = replicas, None
         return changed
 
     def rounding(self, shard: Transport | None, replicas: Transport | None) -> ShardMesh:
@@ -112,6 +113,13 @@ class ShardMesh:
         changed = self.with_transports(shard, replicas)
         changed.exact_transport = self.transport
         return changed
+
+    def for_plain(self) -> ShardMesh:
+        """The same ranks, for parameters that are no DTensors: the same object every time."""
+        if self._plain is None:
+            self._plain = copy.copy(self)
+            self._plain.whole = None
+        return self._plain
 
     def exactly(self) -> ShardMesh:
         """The same ranks, for values that leave the model."""
