@@ -56,10 +56,18 @@ PLACES = {
 }
 
 
+LATER = {"ShardPlacementResult"}  # not in torch 2.11
+
+
 @on_ranks(1)
 def test_names_are_fullshards(rank: Rank):
     """Everywhere in torch's packages; and torch's own again afterwards."""
-    before = {(place, name): getattr(torchs(place), name) for place, found in PLACES.items() for name in found}
+    before = {
+        (place, name): getattr(torchs(place), name)
+        for place, found in PLACES.items()
+        for name in found
+        if hasattr(torchs(place), name) or name not in LATER
+    }
     with dropin.install(quiet=True):
         for place, name in before:
             assert getattr(torchs(place), name) is getattr(fullshard, name), (place, name)

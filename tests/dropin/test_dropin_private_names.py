@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 from collections.abc import Iterator
@@ -181,3 +182,51 @@ def test_classes_of_sharded_modules(rank: Rank):
         with private("_fully_shard._fully_shard", "disable_fsdp_module_new_init")():
             assert type(type(model).__new__(type(model))) is type(model)
         assert type(type(model)(3, 4)) is nn.Linear
+
+
+@on_ranks(2)
+def test_patched_parameter_groups(rank: Rank):
+    """Tests of device back ends note calls by replacing methods; training is as without that."""
+    with dropin.install(quiet=True):
+        group = private("_fully_shard._fsdp_param_group", "FSDPParamGroup")
+        node = private("_fully_shard._fsdp_param_group", "RegisterPostBackwardFunction")
+        events: list[tuple[str, str]] = []
+
+        def noting(name: str) -> Any:
+            original = getattr(group, name)
+
+            def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+                if name != "unshard" or (self._all_gather_result is None and self.is_sharded):
+                    events.append((name, self._module_fqn))
+                return original(self, *args, **kwargs)
+
+            return noted
+
+        model, twin = blocks(), blocks()
+        for each in (model, twin):
+            fully_shard(each[2])
+            fully_shard(each)
+        x = torch.full((2, 6), float(rank.rank + 1), requires_grad=True)
+        boundary = node.backward
+
+        def noted_boundary(ctx: Any, *gradients: Any) -> Any:
+            events.append(("boundary", ctx.unit.name))
+            return boundary(ctx, *gradients)
+
+        with contextlib.ExitStack() as stack:
+            for name in ("unshard", "reshard", "post_backward"):
+                stack.callback(setattr, group, name, getattr(group, name))
+                setattr(group, name, noting(name))
+            stack.callback(setattr, node, "backward", staticmethod(boundary))
+            node.backward = staticmethod(noted_boundary)
+            model(x).square().sum().backward()
+        assert [e for e in events if e[0] == "unshard"][:2] == [("unshard", ""), ("unshard", "2")]
+        assert [e for e in events if e[0] == "post_backward"] == [("post_backward", "2"), ("post_backward", "")]
+        assert [e for e in events if e[0] == "boundary"] == [("boundary", "2"), ("boundary", "")]
+        assert ("reshard", "2") in events
+        noted = len(events)
+        twin(x).square().sum().backward()
+        model(x)
+        assert len(events) == noted
+        for found, expected in zip(model.parameters(), twin.parameters(), strict=True):
+            assert_equal(found.grad.to_local(), expected.grad.to_local(), "gradient")

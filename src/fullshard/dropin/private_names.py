@@ -15,7 +15,6 @@ phases.
 from __future__ import annotations
 
 import contextlib
-import enum
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -26,10 +25,11 @@ from torch.distributed.device_mesh import DeviceMesh
 import fullshard
 from fullshard import fsdp_module
 from fullshard.arguments import check_reshard, default_mesh, shard_mesh_for
+from fullshard.dropin.param_groups import FSDPParamGroup, ShardedState, TrainingState, WrapperTrainingState
+from fullshard.engine import hooks
 from fullshard.engine.flat_parameter import FlatPiece
 from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.engine.parameter import managed_by
-from fullshard.engine.progress import Phase
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError
 from fullshard.policy import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardingStrategy
@@ -41,83 +41,7 @@ ROOT = "torch.distributed.fsdp"
 COMPOSABLE = f"{ROOT}._fully_shard"
 
 
-# ---------------------------------------------------------------- states and parameter groups
-
-
-class TrainingState(enum.Enum):
-    """What a unit is doing, in torch's words."""
-
-    FORWARD = enum.auto()
-    PRE_BACKWARD = enum.auto()
-    POST_BACKWARD = enum.auto()
-    IDLE = enum.auto()
-
-
-class ShardedState(enum.Enum):
-    """Which of a parameter's faces its module holds, in torch's words."""
-
-    SHARDED = enum.auto()
-    SHARDED_POST_FORWARD = enum.auto()
-    UNSHARDED = enum.auto()
-
-
-class FSDPParamGroup:
-    """A view on a unit: the parameters that are gathered and reduced together."""
-
-    _unit: Unit
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
-    @property
-    def _module_fqn(self) -> str:
-        return self._unit.name
-
-    @property
-    def _training_state(self) -> TrainingState:
-        if self._unit.phase is Phase.FORWARD:
-            return TrainingState.FORWARD
-        return TrainingState.PRE_BACKWARD if self._unit.phase is Phase.BACKWARD else TrainingState.IDLE
-
-    @property
-    def _sharded_state(self) -> ShardedState:
-        return ShardedState.UNSHARDED if self._unit.registration.full else ShardedState.SHARDED
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether modules hold the sharded parameters."""
-        return not self._unit.registration.full
-
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether modules hold the full parameters."""
-        return self._unit.registration.full
-
-    def unshard(self, async_op: bool = False) -> None:
-        """Gather; ``wait_for_unshard`` registers."""
-        self._unit.gather()
-
-    def wait_for_unshard(self) -> None:
-        """Register the full parameters."""
-        self._unit.use_full()
-
-    def reshard(self) -> None:
-        """Free the full parameters."""
-        self._unit.reshard()
-
-    def post_backward(self, *_: Any) -> None:
-        """Reduce what microbatches have left, and free the full parameters if they are to be."""
-        if self._unit.schedule is not None:
-            self._unit.schedule.finish_reductions()
-        self._unit.synchronize()
-        if self._unit.settings.reshard_after_backward and self._unit.resting:
-            self._unit.reshard()
-
-    @contextlib.contextmanager
-    def use_training_state(self, training_state: TrainingState) -> Iterator[None]:
-        """What dynamo compares functions with. Units have phases of their own, which nobody sets from outside."""
-        raise FullshardError("use_training_state sets the phase of torch's engine; fullshard's units set their own")
-        yield
+# ---------------------------------------------------------------- states
 
 
 class FSDPState:
@@ -396,11 +320,13 @@ def lent() -> list[Lent]:
 
 def _served() -> dict[tuple[str, str], Any]:
     hybrid = [strategy for strategy in ShardingStrategy if strategy.hybrid]
+    keeping = [strategy for strategy in ShardingStrategy if strategy.keeps_full]
     default: Callable[..., DeviceMesh] = default_mesh
     return {
         (f"{COMPOSABLE}._fsdp_common", "TrainingState"): TrainingState,
         (f"{COMPOSABLE}._fsdp_param", "ShardedState"): ShardedState,
         (f"{COMPOSABLE}._fsdp_param_group", "FSDPParamGroup"): FSDPParamGroup,
+        (f"{COMPOSABLE}._fsdp_param_group", "RegisterPostBackwardFunction"): hooks._Boundary,
         (f"{COMPOSABLE}._fsdp_state", "FSDPState"): FSDPState,
         (f"{COMPOSABLE}._fsdp_state", "_get_module_fsdp_state"): _state_if_sharded,
         (f"{COMPOSABLE}._fsdp_init", "_get_mesh_info"): get_mesh_info,
@@ -409,7 +335,9 @@ def _served() -> dict[tuple[str, str], Any]:
         (f"{COMPOSABLE}._fsdp_init", "_init_default_fully_shard_mesh"): default,
         (f"{COMPOSABLE}._fully_shard", "get_cls_to_fsdp_cls"): get_cls_to_fsdp_cls,
         (f"{COMPOSABLE}._fully_shard", "disable_fsdp_module_new_init"): disable_fsdp_module_new_init,
+        (f"{ROOT}._common_utils", "TrainingState"): WrapperTrainingState,
         (f"{ROOT}._init_utils", "HYBRID_SHARDING_STRATEGIES"): hybrid,
+        (f"{ROOT}._init_utils", "NO_RESHARD_AFTER_FORWARD_STRATEGIES"): keeping,
     }
 
 
