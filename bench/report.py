@@ -63,6 +63,17 @@ measured by FSDP1 in the same configuration.
 <!-- bench:wrap_time -->
 <!-- /bench -->
 
+## Through accelerate
+
+`python -m bench.accelerate_step --write-document` trains the GPT through accelerate (version 2 of its FSDP) with torch's
+FSDP2, and with fullshard in its place. It wants accelerate, as `make test-clients` installs it.
+
+<!-- bench:accelerate_step:512 -->
+<!-- /bench -->
+
+<!-- bench:accelerate_step:1024 -->
+<!-- /bench -->
+
 ## Host time per unit
 
 `python -m bench.host_cost` steps through a hundred tiny units on a fake process group: no bytes travel, so
