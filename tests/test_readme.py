@@ -50,6 +50,7 @@ ELSEWHERE = {
     "docs/clients/pipelining.md": "tests/dropin/test_dropin_pipelining.py",
     "docs/clients/torch_checkpoint.md": "tests/dropin/test_dropin_state_dict.py",
     "docs/extensions.md": "tests/engine/test_extensions.py and test_torchao.py",
+    "docs/qlora.md": "tests/clients/test_client_qlora.py",
     "docs/training.md": "needs what a run of fullshard train leaves; tests/train loads it",
 }
 
