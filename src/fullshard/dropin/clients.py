@@ -23,7 +23,7 @@ SUPPORTED: dict[str, tuple[str, str, str]] = {
     "lightning_fabric": ("lightning-fabric", "2.6", "3"),
     "torchtitan": ("torchtitan", "0.3", "1"),
     "torchtune": ("torchtune", "0.6", "1"),
-    "torchao": ("torchao", "0.18", "1"),
+    "torchao": ("torchao", "0.15", "1"),  # torchtune 0.6 needs one below 0.16
 }
 
 _checked: set[str] = set()

@@ -1,0 +1,314 @@
+"""torch.distributed.pipelining on stages that fullshard shards through torch's names: all schedules."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining import stage as stages
+from torch.distributed.tensor import DTensor
+
+import fullshard
+from compare import assert_close
+from fullshard import dropin
+from ranks import Rank, RankPool, on_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+DIM, MICROBATCHES, STEPS = 6, 4, 3
+CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
+ONE_STAGE = [ScheduleGPipe, Schedule1F1B]
+LOOPED = [ScheduleLoopedBFS, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble]
+V_SHAPED = [ScheduleZBVZeroBubble, ScheduleDualPipeV]
+SPLIT = [ScheduleInterleavedZeroBubble, *V_SHAPED]  # backward for inputs and for weights apart
+# Stages that free their parameters after forward run all schedules; those that keep them, and replicas, some.
+CASES = [
+    *(("fully_shard", schedule) for schedule in (*ONE_STAGE, *LOOPED, *V_SHAPED)),
+    *(("kept", schedule) for schedule in (ScheduleInterleaved1F1B, *SPLIT)),
+    *(("replicate", schedule) for schedule in (ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble)),
+]
+
+
+def needs_newer(schedule: Any) -> None:
+    """Skip where two neighbouring stages are on one rank, and an older torch sends between them, which gloo cannot."""
+    if schedule in V_SHAPED and not hasattr(stages, "InferenceMode"):
+        pytest.skip("this torch sends from a rank to itself, which gloo cannot")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def parts(count: int) -> nn.ModuleList:
+    """The model in ``count`` stages."""
+    torch.manual_seed(0)
+    return nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(count))
+
+
+def batch(replica: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    return torch.randn(2 * MICROBATCHES, DIM, generator=generator), torch.randn(
+        2 * MICROBATCHES, DIM, generator=generator
+    )
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+
+
+def reference(count: int) -> tuple[nn.ModuleList, list[list[float]], dict[str, torch.Tensor]]:
+    """The unsharded model after all steps, the losses of each step and replica, and the last step's gradients."""
+    model = parts(count)
+    optimizer, losses = sgd(model), []
+    gradients: dict[str, torch.Tensor] = {}
+    for step in range(STEPS):
+        losses.append([])
+        for replica in range(2):
+            x, target = batch(replica, step)
+            for part in model:
+                x = part(x)
+            loss = loss_of(x, target)
+            (loss / 2).backward()
+            losses[-1].append(loss.item())
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, losses, gradients
+
+
+def shard(part: nn.Module, kind: str, mesh: Any, **options: Any) -> nn.Module:
+    """Each block a unit, and the stage."""
+    if kind == "own":
+        function = fullshard.fully_shard
+    elif kind == "replicate":
+        function = importlib.import_module("torch.distributed._composable.replicate_with_fsdp").replicate
+    else:
+        function = importlib.import_module("torch.distributed.fsdp").fully_shard
+        options.setdefault("reshard_after_forward", kind == "fully_shard")
+    for block in part.children():
+        function(block, mesh=mesh, **options)
+    return function(part, mesh=mesh, **options)
+
+
+def whole(value: torch.Tensor | None) -> torch.Tensor:
+    assert value is not None, "no gradient"
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def assert_trains(rank: Rank, schedule: Any, kind: str, close: dict[str, float] = CLOSE, **options: Any) -> None:
+    """Require losses, gradients and parameters of the unsharded model."""
+    needs_newer(schedule)
+    mesh = rank.make_mesh(2, 2, names=("pp", "dp"))
+    place, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    count = 2 if schedule in ONE_STAGE else 4
+    mine = [place, count - 1 - place] if schedule in V_SHAPED else list(range(place, count, 2))
+    model, losses, gradients = reference(count)
+    sharded = {
+        number: shard(part, kind, mesh["dp"], **options) for number, part in enumerate(parts(count)) if number in mine
+    }
+    made = [PipelineStage(sharded[n], n, count, torch.device("cpu"), group=mesh["pp"].get_group()) for n in mine]
+    run = schedule(made[0] if count == 2 else made, n_microbatches=MICROBATCHES, loss_fn=loss_of)
+    optimizers = [sgd(part) for part in sharded.values()]
+    for step in range(STEPS):
+        x, target = batch(replica, step)
+        found: list[torch.Tensor] = []
+        inputs = (x,) if 0 in mine else ()
+        run.step(*inputs, **({"target": target, "losses": found} if count - 1 in mine else {}))
+        if found:
+            assert torch.stack(found).mean().item() == pytest.approx(losses[step][replica], rel=close["rtol"])
+        for number, part in sharded.items():
+            for name, parameter in part.named_parameters():
+                assert isinstance(parameter, DTensor), f"{name} is full after step {step}"
+                gradient = whole(parameter.grad)
+                if step == STEPS - 1:
+                    assert_close(gradient, gradients[f"{number}.{name}"], f"gradient of {name}", **close)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for number, part in sharded.items():
+        for name, parameter in part.named_parameters():
+            assert_close(whole(parameter).detach(), model[number].get_parameter(name).detach(), name, **close)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("kind", "schedule"), CASES, ids=lambda value: getattr(value, "__name__", value))
+def test_schedules(rank: Rank, kind: str, schedule: Any) -> None:
+    """Every schedule of torch's, on stages that free their parameters after forward, keep them, or are replicas."""
+    with dropin.install(quiet=True):
+        assert_trains(rank, schedule, kind)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("schedule", [ScheduleInterleaved1F1B, ScheduleZBVZeroBubble], ids=lambda s: s.__name__)
+def test_mixed_precision(rank: Rank, schedule: Any) -> None:
+    """bf16 parameters with gradients in fp32: microbatches add up in fp32."""
+    with dropin.install(quiet=True):
+        policy = importlib.import_module("torch.distributed.fsdp").MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+        )
+        assert_trains(rank, schedule, "fully_shard", {"rtol": 0.03, "atol": 0.01}, mp_policy=policy)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("schedule", [Schedule1F1B, ScheduleInterleaved1F1B], ids=lambda s: s.__name__)
+def test_without_the_dropin(rank: Rank, schedule: Any) -> None:
+    """Stages that torch takes for plain modules reduce every microbatch, to the same gradients."""
+    assert_trains(rank, schedule, "own")
+
+
+@on_ranks(4)
+def test_zero_bubble_needs_the_dropin(rank: Rank) -> None:
+    """Without it torch does not find the weights; the page says so."""
+    with pytest.raises(AssertionError, match="no gradient"):
+        assert_trains(rank, ScheduleInterleavedZeroBubble, "own")
+
+
+@on_ranks(4)
+def test_gradients_add_up_over_schedules(rank: Rank) -> None:
+    """Two runs of a zero-bubble schedule before a step: the gradients of both."""
+    needs_newer(ScheduleZBVZeroBubble)
+    mesh = rank.make_mesh(2, 2, names=("pp", "dp"))
+    place, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    plain = parts(4)
+    for step in range(2):
+        for number in range(2):
+            x, target = batch(number, step)
+            for part in plain:
+                x = part(x)
+            (loss_of(x, target) / 2 * MICROBATCHES).backward()
+    with dropin.install(quiet=True):
+        mine = [place, 3 - place]
+        sharded = {number: shard(parts(4)[number], "kept", mesh["dp"]) for number in mine}
+        made = [PipelineStage(sharded[n], n, 4, torch.device("cpu"), group=mesh["pp"].get_group()) for n in mine]
+        run = ScheduleZBVZeroBubble(made, n_microbatches=MICROBATCHES, loss_fn=loss_of, scale_grads=False)
+        for step in range(2):
+            x, target = batch(replica, step)
+            if place == 0:
+                run.step(x, target=target, losses=[])
+            else:
+                run.step()
+    for number, part in sharded.items():
+        for name, parameter in part.named_parameters():
+            expected = plain[number].get_parameter(name).grad
+            assert_close(whole(parameter.grad), expected, f"{number}.{name}", **CLOSE)
+
+
+@on_ranks(2)
+def test_private_names(rank: Rank) -> None:
+    """What REDUCE_GRAD does by hand: states below a stage, groups, post_backward, and the callback of the root."""
+    plain, x = parts(1)[0], batch(rank.rank, 0)[0]
+    for number in range(2):
+        (loss_of(plain(batch(number, 0)[0]), x.new_zeros(())) / 2).backward()
+    with dropin.install(quiet=True):
+        fsdp = importlib.import_module("torch.distributed.fsdp")
+        part: Any = shard(parts(1)[0], "fully_shard", rank.mesh)
+        part.set_is_last_backward(False)
+        part.set_reshard_after_backward(False)
+        part.set_requires_gradient_sync(False)
+        loss_of(part(x), x.new_zeros(())).backward()
+        assert all(parameter.grad is None for parameter in part.parameters())
+        part.set_is_last_backward(True)
+        part.set_reshard_after_backward(True)
+        part.set_requires_gradient_sync(True)
+        state = fsdp.fully_shard.state(part)
+        every = state._state_ctx.all_states
+        assert len(every) == 3 and [s._is_root for s in every] == [True, False, False]
+        assert [len(s._fsdp_param_groups) for s in every] == [0, 1, 1]  # the stage itself owns nothing
+        for each in every:
+            for group in each._fsdp_param_groups:
+                group.post_backward()
+                assert group.is_sharded
+        state._root_post_backward_final_callback()
+        with pytest.raises(fullshard.FullshardError, match="Linear"):
+            fsdp.fully_shard.state(nn.Linear(2, 2))
+    for name, parameter in part.named_parameters():
+        assert_close(whole(parameter.grad), plain.get_parameter(name).grad, name, **CLOSE)
+
+
+def test_torchs_stage_is_itself_again() -> None:
+    """What is changed in torch's stages is changed back, whether they were imported before or after."""
+    before = stages._PipelineStageBase.__dict__["backward_maybe_with_nosync"]
+    with dropin.install(quiet=True):
+        assert stages.FSDPModule is fullshard.FSDPModule and stages.fully_shard is fullshard.fully_shard
+    assert stages._PipelineStageBase.__dict__["backward_maybe_with_nosync"] is before
+    assert stages.FSDPModule is not fullshard.FSDPModule
+    later = (
+        "import sys, fullshard.dropin as dropin, fullshard\n"
+        "with dropin.install(quiet=True):\n"
+        "    assert 'torch.distributed.pipelining' not in sys.modules\n"
+        "    from torch.distributed.pipelining import stage, schedules\n"
+        "    served = stage._PipelineStageBase.backward_maybe_with_nosync\n"
+        "    assert stage.FSDPModule is schedules.FSDPModule is fullshard.FSDPModule\n"
+        "assert stage._PipelineStageBase.backward_maybe_with_nosync is not served\n"
+        "assert stage.FSDPModule is not fullshard.FSDPModule and schedules.FSDPModule is stage.FSDPModule\n"
+    )
+    done = subprocess.run([sys.executable, "-c", later], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+PAGE = ROOT / "docs/clients/pipelining.md"
+EXAMPLE = ROOT / "examples/pipelining.py"
+
+
+def snippets() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def run_example(rank: Rank) -> str:
+    """What the example prints on this rank, as if torchrun had started it under the drop-in."""
+    printed = io.StringIO()
+    with dropin.install(quiet=True), contextlib.redirect_stdout(printed):
+        with mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT):
+            runpy.run_path(str(EXAMPLE), run_name="__main__")
+    return printed.getvalue()
+
+
+def test_example(ranks: RankPool) -> None:
+    """It trains: one line a step, on one rank."""
+    printed = ranks(4, run_example)
+    assert [bool(text) for text in printed] == [False, False, True, False]
+    losses = [float(value) for value in re.findall(r"^step \d loss (\S+)$", printed[2], re.MULTILINE)]
+    assert len(losses) == 5 and losses[-1] < losses[0]
+
+
+def test_page_shows_the_example() -> None:
+    """The first snippet of the page is the example."""
+    assert snippets()[0] == EXAMPLE.read_text()
+
+
+@on_ranks(4)
+def test_snippets_of_the_page(rank: Rank) -> None:
+    """The others run on four ranks."""
+    with dropin.install(quiet=True):
+        for snippet in snippets()[1:]:
+            exec(compile(snippet, str(PAGE), "exec"), {"__name__": "snippet"})
