@@ -210,6 +210,22 @@ def test_torchs_engine_refuses_while_installed(rank: Rank):
 
 
 @on_ranks(1)
+def test_kept_annotations_mean_fullshards(rank: Rank):
+    """torch's wrap and enable_wrap, kept where they cannot be bound anew, are one with fullshard's."""
+    kept = torchs("wrap").wrap, torchs("wrap").enable_wrap
+    with dropin.install(quiet=True):
+        assert type(kept[0](nn.Linear(2, 2))) is nn.Linear
+        with fullshard.wrap.enable_wrap(wrapper_cls=fullshard.FullyShardedDataParallel, use_orig_params=True):
+            one = kept[0](nn.Linear(2, 2))
+        with kept[1](wrapper_cls=fullshard.FullyShardedDataParallel):
+            two = fullshard.wrap.wrap(nn.Linear(2, 2))
+            three = kept[0](nn.Linear(2, 2))
+        assert all(isinstance(each, fullshard.FullyShardedDataParallel) for each in (one, two, three))
+        assert not isinstance(next(one.parameters()), fullshard.FlatParameter)
+    assert type(kept[0](nn.Linear(2, 2))) is nn.Linear
+
+
+@on_ranks(1)
 def test_what_there_is_not_raises_when_touched(rank: Rank):
     """A named error with the name; programs that catch ImportError go on without; hasattr does not lie."""
     with dropin.install(quiet=True):

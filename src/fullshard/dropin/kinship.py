@@ -13,13 +13,16 @@ The other way round, torch's engine refuses to make anything new, see :class:`Mi
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from torch import nn
 
 import fullshard
 from fullshard.dropin.errors import MixedEnginesError
+from fullshard.wrap import annotate
 
 __all__ = ["Kinship"]
 
@@ -38,6 +41,21 @@ class _Hidden:
         raise AttributeError(f"{self._name} belongs to torch's FSDP, and this is a module of fullshard")
 
 
+class _Annotations:
+    """What torch's ``wrap`` and ``enable_wrap`` read, for references to them that somebody has kept: fullshard's."""
+
+    def __call__(self, **kwargs: Any) -> AbstractContextManager[None]:
+        return annotate.enable_wrap(**kwargs)
+
+    @property
+    def in_autowrap_context(self) -> bool:
+        """Whether an ``enable_wrap`` block is around."""
+        return annotate._active.get() is not None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(annotate._active.get(), name)
+
+
 class Kinship:
     """Bases added, and constructors that refuse."""
 
@@ -50,6 +68,7 @@ class Kinship:
         """Make fullshard's classes subclasses of torch's, and stop torch's from making anything."""
         from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
         from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+        from torch.distributed.fsdp.wrap import enable_wrap
 
         for ours, theirs in (
             (fullshard.FSDPModule, FSDPModule),
@@ -58,6 +77,10 @@ class Kinship:
             before, kin = ours.__bases__, _hiding(theirs)
             ours.__bases__ = (*before, kin)
             self._undo.append(lambda ours=ours, before=before: setattr(ours, "__bases__", before))  # type: ignore[misc]
+        names = vars(sys.modules[enable_wrap.__module__])
+        annotations = names["_ConfigAutoWrap"]
+        names["_ConfigAutoWrap"] = _Annotations()
+        self._undo.append(lambda: names.update(_ConfigAutoWrap=annotations))
         self._refuse(FSDPState, "fully_shard")
         self._refuse(FullyShardedDataParallel, "FullyShardedDataParallel")
 
