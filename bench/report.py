@@ -65,8 +65,8 @@ measured by FSDP1 in the same configuration.
 
 ## Through accelerate
 
-`python -m bench.accelerate_step --write-document` trains the GPT through accelerate (version 2 of its FSDP) with torch's
-FSDP2, and with fullshard in its place. It wants accelerate, as `make test-clients` installs it.
+`python -m bench.accelerate_step --write-document` trains the GPT through accelerate (version 2 of its FSDP) with
+torch's FSDP2, and with fullshard in its place. It wants accelerate, as `make test-clients` installs it.
 
 <!-- bench:accelerate_step:512 -->
 <!-- /bench -->

@@ -344,3 +344,17 @@ def test_says_what_it_has_replaced(rank: Rank):
         assert "does not stand in" in str(installation)
     finally:
         del sys.modules[program.__name__]
+
+
+@on_ranks(1)
+def test_an_installation_that_fails_leaves_nothing(rank: Rank):
+    """Wherever it fails: names, classes and what was lent are as before, and installing works afterwards."""
+    theirs, bases = torchs().fully_shard, (fullshard.FSDPModule.__bases__, fullshard.FullyShardedDataParallel.__bases__)
+    for place in ("kinship.Kinship._refuse", "split_backward.serve", "stand_ins.StandIns._bind"):
+        with mock.patch(f"fullshard.dropin.{place}", side_effect=KeyError(place)), pytest.raises(KeyError):
+            dropin.install(quiet=True)
+        assert not dropin.installed() and torchs().fully_shard is theirs and type(torchs()) is types.ModuleType
+        assert (fullshard.FSDPModule.__bases__, fullshard.FullyShardedDataParallel.__bases__) == bases
+        assert not hasattr(nn.Module(), "_is_fsdp_managed_module") and not hasattr(fullshard.fully_shard, "state")
+    with dropin.install(quiet=True):
+        assert torchs().fully_shard is fullshard.fully_shard

@@ -134,13 +134,20 @@ class StandIns:
     # ---------------------------------------------------------------- beginning and ending
 
     def begin(self) -> None:
-        """Answer, and bind anew what others have taken."""
+        """Answer, and bind anew what others have taken. If that fails, all is as it was."""
+        try:
+            self._begin()
+        except BaseException:
+            self.end()
+            raise
+
+    def _begin(self) -> None:
         for holder, name, value in lent():
             setattr(holder, name, value)
             self._undo.append(lambda holder=holder, name=name: delattr(holder, name))  # type: ignore[misc]
         kinship = Kinship()
-        kinship.begin()
         self._undo.append(kinship.end)
+        kinship.begin()
         for module in self._modules:
             _answering[module.__name__] = self
             before, module.__class__ = module.__class__, _StandIn
@@ -174,7 +181,7 @@ class StandIns:
         while self._undo:
             self._undo.pop()()
         for module in self._modules:
-            del _answering[module.__name__]
+            _answering.pop(module.__name__, None)
 
     def _give_back(self, names: dict[str, Any], asked: set[str]) -> None:
         """Bind what a module has asked for, under whichever names it keeps it, to torch's again."""
