@@ -1,6 +1,6 @@
 """Which name of torch's FSDP is which of fullshard's.
 
-Names that users are meant to use are listed here; private ones that programs rely on anyway come from
+Public ones are those that fullshard has under the same name. Private ones that programs rely on anyway come from
 ``private_names.py``.
 """
 
@@ -20,57 +20,6 @@ FSDP = "torch.distributed.fsdp"
 REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
 CHECKPOINT_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 PACKAGES = (FSDP, "torch.distributed._composable.fsdp", REPLICATE)  # what is torch's engine, and all below
-
-# The same names, wherever in torch's packages they are.
-OF_FULLSHARD = (
-    "AllGather",
-    "BackwardPrefetch",
-    "CPUOffload",
-    "CPUOffloadPolicy",
-    "Comm",
-    "DataParallelMeshDims",
-    "FSDPMeshInfo",
-    "FSDPModule",
-    "FlatParameter",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "FullyShardedDataParallel",
-    "HSDPMeshInfo",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ReduceScatter",
-    "ReplicateModule",
-    "ShardPlacementResult",
-    "ShardedGradScaler",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-    "UnshardHandle",
-    "fully_shard",
-    "register_fsdp_forward_method",
-    "replicate",
-    "share_comm_ctx",
-)
-OF_WRAP = (
-    "CustomPolicy",
-    "ModuleWrapPolicy",
-    "_Policy",
-    "_or_policy",
-    "always_wrap_policy",
-    "enable_wrap",
-    "lambda_auto_wrap_policy",
-    "size_based_auto_wrap_policy",
-    "transformer_auto_wrap_policy",
-    "wrap",
-)
 
 # Functions on names and plain tensors, which know no engine: torch's own serve.
 NEUTRAL = {
@@ -96,9 +45,7 @@ class Answers(NamedTuple):
 
 def public_names() -> dict[str, object]:
     """fullshard's objects under the names that they have in torch."""
-    names = {name: getattr(fullshard, name) for name in OF_FULLSHARD}
-    names |= {name: getattr(wrap, name) for name in OF_WRAP}
-    return names
+    return {name: getattr(holder, name) for holder in (fullshard, wrap) for name in holder.__all__}
 
 
 def is_torchs(value: object) -> bool:
