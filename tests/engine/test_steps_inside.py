@@ -95,7 +95,7 @@ def test_a_module_that_is_one_unit(rank: Rank, form: str):
     """An error on all ranks instead of training nothing; steps outside of forward go on afterwards."""
     model, trainer = sharded(form, nested=False)
     trainer.optimizer = optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(FullshardError, match="backward ran inside of the forward of a module that is one unit"):
+    with pytest.raises(FullshardError, match="backward ran inside of the forward of a sharded module"):
         model(inputs(rank.rank, 0))
     trainer.optimizer = None
     for step, expected in enumerate(expected_losses(2)):
@@ -120,3 +120,90 @@ def test_gradients_of_inputs_are_no_steps(rank: Rank):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+class Twice(Trainer):
+    """Two steps in one forward; and a layer that only the first rank uses."""
+
+    uneven: bool = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        losses = []
+        for _ in range(2):
+            loss = self.loss(x)
+            if self.uneven:
+                loss = loss + self.extra(torch.ones(3)).square().mean()
+            loss.backward()
+            if self.optimizer is not None:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            losses.append(loss.detach())
+        return torch.stack(losses)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
+def test_several_steps_inside_a_forward(rank: Rank, form: str):
+    """The second computes with what the first has made, also in the unit whose forward is open."""
+    model: Any = Twice()
+    inner = model
+    if form == "composed":
+        fully_shard(model.middle)
+        fully_shard(model)
+    else:
+        model.middle = FSDP(model.middle, use_orig_params=form == "original")
+        model = FSDP(model, use_orig_params=form == "original")
+    inner.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reference = Twice()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(2):
+        found = model(inputs(rank.rank, step))
+        for part in range(2):
+            losses = [reference.loss(inputs(each, step)) for each in range(2)]
+            assert_close(found[part], losses[rank.rank].detach(), f"step {step}, {part}", rtol=1e-5)
+            torch.stack(losses).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_ranks_that_use_other_parameters_inside(rank: Rank):
+    """What is reduced does not depend on which gradients a rank has."""
+    model = Twice()
+    fully_shard(model.middle)
+    fully_shard(model)
+    model.uneven = rank.rank == 0
+    model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        model(inputs(rank.rank, step))
+    model.optimizer = None
+    model.uneven = True
+    model(inputs(rank.rank, 0))
+    assert model.extra.weight.grad is not None
+
+
+class Apart(nn.Module):
+    """A backward inside the forward that no nested unit takes part in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.head(self.inner(x).detach()).sum().backward()
+        return x
+
+
+@on_ranks(2)
+def test_a_backward_that_no_nested_unit_takes_part_in(rank: Rank):
+    """An error instead of gradients that are lost; the next forward is clean."""
+    model = Apart()
+    fully_shard(model.inner)
+    fully_shard(model)
+    for _ in range(2):
+        with pytest.raises(FullshardError, match="through no unit inside of it"):
+            model(torch.ones(2, 4))

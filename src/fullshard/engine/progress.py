@@ -40,7 +40,8 @@ class Progress:
     awaits: bool = False  # whether a forward has ended whose backward has not begun
     guarded: bool = False  # whether an input of the last forward tells when its backward is over
     open_ended: bool = False  # whether a forward with a backward had no such input
-    encloses: bool = False  # whether a backward pass that fills its gradients runs inside of its open forward
+    encloses: bool = False  # whether a backward pass that fills gradients runs inside of its open forward
+    stepped: bool = False  # whether one has ended there
     summoned: bool = False  # whether the modules hold copies, see FullCopies
     copied: bool = False  # and this rank's do: with rank0_only others hold their shards
     held: int = 0  # how often `hold` was called more than `release`

@@ -15,10 +15,11 @@ ahead; their reductions wait for the next unit's and go with it. So a tiny unit 
 
 [Note: Steps inside a forward]
 Some programs run backward, and the optimizer, inside of a module's own forward (Lightning's manual optimization does).
-Units whose forward is open then have no output yet that could tell them. When a pass begins inside a forward, which
-nested units tell, the units in whose full parameters it will accumulate are noted, and reduced at its end. That is a
-matter of the graph, which is alike on all ranks, and false for gradients of inputs. A module that is one unit has
-nobody to tell it; that gradients were left is seen when its forward ends, and is an error rather than silence.
+Units whose forward is open then have no output yet that could tell them. A nested unit tells: if the pass comes to it
+and will accumulate into its parameters (gradients of inputs do not), all units whose forward is open are reduced at the
+pass's end, whatever gradients this rank has in them. After the step they are gathered anew, for the rest of their
+forward. Where no nested unit takes part nobody tells. That gradients were left is then seen when the root's forward
+ends, and is an error rather than silence, on the ranks that have some.
 """
 
 from __future__ import annotations
@@ -82,6 +83,9 @@ class _OptimizerSteps:
         for unit in (ref() for ref in known[1]):
             if unit is not None:
                 unit.outdated = True
+                if unit.progress.stepped:  # its forward goes on, with what the step has made
+                    unit.reshard()
+                    unit.use_full()
 
 
 @functools.cache
@@ -230,6 +234,7 @@ class Schedule:
     def leave(self, unit: Unit, *, failed: bool = False) -> None:
         """A forward of ``unit`` is over."""
         self._depth -= 1
+        unit.progress.stepped = False
         if self._depth or hooks.current_backward() != hooks.NO_BACKWARD:
             return
         if failed:
@@ -250,13 +255,13 @@ class Schedule:
 
     def _check_nothing_left(self, unit: Unit) -> None:
         """See [Note: Steps inside a forward]."""
-        lone = len(self._units) == 1 and unit.resting and not unit.progress.held
-        if lone and not unit.progress.unreduced and unit.gradients.are_left:
+        at_rest = unit.resting and not unit.progress.held and not unit.progress.unreduced
+        if at_rest and unit.gradients.are_left:
             unit.drop_gradients()
             raise FullshardError(
-                "backward ran inside of the forward of a module that is one unit, where nothing tells that it does, so "
-                "its gradients were not reduced and are dropped; call backward after that forward has returned, or "
-                "shard a module inside of it as well (fully_shard, or a FullyShardedDataParallel with a policy)"
+                "backward ran inside of the forward of a sharded module, through no unit inside of it, so that nothing "
+                "told that it did: gradients of the module's own parameters were not reduced and are dropped. Call "
+                "backward after that forward has returned, or shard a module inside of it that the loss depends on"
             )
 
     def waits_for_others(self, unit: Unit) -> bool:
@@ -325,14 +330,14 @@ class Schedule:
             self.land()
             self._reductions.max_in_flight = max(unit.settings.reduction.max_in_flight for unit in self.units())
             self._pass = hooks.BackwardPass(self.end_backward)
-            if self._depth:  # see [Note: Steps inside a forward]
-                for unit in self.units():
-                    unit.progress.encloses = unit.phase is Phase.FORWARD and unit.gradients.are_coming
 
     def started_backward(self, unit: Unit) -> None:
         """``unit`` has its full parameters for the backward of its last forward: gather ahead."""
         self.ahead.used(unit)
         unit.progress.awaits = False
+        if self._depth and unit.gathered and unit.gradients.are_coming:  # see [Note: Steps inside a forward]
+            for other in self.units():
+                other.progress.encloses |= other.phase is Phase.FORWARD
         position = self._last_ended(unit)
         if position >= 0:
             self._passed_by += self._ended[position + 1 :]
@@ -370,8 +375,9 @@ class Schedule:
         """Autograd is through: finish the units whose end it could not tell, and everything in flight."""
         left = self._left_without_backward() if self._ended or self._passed_by else ()
         for unit in self.units():
-            unit.end_backward(ran=unit in left or unit.progress.encloses)
-            unit.progress.encloses = False
+            progress = unit.progress
+            unit.end_backward(ran=unit in left or progress.encloses)
+            progress.encloses, progress.stepped = False, progress.stepped or progress.encloses
         self._pass = None
         self._passed_by.clear()
         self._reductions.launch(self.lanes)
