@@ -197,7 +197,8 @@ class ShardedModule(nn.Module):
         memo.update((id(shared), shared) for shared in self._shared_with_copies())
         chosen: Any = getattr(type(self), "__getstate__", None)  # Lightning's modules leave their Trainer out
         whole = chosen is getattr(object, "__getstate__", None)  # which Python 3.10 does not have
-        state: dict[str, Any] = dict(self.__dict__ if whole else chosen(self))
+        given: Any = self.__dict__ if whole else chosen(self)
+        state = dict(given if isinstance(given, dict) else self.__dict__)
         state.pop("_fullshard_unit", None)
         copied.__setstate__(copy.deepcopy(state, memo))  # type: ignore[no-untyped-call]
         members = [module for module in (ref() for ref in unit.modules) if module is not None]

@@ -84,7 +84,8 @@ class WrapperOptim:
             model: Whose parameters it optimizes.
             optim: The one to load into; its state need not exist yet, and does not change.
             optim_state_dict: Whole tensors, DTensors, or torch's ``ShardedTensor``. With ``rank0_only`` only the first
-                rank's counts, and is sent to the others tensor by tensor; they pass anything.
+                rank's counts, which then has no ``ShardedTensor``, and is sent to the others tensor by tensor; they
+                pass anything.
             is_named_optimizer: Whether the result is to be keyed by names instead of numbers.
             load_directly: Have ``optim`` load it, too.
             group: The ranks that get it with ``rank0_only``. None: those that the model is spread over.

@@ -318,6 +318,12 @@ def _described(
         return None, *received[0]
     try:
         state = _by_clean_names(given or {})
+        leaves = (leaf for value in state.values() for leaf in leaves_of(value).values())
+        if first_only and any(isinstance(leaf, ShardedTensor) for leaf in leaves):
+            raise ValueError(
+                "rank0_only: the first rank's state is in ShardedTensors, which all ranks have to gather; expected "
+                "whole tensors there. Load it without rank0_only, on every rank"
+            )
     except Exception as error:
         if first_only:
             dist.broadcast_object_list([error], group=group, group_src=0)

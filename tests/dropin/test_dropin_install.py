@@ -7,6 +7,7 @@ import pickle
 import sys
 import types
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -18,12 +19,16 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard
 from fullshard import dropin
 from fullshard.dropin import clients, names
+from fullshard.engine.unit import Unit
 from ranks import Rank, on_ranks
 
 
 def torchs(name: str = "") -> Any:
     """A module of torch's FSDP. By name, so that this file takes nothing from it."""
     return importlib.import_module("torch.distributed.fsdp" + (f".{name}" if name else ""))
+
+
+reshard = Unit.reshard
 
 
 def a_model() -> nn.Sequential:
@@ -169,10 +174,12 @@ def test_a_program_that_imports_from_fullshard_keeps_that(rank: Rank):
     sys.modules["frank_program"] = module
     try:
         with dropin.install(quiet=True):
-            exec("from fullshard import fully_shard", module.__dict__)
+            exec("from fullshard import fully_shard, replicate", module.__dict__)
+            exec("from torch.distributed._composable.replicate_with_fsdp import replicate as theirs", module.__dict__)
             exec("from torch.distributed.fsdp import FSDPModule as Kind", module.__dict__)
         assert module.fully_shard is fullshard.fully_shard
         assert module.Kind is torchs().FSDPModule is not fullshard.FSDPModule
+        assert module.replicate is fullshard.replicate is not module.theirs
     finally:
         del sys.modules["frank_program"]
 
@@ -181,6 +188,7 @@ def test_a_program_that_imports_from_fullshard_keeps_that(rank: Rank):
 def test_kinds_of_both_engines(rank: Rank):
     """isinstance says the truth with names of either, and with torch's classes that somebody kept."""
     kept = torchs().FSDPModule, torchs().FullyShardedDataParallel
+    replicated = importlib.import_module("torch.distributed._composable.replicate_with_fsdp").ReplicateModule
     with dropin.install(quiet=True):
         composed = fullshard.fully_shard(nn.Linear(4, 4))
         wrapped = fullshard.FullyShardedDataParallel(nn.Linear(4, 4))
@@ -188,6 +196,12 @@ def test_kinds_of_both_engines(rank: Rank):
         assert isinstance(wrapped, torchs().FullyShardedDataParallel) and isinstance(wrapped, kept[1])
         assert not isinstance(composed, kept[1]) and not isinstance(wrapped, kept[0])
         assert not isinstance(nn.Linear(4, 4), kept)
+        copied = fullshard.replicate(nn.Linear(4, 4))
+        assert (
+            isinstance(copied, (replicated,))
+            and isinstance(copied, (kept[0],))
+            and not isinstance(composed, replicated)
+        )
         for module in (composed, wrapped):
             assert not hasattr(module, "_set_unshard_async_op") and not hasattr(module, "_fsdp_extension")
             copy = torch.nn.Module.__dict__["named_modules"]
@@ -358,3 +372,41 @@ def test_an_installation_that_fails_leaves_nothing(rank: Rank):
         assert not hasattr(nn.Module(), "_is_fsdp_managed_module") and not hasattr(fullshard.fully_shard, "state")
     with dropin.install(quiet=True):
         assert torchs().fully_shard is fullshard.fully_shard
+
+
+@on_ranks(1)
+def test_programs_that_were_imported_before_are_checked_too(rank: Rank):
+    """The version of whoever holds names of FSDP already; nothing is installed then."""
+    clients._checked.clear()
+    program = client_module("peft")  # by name
+    try:
+        with mock.patch.object(clients.metadata, "version", return_value="0.1"):
+            with pytest.raises(dropin.UnsupportedClientError, match=r"found peft 0\.1, expected at least 0\.21"):
+                dropin.install(quiet=True)
+        assert not dropin.installed() and program.shard is torchs().fully_shard
+    finally:
+        del sys.modules["peft"]
+        clients._checked.clear()
+
+
+@on_ranks(1)
+def test_installing_from_several_threads(rank: Rank):
+    """One of them does it."""
+    with ThreadPoolExecutor(8) as threads:
+        done = [future.result() for future in [threads.submit(dropin.install, quiet=True) for _ in range(8)]]
+    assert sum(installation._own for installation in done) == 1 and torchs().fully_shard is fullshard.fully_shard
+    dropin.uninstall()
+    assert torchs().fully_shard is not fullshard.fully_shard
+
+
+@on_ranks(1)
+def test_names_that_stand_in_cannot_be_deleted(rank: Rank):
+    """torch's would be gone for good; and what programs have taken off again does not stop uninstalling."""
+    with dropin.install(quiet=True):
+        with pytest.raises(AttributeError, match=r"fully_shard is fullshard's now, and stays until"):
+            del torchs().fully_shard
+        del nn.Module._fsdp_use_orig_params
+        group = getattr(torchs("_fully_shard._fsdp_param_group"), "FSDPParamGroup")  # noqa: B009
+        group.reshard = lambda self: None
+    assert not dropin.installed() and Unit.reshard is reshard
+    assert torchs().fully_shard is not fullshard.fully_shard

@@ -34,12 +34,12 @@ def gathered(value: ShardedTensor) -> torch.Tensor:
     mine = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in value.local_shards()}
     longest = max(sum(math.prod(sizes) for _, sizes in owned) for owned in boxes)
     own = torch.zeros(longest, dtype=value.dtype, device=device)
-    if mine:
-        parts = [mine[tuple(offsets)].detach().reshape(-1) for offsets, _ in boxes[dist.get_rank(group)]]
+    if boxes[dist.get_rank(group)]:
+        parts = [mine[tuple(offsets)].detach().to(device).reshape(-1) for offsets, _ in boxes[dist.get_rank(group)]]
         torch.cat(parts, out=own[: sum(part.numel() for part in parts)])
     received = [torch.empty_like(own) for _ in boxes]
     dist.all_gather(received, own, group=group)
-    whole = torch.empty(value.size(), dtype=value.dtype, device=device)
+    whole = torch.empty(metadata.size, dtype=value.dtype, device=device)
     for owned, sent in zip(boxes, received, strict=True):
         at = 0
         for offsets, sizes in owned:

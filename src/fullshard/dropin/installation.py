@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 import warnings
 from collections import Counter
 from types import TracebackType
@@ -21,6 +22,8 @@ from fullshard.dropin.stand_ins import StandIns
 __all__ = ["Installation", "install", "installed", "uninstall"]
 
 _current: StandIns | None = None
+_lock = threading.RLock()  # importing what is replaced may come to install() again
+_lock = threading.RLock()
 
 
 class Installation:
@@ -74,10 +77,27 @@ def install(*, quiet: bool = False) -> Installation:
 
     Warns:
         MixedEnginesWarning: If there are modules that torch's FSDP has sharded. They stay torch's.
+
+    Raises:
+        UnsupportedClientError: If a program that has taken names already is of another version than those supported.
+            Nothing is changed then.
     """
     global _current
-    if _current is not None:
-        return Installation(own=False)
+    with _lock:
+        if _current is not None:
+            return Installation(own=False)
+        _warn_of_torchs_models()
+        torch_state_dict.install()
+        stand_ins = StandIns()
+        stand_ins.begin()
+        _current = stand_ins
+    installation = Installation(own=True)
+    if not quiet and os.environ.get("RANK", "0") == "0":
+        print(installation, file=sys.stderr)
+    return installation
+
+
+def _warn_of_torchs_models() -> None:
     if _sharded_by_torch():
         gc.collect()  # torch's are held by cycles; what nobody uses any more is no reason to warn
     theirs = _sharded_by_torch()
@@ -87,24 +107,17 @@ def install(*, quiet: bool = False) -> Installation:
             "as they are: fullshard neither shards nor saves them, and isinstance no longer finds them through names "
             "of torch.distributed.fsdp. Call fullshard.dropin.install() before the model is built",
             MixedEnginesWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-    torch_state_dict.install()
-    stand_ins = StandIns()
-    stand_ins.begin()
-    _current = stand_ins
-    installation = Installation(own=True)
-    if not quiet and os.environ.get("RANK", "0") == "0":
-        print(installation, file=sys.stderr)
-    return installation
 
 
 def uninstall() -> None:
     """Give torch's names back to everybody. Modules that fullshard has sharded stay so, and go on working."""
     global _current
-    if _current is not None:
-        _current.end()
-        _current = None
+    with _lock:
+        if _current is not None:
+            stand_ins, _current = _current, None
+            stand_ins.end()
 
 
 def _sharded_by_torch() -> list[str]:

@@ -2,10 +2,10 @@
 
 [Note: Kinship]
 Programs may have kept torch's classes where nobody can bind them anew: in a tuple for ``isinstance``, in a closure. So
-that these answer rightly about modules of fullshard, torch's ``FSDPModule`` and ``FullyShardedDataParallel`` become the
-last bases of fullshard's classes of these names, through a class between them that hides every attribute of torch's:
-what ``nn.Module`` has is ``nn.Module``'s again, and what is torch's alone raises AttributeError. No method of torch's
-engine can run on a module of fullshard.
+that these answer rightly about modules of fullshard, torch's ``FSDPModule``, ``ReplicateModule`` and
+``FullyShardedDataParallel`` become the last bases of fullshard's classes of these names, through a class between them
+that hides every attribute of torch's: what ``nn.Module`` has is ``nn.Module``'s again, and what is torch's alone raises
+AttributeError. No method of torch's engine can run on a module of fullshard.
 
 The other way round, torch's engine refuses to make anything new, see :class:`MixedEnginesError`.
 """
@@ -66,12 +66,14 @@ class Kinship:
 
     def begin(self) -> None:
         """Make fullshard's classes subclasses of torch's, and stop torch's from making anything."""
+        from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
         from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
         from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
         from torch.distributed.fsdp.wrap import enable_wrap
 
         for ours, theirs in (
             (fullshard.FSDPModule, FSDPModule),
+            (fullshard.ReplicateModule, ReplicateModule),
             (fullshard.FullyShardedDataParallel, FullyShardedDataParallel),
         ):
             before, kin = ours.__bases__, _hiding(theirs)

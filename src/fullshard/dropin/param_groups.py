@@ -20,7 +20,7 @@ from fullshard.engine.progress import Phase
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError
 
-__all__ = ["FSDPParamGroup", "ShardedState", "TrainingState", "WrapperTrainingState"]
+__all__ = ["FSDPParamGroup", "ShardedState", "TrainingState", "WrapperTrainingState", "unpatch"]
 
 # Methods of the view, and those of units that do the same when the engine calls them.
 DONE_BY = {"unshard": "begin_gather", "reshard": "reshard", "post_backward": "finish_backward"}
@@ -129,6 +129,12 @@ class FSDPParamGroup(metaclass=_Patchable):
 
 _originals: dict[str, Any] = {name: vars(FSDPParamGroup)[name] for name in DONE_BY}
 _engines: dict[str, Any] = {name: vars(Unit)[name] for name in DONE_BY.values()}
+
+
+def unpatch() -> None:
+    """Have the view and units their own methods again, whatever was put in their place."""
+    for name, original in _originals.items():
+        setattr(FSDPParamGroup, name, original)
 
 
 def _have_units_call(name: str, patch: Callable[..., Any] | None) -> None:

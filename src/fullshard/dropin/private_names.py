@@ -166,10 +166,14 @@ def get_cls_to_fsdp_cls() -> dict[type, type]:
 
 @contextlib.contextmanager
 def disable_fsdp_module_new_init() -> Iterator[None]:
-    """Make empty instances of sharded classes inside: unpickling of compiled code's guards does."""
+    """Make empty instances of the plain classes inside: unpickling of compiled code's guards does."""
     construct = fsdp_module.FSDPModule.__dict__["__new__"]
-    empty = staticmethod(lambda cls, *_, **__: object.__new__(cls))
-    fsdp_module.FSDPModule.__new__ = empty  # type: ignore[method-assign]
+
+    def empty(cls: type, *_: Any, **__: Any) -> Any:
+        plain = fsdp_module._plain_class(cls)
+        return plain.__new__(plain)
+
+    fsdp_module.FSDPModule.__new__ = staticmethod(empty)  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -81,11 +81,13 @@ def _added_up(units: list[Unit]) -> Iterator[None]:
     for parameter in parameters:
         parameter.full.grad = None
         parameter.full.grad_dtype = parameter.full.dtype
-    yield
-    for parameter, old in zip(parameters, earlier, strict=True):
-        parameter.keep_gradient()
-        if old is not None:
-            parameter.full.grad = old if parameter.full.grad is None else old.add_(parameter.full.grad)
+    try:
+        yield
+    finally:
+        for parameter, old in zip(parameters, earlier, strict=True):
+            parameter.keep_gradient()
+            if old is not None:
+                parameter.full.grad = old if parameter.full.grad is None else old.add_(parameter.full.grad)
     for unit in units:  # of all of them: what is reduced must not depend on which gradients this rank has
         unit.progress.unreduced = True
         unit.gradients.note_trainable()

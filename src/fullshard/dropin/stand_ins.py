@@ -16,6 +16,7 @@ shards through one of them meets :class:`MixedEnginesError`, for the constructor
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pkgutil
 import sys
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint import state_dict
 
 import fullshard
-from fullshard.dropin import clients, split_backward
+from fullshard.dropin import clients, param_groups, split_backward
 from fullshard.dropin.errors import NotOfferedError
 from fullshard.dropin.kinship import Kinship
 from fullshard.dropin.names import CHECKPOINT_WRAPPER, PACKAGES, Answers, answers_of, in_engine
@@ -57,6 +58,13 @@ class _StandIn(ModuleType):
         if not _answering[self.__name__].patch(self.__name__, name, value):
             ModuleType.__setattr__(self, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        if name in _answering[self.__name__].answers[self.__name__].given:
+            raise AttributeError(
+                f"{self.__name__}.{name} is fullshard's now, and stays until fullshard.dropin.uninstall()"
+            )
+        ModuleType.__delattr__(self, name)
+
     def __dir__(self) -> list[str]:
         refused = _answering[self.__name__].answers[self.__name__].refused
         return [name for name in vars(self) if name not in refused]
@@ -79,6 +87,7 @@ class StandIns:
     _originals: dict[str, dict[str, Any]]  # torch's objects for the names that are given, by module
     _replacements: dict[int, Any]  # fullshard's objects by the ids of torch's
     _borrowed: dict[str, set[str]]  # by name of modules that have asked for something: the names asked for
+    _owned: dict[str, set[str]]  # and what they had of fullshard's before, under names of theirs
     _undo: list[Callable[[], None]]
     _serves_pipelining: bool  # see [Note: Split backward]
 
@@ -94,7 +103,7 @@ class StandIns:
             for module, originals in self._originals.items()
             for name, was in originals.items()
         }
-        self.bindings, self._borrowed, self._undo = [], {}, []
+        self.bindings, self._borrowed, self._owned, self._undo = [], {}, {}, []
         self._serves_pipelining = False
 
     # ---------------------------------------------------------------- answering
@@ -104,7 +113,8 @@ class StandIns:
         given, refused = self.answers[module.__name__]
         if name not in given and name not in refused:
             return value
-        asking = sys._getframe(2).f_globals.get("__name__", "")  # past __getattribute__
+        names = sys._getframe(2).f_globals  # past __getattribute__
+        asking = names.get("__name__", "")
         if in_engine(asking):
             return value  # torch's modules read each other
         clients.check(asking)
@@ -114,7 +124,11 @@ class StandIns:
                 f"{asking or 'a program'}); docs/dropin.md says what there is, fullshard.dropin.uninstall() gives "
                 "torch's back"
             )
-        self._borrowed.setdefault(asking, set()).add(name)
+        if asking not in self._borrowed:
+            ours = set(map(id, self._replacements.values()))
+            self._borrowed[asking] = set()
+            self._owned[asking] = {own for own, value in list(names.items()) if id(value) in ours}
+        self._borrowed[asking].add(name)
         if asking == split_backward.SCHEDULES:  # is being imported, and has imported the stages
             self._serve_pipelining(load=True)
         return given[name]
@@ -142,9 +156,18 @@ class StandIns:
             raise
 
     def _begin(self) -> None:
+        taken = [
+            (module, name, self._replacements[id(value)])
+            for module in _others(self._modules)
+            for name, value in list(vars(module).items())
+            if id(value) in self._replacements and not name.startswith("__")
+        ]
+        for module, _, _ in taken:
+            clients.check(module.__name__)
         for holder, name, value in lent():
+            self._undo.append(_back(holder, name))
             setattr(holder, name, value)
-            self._undo.append(lambda holder=holder, name=name: delattr(holder, name))  # type: ignore[misc]
+        self._undo.append(param_groups.unpatch)
         kinship = Kinship()
         self._undo.append(kinship.end)
         kinship.begin()
@@ -153,10 +176,8 @@ class StandIns:
             before, module.__class__ = module.__class__, _StandIn
             self._undo.append(lambda module=module, before=before: setattr(module, "__class__", before))  # type: ignore[misc]
         self._serve_pipelining()
-        for module in _others(self._modules):
-            for name, value in list(vars(module).items()):
-                if id(value) in self._replacements and not name.startswith("__"):
-                    self._bind(module, name, self._replacements[id(value)])
+        for module, name, now in taken:
+            self._bind(module, name, now)
         # This one stands for the classes of both engines; torch's would take what is akin to it for its own.
         self._bind(state_dict, "FSDP", fullshard.FullyShardedDataParallel)
 
@@ -177,13 +198,15 @@ class StandIns:
         self.bindings.clear()
         for borrower, asked in self._borrowed.items():
             if borrower in sys.modules and borrower.partition(".")[0] != "fullshard":
-                self._give_back(vars(sys.modules[borrower]), asked)
-        while self._undo:
-            self._undo.pop()()
+                self._give_back(vars(sys.modules[borrower]), asked, self._owned[borrower])
+        with contextlib.ExitStack() as stack:  # all of it, whatever one of them raises
+            for undo in self._undo:
+                stack.callback(undo)
+            self._undo.clear()
         for module in self._modules:
             _answering.pop(module.__name__, None)
 
-    def _give_back(self, names: dict[str, Any], asked: set[str]) -> None:
+    def _give_back(self, names: dict[str, Any], asked: set[str], owned: set[str]) -> None:
         """Bind what a module has asked for, under whichever names it keeps it, to torch's again."""
         originals = {
             id(self.answers[module].given[name]): was
@@ -192,8 +215,21 @@ class StandIns:
             if name in asked
         }
         for name, value in list(names.items()):
-            if id(value) in originals and not name.startswith("__"):
+            if id(value) in originals and name not in owned and not name.startswith("__"):
                 names[name] = originals[id(value)]
+
+
+def _back(holder: Any, name: str) -> Callable[[], None]:
+    """What gives ``holder`` the attribute that it has now, or none."""
+    if name in vars(holder):
+        before = vars(holder)[name]
+        return lambda: setattr(holder, name, before)
+
+    def remove() -> None:
+        if name in vars(holder):  # programs may have
+            delattr(holder, name)
+
+    return remove
 
 
 def _torch_modules() -> Iterator[ModuleType]:
