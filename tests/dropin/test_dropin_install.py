@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pickle
 import sys
 import types
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import dropin
-from fullshard.dropin import clients, names
+from fullshard.dropin import clients, inheritance, names
 from fullshard.engine.unit import Unit
 from ranks import Rank, on_ranks
 
@@ -410,3 +411,16 @@ def test_names_that_stand_in_cannot_be_deleted(rank: Rank):
         group.reshard = lambda self: None
     assert not dropin.installed() and Unit.reshard is reshard
     assert torchs().fully_shard is not fullshard.fully_shard
+
+
+@on_ranks(1)
+def test_uninstalling_is_for_processes_to_come_as_well(rank: Rank):
+    """What python -m fullshard.dropin has put into PYTHONPATH is taken out of it; the user's parts stay."""
+    for before in ({"PYTHONPATH": os.pathsep.join(["", "own"])}, {}):
+        with mock.patch.dict("os.environ"):
+            os.environ.pop("PYTHONPATH", None)
+            os.environ.update(before)
+            with dropin.install(quiet=True):
+                inheritance.pass_on()
+                assert os.environ["PYTHONPATH"].split(os.pathsep)[0] == inheritance.FOLDER
+            assert os.environ.get("PYTHONPATH") == before.get("PYTHONPATH")

@@ -15,6 +15,7 @@ from torch import nn
 
 import fullshard
 from fullshard import torch_state_dict
+from fullshard.dropin import inheritance
 from fullshard.dropin.errors import MixedEnginesWarning
 from fullshard.dropin.names import FSDP, is_torchs
 from fullshard.dropin.stand_ins import StandIns
@@ -112,11 +113,15 @@ def _warn_of_torchs_models() -> None:
 
 
 def uninstall() -> None:
-    """Give torch's names back to everybody. Modules that fullshard has sharded stay so, and go on working."""
+    """Give torch's names back to everybody. Modules that fullshard has sharded stay so, and go on working.
+
+    Processes that are started afterwards are torch's, too.
+    """
     global _current
     with _lock:
         if _current is not None:
             stand_ins, _current = _current, None
+            inheritance.take_back()
             stand_ins.end()
 
 

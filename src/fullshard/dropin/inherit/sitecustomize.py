@@ -1,68 +1,160 @@
 """Run by the interpreter at its start, in processes that a program on fullshard has started.
 
-It must not import torch, nor the package that it belongs to: most processes need neither. See [Note: Inheritance].
+It must not import torch, nor the package that it belongs to: most processes need neither. Nor anything else that the
+interpreter has not loaded at its start anyway: ``importlib.util`` and ``pathlib`` alone would take longer than all the
+rest of a start. Hence no base classes here, and quoted annotations. See [Note: Inheritance].
 """
 
-from __future__ import annotations
-
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import runpy
+import _frozen_importlib
+import _thread
+import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from types import ModuleType
 
-AWAITED = "torch.distributed.fsdp"
+TYPE_CHECKING = False  # typing's own is not loaded at start
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+# The packages that torch's engine lies in. Any one of them may be imported first, and imports others.
+AWAITED = (
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.replicate_with_fsdp",
+    "torch.distributed.fsdp",
+)
+HERE = os.path.dirname(os.path.abspath(__file__))
+MISSING = (
+    "this interpreter was started by a program on fullshard.dropin and has no fullshard; install it there, or take "
+    f"{HERE} out of PYTHONPATH"
+)
 
 
-class Installer(importlib.abc.Loader):
-    """Loads the awaited module as its own loader does, and installs fullshard then."""
+class Installer:
+    """A loader that loads a module as its own loader does, and has fullshard installed when that is done."""
 
-    _loader: importlib.abc.Loader
+    _loader: "Any" = None  # as long as an instance has none, for copies
+    _finder: "Finder"
 
-    def __init__(self, loader: importlib.abc.Loader) -> None:
+    def __init__(self, loader: "Any", finder: "Finder") -> None:
         self._loader = loader
+        self._finder = finder
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """As of the module's own loader."""
-        return self._loader.create_module(spec)
+    def __getattr__(self, name: str) -> "Any":
+        return getattr(self._loader, name)
 
-    def exec_module(self, module: ModuleType) -> None:
+    def exec_module(self, module: "ModuleType") -> None:
         """As of the module's own loader, which it has again afterwards."""
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        from fullshard.dropin import install
-
-        install()
+        self._finder.load(module, self._loader)
 
 
-class Finder(importlib.abc.MetaPathFinder):
-    """Finds the awaited module, once, as others do."""
+class Finder:
+    """Finds modules of torch's engine, and fullshard's, as others do, until fullshard is installed.
+
+    It is installed when the outermost of them has been executed: they import each other, and what is half imported can
+    be neither replaced nor used to replace others. fullshard's are among them because they import torch's.
+    """
+
+    _asking: "set[tuple[str, int]]"  # modules that other finders are asked for now, by which thread
+    _loading: "list[str]"
+    _loaded: "set[str]"  # those of AWAITED that have been executed
+    _failure: str  # why fullshard could not be installed; torch's engine is refused from then on
+
+    def __init__(self) -> None:
+        self._asking, self._loading, self._loaded = set(), [], set()
+        self._failure = ""
 
     def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+        self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
         """The module's own specification, loaded by an :class:`Installer`."""
-        if name != AWAITED:
+        key = (name, _thread.get_ident())
+        if key in self._asking or not (name in AWAITED or name.partition(".")[0] == "fullshard"):
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = Installer(spec.loader)
+        self._asking.add(key)  # another finder may ask all the others as well, this one among them
+        try:
+            spec = self._ask_others(name, path, target)
+        finally:
+            self._asking.discard(key)
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = Installer(spec.loader, self)  # type: ignore[assignment]  # importing a base class is not free
         return spec
 
+    def _ask_others(self, name: str, path: "Sequence[str] | None", target: "ModuleType | None") -> "ModuleSpec | None":
+        for finder in list(sys.meta_path):
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = None if find is None else find(name, path, target)
+            if spec is not None:
+                return spec
+        return None
 
-def run_hidden() -> None:
-    """Run the ``sitecustomize`` that this one hides, if there is one."""
-    here = str(Path(__file__).parent)
-    hidden = importlib.machinery.PathFinder.find_spec("sitecustomize", [entry for entry in sys.path if entry != here])
-    if hidden is not None and hidden.origin is not None:
-        runpy.run_path(hidden.origin, run_name="sitecustomize")
+    def load(self, module: "ModuleType", loader: "Any") -> None:
+        """Execute ``module``, and install fullshard if it is the outermost and torch's engine is there by then."""
+        name, outermost = module.__name__, not self._loading
+        if self._failure and name in AWAITED:
+            raise ImportError(self._failure)
+        self._loading.append(name)
+        try:
+            try:
+                loader.exec_module(module)
+                if name in AWAITED:
+                    self._loaded.add(name)
+            finally:  # what it has imported stays, even if it fails itself
+                if outermost and self._loaded:
+                    self._install()
+        finally:
+            self._loading.remove(name)
+
+    def _install(self) -> None:
+        try:
+            from fullshard.dropin import install
+
+            install()
+        except BaseException as error:
+            self._failure = f"fullshard.dropin could not be installed in this process: {error!r}"
+            self._forget()
+            if isinstance(error, ModuleNotFoundError) and error.name in ("fullshard", "fullshard.dropin"):
+                self._failure = MISSING
+                raise ImportError(MISSING) from error
+            raise
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def _forget(self) -> None:
+        """Have nobody find torch's engine, which would run without fullshard, among what has been imported."""
+        self._loaded.clear()
+        for name in list(sys.modules):
+            if any(name == awaited or name.startswith(f"{awaited}.") for awaited in AWAITED):
+                del sys.modules[name]
+        for name in AWAITED:
+            parent, _, child = name.rpartition(".")
+            if parent in sys.modules:
+                vars(sys.modules[parent]).pop(child, None)
 
 
-sys.meta_path.insert(0, Finder())
-run_hidden()
+def run_hidden(seen: "set[str]") -> None:
+    """Have the ``sitecustomize`` that the ones in the folders ``seen`` hide, if there is one, be the module itself."""
+    path = [entry for entry in sys.path if os.path.abspath(entry) not in seen]
+    for finder in sys.meta_path:
+        spec = finder.find_spec("sitecustomize", path, None)
+        if spec is not None and spec.loader is not None:
+            module = _frozen_importlib.module_from_spec(spec)
+            sys.modules["sitecustomize"] = module
+            spec.loader.exec_module(module)
+            return
+
+
+def begin() -> None:
+    """Wait for torch's engine, once in a process, from however many folders such a file is run."""
+    seen: set[str] = sys.__dict__.setdefault("_fullshard_inherits", set())
+    if not seen:
+        sys.meta_path.insert(0, Finder())
+    seen.add(HERE)
+    run_hidden(seen)
+
+
+if __name__ == "sitecustomize":
+    begin()
