@@ -53,9 +53,9 @@ def check_instance(name: str, value: object, expected: type | tuple[type, ...]) 
     if not isinstance(value, expected):
         wanted = expected if isinstance(expected, tuple) else (expected,)
         names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in wanted)
-        found = type(value).__name__
-        if any(found == kind.__name__ for kind in wanted):  # torch's own, of the same name
-            found = f"torch's {type(value).__module__}.{found}; take it from fullshard"
+        found, owner = type(value).__name__, type(value).__module__
+        if owner.startswith(TORCHS_ENGINE):  # of the same name
+            found = f"torch's {owner}.{found}; take it from fullshard"
         raise TypeError(f"{name}: expected {names}, found {found}")
 
 

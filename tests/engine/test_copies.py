@@ -292,3 +292,20 @@ def test_classes_that_choose_what_is_copied(rank: Rank):
     assert copied.owner is None and isinstance(model.owner, Uncopied)
     copied(torch.ones(1, 3)).sum().backward()
     assert model.weight.grad is None and copied.weight.grad is not None
+
+
+class Tupled(nn.Linear):
+    """A class whose ``__getstate__`` is for its own ``__setstate__`` alone."""
+
+    def __getstate__(self) -> object:
+        return (dict(self.__dict__), "more")
+
+    def __setstate__(self, state: object) -> None:
+        super().__setstate__(state[0] if isinstance(state, tuple) else state)  # type: ignore[arg-type]
+
+
+@on_ranks(1)
+def test_states_that_are_no_dictionaries(rank: Rank):
+    """The module is copied with all that it has."""
+    model = fully_shard(Tupled(3, 3))
+    copy.deepcopy(model)(torch.ones(1, 3)).sum().backward()

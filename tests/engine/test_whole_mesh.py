@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from compare import assert_close, assert_equal, assert_models_equal
-from fullshard import DataParallelMeshDims, fully_shard
+from fullshard import DataParallelMeshDims, FSDPMeshInfo, fully_shard
 from fullshard.transport import record
 from models import batch, reference_backward
 from ranks import Rank, on_ranks
@@ -276,3 +276,13 @@ def test_plain_parameters_where_all_axes_are_data_parallel(rank: Rank, replicate
         other = rank.make_mesh(2, 2, names=("shard", "tp"))
         with pytest.raises(ValueError, match=r"is a plain tensor, of which nobody knows how it lies on \['tp'\]"):
             fully_shard(nn.Linear(4, 4), mesh=other, dp_mesh_dims=DataParallelMeshDims(shard="shard"))
+
+
+@on_ranks(1)
+def test_half_a_mesh_info(rank: Rank):
+    """The whole mesh and its data-parallel axes belong together."""
+    mesh = rank.make_mesh(1, names=("dp",))
+    with pytest.raises(ValueError, match="FSDPMeshInfo: found dp_mesh_dims without spmd_mesh; pass both or neither"):
+        FSDPMeshInfo(mesh, 0, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    with pytest.raises(ValueError, match="found spmd_mesh without dp_mesh_dims"):
+        FSDPMeshInfo(mesh, 0, spmd_mesh=mesh)

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_
 
 from checkpoint.kinds import shared_folder
 from compare import assert_equal
-from fullshard import FullshardError, StateDictType
+from fullshard import FullOptimStateDictConfig, FullshardError, FullStateDictConfig, StateDictType
 from fullshard import FullyShardedDataParallel as FSDP
 from ranks import Rank, on_ranks
 
@@ -89,3 +89,38 @@ def test_state_on_some_ranks_only(rank: Rank):
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         with pytest.raises(FullshardError, match=r"0\.weight"):
             FSDP.optim_state_dict(model, optimizer)
+
+
+@on_ranks(2)
+def test_the_first_rank_alone_cannot_send_what_all_must_gather(rank: Rank):
+    """With rank0_only a ShardedTensor is the same error on all ranks; nobody waits for a message."""
+    model, optimizer = build(use_orig_params=True)
+    step(model, optimizer, rank)
+    folder = str(shared_folder(rank) / "alone")
+    FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    sharded = model.state_dict()
+    dcp.save({"model": sharded, "optimizer": FSDP.optim_state_dict(model, optimizer)}, checkpoint_id=folder)
+    read = load_sharded_optimizer_state_dict(sharded, "optimizer", dcp.FileSystemReader(folder))["optimizer"]
+    configs = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
+    FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs)
+    with pytest.raises(ValueError, match="the first rank's state is in ShardedTensors"):
+        FSDP.optim_state_dict_to_load(model, optimizer, read)
+
+
+@on_ranks(1)
+def test_first_states_draw_no_random_numbers(rank: Rank):
+    """Optimizers that round at random draw in their next step what they would have drawn."""
+
+    class Noisy(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            torch.rand(3)
+            super().step()
+
+    model = FSDP(nn.Linear(2, 2), use_orig_params=True)
+    optimizer = Noisy(model.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(5)
+    expected = torch.rand(2)
+    torch.manual_seed(5)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        FSDP.optim_state_dict(model, optimizer)
+    assert_equal(torch.rand(2), expected, "numbers")

@@ -17,9 +17,10 @@ ahead; their reductions wait for the next unit's and go with it. So a tiny unit 
 Some programs run backward, and the optimizer, inside of a module's own forward (Lightning's manual optimization does).
 Units whose forward is open then have no output yet that could tell them. A nested unit tells: if the pass comes to it
 and will accumulate into its parameters (gradients of inputs do not), all units whose forward is open are reduced at the
-pass's end, whatever gradients this rank has in them. After the step they are gathered anew, for the rest of their
-forward. Where no nested unit takes part nobody tells. That gradients were left is then seen when the root's forward
-ends, and is an error rather than silence, on the ranks that have some.
+pass's end, whatever gradients this rank has in them. (It has to be the same on all ranks whether a unit that is run
+takes part with any of its parameters, as it has to be which units take part.) After the step they are gathered anew,
+for the rest of their forward. Where no nested unit takes part nobody tells. That gradients were left is then seen when
+the root's forward ends, and is an error rather than silence, on the ranks that have some.
 """
 
 from __future__ import annotations
