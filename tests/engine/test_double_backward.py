@@ -184,7 +184,9 @@ def test_gradient_norm_in_unsharded(rank: Rank) -> None:
 
     def loss_of(module: nn.Module, number: int) -> torch.Tensor:
         loss = module(data(number, 0)).square().mean()
-        return torch.stack([g.square().sum() for g in torch.autograd.grad(loss, list(module.parameters()), create_graph=True)]).sum()
+        return torch.stack(
+            [g.square().sum() for g in torch.autograd.grad(loss, list(module.parameters()), create_graph=True)]
+        ).sum()
 
     with unsharded(model):
         loss_of(model, rank.rank).backward()

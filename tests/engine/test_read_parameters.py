@@ -100,9 +100,7 @@ def test_unit_that_stays_unsharded_after_its_forward(rank: Rank, engine: str) ->
     else:
         from fullshard import ShardingStrategy
 
-        model.embedding = FSDP(
-            model.embedding, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True
-        )
+        model.embedding = FSDP(model.embedding, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True)
         compare_steps(rank, FSDP(model, use_orig_params=True), reference)
     assert DTensor not in model.seen
 

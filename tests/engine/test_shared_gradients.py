@@ -60,7 +60,9 @@ def expected_gradients(reference: nn.Module, ranks: int, steps: list[int]) -> di
     total = [torch.zeros_like(p) for p in parameters]
     for step in steps:
         for rank in range(ranks):
-            for sum_, gradient in zip(total, torch.autograd.grad(loss_of(reference, rank, step), parameters), strict=True):
+            for sum_, gradient in zip(
+                total, torch.autograd.grad(loss_of(reference, rank, step), parameters), strict=True
+            ):
                 sum_.add_(gradient, alpha=1 / ranks)
     return dict(zip(names, total, strict=True))
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from compare import assert_close
-from fullshard import fully_shard
 from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import fully_shard
 from ranks import Rank, on_ranks
 
 FORMS = ["composed", "original", "flat"]

@@ -114,7 +114,9 @@ def guard_inputs(unit: _Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         guarded_args = _pass_boundary(unit, args[0])
         return guarded_args, kwargs, Call(guarded_args[0].grad_fn)
     tensors = {id(t): t for t in iterate_tensors((args, kwargs)) if t.requires_grad}
-    if not tensors:
+    # Inputs inside of objects of unknown classes cannot be replaced. Their gradients may be complete later than those
+    # of the others, so then the end of the whole backward is the unit's.
+    if not tensors or any(t.requires_grad and id(t) not in tensors for t in tensors_within((args, kwargs))):
         return args, kwargs, None
     aliases = _pass_boundary(unit, *tensors.values())
     guarded: dict[int, torch.Tensor] = dict(zip(tensors, aliases, strict=True))
