@@ -55,7 +55,7 @@ def loss_of(module: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def expected_gradients(reference: nn.Module, ranks: int, steps: list[int]) -> dict[str, torch.Tensor]:
-    """Sums over the steps of means over the ranks, added up outside of autograd, which would add up shared ones twice."""
+    """Sums over steps of means over ranks, added up outside of autograd, which adds to gradients that share memory."""
     names, parameters = zip(*reference.named_parameters(), strict=True)
     total = [torch.zeros_like(p) for p in parameters]
     for step in steps:

@@ -167,7 +167,7 @@ class ShardedParameter:
                 parameter.collect_gradient(tell=True)
 
         if full.dtype.is_floating_point or full.dtype.is_complex:
-            full.requires_grad_(True).register_post_accumulate_grad_hook(accumulated)
+            full.requires_grad_(True).register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
             full.requires_grad_(self.sharded.requires_grad)
 
     @property

@@ -15,6 +15,7 @@ step on is said in it, what becomes wrong later is said in time, and the mean co
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -26,8 +27,10 @@ from fullshard.engine.parameter import ShardedParameter, managed_by
 __all__ = ["UnreducedGradients"]
 
 # Nodes that are linear in what requires a gradient, whatever else they take.
-_LINEAR = ("Add", "Sub", "Neg", "Sum", "Mean", "Stack", "Cat", "View", "Unsafe", "Unsqueeze", "Squeeze", "Expand")
-_LINEAR += ("Alias", "Clone", "ToCopy", "Select", "Slice", "Reshape", "Permute", "Transpose", "TBackward", "Split")
+_LINEAR = (
+    *("Add", "Sub", "Neg", "Sum", "Mean", "Stack", "Cat", "View", "Unsafe", "Unsqueeze", "Squeeze", "Expand"),
+    *("Alias", "Clone", "ToCopy", "Select", "Slice", "Reshape", "Permute", "Transpose", "TBackward", "Split"),
+)
 _LINEAR_IN_ONE = ("Mul", "Div")  # linear if only one factor requires a gradient
 
 
@@ -47,10 +50,10 @@ class UnreducedGradients:
     """Searches the graphs of a root's forwards, and warns once of each parameter that it finds."""
 
     _forwards: int
-    _known: set[int]  # ids of parameters that were found
+    _known: weakref.WeakSet[ShardedParameter]  # that were found
 
     def __init__(self) -> None:
-        self._forwards, self._known = 0, set()
+        self._forwards, self._known = 0, weakref.WeakSet()
 
     def check(self, output: Any) -> None:
         """Warn of parameters that the forward that returns ``output`` has read in their sharded form.
@@ -62,8 +65,8 @@ class UnreducedGradients:
         if self._forwards & (self._forwards - 1):
             return
         nodes = [tensor.grad_fn for tensor in tensors_within(output) if tensor.grad_fn is not None]
-        found = [p for p in _read_with_data(nodes) if id(p) not in self._known and _has_peers(p)]
-        self._known.update(map(id, found))
+        found = [p for p in _read_with_data(nodes) if p not in self._known and _has_peers(p)]
+        self._known.update(found)
         if found:
             warnings.warn(
                 "the forward has computed with the sharded form (DTensor) of "
