@@ -106,7 +106,8 @@ def test_order(rank: Rank) -> None:
             steps = [event for event in events if event.startswith("step")]
             assert "root" in steps[1] and not any("root" in each for each in (steps[0], *steps[2:]))
             assert events == [*steps[:2], "gather root", *steps[2:]]
-            assert sorted(" ".join(steps).replace("step ", "").split()) == ["blocks.0", "blocks.1", "blocks.2", "root"]
+            stepped = {*" ".join(steps).replace("step ", "").split()}  # in one or more pieces
+            assert stepped == {"blocks.0", "blocks.1", "blocks.2", "root"}
             optimizer.zero_grad()
 
 
@@ -308,7 +309,7 @@ def test_what_the_user_has_chosen_stays(rank: Rank) -> None:
     """Localising again, or before, changes nothing else."""
     model, _ = build(rank)
     optimizer = overlap(localize(adam(model), flatten=False), model)
-    assert not local_step_of(optimizer).settings.flatten
+    assert not local_step_of(optimizer).flatten
     localize(optimizer)
     step(rank, model, optimizer)
     with record() as seen:
