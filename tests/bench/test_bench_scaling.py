@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import sys
@@ -15,9 +16,9 @@ import torch
 import torch.distributed as dist
 from bench.contestants import distribute, start_fake_group
 from bench.models import TinyUnit, tiny_units
-from bench.scaling import Settings, cases, checkpoint_table, exponents, plot, series, slope, table, verdicts
+from bench.scaling import SYSTEMS, Settings, cases, checkpoint_table, exponents, plot, series, slope, table, verdicts
 from bench.scaling_checkpoint import box_on, entries, tensors
-from bench.scaling_worker import Case, Cost, measure
+from bench.scaling_worker import Case, Cost, Runner, collective_names, measure, silent_collectives, stack
 
 from fullshard.checkpoint.division import Held, TensorTable, divide
 from fullshard.transport import CollectiveTransport
@@ -173,10 +174,46 @@ def test_cases_cover_both_axes() -> None:
     assert [(case.units, case.ranks) for case in found["units"]] == [(10, 8), (100, 8)]
 
 
-def test_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measurement() -> None:
     """A case has all its figures."""
-    monkeypatch.setattr(dist.ProcessGroup, "_allgather_base", dist.ProcessGroup._allgather_base)
-    monkeypatch.setattr("bench.scaling_worker._COLLECTIVES", ("_allgather_base",))
-    monkeypatch.setattr("bench.scaling_worker._GROUPED", ())
     cost = measure(Case("fullshard", 2, 4, 16, models=1, steps=1))
     assert min(cost.init, cost.first, cost.steady) > 0 and cost.python_bytes is None
+
+
+def steady_step(system: str, ranks: int, *, silent: bool) -> tuple[int, int]:
+    """Return, for a later step of a tiny model: collectives that reach the fake group, and copies of tensors.
+
+    Both are counted by torch's profiler below the names of ``ProcessGroup``'s methods, which differ between versions.
+    """
+    with silent_collectives() if silent else contextlib.nullcontext():
+        runner = Runner(Case(system, 3, ranks, 64))
+        model = runner.distribute(stack(3, 64))
+        runner.step(model)
+        runner.forget(model)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            runner.step(model)
+    names = [event.name for event in profiler.events()]
+    return sum(name.startswith("c10d::") for name in names), names.count("aten::copy_")
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_collectives_are_silenced_for_every_system(fake_group: Callable[[int], None], system: str) -> None:
+    """No collective of ours or of a peer reaches the fake group, which copies once per rank."""
+    fake_group(8)
+    collectives, copies = steady_step(system, 8, silent=False)
+    assert collectives >= 6, "an all-gather and a reduce-scatter per unit"
+    silenced, few = steady_step(system, 8, silent=True)
+    assert silenced == 0
+    assert few <= copies - 3 * 8, "a copy per rank less in each all-gather"
+    fake_group(64)
+    # FSDP1 on CPU gathers into a list of chunks, one view per rank, which copies nothing.
+    assert steady_step(system, 64, silent=True) == (0, few)
+
+
+def test_silenced_collectives_are_restored(fake_group: Callable[[int], None]) -> None:
+    """Methods of a process group are the old ones afterwards."""
+    fake_group(8)
+    before = {name: vars(dist.ProcessGroup)[name] for name in collective_names()}
+    with silent_collectives():
+        assert all(vars(dist.ProcessGroup)[name] is not method for name, method in before.items())
+    assert {name: vars(dist.ProcessGroup)[name] for name in before} == before
