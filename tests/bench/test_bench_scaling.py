@@ -16,7 +16,19 @@ import torch
 import torch.distributed as dist
 from bench.contestants import distribute, start_fake_group
 from bench.models import TinyUnit, tiny_units
-from bench.scaling import SYSTEMS, Settings, cases, checkpoint_table, exponents, plot, series, slope, table, verdicts
+from bench.scaling import (
+    SYSTEMS,
+    Settings,
+    cases,
+    checkpoint_table,
+    document_block,
+    exponents,
+    plot,
+    series,
+    slope,
+    table,
+    verdicts,
+)
 from bench.scaling_checkpoint import box_on, entries, tensors
 from bench.scaling_worker import Case, Cost, Runner, collective_names, measure, silent_collectives, stack
 
@@ -161,10 +173,25 @@ def test_tables_and_plot(tmp_path: Path) -> None:
     costs = [made[0], {**{k: v for k, v in made[1].items() if k != "cost"}, "failure": "x"}, *made[2:]]
     assert series(costs, "fullshard", "init", "units") == pytest.approx({10: 0.01, 100: 0.1})
     lines = table(costs, exponents(costs), SETTINGS).splitlines()
-    assert lines[2] == "| fullshard, initialisation | 10 | - | nan | 10 | 100 | 1.00 |"
+    assert lines[2] == "| fullshard, initialisation | 10 | - | - | 10 | 100 | 1.00 |"
     plot(tmp_path / "curves.png", costs, SETTINGS)
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     assert "more than 9 s" in checkpoint_table([{"units": 1, "ranks": 8, "failure": "more than 9 s"}])
+
+
+def test_withdrawn_figures_are_dashes() -> None:
+    """A phase whose figures and exponents were taken out keeps its row, and the page says why."""
+    costs = made_up("fsdp2", 1.0, 0.0)
+    slopes = exponents(costs)
+    for phase in ("first", "steady"):
+        del slopes["fsdp2"][phase]
+        for case in costs:
+            del case["cost"][phase]
+    result = {"exponents": slopes, "costs": costs, "checkpoints": [], "withdrawn": "the steps of fsdp2, see the log."}
+    lines = document_block(result, SETTINGS, "provenance", "image").splitlines()
+    assert "| fsdp2, initialisation | 10 | 10 | 0.00 | 10 | 100 | 1.00 |" in lines
+    assert "| fsdp2, steady step | - | - | - | - | - | - |" in lines
+    assert "Withdrawn: the steps of fsdp2, see the log." in lines
 
 
 def test_cases_cover_both_axes() -> None:
