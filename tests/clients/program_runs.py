@@ -7,8 +7,9 @@ computed in float64, so that rounding explains no difference that ``assert_same_
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -80,6 +81,19 @@ class Run:
         self.note("norm", norm.full_tensor() if isinstance(norm, DTensor) else norm)
         optimizer.step()
         optimizer.zero_grad()
+
+    @contextlib.contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        """Leave gradients of backwards inside unreduced, until one outside reduces them."""
+        if isinstance(model, FullyShardedDataParallel):
+            with model.no_sync():
+                yield
+        elif self.front_end == "fully_shard":
+            model.set_requires_gradient_sync(False)
+            yield
+            model.set_requires_gradient_sync(True)
+        else:
+            yield
 
     def data(self, index: int, *shape: int) -> torch.Tensor:
         """Normal numbers that depend on this rank and ``index`` only."""

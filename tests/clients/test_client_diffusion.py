@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from typing import Any
@@ -136,8 +137,9 @@ def averaged_by_torch(run: Run) -> dict[str, nn.Module]:
     for step in range(3):
         for index in (2 * step, 2 * step + 1):
             x, times, noise = noised(run, index, kept)
-            loss = (model(x, times) - noise).square().mean()
-            (loss / 2).backward()
+            with run.no_sync(model) if index % 2 == 0 else contextlib.nullcontext():
+                loss = (model(x, times) - noise).square().mean()
+                (loss / 2).backward()
             run.note("loss", loss)
         run.step(model, sgd, max_norm=0.5)
         average.update_parameters(model)

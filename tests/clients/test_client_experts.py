@@ -112,17 +112,16 @@ def mixed(run: Run, kind: type[nn.Module], top: int, units: tuple[type[nn.Module
     return {"model": model}
 
 
-UNITS: dict[str, tuple[type[nn.Module], ...]] = {
-    "root": (),
-    "mixtures": (Mixture,),
+CASES: dict[str, dict[str, Any]] = {
+    "modules, top 1": {"kind": Listed, "top": 1, "units": (Mixture,)},
+    "modules, top 2, one unit": {"kind": Listed, "top": 2, "units": ()},
+    "rows, top 2": {"kind": Grouped, "top": 2, "units": (Mixture,)},
 }
 
 
-@pytest.mark.parametrize("top", [1, 2])
-@pytest.mark.parametrize("units", UNITS)
-@pytest.mark.parametrize("kind", [Listed, Grouped])
+@pytest.mark.parametrize("case", CASES)
 @front_ends
 @on_ranks(2)
-def test_experts(rank: Rank, kind: Any, units: str, top: int, front_end: str) -> None:
+def test_experts(rank: Rank, case: str, front_end: str) -> None:
     """Losses, norms and weights of a mixture in one unit, or in a unit per mixture, are the unsharded run's."""
-    assert_runs_alike(rank, front_end, functools.partial(mixed, kind=kind, top=top, units=UNITS[units]))
+    assert_runs_alike(rank, front_end, functools.partial(mixed, **CASES[case]))

@@ -137,4 +137,5 @@ def test_with_default_settings(rank: Rank, program: str, front_end: str) -> None
     try:
         assert_runs_alike(rank, front_end, PROGRAMS[program])
     except FullshardError as error:
-        assert "set_reshard_after_backward" in str(error) or "NO_SHARD" in str(error), "the error says what to do"
+        if "reshard" not in str(error) and "NO_SHARD" not in str(error):  # what to do about it
+            raise
