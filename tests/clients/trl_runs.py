@@ -99,7 +99,6 @@ def outcome(engine: str, build: Callable[[str], Trainer], values: tuple[str, ...
 
 
 def assert_same_outcomes(
-    rank: Rank,
     engine: str,
     build: Callable[[str], Trainer],
     values: tuple[str, ...] = (),
@@ -108,7 +107,6 @@ def assert_same_outcomes(
     """Require that a trainer on FSDP logs and learns what it does unsharded.
 
     Args:
-        rank: This one.
         engine: A key of ENGINES.
         build: Makes the trainer for an engine, or for "ddp".
         values: What it logs besides losses and norms, and is to be the same.
