@@ -83,11 +83,6 @@ def a_copy_amid_gradients(run: Run) -> dict[str, nn.Module]:
     return distilled(run, student, teacher)
 
 
-def sharded_apart(run: Run) -> dict[str, nn.Module]:
-    """Both are built alike, and sharded each by itself."""
-    return distilled(run, run.shard(built(Encoder), Block), run.shard(built(Encoder), Block))
-
-
 def a_state_dict(run: Run) -> dict[str, nn.Module]:
     """The teacher is built otherwise, and reads the student's state dict."""
     student, teacher = run.shard(built(Encoder), Block), run.shard(built(Encoder, seed=9), Block)
@@ -126,7 +121,7 @@ def in_one_module(run: Run) -> dict[str, nn.Module]:
     return {"both": both}
 
 
-PROGRAMS = [a_copy_that_is_sharded, a_copy_amid_gradients, sharded_apart, a_state_dict, in_one_module]
+PROGRAMS = [a_copy_that_is_sharded, a_copy_amid_gradients, a_state_dict, in_one_module]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
