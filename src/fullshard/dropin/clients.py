@@ -23,6 +23,7 @@ SUPPORTED: dict[str, tuple[str, str, str]] = {
     "lightning_fabric": ("lightning-fabric", "2.6", "3"),
     "torchtitan": ("torchtitan", "0.3", "1"),
     "torchtune": ("torchtune", "0.6", "1"),
+    "trl": ("trl", "1.16", "2"),
     "torchao": ("torchao", "0.15", "1"),  # torchtune 0.6 needs one below 0.16
 }
 
