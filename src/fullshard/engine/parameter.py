@@ -159,6 +159,16 @@ class ShardedParameter:
         if len(self.owners) > 1:
             self.keep_gradient()
         full.__dict__.update(self.attributes)
+        self._collect_gradients()
+
+    def train_full(self) -> None:
+        """Have the full parameter require a gradient as the sharded one does."""
+        self.full.requires_grad_(self.requires_grad)
+        self._collect_gradients()
+
+    def _collect_gradients(self) -> None:
+        if not self.full.requires_grad or self.full._post_accumulate_grad_hooks:
+            return
         ref = weakref.ref(self)
 
         def accumulated(_: torch.Tensor) -> None:
@@ -166,9 +176,7 @@ class ShardedParameter:
             if parameter is not None:
                 parameter.collect_gradient(tell=True)
 
-        if full.dtype.is_floating_point or full.dtype.is_complex:
-            full.requires_grad_(True).register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
-            full.requires_grad_(self.sharded.requires_grad)
+        self.full.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
 
     @property
     def requires_grad(self) -> bool:

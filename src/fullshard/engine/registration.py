@@ -41,9 +41,8 @@ class Registration:
         """Have the modules hold the full parameters, which require gradients as the sharded ones do."""
         self.full = True
         for parameter in self._parameters:
-            trained = parameter.requires_grad
-            if parameter.full.requires_grad is not trained:
-                parameter.full.requires_grad_(trained)
+            if parameter.full.requires_grad is not parameter.requires_grad:
+                parameter.train_full()
         for held, name, parameter in self._plain:
             held[name] = parameter.full
         for owner, parameter in self._others:

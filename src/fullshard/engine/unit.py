@@ -285,9 +285,9 @@ class Unit:
         progress.forwards.append(self.phase)
         try:
             if len(progress.forwards) == 1:
-                unasked = self.settings.reshard_after_forward is None
+                unasked = self.settings.reshard_after_forward is not False
                 if progress.kept and unasked and self.resting and not progress.held:
-                    # Only the root keeps them unasked; who wrote to its shards in between must see that.
+                    # Kept without having been asked to; who wrote to the shards in between must see that.
                     self.reshard()
                 self._move(Phase.FORWARD)
                 with hooks.outside_transforms():
@@ -359,19 +359,21 @@ class Unit:
         if progress.ran:  # see [Note: Units of several modules]
             watched, progress.watched = progress.watched, False
             progress.ran.clear()
-            if not watched:
-                self.reshard()
             progress.kept = watched
-        self.use_sharded()
+        if progress.kept:
+            self.use_sharded()
+        else:
+            self.reshard()
 
     def _rest_after_forward(self, *, watched: bool) -> None:
         if self.progress.held:
             return
         setting = self.reshards_after_forward
-        if (watched and setting is False) or hooks.current_backward() != hooks.NO_BACKWARD:
-            self.progress.kept = True
+        in_backward = hooks.current_backward() != hooks.NO_BACKWARD
+        if setting is False or in_backward:
+            self.progress.kept |= watched or in_backward
             if not self.attached().waits_for_end(self):
-                self.use_sharded()
+                self.end_outermost_forward()
         else:
             self.reshard(near=setting if watched and setting is not True else 0)
 
