@@ -9,6 +9,7 @@ import argparse
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -36,10 +37,10 @@ def main() -> int:
 
     pool = RankPool()
 
-    def progress(done: int, failure: Failure | None) -> None:
+    def progress(done: int, failed: Sequence[Failure]) -> None:
         nonlocal over
         over += done
-        if failure is not None:
+        for failure in failed:
             kinds[failure.kind] += 1
             print(f"\n=== seed {failure.plan.seed} failed: {failure.kind}", flush=True)
             if kinds[failure.kind] == 1:
@@ -49,7 +50,7 @@ def main() -> int:
                     print(f"\n--- smallest ---\n{small.describe()}\n{small!r}\n--- its failure ---\n{last.text}")
         elapsed = time.monotonic() - began
         print(f"{over} of {len(plans)} histories, {sum(kinds.values())} failed, {elapsed:.0f} s", flush=True)
-        if failure is not None and given.stop:
+        if failed and given.stop:
             raise KeyboardInterrupt
 
     try:

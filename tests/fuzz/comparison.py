@@ -20,7 +20,7 @@ from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.progress import Phase
 from fuzz.models import Root
 
-__all__ = ["Pair", "Tolerance", "difference", "flat_groups", "differences", "left_unsharded", "pairs"]
+__all__ = ["Pair", "Tolerance", "difference", "differences", "flat_groups", "left_unsharded", "pairs"]
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,15 @@ class Pair(NamedTuple):
 
     def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The same of gradients."""
-        expected = None if self.expected.grad is None else self.part_of(self.expected.grad)
+        whole = self.expected.grad
         if self.piece is not None:
-            return self.piece.local_gradient, expected
+            return self.piece.local_gradient, None if whole is None else self.part_of(whole)
         held = self.held
-        assert held is not None
-        gradient = held.grad
-        return gradient.to_local() if isinstance(gradient, DTensor) else gradient, expected
+        gradient = None if held is None else held.grad
+        if not isinstance(gradient, DTensor):
+            return gradient, whole
+        # A regularizer's gradient is placed as DTensor likes: whole on all ranks, where ranks are more than rows.
+        return gradient.to_local(), None if whole is None else _part(whole, gradient)
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor like the whole parameter."""
@@ -70,14 +72,19 @@ class Pair(NamedTuple):
             return self.piece.part_like_local(whole)
         held = self.held
         assert isinstance(held, DTensor)
-        coordinates = held.device_mesh.get_coordinate()
-        assert coordinates is not None
-        for axis, placement in enumerate(held.placements):
-            if isinstance(placement, Shard):
-                chunks = whole.chunk(held.device_mesh.size(axis), placement.dim)
-                index = coordinates[axis]
-                whole = chunks[index] if index < len(chunks) else whole.narrow(placement.dim, 0, 0)
-        return whole
+        return _part(whole, held)
+
+
+def _part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """What this rank has of ``whole``, if it is placed as ``like`` is."""
+    coordinates = like.device_mesh.get_coordinate()
+    assert coordinates is not None
+    for axis, placement in enumerate(like.placements):
+        if isinstance(placement, Shard):
+            chunks = whole.chunk(like.device_mesh.size(axis), placement.dim)
+            index = coordinates[axis]
+            whole = chunks[index] if index < len(chunks) else whole.narrow(placement.dim, 0, 0)
+    return whole
 
 
 def pairs(model: nn.Module, reference: Root, *, wrapped: bool) -> list[Pair]:

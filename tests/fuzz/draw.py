@@ -1,7 +1,8 @@
 """Drawing histories: every choice follows from one integer.
 
 What the documentation says is not supported is not drawn: see docs/differences.md, and the rules of torch itself (no
-gradients of inputs through reentrant checkpointing, no double backward through AOT autograd).
+gradients of inputs through reentrant checkpointing, nor detached segments in it; no double backward through AOT
+autograd).
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class _Drawing:
         front_end = self.front_end()
         model = self.model(front_end)
         optimizer = self.optimizer(front_end)
-        if any(each.kind == "branch" for each in every_block(model)) and front_end.precision == "fp16":
-            front_end = replace(front_end, precision="exact")
+        if any(each.kind == "dtypes" for each in every_block(model)):
+            front_end = replace(front_end, quantized=False)  # of fp64, nothing qualifies
         plan = HistoryPlan(self.seed, model, front_end, optimizer)
         count = self.choices.randint(MIN_OPERATIONS, MAX_OPERATIONS)
         operations = tuple(self.operation(plan, number) for number in range(1, count + 1))
@@ -143,7 +144,7 @@ class _Drawing:
             output="tensor" if checkpoint == "outside reentrant" else self.container(0.2),
             checkpoint=checkpoint,
             frozen=self.one("some", "all") if self.maybe(0.15) else "",
-            detach=self.one("input", "output") if self.maybe(0.08) else "",
+            detach=self.one("input", "output") if not reentrant and self.maybe(0.15) else "",
             inner=tuple(
                 self.block(depth + 1, reentrant=reentrant)
                 for _ in range(self.choices.randint(1, 2) if depth < 2 and self.maybe(0.25) else 0)

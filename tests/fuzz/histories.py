@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,12 +21,15 @@ from fuzz.reference import Reference, Side
 from fuzz.sharding import message_sizes, shard
 from ranks import Rank
 
-__all__ = ["DifferenceFound", "History", "live"]
+__all__ = ["NOTHING_HERE", "DifferenceFound", "History", "live"]
 
 # fp64 rounding, after some steps. With fp32 parameters everything is as exact as these.
 EXACT, SINGLE = Tolerance(1e-9, 1e-11), Tolerance(1e-4, 1e-6)
 # Gradients reduced in fp16 have 11 bits, and may be subnormal; those computed in bf16 have 8, and are sums.
 ROUNDED = {"fp16": Tolerance(4e-3, 1e-6), "bf16": Tolerance(6e-2, 1e-4)}
+
+MOST_SHOWN = 12  # differences
+NOTHING_HERE = "nothing on this rank, but on another"
 
 
 class DifferenceFound(AssertionError):  # noqa: N818 - reads as what happened
@@ -34,10 +39,11 @@ class DifferenceFound(AssertionError):  # noqa: N818 - reads as what happened
         plan: Of the history.
         index: Of the operation; -1: when the models were made.
         found: What was wrong, on this rank; the first line says of what kind.
+        on_all: Whether all ranks have come here, at rest, so that the next history can begin.
     """
 
-    def __init__(self, plan: HistoryPlan, index: int, found: str) -> None:
-        self.plan, self.index, self.found = plan, index, found
+    def __init__(self, plan: HistoryPlan, index: int, found: str, *, on_all: bool = False) -> None:
+        self.plan, self.index, self.found, self.on_all = plan, index, found, on_all
         where = "when made" if index < 0 else f"after operation {index}: {plan.operations[index]}"
         super().__init__(f"{where}\n{found}\n--- history ---\n{plan.describe()}")
 
@@ -95,7 +101,6 @@ class History(Operations):
         """
         self._compare(-1)
         for index, operation in enumerate(self.plan.operations):
-            self.dangling = False
             refused = self._do(index, operation)
             if refused:
                 for side in (self.ours, self.theirs):
@@ -116,7 +121,9 @@ class History(Operations):
                 raise DifferenceFound(self.plan, index, traceback.format_exc()) from None
             refused = f"refused: {error}"
         except Exception as error:
-            raise DifferenceFound(self.plan, index, f"{type(error).__name__}: {error}\n{traceback.format_exc()}") from None
+            raise DifferenceFound(
+                self.plan, index, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+            ) from None
         if not self._may_refuse(operation):
             return False
         count = torch.tensor([float(bool(refused))])
@@ -147,8 +154,8 @@ class History(Operations):
         count = torch.tensor([float(len(found))])
         dist.all_reduce(count)
         if count:
-            shown = "\n".join(found[:12]) if found else "nothing on this rank, but on another"
-            raise DifferenceFound(self.plan, index, shown)
+            shown = "\n".join(found[:MOST_SHOWN]) if found else NOTHING_HERE
+            raise DifferenceFound(self.plan, index, shown, on_all=True)
 
     @property
     def _may_stay_unsharded(self) -> bool:
@@ -172,6 +179,7 @@ class History(Operations):
             value = loss(side, rank)
             for index in range(times if value.requires_grad else 0):
                 value.backward(retain_graph=index + 1 < times)
+            self.dangling &= not value.requires_grad
             return value.detach()
 
         mine = work(self.ours, self.rank.rank)
@@ -202,7 +210,8 @@ class History(Operations):
 
 def live(rank: Rank, plan: HistoryPlan) -> None:
     """Make a history and live it. See :meth:`History.live`."""
-    with message_sizes(plan.front_end):
+    with message_sizes(plan.front_end), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what torch says about checkpoints without inputs, and the like
         try:
             history = History(rank, plan)
         except Exception as error:

@@ -60,13 +60,20 @@ def _known_outputs(plan: HistoryPlan) -> HistoryPlan:
     return plan
 
 
+def _no_overlap_on_wrappers(plan: HistoryPlan) -> HistoryPlan:
+    if plan.front_end.name == "wrapper" and plan.optimizer.mode == "overlap":
+        return replace(plan, optimizer=replace(plan.optimizer, mode="localize"))
+    return plan
+
+
 FEATURES: dict[str, Callable[[HistoryPlan], HistoryPlan]] = {
     "weights read directly": lambda plan: replace(plan, model=replace(plan.model, head="called")),
     "double backward": lambda plan: _argument(plan, "loss"),
     "aliased gradients": _no_kinds("views", "position", "positions"),
-    "0-D parameters": _no_kinds("scalar"),
+    "0-D parameters": _no_kinds("scalar", "small"),
     "localized optimizers": lambda plan: replace(plan, optimizer=replace(plan.optimizer, mode="plain")),
     "outputs of unknown classes": _known_outputs,
     "deep copies": _no_operation("copy"),
+    "overlap on wrappers": _no_overlap_on_wrappers,
     "regularizers": lambda plan: _argument(plan, "regularized"),
 }

@@ -28,8 +28,8 @@ class Loss:
     Args:
         plan: Of the model.
         seed: Of the batches.
-        kind: "square": the mean square of all outputs. "penalty": and of the gradient of the input. "penalty only":
-            without the first. "force": how far the input's gradient is from a target.
+        kind: "square": a mean of the squares' logarithms, which cannot diverge, of all outputs. "penalty": and of the
+            gradient of the input. "penalty only": without the first. "force": how far that gradient is from a target.
         run: Which blocks run; None: all.
         every: Whether all of the root's outputs count, or the first.
         inputs: Whether inputs require gradients anyway.
@@ -72,7 +72,7 @@ class Loss:
     def __call__(self, side: Side, rank: int, number: int = 0) -> torch.Tensor:
         """The loss of a rank on the ``number``-th batch."""
         x, *outputs = self.outputs(side, rank, number, inputs=self.inputs or self.kind in DOUBLE_BACKWARD)
-        loss = _sum(output.double().square().mean() for output in outputs)
+        loss = _sum(_mean(output) for output in outputs)
         if self.kind in DOUBLE_BACKWARD:
             total = _sum(torch.sin(output.double()).sum() for output in outputs)
             gradient = None
@@ -80,11 +80,15 @@ class Loss:
                 (gradient,) = torch.autograd.grad(total, x, create_graph=True, allow_unused=True)
             if gradient is not None:
                 target = torch.cos(self.batch(rank, number + 5)) if self.kind == "force" else 0.0
-                penalty = (gradient - target).square().mean()
+                penalty = _mean(gradient - target)
                 loss = loss + penalty if self.kind == "penalty" else penalty
         if self.regularized:
             loss = loss + REGULARIZER * _squares(side.model)
         return loss
+
+
+def _mean(output: torch.Tensor) -> torch.Tensor:
+    return output.double().square().log1p().mean()
 
 
 def _sum(values: Iterable[torch.Tensor]) -> torch.Tensor:

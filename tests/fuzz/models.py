@@ -78,6 +78,10 @@ class Block(nn.Module):
     def _scalar(self, x: torch.Tensor) -> torch.Tensor:
         return x * (1 + torch.tanh(self.gain)) + self.bias + self.shift * 0.5
 
+    def _small(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.gain * self.first.sum() + self.second.sum() + self.shift
+        return x + torch.tanh(scale) * self.bias + self.third.square().sum()
+
     def _dtypes(self, x: torch.Tensor) -> torch.Tensor:
         return x * (1 + torch.tanh(self.scale.to(x.dtype))) + self.bias
 
@@ -126,6 +130,11 @@ def _scalar(block: Block, sizes: Sizes) -> None:
     block.gain, block.bias, block.shift = _weight(), _weight(sizes.dim), _weight()
 
 
+def _small(block: Block, sizes: Sizes) -> None:
+    block.first, block.gain, block.bias = _weight(2, 3), _weight(), _weight(sizes.dim)
+    block.second, block.shift, block.third = _weight(3), _weight(), _weight(5)
+
+
 def _dtypes(block: Block, sizes: Sizes) -> None:
     block.scale, block.bias = _weight(sizes.dim, dtype=torch.float32), _weight(sizes.dim)
 
@@ -148,6 +157,7 @@ KINDS: dict[str, Callable[[Block, Sizes], None]] = {
     "position": _position,  # whose gradient shares memory with that of the input, if there is one row
     "positions": _positions,
     "scalar": _scalar,  # 0-D
+    "small": _small,  # the same between others with gaps behind them
     "dtypes": _dtypes,  # fp32 beside fp64
     "branch": _branch,  # which parameters are used depends on the rank
     "empty": _empty,
@@ -203,7 +213,7 @@ class Root(nn.Module):
             logits = hidden @ weight.t()
         else:
             logits = self.head(self.norm(x))
-        return pack(self.plan.output, logits, layer_norm(x, x.shape[-1:]))
+        return pack(self.plan.output, logits * x.shape[-1] ** -0.5, layer_norm(x, x.shape[-1:]))
 
 
 def build(plan: ModelPlan, seed: int) -> Root:

@@ -50,7 +50,7 @@ class Operations:
 
     # ---------------------------------------------------------------- steps
 
-    def train(self, loss: Loss, steps: int = 1, to_none: bool = True, clip: float = 0.0, **_: Any) -> None:
+    def train(self, loss: Loss, /, steps: int = 1, to_none: bool = True, clip: float = 0.0, **_: Any) -> None:
         """Whole steps, between which nobody looks at anything."""
         for number in range(steps):
             self.backward(_numbered(loss, number))
@@ -59,21 +59,21 @@ class Operations:
             self.step()
             self.zero(to_none=to_none)
 
-    def accumulate_gradients(self, loss: Loss, times: int = 1, **_: Any) -> None:
+    def accumulate_gradients(self, loss: Loss, /, times: int = 1, **_: Any) -> None:
         """A backward (of the same graph several times), and no step."""
         self.backward(loss, times)
 
-    def optimizer_step(self, loss: Loss, to_none: bool = True, **_: Any) -> None:
+    def optimizer_step(self, loss: Loss, /, to_none: bool = True, **_: Any) -> None:
         """A step with the gradients that are there, and zero_grad."""
         self.step()
         self.zero(to_none=to_none)
 
-    def zero_gradients(self, loss: Loss, to_none: bool = True, **_: Any) -> None:
+    def zero_gradients(self, loss: Loss, /, to_none: bool = True, **_: Any) -> None:
         """zero_grad."""
         self.zero(to_none=to_none)
 
     def microbatches(
-        self, loss: Loss, count: int = 2, ends: str = "backward", evaluates: bool = False, **_: Any
+        self, loss: Loss, /, count: int = 2, ends: str = "backward", evaluates: bool = False, **_: Any
     ) -> None:
         """Backwards without reduction, then one with it, or ``synchronize_gradients``."""
         with self._no_sync("requires_gradient_sync"):
@@ -85,16 +85,16 @@ class Operations:
             self.backward(_numbered(loss, count))
         else:
             self.ours.model.synchronize_gradients()
-            self.dangling = True
+            self.dangling = True  # the last backward may have kept them, for a next one
 
-    def partial_reductions(self, loss: Loss, count: int = 2, **_: Any) -> None:
+    def partial_reductions(self, loss: Loss, /, count: int = 2, **_: Any) -> None:
         """Backwards that are reduced over the shard axis only, then one over both."""
         with self._no_sync("requires_all_reduce"):
             for number in range(count):
                 self.backward(_numbered(loss, number))
         self.backward(_numbered(loss, count))
 
-    def several_graphs(self, loss: Loss, order: Sequence[int] = (0, 1), **_: Any) -> None:
+    def several_graphs(self, loss: Loss, /, order: Sequence[int] = (0, 1), **_: Any) -> None:
         """All forwards first, then the backwards in some order."""
 
         def work(side: Side, rank: int) -> torch.Tensor:
@@ -102,11 +102,12 @@ class Operations:
             for number in order:
                 if losses[number].requires_grad:
                     losses[number].backward()
+            self.dangling &= not any(value.requires_grad for value in losses)
             return torch.stack([value.detach() for value in losses])
 
         self.expect_average(work(self.ours, self.rank.rank), work)
 
-    def clip(self, loss: Loss, norm: float = 0.05, **_: Any) -> None:
+    def clip(self, loss: Loss, /, norm: float = 0.05, **_: Any) -> None:
         """A backward, and clipping of all gradients."""
         self.backward(loss)
         self._clip(norm)
@@ -122,7 +123,7 @@ class Operations:
 
     # ---------------------------------------------------------------- without steps
 
-    def evaluate(self, loss: Loss, mode: str = "no_grad", **_: Any) -> None:
+    def evaluate(self, loss: Loss, /, mode: str = "no_grad", **_: Any) -> None:
         """Forwards without gradients."""
         with getattr(torch, mode)():
             mine = [value.clone() for value in loss.outputs(self.ours, self.rank.rank, 7)[1:]]
@@ -130,12 +131,12 @@ class Operations:
         for index, pair in enumerate(zip(mine, expected, strict=True)):
             self.expect(f"output {index}", *pair)
 
-    def forward_only(self, loss: Loss, **_: Any) -> None:
+    def forward_only(self, loss: Loss, /, **_: Any) -> None:
         """A forward whose backward never comes."""
         loss(self.ours, self.rank.rank)
         self.dangling = True
 
-    def input_gradients(self, loss: Loss, **_: Any) -> None:
+    def input_gradients(self, loss: Loss, /, **_: Any) -> None:
         """Gradients of the inputs only, by ``torch.autograd.grad``."""
 
         def work(side: Side, rank: int) -> torch.Tensor:
@@ -145,11 +146,12 @@ class Operations:
             if not total.requires_grad:
                 return total
             (gradient,) = torch.autograd.grad(total, x, allow_unused=True)
+            self.dangling |= gradient is None  # then no backward has run
             return total.detach() if gradient is None else gradient
 
         self.expect("gradient of the input", work(self.ours, self.rank.rank), work(self.theirs, self.rank.rank))
 
-    def keep_unsharded(self, loss: Loss, trains: bool = False, **_: Any) -> None:
+    def keep_unsharded(self, loss: Loss, /, trains: bool = False, **_: Any) -> None:
         """Forwards, maybe a backward and a step, inside of ``unsharded``."""
         with unsharded(self.ours.model):
             self.evaluate(loss)
@@ -157,7 +159,7 @@ class Operations:
                 self.backward(loss)
             self.evaluate(loss)
 
-    def unshard(self, loss: Loss, unit: int = 0, waits: bool = True, runs: bool = True, **_: Any) -> None:
+    def unshard(self, loss: Loss, /, unit: int = 0, waits: bool = True, runs: bool = True, **_: Any) -> None:
         """``unshard`` and ``reshard`` of one unit, with forwards in between."""
         units = [module for module in sharded_modules(self.ours.model) if isinstance(module, FSDPModule)]
         if not units:
@@ -171,7 +173,7 @@ class Operations:
             self.evaluate(loss)
         module.reshard()
 
-    def child(self, loss: Loss, block: int = 0, **_: Any) -> None:
+    def child(self, loss: Loss, /, block: int = 0, **_: Any) -> None:
         """A backward of one block, called without its root."""
         mine, theirs = self._block(self.ours, block), self._block(self.theirs, block)
         if mine is None or theirs is None:
@@ -196,7 +198,7 @@ class Operations:
 
     # ---------------------------------------------------------------- edits
 
-    def edit(self, loss: Loss, way: str = "in place", factor: float = 0.97, **_: Any) -> None:
+    def edit(self, loss: Loss, /, way: str = "in place", factor: float = 0.97, **_: Any) -> None:
         """Write to parameters: the sharded ones, or inside ``summon_full_params``."""
         model = self.ours.model
         around: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -209,7 +211,7 @@ class Operations:
         if way == "in place":
             reshard_all(model)
 
-    def edit_gradients(self, loss: Loss, factor: float = 0.5, **_: Any) -> None:
+    def edit_gradients(self, loss: Loss, /, factor: float = 0.5, **_: Any) -> None:
         """Write to the gradients after a backward."""
         self.backward(loss)
         for side in (self.ours, self.theirs):
@@ -217,7 +219,7 @@ class Operations:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
 
-    def summon(self, loss: Loss, **_: Any) -> None:
+    def summon(self, loss: Loss, /, **_: Any) -> None:
         """What ``summon_full_params`` shows of parameters and gradients."""
         expected = dict(self.theirs.model.named_parameters(remove_duplicate=False))
         with FullyShardedDataParallel.summon_full_params(self.ours.model, writeback=False, with_grads=True):
@@ -233,7 +235,7 @@ class Operations:
             named = self.ours.model.named_parameters(remove_duplicate=False)
             return {fqn_of(name): parameter.detach().clone() for name, parameter in named}
 
-    def freeze(self, loss: Loss, block: int = 0, trains: bool = False, **_: Any) -> None:
+    def freeze(self, loss: Loss, /, block: int = 0, trains: bool = False, **_: Any) -> None:
         """Change ``requires_grad`` of the parameters of a block."""
         for side in (self.ours, self.theirs):
             module = self._block(side, block)
@@ -242,7 +244,7 @@ class Operations:
 
     # ---------------------------------------------------------------- copies and files
 
-    def copy(self, loss: Loss, **_: Any) -> None:
+    def copy(self, loss: Loss, /, **_: Any) -> None:
         """Go on with deep copies of both models, and new optimizers."""
         made = copy.deepcopy(self.ours.model)
         theirs = copy.deepcopy(self.theirs.model)
@@ -256,7 +258,7 @@ class Operations:
             optimizers(self.theirs.model, self.plan.optimizer, self.plan.front_end, sharded=False),
         )
 
-    def state_dict(self, loss: Loss, optimizer: bool = True, **_: Any) -> None:
+    def state_dict(self, loss: Loss, /, optimizer: bool = True, **_: Any) -> None:
         """Keep a state dict, train, and load it again."""
         states = [_cloned(side.model.state_dict()) for side in (self.ours, self.theirs)]
         kept = [[copy.deepcopy(each.state_dict()) for each in side] for side in self.optimizers]
@@ -268,7 +270,7 @@ class Operations:
                 for each, state in zip(side, states_of, strict=True):
                     each.load_state_dict(state)
 
-    def save_and_load(self, loss: Loss, **_: Any) -> None:
+    def save_and_load(self, loss: Loss, /, **_: Any) -> None:
         """As :meth:`state_dict`, by ``fullshard.save`` and ``fullshard.load``."""
         folder = Path(tempfile.gettempdir()) / f"fullshard-fuzz-{os.getppid()}-{self.plan.seed}-{loss.seed}"
         (mine, *more), theirs = self.optimizers
@@ -288,25 +290,25 @@ class Operations:
 
     # ---------------------------------------------------------------- settings
 
-    def prefetch(self, loss: Loss, direction: str = "forward", units: Sequence[int] = (0, 1), **_: Any) -> None:
+    def prefetch(self, loss: Loss, /, direction: str = "forward", units: Sequence[int] = (0, 1), **_: Any) -> None:
         """Have the first unit gather the others early."""
         found: list[Any] = [m for m in sharded_modules(self.ours.model) if isinstance(m, FSDPModule)]
         if found:
             first, *others = [found[unit % len(found)] for unit in units]
             getattr(first, f"set_modules_to_{direction}_prefetch")([other for other in others if other is not first])
 
-    def prefetch_bytes(self, loss: Loss, budget: int | None = None, **_: Any) -> None:
+    def prefetch_bytes(self, loss: Loss, /, budget: int | None = None, **_: Any) -> None:
         """Gather more, or less, ahead."""
         self.ours.model.set_prefetch_bytes(budget)
 
-    def reshard_after_forward(self, loss: Loss, enable: bool = True, **_: Any) -> None:
+    def reshard_after_forward(self, loss: Loss, /, enable: bool = True, **_: Any) -> None:
         """Change the setting of all units."""
         if isinstance(self.ours.model, FSDPModule):
             self.ours.model.set_reshard_after_forward(enable)
 
     # ---------------------------------------------------------------- failures
 
-    def fail(self, loss: Loss, block: int = 0, where: str = "forward", **_: Any) -> None:
+    def fail(self, loss: Loss, /, block: int = 0, where: str = "forward", **_: Any) -> None:
         """An exception in the forward, or the backward, of a block; gradients are dropped."""
         module = self._block(self.ours, block)
         if module is not None:

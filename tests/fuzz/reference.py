@@ -47,7 +47,8 @@ class Reference(Side):
     def _cast_forward(self, x: torch.Tensor, **options: Any) -> Any:
         with torch.no_grad():
             for cast, parameter in zip(self.computing.parameters(), self.model.parameters(), strict=True):
-                cast.copy_(parameter)
+                if not torch.equal(cast, parameter.to(self.compute_dtype)):  # graphs that wait have saved it
+                    cast.copy_(parameter)
                 cast.requires_grad_(parameter.requires_grad)
         for module, other in zip(self.computing.modules(), self.model.modules(), strict=True):
             if isinstance(module, Block) and isinstance(other, Block):

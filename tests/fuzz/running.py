@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from fuzz.histories import live
+from fuzz.histories import NOTHING_HERE, DifferenceFound, live
 from fuzz.plan import HistoryPlan
 from ranks import Rank, RankPool, RanksFailed
 
@@ -16,7 +16,6 @@ __all__ = ["Failure", "kind_of", "run_all", "run_one"]
 
 TOGETHER = 12  # histories per call of the pool, which collects garbage after each
 TIMEOUT = 60.0  # of a single history
-SEED = re.compile(r"^seed (-?\d+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -37,31 +36,48 @@ class Failure:
         return kind_of(self.text)
 
 
-def run_batch(rank: Rank, plans: Sequence[HistoryPlan]) -> None:
-    """Body of a rank: live histories until one fails."""
-    for plan in plans:
-        live(rank, plan)
+class WorldBroken(Exception):  # noqa: N818 - reads as what happened
+    """A history that leaves the ranks in an unknown state. The message is JSON, because only text leaves a rank."""
+
+    def __init__(self, number: int, text: str, found: dict[int, str]) -> None:
+        super().__init__(json.dumps({"number": number, "found": {**found, number: text}}))
+
+
+def run_batch(rank: Rank, plans: Sequence[HistoryPlan]) -> dict[int, str]:
+    """Body of a rank: live histories; by number what differed.
+
+    Raises:
+        WorldBroken: If one ended otherwise than by a difference that all ranks have agreed on.
+    """
+    found: dict[int, str] = {}
+    for number, plan in enumerate(plans):
+        try:
+            live(rank, plan)
+        except DifferenceFound as difference:
+            if not difference.on_all:
+                raise WorldBroken(number, str(difference), found) from None
+            found[number] = str(difference)
+    return found
 
 
 def run_all(
-    pool: RankPool, plans: Sequence[HistoryPlan], progress: Callable[[int, Failure | None], None] | None = None
+    pool: RankPool, plans: Sequence[HistoryPlan], progress: Callable[[int, Sequence[Failure]], None] | None = None
 ) -> list[Failure]:
     """Live all histories; those that failed, in the order of the plans.
 
     Args:
         pool: Of the session.
         plans: In any order of world sizes.
-        progress: Called with the number of histories that are over, and the failure, if there is one.
+        progress: Called with the number of histories that are over, since the last call, and those of them that failed.
     """
     failures: list[Failure] = []
     for batch in _batches(plans):
         left = list(batch)
         while left:
-            failure, done = _first_failure(pool, left)
-            if failure is not None:
-                failures.append(failure)
+            done, found = _live(pool, left)
+            failures += found
             if progress is not None:
-                progress(done, failure)
+                progress(done, found)
             left = left[done:]
     order = {id(plan): index for index, plan in enumerate(plans)}
     return sorted(failures, key=lambda failure: order[id(failure.plan)])
@@ -69,20 +85,30 @@ def run_all(
 
 def run_one(pool: RankPool, plan: HistoryPlan) -> Failure | None:
     """Live one history."""
-    return _first_failure(pool, [plan])[0]
+    _, failures = _live(pool, [plan])
+    return failures[0] if failures else None
 
 
-def _first_failure(pool: RankPool, plans: Sequence[HistoryPlan]) -> tuple[Failure | None, int]:
-    """Live histories until one fails; that, and how many are over."""
+def _live(pool: RankPool, plans: Sequence[HistoryPlan]) -> tuple[int, list[Failure]]:
+    """Live histories until one breaks its world; how many are over, and those of them that failed."""
+    done = len(plans)
     try:
-        pool(plans[0].front_end.world_size, run_batch, list(plans), timeout=TIMEOUT + 10.0 * len(plans))
+        by_rank = pool(plans[0].front_end.world_size, run_batch, list(plans), timeout=TIMEOUT + 10.0 * done)
     except RanksFailed as error:
-        found = SEED.search(str(error))
-        for number, plan in enumerate(plans, 1):
-            if len(plans) == 1 or (found is not None and str(plan.seed) == found[1]):
-                return Failure(plan, str(error)), number
-        return _first_failure(pool, plans[:1])  # no rank could say: look at them one by one
-    return None, len(plans)
+        reports = [json.loads(each.message) for each in error.outcomes if each.error_type == WorldBroken.__name__]
+        if not reports and done == 1:
+            return 1, [Failure(plans[0], f"{error}\n--- history ---\n{plans[0].describe()}")]
+        if not reports:  # none could say which history it was: look at them one by one
+            return _live(pool, plans[:1])
+        by_rank = [{int(number): text for number, text in each["found"].items()} for each in reports]
+        done = 1 + min(each["number"] for each in reports)
+    numbers = sorted({number for found in by_rank for number in found if number < done})
+    return done, [Failure(plans[number], _together(by_rank, number)) for number in numbers]
+
+
+def _together(by_rank: Sequence[dict[int, str]], number: int) -> str:
+    texts = dict.fromkeys(found[number] for found in by_rank if number in found)
+    return "\n".join(text for text in texts if NOTHING_HERE not in text)
 
 
 def _batches(plans: Sequence[HistoryPlan]) -> Iterator[list[HistoryPlan]]:
@@ -100,17 +126,10 @@ def _batches(plans: Sequence[HistoryPlan]) -> Iterator[list[HistoryPlan]]:
 def kind_of(text: str) -> str:
     """Of which kind a failure is: what the first rank found, without numbers and names that differ by history."""
     lines = text.splitlines()
-    where = next((i for i, line in enumerate(lines) if re.search(r"^\S*DifferenceFound: ", line)), None)
+    where = next((i for i, line in enumerate(lines) if re.search(r"(after operation \d+:|when made)", line)), None)
     if where is None:
         return lines[1] if len(lines) > 1 else text
-    operation = re.sub(r"^.*: (\w+)\(.*$", r"\1", lines[where])
-    found = next(
-        (line for line in lines[where + 1 :] if line and line != "nothing on this rank, but on another"), lines[where]
-    )
+    operation = re.sub(r"^.*(?:: (\w+)\(.*|when made)$", r"\1", lines[where])
+    found = next((line for line in lines[where + 1 :] if line and line != NOTHING_HERE), lines[where])
     found = re.sub(r"'[^']*'|\d[\d.e+-]*", "#", found)[:90]
     return f"{operation} | {found}"
-
-
-def clock() -> float:
-    """Seconds."""
-    return time.monotonic()

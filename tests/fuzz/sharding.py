@@ -62,10 +62,7 @@ def shard(model: Root, front_end: FrontEnd, rank: Rank) -> nn.Module:
     for block in model.modules():
         if isinstance(block, Block) and block.plan.compiled:
             block.compile(backend=block.plan.compiled)
-    if front_end.name == "wrapper":
-        sharded = _wrap(model, front_end, mesh)
-    else:
-        sharded = _shard(model, front_end, mesh)
+    sharded = _wrap(model, front_end, mesh) if front_end.name == "wrapper" else _shard(model, front_end, mesh)
     if front_end.quantized:
         sharded.set_wire(shard=Wire(gather="int8", reduce="int8", min_bytes=0))
     if front_end.keep and isinstance(sharded, FSDPModule):
@@ -84,7 +81,7 @@ def _shard(model: Root, front_end: FrontEnd, mesh: Any) -> nn.Module:
         function = fully_shard
         options["reshard_after_forward"] = front_end.reshard
         if front_end.columns:
-            options["shard_placement_fn"] = lambda parameter: Shard(max(parameter.ndim - 1, 0))
+            options["shard_placement_fn"] = lambda parameter: Shard(parameter.ndim - 1) if parameter.ndim else None
     groups: list[list[nn.Module]] = []
     if function is fully_shard:
         if model.plan.block_unit and len(model.blocks) > 1:
