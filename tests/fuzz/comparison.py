@@ -30,6 +30,11 @@ class Tolerance:
     relative: float
     absolute: float
 
+    @property
+    def of_parameters(self) -> Tolerance:
+        """A step changes a parameter by a small part of its gradient, and so of the gradient's error."""
+        return Tolerance(self.relative / 10, self.absolute)
+
 
 class Pair(NamedTuple):
     """A sharded parameter as users see it, and the reference's."""
@@ -132,7 +137,7 @@ def differences(found: list[Pair], tolerance: Tolerance) -> Iterator[str]:
         if values is None:
             yield f"not sharded: {pair.fqn} is a {type(pair.held).__name__}"
             continue
-        yield from difference(f"parameter {pair.fqn}", *values, tolerance, pair.expected.detach())
+        yield from difference(f"parameter {pair.fqn}", *values, tolerance.of_parameters, pair.expected.detach())
         gradient, expected = pair.gradients()
         if (gradient is None) != (expected is None):
             size = "" if expected is None else f", whose largest element is {_largest(expected):.3g}"

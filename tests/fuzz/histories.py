@@ -24,7 +24,7 @@ from ranks import Rank
 __all__ = ["NOTHING_HERE", "DifferenceFound", "History", "live"]
 
 # fp64 rounding, after some steps. With fp32 parameters everything is as exact as these.
-EXACT, SINGLE = Tolerance(1e-9, 1e-11), Tolerance(1e-4, 1e-6)
+EXACT, SINGLE = Tolerance(1e-8, 1e-11), Tolerance(1e-4, 1e-6)
 # Gradients reduced in fp16 have 11 bits, and may be subnormal; those computed in bf16 have 8, and are sums.
 ROUNDED = {"fp16": Tolerance(4e-3, 1e-6), "bf16": Tolerance(6e-2, 1e-4)}
 

@@ -72,7 +72,7 @@ def drop_a_gradient(history: History) -> None:
 
 def change_a_parameter(history: History) -> None:
     value = next(values[0] for values in (pair.values() for pair in history.pairs) if values and values[0].numel())
-    value.view(-1)[:1].mul_(1.2)
+    value.view(-1)[value.abs().argmax()] *= 1.2
 
 
 def change_the_loss(history: History) -> None:
