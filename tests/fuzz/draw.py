@@ -1,8 +1,8 @@
 """Drawing histories: every choice follows from one integer.
 
 What the documentation says is not supported is not drawn: see docs/differences.md, and the rules of torch itself (no
-gradients of inputs through reentrant checkpointing, nor detached segments in it; no double backward through AOT
-autograd).
+gradients of inputs through reentrant checkpointing, nor detached segments in it; no double backward, and no second one,
+through AOT autograd).
 """
 
 from __future__ import annotations
@@ -249,6 +249,8 @@ def _is_possible(plan: HistoryPlan, name: str, arguments: dict[str, Any]) -> boo
         compiled = any(block.compiled == "aot_eager" for block in blocks)
         if reentrant or compiled or model.tokens or lossy:
             return False
+    if name == "accumulate_gradients" and arguments["times"] > 1:
+        return all(block.compiled != "aot_eager" for block in blocks)
     if name == "input_gradients":
         return not (reentrant or model.tokens)
     if name == "partial_reductions":

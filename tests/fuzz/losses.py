@@ -19,6 +19,7 @@ __all__ = ["DOUBLE_BACKWARD", "Loss"]
 
 DOUBLE_BACKWARD = ("penalty", "penalty only", "force")
 REGULARIZER = 0.01
+MOST_RANKS = 4
 
 
 @dataclass(frozen=True)
@@ -99,5 +100,7 @@ def _sum(values: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _squares(model: nn.Module) -> torch.Tensor:
-    squares = (parameter.double().square().sum() for parameter in model.parameters())
+    """Of parameters with a row for each rank: others get gradients that DTensor places as no step can use them."""
+    chosen = [parameter for parameter in model.parameters() if min(parameter.shape, default=MOST_RANKS) >= MOST_RANKS]
+    squares = (parameter.double().square().sum() for parameter in chosen)
     return _sum(square.full_tensor() if isinstance(square, DTensor) else square for square in squares)
