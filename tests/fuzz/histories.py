@@ -63,12 +63,14 @@ class History(Operations):
     optimizers: tuple[list[torch.optim.Optimizer], list[torch.optim.Optimizer]]
     pairs: list[Pair]
     tolerance: Tolerance
+    keeps: bool  # whether parameters stay as long as double backward needs them, so that it may not be refused
     dangling: bool  # whether a forward was run whose backward has not come, so that units may be unsharded
     _found: list[str]
 
     def __init__(self, rank: Rank, plan: HistoryPlan) -> None:
         self.rank, self.plan, self.dangling, self._found = rank, plan, False, []
         front_end = plan.front_end
+        self.keeps = front_end.keep and (front_end.reshard is False or front_end.name == "replicate")
         root = build(plan.model, plan.seed)
         compute = torch.bfloat16 if front_end.precision == "bf16" else None
         self.theirs = Reference(build(plan.model, plan.seed), rank.world_size, compute)
@@ -137,8 +139,7 @@ class History(Operations):
         blocks = list(every_block(self.plan.model))
         if any(output == "plain" for output in (self.plan.model.output, *(block.output for block in blocks))):
             return True
-        keeps = self.plan.front_end.keep and self.plan.front_end.reshard is False
-        return operation.arguments.get("loss", "square") != "square" and not keeps
+        return operation.arguments.get("loss", "square") != "square" and not self.keeps
 
     def expect(self, what: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
         """Compare two values of an operation."""
