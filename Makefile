@@ -18,7 +18,7 @@ ifeq ($(filter $(CPU),$(CPUS)),)
 $(error CPU=$(CPU): expected one of $(CPUS))
 endif
 
-.PHONY: help train test test-clients lint bench clean
+.PHONY: help train test test-clients fuzz lint bench clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -34,6 +34,9 @@ test: $(STAMP)   ## run the whole test suite, then ruff and mypy (CPU=avx2 limit
 
 test-clients: $(CLIENTS_STAMP)  ## programs that use torch's FSDP, on fullshard: accelerate, transformers, PEFT, Lightning, ...
 	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
+
+fuzz: $(STAMP)   ## many random models and histories against unsharded ones (N=2000 SEED=0; ARGS=--shrink)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.fuzz $(or $(N),200) --seed $(or $(SEED),0) $(ARGS)
 
 lint: $(STAMP)   ## format and check the code
 	$(VENV)/bin/ruff format .

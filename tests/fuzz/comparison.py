@@ -1,0 +1,196 @@
+"""Comparing a sharded model with the unsharded one, on each rank what is there: nothing is communicated.
+
+So looking changes nothing, and replicas are compared on each rank that has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from compare import fqn_of
+from fullshard.engine.flat_parameter import FlatPiece
+from fullshard.engine.ownership import nested_units
+from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.progress import Phase
+from fuzz.models import Root
+
+__all__ = ["Pair", "Tolerance", "difference", "differences", "flat_groups", "left_unsharded", "pairs"]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far a tensor may be from the expected one: by ``relative`` times its largest element, plus ``absolute``."""
+
+    relative: float
+    absolute: float
+
+    @property
+    def of_parameters(self) -> Tolerance:
+        """A step changes a parameter by a small part of its gradient, and so of the gradient's error."""
+        return Tolerance(self.relative / 10, self.absolute)
+
+
+class Pair(NamedTuple):
+    """A sharded parameter as users see it, and the reference's."""
+
+    fqn: str
+    holder: nn.Module
+    name: str
+    piece: ShardedParameter | None  # of the wrapper; None: a DTensor
+    expected: nn.Parameter
+
+    @property
+    def held(self) -> nn.Parameter | None:
+        """What the module holds now."""
+        return self.holder._parameters.get(self.name)
+
+    def values(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """This rank's part of the parameter, and what it should be; None if what the module holds is not sharded."""
+        if self.piece is not None:
+            return self.piece.local, self.part_of(self.expected.detach())
+        held = self.held
+        if not isinstance(held, DTensor):
+            return None
+        return held.detach().to_local(), self.part_of(self.expected.detach())
+
+    def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The same of gradients."""
+        whole = self.expected.grad
+        if self.piece is not None:
+            return self.piece.local_gradient, None if whole is None else self.part_of(whole)
+        held = self.held
+        gradient = None if held is None else held.grad
+        if not isinstance(gradient, DTensor):
+            return gradient, whole
+        # A regularizer's gradient is placed as DTensor likes: whole on all ranks, where ranks are more than rows.
+        return gradient.to_local(), None if whole is None else _part(whole, gradient)
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor like the whole parameter."""
+        if isinstance(self.piece, FlatPiece):
+            return self.piece.part_like_local(whole)
+        held = self.held
+        assert isinstance(held, DTensor)
+        return _part(whole, held)
+
+
+def _part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """What this rank has of ``whole``, if it is placed as ``like`` is."""
+    coordinates = like.device_mesh.get_coordinate()
+    assert coordinates is not None
+    for axis, placement in enumerate(like.placements):
+        if isinstance(placement, Shard):
+            chunks = whole.chunk(like.device_mesh.size(axis), placement.dim)
+            index = coordinates[axis]
+            whole = chunks[index] if index < len(chunks) else whole.narrow(placement.dim, 0, 0)
+    return whole
+
+
+def pairs(model: nn.Module, reference: Root, *, wrapped: bool) -> list[Pair]:
+    """All parameters, each under one of its names."""
+    found = list(_wrapped(model, reference) if wrapped else _held(model, reference))
+    covered, expected = {id(pair.expected) for pair in found}, {id(parameter) for parameter in reference.parameters()}
+    if covered != expected:
+        missing = [name for name, parameter in reference.named_parameters() if id(parameter) not in covered]
+        raise AssertionError(f"the sharded model has no {missing}")
+    return found
+
+
+def _held(model: nn.Module, reference: Root) -> Iterator[Pair]:
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                fqn = f"{path}.{name}" if path else name
+                yield Pair(fqn, module, name, None, reference.get_parameter(fqn))
+
+
+def _wrapped(model: nn.Module, reference: Root) -> Iterator[Pair]:
+    paths = {id(module): fqn_of(f"{path}.") for path, module in model.named_modules()}
+    for unit in nested_units(model):
+        for piece in unit.parameters:
+            for owner in piece.owners:
+                module = owner.module()
+                fqn = f"{paths[id(module)]}{owner.name}".lstrip(".")
+                assert module is not None
+                yield Pair(fqn, module, owner.name, piece, reference.get_parameter(fqn))
+
+
+def flat_groups(found: list[Pair]) -> list[list[nn.Parameter]]:
+    """The reference's parameters, of each flat parameter that users see."""
+    groups: dict[int, list[nn.Parameter]] = {}
+    for pair in found:
+        if isinstance(pair.piece, FlatPiece) and pair.piece.home is not None:
+            groups.setdefault(id(pair.piece.home), []).append(pair.expected)
+    return list(groups.values())
+
+
+def differences(found: list[Pair], tolerance: Tolerance) -> Iterator[str]:
+    """What differs between the sharded model and the reference, in words."""
+    for pair in found:
+        values = pair.values()
+        if values is None:
+            yield f"not sharded: {pair.fqn} is a {type(pair.held).__name__}"
+            continue
+        yield from difference(f"parameter {pair.fqn}", *values, tolerance.of_parameters, pair.expected.detach())
+        gradient, expected = pair.gradients()
+        if (gradient is None) != (expected is None):
+            size = "" if expected is None else f", whose largest element is {_largest(expected):.3g}"
+            yield f"gradient of {pair.fqn}: {_brief(gradient)}, expected {_brief(expected)}{size}"
+        elif gradient is not None and expected is not None:
+            yield from difference(f"gradient of {pair.fqn}", gradient, expected, tolerance, pair.expected.grad)
+
+
+def difference(
+    what: str,
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    tolerance: Tolerance,
+    whole: torch.Tensor | None = None,
+) -> Iterator[str]:
+    """How ``actual`` differs from ``expected``, in words; nothing if it does not.
+
+    ``whole``: of which ``expected`` is a part, and whose largest element counts.
+    """
+    actual, expected = actual.detach(), expected.detach()
+    if isinstance(actual, DTensor):
+        yield f"{what}: a DTensor, expected a tensor"
+        return
+    if actual.numel() == expected.numel() and actual.dim() == 1:
+        expected = expected.reshape(actual.shape)
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        yield f"{what}: {_brief(actual)}, expected {_brief(expected)}"
+        return
+    actual, expected = actual.double(), expected.double()
+    distance = (actual - expected).abs()
+    allowed = tolerance.relative * _largest(expected if whole is None else whole) + tolerance.absolute
+    if actual.numel() and not bool((distance <= allowed).all()):
+        index = int(distance.nan_to_num(nan=torch.inf).argmax())
+        yield (
+            f"{what}: {int((~(distance <= allowed)).sum())} of {actual.numel()} elements differ by more than "
+            f"{allowed:.3g}; worst: {float(actual.flatten()[index])!r}, expected {float(expected.flatten()[index])!r}"
+        )
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _brief(tensor: torch.Tensor | None) -> str:
+    return "None" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+
+
+def left_unsharded(model: nn.Module) -> Iterator[str]:
+    """Units that hold memory for unsharded parameters, or are in the middle of something."""
+    for unit in nested_units(model):
+        if unit.phase is not Phase.RESTING:
+            yield f"left over: unit {unit.name!r} is in its {unit.phase.value}"
+        if any(bucket.full_bytes for bucket in unit.buckets):
+            yield f"left over: unit {unit.name!r} is unsharded"
+        if unit.registration.full:
+            yield f"left over: modules of unit {unit.name!r} hold unsharded parameters"

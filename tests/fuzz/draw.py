@@ -1,0 +1,269 @@
+"""Drawing histories: every choice follows from one integer.
+
+What the documentation says is not supported is not drawn: see docs/differences.md, and the rules of torch itself (no
+gradients of inputs through reentrant checkpointing, nor detached segments in it; no double backward, and no second one,
+through AOT autograd).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from fuzz.leave_out import without
+from fuzz.losses import DOUBLE_BACKWARD
+from fuzz.models import KINDS
+from fuzz.outputs import CONTAINERS
+from fuzz.plan import BlockPlan, FrontEnd, HistoryPlan, ModelPlan, Operation, OptimizerPlan, every_block
+
+__all__ = ["LEFT_OUT", "draw"]
+
+T = TypeVar("T")
+
+# Features that no history has: faults that are known, by their names in ``fuzz.leave_out``.
+LEFT_OUT: tuple[str, ...] = ()
+
+MIN_OPERATIONS, MAX_OPERATIONS = 4, 9
+HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+SMALL_MESSAGES = 256  # bytes per rank: then most parameters of small models travel directly
+
+
+def draw(seed: int, left_out: Sequence[str] = LEFT_OUT) -> HistoryPlan:
+    """The history of a seed.
+
+    Args:
+        seed: Any integer.
+        left_out: Features that it shall not have, see ``fuzz.leave_out``.
+    """
+    return without(_Drawing(seed).history(), left_out)
+
+
+class _Drawing:
+    """Choices of one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.choices = seed, random.Random(seed)
+
+    def maybe(self, probability: float) -> bool:
+        return self.choices.random() < probability
+
+    def one(self, *options: T) -> T:
+        return self.choices.choice(options)
+
+    def history(self) -> HistoryPlan:
+        front_end = self.front_end()
+        model = self.model(front_end)
+        optimizer = self.optimizer(front_end)
+        if any(each.kind == "dtypes" for each in every_block(model)):
+            front_end = replace(front_end, quantized=False)  # of fp64, nothing qualifies
+        plan = HistoryPlan(self.seed, model, front_end, optimizer)
+        count = self.choices.randint(MIN_OPERATIONS, MAX_OPERATIONS)
+        operations = tuple(self.operation(plan, number) for number in range(1, count + 1))
+        return replace(plan, operations=operations)
+
+    # ---------------------------------------------------------------- front ends
+
+    def front_end(self) -> FrontEnd:
+        name = self.one("fully_shard", "fully_shard", "fully_shard", "replicate", "wrapper", "wrapper")
+        common: dict[str, Any] = {
+            "name": name,
+            "offload": self.maybe(0.1),
+            "tiny": self.maybe(0.4),
+            "direct_bytes": self.one(0, SMALL_MESSAGES),
+            "precision": self.choices.choices(["exact", "bf16", "fp16"], [0.86, 0.07, 0.07])[0],
+        }
+        if name == "replicate":
+            return FrontEnd(mesh=self.one((2,), (2,), (3,)), keep=self.maybe(0.15), **common)
+        mesh: tuple[int, ...] = self.one((1,), (2,), (2,), (2,), (3,), (3,), (2, 2), (2, 1), (1, 2))
+        if name == "wrapper":
+            return FrontEnd(
+                mesh=mesh,
+                strategy=self.one(*(HYBRID if len(mesh) == 2 else STRATEGIES)),
+                orig=self.maybe(0.5),
+                prefetch=self.one("BACKWARD_PRE", "BACKWARD_POST", ""),
+                **common,
+            )
+        keep = self.maybe(0.15)
+        return FrontEnd(
+            mesh=mesh,
+            reshard=False if keep else self.one(None, None, True, False, mesh[-1]),
+            keep=keep,
+            columns=self.maybe(0.1),
+            quantized=common["precision"] == "exact" and mesh[-1] > 1 and self.maybe(0.05),
+            **common,
+        )
+
+    def optimizer(self, front_end: FrontEnd) -> OptimizerPlan:
+        names = ["sgd", "momentum", "adamw"]
+        if front_end.precision != "exact":
+            return OptimizerPlan("sgd", self.one("plain", "localize", "overlap"))
+        if not front_end.flat:
+            names.append("muon")
+        return OptimizerPlan(self.one(*names), self.one("plain", "localize", "overlap"))
+
+    # ---------------------------------------------------------------- models
+
+    def model(self, front_end: FrontEnd) -> ModelPlan:
+        reentrant = self.maybe(0.5)
+        count = self.choices.randint(1, 4)
+        compiled = self.one("eager", "aot_eager") if self.maybe(0.02) else ""
+        blocks = [self.block(0, reentrant=reentrant) for _ in range(count)]
+        if compiled:
+            chosen = self.choices.randrange(count)
+            blocks[chosen] = replace(blocks[chosen], compiled=compiled, checkpoint="", output="tensor", inner=())
+        tokens = self.maybe(0.25)
+        composable = front_end.name == "fully_shard"
+        return ModelPlan(
+            blocks=tuple(blocks),
+            large=self.maybe(0.3),
+            batch=self.one(1, 2),
+            tokens=tokens,
+            tied_blocks=self.maybe(0.2),
+            tied_head=tokens and self.maybe(0.5),
+            again=self.choices.randrange(count) if self.maybe(0.15) else -1,
+            head=self.one("called", "called", "read"),
+            head_unit=composable and self.maybe(0.4),
+            block_unit=composable and count > 1 and self.maybe(0.15),
+            output=self.container(0.3),
+        )
+
+    def container(self, probability: float) -> str:
+        return self.one(*CONTAINERS) if self.maybe(probability) else "tensor"
+
+    def block(self, depth: int, *, reentrant: bool) -> BlockPlan:
+        checkpoint = ""
+        if self.maybe(0.25):
+            checkpoint = self.one("inside", "outside") + (" reentrant" if reentrant else "")
+        return BlockPlan(
+            kind=self.one(*KINDS),
+            unit=self.maybe(0.75 if depth == 0 else 0.4),
+            calls=self.one(2, 3) if self.maybe(0.15) else 1,
+            output="tensor" if checkpoint == "outside reentrant" else self.container(0.2),
+            checkpoint=checkpoint,
+            frozen=self.one("some", "all") if self.maybe(0.15) else "",
+            detach=self.one("input", "output") if not reentrant and self.maybe(0.15) else "",
+            inner=tuple(
+                self.block(depth + 1, reentrant=reentrant)
+                for _ in range(self.choices.randint(1, 2) if depth < 2 and self.maybe(0.25) else 0)
+            ),
+        )
+
+    # ---------------------------------------------------------------- operations
+
+    def operation(self, plan: HistoryPlan, data: int) -> Operation:
+        chosen = self.choices.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        arguments = self.loss(plan, chosen) | self.arguments(plan, chosen)
+        if not _is_possible(plan, chosen, arguments):
+            return Operation("train", data, {"steps": 1})
+        return Operation(chosen, data, arguments)
+
+    def loss(self, plan: HistoryPlan, name: str) -> dict[str, Any]:
+        given: dict[str, Any] = {}
+        if name in WITH_BACKWARD and self.maybe(0.25):
+            given["loss"] = self.one(*DOUBLE_BACKWARD)
+        if self.maybe(0.25):
+            count = len(plan.model.blocks)
+            given["run"] = [self.choices.randrange(count) for _ in range(self.choices.randint(1, count + 1))]
+        if self.maybe(0.2):
+            given["every"] = False
+        if self.maybe(0.25):
+            given["inputs"] = True
+        if name in WITH_BACKWARD and plan.front_end.name != "wrapper" and self.maybe(0.1):
+            given["regularized"] = True
+        return given
+
+    def arguments(self, plan: HistoryPlan, name: str) -> dict[str, Any]:
+        block, none = self.choices.randrange(4), self.maybe(0.6)
+        drawn: dict[str, Any] = {
+            "train": {"steps": self.one(1, 2, 2), "to_none": none, "clip": self.one(0.0, 0.0, 0.05)},
+            "accumulate_gradients": {"times": self.one(1, 2)},
+            "optimizer_step": {"to_none": none},
+            "zero_gradients": {"to_none": none},
+            "microbatches": {
+                "count": self.one(1, 2),
+                "ends": self.one("backward", "backward", "synchronize"),
+                "evaluates": self.maybe(0.3),
+            },
+            "several_graphs": {"order": self.choices.sample(range(3), self.one(2, 3))},
+            "evaluate": {"mode": self.one("no_grad", "inference_mode")},
+            "keep_unsharded": {"trains": self.maybe(0.5)},
+            "unshard": {"unit": self.choices.randrange(4), "waits": self.maybe(0.7), "runs": self.maybe(0.7)},
+            "child": {"block": block},
+            "edit": {"way": self.one("in place", "summon")},
+            "freeze": {"block": block, "trains": self.maybe(0.5)},
+            "state_dict": {"optimizer": self.maybe(0.6)},
+            "prefetch": {
+                "direction": self.one("forward", "backward"),
+                "units": [self.choices.randrange(5) for _ in range(3)],
+            },
+            "prefetch_bytes": {"budget": self.one(None, 0, 10_000, 10_000_000)},
+            "reshard_after_forward": {"enable": self.maybe(0.5)},
+            "fail": {"block": block, "where": self.one("forward", "backward")},
+        }
+        given: dict[str, Any] = drawn.get(name, {})
+        if name == "several_graphs":  # numbers of batches, all of which have a graph
+            given["order"] = sorted(range(len(given["order"])), key=given["order"].__getitem__)
+        return given
+
+
+WITH_BACKWARD = ("train", "accumulate_gradients", "microbatches", "several_graphs", "clip", "edit_gradients")
+WEIGHTS = {
+    "train": 10,
+    "accumulate_gradients": 5,
+    "optimizer_step": 3,
+    "zero_gradients": 1,
+    "microbatches": 4,
+    "partial_reductions": 1,
+    "several_graphs": 2,
+    "clip": 2,
+    "evaluate": 2,
+    "forward_only": 1,
+    "input_gradients": 2,
+    "keep_unsharded": 1,
+    "unshard": 1,
+    "child": 1,
+    "edit": 2,
+    "edit_gradients": 1,
+    "summon": 1,
+    "freeze": 2,
+    "copy": 2,
+    "state_dict": 2,
+    "save_and_load": 0.4,
+    "prefetch": 1,
+    "prefetch_bytes": 1,
+    "reshard_after_forward": 1,
+    "fail": 2,
+}
+
+
+def _is_possible(plan: HistoryPlan, name: str, arguments: dict[str, Any]) -> bool:
+    """Whether torch, and the documentation, allow this operation on this model."""
+    model, front_end = plan.model, plan.front_end
+    blocks = list(every_block(model))
+    reentrant = any("reentrant" in block.checkpoint for block in blocks)
+    lossy = front_end.precision != "exact"
+    if arguments.get("loss", "square") != "square":
+        compiled = any(block.compiled == "aot_eager" for block in blocks)
+        if reentrant or compiled or model.tokens or lossy:
+            return False
+    if name == "accumulate_gradients" and arguments["times"] > 1:
+        return all(block.compiled != "aot_eager" for block in blocks)
+    if name == "input_gradients":
+        return not (reentrant or model.tokens)
+    if name == "partial_reductions":
+        return front_end.name == "fully_shard" and len(front_end.mesh) == 2
+    if name == "edit":
+        return plan.optimizer.mode != "overlap" or front_end.name != "wrapper"
+    if name in ("freeze", "child"):
+        chosen = model.blocks[arguments["block"] % len(model.blocks)]
+        tied = model.tied_blocks and (name == "child" or front_end.flat)
+        alone = chosen.unit and not (model.block_unit and arguments["block"] % len(model.blocks) < 2)
+        if name == "child":
+            return alone and not tied and not lossy and not chosen.compiled
+        return not front_end.flat or (alone and not tied)
+    if name == "fail":
+        return not any(block.compiled for block in blocks)
+    return name != "keep_unsharded" or front_end.name != "wrapper" or not arguments["trains"]

@@ -1,0 +1,220 @@
+"""A history: a sharded and an unsharded model, to which the same is done; both are compared after every operation."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard import FSDPModule, FullshardError
+from fuzz.comparison import Pair, Tolerance, difference, differences, flat_groups, left_unsharded, pairs
+from fuzz.losses import Loss
+from fuzz.models import build
+from fuzz.operations import Operations
+from fuzz.optimizers import optimizers
+from fuzz.plan import HistoryPlan, Operation, every_block
+from fuzz.reference import Reference, Side
+from fuzz.sharding import message_sizes, shard
+from ranks import Rank
+
+__all__ = ["NOTHING_HERE", "DifferenceFound", "History", "live"]
+
+# fp64 rounding, after some steps. With fp32 parameters everything is as exact as these.
+EXACT, SINGLE = Tolerance(1e-8, 1e-11), Tolerance(1e-4, 1e-6)
+# Gradients reduced in fp16 have 11 bits, and may be subnormal; those computed in bf16 have 8, and are sums.
+ROUNDED = {"fp16": Tolerance(4e-3, 1e-6), "bf16": Tolerance(6e-2, 1e-4)}
+
+MOST_SHOWN = 12  # differences
+NOTHING_HERE = "nothing on this rank, but on another"
+
+
+class DifferenceFound(AssertionError):  # noqa: N818 - reads as what happened
+    """The sharded model is not as the unsharded one.
+
+    Args:
+        plan: Of the history.
+        index: Of the operation; -1: when the models were made.
+        found: What was wrong, on this rank; the first line says of what kind.
+        on_all: Whether all ranks have come here, at rest, so that the next history can begin.
+    """
+
+    def __init__(self, plan: HistoryPlan, index: int, found: str, *, on_all: bool = False) -> None:
+        self.plan, self.index, self.found, self.on_all = plan, index, found, on_all
+        where = "when made" if index < 0 else f"after operation {index}: {plan.operations[index]}"
+        super().__init__(f"{where}\n{found}\n--- history ---\n{plan.describe()}")
+
+
+class History(Operations):
+    """Both models and their optimizers.
+
+    Args:
+        rank: Of the world.
+        plan: Of what is made and done.
+    """
+
+    rank: Rank
+    plan: HistoryPlan
+    ours: Side
+    theirs: Reference
+    optimizers: tuple[list[torch.optim.Optimizer], list[torch.optim.Optimizer]]
+    pairs: list[Pair]
+    tolerance: Tolerance
+    keeps: bool  # whether parameters stay as long as double backward needs them, so that it may not be refused
+    dangling: bool  # whether a forward was run whose backward has not come, so that units may be unsharded
+    _found: list[str]
+
+    def __init__(self, rank: Rank, plan: HistoryPlan) -> None:
+        self.rank, self.plan, self.dangling, self._found = rank, plan, False, []
+        front_end = plan.front_end
+        self.keeps = front_end.keep and (front_end.reshard is False or front_end.name == "replicate")
+        root = build(plan.model, plan.seed)
+        compute = torch.bfloat16 if front_end.precision == "bf16" else None
+        self.theirs = Reference(build(plan.model, plan.seed), rank.world_size, compute)
+        self.ours = Side(shard(root, front_end, rank))
+        self.made_anew(self.ours.model)
+        self.optimizers = (
+            optimizers(self.ours.model, plan.optimizer, plan.front_end, sharded=True),
+            optimizers(self.theirs.model, plan.optimizer, plan.front_end, sharded=False),
+        )
+        single = any(block.kind == "dtypes" for block in every_block(plan.model))
+        self.tolerance = ROUNDED.get(front_end.precision, SINGLE if single else EXACT)
+
+    def made_anew(self, model: nn.Module) -> None:
+        """``model`` is the sharded one from now on."""
+        self.ours = Side(model)
+        self.pairs = pairs(model, self.theirs.model, wrapped=self.plan.front_end.name == "wrapper")
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the sharded model rounds otherwise than the reference."""
+        return self.plan.front_end.precision in ROUNDED
+
+    # ---------------------------------------------------------------- running and comparing
+
+    def live(self) -> None:
+        """Do everything.
+
+        Raises:
+            DifferenceFound: On all ranks, if there is a difference on any.
+        """
+        self._compare(-1)
+        for index, operation in enumerate(self.plan.operations):
+            refused = self._do(index, operation)
+            if refused:
+                for side in (self.ours, self.theirs):
+                    side.model.zero_grad()
+                self.dangling = True
+            if self.rounds:
+                self._compare(index)
+                self._start_from_same()
+            self._compare(index)
+
+    def _do(self, index: int, operation: Operation) -> bool:
+        """Whether it was refused, with a clear error, as it may be."""
+        refused = ""
+        try:
+            getattr(self, operation.name)(Loss.of(self.plan, operation), **operation.arguments)
+        except FullshardError as error:
+            if not self._may_refuse(operation):
+                raise DifferenceFound(self.plan, index, traceback.format_exc()) from None
+            refused = f"refused: {error}"
+        except Exception as error:
+            raise DifferenceFound(
+                self.plan, index, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+            ) from None
+        if not self._may_refuse(operation):
+            return False
+        count = torch.tensor([float(bool(refused))])
+        dist.all_reduce(count)
+        if 0 < count < self.rank.world_size:
+            raise DifferenceFound(self.plan, index, f"refused on some ranks only: {refused or 'not on this one'}")
+        return bool(refused)
+
+    def _may_refuse(self, operation: Operation) -> bool:
+        """Whether it may end with an error of fullshard's instead of the right result."""
+        blocks = list(every_block(self.plan.model))
+        if any(output == "plain" for output in (self.plan.model.output, *(block.output for block in blocks))):
+            return True
+        return operation.arguments.get("loss", "square") != "square" and not self.keeps
+
+    def expect(self, what: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        """Compare two values of an operation."""
+        self._found += difference(what, actual, expected, self.tolerance)
+
+    def _compare(self, index: int) -> None:
+        found, self._found = self._found, []
+        if isinstance(self.ours.model, nn.Module):
+            list(self.ours.model.parameters())  # as a user who looks: what a failure has left is cleared away
+        found += differences(self.pairs, self.tolerance)
+        if not self._may_stay_unsharded:
+            found += left_unsharded(self.ours.model)
+        count = torch.tensor([float(len(found))])
+        dist.all_reduce(count)
+        if count:
+            shown = "\n".join(found[:MOST_SHOWN]) if found else NOTHING_HERE
+            raise DifferenceFound(self.plan, index, shown, on_all=True)
+
+    @property
+    def _may_stay_unsharded(self) -> bool:
+        return self.dangling or self.plan.front_end.keep or self.plan.optimizer.mode == "overlap"
+
+    def _start_from_same(self) -> None:
+        """Both have the sharded model's values and no gradients: rounding errors do not add up."""
+        values = self.full_values()
+        with torch.no_grad():
+            for name, parameter in self.theirs.model.named_parameters():
+                parameter.copy_(values[name])
+        for side in (self.ours, self.theirs):
+            side.model.zero_grad()
+
+    # ---------------------------------------------------------------- what operations are made of
+
+    def backward(self, loss: Loss, times: int = 1) -> None:
+        """In both models; the losses are compared."""
+
+        def work(side: Side, rank: int) -> torch.Tensor:
+            value = loss(side, rank)
+            for index in range(times if value.requires_grad else 0):
+                value.backward(retain_graph=index + 1 < times)
+            self.dangling &= not value.requires_grad
+            return value.detach()
+
+        mine = work(self.ours, self.rank.rank)
+        self.expect_average(mine, work)
+
+    def expect_average(self, mine: torch.Tensor, work: Callable[[Side, int], torch.Tensor]) -> None:
+        """Have the reference do the same for all ranks, and compare what came out on this one."""
+        results = self.theirs.average(work)
+        self.theirs.fill(flat_groups(self.pairs))
+        self.expect("loss", mine, results[self.rank.rank])
+
+    def step(self) -> None:
+        """Of both sides' optimizers."""
+        for side in self.optimizers:
+            for optimizer in side:
+                optimizer.step()
+
+    def zero(self, *, to_none: bool) -> None:
+        """The gradients of both sides."""
+        for side in (self.ours, self.theirs):
+            side.model.zero_grad(set_to_none=to_none)
+
+    def set_sync(self, name: str, enable: bool) -> None:
+        """Call a setter of ``fully_shard``'s modules, which says whether gradients are reduced."""
+        assert isinstance(self.ours.model, FSDPModule)
+        getattr(self.ours.model, name)(enable)
+
+
+def live(rank: Rank, plan: HistoryPlan) -> None:
+    """Make a history and live it. See :meth:`History.live`."""
+    with message_sizes(plan.front_end), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what torch says about checkpoints without inputs, and the like
+        try:
+            history = History(rank, plan)
+        except Exception as error:
+            raise DifferenceFound(plan, -1, f"{type(error).__name__}: {error}\n{traceback.format_exc()}") from None
+        history.live()

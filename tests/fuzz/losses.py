@@ -1,0 +1,106 @@
+"""The loss of an operation: the same function of a sharded and of an unsharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fuzz.models import FEATURES, VOCABULARY, Sizes, set_rank
+from fuzz.outputs import tensors_of
+from fuzz.plan import HistoryPlan, ModelPlan, Operation
+from fuzz.reference import Side
+
+__all__ = ["DOUBLE_BACKWARD", "Loss"]
+
+DOUBLE_BACKWARD = ("penalty", "penalty only", "force")
+REGULARIZER = 0.01
+MOST_RANKS = 4
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Of the batch of one rank.
+
+    Args:
+        plan: Of the model.
+        seed: Of the batches.
+        kind: "square": a mean of the squares' logarithms, which cannot diverge, of all outputs. "penalty": and of the
+            gradient of the input. "penalty only": without the first. "force": how far that gradient is from a target.
+        run: Which blocks run; None: all.
+        every: Whether all of the root's outputs count, or the first.
+        inputs: Whether inputs require gradients anyway.
+        regularized: Whether the squares of all parameters are added, as a regularizer on the sharded ones.
+    """
+
+    plan: ModelPlan
+    seed: int
+    kind: str = "square"
+    run: Sequence[int] | None = None
+    every: bool = True
+    inputs: bool = False
+    regularized: bool = False
+
+    @classmethod
+    def of(cls, plan: HistoryPlan, operation: Operation) -> Loss:
+        """That an operation's arguments describe."""
+        given: dict[str, Any] = operation.arguments
+        names = ("run", "every", "inputs", "regularized")
+        options = {name: given[name] for name in names if name in given}
+        return cls(plan.model, 1000 * plan.seed + operation.data, kind=given.get("loss", "square"), **options)
+
+    def batch(self, rank: int, number: int = 0) -> torch.Tensor:
+        """The input of a rank, of the ``number``-th batch."""
+        generator = torch.Generator().manual_seed(100 * (10 * self.seed + number) + rank)
+        shape = (self.plan.batch, Sizes(self.plan).steps)
+        if self.plan.tokens:
+            return torch.randint(VOCABULARY, shape, generator=generator)
+        return torch.randn(*shape, FEATURES, generator=generator, dtype=torch.float64)
+
+    def outputs(self, side: Side, rank: int, number: int = 0, *, inputs: bool = False) -> Sequence[torch.Tensor]:
+        """The root's input, and its outputs."""
+        set_rank(side.model, rank)
+        x = self.batch(rank, number)
+        if inputs and x.is_floating_point():
+            x.requires_grad_()
+        found = tensors_of(side.forward(x, run=self.run))
+        return [x, *(found if self.every else found[:1])]
+
+    def __call__(self, side: Side, rank: int, number: int = 0) -> torch.Tensor:
+        """The loss of a rank on the ``number``-th batch."""
+        x, *outputs = self.outputs(side, rank, number, inputs=self.inputs or self.kind in DOUBLE_BACKWARD)
+        loss = _sum(_mean(output) for output in outputs)
+        if self.kind in DOUBLE_BACKWARD:
+            total = _sum(torch.sin(output.double()).sum() for output in outputs)
+            gradient = None
+            if total.requires_grad:
+                (gradient,) = torch.autograd.grad(total, x, create_graph=True, allow_unused=True)
+            if gradient is not None:
+                target = torch.cos(self.batch(rank, number + 5)) if self.kind == "force" else 0.0
+                penalty = _mean(gradient - target)
+                loss = loss + penalty if self.kind == "penalty" else penalty
+        if self.regularized:
+            loss = loss + REGULARIZER * _squares(side.model)
+        return loss
+
+
+def _mean(output: torch.Tensor) -> torch.Tensor:
+    return output.double().square().log1p().mean()
+
+
+def _sum(values: Iterable[torch.Tensor]) -> torch.Tensor:
+    first, *others = values
+    for value in others:
+        first = first + value
+    return first
+
+
+def _squares(model: nn.Module) -> torch.Tensor:
+    """Of parameters with a row for each rank: others get gradients that DTensor places as no step can use them."""
+    chosen = [parameter for parameter in model.parameters() if min(parameter.shape, default=MOST_RANKS) >= MOST_RANKS]
+    squares = (parameter.double().square().sum() for parameter in chosen)
+    return _sum(square.full_tensor() if isinstance(square, DTensor) else square for square in squares)

@@ -1,0 +1,377 @@
+"""What can be done to both models of a history. Each method is an operation; its arguments come from the plan."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard
+from compare import fqn_of
+from fullshard import FSDPModule, FullyShardedDataParallel, unsharded
+from fuzz.losses import Loss
+from fuzz.models import Block
+from fuzz.optimizers import optimizers
+from fuzz.outputs import tensors_of
+from fuzz.reference import Reference, Side
+from fuzz.sharding import reshard_all, sharded_modules
+
+__all__ = ["Operations"]
+
+
+class Operations:
+    """See the module docstring. What a history has is declared in ``fuzz.histories``."""
+
+    rank: Any
+    plan: Any
+    ours: Side
+    theirs: Reference
+    optimizers: Any
+    dangling: bool
+    keeps: bool
+    tolerance: Any
+    rounds: bool
+
+    backward: Any
+    expect: Any
+    expect_average: Any
+    step: Any
+    zero: Any
+    set_sync: Any
+    made_anew: Any
+
+    # ---------------------------------------------------------------- steps
+
+    def train(self, loss: Loss, /, steps: int = 1, to_none: bool = True, clip: float = 0.0, **_: Any) -> None:
+        """Whole steps, between which nobody looks at anything."""
+        for number in range(steps):
+            self.backward(_numbered(loss, number))
+            if clip:
+                self._clip(clip)
+            self.step()
+            self.zero(to_none=to_none)
+
+    def accumulate_gradients(self, loss: Loss, /, times: int = 1, **_: Any) -> None:
+        """A backward (of the same graph several times), and no step."""
+        self.backward(loss, times)
+
+    def optimizer_step(self, loss: Loss, /, to_none: bool = True, **_: Any) -> None:
+        """A step with the gradients that are there, and zero_grad."""
+        self.step()
+        self.zero(to_none=to_none)
+
+    def zero_gradients(self, loss: Loss, /, to_none: bool = True, **_: Any) -> None:
+        """zero_grad."""
+        self.zero(to_none=to_none)
+
+    def microbatches(
+        self, loss: Loss, /, count: int = 2, ends: str = "backward", evaluates: bool = False, **_: Any
+    ) -> None:
+        """Backwards without reduction, then one with it, or ``synchronize_gradients``."""
+        with self._no_sync("requires_gradient_sync"):
+            for number in range(count):
+                self.backward(_numbered(loss, number))
+                if evaluates:
+                    self.evaluate(loss)
+        if ends == "backward":
+            self.backward(_numbered(loss, count))
+        else:
+            self.ours.model.synchronize_gradients()
+            self.dangling = True  # the last backward may have kept them, for a next one
+
+    def partial_reductions(self, loss: Loss, /, count: int = 2, **_: Any) -> None:
+        """Backwards that are reduced over the shard axis only, then one over both."""
+        with self._no_sync("requires_all_reduce"):
+            for number in range(count):
+                self.backward(_numbered(loss, number))
+        self.backward(_numbered(loss, count))
+
+    def several_graphs(self, loss: Loss, /, order: Sequence[int] = (0, 1), **_: Any) -> None:
+        """All forwards first, then the backwards in some order."""
+
+        def work(side: Side, rank: int) -> torch.Tensor:
+            losses = [loss(side, rank, number) for number in range(len(order))]
+            for number in order:
+                if losses[number].requires_grad:
+                    losses[number].backward()
+            self.dangling &= not any(value.requires_grad for value in losses)
+            return torch.stack([value.detach() for value in losses])
+
+        self.expect_average(work(self.ours, self.rank.rank), work)
+
+    def clip(self, loss: Loss, /, norm: float = 0.05, **_: Any) -> None:
+        """A backward, and clipping of all gradients."""
+        self.backward(loss)
+        self._clip(norm)
+
+    def _clip(self, norm: float) -> None:
+        model = self.ours.model
+        if isinstance(model, FullyShardedDataParallel):
+            mine = model.clip_grad_norm_(norm)
+        else:
+            mine = fullshard.clip_grad_norm_(model.parameters(), norm)
+        expected = nn.utils.clip_grad_norm_(self.theirs.model.parameters(), norm)
+        self.expect("gradient norm", mine.double(), expected.double())
+
+    # ---------------------------------------------------------------- without steps
+
+    def evaluate(self, loss: Loss, /, mode: str = "no_grad", **_: Any) -> None:
+        """Forwards without gradients."""
+        with getattr(torch, mode)():
+            mine = [value.clone() for value in loss.outputs(self.ours, self.rank.rank, 7)[1:]]
+            expected = [value.clone() for value in loss.outputs(self.theirs, self.rank.rank, 7)[1:]]
+        for index, pair in enumerate(zip(mine, expected, strict=True)):
+            self.expect(f"output {index}", *pair)
+
+    def forward_only(self, loss: Loss, /, **_: Any) -> None:
+        """A forward whose backward never comes."""
+        loss(self.ours, self.rank.rank)
+        self.dangling = True
+
+    def input_gradients(self, loss: Loss, /, **_: Any) -> None:
+        """Gradients of the inputs only, by ``torch.autograd.grad``."""
+
+        def work(side: Side, rank: int) -> torch.Tensor:
+            x, *outputs = loss.outputs(side, rank, inputs=True)
+            total = sum(output.double().square().sum() for output in outputs)
+            assert isinstance(total, torch.Tensor)
+            if not total.requires_grad:
+                return total
+            (gradient,) = torch.autograd.grad(total, x, allow_unused=True)
+            self.dangling |= gradient is None  # then no backward has run
+            return total.detach() if gradient is None else gradient
+
+        self.expect("gradient of the input", work(self.ours, self.rank.rank), work(self.theirs, self.rank.rank))
+
+    def keep_unsharded(self, loss: Loss, /, trains: bool = False, **_: Any) -> None:
+        """Forwards, maybe a backward and a step, inside of ``unsharded``."""
+        with unsharded(self.ours.model):
+            self.evaluate(loss)
+            if trains:
+                self.backward(loss)
+            self.evaluate(loss)
+
+    def unshard(self, loss: Loss, /, unit: int = 0, waits: bool = True, runs: bool = True, **_: Any) -> None:
+        """``unshard`` and ``reshard`` of one unit, with forwards in between."""
+        units = [module for module in sharded_modules(self.ours.model) if isinstance(module, FSDPModule)]
+        if not units:
+            return
+        module = units[unit % len(units)]
+        handle = module.unshard(async_op=True)
+        assert handle is not None
+        if waits:
+            handle.wait()
+        if runs:
+            self.evaluate(loss)
+        module.reshard()
+
+    def child(self, loss: Loss, /, block: int = 0, **_: Any) -> None:
+        """A backward of one block, called without its root."""
+        mine, theirs = self._block(self.ours, block), self._block(self.theirs, block)
+        if mine is None or theirs is None:
+            return
+        width = loss.batch(0)
+        shape = (*width.shape[:2], self.theirs.model.norm.normalized_shape[0])
+
+        def work(side: Side, rank: int) -> torch.Tensor:
+            generator = torch.Generator().manual_seed(loss.seed + rank)
+            x = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+            module = theirs if side is self.theirs else mine
+            assert module is not None
+            for each in module.modules():
+                if isinstance(each, Block):
+                    each.rank = rank
+            value = tensors_of(module(x))[0].square().mean()
+            if value.requires_grad:
+                value.backward()
+            return value.detach()
+
+        self.expect_average(work(self.ours, self.rank.rank), work)
+
+    # ---------------------------------------------------------------- edits
+
+    def edit(self, loss: Loss, /, way: str = "in place", factor: float = 0.97, **_: Any) -> None:
+        """Write to parameters: the sharded ones, or inside ``summon_full_params``."""
+        model = self.ours.model
+        around: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if way == "summon":
+            around = FullyShardedDataParallel.summon_full_params(model)
+        with around, torch.no_grad():
+            for side in (self.ours, self.theirs):
+                for parameter in side.model.parameters():
+                    parameter.mul_(factor)
+        if way == "in place":
+            reshard_all(model)
+
+    def edit_gradients(self, loss: Loss, /, factor: float = 0.5, **_: Any) -> None:
+        """Write to the gradients after a backward."""
+        self.backward(loss)
+        for side in (self.ours, self.theirs):
+            for parameter in side.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
+    def summon(self, loss: Loss, /, **_: Any) -> None:
+        """What ``summon_full_params`` shows of parameters and gradients."""
+        expected = dict(self.theirs.model.named_parameters(remove_duplicate=False))
+        with FullyShardedDataParallel.summon_full_params(self.ours.model, writeback=False, with_grads=True):
+            for name, parameter in self.ours.model.named_parameters(remove_duplicate=False):
+                theirs = expected[fqn_of(name)]
+                self.expect(f"summoned {name}", parameter.detach(), theirs.detach())
+                if parameter.grad is not None and theirs.grad is not None:
+                    self.expect(f"gradient of summoned {name}", parameter.grad, theirs.grad)
+
+    def full_values(self) -> dict[str, torch.Tensor]:
+        """All parameters of the sharded model, unsharded."""
+        with FullyShardedDataParallel.summon_full_params(self.ours.model, writeback=False):
+            named = self.ours.model.named_parameters(remove_duplicate=False)
+            return {fqn_of(name): parameter.detach().clone() for name, parameter in named}
+
+    def freeze(self, loss: Loss, /, block: int = 0, trains: bool = False, **_: Any) -> None:
+        """Change ``requires_grad`` of the parameters of a block."""
+        for side in (self.ours, self.theirs):
+            module = self._block(side, block)
+            if module is not None:
+                module.requires_grad_(trains)
+
+    # ---------------------------------------------------------------- copies and files
+
+    def copy(self, loss: Loss, /, **_: Any) -> None:
+        """Go on with deep copies of both models, and new optimizers."""
+        made = copy.deepcopy(self.ours.model)
+        theirs = copy.deepcopy(self.theirs.model)
+        self.theirs = Reference(theirs, self.theirs.world_size, self.theirs.compute_dtype)
+        self.made_anew(made)
+        self._new_optimizers()
+
+    def _new_optimizers(self) -> None:
+        self.optimizers = (
+            optimizers(self.ours.model, self.plan.optimizer, self.plan.front_end, sharded=True),
+            optimizers(self.theirs.model, self.plan.optimizer, self.plan.front_end, sharded=False),
+        )
+
+    def state_dict(self, loss: Loss, /, optimizer: bool = True, **_: Any) -> None:
+        """Keep a state dict, train, and load it again."""
+        states = [_cloned(side.model.state_dict()) for side in (self.ours, self.theirs)]
+        kept = [[copy.deepcopy(each.state_dict()) for each in side] for side in self.optimizers]
+        self.train(loss)
+        for side, state in zip((self.ours, self.theirs), states, strict=True):
+            side.model.load_state_dict(state)
+        if optimizer:
+            for side, states_of in zip(self.optimizers, kept, strict=True):
+                for each, state in zip(side, states_of, strict=True):
+                    each.load_state_dict(state)
+
+    def save_and_load(self, loss: Loss, /, **_: Any) -> None:
+        """As :meth:`state_dict`, by ``fullshard.save`` and ``fullshard.load``."""
+        folder = Path(tempfile.gettempdir()) / f"fullshard-fuzz-{os.getppid()}-{self.plan.seed}-{loss.seed}"
+        (mine, *more), theirs = self.optimizers
+        kept = copy.deepcopy(self.theirs.model.state_dict()), [copy.deepcopy(each.state_dict()) for each in theirs]
+        try:
+            fullshard.save(folder, self.ours.model, None if more else mine)
+            self.train(loss)
+            fullshard.load(folder, self.ours.model, None if more else mine)
+        finally:
+            if self.rank.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+        self.theirs.model.load_state_dict(kept[0])
+        if not more:
+            for each, state in zip(theirs, kept[1], strict=True):
+                each.load_state_dict(state)
+        dist.barrier()
+
+    # ---------------------------------------------------------------- settings
+
+    def prefetch(self, loss: Loss, /, direction: str = "forward", units: Sequence[int] = (0, 1), **_: Any) -> None:
+        """Have the first unit gather the others early."""
+        found: list[Any] = [m for m in sharded_modules(self.ours.model) if isinstance(m, FSDPModule)]
+        if found:
+            first, *others = [found[unit % len(found)] for unit in units]
+            getattr(first, f"set_modules_to_{direction}_prefetch")([other for other in others if other is not first])
+
+    def prefetch_bytes(self, loss: Loss, /, budget: int | None = None, **_: Any) -> None:
+        """Gather more, or less, ahead."""
+        self.ours.model.set_prefetch_bytes(budget)
+
+    def reshard_after_forward(self, loss: Loss, /, enable: bool = True, **_: Any) -> None:
+        """Change the setting of all units."""
+        if isinstance(self.ours.model, FSDPModule):
+            self.ours.model.set_reshard_after_forward(enable)
+            self.keeps = self.plan.front_end.keep and not enable
+
+    # ---------------------------------------------------------------- failures
+
+    def fail(self, loss: Loss, /, block: int = 0, where: str = "forward", **_: Any) -> None:
+        """An exception in the forward, or the backward, of a block; gradients are dropped."""
+        module = self._block(self.ours, block)
+        if module is not None:
+            with _failing(module, where), contextlib.suppress(OnPurposeError):
+                value = loss(self.ours, self.rank.rank)
+                if value.requires_grad:
+                    value.backward()
+        self.zero(to_none=True)
+        self.dangling = True
+
+    # ---------------------------------------------------------------- parts
+
+    def _block(self, side: Side, number: int) -> Any:
+        blocks: Any = side.model.blocks
+        return blocks[number % len(blocks)] if len(blocks) else None
+
+    @contextlib.contextmanager
+    def _no_sync(self, name: str) -> Iterator[None]:
+        if isinstance(self.ours.model, FullyShardedDataParallel):
+            with self.ours.model.no_sync():
+                yield
+            return
+        self.set_sync(f"set_{name}", False)
+        try:
+            yield
+        finally:
+            self.set_sync(f"set_{name}", True)
+
+
+class OnPurposeError(Exception):
+    """Raised by an operation."""
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise OnPurposeError
+
+
+@contextlib.contextmanager
+def _failing(module: nn.Module, where: str) -> Iterator[None]:
+    def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if where == "forward":
+            raise OnPurposeError
+        return (_Fails.apply(args[0]), *args[1:])
+
+    handle = module.register_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _numbered(loss: Loss, number: int) -> Callable[[Side, int], torch.Tensor]:
+    """The loss on another batch."""
+    return lambda side, rank: loss(side, rank, number)
+
+
+def _cloned(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() for name, value in state.items()}

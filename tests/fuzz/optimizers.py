@@ -1,0 +1,42 @@
+"""The optimizers of a plan, for either model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fullshard import optim
+from fuzz.plan import FrontEnd, OptimizerPlan
+
+__all__ = ["optimizers"]
+
+# Adam divides gradients by their own size; a large eps keeps it from making rounding errors as large as a step.
+EPS = 1e-4
+
+
+def optimizers(
+    model: nn.Module, plan: OptimizerPlan, front_end: FrontEnd, *, sharded: bool
+) -> list[torch.optim.Optimizer]:
+    """New ones, without state; sharded ones step and overlap as the plan says."""
+    matrices: list[nn.Parameter] = []
+    others = list(model.parameters())
+    made: list[torch.optim.Optimizer] = []
+    if plan.name == "muon":
+        named = [(name, p) for name, p in model.named_parameters() if name.endswith(MATRICES)]
+        matrices = [parameter for _, parameter in named]
+        known = {id(parameter) for parameter in matrices}
+        others = [parameter for parameter in others if id(parameter) not in known]
+        if matrices:
+            made.append((optim.Muon if sharded else torch.optim.Muon)(matrices, lr=0.02))
+    if plan.name == "adamw":
+        own: torch.optim.Optimizer = torch.optim.AdamW(others, lr=0.01, eps=EPS, foreach=True)
+    else:
+        own = torch.optim.SGD(others, lr=0.05, momentum=0.9 if plan.name == "momentum" else 0.0)
+    if sharded and plan.mode == "localize":
+        optim.localize(own)
+    elif sharded and plan.mode == "overlap":
+        optim.overlap(own, model)
+    return [*made, own]
+
+
+MATRICES = ("up.weight", "down.weight", "entry.weight", "head.weight")

@@ -1,0 +1,90 @@
+"""The unsharded model: it sees the batches of all ranks, one after the other, and averages their gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fuzz.models import Block, Root
+
+__all__ = ["Reference", "Side"]
+
+
+class Side:
+    """A model and how it is called: of both models the same can be asked.
+
+    Args:
+        model: Sharded, or not.
+        forward: Calls it; None: as any module.
+    """
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any] | None = None) -> None:
+        self.model, self.forward = model, forward or model
+
+
+class Reference(Side):
+    """See the module docstring.
+
+    Args:
+        model: In the dtypes of the sharded model's shards.
+        world_size: Number of ranks whose batches are seen.
+        compute_dtype: Of activations and, in forward and backward, of parameters; None: their own.
+    """
+
+    def __init__(self, model: Root, world_size: int, compute_dtype: torch.dtype | None = None) -> None:
+        super().__init__(model)
+        self.model: Root = model
+        self.world_size, self.compute_dtype = world_size, compute_dtype
+        self.computing = model  # what is run; its gradients are cast to those of ``model``
+        if compute_dtype is not None:
+            self.computing = copy.deepcopy(model).to(compute_dtype)
+            self.forward = self._cast_forward
+
+    def _cast_forward(self, x: torch.Tensor, **options: Any) -> Any:
+        with torch.no_grad():
+            for cast, parameter in zip(self.computing.parameters(), self.model.parameters(), strict=True):
+                if not torch.equal(cast, parameter.to(self.compute_dtype)):  # graphs that wait have saved it
+                    cast.copy_(parameter)
+                cast.requires_grad_(parameter.requires_grad)
+        for module, other in zip(self.computing.modules(), self.model.modules(), strict=True):
+            if isinstance(module, Block) and isinstance(other, Block):
+                module.rank = other.rank
+        return self.computing(x.to(self.compute_dtype) if x.is_floating_point() else x, **options)
+
+    def _take_gradients(self) -> list[torch.Tensor | None]:
+        """Of the model, and of what was run in its place; there are none afterwards."""
+        taken: list[torch.Tensor | None] = []
+        for cast, parameter in zip(self.computing.parameters(), self.model.parameters(), strict=True):
+            both = {cast, parameter}
+            found = [each.grad.to(parameter.dtype) for each in both if each.grad is not None]
+            cast.grad = parameter.grad = None
+            taken.append(sum(found[1:], found[0]) if found else None)
+        return taken
+
+    def average(self, work: Callable[[Side, int], torch.Tensor]) -> list[torch.Tensor]:
+        """Add to ``.grad`` the mean over ranks of what ``work(self, rank)`` adds to it; what it returns, by rank."""
+        before = self._take_gradients()
+        totals: list[torch.Tensor | None] = [None] * len(before)
+        results = []
+        for rank in range(self.world_size):
+            results.append(work(self, rank))
+            for index, gradient in enumerate(self._take_gradients()):
+                total = totals[index]
+                if gradient is not None:
+                    totals[index] = gradient if total is None else total + gradient
+        for parameter, total, old in zip(self.model.parameters(), totals, before, strict=True):
+            mean = None if total is None else total / self.world_size
+            parameter.grad = mean if old is None else old if mean is None else old + mean
+        return results
+
+    def fill(self, flat: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Of each flat parameter, missing gradients are zeros if others of its parameters have some."""
+        for parameters in flat:
+            if any(parameter.grad is not None for parameter in parameters):
+                for parameter in parameters:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
