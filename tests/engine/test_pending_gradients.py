@@ -442,6 +442,7 @@ def test_pending_gradients_do_not_share_with_a_copy(rank: Rank) -> None:
     accumulate(model, rank, 0)
     copied = copy.deepcopy(model)
     assert copied.get_pending_gradients() == {}
+    assert all(p.grad is None for p in copied.parameters())
     assert set(model.get_pending_gradients()) == set(model.parameters())
 
 

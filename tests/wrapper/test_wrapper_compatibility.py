@@ -105,7 +105,9 @@ def test_functional_call_does_not_overwrite_the_weights(rank: Rank, use_orig_par
 @both_modes
 @pytest.mark.parametrize("when", ["new", "trained", "offloaded"])
 def test_deepcopy(rank: Rank, when: str, use_orig_params: bool) -> None:
-    """A copy of a wrapped model trains alone, bit for bit as its original would; the original stays."""
+    """A copy of a wrapped model trains alone, bit for bit as its original would; the original stays. Gradients are not
+    copied, as with plain parameters.
+    """
     options: dict[str, Any] = {"use_orig_params": use_orig_params}
     if when == "offloaded":
         options["cpu_offload"] = CPUOffload(offload_params=True)
@@ -113,7 +115,14 @@ def test_deepcopy(rank: Rank, when: str, use_orig_params: bool) -> None:
     if when == "trained":
         train(model, rank, token_loss, 2)
     before = full_values(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
     copied = copy.deepcopy(model)
+    assert all(
+        p.grad is None and type(p) is type(q) for p, q in zip(copied.parameters(), model.parameters(), strict=True)
+    )
+    assert all(p.grad is not None for p in model.parameters())
+    model.zero_grad()
     assert_same_values(copied, model)
     losses = train(copied, rank, token_loss, 3)
     for name, value in full_values(model).items():

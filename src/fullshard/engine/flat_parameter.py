@@ -163,15 +163,8 @@ class FlatPiece(ShardedParameter):
         accumulate_gradient(self.sharded, local)
 
     def memoize(self, memo: dict[int, Any]) -> None:
-        """Put a copy of the piece, gradient included, into a deepcopy's memo."""
-        old = self.sharded
-        new = nn.Parameter(self.local.clone(), requires_grad=self.requires_grad)
-        gradient = self.local_gradient
-        if gradient is not None:
-            if gradient.dtype is not new.dtype:
-                new.grad_dtype = gradient.dtype
-            new.grad = gradient.clone().view(new.shape)
-        memo[id(old)] = new
+        """Put a copy of the piece into a deepcopy's memo: without a gradient, as ``nn.Parameter``'s."""
+        memo[id(self.sharded)] = nn.Parameter(self.local.clone(), requires_grad=self.requires_grad)
 
     def copy_for(self, memo: dict[int, Any]) -> ShardedParameter:
         """This parameter in a deep copy whose modules and parameters are in ``memo``."""
@@ -211,7 +204,7 @@ class FlatHome:
             self._take_gradients()
 
     def _take_gradients(self) -> None:
-        """Of pieces that come from somewhere else, such as a copy."""
+        """Of pieces that had some before they lay here."""
         dtype = self.pieces[0].gradient_dtype or self._slice.dtype
         self.flat.grad_dtype = dtype
         self.flat.grad = torch.zeros_like(self._slice, dtype=dtype)

@@ -216,19 +216,19 @@ class OrderWatch:
     _thread: threading.Thread | None
     _number: int
     _opened: Store | None
-    _ranks: list[int]  # of the group, in order; with the next one only if there is a thread
+    _ranks: list[int]  # of the group, in order
     _default: Any  # store
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, after_s: float | None = None) -> None:
         self.group, self.device = group, device
         self.after_s = _timeout() if after_s is None else _seconds(after_s, "after_s")
         self.verdict, self._opened = None, None
+        # Looked up here: ranks that are threads have a default store each, and the watch is a thread of its own.
+        self._ranks, self._default = dist.get_process_group_ranks(group), dist.distributed_c10d._get_default_store()
         self._names, self._complete, self._last = [], False, time.monotonic()
         self._number = next(_watches.setdefault(group, itertools.count()))
         self._stop, self._thread = threading.Event(), None
         if self.after_s > 0 and group.size() > 1:
-            # Looked up here: ranks that are threads have a default store each.
-            self._ranks, self._default = dist.get_process_group_ranks(group), dist.distributed_c10d._get_default_store()
             self._thread = threading.Thread(target=self._run, name="fullshard order watch", daemon=True)
             self._thread.start()
 

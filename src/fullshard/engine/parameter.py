@@ -333,12 +333,9 @@ class ShardedParameter:
             self.full.grad = None  # from a backward that raised before its hook ran
 
     def memoize(self, memo: dict[int, Any]) -> None:
-        """Put a copy of the sharded parameter, gradient included, into a deepcopy's memo."""
+        """Put a copy of the sharded parameter into a deepcopy's memo: without a gradient, as ``nn.Parameter``'s."""
         old = self.sharded
-        new = nn.Parameter(dtensor(self.local.clone(), self.spec), requires_grad=old.requires_grad)
-        if old.grad is not None:
-            new.grad = dtensor(old.grad._local_tensor.clone(), self.spec)  # type: ignore[attr-defined]
-        memo[id(old)] = new
+        memo[id(old)] = nn.Parameter(dtensor(self.local.clone(), self.spec), requires_grad=old.requires_grad)
 
     def copy_for(self, memo: dict[int, Any]) -> ShardedParameter:
         """This parameter in a deep copy whose modules and parameters are in ``memo``."""
