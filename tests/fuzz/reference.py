@@ -26,6 +26,16 @@ class Side:
         self.model, self.forward = model, forward or model
 
 
+def _own_gradient(parameter: torch.Tensor) -> None:
+    """Move the gradient into memory of its own.
+
+    Autograd takes what it computes for ``.grad`` as it is, and adds the next gradient in place: where two parameters
+    have one gradient (``a.view(1, -1) + b.view(1, -1)``), to both at once.
+    """
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad.clone()
+
+
 class Reference(Side):
     """See the module docstring.
 
@@ -68,6 +78,9 @@ class Reference(Side):
     def average(self, work: Callable[[Side, int], torch.Tensor]) -> list[torch.Tensor]:
         """Add to ``.grad`` the mean over ranks of what ``work(self, rank)`` adds to it; what it returns, by rank."""
         before = self._take_gradients()
+        for parameter in {*self.model.parameters(), *self.computing.parameters()}:
+            if not parameter._post_accumulate_grad_hooks and parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_own_gradient)
         totals: list[torch.Tensor | None] = [None] * len(before)
         results = []
         for rank in range(self.world_size):

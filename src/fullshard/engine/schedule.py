@@ -113,6 +113,7 @@ class Schedule:
     _waiting: list[weakref.ref[Unit]]  # unsharded until the outermost forward ends
     _pass: hooks.BackwardPass | None  # that has begun and not ended
     _reductions: Reductions
+    _readable: weakref.WeakSet[Unit]  # that were unsharded until the outermost forward ended, and kept for backward
     _unreduced: UnreducedGradients
     _after: Event | None  # what gathers wait for instead of all computation, while the root's forward begins
 
@@ -125,7 +126,7 @@ class Schedule:
         self._units = [unit.ref for unit in units]
         self.order, self._ended, self._passed_by, self._depth = ForwardOrder(self._units), [], [], 0
         self._root_is_running, self._pass, self.overlap = False, None, OptimizerOverlap()
-        self._unreduced = UnreducedGradients()
+        self._unreduced, self._readable = UnreducedGradients(), weakref.WeakSet()
         self.ahead, self._waiting, self._reductions, self._after = Ahead(), [], Reductions(), None
 
     @classmethod
@@ -249,6 +250,8 @@ class Schedule:
         for waiting in (ref() for ref in self._waiting):
             if waiting is not None:
                 waiting.end_outermost_forward()
+                if waiting.progress.kept:
+                    self._readable.add(waiting)
         self._waiting.clear()
         if self._root_is_running:
             self.order.keep()
@@ -324,6 +327,19 @@ class Schedule:
             self.land()
             self._reductions.max_in_flight = max(unit.settings.reduction.max_in_flight for unit in self.units())
             self._pass = hooks.BackwardPass(self.end_backward)
+            self._unshard_readable()
+
+    def _unshard_readable(self) -> None:
+        """Unshard what a forward may have read instead of calling it, where an earlier backward has freed it.
+
+        Nothing tells of the nodes that have read it, so it has to be there from the beginning of the backward pass.
+        """
+        freed = [unit for unit in self.units() if unit in self._readable and unit.resting and not unit.gathered]
+        if freed:
+            self.gather(freed)
+        for unit in freed:
+            for bucket in unit.buckets:
+                bucket.finish_gather()
 
     def started_backward(self, unit: Unit) -> None:
         """``unit`` has its full parameters for the backward of its last forward: gather ahead."""
