@@ -66,6 +66,12 @@ def _no_overlap_on_wrappers(plan: HistoryPlan) -> HistoryPlan:
     return plan
 
 
+def _no_wrappers_on_one_rank(plan: HistoryPlan) -> HistoryPlan:
+    if plan.front_end.name == "wrapper" and plan.front_end.world_size == 1:
+        return replace(plan, front_end=replace(plan.front_end, mesh=(2,)))
+    return plan
+
+
 FEATURES: dict[str, Callable[[HistoryPlan], HistoryPlan]] = {
     "weights read directly": lambda plan: replace(plan, model=replace(plan.model, head="called")),
     "double backward": lambda plan: _argument(plan, "loss"),
@@ -75,5 +81,6 @@ FEATURES: dict[str, Callable[[HistoryPlan], HistoryPlan]] = {
     "outputs of unknown classes": _known_outputs,
     "deep copies": _no_operation("copy"),
     "overlap on wrappers": _no_overlap_on_wrappers,
+    "wrappers on one rank": _no_wrappers_on_one_rank,
     "regularizers": lambda plan: _argument(plan, "regularized"),
 }

@@ -194,7 +194,7 @@ def test_shrinking_keeps_what_fails() -> None:
 
     plan = next(
         plan
-        for plan in map(draw, range(1000))
+        for plan in (draw(seed, ()) for seed in range(1000))
         if needs("views", "clip")(plan) and len(plan.model.blocks) > 2 and len(plan.operations) > 5
     )
     small, failure = shrink(Failure(plan, "after operation 1: x(1)\nwrong"), needs("views", "clip"))
