@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard import FSDPModule, FullshardError
+from fullshard import FSDPModule
 from fuzz.comparison import Pair, Tolerance, difference, differences, flat_groups, left_unsharded, pairs
 from fuzz.losses import Loss
 from fuzz.models import build
@@ -63,14 +63,12 @@ class History(Operations):
     optimizers: tuple[list[torch.optim.Optimizer], list[torch.optim.Optimizer]]
     pairs: list[Pair]
     tolerance: Tolerance
-    keeps: bool  # whether parameters stay as long as double backward needs them, so that it may not be refused
     dangling: bool  # whether a forward was run whose backward has not come, so that units may be unsharded
     _found: list[str]
 
     def __init__(self, rank: Rank, plan: HistoryPlan) -> None:
         self.rank, self.plan, self.dangling, self._found = rank, plan, False, []
         front_end = plan.front_end
-        self.keeps = front_end.keep and (front_end.reshard is False or front_end.name == "replicate")
         root = build(plan.model, plan.seed)
         compute = torch.bfloat16 if front_end.precision == "bf16" else None
         self.theirs = Reference(build(plan.model, plan.seed), rank.world_size, compute)
@@ -103,43 +101,19 @@ class History(Operations):
         """
         self._compare(-1)
         for index, operation in enumerate(self.plan.operations):
-            refused = self._do(index, operation)
-            if refused:
-                for side in (self.ours, self.theirs):
-                    side.model.zero_grad()
-                self.dangling = True
+            self._do(index, operation)
             if self.rounds:
                 self._compare(index)
                 self._start_from_same()
             self._compare(index)
 
-    def _do(self, index: int, operation: Operation) -> bool:
-        """Whether it was refused, with a clear error, as it may be."""
-        refused = ""
+    def _do(self, index: int, operation: Operation) -> None:
         try:
             getattr(self, operation.name)(Loss.of(self.plan, operation), **operation.arguments)
-        except FullshardError as error:
-            if not self._may_refuse(operation):
-                raise DifferenceFound(self.plan, index, traceback.format_exc()) from None
-            refused = f"refused: {error}"
         except Exception as error:
             raise DifferenceFound(
                 self.plan, index, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
             ) from None
-        if not self._may_refuse(operation):
-            return False
-        count = torch.tensor([float(bool(refused))])
-        dist.all_reduce(count)
-        if 0 < count < self.rank.world_size:
-            raise DifferenceFound(self.plan, index, f"refused on some ranks only: {refused or 'not on this one'}")
-        return bool(refused)
-
-    def _may_refuse(self, operation: Operation) -> bool:
-        """Whether it may end with an error of fullshard's instead of the right result."""
-        blocks = list(every_block(self.plan.model))
-        if any(output == "plain" for output in (self.plan.model.output, *(block.output for block in blocks))):
-            return True
-        return operation.arguments.get("loss", "square") != "square" and not self.keeps
 
     def expect(self, what: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
         """Compare two values of an operation."""

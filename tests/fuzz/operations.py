@@ -37,7 +37,6 @@ class Operations:
     theirs: Reference
     optimizers: Any
     dangling: bool
-    keeps: bool
     tolerance: Any
     rounds: bool
 
@@ -306,7 +305,6 @@ class Operations:
         """Change the setting of all units."""
         if isinstance(self.ours.model, FSDPModule):
             self.ours.model.set_reshard_after_forward(enable)
-            self.keeps = self.plan.front_end.keep and not enable
 
     # ---------------------------------------------------------------- failures
 
