@@ -1,1 +1,1 @@
-"""Benchmarks of fullshard beside its peers, each in one interleaved run, such as ``python -m bench.step``."""
+"""Benchmarks of fullshard beside its peers, interleaved within a measurement, such as ``python -m bench.step``."""

@@ -4,8 +4,9 @@
     python -m bench.host_cost --profile fullshard      # where that time goes
 
 A hundred units, each a 16 x 16 linear layer and a norm, at batch 1: the arithmetic costs next to nothing and
-c10d's fake process group moves no bytes, so the time beyond the plain model's step is the library's own. All
-contestants live in this process and take turns. Two figures: forward and backward alone, and the whole step
+c10d's fake process group only copies a shard to each rank's part of the output, eight here, for all contestants. So the
+time beyond the plain model's step is the library's own, and these copies. All contestants live in this process and take
+turns. Two figures: forward and backward alone, and the whole step
 with AdamW, where it also matters what kind of tensors the optimizer is given.
 
 ``fsdp1-flat`` and ``fullshard-wrapper-flat`` are wrappers with ``use_orig_params=False``, ``fsdp1`` and

@@ -97,8 +97,11 @@ def slope(costs: Mapping[int, float]) -> float:
 
 
 def series(costs: Sequence[Mapping[str, Any]], system: str, phase: str, over: str) -> dict[int, float]:
-    """One figure of a system by number of units or of ranks, the other being the usual one."""
-    chosen = [c for c in costs if c["system"] == system and c["over"] == over and "cost" in c]
+    """One figure of a system by number of units or of ranks, the other being the usual one; without missing ones.
+
+    A case without ``cost`` failed; a cost without the phase was withdrawn.
+    """
+    chosen = [c for c in costs if c["system"] == system and c["over"] == over and phase in c.get("cost", {})]
     return {c[over]: c["cost"][phase] for c in sorted(chosen, key=lambda c: int(c[over]))}
 
 
@@ -139,14 +142,14 @@ def table(costs: Sequence[Mapping[str, Any]], slopes: Mapping[str, Any], setting
         for phase, label in PHASES.items():
             by_ranks = series(costs, system, phase, "ranks")
             by_units = series(costs, system, phase, "units")
-            found = slopes[system][phase]
+            found = slopes[system].get(phase, {})
             rows.append(
                 [
                     f"{system}, {label}",
                     *(_ms(by_ranks.get(n)) for n in ranks),
-                    f"{found['ranks']:.2f}",
+                    _exponent(found.get("ranks")),
                     *(_ms(by_units.get(n)) for n in units),
-                    f"{found['units']:.2f}",
+                    _exponent(found.get("units")),
                 ]
             )
     return report.markdown_table(header, rows)
@@ -154,6 +157,10 @@ def table(costs: Sequence[Mapping[str, Any]], slopes: Mapping[str, Any], setting
 
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:,.0f}"
+
+
+def _exponent(found: float | None) -> str:
+    return "-" if found is None or math.isnan(found) else f"{found:.2f}"
 
 
 def memory_table(costs: Sequence[Mapping[str, Any]]) -> str:
@@ -205,7 +212,7 @@ def plot(path: Path, costs: Sequence[Mapping[str, Any]], settings: Settings) -> 
     from matplotlib import pyplot
 
     colors = {FULLSHARD: "#1f6f8b", WRAPPER: "#2a9d8f", WRAPPER_FLAT: "#8ab17d", FSDP2: "#d1495b", FSDP1: "#edae49"}
-    figure, axes = pyplot.subplots(2, len(PHASES), figsize=(12.5, 7), layout="constrained")
+    figure, axes = pyplot.subplots(2, len(PHASES), figsize=(12.5, 7), sharey="row", layout="constrained")
     for row, over in zip(axes, ("ranks", "units"), strict=True):
         for axis, (phase, label) in zip(row, PHASES.items(), strict=True):
             for system in dict.fromkeys(c["system"] for c in costs):
@@ -242,6 +249,7 @@ def document_block(result: Mapping[str, Any], settings: Settings, provenance: st
             "collectives do nothing; best of several, garbage collector off.",
             table(result["costs"], slopes, settings),
             *([f"Not measured: {'; '.join(missing)}."] if missing else []),
+            *([f"Withdrawn: {result['withdrawn']}"] if "withdrawn" in result else []),
             f"Allowed: {UNITS_LIMIT} in units, {RANKS_LIMIT} in ranks. {kept}.",
             memory_table(result["costs"]),
             "A checkpoint, by what one rank computes; nothing is written:",

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from fullshard.transport import CollectiveTransport, GlooTransport, NcclTransport
 from ranks import Rank
 
 ROOT = Path(__file__).parents[1]
@@ -127,6 +128,16 @@ def headings_of(page: Path) -> set[str]:
     """The anchors that GitHub makes of a page's headings."""
     found = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+def test_stated_sizes_of_packed_parameters_are_those_of_the_transports() -> None:
+    """The page that says which parameters are packed has the thresholds of the code, and sizes that follow."""
+    assert CollectiveTransport.direct_bytes == GlooTransport.direct_bytes, "one row for both"
+    page = (ROOT / "docs" / "communication.md").read_text()
+    for label, transport in (("gloo and others", GlooTransport), ("NCCL", NcclTransport)):
+        mib = [transport.direct_bytes * ranks / 2**20 for ranks in (8, 64, 128, 1024)]
+        sizes = " | ".join(f"{size:g} MiB" if size < 1024 else f"{size / 1024:g} GiB" for size in mib)
+        assert f"| {label} (`direct_bytes` {transport.direct_bytes:,}) | {sizes} |" in page
 
 
 def test_cited_notes_exist() -> None:

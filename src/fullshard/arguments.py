@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -306,7 +307,8 @@ def shard_mesh_for(api: str, mesh: DeviceMesh | None, dims: DataParallelMeshDims
     return shard_mesh(mesh, dims=dims)
 
 
-_default: dict[str, tuple[dist.ProcessGroup, DeviceMesh]] = {}  # by device type: the mesh of the default group
+# Meshes of default groups, by device type: of several, where ranks are threads or a program starts a new one.
+_default: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = weakref.WeakKeyDictionary()
 
 
 def default_mesh(device_type: str | None = None) -> DeviceMesh:
@@ -324,10 +326,10 @@ def default_mesh(device_type: str | None = None) -> DeviceMesh:
     if device_type is None:
         on_accelerator = accelerator is not None and _serves(group, accelerator)
         device_type = accelerator.type if accelerator is not None and on_accelerator else "cpu"
-    known = _default.get(device_type)
-    if known is None or known[0] is not group:
-        known = _default[device_type] = (group, init_device_mesh(device_type, (group.size(),)))
-    return known[1]
+    known = _default.setdefault(group, {})
+    if device_type not in known:
+        known[device_type] = init_device_mesh(device_type, (group.size(),))
+    return known[device_type]
 
 
 def _serves(group: dist.ProcessGroup, device: torch.device) -> bool:

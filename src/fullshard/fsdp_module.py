@@ -99,7 +99,7 @@ class FSDPModule(Controls, ShardedModule):
         """As of ``nn.Module``, without communication: values are DTensors on the live shards."""
         unit_at(self).settle()
         units = nested_units(self)
-        computing = [unit for unit in units if unit.computing]
+        computing = [unit for unit in units if unit.registration.full]
         for unit in units:
             unit.use_sharded()
         try:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
 
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.allocator import keep_freed_memory_by_default
@@ -241,4 +242,6 @@ def _make_unit(
     for module in modules:
         set_unit(module, unit)
         note_inside(module)
+        # Where torch's composable DDP looks for what it has to leave alone, whichever function of ours it was.
+        module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
     install_torch_functions()

@@ -10,6 +10,7 @@ which is why fills are issued one unit ahead (see [Note: Order and prefetch]).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -26,10 +27,12 @@ __all__ = [
     "Ticket",
     "Work",
     "alias",
+    "empty",
     "free_storage",
     "host_buffer",
     "make_lane",
     "own_storage",
+    "poison",
     "refill_storage",
     "run_on",
     "to_host",
@@ -38,6 +41,34 @@ __all__ = [
 
 Event = torch.Event
 Stream = torch.Stream
+
+_POISON = 0xFF  # in every byte: NaN in all floating-point formats, and a large or negative number in the others
+_poisoned = os.environ.get("FULLSHARD_POISON", "0") != "0"
+
+
+def poison(enabled: bool) -> None:
+    """Fill memory with NaN when it is freed and before it is filled, to find who reads it then. For tests.
+
+    That is unsharded buffers, messages and what gradients are reduced in. The environment variable
+    ``FULLSHARD_POISON=1`` does the same from the start. Freed storages have no pages at all: whoever reads them through
+    a tensor on the storage faults; who reads through another alias of the memory, or before a collective has filled it,
+    finds NaN.
+    """
+    global _poisoned
+    _poisoned = enabled
+
+
+def _fill_with_poison(storage: torch.UntypedStorage) -> None:
+    if storage.size() and storage.device.type != "meta":
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(_POISON)
+
+
+def empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A flat tensor, contents undefined."""
+    made = torch.empty(numel, dtype=dtype, device=device)
+    if _poisoned:
+        _fill_with_poison(made.untyped_storage())
+    return made
 
 
 class Work(Protocol):
@@ -75,9 +106,13 @@ class Buffer:
         """Give the buffer memory (contents undefined); no-op if it has some."""
         if self._storage.size() != self._nbytes:
             self._storage.resize_(self._nbytes)
+            if _poisoned:
+                _fill_with_poison(self._storage)
 
     def free(self) -> None:
         """Give the memory back."""
+        if _poisoned:
+            _fill_with_poison(self._storage)
         self._storage.resize_(0)
 
     @property
@@ -123,6 +158,8 @@ def free_storage(tensor: torch.Tensor) -> int:
     """Give back the memory of a tensor that is filled anew later. Returns the bytes it held, see the next."""
     storage = tensor.untyped_storage()
     nbytes = storage.nbytes()
+    if _poisoned:
+        _fill_with_poison(storage)
     storage.resize_(0)
     return nbytes
 
@@ -132,6 +169,8 @@ def refill_storage(tensor: torch.Tensor, nbytes: int) -> None:
     storage = tensor.untyped_storage()
     if storage.nbytes() != nbytes:
         storage.resize_(nbytes)
+        if _poisoned:
+            _fill_with_poison(storage)
 
 
 def host_buffer(numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:

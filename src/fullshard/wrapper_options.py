@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -176,7 +177,8 @@ def _mesh(strategy: ShardingStrategy, groups: Groups, mesh: DeviceMesh | None, d
     return shard_mesh(mesh, None, mesh) if strategy is ShardingStrategy.NO_SHARD else shard_mesh(mesh, mesh, None)
 
 
-_meshes: dict[tuple[str | tuple[str, ...], str], tuple[object, DeviceMesh]] = {}  # of groups, by their names
+# Of groups: by the first, and by the names of all; of the default group: by how many ranks a machine has.
+_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, DeviceMesh]] = weakref.WeakKeyDictionary()
 
 
 def _mesh_of(strategy: ShardingStrategy, groups: Groups, device_type: str | None) -> DeviceMesh:
@@ -192,9 +194,9 @@ def _mesh_of(strategy: ShardingStrategy, groups: Groups, device_type: str | None
     members = cast("tuple[dist.ProcessGroup, ...]", groups if isinstance(groups, tuple) else (groups,))
     device_type = device_type or _served_by(members[0])
     key = (tuple(member.group_name for member in members), device_type)
-    known = _meshes.get(key)
-    if known is not None and known[0] == members:
-        return known[1]
+    known = _meshes.setdefault(members[0], {})
+    if key in known:
+        return known[key]
     if len(members) == 1:
         mesh = DeviceMesh.from_group(members[0], device_type)
     else:
@@ -207,7 +209,7 @@ def _mesh_of(strategy: ShardingStrategy, groups: Groups, device_type: str | None
             mesh=torch.tensor(rows, dtype=torch.int),
             mesh_dim_names=("replicate", "shard"),
         )
-    _meshes[key] = (members, mesh)
+    known[key] = mesh
     return mesh
 
 
@@ -240,13 +242,11 @@ def _hybrid_mesh(device_type: str | None) -> DeviceMesh:
             "device_mesh=init_device_mesh(type, (machines, ranks per machine))"
         )
     group = dist.distributed_c10d._get_default_group()
-    key = (("", str(local)), world.device_type)
-    known = _meshes.get(key)
-    if known is None or known[0] is not group:
+    known, key = _meshes.setdefault(group, {}), (local, world.device_type)
+    if key not in known:
         names = ("replicate", "shard")
-        mesh = init_device_mesh(world.device_type, (ranks // local, local), mesh_dim_names=names)
-        known = _meshes[key] = (group, mesh)
-    return known[1]
+        known[key] = init_device_mesh(world.device_type, (ranks // local, local), mesh_dim_names=names)
+    return known[key]
 
 
 def ignored_states(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import sys
@@ -15,9 +16,21 @@ import torch
 import torch.distributed as dist
 from bench.contestants import distribute, start_fake_group
 from bench.models import TinyUnit, tiny_units
-from bench.scaling import Settings, cases, checkpoint_table, exponents, plot, series, slope, table, verdicts
+from bench.scaling import (
+    SYSTEMS,
+    Settings,
+    cases,
+    checkpoint_table,
+    document_block,
+    exponents,
+    plot,
+    series,
+    slope,
+    table,
+    verdicts,
+)
 from bench.scaling_checkpoint import box_on, entries, tensors
-from bench.scaling_worker import Case, Cost, measure
+from bench.scaling_worker import Case, Cost, Runner, collective_names, measure, silent_collectives, stack
 
 from fullshard.checkpoint.division import Held, TensorTable, divide
 from fullshard.transport import CollectiveTransport
@@ -160,10 +173,25 @@ def test_tables_and_plot(tmp_path: Path) -> None:
     costs = [made[0], {**{k: v for k, v in made[1].items() if k != "cost"}, "failure": "x"}, *made[2:]]
     assert series(costs, "fullshard", "init", "units") == pytest.approx({10: 0.01, 100: 0.1})
     lines = table(costs, exponents(costs), SETTINGS).splitlines()
-    assert lines[2] == "| fullshard, initialisation | 10 | - | nan | 10 | 100 | 1.00 |"
+    assert lines[2] == "| fullshard, initialisation | 10 | - | - | 10 | 100 | 1.00 |"
     plot(tmp_path / "curves.png", costs, SETTINGS)
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     assert "more than 9 s" in checkpoint_table([{"units": 1, "ranks": 8, "failure": "more than 9 s"}])
+
+
+def test_withdrawn_figures_are_dashes() -> None:
+    """A phase whose figures and exponents were taken out keeps its row, and the page says why."""
+    costs = made_up("fsdp2", 1.0, 0.0)
+    slopes = exponents(costs)
+    for phase in ("first", "steady"):
+        del slopes["fsdp2"][phase]
+        for case in costs:
+            del case["cost"][phase]
+    result = {"exponents": slopes, "costs": costs, "checkpoints": [], "withdrawn": "the steps of fsdp2, see the log."}
+    lines = document_block(result, SETTINGS, "provenance", "image").splitlines()
+    assert "| fsdp2, initialisation | 10 | 10 | 0.00 | 10 | 100 | 1.00 |" in lines
+    assert "| fsdp2, steady step | - | - | - | - | - | - |" in lines
+    assert "Withdrawn: the steps of fsdp2, see the log." in lines
 
 
 def test_cases_cover_both_axes() -> None:
@@ -173,10 +201,46 @@ def test_cases_cover_both_axes() -> None:
     assert [(case.units, case.ranks) for case in found["units"]] == [(10, 8), (100, 8)]
 
 
-def test_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measurement() -> None:
     """A case has all its figures."""
-    monkeypatch.setattr(dist.ProcessGroup, "_allgather_base", dist.ProcessGroup._allgather_base)
-    monkeypatch.setattr("bench.scaling_worker._COLLECTIVES", ("_allgather_base",))
-    monkeypatch.setattr("bench.scaling_worker._GROUPED", ())
     cost = measure(Case("fullshard", 2, 4, 16, models=1, steps=1))
     assert min(cost.init, cost.first, cost.steady) > 0 and cost.python_bytes is None
+
+
+def steady_step(system: str, ranks: int, *, silent: bool) -> tuple[int, int]:
+    """Return, for a later step of a tiny model: collectives that reach the fake group, and copies of tensors.
+
+    Both are counted by torch's profiler below the names of ``ProcessGroup``'s methods, which differ between versions.
+    """
+    with silent_collectives() if silent else contextlib.nullcontext():
+        runner = Runner(Case(system, 3, ranks, 64))
+        model = runner.distribute(stack(3, 64))
+        runner.step(model)
+        runner.forget(model)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            runner.step(model)
+    names = [event.name for event in profiler.events()]
+    return sum(name.startswith("c10d::") for name in names), names.count("aten::copy_")
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_collectives_are_silenced_for_every_system(fake_group: Callable[[int], None], system: str) -> None:
+    """No collective of ours or of a peer reaches the fake group, which copies once per rank."""
+    fake_group(8)
+    collectives, copies = steady_step(system, 8, silent=False)
+    assert collectives >= 6, "an all-gather and a reduce-scatter per unit"
+    silenced, few = steady_step(system, 8, silent=True)
+    assert silenced == 0
+    assert few <= copies - 3 * 8, "a copy per rank less in each all-gather"
+    fake_group(64)
+    # FSDP1 on CPU gathers into a list of chunks, one view per rank, which copies nothing.
+    assert steady_step(system, 64, silent=True) == (0, few)
+
+
+def test_silenced_collectives_are_restored(fake_group: Callable[[int], None]) -> None:
+    """Methods of a process group are the old ones afterwards."""
+    fake_group(8)
+    before = {name: vars(dist.ProcessGroup)[name] for name in collective_names()}
+    with silent_collectives():
+        assert all(vars(dist.ProcessGroup)[name] is not method for name, method in before.items())
+    assert {name: vars(dist.ProcessGroup)[name] for name in before} == before

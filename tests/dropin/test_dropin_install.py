@@ -8,6 +8,7 @@ import pickle
 import sys
 import types
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -253,6 +254,41 @@ def test_what_there_is_not_raises_when_touched(rank: Rank):
             _ = torchs().no_such_name
         assert torchs("_common_utils").FSDP_PREFIX and torchs("_common_utils").clean_tensor_name("a") == "a"
     assert callable(torchs("_runtime_utils")._lazy_init)
+
+
+@on_ranks(1)
+def test_collectives_that_there_are_not_raise_when_used(rank: Rank):
+    """Torch's module of collectives can be imported from, whatever is imported with it; and undone afterwards."""
+    client = types.ModuleType("client_of_collectives")
+    sys.modules[client.__name__] = client
+    source = """
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import *
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGather, DefaultAllGather, foreach_reduce
+def reduce(result: DefaultAllGather | None, other: None | DefaultAllGather) -> None:
+    foreach_reduce([])
+"""
+    place = torchs("_fully_shard._fsdp_collectives")
+    theirs = place.foreach_reduce
+    holder = types.ModuleType("holder_of_collectives")
+    sys.modules[holder.__name__] = holder
+    holder.reduce, holder.param = theirs, place.FSDPParam
+    with dropin.install(quiet=True):
+        assert holder.reduce is theirs and isinstance(holder.param, type)
+        exec(source, client.__dict__)
+        assert client.AllGather is fullshard.transport.AllGather and "foreach_reduce" in repr(client.foreach_reduce)
+        uses: list[Callable[[], Any]] = [
+            lambda: client.reduce(None, None),
+            lambda: client.DefaultAllGather.allocate,
+            lambda: isinstance(1, client.DefaultAllGather),
+            lambda: issubclass(int, client.DefaultAllGather),
+            lambda: types.new_class("Mine", (client.DefaultAllGather,)),
+            lambda: setattr(client.DefaultAllGather, "allocate", None),
+            lambda: pickle.dumps(client.DefaultAllGather),
+        ]
+        for use in uses:
+            with pytest.raises(dropin.NotOfferedError, match="fullshard does not have, and was used"):
+                use()
+    assert client.foreach_reduce is theirs
 
 
 @on_ranks(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import math
 import pickle
 import warnings
@@ -16,9 +17,9 @@ from torch import nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fullshard import CPUOffloadPolicy, fully_shard
+from fullshard import CPUOffloadPolicy, fully_shard, replicate
 from fullshard.engine.ownership import nested_units
-from fullshard.optim import delocalize, localize
+from fullshard.optim import delocalize, localize, overlap
 from fullshard.transport import record
 from ranks import Rank, on_ranks
 
@@ -41,11 +42,14 @@ STOCK: dict[str, tuple[Make, dict[str, Any]]] = {
 
 
 class Net(nn.Module):
-    """Parameters of all kinds: even, uneven, so few rows that some ranks have none, without dims, transposed."""
+    """Parameters of all kinds: even ones without gaps between them, uneven, so few rows that some ranks have none,
+    without dims, transposed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(6, 7)
+        self.even = nn.Sequential(nn.Linear(6, 32), nn.LayerNorm(32), nn.Linear(32, 8))
         self.second = nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7))
         self.last = nn.Linear(7, 1)
         self.scale = nn.Parameter(torch.tensor(1.5))
@@ -53,7 +57,7 @@ class Net(nn.Module):
         self.spare = nn.Linear(3, 3)
 
     def forward(self, x: torch.Tensor, *, spare: bool = False) -> torch.Tensor:
-        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        x = torch.tanh(self.second(torch.tanh(self.first(x) + self.even(x)[:, :7])))
         if spare:
             x = x + self.spare(x[:, :3]).sum()
         return self.last(x) * self.scale + self.turned.square().mean()
@@ -227,7 +231,7 @@ def test_parameters_without_gradient_are_left_out(rank: Rank) -> None:
 def test_missing_gradients_of_single_parameters(rank: Rank) -> None:
     """A gradient that the user drops splits the run for good, as far as the number of steps goes."""
     pair = Pair(rank, adamw)
-    for dropped in (None, "second.0.weight", None, None):
+    for dropped in (None, "even.1.weight", None, None):
         pair.count += 1
         for model, optimizer in pair:
             backward(rank, model, pair.count, spare=True)
@@ -236,7 +240,8 @@ def test_missing_gradients_of_single_parameters(rank: Rank) -> None:
             optimizer.step()
             optimizer.zero_grad()
         pair.check()
-    assert pieces(pair.optimizers[0]).count(1) == 1
+    plan, weight = vars(pair.optimizers[0])["_fullshard_local_step"]._plan, pair.models[0].even[1].weight
+    assert [len(p.members) for p in plan.pieces if any(m.parameter is weight for m in p.members)] == [1]
 
 
 @on_ranks(2)
@@ -447,26 +452,88 @@ def test_adopted_parameters_and_other_gradients(rank: Rank) -> None:
     assert max(pieces(pair.optimizers[0])) > 2
 
 
+PLACES: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "as the shards lie": lambda parts: parts,
+    "backwards": lambda parts: parts[::-1],
+    "in pairs": lambda parts: [parts[i ^ 1] if i ^ 1 < len(parts) else part for i, part in enumerate(parts)],
+    "each one element repeated": lambda parts: parts,
+}
+
+
 @on_ranks(2)
-def test_what_is_left_in_gradient_memory_does_no_harm(rank: Rank) -> None:
-    """Gaps of the shard buffer stay zero whatever lies between gradients, also where a zero does not stay a zero."""
-    for make in (adamw, lambda model: adamw(model, eps=0.0), lambda model: optim.SGD(model.parameters(), lr=0.01)):
-        pair = Pair(rank, make)
-        for _ in range(4):
-            for model, _ in pair:
-                backward(rank, model, pair.count, spare=True)
-            plan = vars(pair.optimizers[0])["_fullshard_local_step"]._plan
-            for piece in [] if plan is None else plan.pieces:
-                if piece.gaps is not None:
-                    rows = piece.members[0].parameter.grad._local_tensor
-                    rows.as_strided((piece.parameter.numel(),), (1,), rows.storage_offset())[piece.gaps] = math.nan
-            for _, optimizer in pair:
-                optimizer.step()
-                optimizer.zero_grad()
-            pair.check()
-            assert_gaps_are_zero(pair.models[0])
-        gaps = [p.gaps is not None for p in vars(pair.optimizers[0])["_fullshard_local_step"]._plan.pieces]
-        assert any(gaps) == (pair.optimizers[0].param_groups[0].get("eps") != 0)
+@pytest.mark.parametrize("sharing", [fully_shard, replicate], ids=lambda f: f.__name__)
+def test_gradients_in_memory_of_the_users(rank: Rank, sharing: Any) -> None:
+    """Views of one tensor, in any order, with other things in between: only what gradients are is read and written."""
+
+    def put(pairs: list[tuple[DTensor, nn.Parameter]], how: str, gap: int) -> torch.Tensor:
+        """Give each pair the same gradients. True where no gradient lies in the memory of the first ones'."""
+        memory, offset = torch.full((400,), math.inf), 0
+        for p, q in PLACES[how](
+            sorted(pairs, key=lambda pair: local(pair[0]).data_ptr() if local(pair[0]).numel() else 0)
+        ):
+            q.grad = torch.full_like(q, offset + 1.0)
+            view = memory.as_strided(q.shape, q.stride(), offset).copy_(q.grad)
+            if how == "each one element repeated":
+                view = memory.as_strided(q.shape, (0,) * q.dim(), offset)
+            p.grad = DTensor.from_local(view, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+            offset += q.numel() + gap
+        return memory
+
+    class Many(Net):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            sizes = ((4,), (6, 3), (), (8, 4), (4,), (), (12,), (16, 2), (16,))
+            self.all = nn.ParameterList(nn.Parameter(torch.randn(size)) for size in sizes)
+
+    runs = set()
+    for how, gap in itertools.product(PLACES, (0, 1, 3, 16)):
+        model = sharing(Many(), mesh=rank.mesh)
+        options = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
+        options["foreach"] = how != "each one element repeated"  # which adds the momentum to the gradients in place
+        optimizer = localize(optim.SGD(model.parameters(), **options))
+        plain = optim.SGD([nn.Parameter(local(p).clone()) for p in model.parameters()], **options)
+        pairs = [*zip(model.parameters(), plain.param_groups[0]["params"], strict=True)]
+        for where in ("as the shards lie", how, how):
+            memory = put(pairs, where, gap)
+            before = memory.isinf()
+            optimizer.step()
+            plain.step()
+            for p, q in pairs:
+                assert_same(local(p), q.detach(), f"parameter, {where}, {gap}")
+                assert torch.equal(local(p.grad), q.grad), (where, gap)
+            assert torch.equal(memory.isinf(), before), (where, gap)
+            runs.add((where, gap, max(pieces(optimizer))))
+    assert {longest for where, gap, longest in runs if where == "backwards" or gap} == {1}, runs
+    assert all(longest > 2 for where, gap, longest in runs if where == "as the shards lie" and not gap), runs
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", [localize, overlap], ids=lambda f: f.__name__)
+def test_gradients_between_those_of_neighbors(rank: Rank, how: Any) -> None:
+    """A gradient that lies between those of two parameters whose shards are neighbors is its own parameter's."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.scale = nn.Parameter(torch.randn(4)), nn.Parameter(torch.tensor(1.5))
+            self.b, self.bias = nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.tensor(0.5))
+            self.c = nn.Parameter(torch.randn(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ((x * self.a * self.scale) @ self.b.t()).sum() * self.bias + self.c.square().sum()
+
+    torch.manual_seed(0)
+    reference = Scaled()
+    model = replicate(copy.deepcopy(reference), mesh=rank.mesh)
+    optimizers = [optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, reference)]
+    how(optimizers[0], *([model] if how is overlap else []))
+    for _ in range(3):
+        for each, optimizer in zip((model, reference), optimizers, strict=True):
+            each(torch.ones(2, 4)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.full_tensor(), q)
 
 
 @on_ranks(2)

@@ -18,6 +18,7 @@ from fullshard import torch_state_dict
 from fullshard.dropin import inheritance
 from fullshard.dropin.errors import MixedEnginesWarning
 from fullshard.dropin.names import FSDP, is_torchs
+from fullshard.dropin.not_offered import NotOffered
 from fullshard.dropin.stand_ins import StandIns
 
 __all__ = ["Installation", "install", "installed", "uninstall"]
@@ -48,7 +49,8 @@ class Installation:
         """One line that says what was replaced."""
         if _current is None:
             return "fullshard does not stand in for torch.distributed.fsdp"
-        names = {name for answers in _current.answers.values() for name in answers.given}
+        given = [item for answers in _current.answers.values() for item in answers.given.items()]
+        names = {name for name, value in given if not isinstance(value, NotOffered)}
         bound = Counter(binding.module.__name__.partition(".")[0] for binding in _current.bindings)
         anew = "; bound anew: " + ", ".join(f"{count} in {owner}" for owner, count in sorted(bound.items()))
         return (

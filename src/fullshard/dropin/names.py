@@ -13,6 +13,7 @@ from typing import NamedTuple
 import fullshard
 from fullshard import activation_checkpoint, wrap
 from fullshard.dropin import private_names
+from fullshard.dropin.not_offered import NotOffered
 
 __all__ = ["Answers", "answers_of", "in_engine", "is_torchs"]
 
@@ -20,6 +21,8 @@ FSDP = "torch.distributed.fsdp"
 REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
 CHECKPOINT_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 PACKAGES = (FSDP, "torch.distributed._composable.fsdp", REPLICATE)  # what is torch's engine, and all below
+# Programs import its names next to others, to replace or to subclass some of them later: what is missing is said then.
+COLLECTIVES = f"{FSDP}._fully_shard._fsdp_collectives"
 
 # Functions on names and plain tensors, which know no engine: torch's own serve.
 NEUTRAL = {
@@ -35,8 +38,8 @@ class Answers(NamedTuple):
     """What one of torch's modules answers while fullshard stands in.
 
     Attributes:
-        given: fullshard's objects, by name.
-        refused: names that fullshard has nothing for.
+        given: fullshard's objects, by name; or a :class:`NotOffered`, which raises when it is used.
+        refused: names that fullshard has nothing for: asking raises.
     """
 
     given: dict[str, object]
@@ -79,6 +82,8 @@ def answers_of(module: ModuleType) -> Answers:
             given[name] = private[owner, name]
         elif name in public:
             given[name] = public[name]
+        elif module.__name__ == COLLECTIVES:
+            given[name] = NotOffered(f"{module.__name__}.{name}")
         else:
             refused.add(name)
     return Answers(given, refused)

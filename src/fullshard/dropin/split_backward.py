@@ -76,18 +76,17 @@ def _full_registered(units: list[Unit]) -> Iterator[None]:
 @contextlib.contextmanager
 def _added_up(units: list[Unit]) -> Iterator[None]:
     """Gradients that are assigned to full parameters inside are added to those of earlier microbatches."""
-    parameters = [p for unit in units for p in unit.parameters if p.full.dtype is not p.reduce_dtype]
-    earlier = [p.full.grad for p in parameters]
+    parameters = [p for unit in units for p in unit.parameters]
     for parameter in parameters:
-        parameter.full.grad = None
         parameter.full.grad_dtype = parameter.full.dtype
     try:
         yield
     finally:
-        for parameter, old in zip(parameters, earlier, strict=True):
+        for parameter in parameters:
+            gradient, parameter.full.grad = parameter.full.grad, None
             parameter.keep_gradient()
-            if old is not None:
-                parameter.full.grad = old if parameter.full.grad is None else old.add_(parameter.full.grad)
+            parameter.full.grad = None if gradient is None else gradient.to(parameter.full.grad_dtype)
+            parameter.collect_gradient()
     for unit in units:  # of all of them: what is reduced must not depend on which gradients this rank has
         unit.progress.unreduced = True
         unit.gradients.note_trainable()

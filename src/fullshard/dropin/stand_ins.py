@@ -31,6 +31,7 @@ from fullshard.dropin import clients, param_groups, split_backward
 from fullshard.dropin.errors import NotOfferedError
 from fullshard.dropin.kinship import Kinship
 from fullshard.dropin.names import CHECKPOINT_WRAPPER, PACKAGES, Answers, answers_of, in_engine
+from fullshard.dropin.not_offered import NotOffered
 from fullshard.dropin.private_names import lent
 
 __all__ = ["Binding", "StandIns"]
@@ -161,6 +162,7 @@ class StandIns:
             for module in _others(self._modules)
             for name, value in list(vars(module).items())
             if id(value) in self._replacements and not name.startswith("__")
+            if not isinstance(self._replacements[id(value)], NotOffered)  # theirs, and may be of use to them
         ]
         for module, _, _ in taken:
             clients.check(module.__name__)

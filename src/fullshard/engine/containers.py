@@ -4,28 +4,68 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import SUPPORTED_NODES
 
-__all__ = ["cast_tensors", "iterate_tensors", "map_tensors"]
+__all__ = ["cast_tensors", "iterate_tensors", "map_tensors", "tensors_within"]
+
+_NO_CONTAINERS = (str, bytes, bytearray, int, float, complex, type(None), type, FunctionType, MethodType, ModuleType)
 
 
 def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested lists, tuples, sets, mappings and dataclasses, depth first."""
+    """All tensors in nested lists, tuples, sets, mappings, dataclasses and classes that torch's pytree knows."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from iterate_tensors(item)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from iterate_tensors(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from iterate_tensors(getattr(value, field.name, None))
+        return
+    for item in _items(value):
+        yield from iterate_tensors(item)
+
+
+def tensors_within(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors that :func:`iterate_tensors` finds, and those in attributes of objects of any other class."""
+    return _within(value, set())
+
+
+def _within(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if isinstance(value, (*_NO_CONTAINERS, nn.Module)) or id(value) in seen:
+        return
+    seen.add(id(value))  # objects may refer to each other
+    for item in [*_items(value), *_attributes(value)]:
+        yield from _within(item, seen)
+
+
+def _items(value: Any) -> Iterable[Any]:
+    """What is in a container; nothing where the value is of no class that is known to be one."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    node = SUPPORTED_NODES.get(type(value))
+    if node is not None:
+        items: list[Any] = node.flatten_fn(value)[0]
+        return items
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return ()
+
+
+def _attributes(value: Any) -> list[Any]:
+    slots = [name for cls in type(value).__mro__ for name in _slots(cls)]
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+
+
+def _slots(cls: type) -> Iterable[str]:
+    names = cls.__dict__.get("__slots__", ())
+    return [names] if isinstance(names, str) else [name for name in names if isinstance(name, str)]
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -44,6 +84,13 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*mapped)
         return type(value)(mapped)
+    node = SUPPORTED_NODES.get(type(value))
+    if node is not None:
+        children, context = node.flatten_fn(value)
+        mapped = [map_tensors(function, item) for item in children]
+        if all(new is old for new, old in zip(mapped, children, strict=True)):
+            return value
+        return node.unflatten_fn(mapped, context)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _with_fields(function, value)
     return value

@@ -145,7 +145,8 @@ class FlatReducer(GradientReducer):
         ]
         if gaps or missing:
             torch._foreach_zero_([*gaps, *missing])
-        torch._foreach_copy_(targets, sources)
+        if targets:  # on one rank no presence numbers travel
+            torch._foreach_copy_(targets, sources)
 
     def _places_in(self, target: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         places = [target.narrow(0, s.full_offset, s.parameter.numel) for s in self._layout.slots]

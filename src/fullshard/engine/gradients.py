@@ -58,11 +58,6 @@ class UnitGradients:
         return any(accumulates(p.full) for p in self._parameters if p.has_full and p.requires_grad)
 
     @property
-    def are_left(self) -> bool:
-        """Whether autograd has put any into full parameters that nobody has taken."""
-        return any(p.has_full and p.full.grad is not None for p in self._parameters)
-
-    @property
     def partial(self) -> bool:
         """Whether some are reduced, or being reduced, over the shard axis and not over the replicate axis."""
         return any(reducer.owing for bucket in self._buckets for reducer in bucket.reducers)
@@ -70,13 +65,13 @@ class UnitGradients:
     def pending(self) -> list[tuple[ShardedParameter, torch.Tensor | None, torch.Tensor | None]]:
         """The parameters with gradients that are still to be reduced: the full one, and rows, see PendingReduction."""
         partial = {id(p): rows for bucket in self._buckets for r in bucket.reducers for p, rows in r.partial_rows()}
-        found = [(p, p.full.grad if p.has_full else None, partial.get(id(p))) for p in self._parameters]
+        found = [(p, p.writable_unreduced_gradient(), partial.get(id(p))) for p in self._parameters]
         return [entry for entry in found if entry[1] is not None or entry[2] is not None]
 
     def drop_pending(self) -> None:
         """Forget those that are still to be reduced."""
         for parameter in self._parameters:
-            parameter.drop_full_gradient()
+            parameter.drop_unreduced_gradient()
         for bucket in self._buckets:
             bucket.owed.clear()
             for reducer in bucket.reducers:

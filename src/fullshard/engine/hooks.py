@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 from torch.autograd import Function, Variable
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from fullshard.engine.containers import iterate_tensors, map_tensors
+from fullshard.engine.containers import iterate_tensors, map_tensors, tensors_within
 
 __all__ = [
     "NO_BACKWARD",
@@ -42,6 +42,8 @@ _NO_CONTEXT = contextlib.nullcontext()
 
 class _Unit(Protocol):
     def pre_backward(self) -> None: ...
+
+    def pre_double_backward(self) -> None: ...
 
     def post_backward(self) -> None: ...
 
@@ -82,6 +84,9 @@ class _Boundary(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.ran_in = current_backward()
+        if torch.is_grad_enabled():  # create_graph=True
+            unit = ctx.unit
+            _before_backward_of(gradients, lambda _: unit.pre_double_backward())
         ctx.unit.post_backward()
         return (None, *gradients)
 
@@ -109,7 +114,9 @@ def guard_inputs(unit: _Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         guarded_args = _pass_boundary(unit, args[0])
         return guarded_args, kwargs, Call(guarded_args[0].grad_fn)
     tensors = {id(t): t for t in iterate_tensors((args, kwargs)) if t.requires_grad}
-    if not tensors:
+    # Inputs inside of objects of unknown classes cannot be replaced. Their gradients may be complete later than those
+    # of the others, so then the end of the whole backward is the unit's.
+    if not tensors or any(t.requires_grad and id(t) not in tensors for t in tensors_within((args, kwargs))):
         return args, kwargs, None
     aliases = _pass_boundary(unit, *tensors.values())
     guarded: dict[int, torch.Tensor] = dict(zip(tensors, aliases, strict=True))
@@ -120,19 +127,20 @@ def guard_inputs(unit: _Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def watch_outputs(unit: _Unit, output: Any) -> bool:
     """Have the unit's ``pre_backward`` called before the backward of ``output``. Whether there will be one."""
+    return _before_backward_of(tensors_within(output), lambda _: unit.pre_backward())
+
+
+def _before_backward_of(tensors: Iterable[torch.Tensor | None], hook: Callable[[tuple[Any, ...]], None]) -> bool:
+    """Call ``hook`` before the backward of each of ``tensors`` that has one. Whether any has."""
     watched = False
-
-    def pre_backward(_: tuple[torch.Tensor, ...]) -> None:
-        unit.pre_backward()
-
-    for tensor in iterate_tensors(output):
-        if tensor.grad_fn is None:
+    for tensor in tensors:
+        if tensor is None or tensor.grad_fn is None:
             continue
         watched = True
-        tensor.grad_fn.register_prehook(pre_backward)
+        tensor.grad_fn.register_prehook(hook)
         base = tensor._base
         if base is not None and base.grad_fn is not None and base.grad_fn is not tensor.grad_fn:
-            base.grad_fn.register_prehook(pre_backward)
+            base.grad_fn.register_prehook(hook)
     return watched
 
 

@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from fullshard.errors import FullshardError
+from fullshard.transport.python_group import all_gather_flat
 
 __all__ = ["TIMEOUT_VARIABLE", "OrderCheck", "OrderWatch", "UnitOrder", "explain_difference"]
 
@@ -159,9 +160,7 @@ class OrderCheck:
     def _differs(self, order: tuple[str, ...]) -> bool:
         own = torch.tensor([_digest(order), len(order)], dtype=torch.int64, device=self.device)
         everyone = own.new_empty(2 * self.group.size())
-        options = AllgatherOptions()
-        options.asyncOp = True
-        self.group._allgather_base(everyone, own, options).wait()
+        all_gather_flat(self.group, everyone, own).wait()
         found = everyone.view(-1, 2)
         return bool((found != found[0]).any())
 
@@ -217,6 +216,8 @@ class OrderWatch:
     _thread: threading.Thread | None
     _number: int
     _opened: Store | None
+    _ranks: list[int]  # of the group, in order; with the next one only if there is a thread
+    _default: Any  # store
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, after_s: float | None = None) -> None:
         self.group, self.device = group, device
@@ -226,6 +227,8 @@ class OrderWatch:
         self._number = next(_watches.setdefault(group, itertools.count()))
         self._stop, self._thread = threading.Event(), None
         if self.after_s > 0 and group.size() > 1:
+            # Looked up here: ranks that are threads have a default store each.
+            self._ranks, self._default = dist.get_process_group_ranks(group), dist.distributed_c10d._get_default_store()
             self._thread = threading.Thread(target=self._run, name="fullshard order watch", daemon=True)
             self._thread.start()
 
@@ -312,7 +315,7 @@ class OrderWatch:
             When a difference was found first; None if there is none.
         """
         orders = {}
-        for index, rank in enumerate(dist.get_process_group_ranks(self.group)):
+        for index, rank in enumerate(self._ranks):
             if self._store.check([f"order/{index}"]):
                 names, complete = json.loads(self._store.get(f"order/{index}"))
                 orders[rank] = UnitOrder(tuple(names), complete)
@@ -345,9 +348,8 @@ class OrderWatch:
     def _store(self) -> Store:
         if self._opened is None:
             # A connection of its own: the main thread may be waiting on the default one, which it locks.
-            store: Any = dist.distributed_c10d._get_default_store()
-            store = store.clone() if hasattr(store, "clone") else store
-            ranks = ",".join(str(rank) for rank in dist.get_process_group_ranks(self.group))
+            store = self._default.clone() if hasattr(self._default, "clone") else self._default
+            ranks = ",".join(str(rank) for rank in self._ranks)
             digest = _digest([self.group.group_name, ranks])
             self._opened = PrefixStore(f"fullshard/order/{digest:x}/{self._number}", store)
         return self._opened
@@ -361,7 +363,12 @@ def _abort(group: dist.ProcessGroup, device: torch.device) -> None:
     connections of its group, and whatever waits for them raises. So one is issued that nobody will answer, and given a
     millisecond. A group may have several sets of connections, which take turns by tag.
     """
-    backend = group._get_backend(device)
+    try:
+        backend: Any = group._get_backend(device)
+    except RuntimeError:  # written in Python
+        with contextlib.suppress(RuntimeError):
+            group.abort()
+        return
     if backend.name().lower() != "gloo":
         with contextlib.suppress(RuntimeError):
             backend.abort()

@@ -150,7 +150,8 @@ class OptimizerOverlap:
         replaced = [(p.sharded, p.sharded.grad) for p, gradient in late if p.sharded.grad is not gradient]
         for parameter, gradient in late:
             parameter.sharded.grad = gradient.__dict__["_earlier"]
-        finish()
+        with torch.inference_mode(False), torch.no_grad():  # a forward in inference mode may be what waits for them
+            finish()
         for parameter, gradient in late:
             gradient.__dict__["_landed"] = parameter.sharded.grad
         for sharded, chosen in replaced:
@@ -173,7 +174,7 @@ class OptimizerOverlap:
         """Their parameters are written to, on all ranks: the next forward has to gather them itself."""
         early, self._early = self._early, []
         for unit in (ref() for ref, _ in early):
-            if unit is not None and unit.resting:
+            if unit is not None and unit.resting and unit.gathered:  # else its modules may hold copies to be loaded
                 unit.reshard()
 
     def check_unwritten(self) -> None:

@@ -10,6 +10,14 @@ For each managed parameter there are three tensors:
   compiled code and saved tensors keep it. A gradient that is reduced at once stays in its dtype until it is packed.
   Where several are to be added up (of microbatches, of tied modules) its ``grad_dtype`` is the dtype they are reduced
   in, and autograd casts each and adds them up in that.
+
+[Note: Who owns a gradient]
+A gradient that autograd accumulates may share its memory with anything: the gradients of ``a`` and ``b`` in
+``a.view(1, -1) + b.view(1, -1)`` are one tensor, and so are those of a parameter and an activation that it is added to.
+Nothing says so: neither tensor need be a view of the other, and whoever holds the memory need not count as a reference.
+So only memory that the engine itself has allocated is ever written. Autograd's gradients are taken off the unsharded
+parameter as soon as they are accumulated, or autograd would add the next one in place (as it does outside of
+fullshard, where the second ``backward()`` of that sum is wrong). The sum of two is a tensor of our own.
 """
 
 from __future__ import annotations
@@ -92,6 +100,8 @@ class ShardedParameter:
     shape: ParameterShape  # of what the ranks of the shard axis hold together
     unit: weakref.ref[Unit]  # that owns it
     attributes: dict[str, Any]  # that users have set on the parameter object
+    unreduced_grad: torch.Tensor | None  # the gradient of ``full`` that is still to be reduced
+    owns_unreduced_grad: bool  # whether the engine has allocated it, see [Note: Who owns a gradient]
 
     def __init__(
         self,
@@ -104,6 +114,7 @@ class ShardedParameter:
         self.sharded, self.owners, self.fqns, self.placement, self.shape = sharded, owners, fqns, placement, shape
         self.fqn = fqns[0]
         self.pending_owners = []
+        self.unreduced_grad, self.owns_unreduced_grad = None, False
         self.remember_attributes()
         self._mark()
 
@@ -148,6 +159,16 @@ class ShardedParameter:
         if len(self.owners) > 1:
             self.keep_gradient()
         full.__dict__.update(self.attributes)
+        ref = weakref.ref(self)
+
+        def accumulated(_: torch.Tensor) -> None:
+            parameter = ref()
+            if parameter is not None:
+                parameter.collect_gradient(tell=True)
+
+        if full.dtype.is_floating_point or full.dtype.is_complex:
+            full.requires_grad_(True).register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+            full.requires_grad_(self.sharded.requires_grad)
 
     @property
     def requires_grad(self) -> bool:
@@ -176,24 +197,50 @@ class ShardedParameter:
         """Set the sharded gradient to this rank's rows ``local``, or add them, and run the user's hooks."""
         accumulate_gradient(self.sharded, dtensor(local, self.spec))
 
+    def collect_gradient(self, *, tell: bool = False) -> None:
+        """Take the gradient off the unsharded parameter that has just been accumulated there.
+
+        Args:
+            tell: Have the unit know that a backward pass has done that.
+        """
+        gradient, self.full.grad = self.full.grad, None
+        if gradient is None:
+            return
+        unit = self.unit() if tell else None
+        if unit is not None:
+            unit.gradient_arrived()
+        earlier, gradient = self.unreduced_grad, gradient.detach()
+        if earlier is None:
+            self.unreduced_grad = gradient
+            return
+        with torch.no_grad():
+            if self.owns_unreduced_grad and not earlier.is_sparse:
+                earlier.add_(gradient)
+            else:
+                self.unreduced_grad, self.owns_unreduced_grad = earlier + gradient, True
+
     def take_gradient(self) -> torch.Tensor | None:
         """The full gradient (this rank's part of it), which the parameter then no longer has."""
-        gradient = self.full.grad if self.has_full else None
+        gradient, self.unreduced_grad, self.owns_unreduced_grad = self.unreduced_grad, None, False
         if gradient is None:
             return None
-        self.full.grad = None
-        if gradient.dtype is not self.full.dtype and len(self.owners) == 1:
+        if self.full.grad_dtype is not self.full.dtype and len(self.owners) == 1:
             self.full.grad_dtype = self.full.dtype
         return gradient if self.placement.own is None else self.placement.local_gradient(gradient)
+
+    def writable_unreduced_gradient(self) -> torch.Tensor | None:
+        """The gradient that was not reduced yet, in memory that may be written to."""
+        if self.unreduced_grad is not None and not self.owns_unreduced_grad:
+            self.unreduced_grad, self.owns_unreduced_grad = self.unreduced_grad.clone(), True
+        return self.unreduced_grad
 
     def keep_gradient(self) -> None:
         """Add up gradients in the dtype they are reduced in from now on: there will be several."""
         if not self.has_full or self.full.dtype is self.reduce_dtype:
             return
-        gradient, self.full.grad = self.full.grad, None
         self.full.grad_dtype = self.reduce_dtype
-        if gradient is not None:
-            self.full.grad = gradient.to(self.reduce_dtype)
+        if self.unreduced_grad is not None and self.unreduced_grad.dtype is not self.reduce_dtype:
+            self.unreduced_grad, self.owns_unreduced_grad = self.unreduced_grad.to(self.reduce_dtype), True
 
     def remember_attributes(self) -> None:
         """Note what users have set on the parameter object: ``to()`` swaps it away, :meth:`place` puts it back."""
@@ -214,8 +261,7 @@ class ShardedParameter:
             self.owners.append(owner)
             if fqn:
                 self.fqns.append(fqn)
-            if self.has_full and self.full.grad is None:
-                self.keep_gradient()
+            self.keep_gradient()
 
     def is_current(self) -> bool:
         """Whether the module still holds our parameter and that still lies in the shard buffer.
@@ -272,10 +318,11 @@ class ShardedParameter:
         """Whether the full parameter has been made."""
         return "full" in self.__dict__
 
-    def drop_full_gradient(self) -> None:
+    def drop_unreduced_gradient(self) -> None:
         """Forget the gradient that was not reduced yet."""
+        self.unreduced_grad, self.owns_unreduced_grad = None, False
         if self.has_full:
-            self.full.grad = None
+            self.full.grad = None  # from a backward that raised before its hook ran
 
     def memoize(self, memo: dict[int, Any]) -> None:
         """Put a copy of the sharded parameter, gradient included, into a deepcopy's memo."""

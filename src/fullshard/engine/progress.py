@@ -40,6 +40,7 @@ class Progress:
     awaits: bool = False  # whether a forward has ended whose backward has not begun
     guarded: bool = False  # whether an input of the last forward tells when its backward is over
     open_ended: bool = False  # whether a forward with a backward had no such input
+    in_double_backward: bool = False  # whether the pass that runs came through gradients of its inputs
     encloses: bool = False  # whether a backward pass that fills gradients runs inside of its open forward
     stepped: bool = False  # whether one has ended there
     summoned: bool = False  # whether the modules hold copies, see FullCopies

@@ -20,7 +20,7 @@ from fullshard.engine.placement import dtensor
 from fullshard.engine.storage import Storage
 from fullshard.layout import ParameterShape, PerParameterLayout, Route, Slot
 from fullshard.layout.per_parameter import contiguous_stride
-from fullshard.memory import Buffer
+from fullshard.memory import Buffer, empty
 from fullshard.transport import Move
 
 if TYPE_CHECKING:
@@ -136,29 +136,38 @@ class GradientReducer:
         """Forget what is still to be reduced over the replicate axis."""
         self.owing, self.partial = False, None
 
-    def inputs(self, gradients: Gradients) -> Gradients:
+    def inputs(self, gradients: Gradients, *, writable: bool) -> Gradients:
         """Gradients (full, one per parameter, None where there are none) as they are sent, and the presence numbers.
 
-        ``gradients`` is emptied, so that each is freed as soon as it is cast.
+        Those that travel on their own become flat regions of padded pieces. ``gradients`` is emptied, so that each is
+        freed as soon as it is cast.
+
+        Args:
+            gradients: Only read, see [Note: Who owns a gradient].
+            writable: Whether regions will be written to, and so have to lie in memory of their own.
         """
         presence = [self._presence(gradients)] if self.travels else []
         inputs: Gradients = []
         for index, parameter in enumerate(self.parameters):
             gradient, gradients[index] = gradients[index], None
-            if gradient is not None:
-                dtype = self.dtype if index in self.direct else gradient.dtype  # packing casts
+            slot = self.direct.get(index)
+            if slot is not None and (gradient is None or slot.padded or writable):
+                gradient = self._own_region(gradient, parameter.shape, slot)
+            elif gradient is not None:
+                dtype = gradient.dtype if slot is None else self.dtype  # packing casts
                 gradient = _conform(gradient, parameter.shape, dtype)
+                if slot is not None:
+                    gradient = gradient.as_strided((slot.region_numel,), (1,))
             inputs.append(gradient)
         return [*inputs, *presence]
 
-    def region(self, gradient: torch.Tensor | None, slot: Slot) -> torch.Tensor:
-        """A gradient as a flat region of padded pieces: its own memory unless it is missing or uneven."""
-        if gradient is not None and not slot.padded:
-            return gradient.as_strided((slot.region_numel,), (1,))
-        region = self._one.new_zeros(slot.region_numel)
+    def _own_region(self, gradient: torch.Tensor | None, shape: ParameterShape, slot: Slot) -> torch.Tensor:
+        if gradient is None or slot.padded:
+            region = self._one.new_zeros(slot.region_numel)
+        else:
+            region = self.new_empty(slot.region_numel)
         if gradient is not None:
-            numel = slot.parameter.numel
-            region.narrow(0, 0, numel).copy_(gradient.as_strided((numel,), (1,)))
+            region.as_strided(shape.shape, shape.stride).copy_(_dense(gradient))
         return region
 
     def _presence(self, gradients: Gradients) -> torch.Tensor:
@@ -173,7 +182,7 @@ class GradientReducer:
 
     def new_empty(self, numel: int) -> torch.Tensor:
         """A flat tensor where gradients are computed."""
-        return self._one.new_empty(numel)
+        return empty(numel, self.dtype, self.mesh.device)
 
 
 class PerParameterReducer(GradientReducer):
@@ -262,12 +271,13 @@ class PerParameterReducer(GradientReducer):
                 add(whole, slot.local_shape(whole), slot.local_stride(whole), whole * step, shape.stride)
 
 
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
 def _conform(gradient: torch.Tensor, shape: ParameterShape, dtype: torch.dtype) -> torch.Tensor:
     """``gradient`` with the parameter's dtype and strides; itself if it has them, as nearly always."""
-    if gradient.requires_grad:  # create_graph=True
-        gradient = gradient.detach()
-    if gradient.layout is not torch.strided:
-        gradient = gradient.to_dense()
+    gradient = _dense(gradient)
     if gradient.is_complex():
         gradient = gradient.resolve_conj()  # autograd conjugates lazily, which flat views do not see
     if gradient.dtype is dtype and gradient.stride() == shape.stride:

@@ -77,7 +77,9 @@ class PendingReduction:
         self.reducer, self.terms, self.scattered = reducer, terms, False
         self._present = [gradient is not None for gradient in gradients]
         self._expected = [True] * len(gradients) if expected is None else list(expected)
-        self._inputs = inputs = reducer.inputs(gradients)
+        sharded = self.transport is not None
+        # Without a shard axis they are reduced, hooked and scaled in place, and what lands is sharded gradients.
+        self._inputs = inputs = reducer.inputs(gradients, writable=not sharded or terms.scatter.before != 1)
         self._ticket = self._foreign = self.earlier = None
         if terms.all_reduce:
             self.earlier, reducer.partial = reducer.partial, None
@@ -86,9 +88,9 @@ class PendingReduction:
         if terms.hook is not None:  # which may look at what lies between the parameters
             rows.zero_()
         self._rows, self._moves, self._packed = [rows], [], []
-        sharded = self.transport is not None
         for index, slot in reducer.direct.items():
-            region = reducer.region(inputs[index], slot)
+            region = inputs[index]
+            assert region is not None
             if sharded:
                 self._moves.append(Move(rows.narrow(0, slot.shard_offset, slot.piece_numel), region))
             else:

@@ -19,8 +19,7 @@ Units whose forward is open then have no output yet that could tell them. A nest
 and will accumulate into its parameters (gradients of inputs do not), all units whose forward is open are reduced at the
 pass's end, whatever gradients this rank has in them. (It has to be the same on all ranks whether a unit that is run
 takes part with any of its parameters, as it has to be which units take part.) After the step they are gathered anew,
-for the rest of their forward. Where no nested unit takes part nobody tells. That gradients were left is then seen when
-the root's forward ends, and is an error rather than silence, on the ranks that have some.
+for the rest of their forward. Where no nested unit takes part, the gradients that arrive tell it.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fullshard.engine import hooks
@@ -42,7 +42,8 @@ from fullshard.engine.parameter import managed_by
 from fullshard.engine.progress import Phase
 from fullshard.engine.reductions import Reductions
 from fullshard.engine.settings import Lanes
-from fullshard.errors import FullshardError, PhaseError, UnmaterializedParameterError
+from fullshard.engine.unreduced import UnreducedGradients
+from fullshard.errors import PhaseError, UnmaterializedParameterError
 from fullshard.memory import Event
 
 if TYPE_CHECKING:
@@ -109,9 +110,10 @@ class Schedule:
     _passed_by: list[weakref.ref[Unit]]  # those whose turn was over before their own outputs got a gradient
     ahead: Ahead
     overlap: OptimizerOverlap
-    _waiting: list[weakref.ref[Unit]]  # of several modules, not all of which have run in this forward
+    _waiting: list[weakref.ref[Unit]]  # unsharded until the outermost forward ends
     _pass: hooks.BackwardPass | None  # that has begun and not ended
     _reductions: Reductions
+    _unreduced: UnreducedGradients
     _after: Event | None  # what gathers wait for instead of all computation, while the root's forward begins
 
     def __init__(self, units: list[Unit]) -> None:
@@ -123,6 +125,7 @@ class Schedule:
         self._units = [unit.ref for unit in units]
         self.order, self._ended, self._passed_by, self._depth = ForwardOrder(self._units), [], [], 0
         self._root_is_running, self._pass, self.overlap = False, None, OptimizerOverlap()
+        self._unreduced = UnreducedGradients()
         self.ahead, self._waiting, self._reductions, self._after = Ahead(), [], Reductions(), None
 
     @classmethod
@@ -232,8 +235,8 @@ class Schedule:
             if len(self._ended) > self._max_ended:  # outputs that nobody runs backward
                 del self._ended[0]
 
-    def leave(self, unit: Unit, *, failed: bool = False) -> None:
-        """A forward of ``unit`` is over."""
+    def leave(self, unit: Unit, output: Any = None, *, failed: bool = False) -> None:
+        """A forward of ``unit``, which returns ``output``, is over."""
         self._depth -= 1
         unit.progress.stepped = False
         if self._depth or hooks.current_backward() != hooks.NO_BACKWARD:
@@ -241,10 +244,11 @@ class Schedule:
         if failed:
             self._let_go()
             return
-        self._check_nothing_left(unit)
+        if torch.is_grad_enabled():
+            self._unreduced.check(output)
         for waiting in (ref() for ref in self._waiting):
-            if waiting is not None and waiting.progress.ran:
-                waiting.complete_forward()
+            if waiting is not None:
+                waiting.end_outermost_forward()
         self._waiting.clear()
         if self._root_is_running:
             self.order.keep()
@@ -254,19 +258,8 @@ class Schedule:
             guessed_wrong.reshard()
         self.ahead.clear()
 
-    def _check_nothing_left(self, unit: Unit) -> None:
-        """See [Note: Steps inside a forward]."""
-        at_rest = unit.resting and not unit.progress.held and not unit.progress.unreduced
-        if at_rest and unit.gradients.are_left:
-            unit.drop_gradients()
-            raise FullshardError(
-                "backward ran inside of the forward of a sharded module, through no unit inside of it, so that nothing "
-                "told that it did: gradients of the module's own parameters were not reduced and are dropped. Call "
-                "backward after that forward has returned, or shard a module inside of it that the loss depends on"
-            )
-
-    def waits_for_others(self, unit: Unit) -> bool:
-        """Whether the other modules of ``unit`` may still run in the forward that is open."""
+    def waits_for_end(self, unit: Unit) -> bool:
+        """Whether ``unit`` stays unsharded until the outermost forward ends, which then tells it."""
         if self._depth <= 1 or hooks.current_backward() != hooks.NO_BACKWARD:
             return False
         self._waiting.append(unit.ref)

@@ -37,9 +37,20 @@ class Unit:
     their values are written into the shard buffer, or into a new one if dtype or device changed.
 
     [Note: Units of several modules]
-    A unit may belong to several modules. It is gathered when the first of them runs and let go of when all have run,
-    or when the outermost forward ends with some of them not run (a head that is called later, chunk by chunk).
+    A unit may belong to several modules. It is gathered when the first of them runs and let go of when all have run.
+    If some have not when the outermost forward ends (a head that is called later, chunk by chunk, or whose weight
+    others read), it stays gathered for backward, as what has read the weight may need it there.
     In backward it is done when all of its calls in that backward are, as one module that is called several times.
+
+    [Note: Unsharded until the forward ends]
+    While a unit stays gathered after its own forward, its modules go on showing the unsharded parameters until the
+    outermost forward is over: a model may read ``lm_head.weight`` there instead of calling the head, and the gradient
+    of an unsharded parameter is reduced wherever it was used. That of a DTensor would be this rank's own.
+
+    [Note: Double backward]
+    Gradients that were computed with ``create_graph=True`` have a graph of their own, which reads the parameters again.
+    Backward comes into it through the gradients of the unit's inputs, which are watched like outputs. Nothing tells
+    when it is through, so a unit that was reached in this way stays gathered until the end of the backward pass.
     """
 
     name: str  # FQN of the (first) module below the root; "" for the root itself
@@ -226,11 +237,6 @@ class Unit:
         """Whether none of its forwards or backwards is going on."""
         return self.phase is Phase.RESTING
 
-    @property
-    def computing(self) -> bool:
-        """Whether the modules hold the full parameters because a forward, a backward or the user needs them now."""
-        return self.registration.full and (self.phase is not Phase.RESTING or self.progress.held > 0)
-
     def use_sharded(self) -> None:
         """Have the modules hold the sharded parameters again."""
         if self.registration.full:
@@ -318,7 +324,7 @@ class Unit:
                 if watched:
                     self.progress.open_ended |= not self.progress.guarded
                     schedule.finished_forward(self)
-            schedule.leave(self)
+            schedule.leave(self, output)
         return output
 
     def abort_forward(self) -> None:
@@ -339,27 +345,33 @@ class Unit:
             progress = self.progress
             progress.ran.add(id(module))
             progress.watched |= watched
-            if len(progress.ran) < len(self.modules) and self.attached().waits_for_others(self):
-                self.use_sharded()
+            if len(progress.ran) < len(self.modules) and self.attached().waits_for_end(self):
                 return
-            self.complete_forward()
-            return
+            watched, progress.watched = progress.watched, False
+            progress.ran.clear()
         self._rest_after_forward(watched=watched)
 
-    def complete_forward(self) -> None:
-        """All modules of the unit have run, or those that have not will not in this forward."""
-        watched, self.progress.watched = self.progress.watched, False
-        self.progress.ran.clear()
-        if self.resting:
-            self._rest_after_forward(watched=watched)
+    def end_outermost_forward(self) -> None:
+        """Show the sharded parameters again, see [Note: Unsharded until the forward ends]."""
+        progress = self.progress
+        if not self.resting or progress.held:
+            return
+        if progress.ran:  # see [Note: Units of several modules]
+            watched, progress.watched = progress.watched, False
+            progress.ran.clear()
+            if not watched:
+                self.reshard()
+            progress.kept = watched
+        self.use_sharded()
 
     def _rest_after_forward(self, *, watched: bool) -> None:
         if self.progress.held:
             return
         setting = self.reshards_after_forward
         if (watched and setting is False) or hooks.current_backward() != hooks.NO_BACKWARD:
-            self.use_sharded()
             self.progress.kept = True
+            if not self.attached().waits_for_end(self):
+                self.use_sharded()
         else:
             self.reshard(near=setting if watched and setting is not True else 0)
 
@@ -385,11 +397,26 @@ class Unit:
             self.use_full()
         schedule.started_backward(self)
 
+    def pre_double_backward(self) -> None:
+        """Unshard for the graph of gradients of the unit's inputs, see [Note: Double backward]."""
+        self.pre_backward()
+        self.progress.in_double_backward = self.phase is Phase.BACKWARD
+
+    def gradient_arrived(self) -> None:
+        """Have the gradient of an unsharded parameter reduced although no output has told of a backward."""
+        if self.phase is Phase.BACKWARD:
+            return
+        schedule = self.attached()
+        schedule.begin_backward()
+        self.progress.unreduced = True
+        self.progress.encloses |= self.phase is Phase.FORWARD
+        self.gradients.note_trainable()
+
     def post_backward(self) -> None:
         """The gradients of the inputs of one call are complete."""
-        if self.phase is not Phase.BACKWARD:
-            return
         progress = self.progress
+        if self.phase is not Phase.BACKWARD or progress.in_double_backward:
+            return
         if progress.open_ended or (len(progress.calls) > 1 and any(call.still_to_run() for call in progress.calls)):
             # Autograd adds up a parameter's gradients over all calls first. Until then others may compute.
             schedule = self.attached()
@@ -399,15 +426,14 @@ class Unit:
                 progress.unreduced = True
                 self.gradients.note_trainable()
                 self._move(Phase.RESTING)
-                if not progress.held:
-                    self.reshard()
+                self._rest_in_backward()
             return
         self.finish_backward()
 
     def end_backward(self, *, ran: bool) -> None:
         """The whole backward pass is over; ``ran``: it may have come to parameters without the unit being told."""
         settings, progress = self.settings, self.progress
-        if ran and not settings.requires_gradient_sync:
+        if (ran or progress.unreduced) and not settings.requires_gradient_sync:
             progress.unreduced = True
             self.gradients.keep()
         if self.phase is Phase.BACKWARD:
@@ -421,16 +447,13 @@ class Unit:
             # This backward did not touch the unit, but one without sync did, or its own had no clear end.
             progress.open_ended = False
             self._reduce()
-        progress.reduced = False
+        progress.reduced = progress.in_double_backward = False
 
     def finish_backward(self) -> None:
         """Reduce the gradients (or keep them for the next microbatch) and free the full parameters."""
         progress = self.progress
         progress.open_ended = False
-        if not progress.held:
-            self.use_sharded()
-            if self.settings.reshard_after_backward:
-                self.reshard()  # before memory for the reduction is taken
+        self._rest_in_backward()  # before memory for the reduction is taken
         if self.settings.requires_gradient_sync:
             self._reduce()
         else:
@@ -439,6 +462,12 @@ class Unit:
         self._move(Phase.RESTING)
         if self.settings.backward_order == "after":
             self.attached().prefetch_backward()
+
+    def _rest_in_backward(self) -> None:
+        if not self.progress.held:
+            self.use_sharded()
+            if self.settings.reshard_after_backward:
+                self.reshard()
 
     def synchronize(self) -> None:
         """Reduce what microbatches without sync have left, over all axes."""

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.optim.local_pieces import Member, Piece, RunNumbers
 
-__all__ = ["Basis", "State", "options_of", "step_to"]
+__all__ = ["Basis", "State", "step_to"]
 
 State = dict[Any, Any]  # of an optimizer: entries by parameter
 
@@ -26,6 +26,8 @@ _gradient_of = operator.attrgetter("grad")
 _local_of = operator.attrgetter("_local_tensor")
 _spec_of = operator.attrgetter("_spec")
 _address_of = torch.Tensor.data_ptr
+_stride_of = torch.Tensor.stride
+_dtype_of = operator.attrgetter("dtype")
 
 
 class Basis:
@@ -38,7 +40,7 @@ class Basis:
     parameters: list[torch.Tensor]  # of all groups
     gradients: list[Any]  # theirs, while the plan is made
     settled: bool  # whether a gradient that could not be used as it is calls for a new plan every time
-    _options: list[tuple[int, float | None]]  # see options_of
+    _sizes: list[int]  # parameters in each group
     _sharded: tuple[list[DTensor], list[torch.Tensor]]  # parameters that are DTensors, and their local tensors
     _plain: tuple[list[torch.Tensor], list[int]]  # those in runs that are not, and their addresses
     _types: list[type] | None  # of the gradients; None: they are DTensors
@@ -46,6 +48,7 @@ class Basis:
     _specs: list[Any]  # of the gradients of members
     _steps: list[int | None]  # bytes from each one's gradient to the next one's, if they may be stepped together
     _near: list[bool]  # whether they are
+    _layouts: list[Any]  # strides and dtypes of the gradients; nothing if none may be stepped together
     _numbers: Sequence[RunNumbers]  # that users see
     _state: State  # the user's view
     _entries: list[Any]  # what is in it
@@ -54,7 +57,7 @@ class Basis:
         self.parameters = [p for group in groups for p in group["params"]]
         self.gradients = [p.grad for p in self.parameters]
         self.settled = True
-        self._options = options_of(groups)
+        self._sizes = _sizes_of(groups)
         sharded = [p for p in self.parameters if isinstance(p, DTensor)]
         self._sharded = (sharded, [p._local_tensor for p in sharded])
         types = [type(g) for g in self.gradients]
@@ -78,7 +81,7 @@ class Basis:
         if not any(self._steps):
             self._steps = []  # of what is never stepped together, nobody needs to know where it lies
         gradients = [m.gradient for m in members]
-        self._near = self._nearness(gradients)
+        self._near, self._layouts = self._nearness(gradients), self._layouts_of(gradients)
         for member in members:
             del member.gradient  # it would live for as long as the plan
         self.gradients = []
@@ -110,7 +113,8 @@ class Basis:
             specs != self._specs or not all(type(gradient) is torch.Tensor for gradient in gradients)
         ):
             return None
-        return gradients if self._nearness(gradients) == self._near else None
+        holds = self._nearness(gradients) == self._near and self._layouts_of(gradients) == self._layouts
+        return gradients if holds else None
 
     def _nearness(self, gradients: Sequence[torch.Tensor]) -> list[bool]:
         if not self._steps:
@@ -118,10 +122,13 @@ class Basis:
         addresses = list(map(_address_of, gradients))
         return list(map(operator.eq, map(operator.sub, addresses[1:], addresses), self._steps))
 
+    def _layouts_of(self, gradients: Sequence[torch.Tensor]) -> list[Any]:
+        return [*map(_stride_of, gradients), *map(_dtype_of, gradients)] if self._steps else []
+
     def _same_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
         groups, plain = optimizer.param_groups, self._plain
         found = list(chain.from_iterable(group["params"] for group in groups))
-        if len(found) != len(self.parameters) or options_of(groups) != self._options:
+        if len(found) != len(self.parameters) or _sizes_of(groups) != self._sizes:
             return False
         if len(self._sharded[0]) < len(found):
             same = all(map(operator.is_, found, self.parameters))
@@ -150,13 +157,8 @@ def _entries_of(state: State) -> list[Any]:
         return [entry for own in state.values() for entry in (own.values() if isinstance(own, dict) else (own,))]
 
 
-def options_of(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, float | None]]:
-    """What else a plan depends on."""
-    return [(len(group["params"]), None if "eps" not in group else _number(group["eps"])) for group in groups]
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else 0.0
+def _sizes_of(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
 
 
 def step_to(one: Member, other: Member) -> int | None:
@@ -166,8 +168,7 @@ def step_to(one: Member, other: Member) -> int | None:
     """
     if one.place is None or other.place is None or one.place.buffer is not other.place.buffer:
         return None
-    if one.place.ordinal < 0 or other.place.ordinal != one.place.ordinal + 1:
+    numel = one.local.numel()
+    if not numel or not other.local.numel() or other.place.offset != one.place.offset + numel:
         return None
-    if one.gradient.dtype is not other.gradient.dtype:
-        return None
-    return (other.place.offset - one.place.offset) * one.gradient.itemsize
+    return numel * one.gradient.itemsize if one.gradient.dtype is other.gradient.dtype else None

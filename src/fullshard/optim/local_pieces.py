@@ -2,7 +2,9 @@
 
 [Note: Stepped pieces]
 A *piece* is one plain tensor that a localised optimizer steps. It is this rank's part of one parameter, or a *run*:
-the parts of several parameters that lie one after another in a shard buffer, with the alignment gaps between them.
+the parts of several parameters that lie one after another in a shard buffer, and whose gradients lie likewise, with
+nothing in between. What lies between two gradients is not ours to write (some optimizers write to gradients): it may be
+another gradient, or whatever the user who has placed them there keeps.
 What the optimizer keeps for a piece lies in plain tensors, too; the user's view of it, in ``optimizer.state``, are
 DTensors on the same memory. So the user's view is always right and always complete, and pieces can be made anew from it
 whenever something has changed: run by run, what has to lie together is found lying together, or is copied there.
@@ -17,6 +19,7 @@ import bisect
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -39,16 +42,12 @@ class Place(NamedTuple):
 
     Args:
         buffer: The shard buffer: flat.
-        offset: In it, in elements.
-        ordinal: Among all parameters that have something in that buffer, by address; -1 for those that have nothing.
-        alignment: Of what lies there, in elements: what is left between two neighbours for its sake is less.
+        offset: In it, in elements; -1: the part has no elements.
         unit: Of the parameter.
     """
 
     buffer: torch.Tensor
     offset: int
-    ordinal: int
-    alignment: int
     unit: weakref.ref[Unit]
 
 
@@ -143,7 +142,6 @@ class Piece:
     parameter: torch.Tensor  # what is stepped
     index: int  # in its plan
     offsets: list[int]  # of the members in it, in elements
-    gaps: torch.Tensor | None  # indices of its elements that belong to nobody
     unit: weakref.ref[Unit] | None  # of its members
     state: Entries | None  # what the optimizer keeps for it; None: nothing yet
     known: Entries  # the same at the last look
@@ -151,13 +149,13 @@ class Piece:
     flat: bool
 
     __slots__ = (
-        *("flat", "gaps", "group", "index", "known", "members"),
+        *("flat", "group", "index", "known", "members"),
         *("offsets", "parameter", "row", "state", "unit"),
     )
 
     def __init__(self, group: int, members: list[Member], *, flat: bool = False, own: bool = False) -> None:
         self.group, self.members, self.flat = group, members, flat
-        self.gaps, self.state, self.known, self.row = None, None, {}, None
+        self.state, self.known, self.row = None, {}, None
         first = members[0]
         place = first.place
         self.unit = None if place is None else place.unit
@@ -173,17 +171,9 @@ class Piece:
             self._lay_out(place)
 
     def _lay_out(self, place: Place) -> None:
-        gaps: list[int] = []
-        end = 0
-        for index, member in enumerate(self.members):
-            assert member.place is not None
-            start = self.offsets[index] = member.place.offset - place.offset
-            gaps += range(end, start)
-            end = start + member.local.numel()
+        *self.offsets, numel = accumulate((member.local.numel() for member in self.members), initial=0)
         start = int(place.buffer.storage_offset()) + place.offset
-        self.parameter = place.buffer.detach().as_strided((end,), (1,), start)
-        if gaps:
-            self.gaps = torch.tensor(gaps, device=self.parameter.device)
+        self.parameter = place.buffer.detach().as_strided((numel,), (1,), start)
 
     @property
     def is_users_own(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,24 +15,12 @@ from fullshard.engine.flat_bucket import FlatBucket
 from fullshard.engine.parameter import managed_by
 from fullshard.engine.unit import Unit
 from fullshard.layout.per_parameter import is_dense
-from fullshard.optim.local_basis import Basis, State, options_of, step_to
+from fullshard.optim.local_basis import Basis, State, step_to
 from fullshard.optim.local_pieces import Entries, Homes, Member, Piece, Place, RunNumbers, is_elementwise
 
-__all__ = ["Plan", "PlanSettings"]
+__all__ = ["Plan"]
 
 NUMBER = "number"
-
-
-class PlanSettings(NamedTuple):
-    """What the user has chosen.
-
-    Args:
-        flatten: Whether to step runs.
-        zero_stays_zero: Whether the optimizer leaves a zero that has a zero gradient alone, unless its options say so.
-    """
-
-    flatten: bool
-    zero_stays_zero: bool
 
 
 class Plan:
@@ -40,8 +28,8 @@ class Plan:
 
     Args:
         optimizer: Whose.
-        settings: See there.
         homes: Of the plan before.
+        flatten: Whether to step runs.
     """
 
     pieces: list[Piece]
@@ -54,28 +42,27 @@ class Plan:
     _runs: list[tuple[int, tuple[int]]]  # indices of the runs, and their shapes
     _own: list[Piece]  # those that are the user's own parameters
 
-    def __init__(self, optimizer: torch.optim.Optimizer, settings: PlanSettings, homes: Homes) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, homes: Homes, *, flatten: bool) -> None:
         groups = optimizer.param_groups
         self.homes, self.numbers, self.local_state = homes, [], defaultdict(dict)
         self._basis = Basis(groups)
         state: State = optimizer.state
         homes.keep(_entries_in(self._basis.parameters, state))
         with torch.inference_mode(False), torch.no_grad():
-            self._plan(groups, state, settings)
+            self._plan(groups, state, flatten=flatten)
         self.look(optimizer)
 
     # ---------------------------------------------------------------- planning
 
-    def _plan(self, groups: Sequence[Mapping[str, Any]], state: State, settings: PlanSettings) -> None:
+    def _plan(self, groups: Sequence[Mapping[str, Any]], state: State, *, flatten: bool) -> None:
         places = _Places()
         self.pieces, self._own, found = [], [], iter(self._basis.gradients)
-        for number, (group, (_, eps)) in enumerate(zip(groups, options_of(groups), strict=True)):
+        for number, group in enumerate(groups):
             members = []
-            crosses = settings.zero_stays_zero and not group.get("capturable")
             for parameter, gradient in zip(group["params"], found, strict=False):
                 if gradient is None:
                     continue
-                member = self._member(parameter, gradient, places if settings.flatten else None)
+                member = self._member(parameter, gradient, places if flatten else None)
                 if member is not None:
                     member.state = state.get(parameter)
                     if _is_local(member):
@@ -84,7 +71,7 @@ class Plan:
                 member = Member(parameter, parameter, gradient, None)
                 member.state = state.get(parameter)
                 self._own.append(Piece(number, [member], own=True))
-            self.pieces += _Runs(number, members, eps if crosses else 0.0).pieces
+            self.pieces += _Runs(number, members).pieces
         self.fresh = self._basis.note(self.pieces)
         self._firsts = [*accumulate((len(piece.members) for piece in self.pieces), initial=0)][:-1]
         numbered = enumerate(self.pieces)
@@ -220,17 +207,14 @@ def _places_in(unit: Unit) -> dict[int, Place]:
         if not isinstance(bucket, (BufferBucket, FlatBucket)) or getattr(bucket, "home", None) is not None:
             continue
         buffer = bucket.shard_buffer
-        start, found = buffer.data_ptr(), []
-        alignment = getattr(bucket.layout, "alignment", 1)
+        start = buffer.data_ptr()
         for parameter in bucket.parameters:
             local = parameter.local
             offset = (local.data_ptr() - start) // buffer.itemsize
-            if local.numel() and 0 <= offset <= buffer.numel() - local.numel():
-                found.append((offset, id(parameter)))
-            elif not local.numel():
-                places[id(parameter)] = Place(buffer, 0, -1, alignment, unit.ref)
-        for ordinal, (offset, key) in enumerate(sorted(found)):
-            places[key] = Place(buffer, offset, ordinal, alignment, unit.ref)
+            if not local.numel():
+                places[id(parameter)] = Place(buffer, -1, unit.ref)
+            elif 0 <= offset <= buffer.numel() - local.numel():
+                places[id(parameter)] = Place(buffer, offset, unit.ref)
     return places
 
 
@@ -240,23 +224,20 @@ class _Runs:
     Args:
         group: Its index.
         members: In the order of the group.
-        eps: What the optimizer adds to what it divides by; None: it does not divide by what may be 0. A zero with a
-            zero gradient stays a zero unless that is 0 in the parameter's dtype.
     """
 
     pieces: list[Piece]
     _group: int
-    _eps: float | None
     _alike: dict[int, Any]  # what may be stepped together has the same, by member
 
-    def __init__(self, group: int, members: Sequence[Member], eps: float | None) -> None:
-        self._group, self._eps, self.pieces = group, eps, []
+    def __init__(self, group: int, members: Sequence[Member]) -> None:
+        self._group, self.pieces = group, []
         self._alike = _state_keys(members)
         by_buffer: dict[int, list[Member]] = {}
         for member in members:
             by_buffer.setdefault(id(member if member.place is None else member.place.buffer), []).append(member)
         for found in by_buffer.values():
-            found.sort(key=lambda m: -1 if m.place is None else m.place.ordinal)
+            found.sort(key=lambda m: -1 if m.place is None else m.place.offset)
             run = found[:1]
             for member in found[1:]:
                 if self._follows(run[-1], member):
@@ -277,20 +258,14 @@ class _Runs:
             return False
         if one.place is None or other.place is None:
             return False
-        if one.place.ordinal < 0:  # they have nothing here but their state
-            return other.place.ordinal < 0 and one.gradient.dtype is other.gradient.dtype
+        if not one.local.numel():  # they have nothing here but their state
+            return not other.local.numel() and one.gradient.dtype is other.gradient.dtype
         step = step_to(one, other)
         if step is None or one.gradient.data_ptr() + step != other.gradient.data_ptr():
             return False
         if any(m.gradient.stride() != m.local.stride() for m in (one, other)):
             return False
-        if one.gradient.untyped_storage().data_ptr() != other.gradient.untyped_storage().data_ptr():
-            return False
-        gap = other.place.offset - one.place.offset - one.local.numel()
-        return not gap or (gap < one.place.alignment and self._stays_zero(one.local.dtype))
-
-    def _stays_zero(self, dtype: torch.dtype) -> bool:
-        return self._eps is None or torch.tensor(self._eps, dtype=dtype).abs().item() > 0
+        return one.gradient.untyped_storage().data_ptr() == other.gradient.untyped_storage().data_ptr()
 
 
 def _state_keys(members: Sequence[Member]) -> dict[int, Any]:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from fullshard.optim.local_pieces import Homes, Piece, Row
-from fullshard.optim.local_plan import Plan, PlanSettings
+from fullshard.optim.local_plan import Plan
 
 __all__ = ["InParts", "LocalStep"]
 
@@ -38,12 +38,12 @@ class LocalStep:
 
     Args:
         inner: The optimizer's own step, without hooks: called with the optimizer and what else its users pass.
-        settings: See :class:`PlanSettings`.
+        flatten: Whether to step runs.
         is_known: Whether the optimizer is one of torch's, of which it is known what it does with its state.
     """
 
     in_parts: InParts | None  # None: all at once
-    settings: PlanSettings
+    flatten: bool
     _inner: Callable[..., Any]
     _is_known: bool
     _plan: Plan | None
@@ -53,8 +53,8 @@ class LocalStep:
     _gradients: list[torch.Tensor]  # of the pieces of the plan, in this step
     _unseen: list[Piece]  # of which the optimizer may have replaced state in this step
 
-    def __init__(self, inner: Callable[..., Any], settings: PlanSettings, *, is_known: bool) -> None:
-        self._inner, self.settings, self._is_known, self.in_parts = inner, settings, is_known, None
+    def __init__(self, inner: Callable[..., Any], *, flatten: bool, is_known: bool) -> None:
+        self._inner, self.flatten, self._is_known, self.in_parts = inner, flatten, is_known, None
         self._plan, self._homes, self._feeds, self._whole = None, Homes(), {}, None
         self._gradients, self._unseen = [], []
 
@@ -90,7 +90,7 @@ class LocalStep:
         taken = None if plan is None or found is None else plan.take(found)
         if plan is None or taken is None:
             _land(optimizer)
-            plan = self._plan = Plan(optimizer, self.settings, self._homes)
+            plan = self._plan = Plan(optimizer, self._homes, flatten=self.flatten)
             found, plan.fresh, self._whole = plan.fresh, [], None
             taken = plan.take(found)
             assert taken is not None
@@ -100,10 +100,6 @@ class LocalStep:
     def step_pieces(self, optimizer: torch.optim.Optimizer, pieces: Sequence[Piece], *args: Any, **kwargs: Any) -> Any:
         """Step these pieces. What the optimizer's own step returned, which gets the further arguments."""
         assert self._plan is not None
-        for piece in pieces:
-            if piece.gaps is not None:
-                # What was in that memory before would go into the gaps of the shard buffer, and be sent from there.
-                self._gradients[piece.index].index_fill_(0, piece.gaps, 0)
         groups, attributes = optimizer.param_groups, optimizer.__dict__
         feeds = self._feeds_of(pieces, len(groups))
         stand_ins = [{**groups[feed.group], "params": feed.parameters} for feed in feeds]

@@ -20,7 +20,6 @@ import torch
 from torch import optim
 from torch.optim import Optimizer
 
-from fullshard.optim.local_plan import PlanSettings
 from fullshard.optim.local_step import LocalStep
 
 __all__ = ["delocalize", "local_step_of", "localize"]
@@ -82,7 +81,7 @@ def localize(optimizer: _O, *, flatten: bool = True, elementwise: bool | None = 
     if reason is not None:
         warnings.warn(f"localize: {original.__name__} is left as it is: {reason}", stacklevel=2)
     else:
-        _attach(optimizer, original, PlanSettings(flatten, zero_stays_zero=_is_known(original)))
+        _attach(optimizer, original, flatten=flatten)
     return optimizer
 
 
@@ -110,11 +109,11 @@ def local_step_of(optimizer: Optimizer) -> LocalStep | None:
     return step
 
 
-def _attach(optimizer: Optimizer, original: type[Optimizer], settings: PlanSettings) -> None:
+def _attach(optimizer: Optimizer, original: type[Optimizer], *, flatten: bool) -> None:
     inner = original.step
     inner = getattr(inner, "__wrapped__", inner) if getattr(inner, "hooked", False) else inner
     before = local_step_of(optimizer)
-    made = vars(optimizer)[_STEP] = LocalStep(inner, settings, is_known=_is_known(original))
+    made = vars(optimizer)[_STEP] = LocalStep(inner, flatten=flatten, is_known=_is_known(original))
     made.in_parts = None if before is None else before.in_parts
     watched = _unwatch(optimizer)
     optimizer.__class__ = _localized(original)
@@ -170,8 +169,7 @@ def _subclass(original: type[Optimizer]) -> type[Optimizer]:
 
     @functools.wraps(original.__reduce_ex__)
     def reduce(self: Optimizer, protocol: Any) -> Any:
-        settings = vars(self)[_STEP].settings
-        return _rebuild, (original, settings), self.__getstate__()
+        return _rebuild, (original, vars(self)[_STEP].flatten), self.__getstate__()
 
     names: dict[str, Any] = {
         "__module__": original.__module__,
@@ -200,10 +198,10 @@ def _original(kind: type[Any]) -> type[Optimizer]:
     return original
 
 
-def _rebuild(original: type[Optimizer], settings: PlanSettings) -> Optimizer:
+def _rebuild(original: type[Optimizer], flatten: bool) -> Optimizer:
     """For copies and files: a localised optimizer that has nothing yet."""
     optimizer = original.__new__(original)
-    _attach(optimizer, original, settings)
+    _attach(optimizer, original, flatten=flatten)
     return optimizer
 
 

@@ -17,6 +17,7 @@ from fullshard.transport.pooled import (
     SymmetricMemoryAllGather,
     SymmetricMemoryReduceScatter,
 )
+from fullshard.transport.python_group import PythonGroupTransport
 
 __all__ = [
     "AllGather",
@@ -32,6 +33,7 @@ __all__ = [
     "Parcel",
     "ProcessGroupMemoryAllGather",
     "ProcessGroupMemoryReduceScatter",
+    "PythonGroupTransport",
     "ReduceScatter",
     "SymmetricMemoryAllGather",
     "SymmetricMemoryReduceScatter",
@@ -48,12 +50,20 @@ def make_transport(group: dist.ProcessGroup, device: torch.device, *, reduces: b
     """The transport for the back end that ``group`` uses on ``device``. Call it on all ranks of the group.
 
     Args:
-        group: The ranks.
+        group: The ranks. A subclass of ``torch.distributed.ProcessGroup`` may be its own back end.
         device: Where the tensors are.
         reduces: Whether :meth:`Transport.reduce` will be used. On NCCL that makes a second communicator, once per
             group; a transport for all-reduces only can do without.
+
+    Raises:
+        RuntimeError: If the group has no back end for the device.
     """
-    backend = group._get_backend(device).name().lower()
+    try:
+        backend = group._get_backend(device).name().lower()
+    except RuntimeError:
+        if type(group) is dist.ProcessGroup:  # which has back ends, but none for this device
+            raise
+        return PythonGroupTransport(group)
     if backend == "nccl":
         return NcclTransport(group, _make_reduce_group(group) if reduces and group.size() > 1 else None)
     if backend == "gloo" and device.type == "cpu":

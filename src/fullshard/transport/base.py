@@ -140,8 +140,10 @@ class Transport:
     the transport's business. Every rank of the group has to make the same calls in the same order.
 
     A launch returns works, which belong to all its parcels together: none of the parcels is done before all works
-    were waited for, each once, in the order given. Regions and pieces must stay alive until then. Regions may be
-    overwritten by a reduction.
+    were waited for, each once, in the order given. Regions and pieces must stay alive until then.
+
+    The region of a reduction may be memory of autograd's: it is only read, unless the division has a factor to divide
+    by before the sum. That of an all-reduce is written to.
     """
 
     # Smallest piece in bytes that is worth a move of its own; smaller ones should share a packed one.

@@ -3,9 +3,9 @@
 Why not gloo's own collectives: one unit of 12.6 M fp32 parameters on two ranks of one machine (median of six,
 docs/design/transports.md has the script): one flat all-gather 45 ms, one all-gather per parameter issued
 together 20 ms, the direct exchange 14 ms; reduce-scatter 36 to 56 ms, all-reduce 26 ms, all-to-all and a
-local sum 20 ms, the direct exchange and a local sum 14 ms. The exchange needs no staging copy either, and it
-sums in rank order, so the result does not depend on how many messages were in flight. All of that is for two ranks
-or more; a single rank has nothing to exchange and needs no transport.
+local sum 20 ms, the direct exchange and a local sum 14 ms. The exchange needs no staging copy of pieces of at least
+``direct_bytes`` either, and it sums in rank order, so the result does not depend on how many messages were in flight.
+All of that is for two ranks or more; a single rank has nothing to exchange and needs no transport.
 
 [Note: Joined messages]
 A message costs its latency, however small. So the small pieces of one launch, whichever units and dtypes they are of,

@@ -23,17 +23,18 @@ def fold(terms: Sequence[torch.Tensor], target: torch.Tensor, factor: float = 1.
     factor that is a power of two loses nothing; the fp32 way takes twice as long.)
 
     Args:
-        terms: At least two flat tensors of the same dtype and size. The first may be overwritten.
+        terms: At least two flat tensors of the same dtype and size. If ``target`` is the third or a later one, the
+            first is overwritten; else none but ``target``.
         target: Like them; may be one of them.
         factor: 1.0 for none.
     """
     if target.dtype in _HALF and len(terms) > 2:
         _fold_wide(terms, target, factor)
         return
-    total = terms[0]
-    for term in terms[1:-1]:
-        total.add_(term)
-    torch.add(total, terms[-1], out=target)
+    total = terms[0] if any(term is target for term in terms[2:]) else target
+    torch.add(terms[0], terms[1], out=total)
+    for term in terms[2:]:
+        torch.add(total, term, out=target if term is terms[-1] else total)
     if factor != 1:
         target.mul_(factor)
 

@@ -1,0 +1,154 @@
+"""Models that read parameters of sharded modules in their forward, instead of calling the modules."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from compare import assert_close
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import fully_shard
+from ranks import Rank, on_ranks
+
+WIDTH, WORDS = 6, 11
+
+
+class Language(nn.Module):
+    """A head whose weight the model multiplies with itself, as fused cross-entropies do, or which it calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.fused = True
+        self.seen: list[type] = []
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.block(self.embedding(tokens)))
+        if not self.fused:
+            return F.cross_entropy(self.head(x).view(-1, WORDS), tokens.view(-1))
+        return F.cross_entropy((x @ full(self, self.head.weight).t()).view(-1, WORDS), tokens.view(-1))
+
+
+def full(model: Language, weight: torch.Tensor) -> torch.Tensor:
+    """What trl does with a weight that it reads."""
+    model.seen.append(type(weight))
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def tokens(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randint(0, WORDS, (3, 4), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def compare_steps(rank: Rank, model: Any, reference: Language, steps: int = 3) -> None:
+    """The losses of plain SGD on the mean of all ranks' losses, and on one rank after the other's gradients."""
+    optimizer, expected = (torch.optim.SGD(m.parameters(), lr=0.3) for m in (model, reference))
+    for step in range(steps):
+        loss = model(tokens(rank.rank, step))
+        losses = [reference(tokens(each, step)) for each in range(rank.world_size)]
+        assert_close(loss.detach(), losses[rank.rank].detach(), f"loss of step {step}", rtol=1e-5)
+        loss.backward()
+        torch.stack(losses).mean().backward()
+        for each in (optimizer, expected):
+            each.step()
+            each.zero_grad()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("reshard", [False, None, True])
+def test_head_in_one_unit_with_the_norm(rank: Rank, reshard: bool | None) -> None:
+    """accelerate shards the last norm and the head together; the head's weight is read, and the head never called."""
+    model = Language()
+    reference = copy.deepcopy(model)
+    fully_shard(model.block)
+    fully_shard([model.norm, model.head], reshard_after_forward=reshard)
+    fully_shard(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compare_steps(rank, model, reference)
+    assert DTensor not in model.seen
+    assert isinstance(model.head.weight, DTensor)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("engine", ["composed", "wrapped"])
+def test_unit_that_stays_unsharded_after_its_forward(rank: Rank, engine: str) -> None:
+    """With ``reshard_after_forward=False`` what follows in the forward may read what has run."""
+
+    class Tied(Language):
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(words)
+            x = self.norm(self.block(x))
+            return F.cross_entropy((x @ full(self, self.embedding.weight).t()).view(-1, WORDS), words.view(-1))
+
+    model = Tied()
+    reference = copy.deepcopy(model)
+    if engine == "composed":
+        fully_shard(model.embedding, reshard_after_forward=False)
+        fully_shard(model)
+        compare_steps(rank, model, reference)
+    else:
+        from fullshard import ShardingStrategy
+
+        model.embedding = FSDP(model.embedding, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True)
+        compare_steps(rank, FSDP(model, use_orig_params=True), reference)
+    assert DTensor not in model.seen
+
+
+@on_ranks(2)
+def test_weight_read_while_it_is_sharded(rank: Rank) -> None:
+    """A warning names the parameter, once, also where the reading begins later."""
+    model = Language()
+    fully_shard(model.head)
+    fully_shard(model)
+    model.fused = False
+    model(tokens(rank.rank)).backward()
+    model.fused = True
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for step in range(4):
+            model(tokens(rank.rank, step)).backward()
+    assert [str(w.message).count("head.weight (shape (11, 6)") for w in seen if "sharded form" in str(w.message)] == [1]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_regularizer_is_no_reading(rank: Rank, where: str) -> None:
+    """The gradient of a penalty on DTensors is right, and nobody is warned, wherever it is added to the loss."""
+
+    class Penalized(Language):
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            loss = super().forward(words)
+            return loss / 2 + penalty(self) if where == "inside" else loss / 2
+
+    def penalty(module: nn.Module) -> torch.Tensor:
+        squares = [p.square().sum() for name, p in module.named_parameters() if name.startswith(("block", "head"))]
+        total = torch.stack([s.full_tensor() if isinstance(s, DTensor) else s for s in squares]).sum()
+        return total * 0.1
+
+    model = Penalized()
+    model.fused = False
+    reference = copy.deepcopy(model)
+    fully_shard(model.block)
+    fully_shard(model.head)
+    fully_shard(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss = model(tokens(rank.rank))
+        (loss + penalty(model) if where == "outside" else loss).backward()
+    losses = [reference(tokens(each)) for each in range(2)]
+    (torch.stack(losses).mean() + (penalty(reference) if where == "outside" else 0)).backward()
+    for name in ("head.weight", "block.0.weight", "embedding.weight"):
+        found = model.get_parameter(name).grad
+        assert isinstance(found, DTensor)
+        assert_close(found.full_tensor(), reference.get_parameter(name).grad, name, rtol=1e-5, atol=1e-6)
