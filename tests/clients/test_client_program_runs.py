@@ -11,7 +11,7 @@ from torch import nn
 
 from ranks import Rank, on_ranks
 
-WRONG = {"rate": "norm 1", "scale of gradients": "norm 0", "weights at the end": "model: 0", "data": "loss 0"}
+WRONG = {"rate": "loss 1", "scale of the last gradients": "norm 1", "weights at the end": "model: 0", "data": "loss 0"}
 
 
 def net() -> nn.Module:
@@ -26,7 +26,7 @@ def trained(run: Run, wrong: str) -> dict[str, nn.Module]:
     sgd = torch.optim.SGD(model.parameters(), lr=0.3 * (1 + off * (wrong == "rate")))
     for step in range(2):
         loss = model(run.data(step, 4, 6) * (1 + off * (wrong == "data"))).square().mean()
-        (loss * (1 + off * (wrong == "scale of gradients"))).backward()
+        (loss * (1 + off * (wrong == "scale of the last gradients" and step == 1))).backward()
         run.note("loss", loss)
         run.step(model, sgd)
     with torch.no_grad():
