@@ -82,20 +82,21 @@ def test_dpo(rank: Rank, engine: str, adapted: bool, tmp_path: Path) -> None:
     assert_same_outcomes(engine, build, ("rewards/margins", "logps/chosen"))
 
 
-def words_of_even_numbers(completions: list[str], **_: Any) -> list[float]:
-    """A reward: how many words of even numbers there are, less a little for each word."""
-    split = [[word for word in text.split() if word.startswith("w")] for text in completions]
-    return [sum(int(word[1:]) % 2 == 0 for word in words) - 0.1 * len(words) for words in split]
+def spread(completions: list[str], **_: Any) -> list[float]:
+    """A reward: the remainders of the words' numbers by 5, less a little for each word."""
+    split = [[int(word[1:]) for word in text.split() if word.startswith("w")] for text in completions]
+    return [sum(number % 5 for number in numbers) - 0.1 * len(numbers) for numbers in split]
 
 
 def rewarded(engine: str, folder: Path, adapted: bool) -> Trainer:
-    """GRPO: completions that the model makes itself, as many on each rank."""
+    """GRPO. Half of all words end a completion, so that ranks draw different numbers of words."""
     model = AutoModelForCausalLM.from_pretrained(on_disk(folder, "llama"), dtype=torch.float32)
-    own = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1, "temperature": 0.9, "epsilon": 0.2}
+    model.generation_config.eos_token_id = list(range(4, 34))
+    own = {"num_generations": 2, "max_completion_length": 8, "beta": 0.1, "temperature": 0.9}
     return GRPOTrainer(
         model=model,
-        reward_funcs=words_of_even_numbers,
-        args=configured(GRPOConfig, folder, engine, **own, num_iterations=1, per_device_train_batch_size=4),
+        reward_funcs=spread,
+        args=configured(GRPOConfig, folder, engine, **own, per_device_train_batch_size=4),
         train_dataset=Dataset.from_dict({"prompt": sentences(24, 1)}),
         processing_class=tokenizer(),
         peft_config=lora() if adapted else None,
