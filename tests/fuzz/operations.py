@@ -241,6 +241,8 @@ class Operations:
             module = self._block(side, block)
             if module is not None:
                 module.requires_grad_(trains)
+                if self.plan.optimizer.name == "muon":  # ours does not step frozen parameters that have a gradient
+                    module.zero_grad()
 
     # ---------------------------------------------------------------- copies and files
 

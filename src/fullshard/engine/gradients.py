@@ -11,6 +11,7 @@ from fullshard.engine.hooks import accumulates
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.reduction import PendingReduction
 from fullshard.engine.settings import ReductionSettings
+from fullshard.errors import FullshardError
 
 __all__ = ["UnitGradients"]
 
@@ -61,6 +62,14 @@ class UnitGradients:
     def partial(self) -> bool:
         """Whether some are reduced, or being reduced, over the shard axis and not over the replicate axis."""
         return any(reducer.owing for bucket in self._buckets for reducer in bucket.reducers)
+
+    def check_not_partial(self, unit: str) -> None:
+        """Raise FullshardError if there are such: their place depends on how they have travelled."""
+        if self.partial:
+            raise FullshardError(
+                f"unit {unit or '<root>'!r} holds gradients that are still to be reduced over the replicate axis; "
+                "call synchronize_gradients() before changing how it communicates"
+            )
 
     def pending(self) -> list[tuple[ShardedParameter, torch.Tensor | None, torch.Tensor | None]]:
         """The parameters with gradients that are still to be reduced: the full one, and rows, see PendingReduction."""

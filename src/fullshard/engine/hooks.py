@@ -10,6 +10,15 @@ It ends when the gradients of its inputs are complete: all inputs that require g
 autograd function, which the engine runs backward after everything between it and the outputs; gradients of
 leaves are accumulated before that, because the engine prefers such nodes. Where no input requires a gradient
 (token ids), the end of the whole backward ends the unit's.
+
+[Note: Double backward]
+Gradients that were computed with ``create_graph=True`` have a graph of their own, which reads the parameters again.
+Backward enters it through the gradients of the unit's inputs, so they are watched as outputs are. No hook marks where
+it ends, so a unit that was reached in this way stays unsharded until the end of the backward pass.
+
+Where backward reaches a unit's parameters in neither way (a weight that the model has read, derivatives with respect to
+parameters that are differentiated again), post-accumulate hooks of the unsharded parameters tell the unit, and it is
+reduced at the end of the pass.
 """
 
 from __future__ import annotations
@@ -29,6 +38,7 @@ __all__ = [
     "NO_BACKWARD",
     "BackwardPass",
     "Call",
+    "after_accumulation",
     "current_backward",
     "guard_inputs",
     "in_backward",
@@ -167,6 +177,12 @@ def accumulates(leaf: torch.Tensor) -> bool:
         view = leaf.expand_as(leaf).grad_fn
     node = None if view is None else view.next_functions[0][0]
     return node is not None and bool(torch._C._will_engine_execute_node(node))
+
+
+def after_accumulation(leaf: torch.Tensor, call: Callable[[torch.Tensor], None]) -> None:
+    """Have autograd call ``call(leaf)`` whenever it has accumulated a gradient of ``leaf``; only the first ``call``."""
+    if leaf.requires_grad and not leaf._post_accumulate_grad_hooks:
+        leaf.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
 
 
 class BackwardPass:

@@ -11,10 +11,16 @@ For each managed parameter there are three tensors:
   Where several are to be added up (of microbatches, of tied modules) its ``grad_dtype`` is the dtype they are reduced
   in, and autograd casts each and adds them up in that.
 
+[Note: Adoption]
+Users replace registered parameters: ``load_state_dict(assign=True)`` puts new objects in, ``to_empty`` and ``to`` to
+another dtype swap the contents of the old ones. Before each gather of a resting unit they are compared (by
+identity) with the ones the unit knows, and foreign ones are taken over: their values are written into the shard buffer,
+or into a new one if dtype or device changed.
+
 [Note: Who owns a gradient]
 A gradient that autograd accumulates may share its memory with anything: the gradients of ``a`` and ``b`` in
 ``a.view(1, -1) + b.view(1, -1)`` are one tensor, and so are those of a parameter and an activation that it is added to.
-Nothing says so: neither tensor need be a view of the other, and whoever holds the memory need not count as a reference.
+Nothing says so: neither tensor need be a view of the other, and another holder may not show in a reference count.
 So only memory that the engine itself has allocated is ever written. Autograd's gradients are taken off the unsharded
 parameter as soon as they are accumulated, or autograd would add the next one in place (as it does outside of
 fullshard, where the second ``backward()`` of that sum is wrong). The sum of two is a tensor of our own.
@@ -32,6 +38,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from fullshard.engine import hooks
 from fullshard.engine.placement import ParameterPlacement, dtensor
 from fullshard.errors import FullshardError
 from fullshard.layout import ParameterShape
@@ -161,22 +168,20 @@ class ShardedParameter:
         full.__dict__.update(self.attributes)
         self._collect_gradients()
 
-    def train_full(self) -> None:
+    def follow_requires_grad(self) -> None:
         """Have the full parameter require a gradient as the sharded one does."""
         self.full.requires_grad_(self.requires_grad)
         self._collect_gradients()
 
     def _collect_gradients(self) -> None:
-        if not self.full.requires_grad or self.full._post_accumulate_grad_hooks:
-            return
-        ref = weakref.ref(self)
+        ref = weakref.ref(self)  # the hook lives as long as the full parameter, which this object holds
 
         def accumulated(_: torch.Tensor) -> None:
             parameter = ref()
             if parameter is not None:
-                parameter.collect_gradient(tell=True)
+                parameter.collect_gradient(notify=True)
 
-        self.full.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+        hooks.after_accumulation(self.full, accumulated)
 
     @property
     def requires_grad(self) -> bool:
@@ -205,16 +210,16 @@ class ShardedParameter:
         """Set the sharded gradient to this rank's rows ``local``, or add them, and run the user's hooks."""
         accumulate_gradient(self.sharded, dtensor(local, self.spec))
 
-    def collect_gradient(self, *, tell: bool = False) -> None:
+    def collect_gradient(self, *, notify: bool = False) -> None:
         """Take the gradient off the unsharded parameter that has just been accumulated there.
 
         Args:
-            tell: Have the unit know that a backward pass has done that.
+            notify: Tell the unit that a backward pass has produced it.
         """
         gradient, self.full.grad = self.full.grad, None
         if gradient is None:
             return
-        unit = self.unit() if tell else None
+        unit = self.unit() if notify else None
         if unit is not None:
             unit.gradient_arrived()
         earlier, gradient = self.unreduced_grad, gradient.detach()

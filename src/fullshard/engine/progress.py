@@ -32,8 +32,7 @@ class Progress:
 
     forwards: list[Phase] = field(default_factory=list)  # that are open now: the phase that each returns to
     calls: list[hooks.Call] = field(default_factory=list)  # forwards whose backward may still come
-    ran: set[int] = field(default_factory=set)  # ids of those of several modules that have run in this forward
-    watched: bool = False  # whether one of those has a backward
+    ran: dict[int, bool] = field(default_factory=dict)  # which of several modules, by id, ran in this forward with grad
     kept: bool = False  # whether the full parameters stay from a forward whose backward may still come
     unreduced: bool = False  # whether a backward without sync, or the first part of one, left gradients
     reduced: bool = False  # whether its gradients were reduced in this backward

@@ -42,7 +42,7 @@ class Registration:
         self.full = True
         for parameter in self._parameters:
             if parameter.full.requires_grad is not parameter.requires_grad:
-                parameter.train_full()
+                parameter.follow_requires_grad()
         for held, name, parameter in self._plain:
             held[name] = parameter.full
         for owner, parameter in self._others:

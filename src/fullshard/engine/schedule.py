@@ -19,7 +19,7 @@ Units whose forward is open then have no output yet that could tell them. A nest
 and will accumulate into its parameters (gradients of inputs do not), all units whose forward is open are reduced at the
 pass's end, whatever gradients this rank has in them. (It has to be the same on all ranks whether a unit that is run
 takes part with any of its parameters, as it has to be which units take part.) After the step they are gathered anew,
-for the rest of their forward. Where no nested unit takes part, the gradients that arrive tell it.
+for the rest of their forward. Where no nested unit takes part, post-accumulate hooks tell the unit.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from fullshard.engine.overlap import OptimizerOverlap
 from fullshard.engine.ownership import check_owned, nested_units, rename
 from fullshard.engine.parameter import managed_by
 from fullshard.engine.progress import Phase
+from fullshard.engine.reads import ParameterReads
 from fullshard.engine.reductions import Reductions
 from fullshard.engine.settings import Lanes
-from fullshard.engine.unreduced import UnreducedGradients
 from fullshard.errors import PhaseError, UnmaterializedParameterError
 from fullshard.memory import Event
 
@@ -110,11 +110,9 @@ class Schedule:
     _passed_by: list[weakref.ref[Unit]]  # those whose turn was over before their own outputs got a gradient
     ahead: Ahead
     overlap: OptimizerOverlap
-    _waiting: list[weakref.ref[Unit]]  # unsharded until the outermost forward ends
+    _reads: ParameterReads
     _pass: hooks.BackwardPass | None  # that has begun and not ended
     _reductions: Reductions
-    _readable: weakref.WeakSet[Unit]  # that were unsharded until the outermost forward ended, and kept for backward
-    _unreduced: UnreducedGradients
     _after: Event | None  # what gathers wait for instead of all computation, while the root's forward begins
 
     def __init__(self, units: list[Unit]) -> None:
@@ -126,8 +124,7 @@ class Schedule:
         self._units = [unit.ref for unit in units]
         self.order, self._ended, self._passed_by, self._depth = ForwardOrder(self._units), [], [], 0
         self._root_is_running, self._pass, self.overlap = False, None, OptimizerOverlap()
-        self._unreduced, self._readable = UnreducedGradients(), weakref.WeakSet()
-        self.ahead, self._waiting, self._reductions, self._after = Ahead(), [], Reductions(), None
+        self.ahead, self._reads, self._reductions, self._after = Ahead(), ParameterReads(), Reductions(), None
 
     @classmethod
     def attach(cls, root: Unit) -> Schedule:
@@ -246,13 +243,8 @@ class Schedule:
             self._let_go()
             return
         if torch.is_grad_enabled():
-            self._unreduced.check(output)
-        for waiting in (ref() for ref in self._waiting):
-            if waiting is not None:
-                waiting.end_outermost_forward()
-                if waiting.progress.kept:
-                    self._readable.add(waiting)
-        self._waiting.clear()
+            self._reads.check(output)
+        self._reads.end_forward()
         if self._root_is_running:
             self.order.keep()
             if self._ended and self._ended[-1] is self.root:
@@ -261,11 +253,11 @@ class Schedule:
             guessed_wrong.reshard()
         self.ahead.clear()
 
-    def waits_for_end(self, unit: Unit) -> bool:
-        """Whether ``unit`` stays unsharded until the outermost forward ends, which then tells it."""
+    def defers_to_end(self, unit: Unit) -> bool:
+        """Have ``unit`` show its unsharded parameters until the outermost forward ends. False if none is open."""
         if self._depth <= 1 or hooks.current_backward() != hooks.NO_BACKWARD:
             return False
-        self._waiting.append(unit.ref)
+        self._reads.until_end(unit)
         return True
 
     def is_ahead(self, unit: Unit) -> bool:
@@ -330,11 +322,8 @@ class Schedule:
             self._unshard_readable()
 
     def _unshard_readable(self) -> None:
-        """Unshard what a forward may have read instead of calling it, where an earlier backward has freed it.
-
-        Nothing tells of the nodes that have read it, so it has to be there from the beginning of the backward pass.
-        """
-        freed = [unit for unit in self.units() if unit in self._readable and unit.resting and not unit.gathered]
+        """See [Note: Unsharded until the forward ends]."""
+        freed = self._reads.freed(self.units())
         if freed:
             self.gather(freed)
         for unit in freed:
@@ -464,7 +453,7 @@ class Schedule:
         self._ended.clear()
         self._passed_by.clear()
         self.ahead.clear()
-        self._waiting.clear()
+        self._reads.forget_forward()
         for unit in self.units():
             unit.progress.ran.clear()
             if unit.gathered:

@@ -28,30 +28,7 @@ __all__ = ["Unit"]
 
 
 class Unit:
-    """See the module docstring. Owned by its modules; everything here that points up is weak.
-
-    [Note: Adoption]
-    Users replace registered parameters: ``load_state_dict(assign=True)`` puts new objects in, ``to_empty`` and
-    ``to(dtype)`` swap the contents of the old ones. Before each gather of a resting unit the registered
-    parameters are compared (by identity) with the ones the unit knows, and foreign ones are taken over:
-    their values are written into the shard buffer, or into a new one if dtype or device changed.
-
-    [Note: Units of several modules]
-    A unit may belong to several modules. It is gathered when the first of them runs and let go of when all have run.
-    If some have not when the outermost forward ends (a head that is called later, chunk by chunk, or whose weight
-    others read), it stays gathered for backward, as what has read the weight may need it there.
-    In backward it is done when all of its calls in that backward are, as one module that is called several times.
-
-    [Note: Unsharded until the forward ends]
-    While a unit stays gathered after its own forward, its modules go on showing the unsharded parameters until the
-    outermost forward is over: a model may read ``lm_head.weight`` there instead of calling the head, and the gradient
-    of an unsharded parameter is reduced wherever it was used. That of a DTensor would be this rank's own.
-
-    [Note: Double backward]
-    Gradients that were computed with ``create_graph=True`` have a graph of their own, which reads the parameters again.
-    Backward comes into it through the gradients of the unit's inputs, which are watched like outputs. Nothing tells
-    when it is through, so a unit that was reached in this way stays gathered until the end of the backward pass.
-    """
+    """See the module docstring. Owned by its modules; everything here that points up is weak."""
 
     name: str  # FQN of the (first) module below the root; "" for the root itself
     modules: list[weakref.ref[nn.Module]]
@@ -117,11 +94,7 @@ class Unit:
         Raises:
             FullshardError: If gradients wait for their all-reduce: their place depends on how they have travelled.
         """
-        if self.gradients.partial:
-            raise FullshardError(
-                f"unit {self.name or '<root>'!r} holds gradients that are still to be reduced over the replicate axis; "
-                "call synchronize_gradients() before changing how it communicates"
-            )
+        self.gradients.check_not_partial(self.name)
         self.reshard()
         with torch.inference_mode(False), torch.no_grad():
             for bucket in self.buckets:
@@ -285,9 +258,9 @@ class Unit:
         progress.forwards.append(self.phase)
         try:
             if len(progress.forwards) == 1:
-                unasked = self.settings.reshard_after_forward is not False
-                if progress.kept and unasked and self.resting and not progress.held:
-                    # Kept without having been asked to; who wrote to the shards in between must see that.
+                by_default = self.settings.reshard_after_forward is not False
+                if progress.kept and by_default and self.resting and not progress.held:
+                    # Kept without having been asked to: the shards may have been written to since.
                     self.reshard()
                 self._move(Phase.FORWARD)
                 with hooks.outside_transforms():
@@ -343,11 +316,10 @@ class Unit:
             return  # recomputed inside its own backward, which needs the full parameters next
         if len(self.modules) > 1:  # see [Note: Units of several modules]
             progress = self.progress
-            progress.ran.add(id(module))
-            progress.watched |= watched
-            if len(progress.ran) < len(self.modules) and self.attached().waits_for_end(self):
+            progress.ran[id(module)] = watched or progress.ran.get(id(module), False)
+            if len(progress.ran) < len(self.modules) and self.attached().defers_to_end(self):
                 return
-            watched, progress.watched = progress.watched, False
+            watched = any(progress.ran.values())
             progress.ran.clear()
         self._rest_after_forward(watched=watched)
 
@@ -356,14 +328,10 @@ class Unit:
         progress = self.progress
         if not self.resting or progress.held:
             return
-        if progress.ran:  # see [Note: Units of several modules]
-            watched, progress.watched = progress.watched, False
+        if progress.ran:  # not all of its modules have: see [Note: Units of several modules]
+            progress.kept = any(progress.ran.values())
             progress.ran.clear()
-            progress.kept = watched
-        if progress.kept:
-            self.use_sharded()
-        else:
-            self.reshard()
+        (self.use_sharded if progress.kept else self.reshard)()
 
     def _rest_after_forward(self, *, watched: bool) -> None:
         if self.progress.held:
@@ -372,7 +340,7 @@ class Unit:
         in_backward = hooks.current_backward() != hooks.NO_BACKWARD
         if setting is False or in_backward:
             self.progress.kept |= watched or in_backward
-            if not self.attached().waits_for_end(self):
+            if not self.attached().defers_to_end(self):
                 self.end_outermost_forward()
         else:
             self.reshard(near=setting if watched and setting is not True else 0)
@@ -405,7 +373,7 @@ class Unit:
         self.progress.in_double_backward = self.phase is Phase.BACKWARD
 
     def gradient_arrived(self) -> None:
-        """Have the gradient of an unsharded parameter reduced although no output has told of a backward."""
+        """Have the gradient of an unsharded parameter reduced although no pre-backward hook of an output has run."""
         if self.phase is Phase.BACKWARD:
             return
         schedule = self.attached()
@@ -428,7 +396,7 @@ class Unit:
                 progress.unreduced = True
                 self.gradients.note_trainable()
                 self._move(Phase.RESTING)
-                self._rest_in_backward()
+                self._reshard_after_backward()
             return
         self.finish_backward()
 
@@ -455,7 +423,7 @@ class Unit:
         """Reduce the gradients (or keep them for the next microbatch) and free the full parameters."""
         progress = self.progress
         progress.open_ended = False
-        self._rest_in_backward()  # before memory for the reduction is taken
+        self._reshard_after_backward()  # before memory for the reduction is taken
         if self.settings.requires_gradient_sync:
             self._reduce()
         else:
@@ -465,7 +433,7 @@ class Unit:
         if self.settings.backward_order == "after":
             self.attached().prefetch_backward()
 
-    def _rest_in_backward(self) -> None:
+    def _reshard_after_backward(self) -> None:
         if not self.progress.held:
             self.use_sharded()
             if self.settings.reshard_after_backward:
