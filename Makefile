@@ -9,11 +9,11 @@ ARGS   ?=
 # Whose instructions the kernels of `make test` may use (CPU=avx2): rounding, and so a test that leans on it, depends on
 # the processor. MKL heeds MKL_ENABLE_INSTRUCTIONS on Intel's processors only, MKL_CBWR on all. Ranks inherit them.
 CPU := own
-CPUS := own libraries avx2 default
+CPUS := own libraries avx2 baseline
 CPU_own :=
 CPU_libraries := MKL_CBWR=COMPATIBLE MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41
 CPU_avx2 := ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
-CPU_default := ATEN_CPU_CAPABILITY=default $(CPU_libraries)
+CPU_baseline := ATEN_CPU_CAPABILITY=default $(CPU_libraries)
 ifeq ($(filter $(CPU),$(CPUS)),)
 $(error CPU=$(CPU): expected one of $(CPUS))
 endif

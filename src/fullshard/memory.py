@@ -42,12 +42,12 @@ __all__ = [
 Event = torch.Event
 Stream = torch.Stream
 
-_POISON = 0xFF  # in every byte: NaN in all floating-point formats, and a large or negative number in the others
+_POISON = 0xFF  # in every byte: NaN in all floating-point formats but float8_*fnuz, else a large or negative number
 _poisoned = os.environ.get("FULLSHARD_POISON", "0") != "0"
 
 
 def poison(enabled: bool) -> None:
-    """Fill memory with NaN when it is freed and before it is filled, to find who reads it then. For tests.
+    """Fill memory with NaN when it is freed and before it is filled, to expose who reads it then. For tests.
 
     That is unsharded buffers, messages and what gradients are reduced in. The environment variable
     ``FULLSHARD_POISON=1`` does the same from the start. Freed storages have no pages at all: whoever reads them through

@@ -1,14 +1,14 @@
 """A differential fuzzer: random models and random histories, compared after every operation with the unsharded model.
 
-``make fuzz N=2000`` runs many, ``python -m tests.fuzz --seed 17 --shrink 1`` one, and makes it small if it fails. The
-normal suite runs some (``test_fuzz.py``). Everything follows from one integer:
+``make fuzz N=2000`` runs many, ``make fuzz N=1 SEED=17 ARGS=--shrink`` one, and makes it small if it fails. The normal
+suite runs some (``test_fuzz.py``). Everything follows from one integer:
 
 - ``plan.py``        what a history is, as data: model, front end, optimizer, operations
-- ``draw.py``        the plan of a seed; ``leave_out.py``: without features whose faults are known
+- ``draw.py``        the plan of a seed; ``leave_out.py``: without features whose faults are known (none now)
 - ``models.py``      the modules of a plan; ``outputs.py``: in what they return their tensors; ``losses.py``
 - ``sharding.py``    the sharded model, by all front ends and on all meshes; ``optimizers.py``
 - ``reference.py``   the unsharded one, which sees the batches of all ranks
 - ``operations.py``  what can be done to both
 - ``histories.py``   does it, and compares, by ``comparison.py``
-- ``running.py``     many histories on the rank pool; ``shrink.py``: the smallest that fails alike
+- ``running.py``     many histories on the rank pool; ``shrink.py``: the smallest with the same failure
 """
