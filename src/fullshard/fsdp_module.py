@@ -99,7 +99,7 @@ class FSDPModule(Controls, ShardedModule):
         """As of ``nn.Module``, without communication: values are DTensors on the live shards."""
         unit_at(self).settle()
         units = nested_units(self)
-        computing = [unit for unit in units if unit.registration.full]
+        computing = [unit for unit in units if unit.registration.full and _is_computing(unit)]
         for unit in units:
             unit.use_sharded()
         try:
@@ -242,6 +242,11 @@ def sharded_class(
     made = cast("type[FSDPModule]", type(f"{base._fullshard_prefix}{plain.__name__}", (base, plain), namespace))
     _sharded_classes[key] = made
     return made
+
+
+def _is_computing(unit: Unit) -> bool:
+    running = unit.schedule is not None and unit.schedule.busy
+    return running or not unit.resting or unit.progress.held > 0
 
 
 def _plain_class(sharded: type) -> type[nn.Module]:

@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 NO_BACKWARD = -1
+_HOOKED = "_fullshard_hooked"  # attribute of leaves that after_accumulation has registered a hook on
 _NO_CONTEXT = contextlib.nullcontext()
 
 
@@ -180,8 +181,12 @@ def accumulates(leaf: torch.Tensor) -> bool:
 
 
 def after_accumulation(leaf: torch.Tensor, call: Callable[[torch.Tensor], None]) -> None:
-    """Have autograd call ``call(leaf)`` whenever it has accumulated a gradient of ``leaf``; only the first ``call``."""
-    if leaf.requires_grad and not leaf._post_accumulate_grad_hooks:
+    """Have autograd call ``call(leaf)`` whenever it has accumulated a gradient of ``leaf``.
+
+    Only the first ``call`` counts. While ``leaf`` requires no gradient nothing happens: ask again when it does.
+    """
+    if leaf.requires_grad and _HOOKED not in leaf.__dict__:
+        leaf.__dict__[_HOOKED] = True
         leaf.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
 
 

@@ -65,13 +65,17 @@ class ParameterReads:
     """The units of one root that forwards may read, and a search for sharded parameters that they have read."""
 
     _open: list[weakref.ref[Unit]]  # that show unsharded parameters until the outermost forward ends
-    _readable: weakref.WeakSet[Unit]  # that did so in some forward, and were kept for its backward
+    _readable: weakref.WeakSet[Unit]  # that did so in the forwards of late, and were kept for their backward
     _forwards: int
     _warned: weakref.WeakSet[ShardedParameter]
 
     def __init__(self) -> None:
         self._open, self._readable = [], weakref.WeakSet()
         self._forwards, self._warned = 0, weakref.WeakSet()
+
+    def begin(self) -> None:
+        """Forget what earlier forwards may have read: none of them waits for its backward."""
+        self._readable.clear()
 
     def until_end(self, unit: Unit) -> None:
         """Let ``unit`` show its unsharded parameters until :meth:`end_forward`."""

@@ -204,6 +204,8 @@ class Schedule:
             if self.ahead.turn is None:
                 self._note_turn(self._units[:0:-1])
             self.order.begin()
+            if not self._ended:
+                self._reads.begin()
             if self._root_is_running:
                 self._after, unit.settings.post_optim_event = unit.settings.post_optim_event, None
         self._depth += 1
