@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from compare import assert_close
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import fully_shard
+from fullshard import fully_shard, unsharded
+from models import gathered
 from ranks import Rank, on_ranks
 
 WIDTH, WORDS = 6, 11
@@ -153,3 +154,40 @@ def test_regularizer_is_no_reading(rank: Rank, where: str) -> None:
         found = model.get_parameter(name).grad
         assert isinstance(found, DTensor)
         assert_close(found.full_tensor(), reference.get_parameter(name).grad, name, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_nothing_is_left_unsharded(rank: Rank) -> None:
+    """After forwards without gradients, and after training inside of ``unsharded``, the unit is resharded."""
+    model = Language()
+    fully_shard([model.norm, model.head])
+    fully_shard(model)
+    with unsharded(model):
+        model(tokens(rank.rank)).backward()
+    for _ in range(2):
+        with torch.no_grad():
+            model(tokens(rank.rank))
+        assert gathered(model) == []
+    model(tokens(rank.rank)).backward()
+    assert gathered(model) == []
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 0)])
+def test_several_backwards(rank: Rank, order: tuple[int, int]) -> None:
+    """Of two graphs, or of one that is retained: a weight that was read is unsharded for each."""
+    model = Language()
+    reference = copy.deepcopy(model)
+    fully_shard(model.block)
+    fully_shard([model.norm, model.head], reshard_after_forward=False)
+    fully_shard(model)
+    losses = [model(tokens(rank.rank, step)) for step in range(2)]
+    for index in order:
+        losses[index].backward(retain_graph=True)
+    for index in order:
+        torch.stack([reference(tokens(each, index)) for each in range(2)]).mean().backward()
+    for name, parameter in reference.named_parameters():
+        found = model.get_parameter(name).grad
+        assert isinstance(found, DTensor)
+        assert_close(found.full_tensor(), parameter.grad, name, rtol=1e-5, atol=1e-6)
+    assert gathered(model) == []

@@ -326,11 +326,11 @@ class Unit:
     def end_outermost_forward(self) -> None:
         """Show the sharded parameters again, see [Note: Unsharded until the forward ends]."""
         progress = self.progress
+        ran, progress.ran = progress.ran, {}
         if not self.resting or progress.held:
             return
-        if progress.ran:  # not all of its modules have: see [Note: Units of several modules]
-            progress.kept = any(progress.ran.values())
-            progress.ran.clear()
+        if ran:  # not all of its modules have: see [Note: Units of several modules]
+            progress.kept = any(ran.values())
         (self.use_sharded if progress.kept else self.reshard)()
 
     def _rest_after_forward(self, *, watched: bool) -> None:
