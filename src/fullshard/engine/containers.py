@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from torch.utils._pytree import SUPPORTED_NODES
 
 __all__ = ["cast_tensors", "iterate_tensors", "map_tensors", "tensors_within"]
 
+_ATOMS = frozenset({str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, torch.Size})
+# What a module returns has fewer; what has more is a data structure that happens to hang on it.
+MOST_OBJECTS = 10_000
 _NO_CONTAINERS = (str, bytes, bytearray, int, float, complex, type(None), type, FunctionType, MethodType, ModuleType)
 
 
@@ -28,19 +32,22 @@ def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def tensors_within(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors that :func:`iterate_tensors` finds, and those in attributes of objects of any other class."""
-    return _within(value, set())
+    """All tensors that :func:`iterate_tensors` finds, and those in attributes of objects of any other class.
 
-
-def _within(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if isinstance(value, (*_NO_CONTAINERS, nn.Module)) or id(value) in seen:
-        return
-    seen.add(id(value))  # objects may refer to each other
-    for item in [*_items(value), *_attributes(value)]:
-        yield from _within(item, seen)
+    Objects are visited once, and not more than :data:`MOST_OBJECTS` of them; what an object refuses to show is left
+    alone.
+    """
+    seen: dict[int, Any] = {}  # with the objects, whose ids no others get meanwhile
+    stack = [value]
+    while stack and len(seen) < MOST_OBJECTS:
+        found = stack.pop()
+        if isinstance(found, torch.Tensor):
+            yield found
+        elif not isinstance(found, (*_NO_CONTAINERS, nn.Module)) and id(found) not in seen:
+            seen[id(found)] = found
+            with contextlib.suppress(Exception):  # proxies, closed files, properties of users
+                items = [*_items(found), *_attributes(found)]
+                stack += [item for item in reversed(items) if type(item) not in _ATOMS]
 
 
 def _items(value: Any) -> Iterable[Any]:
@@ -59,13 +66,12 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 def _attributes(value: Any) -> list[Any]:
-    slots = [name for cls in type(value).__mro__ for name in _slots(cls)]
-    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
-
-
-def _slots(cls: type) -> Iterable[str]:
-    names = cls.__dict__.get("__slots__", ())
-    return [names] if isinstance(names, str) else [name for name in names if isinstance(name, str)]
+    found = list(getattr(value, "__dict__", {}).values())
+    for member in (member for cls in type(value).__mro__ for member in vars(cls).values()):
+        if isinstance(member, MemberDescriptorType):  # of __slots__
+            with contextlib.suppress(AttributeError):  # not set
+                found.append(member.__get__(value))
+    return found
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

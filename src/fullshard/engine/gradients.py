@@ -41,6 +41,8 @@ class UnitGradients:
     def keep(self) -> None:
         """A microbatch without sync ends: its gradients stay, to be added to."""
         self.add_up()
+        for parameter in self._parameters:
+            parameter.writable_unreduced_gradient()  # who shares its memory may write to it before the next microbatch
         self.note_trainable()
 
     def add_up(self) -> None:

@@ -13,8 +13,9 @@ leaves are accumulated before that, because the engine prefers such nodes. Where
 
 [Note: Double backward]
 Gradients that were computed with ``create_graph=True`` have a graph of their own, which reads the parameters again.
-Backward enters it through the gradients of the unit's inputs, so they are watched as outputs are. No hook marks where
-it ends, so a unit that was reached in this way stays unsharded until the end of the backward pass.
+So units stay unsharded after the pass that makes it, until one that makes none ends, or their next forward. Backward
+enters that graph through the gradients of the unit's inputs, so they are watched as outputs are. No hook marks where it
+ends, so a unit that was reached in this way stays unsharded until the end of the backward pass.
 
 Where backward reaches a unit's parameters in neither way (a weight that the model has read, derivatives with respect to
 parameters that are differentiated again), post-accumulate hooks of the unsharded parameters tell the unit, and it is
@@ -125,9 +126,7 @@ def guard_inputs(unit: _Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         guarded_args = _pass_boundary(unit, args[0])
         return guarded_args, kwargs, Call(guarded_args[0].grad_fn)
     tensors = {id(t): t for t in iterate_tensors((args, kwargs)) if t.requires_grad}
-    # Inputs inside of objects of unknown classes cannot be replaced. Their gradients may be complete later than those
-    # of the others, so then the end of the whole backward is the unit's.
-    if not tensors or any(t.requires_grad and id(t) not in tensors for t in tensors_within((args, kwargs))):
+    if not tensors:
         return args, kwargs, None
     aliases = _pass_boundary(unit, *tensors.values())
     guarded: dict[int, torch.Tensor] = dict(zip(tensors, aliases, strict=True))
@@ -136,9 +135,29 @@ def guard_inputs(unit: _Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return args, kwargs, Call(next(iter(guarded.values())).grad_fn)
 
 
-def watch_outputs(unit: _Unit, output: Any) -> bool:
-    """Have the unit's ``pre_backward`` called before the backward of ``output``. Whether there will be one."""
-    return _before_backward_of(tensors_within(output), lambda _: unit.pre_backward())
+def nodes_made() -> int:
+    """How many autograd nodes this thread has made."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def watch_outputs(unit: _Unit, output: Any, since: int) -> bool:
+    """Have the unit's ``pre_backward`` called before the backward of ``output``. Whether there will be one.
+
+    Args:
+        unit: Whose forward has returned ``output``.
+        output: Tensors in any containers. Objects of unknown classes may hold tensors of other units as well, such as
+            a cache of keys and values; of what is in these only
+        since: what autograd has made after so many nodes is watched.
+    """
+
+    def pre_backward(_: tuple[torch.Tensor, ...]) -> None:
+        unit.pre_backward()
+
+    if type(output) is torch.Tensor:
+        return _before_backward_of([output], pre_backward)
+    known = list(iterate_tensors(output))
+    others = (t for t in tensors_within(output) if t.grad_fn is not None and t.grad_fn._sequence_nr() >= since)
+    return _before_backward_of({id(t): t for t in (*known, *others)}.values(), pre_backward)
 
 
 def _before_backward_of(tensors: Iterable[torch.Tensor | None], hook: Callable[[tuple[Any, ...]], None]) -> bool:
@@ -197,9 +216,11 @@ class BackwardPass:
         end: Called once the pass has computed everything.
     """
 
+    creates_graph: bool  # of the gradients, through which another pass may go
     _alive: weakref.ref[_EndOfPass]
 
     def __init__(self, end: Callable[[], None]) -> None:
+        self.creates_graph = torch.is_grad_enabled()
         callback = _EndOfPass(end)
         self._alive = weakref.ref(callback)
         Variable._execution_engine.queue_callback(callback)

@@ -211,17 +211,21 @@ class ShardedParameter:
         accumulate_gradient(self.sharded, dtensor(local, self.spec))
 
     def collect_gradient(self, *, notify: bool = False) -> None:
-        """Take the gradient off the unsharded parameter that has just been accumulated there.
+        """Take the gradient off the unsharded parameter: accumulated by autograd, or put there by a function or a hook.
 
         Args:
-            notify: Tell the unit that a backward pass has produced it.
+            notify: It has just been accumulated. Tell the unit; and leave it there if users have hooks that look at it.
         """
-        gradient, self.full.grad = self.full.grad, None
+        gradient = self.full.grad if self.has_full else None
         if gradient is None:
             return
+        self.full.grad = None
         unit = self.unit() if notify else None
         if unit is not None:
             unit.gradient_arrived()
+        if notify and len(self.full._post_accumulate_grad_hooks) > 1:
+            self.full.grad = gradient.clone()  # to which autograd may add
+            return
         earlier, gradient = self.unreduced_grad, gradient.detach()
         if earlier is None:
             self.unreduced_grad = gradient
@@ -230,10 +234,12 @@ class ShardedParameter:
             if self.owns_unreduced_grad and not earlier.is_sparse:
                 earlier.add_(gradient)
             else:
-                self.unreduced_grad, self.owns_unreduced_grad = earlier + gradient, True
+                total = gradient + earlier if earlier.is_sparse else earlier + gradient  # dense + sparse only
+                self.unreduced_grad, self.owns_unreduced_grad = total, True
 
     def take_gradient(self) -> torch.Tensor | None:
         """The full gradient (this rank's part of it), which the parameter then no longer has."""
+        self.collect_gradient()
         gradient, self.unreduced_grad, self.owns_unreduced_grad = self.unreduced_grad, None, False
         if gradient is None:
             return None
@@ -243,12 +249,14 @@ class ShardedParameter:
 
     def writable_unreduced_gradient(self) -> torch.Tensor | None:
         """The gradient that was not reduced yet, in memory that may be written to."""
+        self.collect_gradient()
         if self.unreduced_grad is not None and not self.owns_unreduced_grad:
             self.unreduced_grad, self.owns_unreduced_grad = self.unreduced_grad.clone(), True
         return self.unreduced_grad
 
     def keep_gradient(self) -> None:
         """Add up gradients in the dtype they are reduced in from now on: there will be several."""
+        self.collect_gradient()
         if not self.has_full or self.full.dtype is self.reduce_dtype:
             return
         self.full.grad_dtype = self.reduce_dtype

@@ -30,7 +30,8 @@ LEGAL_MOVES: dict[Phase, frozenset[Phase]] = {
 class Progress:
     """Where a unit stands between two moments of rest."""
 
-    forwards: list[Phase] = field(default_factory=list)  # that are open now: the phase that each returns to
+    # Open ones: the phase that each returns to, and how many autograd nodes there were when it began.
+    forwards: list[tuple[Phase, int]] = field(default_factory=list)
     calls: list[hooks.Call] = field(default_factory=list)  # forwards whose backward may still come
     ran: dict[int, bool] = field(default_factory=dict)  # which of several modules, by id, ran in this forward with grad
     kept: bool = False  # whether the full parameters stay from a forward whose backward may still come

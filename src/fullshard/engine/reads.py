@@ -45,6 +45,7 @@ __all__ = ["ParameterReads"]
 _LINEAR = (
     *("Add", "Sub", "Neg", "Sum", "Mean", "Stack", "Cat", "View", "Unsafe", "Unsqueeze", "Squeeze", "Expand"),
     *("Alias", "Clone", "ToCopy", "Select", "Slice", "Reshape", "Permute", "Transpose", "TBackward", "Split"),
+    *("Where", "NanToNum", "_Boundary"),
 )
 _LINEAR_IN_ONE = ("Mul", "Div")  # linear if only one factor requires a gradient
 
@@ -96,7 +97,8 @@ class ParameterReads:
 
     def freed(self, units: Iterable[Unit]) -> list[Unit]:
         """Those of ``units`` that a forward may have read and an earlier backward has freed."""
-        return [unit for unit in units if unit in self._readable and unit.resting and not unit.gathered]
+        readable = (unit for unit in units if unit in self._readable and unit.settings.unshard_in_backward)
+        return [unit for unit in readable if unit.resting and not unit.gathered]
 
     def check(self, output: Any) -> None:
         """Warn of parameters that the forward that returns ``output`` has read in their sharded form.
@@ -148,11 +150,19 @@ def _read_with_data(nodes: Iterable[Any]) -> list[ShardedParameter]:
             below[node] = _Below(frozenset({id(managed)}), data=False)
             continue
         read = frozenset[int]().union(*(below[child].read for child in children if child in below))
-        data = not children or any(below[child].data for child in children if child in below)
+        data = not children or any(below[child].data for child in children if child in below) or _takes_data(node)
         below[node] = _Below(read, data)
         if read and data and not _is_linear(node.name(), len(children)):
             found |= read
     return [parameters[key] for key in parameters if key in found]
+
+
+def _takes_data(node: Any) -> bool:
+    """Whether a product has a factor that requires no gradient: activations of layers that are frozen, or inputs."""
+    name: str = node.name()
+    if name.startswith("Embedding"):
+        return True
+    return name.startswith(("Mm", "Addmm", "Bmm")) and None in [child for child, _ in node.next_functions[-2:]]
 
 
 def _is_linear(name: str, inputs: int) -> bool:

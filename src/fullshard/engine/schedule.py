@@ -183,6 +183,11 @@ class Schedule:
         return self._depth > 0 or self._pass is not None
 
     @property
+    def creates_graph(self) -> bool:
+        """Whether the backward pass that runs has ``create_graph=True``."""
+        return self._pass is not None and self._pass.creates_graph
+
+    @property
     def failed_backward(self) -> bool:
         """Whether a backward began whose end never came, because it raised."""
         return self._pass is not None and hooks.current_backward() == hooks.NO_BACKWARD
@@ -379,7 +384,7 @@ class Schedule:
             progress = unit.progress
             unit.end_backward(ran=unit in left or progress.encloses)
             progress.encloses, progress.stepped = False, progress.stepped or progress.encloses
-        self._pass = None
+        creates_graph, self._pass = self.creates_graph, None
         self._passed_by.clear()
         self._reductions.launch(self.lanes)
         if not self.is_last_backward:
@@ -390,7 +395,7 @@ class Schedule:
             return
         self.ahead.clear()
         self._ended.clear()
-        for unit in self.units():
+        for unit in self.units() if not creates_graph else ():
             if unit.gathered and unit.resting and unit.settings.reshard_after_backward and not unit.progress.held:
                 unit.reshard()
 

@@ -255,7 +255,7 @@ class Unit:
         schedule = self.attached()
         schedule.enter(self)
         progress = self.progress  # not before: after a failure, enter starts a new one
-        progress.forwards.append(self.phase)
+        progress.forwards.append((self.phase, hooks.nodes_made()))
         try:
             if len(progress.forwards) == 1:
                 by_default = self.settings.reshard_after_forward is not False
@@ -286,12 +286,12 @@ class Unit:
         """Cast and watch the outputs and let go of the full parameters as the settings say."""
         schedule = self.attached()
         watched = False
+        phase, since = self.progress.forwards.pop()
         try:
             if self.policy.precision.output_dtype is not None:
                 output = cast_tensors(self.policy.precision.output_dtype, output)
-            watched = torch.is_grad_enabled() and hooks.watch_outputs(self, output)
+            watched = torch.is_grad_enabled() and hooks.watch_outputs(self, output, since)
         finally:
-            phase = self.progress.forwards.pop()
             if not self.progress.forwards:
                 self._leave_forward(module, phase, watched=watched)
                 if watched:
@@ -302,7 +302,7 @@ class Unit:
 
     def abort_forward(self) -> None:
         """The forward raised: leave a state from which the next one starts clean."""
-        phase = self.progress.forwards.pop()
+        phase, _ = self.progress.forwards.pop()
         if not self.progress.forwards:
             self.progress.ran.clear()
             self._move(phase)
@@ -325,13 +325,11 @@ class Unit:
 
     def end_outermost_forward(self) -> None:
         """Show the sharded parameters again, see [Note: Unsharded until the forward ends]."""
-        progress = self.progress
-        ran, progress.ran = progress.ran, {}
-        if not self.resting or progress.held:
-            return
-        if ran:  # not all of its modules have: see [Note: Units of several modules]
-            progress.kept = any(ran.values())
-        (self.use_sharded if progress.kept else self.reshard)()
+        self.progress.ran.clear()
+        if self.resting and not self.progress.held:
+            # Whether its own outputs have a backward does not matter: others may have read its parameters.
+            self.progress.kept |= torch.is_grad_enabled()
+            (self.use_sharded if self.progress.kept else self.reshard)()
 
     def _rest_after_forward(self, *, watched: bool) -> None:
         if self.progress.held:
@@ -339,9 +337,10 @@ class Unit:
         setting = self.reshards_after_forward
         in_backward = hooks.current_backward() != hooks.NO_BACKWARD
         if setting is False or in_backward:
+            if self.attached().defers_to_end(self):
+                return
             self.progress.kept |= watched or in_backward
-            if not self.attached().defers_to_end(self):
-                self.end_outermost_forward()
+            (self.use_sharded if self.progress.kept else self.reshard)()
         else:
             self.reshard(near=setting if watched and setting is not True else 0)
 
@@ -436,7 +435,9 @@ class Unit:
     def _reshard_after_backward(self) -> None:
         if not self.progress.held:
             self.use_sharded()
-            if self.settings.reshard_after_backward:
+            if self.attached().creates_graph:  # whose backward is to come
+                self.progress.kept = True
+            elif self.settings.reshard_after_backward:
                 self.reshard()
 
     def synchronize(self) -> None:
