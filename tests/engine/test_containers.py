@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from fullshard.engine.containers import iterate_tensors, map_tensors
+from fullshard.engine.containers import MOST_OBJECTS, iterate_tensors, map_tensors, tensors_within
 
 A, B, C = (torch.full((2,), float(i)) for i in range(3))
 
@@ -146,3 +146,43 @@ def test_what_a_container_carries_is_kept() -> None:
     object.__setattr__(frozen, "cache", B)
     mapped = map_tensors(double, frozen)
     assert mapped.count == 7 and torch.equal(mapped.cache, B * 2) and frozen.cache is B
+
+
+class Slotted:
+    """An object with slots, one of whose names Python mangles, and one that is never set."""
+
+    __slots__ = ("__hidden", "empty", "shown")
+
+    def __init__(self) -> None:
+        self.__hidden, self.shown = A, B
+
+
+class Link:
+    def __init__(self, following: Link | None) -> None:
+        self.following, self.tensor = following, A
+
+
+class Closed:
+    """Refuses to show what it has."""
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        raise OSError("closed")
+
+
+def test_tensors_in_any_object() -> None:
+    """Attributes and slots are searched, each object once, however long a chain; some refuse, and are left alone."""
+    assert {id(t) for t in tensors_within(Slotted())} == {id(A), id(B)}
+    chain: Link | None = None
+    for _ in range(5000):
+        chain = Link(chain)
+    assert len(list(tensors_within(chain))) == 5000
+    assert list(tensors_within([Closed(), C, list(range(100_000))])) == [C]
+    first = Link(None)
+    first.following = Link(first)
+    assert len(list(tensors_within({"ring": first}))) == 2
+
+
+def test_search_is_bounded() -> None:
+    """Objects that refer to many thousands of others are not searched to their end."""
+    assert len(list(tensors_within([Link(None) for _ in range(3 * MOST_OBJECTS)]))) <= MOST_OBJECTS

@@ -195,3 +195,22 @@ def test_gradient_norm_in_unsharded(rank: Rank) -> None:
         found = model.get_parameter(name).grad
         assert isinstance(found, DTensor), name
         assert_close(found.full_tensor(), parameter.grad, name, rtol=1e-9, atol=1e-12)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("front_end", ["composed", "kept", "one unit", "wrapped"])
+def test_graph_of_gradients_entered_inside_a_unit(rank: Rank, front_end: str) -> None:
+    """A penalty on the gradient of an activation inside a unit: its parameters are there for the second backward."""
+    reference = Critic().double()
+    model = build(front_end, reference)
+
+    def loss_of(module: Any, number: int, step: int) -> torch.Tensor:
+        kept: list[torch.Tensor] = []
+        norm = next(m for m in module.modules() if isinstance(m, nn.LayerNorm))
+        handle = norm.register_forward_hook(lambda *args: kept.append(args[2]))
+        loss = module(data(number, step)).square().mean()
+        handle.remove()
+        (gradient,) = torch.autograd.grad(loss, kept[0], create_graph=True)
+        return gradient.square().mean() * 100
+
+    train_and_compare(rank, model, reference, loss_of)

@@ -191,3 +191,46 @@ def test_several_backwards(rank: Rank, order: tuple[int, int]) -> None:
         assert isinstance(found, DTensor)
         assert_close(found.full_tensor(), parameter.grad, name, rtol=1e-5, atol=1e-6)
     assert gathered(model) == []
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("group", [False, True], ids=["head", "norm and head"])
+def test_weight_read_after_a_forward_without_gradients(rank: Rank, group: bool) -> None:
+    """The unit's own forward ran under ``no_grad``, and the weight that is read in it needs its memory in backward."""
+
+    class Distilled(Language):
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            h = self.block(self.embedding(words))
+            with torch.no_grad():
+                target = self.norm(h) if group else self.head(self.norm(h))
+            scaled = h * self.head.weight[:1]
+            return (scaled @ self.head.weight.t()).square().mean() + target.mean()
+
+    model = Distilled()
+    reference = copy.deepcopy(model)
+    fully_shard(model.block)
+    fully_shard([model.norm, model.head] if group else model.head, reshard_after_forward=False)
+    fully_shard(model)
+    for step in range(2):
+        model(tokens(rank.rank, step)).backward()
+        torch.stack([reference(tokens(each, step)) for each in range(2)]).mean().backward()
+    for name, parameter in reference.named_parameters():
+        found = model.get_parameter(name).grad
+        if parameter.grad is None:
+            assert found is None, name
+            continue
+        assert isinstance(found, DTensor), name
+        assert_close(found.full_tensor(), parameter.grad, name, rtol=1e-4, atol=1e-6)
+    assert gathered(model) == []
+
+
+@on_ranks(2)
+def test_weight_of_a_probe_on_frozen_layers(rank: Rank) -> None:
+    """What is read is multiplied with activations that require no gradient, and still depends on this rank's data."""
+    model = Language()
+    for part in (model.embedding, model.block, model.norm):
+        part.requires_grad_(False)
+    fully_shard(model.head)
+    fully_shard(model)
+    with pytest.warns(UserWarning, match="used the sharded parameter .DTensor. of head.weight"):
+        model(tokens(rank.rank)).backward()
