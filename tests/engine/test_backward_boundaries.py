@@ -585,3 +585,57 @@ def test_second_layer_without_gradient(rank: Rank) -> None:
     assert model.blocks[0].up.weight.grad is not None
     assert model.blocks[1].up.weight.grad is None
     assert_at_rest(model)
+
+
+class Cache:
+    """Keys of all blocks that have run."""
+
+    def __init__(self) -> None:
+        self.keys: list[torch.Tensor] = []
+
+
+class Attention(nn.Module):
+    """Adds its keys to the cache, attends to all that are there, and returns the cache as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.value = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, cache: Cache) -> tuple[torch.Tensor, Cache]:
+        cache.keys.append(self.key(x))
+        return x + torch.tanh(self.value(x)) * torch.stack(cache.keys).mean(0), cache
+
+
+class Caching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.layers = nn.ModuleList(Attention() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, cache = self.first(x), Cache()
+        for layer in self.layers:
+            x, cache = layer(x, cache)
+        return x
+
+
+@on_ranks(2)
+def test_cache_of_earlier_units(rank: Rank) -> None:
+    """What an object holds of earlier units changes nothing: each unit's backward ends before the one before begins."""
+    model = Caching()
+    reference = copy.deepcopy(model)
+    for layer in model.layers:
+        fully_shard(layer, mesh=rank.mesh)
+    fully_shard(model, mesh=rank.mesh)
+    compare_steps(model, reference, rank, square_loss_of)
+    loss = square_loss_of(0)(model, rank.rank)
+    with record() as seen:
+        loss.backward()
+    names = [f"layers.{index}" for index in (3, 2, 1, 0)]
+    assert [c.unit for c in seen if c.kind == "reduce"] == [*names, ""]
+    unsharded = [c.unit for c in seen if c.kind == "gather"]
+    assert len(unsharded) == len(set(unsharded))
+
+
+def square_loss_of(step: int) -> LossOf:
+    return lambda module, number: module(batch(number, step, 4, 6)).square().mean()
