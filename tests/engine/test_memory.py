@@ -11,7 +11,6 @@ from torch import nn
 
 from fullshard import fully_shard
 from fullshard.engine.ownership import nested_units, unit_of
-from fullshard.engine.parameter import ShardedParameter
 from fullshard.memory import Buffer, alias
 from models import tiny_units
 from ranks import Rank, on_ranks
@@ -174,19 +173,19 @@ def test_full_gradients_are_freed_as_backward_goes(rank: Rank) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
 
-    def remember(parameter: ShardedParameter) -> None:
+    def remember(parameter: nn.Parameter) -> None:
         nonlocal most
-        alive.append(weakref.ref(parameter.unreduced_grad))
+        alive.append(weakref.ref(parameter.grad))
         most = max(most, sum(gradient() is not None for gradient in alive))
 
     for unit in nested_units(model):
         for parameter in unit.parameters:
-            parameter.full.register_post_accumulate_grad_hook(lambda _, parameter=parameter: remember(parameter))
+            parameter.full.register_post_accumulate_grad_hook(remember)
     backward(model(inputs()))
     assert len(alive) == 2 * BLOCKS
     assert most <= 2 * 2
     assert all(gradient() is None for gradient in alive)
-    assert all(parameter.unreduced_grad is None for unit in nested_units(model) for parameter in unit.parameters)
+    assert all(parameter.full.grad is None for unit in nested_units(model) for parameter in unit.parameters)
 
 
 @on_ranks(2)

@@ -13,7 +13,6 @@ from torch import nn
 from compare import assert_equal, assert_models_equal
 from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fullshard.engine.ownership import nested_units, unit_of
-from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.schedule import MAX_TINY_UNITS_TOGETHER
 from fullshard.transport import Collective, GlooTransport, record
 from models import assert_at_rest, batch, gathered, reference_backward, tiny_units
@@ -399,14 +398,14 @@ def test_gradients_wait_no_longer_than_for_the_next_large_unit(rank: Rank) -> No
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
 
-    def remember(parameter: ShardedParameter) -> None:
+    def remember(parameter: nn.Parameter) -> None:
         nonlocal most
-        alive.append(weakref.ref(parameter.unreduced_grad))
+        alive.append(weakref.ref(parameter.grad))
         most = max(most, sum(gradient() is not None for gradient in alive))
 
     units: list[Any] = nested_units(model)
     for parameter in (parameter for unit in units for parameter in unit.parameters):
-        parameter.full.register_post_accumulate_grad_hook(lambda _, parameter=parameter: remember(parameter))
+        parameter.full.register_post_accumulate_grad_hook(remember)
     run_step(model, rank)
     assert len(alive) == 2 * len(model.parts)
     assert most <= 2 * 4  # two pairs of a large and a tiny unit
