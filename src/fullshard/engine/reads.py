@@ -82,11 +82,11 @@ class ParameterReads:
         """Let ``unit`` show its unsharded parameters until :meth:`end_forward`."""
         self._open.append(unit.ref)
 
-    def end_forward(self) -> None:
-        """Have units show their sharded parameters: the outermost forward is over."""
+    def end_forward(self, *, watched: bool) -> None:
+        """Have units show their sharded parameters: the outermost forward is over, and maybe has a backward."""
         for unit in (ref() for ref in self._open):
             if unit is not None:
-                unit.end_outermost_forward()
+                unit.end_outermost_forward(watched=watched)
                 if unit.progress.kept:
                     self._readable.add(unit)
         self._open.clear()

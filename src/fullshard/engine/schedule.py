@@ -29,7 +29,6 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fullshard.engine import hooks
@@ -241,7 +240,7 @@ class Schedule:
                 del self._ended[0]
 
     def leave(self, unit: Unit, output: Any = None, *, failed: bool = False) -> None:
-        """A forward of ``unit``, which returns ``output``, is over."""
+        """A forward of ``unit`` is over. ``output``: what it returns if that has a backward."""
         self._depth -= 1
         unit.progress.stepped = False
         if self._depth or hooks.current_backward() != hooks.NO_BACKWARD:
@@ -249,9 +248,9 @@ class Schedule:
         if failed:
             self._let_go()
             return
-        if torch.is_grad_enabled():
+        if output is not None:
             self._reads.check(output)
-        self._reads.end_forward()
+        self._reads.end_forward(watched=output is not None)
         if self._root_is_running:
             self.order.keep()
             if self._ended and self._ended[-1] is self.root:

@@ -297,7 +297,7 @@ class Unit:
                 if watched:
                     self.progress.open_ended |= not self.progress.guarded
                     schedule.finished_forward(self)
-            schedule.leave(self, output)
+            schedule.leave(self, output if watched else None)
         return output
 
     def abort_forward(self) -> None:
@@ -323,12 +323,11 @@ class Unit:
             progress.ran.clear()
         self._rest_after_forward(watched=watched)
 
-    def end_outermost_forward(self) -> None:
+    def end_outermost_forward(self, *, watched: bool) -> None:
         """Show the sharded parameters again, see [Note: Unsharded until the forward ends]."""
         self.progress.ran.clear()
         if self.resting and not self.progress.held:
-            # Whether its own outputs have a backward does not matter: others may have read its parameters.
-            self.progress.kept |= torch.is_grad_enabled()
+            self.progress.kept |= watched  # whether or not its own outputs are: others may have read its parameters
             (self.use_sharded if self.progress.kept else self.reshard)()
 
     def _rest_after_forward(self, *, watched: bool) -> None:
