@@ -224,7 +224,7 @@ class ShardedParameter:
         if unit is not None:
             unit.gradient_arrived()
         if notify and len(self.full._post_accumulate_grad_hooks) > 1:
-            self.full.grad = gradient.clone()  # to which autograd may add
+            self.full.grad = _copy_of(gradient)  # to which autograd may add
             return
         earlier, gradient = self.unreduced_grad, gradient.detach()
         if earlier is None:
@@ -251,7 +251,7 @@ class ShardedParameter:
         """The gradient that was not reduced yet, in memory that may be written to."""
         self.collect_gradient()
         if self.unreduced_grad is not None and not self.owns_unreduced_grad:
-            self.unreduced_grad, self.owns_unreduced_grad = self.unreduced_grad.clone(), True
+            self.unreduced_grad, self.owns_unreduced_grad = _copy_of(self.unreduced_grad), True
         return self.unreduced_grad
 
     def keep_gradient(self) -> None:
@@ -359,6 +359,13 @@ class ShardedParameter:
     def describe(self) -> str:
         """FQN, global shape and dtype, for errors."""
         return f"{self.fqn} (shape {tuple(self.placement.shape)}, {self.sharded.dtype})"
+
+
+def _copy_of(gradient: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of its own. ``DTensor.clone`` would reduce what is pending (``Partial``)."""
+    if isinstance(gradient, DTensor):
+        return dtensor(gradient._local_tensor.clone(), gradient._spec)
+    return gradient.clone()
 
 
 def value_of(parameter: torch.Tensor) -> torch.Tensor:
