@@ -17,6 +17,7 @@ os.environ.setdefault("FULLSHARD_POISON", "1")
 
 from every_other import leave_out
 from ranks import RankPool
+from ranks.device import device_type
 
 # Two shared cores make any wall-clock limit per example a matter of luck.
 hypothesis.settings.register_profile("fullshard", deadline=None)
@@ -32,13 +33,9 @@ def ranks() -> Iterator[RankPool]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what need not run every day, and skip what is marked ``gpu`` where there is no CUDA device."""
+    """Leave out what need not run every day, and skip what needs another device than the ranks have."""
     leave_out(config, items)
-    needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if not needs_gpu:
-        return
-    import torch
-
-    if not torch.cuda.is_available():
-        for item in needs_gpu:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if device_type() != "cpu":
+        for item in items:
+            if (marker := item.get_closest_marker("cpu_only")) is not None:
+                item.add_marker(pytest.mark.skip(reason=marker.args[0]))

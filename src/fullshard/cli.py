@@ -91,7 +91,7 @@ def train(
     ranks: Annotated[
         int,
         typer.Option(
-            help="Worker processes.  [dim]\\[default: one per GPU, or 2 without][/]",
+            help="Worker processes.  [dim]\\[default: one per accelerator, or 2 without][/]",
             show_default=False,
             rich_help_panel=RANKS,
         ),
@@ -99,9 +99,9 @@ def train(
     device: Annotated[
         str,
         typer.Option(
-            help="auto: GPUs if there is one for each rank, else the CPU.",
+            help="auto: accelerators if there is one for each rank, else the CPU. TYPE: as torch calls them.",
             rich_help_panel=RANKS,
-            metavar="auto|cpu|cuda",
+            metavar="auto|cpu|TYPE",
         ),
     ] = DEFAULT.device,
     wire: Annotated[
@@ -185,7 +185,7 @@ def train(
 ) -> None:
     """Train a small GPT on real text, sharded over the ranks of this machine.
 
-    Starts its own workers: one per GPU, or two on a machine without. Under torchrun it is a worker itself.
+    Starts its own workers: one per accelerator, or two on a machine without. Under torchrun it is a worker itself.
 
     Writes metrics, plot, config, summary, weights and checkpoints to runs/NAME.
 

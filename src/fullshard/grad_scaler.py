@@ -20,7 +20,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
     all-reduce of two numbers per optimizer and step.
 
     Args:
-        device: Type of the device that the loss is on. "cuda" where there is none disables the scaler.
+        device: Type of the device that the loss is on. Any that torch knows; "cuda" where there is none disables the
+            scaler.
         init_scale: Factor that losses are multiplied by at first. Has to be the same on all ranks, as everything else.
         backoff_factor: The scale is multiplied by it when a step was skipped; below 1.
         growth_factor: The scale is multiplied by it after ``growth_interval`` steps none of which was skipped; above 1.

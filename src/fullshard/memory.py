@@ -11,11 +11,12 @@ which is why fills are issued one unit ahead (see [Note: Order and prefetch]).
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch.utils.dlpack import from_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 __all__ = [
     "Buffer",
@@ -30,11 +31,13 @@ __all__ = [
     "empty",
     "free_storage",
     "host_buffer",
+    "input_on",
     "make_lane",
     "own_storage",
     "poison",
     "refill_storage",
     "run_on",
+    "takes_host_gradients",
     "to_host",
 ]
 
@@ -145,12 +148,13 @@ def own_storage(view: torch.Tensor) -> torch.Tensor:
     """
     if view.device.type == "meta" or not view.numel():
         return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device)
+    # As a capsule: asked for its device, a tensor knows no accelerator but those in torch's own tree.
     try:
-        own: torch.Tensor = from_dlpack(view)
+        own: torch.Tensor = from_dlpack(to_dlpack(view))
     except (BufferError, RuntimeError, TypeError):  # a dtype that the exchange format has no name for
         if not view.is_contiguous():
             return view
-        own = from_dlpack(view.view(-1).view(torch.uint8)).view(view.dtype)
+        own = from_dlpack(to_dlpack(view.view(-1).view(torch.uint8))).view(view.dtype)
     return own.as_strided(view.shape, view.stride(), 0)  # the format forgets strides of dims of size 1
 
 
@@ -179,10 +183,31 @@ def host_buffer(numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
     return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pinned)
 
 
+def takes_host_gradients(device: torch.device) -> bool:
+    """True if torch lets a parameter on ``device`` have a gradient in CPU memory: accelerators of its own tree do."""
+    own, host = torch.empty(0, device=device), torch.empty(0, device="cpu")
+    return bool(torch._has_compatible_shallow_copy_type(own, host))
+
+
 def to_host(tensor: torch.Tensor, *, pin: bool) -> torch.Tensor:
     """A copy of ``tensor``, of any subclass, in CPU memory; see :func:`host_buffer`."""
     host = tensor.cpu()
     return host.pin_memory() if pin and torch.accelerator.is_available() else host
+
+
+def input_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, which a user has passed, on ``device``; the user may write to his own as soon as this returns.
+
+    Does not block the host for plain tensors. Memory that is not pinned is read before an asynchronous copy returns;
+    pinned memory is read later, so that one of our own is filled first.
+    """
+    if tensor.device == device:
+        return tensor
+    if type(tensor) is not torch.Tensor:
+        return tensor.to(device)
+    if tensor.device.type == "cpu" and tensor.is_pinned():
+        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    return tensor.to(device, non_blocking=True)
 
 
 def _tensor_on(
@@ -228,6 +253,9 @@ class Lane(Protocol):
             after: Wait for this event only, instead of all computation; everything that used the memory before
                 must be ordered before it.
         """
+
+    def synchronize(self) -> None:
+        """Block the host until everything that was issued is done."""
 
 
 class _HostTicket:
@@ -281,29 +309,46 @@ class HostLane:
             allocate()
         return _HostTicket(launch(), finish)
 
+    def synchronize(self) -> None:
+        """See :class:`Lane`. Nothing reads host memory but collectives, whose tickets wait for them."""
+
 
 class _DeviceTicket:
-    __slots__ = ("_done",)
+    __slots__ = ("_done", "_owner", "_spare", "_waited")
 
-    def __init__(self, done: torch.Event) -> None:
-        self._done = done
+    def __init__(self, done: torch.Event, owner: torch.Stream, spare: list[torch.Event]) -> None:
+        self._done, self._owner, self._spare, self._waited = done, owner, spare, False
 
     def wait(self) -> None:
-        torch.accelerator.current_stream(self._done.device).wait_event(self._done)
+        current = torch.accelerator.current_stream(self._done.device)
+        current.wait_event(self._done)
+        self._waited |= current == self._owner
 
     def settle(self) -> None:
-        self._done.synchronize()
+        _synchronize(self._done)
+
+    def __del__(self) -> None:
+        # What is in flight may still write to memory of the stream that issued it, which is freed with the ticket.
+        if not self._waited:
+            self._owner.wait_event(self._done)
+        self._spare.append(self._done)
 
 
 class DeviceLane:
-    """An accelerator: one side stream; order between it and the compute stream is by events only."""
+    """An accelerator: one side stream; order between it and the compute stream is by events only.
+
+    Events are recorded again once nobody can wait for them any more, so that a step creates none.
+    """
 
     device: torch.device
     _stream: torch.Stream
+    _last: torch.Event | None  # behind what was issued last
+    _spare: list[torch.Event]  # of tickets that are gone
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self.device = device
         self._stream = torch.Stream(device=device, priority=priority)
+        self._last, self._spare = None, []
 
     def issue(
         self,
@@ -314,20 +359,51 @@ class DeviceLane:
         after: torch.Event | None = None,
     ) -> Ticket:
         """See :class:`Lane`. Nothing here blocks the host."""
+        compute = torch.accelerator.current_stream(self.device)
         if after is None:
             if allocate is not None:
                 allocate()
-            self._stream.wait_event(torch.accelerator.current_stream(self.device).record_event())
+            _order(compute, self._stream)
         else:
             self._stream.wait_event(after)
-        with self._stream:
-            if after is not None and allocate is not None:
-                allocate()  # from this stream's own pool: its blocks were last used before the event
-            for work in launch():
-                work.wait()
-            finish()
-            done = self._stream.record_event()
-        return _DeviceTicket(done)
+        try:
+            with self._stream:
+                if after is not None and allocate is not None:
+                    allocate()  # from this stream's own pool: its blocks were last used before the event
+                for work in launch():
+                    work.wait()
+                finish()
+        except BaseException:
+            _order(self._stream, compute)  # what was begun uses memory that the caller is about to free
+            raise
+        done = self._spare.pop() if self._spare else torch.Event(self.device)
+        self._stream.record_event(done)
+        self._last = done
+        return _DeviceTicket(done, compute, self._spare)
+
+    def synchronize(self) -> None:
+        """See :class:`Lane`."""
+        if self._last is not None:
+            _synchronize(self._last)
+
+
+def _synchronize(event: torch.Event) -> None:
+    """Block the host until ``event`` has come; not at all if it has."""
+    if not event.query():
+        event.synchronize()
+
+
+_handover = threading.local()  # an event per thread and device: once a stream waits for it, it can be recorded again
+
+
+def _order(first: torch.Stream, second: torch.Stream) -> None:
+    """Have ``second`` wait for all that ``first`` was given so far."""
+    events: dict[Any, torch.Event] = _handover.__dict__
+    event = events.get(first.device)
+    if event is None:
+        event = events[first.device] = torch.Event(first.device)
+    first.record_event(event)
+    second.wait_event(event)
 
 
 def run_on(stream: torch.Stream | None, function: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> None:
@@ -339,10 +415,12 @@ def run_on(stream: torch.Stream | None, function: Callable[[torch.Tensor], objec
         function(tensor)
         return
     current = torch.accelerator.current_stream(tensor.device)
-    stream.wait_stream(current)
-    with stream:
-        function(tensor)
-    current.wait_stream(stream)
+    _order(current, stream)
+    try:
+        with stream:
+            function(tensor)
+    finally:
+        _order(stream, current)
 
 
 def make_lane(device: torch.device, priority: int = 0) -> Lane:

@@ -19,6 +19,7 @@ from fullshard.arguments import check_bool, check_instance, default_mesh, note_u
 from fullshard.engine.mesh import ShardMesh, axis_of, shard_mesh
 from fullshard.engine.ownership import unit_of
 from fullshard.engine.settings import UnitSettings
+from fullshard.memory import takes_host_gradients
 from fullshard.policy import (
     BackwardPrefetch,
     CPUOffload,
@@ -88,10 +89,16 @@ class WrapperOptions:
                 f"{API}: the module, or device_id, is on {device_type}, but the ranks are a mesh of "
                 f"{mesh.device.type} devices; pass a mesh of the devices to compute on"
             )
+        offload = given["cpu_offload"] or CPUOffload()
+        if offload.offload_grads and not offload.offload_params and not takes_host_gradients(mesh.device):
+            raise ValueError(
+                f"{API}: cpu_offload: offload_grads without offload_params: torch lets no parameter on a "
+                f"{mesh.device.type} device have a gradient in CPU memory; set offload_params=True as well, or neither"
+            )
         return cls(
             mesh=mesh,
             strategy=strategy,
-            offload=given["cpu_offload"] or CPUOffload(),
+            offload=offload,
             prefetch=given["backward_prefetch"],
             precision=given["mixed_precision"],
             param_init_fn=init,
@@ -206,7 +213,7 @@ def _mesh_of(strategy: ShardingStrategy, groups: Groups, device_type: str | None
         mesh = DeviceMesh.from_group(
             [replicate, shard],
             device_type,
-            mesh=torch.tensor(rows, dtype=torch.int),
+            mesh=torch.tensor(rows, dtype=torch.int, device="cpu"),
             mesh_dim_names=("replicate", "shard"),
         )
     known[key] = mesh

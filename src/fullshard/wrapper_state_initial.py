@@ -117,7 +117,7 @@ def _initial_state(
         parameter.grad = torch.zeros_like(parameter, dtype=dtype)
         # Some round at random, and the next real step is to draw what it would have.
         drawn_on = [] if value.device.type in ("cpu", "meta") else [value.device]
-        with torch.random.fork_rng(drawn_on, device_type=value.device.type if drawn_on else "cuda"):
+        with torch.random.fork_rng(drawn_on, device_type=value.device.type if drawn_on else "cpu"):
             # Of the class: schedulers put a function that counts in the instance.
             type(optimizer).step(optimizer)
     finally:

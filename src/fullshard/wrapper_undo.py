@@ -27,9 +27,9 @@ def undone_on_failure(module: nn.Module) -> Iterator[list[nn.Module]]:
         A list for the modules that units were made of, in the order in which they were.
     """
     before = {id(unit) for unit in nested_units(module)}
-    holders = [(m, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None]
-    values = {p: p.data for _, _, p in holders if p.device.type in ("cpu", "meta") and managed_by(p) is None}
-    gradients = [(p, p.grad) for _, _, p in holders if p.grad is not None]
+    holders = [(m, name, p, p.device) for m in module.modules() for name, p in m._parameters.items() if p is not None]
+    values = {p: p.data for _, _, p, _ in holders if p.device.type in ("cpu", "meta") and managed_by(p) is None}
+    gradients = [(p, p.grad) for _, _, p, _ in holders if p.grad is not None]
     children = [(m, list(m._modules.items())) for m in module.modules()]
     made: list[nn.Module] = []
     try:
@@ -42,9 +42,15 @@ def undone_on_failure(module: nn.Module) -> Iterator[list[nn.Module]]:
                 clear_unit(wrapper)
         for holder, held in children:
             holder._modules.update(held)
-        for holder, name, parameter in holders:
-            if holder._parameters.get(name) is None:
+        for holder, name, parameter, device in holders:
+            found = holder._parameters.get(name)
+            if found is None:
                 holder._parameters[name] = parameter
+            elif found.device != device and device.type != "meta":  # its shard was offloaded
+                if found is parameter:
+                    parameter.data = found.data.to(device)
+                else:  # of an accelerator between which and the CPU parameters cannot move: it has its value still
+                    holder._parameters[name] = parameter
         for parameter, gradient in gradients:
             parameter.grad = gradient
         raise

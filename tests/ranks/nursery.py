@@ -26,26 +26,29 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ranks.device import DEVICE_VARIABLE, load_accelerator
+
 MESSAGE_BYTES = 1 << 16
 MAX_WORLD = 64
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 
 
 class Nursery:
-    """The nursery as pytest sees it."""
+    """The nursery as pytest sees it. Its ranks compute on ``device``, a type of device."""
 
     process: subprocess.Popen[bytes]
     _socket: socket.socket
     _log: Path
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, device: str) -> None:
         self._socket, theirs = socket.socketpair()
+        self._log = directory / f"nursery_{device}.log"
         tests = Path(__file__).resolve().parent.parent
-        environment = dict(os.environ, GLOO_SOCKET_IFNAME="lo")
+        environment = {**os.environ, DEVICE_VARIABLE: device, "GLOO_SOCKET_IFNAME": "lo"}
         environment["PYTHONPATH"] = os.pathsep.join([str(tests), *filter(None, [os.environ.get("PYTHONPATH")])])
         for library in ("OMP", "MKL", "OPENBLAS"):
             environment[f"{library}_NUM_THREADS"] = "1"
-        with theirs, (directory / "nursery.log").open("wb") as log:
+        with theirs, self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "ranks.nursery", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
@@ -55,7 +58,6 @@ class Nursery:
                 stderr=log,
                 start_new_session=True,  # Ctrl-C reaches pytest only, which then ends the ranks in order
             )
-        self._log = directory / "nursery.log"
 
     def fork(self, directory: Path, descriptors: list[int]) -> list[int]:
         """Start one rank per descriptor (its end of the connection to pytest); return the pids by rank."""
@@ -101,6 +103,7 @@ def main(control: socket.socket) -> None:
     import torch.distributed.checkpoint
     import torch.distributed.tensor  # noqa: F401
 
+    load_accelerator()
     gc.collect()
     gc.freeze()  # so that gc.collect() in a rank looks only at what the rank has made
     while True:

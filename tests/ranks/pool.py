@@ -1,4 +1,4 @@
-"""The pool: one world per size, kept over the tests of a session; what the fixture ``ranks`` gives."""
+"""The pool: one world per size and type of device, kept over the tests of a session; the fixture ``ranks`` gives it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from ranks.device import device_type as default_device_type
+from ranks.device import unavailable
 from ranks.nursery import Nursery
 from ranks.outcome import Outcome, RanksFailed
 from ranks.rank import DEFAULT_TIMEOUT
@@ -26,13 +28,13 @@ class RankPool:
     """Runs bodies on ranks. Worlds start when first needed and are replaced after a failure."""
 
     _directory: Path
-    _nursery: Nursery | None
-    _worlds: dict[int, World]
+    _nurseries: dict[str, Nursery]  # by type of device
+    _worlds: dict[tuple[int, str], World]  # by size and type of device
     _started: int  # worlds so far, to name their directories
 
     def __init__(self) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="fullshard-ranks-"))
-        self._nursery = None
+        self._nurseries = {}
         self._worlds = {}
         self._started = 0
 
@@ -45,6 +47,7 @@ class RankPool:
         timeout: float = DEFAULT_TIMEOUT,
         fresh: bool = False,
         expect_failure: bool = False,
+        device_type: str | None = None,
         **kwargs: Any,
     ) -> list[Any]:
         """Run ``body(rank, *args, **kwargs)`` on every rank of a world and return what it returned, by rank.
@@ -57,42 +60,48 @@ class RankPool:
                 broken.
             expect_failure: return one ``Outcome`` per rank instead, whatever it is, and let each rank run
                 until it finishes or ``timeout`` is over.
+            device_type: what the ranks compute on (see ``device.py``); FULLSHARD_TEST_DEVICE, or the CPU,
+                without it. The test is skipped where it cannot be had.
 
         Raises:
             RanksFailed: some rank raised, died or hung. The next call gets a new world.
         """
         __tracebackhide__ = True
         job = _job(body, args, kwargs)
-        where = self._start(world) if fresh else self._worlds.pop(world, None) or self._start(world)
+        key = world, device_type or default_device_type()
+        where = self._start(*key) if fresh else self._worlds.pop(key, None) or self._start(*key)
         usable = False
         try:
             outcomes = where.run(job, timeout, grace=None if expect_failure else GRACE)
             usable = not any(outcome.failed for outcome in outcomes)
         finally:  # also when pytest is interrupted meanwhile
             if usable and not fresh:
-                self._worlds[world] = where
+                self._worlds[key] = where
             else:
                 where.kill()
         return outcomes if expect_failure else _values(f"{job.qualname} on {world} ranks", outcomes)
 
     def pids(self, world: int) -> list[int]:
         """Process ids, by rank, of the world that the next call will use; empty if it has to be started."""
-        return list(self._worlds[world].pids.values()) if world in self._worlds else []
+        key = world, default_device_type()
+        return list(self._worlds[key].pids.values()) if key in self._worlds else []
 
     def close(self) -> None:
         """End all processes and remove their files."""
         for world in self._worlds.values():
             world.kill()
         self._worlds.clear()
-        if self._nursery is not None:
-            self._nursery.close()
+        for nursery in self._nurseries.values():
+            nursery.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _start(self, size: int) -> World:
-        if self._nursery is None:
-            self._nursery = Nursery(self._directory)
+    def _start(self, size: int, device: str) -> World:
+        if device not in self._nurseries:
+            if reason := unavailable(device):
+                pytest.skip(reason)
+            self._nurseries[device] = Nursery(self._directory, device)
         self._started += 1
-        return World(size, self._nursery, self._directory / f"world{self._started}")
+        return World(size, self._nurseries[device], self._directory / f"world{self._started}")
 
 
 def _job(body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -22,14 +23,17 @@ class Rank:
     Attributes:
         rank: 0 <= rank < world_size.
         world_size: number of processes.
-        mesh: 1-D mesh "cpu" over the whole world, without axis names.
+        mesh: 1-D mesh over the whole world, of the type of ``device``, without axis names.
         group: the default process group, of the back end that FULLSHARD_TEST_BACKEND names: gloo, without it.
+        device: where this rank computes: what the test asks for, or what FULLSHARD_TEST_DEVICE names, or "cpu" (see
+            ``device.py``). Tensors and modules that a test makes without naming a device are on it.
     """
 
     rank: int
     world_size: int
     mesh: DeviceMesh
     group: dist.ProcessGroup
+    device: torch.device
     _meshes: dict[Any, DeviceMesh] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -38,12 +42,12 @@ class Rank:
     def make_mesh(self, *shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
         """Mesh of this shape over the whole world, made once and kept with its process groups."""
         if (shape, names) not in self._meshes:
-            self._meshes[shape, names] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            self._meshes[shape, names] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         return self._meshes[shape, names]
 
 
 def on_ranks(
-    *worlds: int, timeout: float = DEFAULT_TIMEOUT, fresh: bool = False
+    *worlds: int, timeout: float = DEFAULT_TIMEOUT, fresh: bool = False, device_type: str | None = None
 ) -> Callable[[Callable[..., object]], Callable[..., None]]:
     """Make a module-level ``test_x(rank, ...)`` a pytest test that runs on every rank, once per world size.
 
@@ -61,7 +65,7 @@ def on_ranks(
         @functools.wraps(body)
         def test(ranks: Callable[..., Any], world: int, **arguments: Any) -> None:
             __tracebackhide__ = True
-            ranks(world, body, timeout=timeout, fresh=fresh, **arguments)
+            ranks(world, body, timeout=timeout, fresh=fresh, device_type=device_type, **arguments)
 
         keyword = inspect.Parameter.KEYWORD_ONLY
         own = [inspect.Parameter(name, keyword) for name in ("ranks", "world")]

@@ -27,11 +27,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from ranks.device import DeviceOfTests, check_races, device_of, forget_races, process_group_backend
 from ranks.outcome import Outcome
 from ranks.rank import Rank
 
-# What the groups of all worlds are made with. Has to serve CPU tensors: bodies make those.
-BACKEND_VARIABLE = "FULLSHARD_TEST_BACKEND"
 GROUP_TIMEOUT = timedelta(seconds=30)  # a collective that some rank never joins fails after this
 DUMP_STACKS = signal.SIGUSR1
 
@@ -92,11 +91,13 @@ def _join(rank: int, world_size: int, directory: Path) -> Rank:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size))
     store = dist.FileStore(str(directory / "store"), world_size)
-    backend = os.environ.get(BACKEND_VARIABLE, "gloo")
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
-    mesh = init_device_mesh("cpu", (world_size,))
+    device = device_of(rank)
+    dist.init_process_group(
+        process_group_backend(device, world_size), store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
+    )
+    mesh = init_device_mesh(device.type, (world_size,))
     dist.barrier()  # connects every pair now, so that a first collective in a test is as fast as any other
-    return Rank(rank, world_size, mesh, dist.group.WORLD)
+    return Rank(rank, world_size, mesh, dist.group.WORLD, device)
 
 
 def _reset(environment: dict[str, str], directory: str) -> None:
@@ -122,7 +123,11 @@ def _call(job: Job, rank: Rank) -> Any:
         body = getattr(body, name)
     body = getattr(body, "__rank_body__", body)
     arguments, options = pickle.loads(job.arguments)
-    return body(rank, *arguments, **options)
+    forget_races(rank.device)
+    with DeviceOfTests(rank.device):
+        value = body(rank, *arguments, **options)
+    check_races(rank.device)
+    return value
 
 
 def _load(name: str, path: str) -> ModuleType:

@@ -103,7 +103,7 @@ class PieceMover:
 
     def _memory(self, nbytes: int) -> torch.Tensor:
         if self._block is None:
-            self._block = torch.empty(self._nbytes, dtype=torch.uint8)
+            self._block = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
         return self._block[:nbytes]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.parameters import LocalParameter
 from fullshard.engine.flat_parameter import FlatPiece
-from fullshard.engine.mesh import ShardMesh
 from fullshard.engine.placement import dtensor
 from fullshard.layout import FlatSlot
 
@@ -122,32 +120,31 @@ def _gather(piece: FlatPiece, local: torch.Tensor, only_on: int | None) -> torch
     """The whole tensor of a flat piece's state, with the strides of the parameter."""
     mesh, shape = piece.placement.mesh, piece.shape
     local = _near(local, mesh.device.type)
-    alone = mesh.shard is None or mesh.world_size == 1
-    ranks = [] if mesh.shard is None else dist.get_process_group_ranks(mesh.shard.get_group())
-    if only_on is not None and not alone:
-        if only_on not in ranks:
-            return None  # a replica
-        if mesh.rank != ranks.index(only_on):
-            if local.numel():
-                _send(local.contiguous(), ranks.index(only_on), mesh)
-            return None
     whole = torch.empty_strided(shape.shape, shape.stride, dtype=local.dtype, device=local.device)
-    if alone:
+    if mesh.shard is None or mesh.world_size == 1:
         return whole.copy_(local.view_as(whole))
     assert piece.slot is not None
+    group = mesh.shard.get_group()
     elements = whole.as_strided((shape.numel,), (1,))
-    places = [elements[_held(piece.slot, rank)] for rank in range(mesh.world_size)]
-    if local.numel():
-        places[mesh.rank].copy_(local)
-    _exchange(places, mesh, receive_only=only_on is not None)
-    return whole
-
-
-def _send(local: torch.Tensor, to: int, mesh: ShardMesh) -> None:
-    assert mesh.shard is not None
-    # As a batch: NCCL makes a communicator for every pair of ranks that talk outside of one.
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, local, group=mesh.shard.get_group(), group_peer=to)]):
-        work.wait()
+    if only_on is None:
+        _broadcast_all([elements[_held(piece.slot, rank)] for rank in range(mesh.world_size)], local, mesh.rank, group)
+        return whole
+    ranks = dist.get_process_group_ranks(group)
+    if only_on not in ranks:
+        return None  # a replica
+    receiver = ranks.index(only_on)
+    receives = mesh.rank == receiver
+    held = [piece.slot.piece(rank)[1] * local.itemsize for rank in range(mesh.world_size)]
+    # One collective that all ranks take part in, with nothing to send as well: the first operation of a group on NCCL
+    # needs all of its ranks. As bytes, because NCCL does not know every dtype.
+    dist.all_to_all_single(
+        (elements if receives else elements[:0]).view(torch.uint8),
+        local.contiguous().view(-1).view(torch.uint8),
+        held if receives else [0] * len(held),
+        [held[mesh.rank] if rank == receiver else 0 for rank in range(mesh.world_size)],
+        group=group,
+    )
+    return whole if receives else None
 
 
 def _held(slot: FlatSlot, rank: int) -> slice:
@@ -155,22 +152,15 @@ def _held(slot: FlatSlot, rank: int) -> slice:
     return slice(start, start + numel)
 
 
-def _exchange(places: Sequence[torch.Tensor], mesh: ShardMesh, *, receive_only: bool) -> None:
-    """Each rank sends its place to all, or to this one; straight into place."""
-    assert mesh.shard is not None
-    group = mesh.shard.get_group()
-    works: list[Any] = []
-    receives = []
-    # Few ranks have anything of one tensor, and what each has is a range of it: no message has to be put together.
-    for rank, place in enumerate(places):
-        if not place.numel() or (receive_only and rank == mesh.rank):
-            continue
-        if receive_only:
-            receives.append(dist.P2POp(dist.irecv, place, group=group, group_peer=rank))
-        else:
-            works.append(dist.broadcast(place, group=group, group_src=rank, async_op=True))
-    if receives:
-        works += dist.batch_isend_irecv(receives)
+def _broadcast_all(places: Sequence[torch.Tensor], local: torch.Tensor, rank: int, group: dist.ProcessGroup) -> None:
+    """Fill every rank's place on all ranks. Few have anything of one tensor, and it goes straight into place."""
+    if local.numel():
+        places[rank].copy_(local)
+    works = [
+        dist.broadcast(place, group=group, group_src=source, async_op=True)
+        for source, place in enumerate(places)
+        if place.numel()
+    ]
     for work in works:
         if work is not None:
             work.wait()

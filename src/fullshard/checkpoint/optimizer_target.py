@@ -379,7 +379,7 @@ def _device(entries: _Entries, path: Path) -> torch.device:
 
 def _place_for_other(path: Path, leaf: Any) -> Any:
     if isinstance(leaf, Described):
-        return torch.zeros(leaf.shape, dtype=leaf.dtype)
+        return torch.zeros(leaf.shape, dtype=leaf.dtype, device="cpu")
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
 
 

@@ -100,7 +100,7 @@ class _Memory:
     _pin: bool
 
     def __init__(self, nbytes: int, *, pin: bool) -> None:
-        self._left, self._pin, self._block = nbytes, pin, torch.empty(0, dtype=torch.uint8)
+        self._left, self._pin, self._block = nbytes, pin, torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Room for a tensor, contiguous."""

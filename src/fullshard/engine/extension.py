@@ -112,9 +112,11 @@ class ExtensionBucket(Bucket):
         return self._placed(local)
 
     def _placed(self, local: torch.Tensor) -> torch.Tensor:
-        if not self.storage.offload or local.device.type in ("cpu", "meta"):
+        if local.device.type == "meta":
             return local
-        return to_host(local, pin=self.storage.pin_memory)
+        if self.storage.offload:
+            return local if local.device.type == "cpu" else to_host(local, pin=self.storage.pin_memory)
+        return local.to(self.mesh.device)
 
     def take_over(self) -> None:
         """See :class:`Bucket`: the objects themselves, for users may have put attributes on them."""

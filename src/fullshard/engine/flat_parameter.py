@@ -150,7 +150,9 @@ class FlatPiece(ShardedParameter):
         """See :class:`ShardedParameter`. In the gradient of a visible flat parameter, missing ones become zeros."""
         if self.home is None:
             dtype = self.gradient_dtype or self.local.dtype
-            self.sharded.grad = None if local is None else local.to(dtype, copy=True).view(self.local.shape)
+            if local is not None:  # maybe of a copy in CPU memory
+                local = local.to(self.local.device, dtype, copy=True).view(self.local.shape)
+            self.sharded.grad = local
         elif self.home.flat.grad is not None and self.piece is not None:
             target = self.home.flat.grad.narrow(0, self.piece.offset, self.piece.numel)
             if local is None:

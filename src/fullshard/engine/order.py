@@ -376,7 +376,8 @@ def _abort(group: dist.ProcessGroup, device: torch.device) -> None:
     peer = (group.rank() + 1) % group.size()
     for turn in range(4):
         with contextlib.suppress(RuntimeError):
-            group.recv([torch.empty(1, dtype=torch.uint8)], peer, _UNANSWERED + turn).wait(timedelta(milliseconds=1))
+            unanswered = torch.empty(1, dtype=torch.uint8, device="cpu")
+            group.recv([unanswered], peer, _UNANSWERED + turn).wait(timedelta(milliseconds=1))
 
 
 _UNANSWERED = 0x3FFFFF00  # tags that are neither the transport's nor, as far as we know, a user's

@@ -155,7 +155,8 @@ class ShardedParameter:
             self.sharded = nn.Parameter(dtensor(local, self.spec), requires_grad=old.requires_grad)
             self.sharded._local_tensor = local  # type: ignore[attr-defined] # nn.Parameter detaches it
             if isinstance(old, DTensor) and old.grad is not None and old.placements == self.spec.placements:
-                self.sharded.grad = old.grad
+                moved = old.grad.device == old.device  # along with the parameter
+                self.sharded.grad = old.grad.to(local.device) if moved else old.grad
         self.sharded.__dict__.update(self.attributes)
         self._mark()
 
@@ -203,8 +204,8 @@ class ShardedParameter:
         clear_gradient(self.sharded, set_to_none=set_to_none)
 
     def set_gradient(self, local: torch.Tensor | None) -> None:
-        """Replace the sharded gradient by a copy of this rank's rows ``local``."""
-        self.sharded.grad = None if local is None else dtensor(local.clone(), self.spec)
+        """Replace the sharded gradient by a copy of this rank's rows ``local``, wherever these are."""
+        self.sharded.grad = None if local is None else dtensor(local.to(self.local.device, copy=True), self.spec)
 
     def accumulate(self, local: torch.Tensor) -> None:
         """Set the sharded gradient to this rank's rows ``local``, or add them, and run the user's hooks."""

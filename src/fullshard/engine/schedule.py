@@ -210,6 +210,7 @@ class Schedule:
             self.order.begin()
             if not self._ended:
                 self._reads.begin()
+            self._after = None  # a forward that raised may have left one
             if self._root_is_running:
                 self._after, unit.settings.post_optim_event = unit.settings.post_optim_event, None
         self._depth += 1
@@ -258,6 +259,16 @@ class Schedule:
         for guessed_wrong in self.ahead.units():
             guessed_wrong.reshard()
         self.ahead.clear()
+        if output is None:
+            self._release_host_memory()
+
+    def _release_host_memory(self) -> None:
+        """Wait until offloaded shards have been read: from now on the user may write to them, or has asked for them.
+
+        A forward that has a backward is not waited for: its gradients land in host memory, which is waited for.
+        """
+        if any(unit.policy.offloads for unit in self.units()):
+            self.lanes.gather.synchronize()
 
     def defers_to_end(self, unit: Unit) -> bool:
         """Have ``unit`` show its unsharded parameters until the outermost forward ends. False if none is open."""
@@ -440,10 +451,11 @@ class Schedule:
     # ---------------------------------------------------------------- recovery
 
     def settle(self) -> None:
-        """Between steps: return to rest if a backward raised, and have gradients in flight land."""
+        """Between steps: return to rest if a backward raised, have gradients land, and offloaded shards be writable."""
         if self.failed_backward:
             self.recover(drop_gradients=True)
         self.land()
+        self._release_host_memory()
 
     def recover(self, *, drop_gradients: bool) -> None:
         """Return to rest from any state, after an exception."""

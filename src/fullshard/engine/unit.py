@@ -23,6 +23,7 @@ from fullshard.engine.registration import Registration
 from fullshard.engine.schedule import Schedule, watch_optimizers
 from fullshard.engine.settings import UnitPolicy, UnitSettings
 from fullshard.errors import FullshardError, PhaseError
+from fullshard.memory import input_on
 
 __all__ = ["Unit"]
 
@@ -267,7 +268,7 @@ class Unit:
                     self.use_full()
                     schedule.started_forward(self)
                 if schedule.root() is self and self.mesh.device.type != "cpu":
-                    args, kwargs = map_tensors(lambda t: t.to(self.mesh.device, non_blocking=True), (args, kwargs))
+                    args, kwargs = map_tensors(lambda t: input_on(self.mesh.device, t), (args, kwargs))
                 if torch.is_grad_enabled():
                     args, kwargs, call = hooks.guard_inputs(self, args, kwargs)
                     progress.guarded = call is not None

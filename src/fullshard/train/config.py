@@ -22,7 +22,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-DEVICES = ("auto", "cpu", "cuda")
 WIRES = ("none", "int8", "fp8")
 VOCABULARY = 256  # a token is a byte
 CHECKPOINTS_PER_RUN = 20  # unless the user says how often
@@ -151,8 +150,8 @@ class TrainConfig:
     Attributes:
         data: files and folders of text; empty means the source code of Python's standard library.
         data_sha256: digest of what was read; a run from this config warns if it differs. Empty: unknown.
-        ranks: number of ranks; 0 means one per GPU, or two without GPUs.
-        device: "cpu", "cuda" or "auto".
+        ranks: number of ranks; 0 means one per accelerator, or two without.
+        device: "cpu", "auto" or a type of accelerator; only where it runs is known which there are.
         seed: decides split, starting weights, batches and generated text.
         wire: how weights travel between ranks: "none" in full precision, "int8" or "fp8" in blocks; then gradients
             travel as int8 blocks.
@@ -175,8 +174,6 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, ranks=0, seed=0)
-        if self.device not in DEVICES:
-            raise ConfigError(f"device must be one of {', '.join(DEVICES)}, found {self.device!r}")
         if self.wire not in WIRES:
             raise ConfigError(f"wire must be one of {', '.join(WIRES)}, found {self.wire!r}")
 

@@ -67,6 +67,6 @@ def evaluate(model: nn.Module, held_out: HeldOut, batch: int, group: Group, stop
         with torch.no_grad():
             logits = model(tokens[:, :-1])
             losses = F.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:], reduction="none")
-        total += float(losses[torch.from_numpy(counts).to(group.device)].double().sum())
+        total += float(losses.cpu()[torch.from_numpy(counts)].double().sum())  # not every device knows float64
     model.train()
     return group.sum(total)[0] / len(held_out.targets)

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fullshard.train.config import ConfigError
 from fullshard.train.meeting import agent_store, meet, own_store
+
+CPU_RANKS = 2  # ranks on a machine without accelerators
 
 
 @dataclass(frozen=True)
@@ -31,25 +34,21 @@ class Group:
         """Initialise the default process group from torch elastic's environment.
 
         Args:
-            device: "cpu" (gloo), "cuda" (NCCL, one GPU per local rank), or "auto": "cuda" where this node has
-                a GPU for each of its ranks.
+            device: what :func:`choose` takes. The back end is the one that c10d names for the type of device.
+
+        Raises:
+            ValueError: this node has no such devices, or fewer than ranks.
         """
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local_size else "cpu"
-        if device == "cuda":
-            if torch.cuda.device_count() < local_size:
-                raise ValueError(
-                    f"device cuda needs one GPU per rank: found {torch.cuda.device_count()} GPUs for "
-                    f"{local_size} ranks on this node; use fewer ranks or --device cpu"
-                )
-            own = torch.device("cuda", local_rank)
-            torch.cuda.set_device(own)
-            _initialise("nccl", own)
-        else:
-            own = torch.device("cpu")
-            _initialise("gloo", None)
+        try:
+            kind, _ = choose(device, local_size)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None  # which every rank reports: other nodes may have such devices
+        own = torch.device("cpu") if kind == "cpu" else torch.device(kind, local_rank)
+        if kind != "cpu":
+            torch.accelerator.set_device_index(local_rank)
+        _initialise(dist.get_default_backend_for_device(kind), None if kind == "cpu" else own)
         return cls(dist.get_rank(), dist.get_world_size(), own)
 
     @property
@@ -69,15 +68,58 @@ class Group:
 
     def sum(self, *values: float) -> list[float]:
         """Sum each value over ranks, in float64; the same on every rank."""
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        return [float(value) for value in total.tolist()]
+        own = torch.tensor(values, dtype=torch.float64).view(torch.uint8).to(self.device)  # some know no float64
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(parts, own)
+        total: list[float] = torch.stack(parts).cpu().view(torch.float64).sum(0).tolist()
+        return total
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's small picklable `value`, in rank order, on every rank."""
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, value)
         return gathered
+
+
+def choose(wanted: str, ranks: int) -> tuple[str, int]:
+    """Decide where the ranks of this machine compute, and how many they are.
+
+    Args:
+        wanted: "cpu", the type of this machine's accelerators, or "auto": those if there is one for each rank, else
+            the CPU.
+        ranks: number of ranks on this machine; 0: one per accelerator, or two on the CPU.
+
+    Returns:
+        The type of the device, and the number of ranks.
+
+    Raises:
+        ConfigError: this machine has no such devices, or fewer than ranks.
+    """
+    found, count = ("cpu", 0) if wanted == "cpu" else _accelerators()
+    if wanted not in ("auto", "cpu", found):
+        raise ConfigError(
+            f"device must be one of {', '.join(dict.fromkeys(('auto', 'cpu', found)))} on this machine, found "
+            f"{wanted!r}. Others need a torch with support for them and for process groups on them"
+        )
+    if wanted not in ("auto", "cpu") and count < max(1, ranks):
+        raise ConfigError(
+            f"--device {wanted} needs one accelerator per rank: found {count} for {max(1, ranks)} ranks. "
+            f"Use fewer --ranks, or --device cpu"
+        )
+    ranks = ranks or count or CPU_RANKS
+    return (found if count >= ranks else "cpu"), ranks
+
+
+def _accelerators() -> tuple[str, int]:
+    """Type and number of the accelerators that ranks of this machine can divide among them; "cpu" and 0 without any."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    backend = dist.Backend.default_device_backend_map.get(found.type) if found is not None else None
+    if found is None or backend is None or not dist.is_backend_available(backend):
+        return "cpu", 0
+    # torch's DeviceMesh calls this function, which torch.mps does not have.
+    if not hasattr(torch.get_device_module(found), "is_initialized"):
+        return "cpu", 0
+    return found.type, torch.accelerator.device_count()
 
 
 def _initialise(backend: str, device: torch.device | None) -> None:

@@ -22,18 +22,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fullshard.train import run_folder
 from fullshard.train.atomic_file import replace_text
-from fullshard.train.config import ConfigError, TrainConfig
+from fullshard.train.config import TrainConfig
+from fullshard.train.group import choose
 from fullshard.train.metrics import last_step
 from fullshard.train.stop import LAUNCHER_VARIABLE, STOP_FILE_VARIABLE
 
-CPU_RANKS = 2  # ranks on a machine without GPUs
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # those that ask the workers to stop
 OTHER_SIGNALS = "SIGQUIT"  # what is left to torch elastic, which ends them
 SHUTDOWN = 5  # seconds until workers that lost a peer, and hang for it, are killed
@@ -73,16 +72,10 @@ def settle(config: TrainConfig) -> TrainConfig:
     """Decide number and device of this machine's ranks where `config` leaves them open.
 
     Raises:
-        ConfigError: the config asks for more GPUs than there are.
+        ConfigError: the config asks for accelerators that this machine has not, or for more than there are.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() and config.device != "cpu" else 0
-    if config.device == "cuda" and gpus < max(1, config.ranks):
-        raise ConfigError(
-            f"--device cuda needs one GPU per rank: found {gpus} GPUs for {max(1, config.ranks)} ranks. "
-            f"Use fewer --ranks, or --device cpu"
-        )
-    ranks = config.ranks or gpus or CPU_RANKS
-    return dataclasses.replace(config, ranks=ranks, device="cuda" if gpus >= ranks else "cpu")
+    device, ranks = choose(config.device, config.ranks)
+    return dataclasses.replace(config, ranks=ranks, device=device)
 
 
 def launch(job: Job, say: Callable[[str], None]) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +18,7 @@ from torch._C._distributed_c10d import (
 )
 
 from fullshard.memory import Work
-from fullshard.transport.base import Division, Move, Parcel, Transport
+from fullshard.transport.base import Division, Move, Parcel, Transport, issue_all
 
 __all__ = ["CollectiveTransport", "NcclTransport", "Reduction", "Scaled", "nccl_reduction"]
 
@@ -77,7 +79,7 @@ class CollectiveTransport(Transport):
 
     def _gather(self, parcels: Sequence[Parcel]) -> Sequence[Work]:
         moves = [move for parcel in parcels for move in parcel.moves if move.region.numel()]
-        return self._together(self.group, moves, lambda: [self._issue_gather(move) for move in moves])
+        return self._together(self.group, moves, self._issue_gather)
 
     def _issue_gather(self, move: Move) -> Work:
         piece, region = move.piece, move.region
@@ -116,8 +118,8 @@ class CollectiveTransport(Transport):
         for move, reduction in reductions:
             if reduction.before != 1:
                 move.region.mul_(reduction.before)
-        moves = [move for move, _ in reductions]
-        works = self._together(group, moves, lambda: [issue(move, reduction.op) for move, reduction in reductions])
+        ops = iter([reduction.op for _, reduction in reductions])
+        works = self._together(group, [move for move, _ in reductions], lambda move: issue(move, next(ops)))
         scaled = [(move.piece, reduction.after) for move, reduction in reductions if reduction.after != 1]
         if not scaled:
             return works
@@ -133,10 +135,14 @@ class CollectiveTransport(Transport):
         return _plain_sum(division)
 
     def _together(
-        self, group: dist.ProcessGroup, moves: Sequence[Move], launch: Callable[[], Sequence[Work]]
+        self, group: dist.ProcessGroup, moves: Sequence[Move], issue: Callable[[Move], Work]
     ) -> Sequence[Work]:
-        """The works of ``launch``, which issues one collective per move on ``group``; one work each, or one for all."""
-        return launch()
+        """Call ``issue``, which issues a collective on ``group``, for every move: one work each, or one for all."""
+        return issue_all(partial(_issue_one, issue, move) for move in moves)
+
+
+def _issue_one(issue: Callable[[Move], Work], move: Move) -> list[Work]:
+    return [issue(move)]
 
 
 class NcclTransport(CollectiveTransport):
@@ -169,17 +175,22 @@ class NcclTransport(CollectiveTransport):
         return nccl_reduction(dtype, division, self.world_size)
 
     def _together(
-        self, group: dist.ProcessGroup, moves: Sequence[Move], launch: Callable[[], Sequence[Work]]
+        self, group: dist.ProcessGroup, moves: Sequence[Move], issue: Callable[[Move], Work]
     ) -> Sequence[Work]:
         if len(moves) < 2:
-            return launch()
+            return super()._together(group, moves, issue)
         device = moves[0].piece.device
         group._start_coalescing(device)
         try:
-            launch()
-        finally:
-            work = group._end_coalescing(device)
-        return [work]
+            for move in moves:
+                issue(move)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                work = group._end_coalescing(device)
+                if work is not None:  # what was begun uses memory that the caller is about to free
+                    work.wait()
+            raise
+        return [group._end_coalescing(device)]
 
 
 _PREMULTIPLIED = frozenset({torch.float32, torch.bfloat16})

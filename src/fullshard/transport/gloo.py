@@ -318,5 +318,5 @@ def _join(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Ten
     for tensor in tensors:
         offsets.append(end)
         end += tensor.nbytes
-    message = torch.empty(end, dtype=torch.uint8)
+    message = torch.empty(end, dtype=torch.uint8, device="cpu")
     return message, [message.narrow(0, start, t.nbytes) for start, t in zip(offsets, tensors, strict=True)]

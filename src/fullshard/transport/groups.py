@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -37,7 +38,8 @@ def record_of(group: dist.ProcessGroup) -> GroupRecord:
 
 
 def part_of(group: dist.ProcessGroup, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
-    """A group of some ranks of ``group``, with communicators of its own; the one made before if there is one.
+    """A group of some ranks of ``group``, with communicators of its own and the same timeout; the one made before if
+    there is one.
 
     Args:
         group: Every rank of the part calls this, others need not.
@@ -51,7 +53,19 @@ def part_of(group: dist.ProcessGroup, ranks: Sequence[int], purpose: str) -> dis
         # A world bound to a device splits communicators off its own, in which all of its ranks have to take part.
         bound, world.bound_device_id = world.bound_device_id, None
         try:
-            parts[key] = dist.new_group(ranks, use_local_synchronization=True, group_desc=f"fullshard {purpose}")
+            parts[key] = dist.new_group(
+                ranks, _timeout_of(group), use_local_synchronization=True, group_desc=f"fullshard {purpose}"
+            )
         finally:
             world.bound_device_id = bound
     return parts[key]
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout of ``group``; None if no back end of it tells."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout: timedelta | None = getattr(options, "_timeout", None)
+        if timeout is not None:
+            return timeout
+    return None

@@ -1,0 +1,7 @@
+"""The compiled part of the emulated accelerator."""
+
+from __future__ import annotations
+
+from accelerator.build import build
+
+native = build()

@@ -1,0 +1,513 @@
+"""Faults to be found by the race checker: what would be easy to get wrong in the code for accelerators, one at a time.
+
+Each fault is a patch and the scenario that is run with it. ``EQUIVALENT`` has changes that look like faults and are
+none, each with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard
+import fullshard.optim
+from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, memory
+from fullshard.engine import reduction, reductions, schedule, unit
+from fullshard.engine.bucket import Bucket
+from fullshard.memory import DeviceLane, Work
+from fullshard.transport import NcclTransport
+from fullshard.transport import collective as collectives
+from ranks import Rank
+
+DIM = 32
+Patch = pytest.MonkeyPatch
+Values = list[torch.Tensor]
+
+
+# ---------------------------------------------------------------- scenarios: what is run, and which values come of it
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.Tanh(), nn.Linear(2 * DIM, DIM)) for _ in range(4)]
+    )
+
+
+def _sharded(rank: Rank, mesh: tuple[int, ...] | None = None, **options: Any) -> nn.Module:
+    model = _model()
+    over = rank.mesh if mesh is None else rank.make_mesh(*mesh, names=("replicate", "shard"))
+    for block in model:
+        fully_shard(block, mesh=over, **options)
+    return fully_shard(model, mesh=over, **options)
+
+
+def _values(model: nn.Module) -> Values:
+    return [p.detach().full_tensor().cpu() for p in model.parameters()]  # type: ignore[operator]
+
+
+def _train(model: nn.Module, rank: Rank, steps: int = 3) -> Values:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(1 + rank.rank)
+    for _ in range(steps):
+        model(torch.randn(4, DIM)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return _values(model)
+
+
+def training(rank: Rank) -> Values:
+    """Three steps."""
+    return _train(_sharded(rank), rank)
+
+
+def mixed(rank: Rank) -> Values:
+    """Three steps in bf16, reduced in fp16, which is scaled beside the collective."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
+    return _train(_sharded(rank, mp_policy=policy), rank)
+
+
+def scaled(rank: Rank) -> Values:
+    """Three steps in fp64, whose sums are divided by a number that is not that of ranks."""
+    model = _sharded(rank, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
+    for module in model.modules():
+        if isinstance(module, fullshard.FSDPModule):
+            module.set_gradient_divide_factor(3.0)
+    return _train(model, rank)
+
+
+def replicas(rank: Rank) -> Values:
+    """Three steps with two replicas."""
+    return _train(_sharded(rank, (rank.world_size // 2, 2)), rank)
+
+
+def offloaded(rank: Rank) -> Values:
+    """Three steps with shards in CPU memory."""
+    return _train(_sharded(rank, offload_policy=CPUOffloadPolicy()), rank)
+
+
+def written_after_evaluation(rank: Rank) -> Values:
+    """A forward of an offloaded model, after which the user writes to the shards."""
+    model = _sharded(rank, offload_policy=CPUOffloadPolicy())
+    shards = [p.to_local() for p in model.parameters()]  # type: ignore[operator]
+    with torch.no_grad():
+        output = model(torch.ones(4, DIM))
+        for shard in shards:
+            shard.fill_(0.25)
+    return [output.cpu(), *_values(model)]
+
+
+def hooked(rank: Rank) -> Values:
+    """Three steps with an all-reduce hook on a stream of its own."""
+    model = _sharded(rank)
+    stream = torch.Stream(rank.device)
+    for module in model.modules():
+        if isinstance(module, fullshard.FSDPModule):
+            module.set_all_reduce_hook(lambda rows: rows.mul_(0.5), stream=stream)
+    return _train(model, rank)
+
+
+def refilled_input(rank: Rank) -> Values:
+    """Forwards on a batch in pinned memory that is refilled at once."""
+    model, batch, outputs = _sharded(rank), torch.empty(4, DIM, pin_memory=True, device="cpu"), []
+    for step in range(3):
+        batch.fill_(float(step))
+        outputs.append(model(batch).detach())
+    return [output.cpu() for output in outputs]
+
+
+def dropped(rank: Rank) -> Values:
+    """A model that is deleted while its last reductions are under way; others take its memory."""
+    model = _sharded(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fullshard.optim.overlap(optimizer, model)
+    model(torch.ones(4, DIM)).square().mean().backward()
+    del optimizer, model
+    return [torch.full((2 * DIM, DIM), float(n)).cpu() for n in range(40)]
+
+
+def unshard_dropped(rank: Rank) -> Values:
+    """A model that is deleted while it is being unsharded; others take its memory."""
+    model = _sharded(rank)
+    handle = model[1].unshard(async_op=True)  # type: ignore[index,operator]
+    del handle, model
+    return [torch.full((2 * DIM, DIM), float(n)).cpu() for n in range(40)]
+
+
+def resharded(rank: Rank) -> Values:
+    """A unit that is resharded while it is being unsharded; others take its memory."""
+    model = _sharded(rank)
+    model[1].unshard(async_op=True)  # type: ignore[index,operator]
+    model[1].reshard()  # type: ignore[index,operator]
+    return [torch.full((2 * DIM, DIM), float(n)).cpu() for n in range(40)]
+
+
+def failing_launch(rank: Rank) -> Values:
+    """A forward whose all-gather raises when half of it is issued, and one that goes well."""
+    model = _sharded(rank)
+    with pytest.MonkeyPatch.context() as patch:
+        issue, calls = collectives.CollectiveTransport._issue_gather, []
+
+        def failing(self: Any, move: Any) -> Work:
+            calls.append(move)
+            if len(calls) == 3:
+                raise RuntimeError("no more")
+            return issue(self, move)
+
+        patch.setattr(collectives.CollectiveTransport, "_issue_gather", failing)
+        with contextlib.suppress(RuntimeError):
+            model(torch.ones(4, DIM))
+    taken = [torch.full((2 * DIM, DIM), 1.0) for _ in range(10)]
+    return [model(torch.ones(4, DIM)).detach().cpu(), *(each.cpu() for each in taken)]
+
+
+def failing_forward(rank: Rank) -> Values:
+    """A forward of the root that raises ahead of its first unit, a step, and a forward of a unit alone."""
+    model = _sharded(rank)
+    model(torch.ones(4, DIM))
+    event = torch.accelerator.current_stream().record_event()
+    model.set_post_optim_event(event)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unit.Unit, "use_full", _raising)
+        with contextlib.suppress(RuntimeError):
+            model(torch.ones(4, DIM))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    return [model[0](torch.ones(4, DIM)).detach().cpu()]  # type: ignore[index]
+
+
+def saved(rank: Rank) -> Values:
+    """A checkpoint written from copies in pinned memory."""
+    model = _sharded(rank)
+    where = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(where, 0)
+    fullshard.async_save(f"{where[0]}/step", model).result()
+    loaded = _sharded(rank)
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter.zero_()
+    fullshard.load(f"{where[0]}/step", loaded)
+    return _values(loaded)
+
+
+def _raising(*_: Any) -> Any:
+    raise RuntimeError("raised on purpose")
+
+
+# ---------------------------------------------------------------- faults
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A change of the code, and what it is run in.
+
+    Attributes:
+        seed: Makes the change.
+        scenario: What is run with it.
+        world: On how many ranks.
+        reason: Why nothing can be found, for changes that are equivalent.
+    """
+
+    seed: Callable[[Patch], None]
+    scenario: Callable[[Rank], Values] = training
+    world: int = 2
+    reason: str = ""
+
+
+def lane(
+    *,
+    order_before: bool = True,
+    allocate_on_lane: bool = False,
+    order_first: bool = False,
+    wait_works: bool = True,
+    finish_on_lane: bool = True,
+    done: str = "last",
+    order_on_failure: bool = True,
+) -> Callable[[Patch], None]:
+    """Replace ``DeviceLane.issue`` by a copy that differs in what is given."""
+
+    def issue(
+        self: DeviceLane,
+        launch: Callable[[], Iterable[Work]],
+        finish: Callable[[], None],
+        *,
+        allocate: Callable[[], None] | None = None,
+        after: torch.Event | None = None,
+    ) -> Any:
+        compute = torch.accelerator.current_stream(self.device)
+        if order_first:
+            memory._order(compute, self._stream)
+        if allocate is not None and not allocate_on_lane:
+            allocate()
+        if order_before and not order_first:
+            memory._order(compute, self._stream)
+        event = torch.Event(self.device)
+        try:
+            with self._stream:
+                if allocate is not None and allocate_on_lane:
+                    allocate()
+                works = list(launch())
+                for work in works if wait_works else ():
+                    work.wait()
+                if done == "first":
+                    self._stream.record_event(event)
+                if finish_on_lane:
+                    finish()
+            if not finish_on_lane:
+                finish()
+        except BaseException:
+            if order_on_failure:
+                memory._order(self._stream, compute)
+            raise
+        if done == "last":
+            self._stream.record_event(event)
+        elif done == "compute":
+            compute.record_event(event)
+        self._last = event
+        return memory._DeviceTicket(event, compute, [])
+
+    return lambda patch: patch.setattr(DeviceLane, "issue", issue)
+
+
+def replace(owner: Any, name: str, value: Any) -> Callable[[Patch], None]:
+    """Replace an attribute."""
+    return lambda patch: patch.setattr(owner, name, value)
+
+
+def _wait_elsewhere(self: Any) -> None:
+    self._owner.device  # noqa: B018 - the stream that has to wait is left alone
+    _elsewhere(self._owner.device).wait_event(self._done)
+    self._waited = True
+
+
+@functools.cache
+def _elsewhere(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
+
+
+def _free_before_wait(self: Any) -> bool:
+    self._let_go()
+    self.scattered = False
+    return _end_first_stage(self)
+
+
+_end_first_stage = reduction.PendingReduction.end_first_stage
+
+
+def _no_wait_between_stages(self: Any) -> bool:
+    ticket, self._ticket = self._ticket, _Ticket()
+    try:
+        return _end_first_stage(self)
+    finally:
+        self._ticket = ticket
+
+
+def _no_wait_at_the_end(self: Any) -> None:
+    self._ticket, before = _Ticket(), self._ticket
+    before._waited = True
+    _release(self)
+
+
+_release = reduction.PendingReduction.release
+
+
+class _Ticket:
+    """Of something that is taken to have arrived."""
+
+    def wait(self) -> None:
+        """Do not."""
+
+    settle = wait
+
+
+def _arrive_before_wait(self: Bucket) -> None:
+    if self._ticket is not None:
+        ticket, self._ticket = self._ticket, None
+        self._arrive()
+        ticket.wait()
+
+
+def _reshard_in_flight(self: Bucket) -> None:
+    if self.gathered:
+        if self._ticket is not None:
+            self._ticket._waited = True  # type: ignore[attr-defined]
+            self._ticket = None
+        self.gathered = False
+        self._free()
+
+
+def _pack_on_lane(pending: Any, lane: Any) -> None:
+    launch_reductions = reduction.launch_all
+
+    def launch() -> Any:
+        for _, each in pending:
+            each.copy_in()
+        return launch_reductions(
+            ((each.transport, each.parcel(name)) for name, each in pending), reduction.Transport.reduce
+        )
+
+    def allocate() -> None:
+        for _, each in pending:
+            each.allocate()
+
+    def finish() -> None:
+        for _, each in pending:
+            each.copy_out()
+
+    reduction._issue(pending, lane.issue(launch, finish, allocate=allocate))
+
+
+def _together_that_drops(self: Any, group: Any, moves: Any, issue: Any) -> Any:
+    device = moves[0].piece.device
+    group._start_coalescing(device)
+    try:
+        for move in moves:
+            issue(move)
+    finally:
+        work = group._end_coalescing(device)
+    return [work]
+
+
+def _hook_without(before: bool, after: bool) -> Callable[..., None]:
+    def run_on(stream: torch.Stream | None, function: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> None:
+        if stream is None:
+            function(tensor)
+            return
+        current = torch.accelerator.current_stream(tensor.device)
+        if not before:
+            memory._order(current, stream)
+        with stream:
+            function(tensor)
+        if not after:
+            memory._order(stream, current)
+
+    return run_on
+
+
+def _enter_with_a_stale_event(self: schedule.Schedule, entered: Any) -> None:
+    stale = self._after
+    _enter(self, entered)
+    if self._after is None:
+        self._after = stale
+
+
+_enter = schedule.Schedule.enter
+
+
+def _no_stream_synchronization(patch: Patch) -> None:
+    module = torch.get_device_module()
+    patch.setattr(module, "current_stream", lambda device=None: _Ticketed())
+
+
+class _Ticketed:
+    def synchronize(self) -> None:
+        """Do not."""
+
+
+def _free_pieces_early(patch: Patch) -> None:
+    patch.setattr(Bucket, "finish_gather", _arrive_before_wait)
+
+
+def _input_as_it_is(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(device, non_blocking=True)
+
+
+def _scaled_too_early(self: Any) -> None:
+    for tensor, factor in self._results:
+        tensor.mul_(factor)
+    self._work.wait()
+
+
+def _leaving_dropped(self: Any) -> None:
+    _land(self)
+    self._leaving = []
+
+
+_land = reduction.PendingReduction.land
+
+
+def _shared_event(patch: Patch) -> None:
+    shared: list[torch.Event] = []
+
+    def event(device: torch.device) -> torch.Event:
+        if not shared:
+            shared.append(_Event(device))
+        return shared[0]
+
+    patch.setattr(memory.torch, "Event", event)
+
+
+_Event = torch.Event
+
+
+FAULTS: dict[str, Fault] = {
+    "the lane does not wait for computation": Fault(lane(order_before=False)),
+    "the lane does not wait for computation, offloaded": Fault(lane(order_before=False), offloaded),
+    "memory is allocated after the order was made": Fault(lane(order_first=True)),
+    "gradients are packed where their message is allocated": Fault(lane(allocate_on_lane=True)),
+    "memory is allocated on a lane that does not wait": Fault(lane(order_before=False, allocate_on_lane=True)),
+    "the lane does not wait for its collectives": Fault(lane(wait_works=False)),
+    "results are unpacked on the compute stream at once": Fault(lane(finish_on_lane=False)),
+    "the event is recorded before results are unpacked": Fault(lane(done="first")),
+    "the event is recorded on the compute stream": Fault(lane(done="compute")),
+    "computation does not wait for what was issued": Fault(replace(memory._DeviceTicket, "wait", lambda self: None)),
+    "another stream waits instead": Fault(replace(memory._DeviceTicket, "wait", _wait_elsewhere)),
+    "all lanes share one event": Fault(_shared_event),
+    "a failed launch leaves the lane unordered": Fault(lane(order_on_failure=False), failing_launch),
+    "a group call that fails drops its work": Fault(
+        replace(NcclTransport, "_together", _together_that_drops), failing_launch
+    ),
+    "a dropped ticket orders nothing, reductions": Fault(
+        replace(memory._DeviceTicket, "__del__", lambda self: None), dropped
+    ),
+    "a dropped ticket orders nothing, all-gathers": Fault(
+        replace(memory._DeviceTicket, "__del__", lambda self: None), unshard_dropped
+    ),
+    "gradients are freed while they are reduced": Fault(
+        replace(reduction.PendingReduction, "end_first_stage", _free_before_wait)
+    ),
+    "replicas are reduced before the shards are": Fault(
+        replace(reduction.PendingReduction, "end_first_stage", _no_wait_between_stages), replicas, 4
+    ),
+    "gradients are used before they have landed": Fault(
+        replace(reduction.PendingReduction, "release", _no_wait_at_the_end), replicas, 4
+    ),
+    "packed pieces are freed before they are unpacked": Fault(_free_pieces_early),
+    "a unit is resharded while it is unsharded": Fault(replace(Bucket, "reshard", _reshard_in_flight), resharded),
+    "gradients are packed on the lane": Fault(replace(reductions, "issue_reductions", _pack_on_lane), mixed),
+    "sums are scaled before they are there": Fault(replace(collectives.Scaled, "wait", _scaled_too_early), scaled),
+    "the host reads gradients that are on their way": Fault(
+        replace(memory, "_synchronize", lambda event: None), offloaded
+    ),
+    "shards are written to while they are read": Fault(
+        replace(schedule.Schedule, "_release_host_memory", lambda self: None), written_after_evaluation
+    ),
+    "pinned inputs are read later": Fault(replace(unit, "input_on", _input_as_it_is), refilled_input),
+    "a hook does not wait for the reduction": Fault(
+        replace(reduction, "run_on", _hook_without(before=True, after=False)), hooked
+    ),
+    "nobody waits for a hook": Fault(replace(reduction, "run_on", _hook_without(before=False, after=True)), hooked),
+    "an event of an earlier step is waited for": Fault(
+        replace(schedule.Schedule, "enter", _enter_with_a_stale_event), failing_forward
+    ),
+    "a checkpoint is written before its copies are there": Fault(_no_stream_synchronization, saved),
+}
+
+EQUIVALENT: dict[str, Fault] = {
+    "a copy of the lane's code": Fault(lane(), reason="nothing was changed"),
+    "device copies of landed gradients are dropped early": Fault(
+        replace(reduction.PendingReduction, "land", _leaving_dropped),
+        offloaded,
+        reason="the rows themselves hold the memory until the ticket was waited for",
+    ),
+}

@@ -1,0 +1,161 @@
+"""A training step in the steady state: the host waits for nothing, and no stream or event is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fullshard.optim
+from accelerator.races import Access, Counts, capture, count
+from fullshard import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from ranks import Rank, on_ranks
+
+WARM_UP = 4  # forwards 1, 2 and 4 search the graph for parameters that were read, see engine/reads.py
+DIM = 24
+
+
+class Block(nn.Module):
+    """A residual pair of linear layers."""
+
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 3 * DIM), nn.Linear(3 * DIM, DIM)
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def _model(recompute: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block(recompute) for _ in range(3)], nn.Linear(DIM, 5))
+
+
+def _composable(rank: Rank, *, mesh: tuple[int, ...] | None = None, recompute: bool = False, **options) -> nn.Module:
+    model = _model(recompute)
+    over = rank.mesh if mesh is None else rank.make_mesh(*mesh, names=("replicate", "shard"))
+    for block in list(model)[:-1]:
+        fully_shard(block, mesh=over, **options)
+    return fully_shard(model, mesh=over, **options)
+
+
+def _wrapped(rank: Rank, **options) -> nn.Module:
+    blocks = lambda module: isinstance(module, Block)  # noqa: E731
+    from fullshard.wrap import CustomPolicy
+
+    return FullyShardedDataParallel(
+        _model(), auto_wrap_policy=CustomPolicy(blocks), device_id=rank.device, use_orig_params=True, **options
+    )
+
+
+def _prefetching(rank: Rank) -> nn.Module:
+    model = _composable(rank)
+    model.set_prefetch_bytes(1 << 20)
+    return model
+
+
+def _overlapping(rank: Rank) -> nn.Module:
+    return _composable(rank)
+
+
+MODELS: dict[str, Callable[[Rank], nn.Module]] = {
+    "default": _composable,
+    "stays unsharded": lambda rank: _composable(rank, reshard_after_forward=False),
+    "bf16": lambda rank: _composable(
+        rank, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    ),
+    "replicas": lambda rank: _composable(rank, mesh=(2, 2)),
+    "recomputed": lambda rank: _composable(rank, recompute=True),
+    "prefetch bytes": _prefetching,
+    "wrapper": _wrapped,
+    "wrapper, SHARD_GRAD_OP": lambda rank: _wrapped(rank, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
+    "wrapper, NO_SHARD": lambda rank: _wrapped(rank, sharding_strategy=ShardingStrategy.NO_SHARD),
+    "wrapper, bf16": lambda rank: _wrapped(
+        rank, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    ),
+    "overlapped optimizer": _overlapping,
+    "offloaded": lambda rank: _composable(rank, offload_policy=CPUOffloadPolicy()),
+}
+
+
+def _ours(accesses: list[Access]) -> list[Access]:
+    # c10d's futures make events of their own; ours are all made in one file.
+    return [access for access in accesses if "/fullshard/memory.py" in access.stack.splitlines()[0]]
+
+
+def _steps(rank: Rank, kind: str) -> Counts:
+    model = MODELS[kind](rank)
+    foreach = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+    if kind == "overlapped optimizer":
+        fullshard.optim.overlap(foreach, model)
+    x = torch.randn(4, DIM)
+
+    def step() -> None:
+        for micro in range(2):
+            if hasattr(model, "set_is_last_backward"):
+                model.set_requires_gradient_sync(micro == 1)
+            model(x).square().mean().backward()
+        foreach.step()
+        foreach.zero_grad()
+
+    for _ in range(WARM_UP):
+        step()
+    torch.accelerator.synchronize()
+    with count() as counts:
+        step()
+        step()
+    return counts
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "offloaded"])
+@on_ranks(4, device_type="emulated")
+def test_the_host_waits_for_nothing(rank: Rank, kind: str) -> None:
+    """No host synchronization, no new event and no new stream in a step."""
+    counts = _steps(rank, kind)
+    assert not counts.host_syncs, "\n".join(map(str, counts.host_syncs))
+    assert not _ours(counts.events_made), "\n".join(map(str, counts.events_made))
+    assert not counts.streams_made, "\n".join(map(str, counts.streams_made))
+
+
+@on_ranks(4, device_type="emulated")
+def test_with_offload_the_host_waits_at_the_end_of_backward(rank: Rank) -> None:
+    """Where gradients land in host memory, that is what is waited for, once per unit's reduction and backward."""
+    counts = _steps(rank, "offloaded")
+    assert counts.host_syncs
+    for each in counts.host_syncs:
+        assert "in end_backward" in each.stack or "in settle" in each.stack, str(each)
+    assert not _ours(counts.events_made), "\n".join(map(str, counts.events_made))
+    assert not counts.streams_made, "\n".join(map(str, counts.streams_made))
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+@on_ranks(2, device_type="emulated")
+def test_a_step_can_be_captured(rank: Rank, reshard: bool) -> None:
+    """A forward and backward do nothing that a graph's capture forbids."""
+    model = _composable(rank, reshard_after_forward=reshard)
+    x = torch.randn(4, DIM)
+    stream = torch.Stream(rank.device)
+    stream.wait_stream(torch.accelerator.current_stream())
+    with stream:
+        for _ in range(WARM_UP):
+            model(x).square().mean().backward()
+            model.zero_grad()
+        torch.accelerator.synchronize()
+        with capture() as errors:
+            model(x).square().mean().backward()
+    assert not errors, "\n".join(map(str, errors))
+    torch.accelerator.current_stream().wait_stream(stream)

@@ -1,0 +1,461 @@
+"""Collectives of the emulated accelerator: values as gloo's, and NCCL's rules of what is allowed and ordered."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from accelerator_tools import expect_races, on_emulated, settled
+from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from ranks import Rank, RankPool
+from ranks.device import unavailable
+
+Collective = Callable[[Rank, Callable[..., torch.Tensor]], list[torch.Tensor]]
+ReduceOp = dist.ReduceOp
+
+
+def values(rank: Rank, device: str, dtype: torch.dtype = torch.float32) -> Callable[..., torch.Tensor]:
+    """Return a maker of tensors that differ by rank: small whole numbers, so that every order of summing agrees."""
+
+    def make(*shape: int) -> torch.Tensor:
+        whole = torch.arange(torch.Size(shape).numel(), device="cpu").reshape(shape) * (rank.rank + 1) % 5 + rank.rank
+        return whole.to(dtype).to(device)
+
+    return make
+
+
+def all_reduce(rank: Rank, make: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    value = make(3, 4)
+    dist.all_reduce(value)
+    return [value]
+
+
+def broadcast(rank: Rank, make: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    value = make(5)
+    dist.broadcast(value, src=1)
+    return [value]
+
+
+def reduce(rank: Rank, make: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    value = make(5)
+    dist.reduce(value, dst=1)
+    return [value] if rank.rank == 1 else []
+
+
+def all_gather(rank: Rank, make: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    parts = [make(2, 3) for _ in range(rank.world_size)]
+    dist.all_gather(parts, make(2, 3))
+    return parts
+
+
+def all_gather_into_tensor(rank: Rank, make: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    whole = make(2 * rank.world_size, 3)
+    dist.all_gather_into_tensor(whole, make(2, 3))
+    return [whole]
+
+
+def gather(rank: Rank, make: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    parts = [make(4) for _ in range(rank.world_size)] if rank.rank == 0 else []
+    dist.gather(make(4), parts or None, dst=0)
+    return parts
+
+
+def scatter(rank: Rank, make: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    value = make(4)
+    dist.scatter(value, [make(4) + index for index in range(rank.world_size)] if rank.rank == 0 else None, src=0)
+    return [value]
+
+
+def reduce_scatter(rank: Rank, make: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    value = make(4)
+    dist.reduce_scatter(value, [make(4) + index for index in range(rank.world_size)])
+    return [value]
+
+
+def reduce_scatter_tensor(rank: Rank, make: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    value = make(4)
+    dist.reduce_scatter_tensor(value, make(4 * rank.world_size))
+    return [value]
+
+
+def all_to_all_single(rank: Rank, make: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    value = make(2 * rank.world_size)
+    dist.all_to_all_single(value, make(2 * rank.world_size))
+    return [value]
+
+
+def all_to_all_uneven(rank: Rank, make: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    sent = [1 + peer for peer in range(rank.world_size)]  # rows to each peer; hence as many of its own from everyone
+    value = make((1 + rank.rank) * rank.world_size, 2)
+    dist.all_to_all_single(value, make(sum(sent), 2), [1 + rank.rank] * rank.world_size, sent)
+    return [value]
+
+
+def point_to_point(rank: Rank, make: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    value = make(6)
+    after, before = (rank.rank + 1) % rank.world_size, (rank.rank - 1) % rank.world_size
+    if rank.rank % 2 == 0:
+        dist.send(make(6), after)
+        dist.recv(value, before)
+    else:
+        dist.recv(value, before)
+        dist.send(make(6), after)
+    return [value]
+
+
+def batched_point_to_point(rank: Rank, make: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    value = make(6)
+    after, before = (rank.rank + 1) % rank.world_size, (rank.rank - 1) % rank.world_size
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, make(6), after), dist.P2POp(dist.irecv, value, before)]):
+        work.wait()
+    return [value]
+
+
+def functional_collectives(rank: Rank, make: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    made = [
+        functional.all_reduce(make(4), "sum", rank.group),
+        functional.all_gather_tensor(make(2, 3), 0, rank.group),
+        functional.reduce_scatter_tensor(make(2 * rank.world_size, 3), "sum", 0, rank.group),
+        functional.all_to_all_single(make(2 * rank.world_size), None, None, rank.group),
+        functional.broadcast(make(4), 1, rank.group),
+    ]
+    return [value + 0 for value in made]
+
+
+COLLECTIVES = [
+    all_reduce,
+    broadcast,
+    reduce,
+    all_gather,
+    all_gather_into_tensor,
+    gather,
+    scatter,
+    reduce_scatter,
+    reduce_scatter_tensor,
+    all_to_all_single,
+    all_to_all_uneven,
+    point_to_point,
+    batched_point_to_point,
+    functional_collectives,
+]
+
+
+@on_emulated(2, 4)
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_values_are_gloos(rank: Rank, collective: Collective) -> None:
+    """Every collective leaves on the device what gloo leaves in host memory."""
+    expected = collective(rank, values(rank, "cpu"))
+    got = collective(rank, values(rank, "emulated"))
+    assert len(got) == len(expected)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.device == rank.device
+        assert torch.equal(ours.cpu(), theirs)
+
+
+@on_emulated(2)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8])
+def test_sums_of_other_dtypes(rank: Rank, dtype: torch.dtype) -> None:
+    """Sums and gathers work for half precision and whole numbers."""
+    make = values(rank, "emulated", dtype)
+    for collective in (all_reduce, all_gather_into_tensor, reduce_scatter_tensor, broadcast):
+        expected = collective(rank, values(rank, "cpu", torch.float64))
+        for ours, theirs in zip(collective(rank, make), expected, strict=True):
+            assert ours.dtype == dtype
+            assert torch.equal(ours.cpu().double(), theirs)
+
+
+@on_emulated(2)
+def test_complex_and_bool(rank: Rank) -> None:
+    """Complex tensors are summed as pairs of numbers; a sum of truth values is their disjunction."""
+    value = torch.full((3,), 1 + 2j * (rank.rank + 1))
+    dist.all_reduce(value)
+    assert value.tolist() == [2 + 6j] * 3
+    truth = torch.tensor([rank.rank == 0, False])
+    dist.all_reduce(truth)
+    assert truth.tolist() == [True, False]
+    parts = [torch.empty(2, dtype=torch.cfloat) for _ in range(2)]
+    dist.all_gather(parts, torch.full((2,), 1j * rank.rank))
+    assert [part.tolist() for part in parts] == [[0, 0], [1j, 1j]]
+    with pytest.raises(ValueError, match="complex"):
+        dist.all_reduce(value, ReduceOp.MAX)
+
+
+@on_emulated(4)
+def test_reductions(rank: Rank) -> None:
+    """AVG, PREMUL_SUM, PRODUCT, MIN and MAX are NCCL's."""
+
+    def reduced(op: object, dtype: torch.dtype = torch.float32) -> float:
+        value = torch.full((3,), rank.rank + 1, dtype=dtype)
+        dist.all_reduce(value, op)
+        scattered = torch.empty(1, dtype=dtype)
+        dist.reduce_scatter_tensor(scattered, torch.full((4,), rank.rank + 1, dtype=dtype), op)
+        assert scattered[0] == value[0]
+        return value[0].item()
+
+    assert reduced(ReduceOp.AVG) == 2.5
+    assert reduced(ReduceOp.AVG, torch.int32) == 2
+    assert reduced(ReduceOp.PRODUCT) == 24
+    assert reduced(ReduceOp.MIN) == 1
+    assert reduced(ReduceOp.MAX, torch.bfloat16) == 4
+    assert reduced(dist._make_nccl_premul_sum(0.5)) == 5
+    assert reduced(dist._make_nccl_premul_sum(torch.tensor(0.25))) == 2.5
+    with pytest.raises(RuntimeError, match="ReduceOp"):
+        dist.all_reduce(torch.ones(2, dtype=torch.int32), ReduceOp.BXOR)
+
+
+@on_emulated(2)
+def test_refusals(rank: Rank) -> None:
+    """What NCCL refuses is refused: gaps, dtypes that it lacks, sums of float8, sizes that do not fit."""
+    with pytest.raises(RuntimeError, match="contiguous"):
+        dist.all_reduce(torch.ones(4, 4).t()[:2])
+    with pytest.raises(RuntimeError, match="NCCL type"):
+        dist.all_reduce(torch.ones(4, dtype=torch.int16))
+    with pytest.raises(RuntimeError, match="float8"):
+        dist.all_reduce(torch.ones(4).to(torch.float8_e4m3fn))
+    with pytest.raises((RuntimeError, ValueError), match="size"):
+        dist.all_gather_into_tensor(torch.empty(5), torch.empty(2))
+    with pytest.raises((RuntimeError, ValueError), match="size"):
+        dist.reduce_scatter_tensor(torch.empty(2), torch.empty(5))
+    with pytest.raises((RuntimeError, TypeError), match=r"type|dtype"):
+        dist.all_gather_into_tensor(torch.empty(4), torch.empty(2, dtype=torch.float16))
+    with pytest.raises((RuntimeError, ValueError), match=r"emulated|device"):
+        dist.all_gather_into_tensor(torch.empty(4), torch.empty(2, device="cpu"))
+    moved = torch.empty(8).to(torch.float8_e4m3fn)
+    dist.all_gather_into_tensor(moved, torch.full((4,), 2.0).to(torch.float8_e4m3fn))
+    assert moved.float().tolist() == [2.0] * 8
+
+
+@on_emulated(2)
+def test_late_delivery(rank: Rank) -> None:
+    """The output reads as NaN, and as a race, on a stream that nothing orders after the collective."""
+    other = torch.Stream(rank.device)
+    value = torch.ones(4)
+    torch.accelerator.synchronize()
+    work = dist.all_reduce(value, async_op=True)
+    with other:
+        early = value + 0
+    with expect_races("read after write"):
+        other.synchronize()
+        assert early.isnan().all()
+    work.wait()
+    assert value.tolist() == [2.0] * 4
+
+
+@on_emulated(2)
+def test_wait_orders_the_current_stream_only(rank: Rank) -> None:
+    """After ``wait()`` on one stream, another one is still not ordered, until it waits for that stream."""
+    other = torch.Stream(rank.device)
+    value = torch.ones(4)
+    torch.accelerator.synchronize()
+    dist.all_reduce(value, async_op=True).wait()
+    with other:
+        early = value + 0
+    with expect_races("read after write"):
+        pass
+    other.wait_stream(torch.accelerator.current_stream())
+    with other:
+        late = value + 0
+    torch.accelerator.current_stream().wait_stream(other)
+    assert late.tolist() == [2.0] * 4
+    del early
+
+
+@on_emulated(2)
+def test_input_is_read_until_the_wait(rank: Rank) -> None:
+    """Writing to an input before ``wait()`` is a race; after it, it is none."""
+    value, whole = torch.ones(4), torch.empty(8)
+    work = dist.all_gather_into_tensor(whole, value, async_op=True)
+    value.zero_()
+    with expect_races("write after read"):
+        work.wait()
+    dist.all_gather_into_tensor(whole, value, async_op=True).wait()
+    value.fill_(3)
+    assert whole.tolist() == [0.0] * 8
+
+
+@on_emulated(2)
+def test_synchronous_collectives_run_on_the_current_stream(rank: Rank) -> None:
+    """With ``async_op=False`` what follows on the same stream is ordered, and the host does not wait."""
+    from accelerator.races import count
+
+    value = torch.ones(4)
+    with count() as counts:
+        dist.all_reduce(value)
+        doubled = value * 2
+    assert counts.host_syncs == []
+    assert doubled.tolist() == [4.0] * 4
+
+
+@on_emulated(2)
+def test_coalescing(rank: Rank) -> None:
+    """Collectives of a coalescing block are one work; waiting for it orders all of them."""
+    values, wholes = [torch.full((3,), float(rank.rank + 1)) for _ in range(3)], [torch.empty(6) for _ in range(2)]
+    with _coalescing_manager(rank.group, rank.device, async_ops=True) as all_reduces:
+        for value in values:
+            dist.all_reduce(value)
+    all_reduces.wait()
+    assert [value.tolist() for value in values] == [[3.0] * 3] * 3
+    with _coalescing_manager(rank.group, rank.device, async_ops=True) as gathers:
+        for whole in wholes:
+            dist.all_gather_into_tensor(whole, values[0])
+    gathers.wait()
+    assert [whole.tolist() for whole in wholes] == [[3.0] * 6] * 2
+    rank.group._start_coalescing(rank.device)
+    dist.all_reduce(values[0], async_op=True)
+    dist.all_gather_into_tensor(wholes[0], values[1], async_op=True)
+    rank.group._end_coalescing(rank.device).wait()
+    assert values[0].tolist() == [6.0] * 3
+    assert wholes[0].tolist() == [3.0] * 6
+
+
+@on_emulated(2)
+def test_futures(rank: Rank) -> None:
+    """A callback of a work's future runs on a stream behind the collective; waiting for it orders the current one."""
+    value = torch.ones(4)
+    work = dist.all_reduce(value, async_op=True)
+    doubled = work.get_future().then(lambda done: done.value()[0] * 2)
+    result = doubled.wait()
+    assert result.tolist() == [4.0] * 4
+    assert work.is_completed()
+
+
+@on_emulated(2)
+def test_barrier_blocks_the_host(rank: Rank) -> None:
+    """A barrier is a host synchronization; an all-reduce is none."""
+    from accelerator.races import count
+
+    own = dist.new_group(backend="emulated_nccl")  # the default group has gloo, too, which barriers prefer
+    with count() as counts:
+        dist.barrier(own)
+    assert [sync.what for sync in counts.host_syncs] == ["barrier"]
+
+
+@on_emulated(2)
+def test_objects(rank: Rank) -> None:
+    """Object collectives go through the device's tensors."""
+    gathered: list[object] = [None] * 2
+    dist.all_gather_object(gathered, {"rank": rank.rank})
+    assert gathered == [{"rank": 0}, {"rank": 1}]
+    sent = ["hello" if rank.rank == 0 else None]
+    dist.broadcast_object_list(sent, src=0, device=rank.device)
+    assert sent == ["hello"]
+    received: list[object] = [None]
+    dist.scatter_object_list(received, ["a", "b"] if rank.rank == 0 else None, src=0)
+    assert received == ["ab"[rank.rank]]
+
+
+@on_emulated(4)
+def test_meshes_and_dtensors(rank: Rank) -> None:
+    """DTensors on a mesh of two axes are distributed, redistributed and gathered."""
+    mesh = rank.make_mesh(2, 2, names=("a", "b"))
+    whole = torch.arange(48.0).reshape(6, 8)
+    for placements in ([Shard(0), Shard(1)], [Replicate(), Shard(0)], [Shard(0), Shard(0)]):
+        sharded = distribute_tensor(whole, mesh, placements)
+        assert torch.equal(sharded.full_tensor(), whole)
+        assert torch.equal(sharded.redistribute(mesh, [Shard(1), Replicate()]).full_tensor(), whole)
+        assert torch.equal((sharded @ sharded.t()).full_tensor(), whole @ whole.t())
+    partial = DTensor.from_local(torch.ones(2), mesh["a"], [torch.distributed.tensor.Partial()])
+    assert partial.full_tensor().tolist() == [2.0, 2.0]
+
+
+@on_emulated(2)
+def test_distributed_checkpoint(rank: Rank, tmp_path: Path) -> None:
+    """torch.distributed.checkpoint saves and loads sharded tensors of the device."""
+    import torch.distributed.checkpoint as checkpoint
+
+    whole = torch.arange(10.0).reshape(5, 2)
+    checkpoint.save({"w": distribute_tensor(whole, rank.mesh, [Shard(0)])}, checkpoint_id=tmp_path)
+    state = {"w": distribute_tensor(torch.zeros(5, 2), rank.mesh, [Shard(0)])}
+    checkpoint.load(state, checkpoint_id=tmp_path)
+    assert torch.equal(state["w"].full_tensor(), whole)
+
+
+@on_emulated(2)
+def test_dropped_works(rank: Rank) -> None:
+    """A work that nobody waits for, and whose output is dropped, still ends, and touches no memory that was reused."""
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1 << 12), async_op=True)
+    settled()
+    value = torch.ones(1 << 12)
+    dist.all_reduce(value)
+    assert value.sum().item() == 2 << 12
+
+
+def only_some_ranks(rank: Rank) -> str:
+    group = dist.new_group(list(range(4)), timeout=None)
+    if rank.rank < 2:  # ranks 2 and 3 have nothing to send, and go on
+        peer = 1 - rank.rank
+        operations = [
+            dist.P2POp(dist.isend, torch.ones(3), peer, group),
+            dist.P2POp(dist.irecv, torch.empty(3), peer, group),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+    return "done"
+
+
+def test_first_batch_needs_all_ranks(ranks: RankPool) -> None:
+    """A group whose first operation is a point-to-point batch waits for all of its ranks, as NCCL's does."""
+    outcomes = ranks(4, only_some_ranks, device_type="emulated", fresh=True, expect_failure=True, timeout=8)
+    assert [outcome.kind for outcome in outcomes[:2]] == ["hung", "hung"]
+
+
+def abort_with_pending(rank: Rank) -> str:
+    dist.all_reduce(torch.ones(4))  # all ranks have to come to the first one, on NCCL, too
+    torch.accelerator.synchronize()
+    if rank.rank == 0:
+        dist.all_reduce(torch.ones(4), async_op=True)
+        dist.distributed_c10d._abort_process_group()
+        with pytest.raises(Exception, match=r"abort|not been initialized|Default process group"):
+            dist.all_reduce(torch.ones(4))
+    return "aborted"
+
+
+def test_abort_does_not_hang(ranks: RankPool) -> None:
+    """A rank whose collective nobody else joins can abort, synchronize and go on."""
+    assert ranks(2, abort_with_pending, device_type="emulated", fresh=True, timeout=20) == ["aborted"] * 2
+
+
+LEAVES = """
+import sys, torch, torch.distributed as dist
+sys.path.insert(0, sys.argv[1])
+import accelerator
+rank = int(sys.argv[2])
+dist.init_process_group("cpu:gloo,emulated:emulated_nccl", init_method="file://" + sys.argv[3], rank=rank, world_size=2)
+value = torch.ones(4, device="emulated")
+dist.all_reduce(value)
+torch.accelerator.synchronize()
+if rank == 0:
+    work = dist.all_reduce(value, async_op=True)
+if sys.argv[4] == "destroy":
+    dist.destroy_process_group()
+print("left", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["destroy", "exit"])
+def test_exit_with_pending_does_not_hang(how: str, tmp_path: Path) -> None:
+    """A program ends at once, and without an error, while a collective that nobody else joined is pending."""
+    if reason := unavailable("emulated"):
+        pytest.skip(reason)
+    tests, store = Path(__file__).resolve().parent.parent, tmp_path / "store"
+    command = [sys.executable, "-c", LEAVES, str(tests)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
+    programs = [subprocess.Popen([*command, str(rank), str(store), how], **options) for rank in range(2)]
+    try:
+        for program in programs:
+            output, _ = program.communicate(timeout=25)  # gloo would wait for 30 minutes
+            assert (program.returncode, "left" in output) == (0, True), output
+    finally:
+        for program in programs:
+            program.kill()
