@@ -38,6 +38,13 @@ MANY_PARAMETERS_ALLOWED = {
     "cli.py::train": "typer command: each parameter is an option of the command line",
 }
 
+# file -> why it may name CUDA. All else takes devices as torch.accelerator, or the mesh, says.
+CUDA_ALLOWED = {
+    "controls.py": "documents what needs NCCL",
+    "grad_scaler.py": "the default of torch's own argument",
+    "transport/pooled.py": "NCCL's symmetric memory",
+}
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 NOTE = re.compile(r"\[Note: ([^\]\n]+)\]")
 DEFINITION = re.compile(r"""^\s*(?:\#+\s*|[rR]?\"{3}\s*|[rR]?'{3}\s*)?\[Note:\ ([^\]\n]+)\]\s*$""", re.VERBOSE)
@@ -204,6 +211,13 @@ def check_annotations(source: Source) -> Iterator[str]:
             yield f"{_at(source, each)} not annotated: {', '.join(missing)}"
 
 
+def check_devices(source: Source) -> Iterator[str]:
+    if source.path not in CUDA_ALLOWED:
+        for number, line in enumerate(source.text.splitlines(), start=1):
+            if "cuda" in line.lower():
+                yield f"{source.path}:{number}: names CUDA; other accelerators have to work as well"
+
+
 def _decorators(node: Function | ast.ClassDef) -> set[str]:
     return {ast.unparse(decorator) for decorator in node.decorator_list}
 
@@ -263,6 +277,7 @@ CHECKS: dict[str, Callable[[Source], Iterator[str]]] = {
     "returned tuples": check_returned_tuples,
     "docstrings": check_docstrings,
     "annotations": check_annotations,
+    "devices": check_devices,
 }
 
 
@@ -295,6 +310,12 @@ def test_exemptions_are_needed() -> None:
         if _may_have_many(source, each) and len(_own_arguments(each)) <= MAX_PARAMETERS
     ]
     assert not idle
+
+
+@pytest.mark.parametrize("path", CUDA_ALLOWED)
+def test_cuda_is_named_where_it_may_be(path: str) -> None:
+    """A file that may name CUDA does; else drop it from the list."""
+    assert list(check_devices(Source("a.py", (PACKAGE / path).read_text(encoding="utf-8"))))
 
 
 def _many(template: str, count: int, separator: str = "\n") -> str:
@@ -443,6 +464,9 @@ EXAMPLES = [
         "class A:\n  def f(self, *, b) -> None: ...",
         "class A:\n  @classmethod\n  def f(cls, *, b: int) -> None: ...",
     ),
+    ("devices", "a.py:2: names CUDA", 'x = y\nx.to("cuda")', "x = y\nx.to(mesh.device)"),
+    ("devices", "a.py:1: names CUDA", "torch.cuda.synchronize()", "torch.accelerator.synchronize()"),
+    ("devices", "a.py:1: names CUDA", "# as in CUDA", "# as on accelerators"),
 ]
 
 

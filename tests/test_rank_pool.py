@@ -96,6 +96,12 @@ def describe_mesh(rank: Rank) -> tuple[int, str, int, tuple[int, ...], bool]:
     return rank.mesh.ndim, rank.mesh.device_type, rank.mesh.size(), tuple(square.shape), square is again
 
 
+def describe_device(rank: Rank) -> tuple[str, str, str, float]:
+    value = torch.full((2,), 1.0 + rank.rank)
+    dist.all_reduce(value)
+    return rank.device.type, rank.mesh.device_type, value.device.type, value[0].item()
+
+
 def skip_all(rank: Rank) -> None:
     pytest.skip("not today")
 
@@ -120,6 +126,21 @@ def test_processes_are_reused(ranks: RankPool) -> None:
 def test_mesh_spans_the_world(ranks: RankPool) -> None:
     """A rank has a 1-D CPU mesh over all ranks, and meshes of other shapes are made once."""
     assert ranks(4, describe_mesh) == [(1, "cpu", 4, (2, 2), True)] * 4
+
+
+def test_worlds_of_two_devices_live_side_by_side(ranks: RankPool) -> None:
+    """A call may name the type of device that its ranks compute on; each type has worlds of its own."""
+    on_cpu = ranks(2, process_id, device_type="cpu")
+    assert ranks(2, describe_device, device_type="emulated") == [("emulated", "emulated", "emulated", 3.0)] * 2
+    assert ranks(2, describe_device, device_type="cpu") == [("cpu", "cpu", "cpu", 3.0)] * 2
+    assert ranks(2, process_id, device_type="cpu") == on_cpu
+
+
+def test_device_that_cannot_be_had_skips_the_test(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a compiler, a test for the emulated accelerator is skipped with the reason."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(pytest.skip.Exception, match="needs a C\\+\\+ compiler"):
+        RankPool()(2, process_id, device_type="emulated")
 
 
 def test_error_on_one_rank_is_shown_first(ranks: RankPool) -> None:
@@ -314,8 +335,8 @@ def test_no_process_outlives_a_killed_pytest(tmp_path: Path) -> None:
             sys.path.insert(0, {str(TESTS)!r})
             from ranks import RankPool
             pool = RankPool()
-            world = pool._start(2)
-            print(*world.pids.values(), pool._nursery.process.pid, flush=True)
+            world = pool._start(2, "cpu")
+            print(*world.pids.values(), pool._nurseries["cpu"].process.pid, flush=True)
             time.sleep(100)
             """
         )

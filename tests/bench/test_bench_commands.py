@@ -25,7 +25,7 @@ def run_bench(module: str, *arguments: str, timeout: float = 90) -> subprocess.C
     )
 
 
-@pytest.mark.parametrize("module", ["step", "host_cost", "gpu_step"])
+@pytest.mark.parametrize("module", ["step", "host_cost"])
 def test_help(module: str) -> None:
     answer = run_bench(module, "--help")
     assert answer.returncode == 0, answer.stderr
@@ -33,7 +33,7 @@ def test_help(module: str) -> None:
     assert "--only" in answer.stdout
 
 
-@pytest.mark.parametrize("module", ["step", "host_cost", "gpu_step"])
+@pytest.mark.parametrize("module", ["step", "host_cost"])
 def test_an_unknown_contestant_is_refused(module: str) -> None:
     answer = run_bench(module, "--only", "fsdp3")
     assert answer.returncode == 2
@@ -79,28 +79,3 @@ def test_host_cost_smoke(tmp_path: Path) -> None:
     assert list(contestants) == ["unsharded", "fsdp2"]
     assert "host_seconds_per_unit" not in contestants["unsharded"]["step"]
     assert contestants["fsdp2"]["forward_backward"]["host_cost_ratio_to_fsdp2"]["median"] == 1.0
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
-def test_gpu_step_without_a_gpu_says_so_and_succeeds(tmp_path: Path) -> None:
-    answer = run_bench("gpu_step", "--results", str(tmp_path))
-    assert answer.returncode == 0, answer.stderr
-    assert "no CUDA device" in answer.stdout
-    assert not list(tmp_path.iterdir())
-
-
-def test_gpu_step_rehearsal_on_cpu(tmp_path: Path) -> None:
-    answer = run_bench(
-        "gpu_step",
-        *("--device", "cpu", "--size", "tiny", "--rounds", "1", "--steps-per-round", "1"),
-        *("--only", "unsharded", "--only", "fsdp2", "--results", str(tmp_path)),
-    )
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    (path,) = tmp_path.glob("gpu_step_*.json")
-    cases = json.loads(path.read_text())["cases"]
-    assert [case["part"] for case in cases] == ["one-rank", "fake-8"]
-    for case in cases:
-        assert case["not_run"] == {}
-        assert case["contestants"]["fsdp2"]["memory"] is None
-        assert case["contestants"]["fsdp2"]["profile"]["copy_seconds"] > 0
-    assert cases[0]["contestants"]["fsdp2"]["losses"] == cases[0]["contestants"]["unsharded"]["losses"]

@@ -45,7 +45,7 @@ def test_a_missing_page_is_created_with_every_block(tmp_path: Path) -> None:
     report.update_document(page, "host_cost", "| figures |")
     text = page.read_text()
     assert "<!-- bench:host_cost -->\n| figures |\n<!-- /bench -->" in text
-    for name in ("step:512", "step:1024", "gpu_step"):
+    for name in ("step:512", "step:1024", "scaling"):
         assert f"<!-- bench:{name} -->\n<!-- /bench -->" in text
     report.update_document(page, "host_cost", "| figures |")
     assert page.read_text() == text

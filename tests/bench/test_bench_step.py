@@ -7,7 +7,7 @@ import typer
 from bench.contestants import CONTESTANTS, KEEP_FREED_MEMORY, contestant_named
 from bench.models import GPT, GPTShape, batch_of
 
-from bench import gpu_step, host_cost, step
+from bench import host_cost, step
 
 
 def record(losses: list[float], seconds: list[list[float]], peak: int = 300, baseline: int = 100) -> step.Record:
@@ -100,44 +100,3 @@ def test_host_cost_is_what_a_unit_adds_to_the_plain_step() -> None:
     ours = host_cost.summarise(seconds, 4)["fullshard"]["step"]
     assert ours["host_seconds_per_unit"]["median"] == 0.75
     assert ours["host_cost_ratio_to_fsdp2"]["median"] == 0.375
-
-
-def test_copying_kernels_are_told_from_others() -> None:
-    spans = [
-        ("Memcpy DtoD (Device -> Device)", 1.0),
-        ("void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda(...)>", 2.0),
-        ("void at::native::detail::chunk_cat_cuda_kernel<float>", 4.0),
-        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy_vectorized<...>", 8.0),
-        ("void at::native::detail::split_with_sizes_copy_out_contiguous_no_cast_kernel", 16.0),
-        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..., Copy<float, float>>", 32.0),
-        ("sm90_xmma_gemm_f32f32_tf32f32", 64.0),
-        ("void at::native::vectorized_layer_norm_kernel<float>", 128.0),
-    ]
-    copies, total = gpu_step.sum_copies(spans, gpu_step.COPY_KERNELS.search)
-    assert sum(copies.values()) == 63.0
-    assert total == 255.0
-
-
-def test_gpu_ratios_survive_a_contestant_that_was_not_timed() -> None:
-    def entry(seconds: list[list[float]] | None, allocated: int, copies: float) -> dict[str, object]:
-        memory = dict.fromkeys(gpu_step.MEMORY_FIELDS, allocated)
-        return {"seconds": seconds, "losses": [1.0], "memory": memory, "profile": {"copy_seconds": copies}}
-
-    measured = {
-        "unsharded": entry([[1.0]], 100, 0.1),
-        "fsdp2": entry([[2.0]], 100, 0.5),
-        "fullshard": entry([[1.0]], 60, 0.2),
-    }
-    gpu_step.add_ratios(measured)
-    assert measured["fullshard"]["time_ratio_to_fsdp2"]["median"] == 0.5
-    assert measured["fullshard"]["memory_ratio_to_fsdp2"]["peak_allocated_bytes"] == 0.6
-    assert measured["fullshard"]["copy_seconds_beyond_plain"] == pytest.approx(0.1)
-    untimed = {name: entry(None, 100, 0.1) for name in measured}
-    gpu_step.add_ratios(untimed)
-    case = {
-        "part": "one-rank",
-        "size": "tiny",
-        "contestants": untimed,
-        "not_run": {"interleaved timing": "x"},
-    }
-    assert "| one-rank, tiny, fsdp2 | - | - |" in gpu_step.table([case])

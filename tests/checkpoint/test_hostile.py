@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from checkpoint.kinds import shared_folder
 from fullshard import CheckpointError
@@ -129,15 +129,14 @@ def test_damage(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
 @on_ranks(2)
 def test_one_ranks_damage_changes_no_rank(rank: Rank) -> None:
     """A flipped bit that only rank 1 reads fails on both ranks, and neither's memory changes."""
-    mesh = init_device_mesh("cpu", (2,))
     folder = shared_folder(rank)
-    saved = {"w": distribute_tensor(torch.randn(8, 300), mesh, [Shard(0)])}
+    saved = {"w": distribute_tensor(torch.randn(8, 300), rank.mesh, [Shard(0)])}
     dcp.save(saved, storage_writer=CheckpointWriter(folder))
     if rank.rank == 0:
         (file,) = folder.glob("data-*-1.safetensors")
         flip(file, file.stat().st_size - 1)
     dist.barrier()
-    target = {"w": distribute_tensor(torch.full((8, 300), 7.0), mesh, [Shard(0)])}
+    target = {"w": distribute_tensor(torch.full((8, 300), 7.0), rank.mesh, [Shard(0)])}
     with pytest.raises(CheckpointException) as caught:
         dcp.load(target, storage_reader=CheckpointReader(folder))
     assert list(caught.value.failures) == [1]

@@ -271,17 +271,18 @@ def test_tensor_parallel_parameters(rank: Rank, kind: str) -> None:
     new = torch.optim.Adam(model.parameters(), foreach=False)
     load(model, new, saved)
     assert_states_close(joined(optimizer_state(model, new)["state"]), saved["state"], exact=True)
+    in_host_memory = map_leaves(saved["state"], torch.Tensor.cpu)  # as torch's configurations have it
     for form in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
         with FSDP.state_dict_type(model, form):
             state = FSDP.optim_state_dict(model, new)
             again = torch.optim.Adam(model.parameters(), foreach=False)
             again.load_state_dict(FSDP.optim_state_dict_to_load(model, again, state))
         whole = map_leaves(state["state"], lambda value: value.full_tensor() if isinstance(value, DTensor) else value)
-        assert_states_close(whole, saved["state"], exact=True)
+        assert_states_close(whole, in_host_memory, exact=True)
         assert_states_close(joined(optimizer_state(model, again)["state"]), saved["state"], exact=True)
     first = FSDP.full_optim_state_dict(model, new)
     assert (first == {}) == (rank.rank > 0)
-    assert_states_close(first.get("state", saved["state"]), saved["state"], exact=True)
+    assert_states_close(first.get("state", in_host_memory), in_host_memory, exact=True)
 
 
 # ---------------------------------------------------------------- ranks that differ
@@ -355,6 +356,9 @@ def test_loads_what_an_unsharded_optimizer_saved(rank: Rank, kind: str, name: st
     model = KINDS[kind](rank, copy.deepcopy(reference))
     saved = in_one_group(saved) if kind in FLAT else copy.deepcopy(saved)
     new = OPTIMIZERS[name](groups_of(model, order=-1))
+    if name == "asgd":  # alone in making steps on the device: they are loaded to where torch has those of others
+        for state in saved["state"].values():
+            state["step"] = state["step"].cpu()
     load(model, new, saved)
     assert_states_close(joined(optimizer_state(model, new)["state"]), saved["state"], exact=True)
     for group in new.param_groups:
@@ -440,7 +444,7 @@ def test_flat_parameters_with_gaps(rank: Rank) -> None:
         load(model, optimizer, saved)
         found = joined(optimizer_state(model, optimizer)["state"])
         assert not found["blocks.0.0.bias"]["exp_avg"].any()
-        assert_equal(found.pop("blocks.0.0.bias")["step"], torch.tensor(3.0), "step")
+        assert_equal(found.pop("blocks.0.0.bias")["step"], torch.tensor(3.0, device="cpu"), "step")
         assert_states_close(found, saved["state"], exact=True)
 
 

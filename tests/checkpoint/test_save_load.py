@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 import fullshard
 from checkpoint.kinds import KINDS, Model, adam, build, shared_folder, train
@@ -136,10 +137,30 @@ def test_extras_come_back(rank: Rank) -> None:
     fresh = build(rank, "flat", seed=9)
     targets = {"counter": Counter(0), "ema": fresh, "ema_optimizer": adam(fresh), "scheduler": scheduler}
     found = fullshard.load(folder, model, optimizer, **targets)
-    assert_equal(found, extra, "extras")
+    assert_equal(found, tree_map_only(torch.Tensor, torch.Tensor.cpu, extra), "extras")
     assert targets["counter"].value == 5
-    assert_equal(targets["counter"].big, torch.full((3000,), 5.0), "big")
+    assert_equal(targets["counter"].big, torch.full((3000,), 5.0, device="cpu"), "big")
     assert train(fresh, targets["ema_optimizer"], 1, 3) == train(second, other, 1, 3)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["fully_shard", "flat", "plain"])
+def test_torchs_default_device_is_not_taken_for_the_hosts(rank: Rank, kind: str) -> None:
+    """Host memory is in between whatever device a user makes the default, for checkpoints and safetensors files."""
+    model = build(rank, kind, seed=1)
+    optimizer = adam(model)
+    train(model, optimizer, 0, 1)
+    others = [build(rank, kind, seed=seed) for seed in (2, 3)]
+    its = adam(others[0])
+    folder = shared_folder(rank)
+    torch.set_default_device("meta")
+    fullshard.async_save(folder / "a", model, optimizer, step=1).result()
+    fullshard.export_safetensors(model, str(folder / "b"), dtype=torch.float64)
+    assert fullshard.load(folder / "a", others[0], its) == {"step": 1}
+    fullshard.load_safetensors(others[1], str(folder / "b"))
+    torch.set_default_device(None)
+    for other in others:
+        assert_equal(values(other), values(model), "values")
 
 
 @on_ranks(2)
@@ -433,9 +454,9 @@ def test_options_that_are_tensors_and_state_of_users(rank: Rank) -> None:
     other = build(rank, "flat", seed=2)
     its = adam(other, lr=1.0)
     fullshard.load(folder, other, its)
-    assert_equal(its.param_groups[0]["lr"], torch.tensor(0.25), "lr")
+    assert_equal(its.param_groups[0]["lr"], torch.tensor(0.25, device="cpu"), "lr")
     assert its.state["phase"] == "warm"
-    assert_equal(its.state["totals"], optimizer.state["totals"], "totals")
+    assert_equal(its.state["totals"], {"sum": torch.ones(6_000, device="cpu"), "count": 2}, "totals")
     assert train(other, its, 1, 2) == train(model, optimizer, 1, 2)
 
 

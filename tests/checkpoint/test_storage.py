@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from checkpoint.kinds import shared_folder
 from compare import assert_equal as assert_equal_named
@@ -137,19 +137,6 @@ def test_saving_copies_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert peak < 4 << 20  # planning; the tensor has 24 MiB
 
 
-@pytest.mark.gpu
-def test_accelerators(tmp_path: Path) -> None:
-    """From and to a CUDA device, in any layout, in pieces of a block."""
-    weight = torch.randn(1500, 2000, device="cuda")
-    save(tmp_path, {"w": weight, "t": weight.t(), "half": weight.bfloat16()})
-    for options in OPTIONS:
-        targets = {"w": torch.zeros_like(weight), "t": torch.zeros(2000, 1500), "half": torch.zeros_like(weight)}
-        load(tmp_path, targets, **options)
-        assert_equal(targets["w"], weight)
-        assert_equal(targets["t"], weight.t().cpu())
-        assert_equal(targets["half"], weight.bfloat16().float())
-
-
 def test_casting_on_load(tmp_path: Path) -> None:
     """A target of another dtype gets converted elements, over many blocks."""
     weight = torch.randn(3, BLOCK // 4)
@@ -206,14 +193,13 @@ def read_part(reader: CheckpointReader, key: str, offsets: list[int], target: to
 @on_ranks(2, 4)
 def test_any_cut_is_loaded_into_any_other(rank: Rank) -> None:
     """Row shards, column shards, replicas and plain tensors, uneven and with empty shards, each loaded as each."""
-    mesh = init_device_mesh("cpu", (rank.world_size,))
     cuts = [(Shard(0),), (Shard(1),), (Replicate(),), None]
     wholes = {"w": numbered(7, 5), "small": numbered(1, 3)}
     if rank.world_size == 2:  # pieces of several blocks
         wholes["long"] = numbered(BLOCK // 16 + 100, 8)
 
     def cut(tensor: torch.Tensor, how: Any) -> torch.Tensor:
-        return tensor.clone() if how is None else distribute_tensor(tensor, mesh, how, src_data_rank=None)
+        return tensor.clone() if how is None else distribute_tensor(tensor, rank.mesh, how, src_data_rank=None)
 
     folder = shared_folder(rank)
     for number, how in enumerate(cuts):
@@ -236,8 +222,7 @@ def test_any_cut_is_loaded_into_any_other(rank: Rank) -> None:
 @on_ranks(2)
 def test_ranks_write_to_one_save(rank: Rank) -> None:
     """Every rank has a file; all are of the save that the index names, and alone in the folder after a second save."""
-    mesh = init_device_mesh("cpu", (2,))
-    weight = distribute_tensor(torch.randn(8, 3), mesh, [Shard(0)])
+    weight = distribute_tensor(torch.randn(8, 3), rank.mesh, [Shard(0)])
     folder = shared_folder(rank)
     for step in range(2):
         save(folder, {"w": weight, "n": step}, about={"step": step})
@@ -325,14 +310,14 @@ def test_torch_reads_what_is_written(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_torchs_checkpoints_are_read(rank: Rank, options: dict[str, Any]) -> None:
     """What torch.distributed.checkpoint wrote in its own format, on another number of shards, comes back."""
-    mesh = init_device_mesh("cpu", (2,))
     whole = numbered(7, 5)
-    nested = {"model": {"w": distribute_tensor(whole, mesh, [Shard(0)]), "s": torch.tensor(2.0)}, "n": {"k": (1, "x")}}
+    weight = distribute_tensor(whole, rank.mesh, [Shard(0)])
+    nested = {"model": {"w": weight, "s": torch.tensor(2.0)}, "n": {"k": (1, "x")}}
     folder = shared_folder(rank)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(nested, checkpoint_id=folder)
-    zeros = distribute_tensor(torch.zeros(7, 5), mesh, [Shard(1)])
+    zeros = distribute_tensor(torch.zeros(7, 5), rank.mesh, [Shard(1)])
     targets: dict[str, Any] = {"model": {"w": zeros, "s": torch.tensor(0.0)}, "n": {"k": None}}
     load(folder, targets, **options)
     assert_equal(targets["model"]["w"].full_tensor(), whole)

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from fullshard import fully_shard
 from fullshard.engine.ownership import nested_units
 from fullshard.engine.unit import Phase
-from fullshard.transport import GlooTransport
+from fullshard.memory import DeviceLane, HostLane, Ticket
+from fullshard.transport import CollectiveTransport, GlooTransport, NcclTransport, Transport, make_transport, record
 from ranks import Rank
 
 LossOf = Callable[[nn.Module, int], torch.Tensor]  # (model, rank) -> the loss of that rank's batch
@@ -157,12 +158,55 @@ def square_loss(step: int = 0, *shape: int) -> LossOf:
 @contextlib.contextmanager
 def tiny_units(up_to: int = 0) -> Iterator[None]:
     """Units made inside travel with a neighbour up to this size in bytes when gathered; 0: none do."""
-    usual = GlooTransport.tiny_bytes
-    GlooTransport.tiny_bytes = up_to
+    usual = {kind: kind.tiny_bytes for kind in (GlooTransport, CollectiveTransport, NcclTransport)}
+    for kind in usual:
+        kind.tiny_bytes = up_to
     try:
         yield
     finally:
-        GlooTransport.tiny_bytes = usual
+        for kind, tiny_bytes in usual.items():
+            kind.tiny_bytes = tiny_bytes
+
+
+@contextlib.contextmanager
+def lane_log() -> Iterator[list[tuple[str, str, str]]]:
+    """Log ("issue" or "wait", kind, unit) of every launch, and of the first wait for it."""
+    log: list[tuple[str, str, str]] = []
+
+    class Watched:
+        def __init__(self, ticket: Ticket, launched: list[tuple[str, str]]) -> None:
+            self.ticket, self.launched = ticket, launched
+
+        def wait(self) -> None:
+            while self.launched:
+                log.append(("wait", *self.launched.pop(0)))
+            self.ticket.wait()
+
+        settle = wait
+
+    def watch(issue: Callable[..., Ticket]) -> Any:
+        def issue_watched(*arguments: Any, **options: Any) -> Ticket:
+            with record() as seen:
+                ticket = issue(*arguments, **options)
+            launched = list(dict.fromkeys((c.kind, c.unit) for c in seen))
+            log.extend(("issue", *launch) for launch in launched)
+            return Watched(ticket, launched)
+
+        return issue_watched
+
+    usual = {kind: kind.issue for kind in (HostLane, DeviceLane)}
+    for kind, issue in usual.items():
+        kind.issue = watch(issue)  # type: ignore[method-assign]
+    try:
+        yield log
+    finally:
+        for kind, issue in usual.items():
+            kind.issue = issue  # type: ignore[method-assign]
+
+
+def transport_of(rank: Rank) -> Transport:
+    """A transport of the kind that units on the mesh of ``rank`` use."""
+    return make_transport(rank.group, rank.device, reduces=False)
 
 
 def shard_blocks(model: nn.Module, rank: Rank, **settings: Any) -> nn.Module:

@@ -220,11 +220,16 @@ def test_tied_parameter_replaced_under_one_name(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_cpu_move_is_harmless(rank: Rank) -> None:
-    """Moves that change nothing keep parameters, memory and gradients."""
+    """A move to where the shards are keeps parameters and memory; one elsewhere keeps values, gradients and device."""
     model = shard(rank, build())
     backward(model, inputs())
     before = [(id(p), p.to_local().data_ptr(), id(p.grad)) for p in model.parameters()]
-    model.cpu().to("cpu").float()
+    model.to(rank.device).float()
     assert [(id(p), p.to_local().data_ptr()) for p in model.parameters()] == [entry[:2] for entry in before]
-    assert all(p.grad is not None for p in model.parameters())
+    values = [(p.to_local().clone(), p.grad.to_local().clone()) for p in model.parameters()]
+    model.cpu()
+    for p, (value, gradient) in zip(model.parameters(), values, strict=True):
+        assert p.device == p.grad.device == rank.device
+        assert_close(p.to_local(), value, "value", rtol=0)
+        assert_close(p.grad.to_local(), gradient, "gradient", rtol=0)
     assert [len(unit.buckets) for unit in nested_units(model)] == [1, 1]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from compare import assert_models_equal
 from fullshard import fully_shard
 from fullshard.engine.ownership import unit_of
-from fullshard.transport import Collective, GlooTransport, record
+from fullshard.transport import Collective, record
 from models import (
     Stack,
     assert_at_rest,
@@ -24,6 +24,7 @@ from models import (
     shard_blocks,
     square_loss,
     tiny_units,
+    transport_of,
     with_reference,
 )
 from ranks import Rank, on_ranks
@@ -97,7 +98,7 @@ def test_small_parameters_share_one_message(rank: Rank) -> None:
 @on_ranks(2)
 def test_large_parameters_travel_on_their_own(rank: Rank) -> None:
     """A parameter above the transport's limit is a message by itself, of exactly its own size if cut evenly."""
-    rows = 2 * GlooTransport.direct_bytes // 4 // 16
+    rows = 2 * transport_of(rank).direct_bytes // 4 // 16
     model = nn.Linear(16, rows)
     fully_shard(model, mesh=rank.mesh)
     with record() as seen:

@@ -151,7 +151,7 @@ def test_packed_sequences(rank: Rank) -> None:
     model = nn.LSTM(WIDTH, WIDTH)
     reference = copy.deepcopy(model).double()
     fully_shard(model, mesh=rank.mesh, mp_policy=MixedPrecisionPolicy(torch.float64, output_dtype=torch.float32))
-    lengths = torch.tensor([2, 4])  # not sorted: the packed sequence carries the two orders as well
+    lengths = torch.tensor([2, 4], device="cpu")  # not sorted: the packed sequence carries the two orders as well
     packed = pack_padded_sequence(
         inputs(rank, 0).float()[:, None].expand(4, 2, WIDTH), lengths, batch_first=False, enforce_sorted=False
     )

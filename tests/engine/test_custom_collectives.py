@@ -260,7 +260,9 @@ def test_memory_of_the_wrong_size_is_refused(rank: Rank) -> None:
     reference = build()
     model = shard(copy.deepcopy(reference), rank.mesh)
     model.blocks[1].set_custom_all_gather(Short())
-    with pytest.raises(ValueError, match=r"Short.allocate: expected \d+ elements of torch.float32 on cpu, got"):
+    with pytest.raises(
+        ValueError, match=rf"Short.allocate: expected \d+ elements of torch.float32 on {rank.device}, got"
+    ):
         loss_of()(model, rank.rank)
     model.blocks[1].set_custom_all_gather(None)
     check_training(model, reference, rank, steps=1)
@@ -288,7 +290,7 @@ class FailingScatter(Failing, Scatter):
 
 def run_failing(rank: Rank, role: str) -> None:
     """Rank 1's collective raises in the second step; the group gives up on silent ranks after two seconds."""
-    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), rank.device.type)
     model = shard(build(), mesh, reshard_after_forward=False)
     if role == "gather":
         model.blocks[1].set_custom_all_gather(Failing(rank.rank == 1))
@@ -296,6 +298,8 @@ def run_failing(rank: Rank, role: str) -> None:
         model.blocks[1].set_custom_reduce_scatter(FailingScatter(rank.rank == 1))
     for step in range(2):
         loss_of(6, step)(model, rank.rank).backward()
+    if rank.device.type != "cpu":
+        torch.accelerator.synchronize()  # before, the host has waited for nothing
     time.sleep(30)  # not reached: it would count as hung
 
 

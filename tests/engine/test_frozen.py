@@ -12,7 +12,7 @@ from torch import nn
 from compare import assert_models_equal
 from fullshard import fully_shard
 from fullshard.transport import Collective, record
-from models import packed_numel, tiny_units
+from models import packed_numel, tiny_units, transport_of
 from ranks import Rank, on_ranks
 
 LAYERS, WIDTH = 4, 32
@@ -108,13 +108,14 @@ def test_only_trainable_elements_are_reduced(rank: Rank, early: bool) -> None:
 @on_ranks(2)
 def test_large_frozen_weight_is_not_reduced(rank: Rank) -> None:
     """A weight that would travel directly does not travel at all while it is frozen, and does once it is not."""
-    model = fully_shard(nn.Linear(256, 256), mesh=rank.mesh)
+    rows = transport_of(rank).direct_bytes // 4 // 256 * 2
+    model = fully_shard(nn.Linear(256, rows), mesh=rank.mesh)
     model.weight.requires_grad_(False)
     x, optimizer = torch.ones(2, 256), sgd(model)
-    assert [c.numel for c in step(model, optimizer, x)] == [message_numel(2, 128)]
+    assert [c.numel for c in step(model, optimizer, x)] == [message_numel(2, rows // 2)]
     model.weight.requires_grad_(True)
     # The presence numbers are of two parameters, of which one is in the message.
-    assert [c.numel for c in step(model, optimizer, x)] == [256 * 256, 2 * packed_numel(128, 2)]
+    assert [c.numel for c in step(model, optimizer, x)] == [rows * 256, 2 * packed_numel(rows // 2, 2)]
 
 
 @on_ranks(2, 4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from compare import assert_equal, assert_models_equal
 from fullshard import MixedPrecisionPolicy, fully_shard
-from fullshard.transport import Collective, GlooTransport, record
+from fullshard.transport import Collective, record
 from models import (
     Branch,
     LossOf,
@@ -25,6 +24,7 @@ from models import (
     Stack,
     assert_at_rest,
     batch,
+    lane_log,
     reference_backward,
     square_loss,
     tiny_units,
@@ -226,45 +226,12 @@ def test_one_all_reduce_per_unit(rank: Rank) -> None:
         assert len({c.launch for c in seen if c.kind != "gather"}) == len(backward)
 
 
-@contextmanager
-def waits(log: list[tuple[str, str, str]]) -> Iterator[None]:
-    """Log ("issue" or "wait", kind, unit) of every launch of gloo's."""
-
-    class Watched:
-        def __init__(self, work: Any, kind: str, unit: str) -> None:
-            self.work, self.kind, self.unit = work, kind, unit
-
-        def wait(self) -> object:
-            if log[-1] != ("wait", self.kind, self.unit):
-                log.append(("wait", self.kind, self.unit))
-            return self.work.wait()
-
-    usual = {kind: getattr(GlooTransport, f"_{kind}") for kind in ("reduce", "all_reduce")}
-
-    def watch(kind: str) -> Callable[..., Any]:
-        def launch(self: GlooTransport, parcels: Any) -> Any:
-            unit = "+".join(parcel.unit for parcel in parcels)
-            log.append(("issue", kind, unit))
-            return [Watched(work, kind, unit) for work in usual[kind](self, parcels)]
-
-        return launch
-
-    for kind in usual:
-        setattr(GlooTransport, f"_{kind}", watch(kind))
-    try:
-        yield
-    finally:
-        for kind, method in usual.items():
-            setattr(GlooTransport, f"_{kind}", method)
-
-
 @on_ranks(4)
 def test_all_reduce_overlaps_with_the_next_reduce(rank: Rank) -> None:
     """A unit's all-reduce is waited for only once the reduce-scatter of the next unit was issued and waited for."""
     with tiny_units(0):
         model = shard_on(rank.make_mesh(2, 2, names=NAMES), Stack(3))
-    log: list[tuple[str, str, str]] = []
-    with waits(log):
+    with lane_log() as log:
         square_loss()(model, rank.rank).backward()
     order = ["blocks.2", "blocks.1", "blocks.0", ""]
     for one, following in itertools.pairwise(order):

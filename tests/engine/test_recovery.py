@@ -235,7 +235,7 @@ def test_reset_between_forward_and_backward(rank: Rank) -> None:
 def fail_on_one_rank(rank: Rank, place: str) -> None:
     """Rank 1 raises in the middle of the second step; the group gives up on silent ranks after two seconds."""
     group = dist.new_group(timeout=timedelta(seconds=2))
-    mesh = DeviceMesh.from_group(group, "cpu")
+    mesh = DeviceMesh.from_group(group, rank.device.type)
     model = Stack()
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -244,6 +244,8 @@ def fail_on_one_rank(rank: Rank, place: str) -> None:
     if rank.rank == 1:
         PLACES[place](model)
     square_loss(1)(model, rank.rank).backward()
+    if rank.device.type != "cpu":
+        torch.accelerator.synchronize()  # before, the host has waited for nothing
     time.sleep(30)  # not reached: it would count as hung
 
 

@@ -24,8 +24,19 @@ from fullshard import (
     replicate,
 )
 from fullshard.engine.ownership import nested_units
-from fullshard.transport import GlooTransport, record
-from models import Branch, Language, Stack, batch, packed_numel, reference_backward, square_loss, tokens
+from fullshard.transport import record
+from models import (
+    Branch,
+    Language,
+    Stack,
+    batch,
+    packed_numel,
+    reference_backward,
+    square_loss,
+    tiny_units,
+    tokens,
+    transport_of,
+)
 from ranks import Rank, on_ranks
 
 CLOSE: dict[str, float] = {"rtol": 2e-5, "atol": 1e-6}
@@ -291,20 +302,17 @@ def test_ignored_parameters(rank: Rank) -> None:
 @on_ranks(2, 4)
 def test_messages(rank: Rank) -> None:
     """Nothing is gathered; each unit is all-reduced once, in backward's order, in predictable bytes."""
-    before, GlooTransport.tiny_bytes = GlooTransport.tiny_bytes, 0
-    try:
+    with tiny_units():
         model = by_blocks(build(), rank)
-        for step in range(2):
-            with record() as forward:
-                loss = square_loss(step)(model, rank.rank)
-            with record() as backward:
-                loss.backward()
-            assert forward == []
-            assert {c.kind for c in backward} == {"all_reduce"}
-            assert [c.unit for c in backward] == ["blocks.2", "blocks.1", "blocks.0", ""]
-            assert len({c.launch for c in backward}) == 4
-    finally:
-        GlooTransport.tiny_bytes = before
+    for step in range(2):
+        with record() as forward:
+            loss = square_loss(step)(model, rank.rank)
+        with record() as backward:
+            loss.backward()
+        assert forward == []
+        assert {c.kind for c in backward} == {"all_reduce"}
+        assert [c.unit for c in backward] == ["blocks.2", "blocks.1", "blocks.0", ""]
+        assert len({c.launch for c in backward}) == 4
     sizes = {c.unit: c.numel for c in backward}
     for unit in nested_units(model):
         numels = [p.numel() for p in _own(unit)]
@@ -321,7 +329,7 @@ def _own(unit: Any) -> list[torch.Tensor]:
 @on_ranks(2)
 def test_large_gradients_travel_from_where_they_are(rank: Rank) -> None:
     """A large parameter is all-reduced by itself, without a copy into a message."""
-    rows = 2 * GlooTransport.direct_bytes // 4 // 16
+    rows = 2 * transport_of(rank).direct_bytes // 4 // 16
     model = replicate(nn.Linear(16, rows), mesh=rank.mesh)
     with record() as seen:
         model(batch(rank.rank, 0, 2, 16)).sum().backward()

@@ -31,6 +31,7 @@ from fullshard.transport import (
     SymmetricMemoryReduceScatter,
     Transport,
     make_transport,
+    part_of,
     record,
 )
 from fullshard.transport.collective import nccl_reduction
@@ -680,6 +681,14 @@ def test_gloo_group_gets_the_gloo_transport(rank: Rank) -> None:
         transport.separate_reduce_group(enable)
         assert transport.reduce_group is transport.group
     assert issubclass(NcclTransport, CollectiveTransport)
+
+
+@on_ranks(2)
+def test_part_of_a_group_has_its_timeout(rank: Rank) -> None:
+    """A group that is made from the user's gives up on silent ranks when the user's does."""
+    timeout = timedelta(seconds=77)
+    part = part_of(dist.new_group(timeout=timeout), list(range(rank.world_size)), "test")
+    assert part._get_backend(torch.device("cpu")).options._timeout == timeout
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,8 @@ class Scatter(Gather):
     def __call__(  # type: ignore[override]
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
-        assert op == dist.ReduceOp.SUM
+        # NCCL is asked for means where that is all of the division.
+        assert op == dist.ReduceOp.SUM or (op == dist.ReduceOp.AVG and input_tensor.device.type != "cpu")
         self.called.append((input_tensor.numel(), input_tensor.dtype, async_op))
         self.groups.add(tuple(dist.get_process_group_ranks(group)))
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op=not self.done)

@@ -237,7 +237,7 @@ def test_tied_and_single(rank: Rank) -> None:
     assert_close(clip_grad_norm_(parameter, 9.0), torch.tensor(2.0), "single", **CLOSE)
     exhausted = (p for p in ())
     with pytest.warns(UserWarning, match="exhausted"):
-        assert_equal(clip_grad_norm_(exhausted, 1.0), torch.tensor(0.0), "none")
+        assert_equal(clip_grad_norm_(exhausted, 1.0), torch.tensor(0.0, device="cpu"), "none")
 
 
 @on_ranks(4)

@@ -243,7 +243,7 @@ def collect(parameter: torch.Tensor) -> torch.Tensor:
         return parameter.full_tensor()
     pieces: list[Any] = [None, None]
     dist.all_gather_object(pieces, parameter.detach())
-    return torch.cat([piece.view(-1) for piece in pieces]).view(5, 3)
+    return torch.cat([piece.view(-1).to(parameter.device) for piece in pieces]).view(5, 3)
 
 
 @on_ranks(2)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from compare import assert_equal
@@ -135,7 +134,7 @@ def test_same_bits(rank: Rank, options: dict[str, Any], budget: int | None, clip
 @on_ranks(4)
 def test_replicas(rank: Rank) -> None:
     """On a 2-D mesh too."""
-    model, other = build(rank, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    model, other = build(rank, rank.make_mesh(2, 2, names=("replicate", "shard")))
     optimizers = overlap(adam(model), model), localize(adam(other))
     for number in range(4):
         step(rank, model, optimizers[0], number)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from compare import assert_close, assert_equal, fqn_of
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy, fully_shard, replicate
 from fullshard.engine.ownership import nested_units
 from fullshard.engine.unit import Phase
-from fullshard.transport import GlooTransport, base
+from fullshard.transport import base
 from fullshard.wrap import ModuleWrapPolicy
 from ranks import Rank
 
@@ -249,11 +249,17 @@ def assert_same_gradients(model: nn.Module, reference: nn.Module, *, rtol: float
             assert_close(found, value, name, rtol=rtol, atol=atol)
 
 
+def sgd(model: nn.Module, rate: float) -> torch.optim.SGD:
+    """Plain SGD. Not foreach, which torch takes on accelerators, where plain tensors are beside DTensors: it raises."""
+    kinds = {isinstance(parameter, DTensor) for parameter in model.parameters()}
+    return torch.optim.SGD(model.parameters(), lr=rate, foreach=False if len(kinds) > 1 else None)
+
+
 def train(
     model: nn.Module, rank: Rank, loss_at: Callable[[int], LossOf], steps: int = 10, rate: float = EXACT_RATE
 ) -> torch.Tensor:
     """Train with SGD; this rank's losses, one per step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    optimizer = sgd(model, rate)
     losses = []
     for step in range(steps):
         loss = loss_at(step)(model, rank.rank)
@@ -290,17 +296,6 @@ def gathered(model: nn.Module) -> list[str]:
 
 
 # ---------------------------------------------------------------- order of events
-
-
-@contextlib.contextmanager
-def no_tiny_units() -> Iterator[None]:
-    """Units made inside travel alone, however small."""
-    usual = GlooTransport.tiny_bytes
-    GlooTransport.tiny_bytes = 0
-    try:
-        yield
-    finally:
-        GlooTransport.tiny_bytes = usual
 
 
 class Events(list[str]):

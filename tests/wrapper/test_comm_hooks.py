@@ -12,11 +12,10 @@ from torch import nn
 from compare import assert_close, assert_equal
 from fullshard import FullyShardedDataParallel, ShardingStrategy, comm_hooks
 from fullshard.comm_hooks import DefaultState, LowPrecisionState
-from fullshard.transport import Division, GlooTransport, Move, Parcel, make_transport, record
+from fullshard.transport import Division, Move, Parcel, make_transport, record
 from fullshard.transport.hooked import HookedTransport
 from ranks import Rank, on_ranks
 
-CPU = torch.device("cpu")
 MEAN = Division(1.0, 2.0)  # of two ranks
 SIZES = (1, 5, 70_000)
 
@@ -34,7 +33,7 @@ class Recorder:
 
 
 def hooked(rank: Rank, hook: Any, state: Any = None) -> HookedTransport:
-    return HookedTransport(make_transport(rank.group, CPU), state, hook)
+    return HookedTransport(make_transport(rank.group, rank.device), state, hook)
 
 
 def noise(rank: int, numel: int) -> torch.Tensor:
@@ -110,11 +109,11 @@ def test_gathers_and_memory_are_the_bases(rank: Rank) -> None:
     wait(transport.gather([Parcel("a", [Move(torch.full((3,), float(rank.rank)), region)])]))
     assert_equal(region, torch.tensor([0.0, 0, 0, 1, 1, 1]), "gathered")
     assert not hook.seen
-    assert transport.tiny_bytes == GlooTransport.tiny_bytes
+    assert transport.tiny_bytes == transport.base.tiny_bytes
     assert transport.direct_bytes > 2**60, "gradients of a bucket are one move"
-    assert transport.allocate("reduce", 4, torch.float32, CPU) is None
+    assert transport.allocate("reduce", 4, torch.float32, rank.device) is None
     transport.separate_reduce_group(True)
-    assert transport.reduce_group is rank.group
+    assert transport.reduce_group is transport.base.reduce_group
 
 
 @on_ranks(2)
@@ -219,7 +218,7 @@ def test_raising_hook(rank: Rank, where: int) -> None:
     for parcel in parcels:
         assert_equal(parcel.moves[1].piece, sums(rank, parcel.moves[1].piece.numel()), "landed")
     after = numbers(rank, 3)
-    wait(make_transport(rank.group, CPU).reduce([Parcel("c", [after])]))
+    wait(make_transport(rank.group, rank.device).reduce([Parcel("c", [after])]))
     assert_equal(after.piece, sums(rank, 3), "the group goes on")
 
 

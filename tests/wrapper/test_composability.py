@@ -20,6 +20,7 @@ from front_ends import (
     build,
     full_values,
     gathered,
+    sgd,
     square_loss,
     token_loss,
     train,
@@ -181,7 +182,7 @@ def test_accumulation_over_both_front_ends(rank: Rank, outer: str, inner: str, u
             square_loss(0)(model, rank.rank).backward()
             model.set_requires_gradient_sync(True)
     assert not [c for c in seen if c.kind == "reduce"]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model, 0.1)
     square_loss(1)(model, rank.rank).backward()
     optimizer.step()
     theirs = torch.optim.SGD(reference.parameters(), lr=0.1)

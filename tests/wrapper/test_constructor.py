@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from front_ends import no_tiny_units
 from parity import Block, Net, Snapshot, assert_trains_alike, batch, built, mean_square, units_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from engine.models import tiny_units
 from fullshard import (
     BackwardPrefetch,
     CPUOffload,
@@ -195,7 +195,7 @@ def test_collectives_of_strategies(rank: Rank) -> None:
     kinds: dict[str, list[dict[str, int]]] = {}
     for strategy in S:
         mesh = rank.make_mesh(2, 2, names=NAMES) if strategy.hybrid else rank.mesh
-        with no_tiny_units():
+        with tiny_units():
             wrapped = FullyShardedDataParallel(
                 built(Net), sharding_strategy=strategy, auto_wrap_policy=BLOCKS, device_mesh=mesh
             )
@@ -284,14 +284,14 @@ def test_cpu_offload(rank: Rank, offload: CPUOffload, use_orig_params: bool) -> 
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("device", [torch.device("cpu"), None], ids=str)
-def test_device_id(rank: Rank, device: torch.device | None) -> None:
-    """The CPU is a device to compute on, said or not."""
+@pytest.mark.parametrize("said", [True, False])
+def test_device_id(rank: Rank, said: bool) -> None:
+    """The device to compute on, the CPU too, may be said, or left to be found out."""
     model = built(Net)
     reference = copy.deepcopy(model)
-    wrapped = FullyShardedDataParallel(model, device_id=device, auto_wrap_policy=BLOCKS)
-    assert wrapped.compute_device == torch.device("cpu")
-    assert all(unit.compute_device == torch.device("cpu") for unit in FullyShardedDataParallel.fsdp_modules(wrapped))
+    wrapped = FullyShardedDataParallel(model, device_id=rank.device if said else None, auto_wrap_policy=BLOCKS)
+    assert wrapped.compute_device == rank.device
+    assert all(unit.compute_device == rank.device for unit in FullyShardedDataParallel.fsdp_modules(wrapped))
     assert_trains_alike(wrapped, reference, rank, steps=1)
 
 
@@ -371,7 +371,7 @@ WRONG: dict[str, tuple[Callable[[Rank], dict[str, Any]], type[Exception], str]] 
         TypeError,
         "mixed_precision.*MixedPrecisionPolicy",
     ),
-    "init": (lambda r: {"param_init_fn": torch.zeros(3)}, ValueError, "param_init_fn"),
+    "init": (lambda r: {"param_init_fn": torch.zeros(3, device="cpu")}, ValueError, "param_init_fn"),
     "device": (lambda r: {"device_id": "cpu"}, TypeError, "device_id.*str"),
     "meta device": (lambda r: {"device_id": torch.device("meta")}, ValueError, "device_id.*meta"),
     "sync": (lambda r: {"sync_module_states": 1}, ValueError, "sync_module_states.*True or False"),
@@ -400,6 +400,7 @@ def test_wrong_arguments(rank: Rank, name: str) -> None:
     FullyShardedDataParallel(model)  # works still
 
 
+@pytest.mark.cpu_only("says what is wrong on a machine without accelerator")
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="says what is wrong on a machine without accelerator")
 @on_ranks(2)
 @pytest.mark.parametrize("device", ["cuda:0", "cuda", "xpu:1"])

@@ -237,7 +237,7 @@ def test_failing_on_one_rank(rank: Rank, sync: bool, policy: Any) -> None:
     def init(module: nn.Module) -> None:
         if rank.rank == 1:
             raise OSError("file not found")
-        module.to_empty(device="cpu", recurse=False)
+        module.to_empty(device=rank.device, recurse=False)
 
     kind, match = (OSError, "file not found") if rank.rank == 1 else (FullshardError, "another rank")
     with pytest.raises(kind, match=match):

@@ -181,7 +181,7 @@ MOVES: dict[str, tuple[Callable[[nn.Module], nn.Module], torch.dtype]] = {
     "bfloat16": (lambda m: m.bfloat16(), torch.bfloat16),
     "half": (lambda m: m.half(), torch.float16),
     "there and back": (lambda m: m.double().float(), torch.float32),
-    "nothing": (lambda m: m.to("cpu"), torch.float32),
+    "nothing": (lambda m: m.to(torch.empty(0).device), torch.float32),
 }
 
 

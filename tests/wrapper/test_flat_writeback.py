@@ -118,7 +118,7 @@ def test_new_flat_parameters_count(rank: Rank, way: str, strategy: ShardingStrat
     model, reference = with_reference(Mlp(5, 7, 3), rank, sharding_strategy=strategy)
     changed(reference)
     parameters = list(reference.parameters())
-    alone = Rank(0, 1, rank.mesh, rank.group)
+    alone = Rank(0, 1, rank.mesh, rank.group, rank.device)
     new = slice_of(parameters, alone if strategy is ShardingStrategy.NO_SHARD else rank)
     WAYS[way](model.module, "_flat_param", new)
     assert_equal(run(model), run(reference), "output")

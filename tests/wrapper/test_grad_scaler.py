@@ -22,7 +22,12 @@ INF = float("inf")
 
 
 def make_scaler(**options: Any) -> ShardedGradScaler:
-    return ShardedGradScaler(**{"device": "cpu", "init_scale": 8.0, "growth_interval": 2, **options})
+    return ShardedGradScaler(**{"device": here(), "init_scale": 8.0, "growth_interval": 2, **options})
+
+
+def here() -> str:
+    """The type of device that tensors of these tests are on."""
+    return torch.empty(0).device.type
 
 
 def parameter(*gradient: float, dtype: torch.dtype = torch.float32, of: float = 1.0) -> nn.Parameter:
@@ -100,7 +105,7 @@ def test_what_is_not_finite(rank: Rank, bad: float) -> None:
 def test_sharded_model_trains_as_unsharded(rank: Rank, options: dict[str, Any], unscale_first: bool) -> None:
     """DTensor gradients: with one overflowing step among five, weights and scale are those of a plain scaler."""
     model, reference = model_and_reference(rank)
-    scaler, plain = make_scaler(), torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    scaler, plain = make_scaler(), torch.amp.GradScaler(here(), init_scale=8.0, growth_interval=2)
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.1, **options) for m in (model, reference)]
     for step in range(5):
         x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
@@ -256,7 +261,7 @@ def test_state_dict(rank: Rank) -> None:
     scaler = make_scaler()
     scaler.step(scaled(scaler, [parameter(INF)]))
     scaler.update()
-    for fresh in (make_scaler(), torch.amp.GradScaler("cpu")):
+    for fresh in (make_scaler(), torch.amp.GradScaler(here())):
         fresh.load_state_dict(scaler.state_dict())
         assert fresh.get_scale() == 4.0 and fresh.get_growth_interval() == 2
 
@@ -287,7 +292,7 @@ def test_wrapped_model(rank: Rank, strategy: ShardingStrategy, use_orig_params: 
     model = FullyShardedDataParallel(
         copy.deepcopy(reference), rank.group, sharding_strategy=strategy, use_orig_params=use_orig_params
     )
-    scaler, plain = make_scaler(), torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    scaler, plain = make_scaler(), torch.amp.GradScaler(here(), init_scale=8.0, growth_interval=2)
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, reference)]
     for step in range(4):
         x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))

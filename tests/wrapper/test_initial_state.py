@@ -20,7 +20,7 @@ from ranks import Rank, on_ranks
 S = ShardingStrategy
 BLOCKS = ModuleWrapPolicy({Block})
 MODES = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
-META, CPU = torch.device("meta"), torch.device("cpu")
+META = torch.device("meta")
 
 
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
@@ -62,7 +62,7 @@ class Nested(nn.Module):
 
 def fill(module: nn.Module) -> None:
     """A ``param_init_fn``: memory, and values that depend on the shapes only."""
-    module.to_empty(device="cpu", recurse=False)
+    module.to_empty(device=torch.empty(0).device, recurse=False)  # the rank's
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         with torch.no_grad():
             tensor.copy_(torch.linspace(-0.5, 0.5, tensor.numel()).reshape(tensor.shape))
@@ -212,8 +212,7 @@ def test_failing_initialisation(rank: Rank, kind: str, policy: Any, use_orig_par
     if kind == "no reset":
         model.head.__class__ = Head
     else:
-        with CPU:
-            model.first = built(lambda: nn.Linear(6, 6))
+        model.first = built(lambda: nn.Linear(6, 6))
         reference.first.load_state_dict(model.first.state_dict())
     before = Snapshot.of(model)
 
@@ -318,7 +317,7 @@ def test_weights_on_the_first_rank_only(rank: Rank, policy: Any, use_orig_params
         model,
         auto_wrap_policy=policy,
         sync_module_states=True,
-        param_init_fn=lambda module: module.to_empty(device="cpu", recurse=False),
+        param_init_fn=lambda module: module.to_empty(device=rank.device, recurse=False),
         use_orig_params=use_orig_params,
     )
     assert_states_alike(wrapped, reference)
@@ -354,7 +353,7 @@ def test_sync_of_all_dtypes(rank: Rank, use_orig_params: bool) -> None:
     wrapped = FullyShardedDataParallel(model, sync_module_states=True, use_orig_params=use_orig_params)
     plain = {name: value.resolve_conj().contiguous() for name, value in wrapped.state_dict().items()}
     both: list[Any] = [None, None]
-    dist.all_gather_object(both, {name: value.view(torch.uint8).clone() for name, value in plain.items()})
+    dist.all_gather_object(both, {name: value.view(torch.uint8).clone().cpu() for name, value in plain.items()})
     for name, found in both[0].items():
         assert_equal(both[1][name], found, name)
     if rank.rank == 0:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from front_ends import no_tiny_units
 from wrapped import (
     DIM,
     FULL,
@@ -26,6 +25,7 @@ from wrapped import (
 )
 
 from compare import assert_close
+from engine.models import tiny_units
 from fullshard import (
     CPUOffload,
     MixedPrecision,
@@ -46,7 +46,7 @@ from ranks import Rank, on_ranks
 @both_forms
 def test_no_sync_counts(rank: Rank, strategy: ShardingStrategy, first: int, again: int, orig: bool) -> None:
     """Nothing is reduced inside, and what is kept from forward to backward is not gathered again."""
-    with no_tiny_units():
+    with tiny_units():
         model, reference = wrapped(rank, strategy, use_orig_params=orig)
     with record() as seen, model.no_sync():
         backward(rank, model, 0)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from wrapped import assert_states_close
 
 from checkpoint.kinds import KINDS, Model, adam, build, every_kind, train
-from checkpoint.optimizers import OPTIMIZERS, assert_states_close, held_by, joined, map_leaves, trained
+from checkpoint.optimizers import OPTIMIZERS, held_by, joined, map_leaves, trained
 from compare import assert_equal
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy, fully_shard
@@ -87,6 +88,7 @@ def test_equals_the_unwrapped_optimizer(rank: Rank, kind: str, form: StateDictTy
     train(model, optimizer, 0, 3)
     state, expected = save(model, optimizer, form), full_reference()
     assert_states_close(whole(state["state"]), expected["state"])
+    assert {values["exp_avg"].device for values in state["state"].values()} == {torch.device("cpu")}, "offload_to_cpu"
     (group,) = state["param_groups"]
     assert sorted(group["params"]) == sorted(expected["param_groups"][0]["params"])
     assert group["lr"] == 0.01 and group["betas"] == (0.9, 0.999)
@@ -207,7 +209,9 @@ def test_units_of_both_front_ends(rank: Rank) -> None:
     model.blocks[1] = FSDP(model.blocks[1], device_mesh=rank.mesh)
     optimizer = adam(model)
     train(model, optimizer, 0, 3)
-    sharded = save(model, optimizer, SHARDED)
+    on_device = ShardedOptimStateDictConfig(offload_to_cpu=False)
+    with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(), on_device):
+        sharded = FSDP.optim_state_dict(model, optimizer)
     assert sharded["state"]["blocks.0.0.weight"]["exp_avg"] is not None
     live = next(p for n, p in model.named_parameters() if n == "blocks.0.0.weight")
     held = optimizer.state[live]["exp_avg"]

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from front_ends import no_tiny_units
 from parity import Block, Net, assert_states_alike, assert_trains_alike, batch, built, mean_square
 from torch import nn
 
 from compare import assert_close, assert_equal
+from engine.models import tiny_units
 from fullshard import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fullshard.transport import record
 from fullshard.wrap import ModuleWrapPolicy
@@ -61,7 +61,7 @@ def test_dtypes_that_travel(
 ) -> None:
     """Parameters travel in param_dtype, gradients in reduce_dtype or else param_dtype; shards stay as they were."""
     model = built(Net).requires_grad_(True)
-    with no_tiny_units():  # of which none would be gathered in backward
+    with tiny_units():  # of which none would be gathered in backward
         wrapped = FullyShardedDataParallel(
             model, auto_wrap_policy=BLOCKS, mixed_precision=precision, use_orig_params=use_orig_params
         )

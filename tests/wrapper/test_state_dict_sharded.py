@@ -127,7 +127,7 @@ def test_config(rank: Rank, with_mesh: bool, orig: bool) -> None:
         state = sharded(model, config)
         for name, parameter in reference.named_parameters():
             assert isinstance(state[name], DTensor), name
-            assert_equal(state[name].full_tensor(), parameter.detach(), name)
+            assert_equal(state[name].full_tensor().to(rank.device), parameter.detach(), name)
 
 
 @on_ranks(4)

@@ -16,6 +16,7 @@ from wrapped import (
     Net,
     Part,
     assert_same_outputs,
+    backward,
     both_backward,
     both_forms,
     check_gradients,
@@ -82,12 +83,33 @@ def test_with_grads_none(rank: Rank, offload: bool) -> None:
     model, _ = wrapped(rank, use_orig_params=True)
     with FSDP.summon_full_params(model, with_grads=True, offload_to_cpu=offload):
         assert all(p.grad is None for p in model.parameters())
-        model.module.first.weight.grad = torch.arange(DIM * DIM).float().view(DIM, DIM)
+        weight = model.module.first.weight
+        weight.grad = torch.arange(DIM * DIM).float().view(DIM, DIM).to(weight.device)
     names = [name for name, p in model.named_parameters() if p.grad is not None]
     assert names == ["_fsdp_wrapped_module.first.weight"]
     grad = model.module.first.weight.grad
     assert grad is not None
     assert_equal(joined(rank, grad), torch.arange(DIM * DIM).float(), "gradient")
+
+
+@on_ranks(2)
+@both_forms
+def test_with_grads_offloaded(rank: Rank, orig: bool) -> None:
+    """Gradients that are changed in CPU memory are those of the units afterwards, of both front ends'."""
+    torch.manual_seed(0)
+    model = Net()
+    fully_shard(model.parts[0], mesh=rank.mesh)
+    outer = FSDP(model, use_orig_params=orig)
+    backward(rank, outer)
+    with FSDP.summon_full_params(outer, writeback=False, with_grads=True):
+        before = {name: p.grad.clone() for name, p in outer.named_parameters() if p.grad is not None}
+    with FSDP.summon_full_params(outer, with_grads=True, offload_to_cpu=True):
+        for p in outer.parameters():
+            assert p.grad is not None and p.grad.device.type == "cpu"
+            p.grad.mul_(2)
+    with FSDP.summon_full_params(outer, writeback=False, with_grads=True):
+        for name, p in outer.named_parameters():
+            assert_equal(p.grad, 2 * before[name], name)
 
 
 @on_ranks(2)

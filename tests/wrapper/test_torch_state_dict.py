@@ -30,6 +30,7 @@ from wrapped import (
     assert_dicts_equal,
     assert_same_outputs,
     backward,
+    on_cpu,
     other_net,
     placed,
     raised_everywhere,
@@ -127,12 +128,12 @@ def test_model_out(rank: Rank, kind: str) -> None:
     rows = get_model_state_dict(model)
     assert all(isinstance(rows[name], DTensor) for name, _ in net().named_parameters())
     assert_dicts_equal(whole(rows), expected)
-    on_cpu = get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))
-    assert_dicts_equal(whole(on_cpu), expected)
+    offloaded = get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))
+    assert_dicts_equal(on_cpu(whole(offloaded)), on_cpu(expected))
     state = get_model_state_dict(model, options=WHOLE)
     assert all(type(value) is torch.Tensor for value in state.values())
     assert_dicts_equal(state, expected)
-    assert_dicts_equal(get_model_state_dict(model, options=RANK0), expected if rank.rank == 0 else {})
+    assert_dicts_equal(get_model_state_dict(model, options=RANK0), on_cpu(expected) if rank.rank == 0 else {})
     assert_dicts_equal(get_model_state_dict(made(rank, "plain", net())), expected)
 
 
@@ -330,7 +331,7 @@ def test_optimizer_out(rank: Rank, kind: str) -> None:
     assert_optimizers_equal(get_optimizer_state_dict(model, ours, options=WHOLE), expected)
     first = get_optimizer_state_dict(model, ours, options=RANK0)
     if rank.rank == 0:
-        assert_optimizers_equal(first, expected)
+        assert_optimizers_equal(first, on_cpu(expected))
     else:
         assert not first or not any(first.values())
     flat = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
@@ -427,7 +428,7 @@ def save_checkpoint(rank: Rank, kind: str, path: str) -> None:
     dcp.save({"model": state, "optim": optim_state}, checkpoint_id=path)
     everything = whole({"model": state, "optim": optim_state})
     if rank.rank == 0:
-        torch.save(everything, f"{path}.whole")
+        torch.save(on_cpu(everything), f"{path}.whole")
 
 
 def load_checkpoint(rank: Rank, kind: str, path: str) -> None:
@@ -437,8 +438,9 @@ def load_checkpoint(rank: Rank, kind: str, path: str) -> None:
     dcp.load({"model": state, "optim": optim_state}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optim_state)
     expected = torch.load(f"{path}.whole")
-    assert_dicts_equal(get_model_state_dict(model, options=WHOLE), expected["model"])
-    assert_optimizers_equal(whole(get_optimizer_state_dict(model, optimizer)), expected["optim"], exact=True)
+    assert_dicts_equal(on_cpu(get_model_state_dict(model, options=WHOLE)), expected["model"])
+    held = whole(get_optimizer_state_dict(model, optimizer))
+    assert_optimizers_equal(on_cpu(held), expected["optim"], exact=True)
     step(rank, model, optimizer, 1)
 
 

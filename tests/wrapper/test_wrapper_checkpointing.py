@@ -58,7 +58,7 @@ class CopiedInBackward(ActivationWrapper):
 
 def contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in row-major order at the start of an allocation, as ``save_on_cpu(pin_memory=True)`` makes it."""
-    return torch.empty(tensor.size(), dtype=tensor.dtype).copy_(tensor)
+    return torch.empty(tensor.size(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def as_it_is(module: nn.Module) -> nn.Module:

@@ -167,9 +167,9 @@ def test_replicas_stay_alike(rank: Rank, use_orig_params: bool) -> None:
     train(model, rank, square_loss, 4)
     for name, value in full_values(model).items():
         others: list[Any] = [None] * rank.world_size
-        dist.all_gather_object(others, value)
+        dist.all_gather_object(others, value.cpu())
         for other in others:
-            assert_equal(other, value, name)
+            assert_equal(other, value.cpu(), name)
 
 
 @on_ranks(2)

@@ -19,7 +19,6 @@ from front_ends import (
     full_gradients,
     full_values,
     gathered,
-    no_tiny_units,
     reference_backward,
     square_loss,
     train,
@@ -29,6 +28,7 @@ from front_ends import (
 from torch import nn
 
 from compare import assert_close, assert_equal
+from engine.models import tiny_units
 from fullshard import FullyShardedDataParallel, ShardingStrategy
 from fullshard.engine.ownership import nested_units
 from fullshard.transport import record
@@ -48,7 +48,7 @@ def test_frozen_units_are_freed_in_backward(rank: Rank, strategy: str, use_orig_
     reference = build(Stack, 4)
     for frozen in (reference.first, reference.blocks[0], reference.blocks[2]):
         frozen.requires_grad_(False)
-    with no_tiny_units():
+    with tiny_units():
         model = wrapped(reference, rank, sharding_strategy=ShardingStrategy[strategy], use_orig_params=use_orig_params)
     for step in range(2):
         loss = square_loss(step)(model, rank.rank)
@@ -176,7 +176,7 @@ def test_two_units_are_full_at_a_time(rank: Rank, strategy: str, use_orig_params
     FULL_SHARD keeps the last one only.
     """
     reference = build(Stack, 6)
-    with no_tiny_units():
+    with tiny_units():
         model = wrapped(reference, rank, sharding_strategy=ShardingStrategy[strategy], use_orig_params=use_orig_params)
     full = {"forward": [0], "backward": [0]}
 

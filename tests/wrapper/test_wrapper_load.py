@@ -26,6 +26,7 @@ from wrapped import (
     both_forms,
     check_gradients,
     check_steps,
+    on_cpu,
     other_net,
     plain_strategies,
     reference_backward,
@@ -108,11 +109,11 @@ def test_load_that_differs(rank: Rank) -> None:
     model.load_state_dict(nets[rank.rank].state_dict())
     state = model.state_dict()
     states: list[Any] = [None] * rank.world_size
-    dist.all_gather_object(states, dict(state))
+    dist.all_gather_object(states, {name: value.cpu() for name, value in state.items()})
     first, last = "first.weight", "last.bias"  # the ends of the root's concatenation
     for found in states:
-        assert_equal(found[first], nets[0].first.weight.detach(), first)
-        assert_equal(found[last], nets[-1].last.bias.detach(), last)
+        assert_equal(found[first], nets[0].first.weight.detach().cpu(), first)
+        assert_equal(found[last], nets[-1].last.bias.detach().cpu(), last)
     assert_equal(state["steps"], nets[rank.rank].steps, "buffers are not sharded")
 
 
@@ -262,7 +263,7 @@ def test_files(rank: Rank, strategy: ShardingStrategy, orig: bool, tmp_path: Pat
     path = tmp_path / f"{rank.rank}.safetensors"
     save_file(state, path)
     loaded = load_file(path)
-    assert_dicts_equal({name: loaded[name] for name in state}, state)
+    assert_dicts_equal({name: loaded[name] for name in state}, on_cpu(state))
     other = FSDP(Net(), use_orig_params=not orig)
     other.load_state_dict(loaded)
     assert_same_outputs(rank, other, model)

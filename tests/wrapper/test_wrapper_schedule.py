@@ -19,7 +19,6 @@ from front_ends import (
     batch,
     build,
     gathered,
-    no_tiny_units,
     reference_backward,
     square_loss,
     train,
@@ -30,6 +29,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from compare import assert_close
+from engine.models import tiny_units
 from fullshard import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
 from fullshard.activation_checkpoint import apply_activation_checkpointing
 from fullshard.transport import record
@@ -42,7 +42,7 @@ def make(rank: Rank, depth: int = 3, **options: Any) -> tuple[FullyShardedDataPa
     """A wrapped stack of units that travel alone, and its log."""
     events = Events()
     model = build(Stack, depth)
-    with no_tiny_units():
+    with tiny_units():
         wrapper = wrapped(model, rank, **options)
     wrapper.module.log = events
     for block in wrapper.blocks:

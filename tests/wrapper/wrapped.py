@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from checkpoint import optimizers
 from compare import assert_equal, assert_models_equal
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy
@@ -103,8 +104,8 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
 def joined(rank: Rank, piece: torch.Tensor) -> torch.Tensor:
     """The 1-D pieces of all ranks, one after another: what a parameter's elements are without any help of ours."""
     pieces: list[Any] = [None] * rank.world_size
-    dist.all_gather_object(pieces, piece.detach().clone())
-    return torch.cat([other.flatten() for other in pieces])
+    dist.all_gather_object(pieces, piece.detach().clone().cpu())
+    return torch.cat([other.flatten() for other in pieces]).to(piece.device)
 
 
 def raised_everywhere(rank: Rank, error: BaseException | None) -> None:
@@ -129,6 +130,20 @@ def assert_dicts_equal(actual: Any, expected: Any) -> None:
     for name, value in expected.items():
         mine = actual[name]
         assert_equal(mine.detach() if isinstance(mine, torch.Tensor) else mine, value.detach(), name)
+
+
+def on_cpu(state: Any) -> Any:
+    """The same with tensors in CPU memory, as ``offload_to_cpu`` leaves them."""
+    if isinstance(state, dict):
+        return {name: on_cpu(value) for name, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(on_cpu(value) for value in state)
+    return state.detach().cpu() if isinstance(state, torch.Tensor) else state
+
+
+def assert_states_close(actual: Any, expected: Any, *, exact: bool = False) -> None:
+    """As the function of the same name for checkpoints, wherever values are: full states are in CPU memory."""
+    optimizers.assert_states_close(on_cpu(actual), on_cpu(expected), exact=exact)
 
 
 def edit(model: nn.Module, factor: float = 2.0) -> None:

@@ -1,0 +1,213 @@
+"""``python -m bench.gpu``: what it concludes from measurements made by hand, and a rehearsal on the emulated device."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench.environment import REPOSITORY
+from bench.gpu import overlap, page, parts, step, suite
+from bench.gpu.parts import PARTS, Settings
+
+MISSING = runpy.run_path(str(REPOSITORY / "tests" / "accelerator" / "build.py"))["missing"]()
+SETTINGS = Settings("emulated", small=True, results="", seconds=1.0)
+
+
+def run_gpu(*arguments: str, timeout: float = 590) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "bench.gpu", *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+def test_without_a_gpu_it_says_so_and_succeeds(tmp_path: Path) -> None:
+    """Without a CUDA device nothing is run, and nothing written."""
+    answer = run_gpu("--results", str(tmp_path))
+    assert answer.returncode == 0, answer.stderr
+    assert "no CUDA device" in answer.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_part_is_refused() -> None:
+    """An unknown part is refused with those that are known."""
+    answer = run_gpu("--only", "nothing")
+    assert answer.returncode == 2
+    assert "overlap" in answer.stderr
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_rehearsal(tmp_path: Path) -> None:
+    """Every part runs on the emulated accelerator, and the page says that nothing there is a measurement."""
+    names = [part.name for part in PARTS if part.name != "step, 1 of 8, fp32"]  # the code of the other two
+    only = [word for name in names for word in ("--only", name)]
+    answer = run_gpu("--device", "emulated", "--small", "--results", str(tmp_path), "--commit", "abc", *only)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    result = json.loads((tmp_path / "gpu_emulated.json").read_text())
+    measured = result["parts"]
+    assert list(measured) == names
+    assert result["environment"]["commit"] == "abc"
+    assert not any(entry.get("failed") or entry.get("not_run") for entry in measured.values()), measured
+    assert all(
+        mode["races"] == 0 and not mode["differ"] and mode["finite"] for mode in measured["races"]["modes"].values()
+    )
+    assert all(fault["races"] > 0 for fault in measured["races"]["faults"].values())
+    assert all(case["forbidden"] == [] for case in measured["graphs"]["cases"].values())
+    assert not measured["tests"]["failures"]
+    one_rank = measured["step, one rank, fp32"]["contestants"]
+    assert one_rank["fullshard"]["losses"] == one_rank["unsharded"]["losses"] == one_rank["fsdp2"]["losses"]
+    text = (tmp_path / "gpu.md").read_text()
+    assert "nothing here is a measurement" in text and "commit abc" in text
+    assert text.count("| fullshard |") == 4
+    assert str(tmp_path) not in text
+
+
+# ---------------------------------------------------------------- parts
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str, seconds: float) -> dict[str, Any]:
+    """``run`` of a part that is this code, in a module of its own."""
+    (folder / "sitecustomize.py").write_text(f"import sys\nif 'bench.gpu.parts' in sys.orig_argv:\n    {code}\n")
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    return parts.run(PARTS[0], replace(SETTINGS, seconds=seconds))
+
+
+def test_a_part_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A part whose process fails is reported with its last line."""
+    result = _run(monkeypatch, tmp_path, "print('out of luck', flush=True); import os; os._exit(3)", 60)
+    assert result["failed"] == "out of luck" and result["log"] == ["out of luck"]
+
+
+def test_a_part_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A part that takes too long is ended with all it started, and reported."""
+    begun = time.monotonic()
+    code = "import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"
+    result = _run(monkeypatch, tmp_path, code, 2)
+    assert result["failed"] == "not done after 2 s"
+    assert time.monotonic() - begun < 40
+
+
+def test_the_parts_fit_into_ten_minutes() -> None:
+    """Time limits add up to less than ten minutes, and every part has a section on the page."""
+    assert sum(part.seconds for part in PARTS) < 590
+    assert {part.name.split(",")[0] for part in PARTS} == set(page._SECTIONS)
+
+
+def test_the_tests_of_the_suite_exist() -> None:
+    """Every file that the suite is told to run is there."""
+    missing = [name for name in (*suite.FILES, *suite.REHEARSED) if not (REPOSITORY / "tests" / name).exists()]
+    assert not missing
+
+
+# ---------------------------------------------------------------- the page
+
+
+def test_the_page_is_that_of_the_results() -> None:
+    """docs/gpu.md is what the latest results give, or says that there are none."""
+    assert page.PAGE.read_text(encoding="utf-8") == page.render(page.load())
+
+
+def test_a_failed_part_is_on_the_page() -> None:
+    """The page says of a part that failed why, and of one that was not reached that it was not run."""
+    environment = dict.fromkeys(("torch", "python", "system", "cpu", "device", "commit", "date"), "x") | {"cores": 1}
+    result = {
+        "device": "cuda",
+        "small": False,
+        "environment": environment,
+        "cuda": "13",
+        "nccl": "2",
+        "parts": {"graphs": {"failed": "out of luck", "seconds": 3.0}},
+    }
+    text = page.render(result)
+    assert "Failed after 3 s: out of luck" in text
+    assert text.count("Not run.") == len(PARTS) - 1
+
+
+# ---------------------------------------------------------------- what the parts conclude
+
+
+def test_hidden_communication() -> None:
+    """Messages count as hidden while a kernel of the busiest other stream runs, however the spans lie."""
+
+    def kernel(name: str, stream: int, begin: float, end: float) -> dict[str, Any]:
+        return {"cat": "kernel", "ph": "X", "name": name, "ts": begin, "dur": end - begin, "args": {"stream": stream}}
+
+    message = "void at::cuda::(anonymous namespace)::spin_kernel(long)"
+    events = [
+        kernel(message, 20, 0, 10),
+        kernel(message, 24, 20, 30),
+        kernel("gemm", 7, 5, 22),
+        kernel("gelu", 7, 21, 24),
+        kernel("copy", 20, 26, 27),  # into a message: neither
+        {"cat": "cpu_op", "ph": "X", "name": "aten::mm", "ts": 0, "dur": 100},
+    ]
+    found = overlap.hidden(events)
+    assert found["message_seconds"] == pytest.approx(20e-6)
+    assert found["computation_seconds"] == pytest.approx(19e-6)
+    assert found["hidden_share"] == pytest.approx((5 + 4) / 20)
+    assert overlap.hidden([])["hidden_share"] == 0.0
+
+
+def test_copying_kernels_are_told_from_others() -> None:
+    """Kernels that only move data are found by name."""
+    spans = [
+        ("Memcpy DtoD (Device -> Device)", 1.0),
+        ("void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda(...)>", 2.0),
+        ("void at::native::detail::chunk_cat_cuda_kernel<float>", 4.0),
+        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy_vectorized<...>", 8.0),
+        ("void at::native::detail::split_with_sizes_copy_out_contiguous_no_cast_kernel", 16.0),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..., Copy<float, float>>", 32.0),
+        ("sm90_xmma_gemm_f32f32_tf32f32", 64.0),
+        ("void at::native::vectorized_layer_norm_kernel<float>", 128.0),
+    ]
+    assert step.copy_time(spans) == 63.0
+
+
+def test_ratios_survive_a_contestant_that_was_not_timed() -> None:
+    """Ratios of time and memory are to FSDP2, and left out where there is no time."""
+
+    def entry(seconds: list[list[float]] | None, allocated: int) -> dict[str, Any]:
+        memory = dict.fromkeys(step.MEMORY_FIELDS, allocated)
+        return {"step_seconds": seconds, "losses": [1.0], "memory": memory, "copy_seconds": None}
+
+    measured = {"fsdp2": entry([[2.0]], 100), "fullshard": entry([[1.0]], 60)}
+    step.add_ratios(measured)
+    assert measured["fullshard"]["time_ratio_to_fsdp2"]["median"] == 0.5
+    assert measured["fullshard"]["memory_ratio_to_fsdp2"]["peak_allocated_bytes"] == 0.6
+    untimed = {name: entry(None, 100) for name in measured}
+    step.add_ratios(untimed)
+    assert "| fsdp2 | - | - |" in step.table({"contestants": untimed, "not_run": {"interleaved timing": "x"}})
+
+
+def test_reports_of_pytest_are_read(tmp_path: Path) -> None:
+    """Outcomes are counted by file, and failures kept."""
+    path = tmp_path / "report.xml"
+    path.write_text(
+        """<testsuites><testsuite>
+        <testcase classname="tests.engine.test_a" name="one"/>
+        <testcase classname="tests.engine.test_a" name="two"><failure message="no">long</failure></testcase>
+        <testcase classname="tests.engine.test_b" name="three"><skipped message="why"/></testcase>
+        <testcase name="interrupted"/>
+        </testsuite></testsuites>"""
+    )
+    found = suite.read_report(path)
+    assert found["files"] == {"engine/test_a": {"passed": 1, "failed": 1}, "engine/test_b": {"skipped": 1}}
+    assert found["failures"] == {"engine/test_a::two": "no\nlong"}
+    assert "| all | 1 | 1 | 1 |" in suite.table({**found, "stopped_by_the_time_limit": True})
