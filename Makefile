@@ -18,7 +18,13 @@ ifeq ($(filter $(CPU),$(CPUS)),)
 $(error CPU=$(CPU): expected one of $(CPUS))
 endif
 
-.PHONY: help train test test-clients fuzz lint bench clean
+# What runs on the emulated accelerator: all that is general, and of that a part in every run of the tests.
+ON_ACCELERATOR := tests/engine tests/optim tests/wrapper tests/checkpoint
+SOME_ON_ACCELERATOR := $(addprefix tests/,engine/test_training.py engine/test_collectives.py engine/test_offload.py \
+	engine/test_hsdp.py engine/test_mixed_precision.py engine/test_recovery.py optim/test_step_overlap.py \
+	wrapper/test_wrapper_training.py checkpoint/test_save_load.py)
+
+.PHONY: help train test test-accelerator test-clients fuzz lint bench gpu clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -28,9 +34,13 @@ train: $(STAMP)  ## train a small GPT on real text, sharded over local ranks (AR
 
 test: $(STAMP)   ## run the whole test suite, then ruff and mypy (CPU=avx2 limits the instruction sets of kernels)
 	$(CPU_$(CPU)) $(VENV)/bin/python -m pytest --ignore=tests/clients $(ARGS)
+	$(if $(ARGS),,FULLSHARD_TEST_DEVICE=emulated $(CPU_$(CPU)) $(VENV)/bin/python -m pytest -q $(SOME_ON_ACCELERATOR))
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+test-accelerator: $(STAMP)  ## tests of engine, optimizers, wrapper and checkpoints on the emulated accelerator, with race checks
+	FULLSHARD_TEST_DEVICE=emulated $(VENV)/bin/python -m pytest $(or $(ARGS),$(ON_ACCELERATOR))
 
 test-clients: $(CLIENTS_STAMP)  ## programs that use torch's FSDP, on fullshard: accelerate, transformers, PEFT, Lightning, ...
 	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
@@ -57,6 +67,10 @@ bench: $(STAMP)  ## the CPU benchmarks; results go to bench/results/ and docs/pe
 	$(VENV)/bin/python -m bench.memory_limit_faults --write-document
 	$(VENV)/bin/python -m bench.scaling --write-document
 	$(VENV)/bin/python -m bench.wire --write-document
+
+# On the interpreter at hand, whose torch knows the GPU: constraints.txt pins torch without CUDA.
+gpu:             ## what only a real GPU can show, in ten minutes; results go to bench/results/ and docs/gpu.md
+	PYTHONPATH=src $(PYTHON) -m bench.gpu $(ARGS)
 
 clean:           ## remove the virtual environment and caches
 	rm -rf $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis

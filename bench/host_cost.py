@@ -67,6 +67,7 @@ class Settings:
     rounds: int
     steps_per_round: int
     warmup_steps: int
+    device: str = "cpu"
 
 
 class Runner:
@@ -74,13 +75,17 @@ class Runner:
 
     def __init__(self, system: str, settings: Settings) -> None:
         torch.manual_seed(0)
-        model = tiny_units(settings.units)
-        self.inputs = torch.randn(1, model[0].linear.in_features)
-        self.model: nn.Module = distribute(system, model, TinyUnit, torch.device("cpu"))
+        self.device = torch.device(settings.device)
+        model = tiny_units(settings.units).to(self.device)
+        self.inputs = torch.randn(1, model[0].linear.in_features).to(self.device)
+        self.model: nn.Module = distribute(system, model, TinyUnit, self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     def step(self) -> tuple[float, float]:
-        """Seconds until the end of backward, and until the end of the step (gradients cleared)."""
+        """Seconds until the end of backward, and until the end of the step (gradients cleared): the host's, which on an
+        accelerator does not wait for the device."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         start = time.perf_counter()
         self.model(self.inputs).sum().backward()
         after_backward = time.perf_counter()

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from bench.modelled_group import Direction, Launch, ModelledGroup, ModelledWork
-from bench.modelled_time import Device, HostDevice, Lane, Passage, SkippingClock
+from bench.modelled_time import Device, HostDevice, Lane, Passage, SkippingClock, StreamDevice
 
 __all__ = ["Fabric", "Message", "Network", "modelled_ranks"]
 
@@ -82,7 +82,7 @@ class Message:
         what: Name of the (last) collective.
         group: Number of the communicator.
         nbytes: What this rank receives.
-        passage: When it went; on simulated streams known after the next synchronization, on a CUDA device never.
+        passage: When it went; on simulated streams known after the next synchronization, on an accelerator never.
     """
 
     what: str
@@ -144,9 +144,9 @@ def _create(options: Any, _: Any = None) -> ModelledGroup:
     return ModelledGroup(_current[-1], options.group_rank, options.group_size, options.group_id)
 
 
-def _register() -> None:
+def _register(device: str) -> None:
     if not hasattr(dist.Backend, "MODELLED"):
-        dist.Backend.register_backend("modelled", _create, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend("modelled", _create, extended_api=True, devices=["cpu", "cuda", device])
 
 
 @contextlib.contextmanager
@@ -161,8 +161,9 @@ def modelled_ranks(ranks: int, network: Network, *, rank: int = 0, device: Devic
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank must be one of the {ranks} ranks, got {rank}")
-    _register()
-    fabric = Fabric(network, device if device is not None else HostDevice(SkippingClock()))
+    device = device if device is not None else HostDevice(SkippingClock())
+    _register(device.device.type if isinstance(device, StreamDevice) else "cpu")
+    fabric = Fabric(network, device)
     _current.append(fabric)
     try:
         dist.init_process_group("modelled", store=dist.HashStore(), rank=rank, world_size=ranks)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Clock", "CudaDevice", "Device", "HostDevice", "Lane", "Passage", "SkippingClock", "WallClock"]
+__all__ = ["Clock", "Device", "HostDevice", "Lane", "Passage", "SkippingClock", "StreamDevice", "WallClock"]
 
 
 class Clock(Protocol):
@@ -116,6 +116,7 @@ class Passage:
         lanes: What it holds.
         before: The launch of the same communicator that has to be over first.
         filled: Set by the link's thread; None: there is none.
+        over: Its end on an accelerator, an event.
     """
 
     seconds: float
@@ -125,6 +126,7 @@ class Passage:
     start: float = math.nan
     end: float = math.nan
     filled: threading.Event | None = None
+    over: Any = None
     _arrived: bool = False
     _callbacks: list[Callable[[], None]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -249,8 +251,8 @@ class LinkThread(threading.Thread):
             passage.arrive()
 
 
-class CudaDevice:
-    """A CUDA device on which computation and messages are kernels that spin for their time.
+class StreamDevice:
+    """An accelerator on which messages are kernels on streams. On CUDA they spin for their time, else they take none.
 
     A lane is a stream, so that its messages are one after another; every message waits for what the current stream
     holds when it is issued, and ``wait`` has the current stream wait for an event: what NCCL does. A spinning kernel
@@ -262,14 +264,13 @@ class CudaDevice:
 
     clock: Clock
     device: torch.device
-    _cycles: float  # per second
-    _streams: dict[int, torch.cuda.Stream]  # by id of the lane
-    _events: dict[int, tuple[Passage, torch.cuda.Event]]  # by id of the passage, of those under way
+    _cycles: float  # per second; 0: kernels take no time
+    _streams: dict[int, torch.Stream]  # by id of the lane
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         self.clock, self.device = WallClock(), torch.device(device)
-        self._streams, self._events = {}, {}
-        self._cycles = self._calibrated()
+        self._streams = {}
+        self._cycles = self._calibrated() if self.device.type == "cuda" else 0.0
 
     def _calibrated(self, cycles: int = 20_000_000) -> float:
         begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -280,47 +281,48 @@ class CudaDevice:
             ended.synchronize()
         return cycles / (begun.elapsed_time(ended) / 1e3)
 
+    def spin(self, seconds: float) -> None:
+        """Occupy the current stream for so long."""
+        if self._cycles:
+            torch.cuda._sleep(int(seconds * self._cycles))
+
     def transmit(self, passage: Passage, fill: Callable[[], None]) -> None:
         """Enqueue a kernel on the lane's stream."""
         streams = [self._stream_of(lane) for lane in passage.lanes]
-        issued = torch.cuda.current_stream(self.device).record_event()
+        issued = torch.accelerator.current_stream(self.device).record_event()
         main = streams[0]
         main.wait_event(issued)
         for other in streams[1:]:
             main.wait_stream(other)
-        before = self._events.get(id(passage.before)) if passage.before is not None else None
-        if before is not None:
-            main.wait_event(before[1])
-        passage.before = None
-        with torch.cuda.stream(main):
+        if passage.before is not None:
+            main.wait_event(passage.before.over)
+        passage.before = None  # else every passage there ever was would stay alive
+        with main:
             fill()
-            torch.cuda._sleep(int(passage.seconds * self._cycles))
-            over = main.record_event()
+            self.spin(passage.seconds)
+            passage.over = main.record_event()
         for other in streams[1:]:
-            other.wait_event(over)
-        self._events = {key: known for key, known in self._events.items() if not known[1].query()}
-        self._events[id(passage)] = (passage, over)
+            other.wait_event(passage.over)
 
     def wait(self, passage: Passage) -> None:
         """Have the current stream wait."""
-        known = self._events.get(id(passage))
-        if known is not None:
-            torch.cuda.current_stream(self.device).wait_event(known[1])
+        torch.accelerator.current_stream(self.device).wait_event(passage.over)
 
     def is_over(self, passage: Passage) -> bool:
         """Whether its kernel has ended."""
-        known = self._events.get(id(passage))
-        return known is None or known[1].query()
+        return bool(passage.over.query())
 
     def compute(self, seconds: float, work: Callable[[], Any] | None = None) -> Any:
         """A kernel on the current stream, beside what ``work`` enqueues."""
-        torch.cuda._sleep(int(seconds * self._cycles))
+        self.spin(seconds)
         return work() if work is not None else None
 
     def synchronize(self) -> float:
         """Have the host wait for all streams."""
-        torch.cuda.synchronize(self.device)
+        torch.accelerator.synchronize(self.device)
         return self.clock.now()
 
-    def _stream_of(self, lane: Lane) -> torch.cuda.Stream:
-        return self._streams.setdefault(id(lane), torch.cuda.Stream(self.device))
+    def _stream_of(self, lane: Lane) -> torch.Stream:
+        if id(lane) not in self._streams:
+            self._streams[id(lane)] = torch.Stream(device=self.device)
+        return self._streams[id(lane)]

@@ -124,10 +124,7 @@ in [memory](memory.md).
 
 ## One GPU
 
-`python -m bench.gpu_step` measures step time, memory and copies on one CUDA device.
-
-<!-- bench:gpu_step -->
-<!-- /bench -->
+`make gpu` runs all that a CUDA device can show, and writes [a page of its own](gpu.md).
 """
 
 

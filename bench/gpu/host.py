@@ -1,0 +1,36 @@
+"""Host time per unit and step beside FSDP2, as ``bench.host_cost`` measures it, with the kernels on the device.
+
+A hundred tiny units on a fake group of 8. Every step begins with an idle device and its time ends when the host has
+enqueued the last kernel: kernels this small never hold the host up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bench import host_cost
+from bench.contestants import FSDP2
+from bench.gpu.device import group_of, use
+from bench.gpu.models import PLAIN, SHARDED
+from bench.gpu.parts import Settings
+
+RANKS = 8
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Times, costs and ratios as ``bench.host_cost`` has them."""
+    device = use(settings.device)
+    shape = (3, RANKS, 1, 1, 2) if settings.small else (100, RANKS, 15, 4, 3)
+    run = host_cost.Settings(*shape, device=str(device))
+    with group_of(RANKS, device):
+        runners, failures = host_cost.build((PLAIN, *SHARDED), run)
+        seconds = host_cost.compete(runners, run)
+    return {"units": run.units, "contestants": host_cost.summarise(seconds, run.units), "not_run": failures}
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Markdown of what ``measure`` returned."""
+    text = host_cost.table(result["contestants"], result["not_run"])
+    missing = "" if FSDP2 in result["contestants"] else "\nFSDP2 did not run: no ratios."
+    return f"{result['units']} units.\n\n{text}{missing}"

@@ -1,0 +1,149 @@
+"""How much communication hides behind computation, by the profiler's trace of a step.
+
+On one GPU NCCL has nothing to send, so the network is the modelled one (docs/design/modelled_network.md) of 8 ranks:
+a message is a kernel that spins, on a stream of its own, for as long as the link would take. Its bandwidth is chosen so
+that the messages of a step take 0.8 of the plain model's step; then a schedule that overlaps perfectly hides all but
+the first gather and the last reduction. The trace of a step is kept beside the JSON, for chrome://tracing or Perfetto.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from bench import report
+from bench.gpu.device import CUDA, forget_freed, use
+from bench.gpu.models import PLAIN, SHAPES, SHARDED, Trainer, each_that_runs
+from bench.gpu.parts import Settings
+from bench.modelled_network import Network, modelled_ranks
+from bench.modelled_time import StreamDevice
+from bench.statistics import spread
+
+RANKS, LINK_SHARE, STEPS = 8, 0.8, 10
+MESSAGE = "spin_kernel"  # of torch.cuda._sleep
+
+Interval = tuple[float, float]
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Step times and what the traces say, by system."""
+    device = use(settings.device)
+    torch.set_float32_matmul_precision("high")
+    shape = SHAPES["tiny" if settings.small else "medium"]
+    plain = Trainer(PLAIN, shape, 1, device)
+    numel = sum(parameter.numel() for parameter in plain.model.parameters())
+    plain_seconds = _step_seconds(plain)
+    del plain
+    received = 3 * 4 * numel * (RANKS - 1) / RANKS  # gathered, gathered again, reduced
+    network = Network(bandwidth=received / (LINK_SHARE * plain_seconds), latency=5e-6)
+
+    def one(system: str) -> dict[str, Any]:
+        with modelled_ranks(RANKS, network, device=StreamDevice(device)):
+            trainer = Trainer(system, shape, RANKS, device)
+            found = {"step_seconds": _step_seconds(trainer)}
+            if device.type == CUDA:
+                trace = Path(settings.results) / f"gpu_trace_{system}.json"
+                found |= hidden(_traced(trainer, trace))
+            del trainer
+        forget_freed()
+        return found
+
+    systems, failures = each_that_runs(SHARDED, one)
+    return {"plain_seconds": plain_seconds, "link_share": LINK_SHARE, "systems": systems, "not_run": failures}
+
+
+def _step_seconds(trainer: Trainer) -> float:
+    """Median of the times between synchronizations."""
+    trainer.steps(3)
+    seconds = []
+    for _ in range(STEPS):
+        torch.accelerator.synchronize()
+        begun = time.perf_counter()
+        trainer.step()
+        torch.accelerator.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    return spread(seconds).median
+
+
+def _traced(trainer: Trainer, path: Path) -> list[dict[str, Any]]:
+    """The events of one step, which are kept at ``path`` with ``.gz``."""
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        trainer.step()
+        torch.accelerator.synchronize()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(path))
+    events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    with path.open("rb") as plain, gzip.open(f"{path}.gz", "wb") as packed:
+        shutil.copyfileobj(plain, packed)
+    path.unlink()
+    return events
+
+
+def hidden(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Of a trace: seconds of messages, and the share of them during which a kernel of the computation ran.
+
+    Messages are the kernels that spin. Computation is what runs on the stream that is busiest without them; copies
+    into and out of messages on other streams are neither.
+    """
+    streams: dict[Any, list[Interval]] = defaultdict(list)
+    messages: list[Interval] = []
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and event.get("ph") == "X":
+            begin = float(event["ts"])
+            span = (begin, begin + float(event["dur"]))
+            (messages if MESSAGE in event["name"] else streams[event["args"]["stream"]]).append(span)
+    computation = union(max(streams.values(), key=lambda spans: sum(end - begin for begin, end in spans), default=[]))
+    messages = union(messages)
+    total = sum(end - begin for begin, end in messages)
+    covered = overlap(messages, computation)
+    return {
+        "message_seconds": total / 1e6,
+        "computation_seconds": sum(end - begin for begin, end in computation) / 1e6,
+        "hidden_share": covered / total if total else 0.0,
+    }
+
+
+def union(spans: Sequence[Interval]) -> list[Interval]:
+    """The same time as intervals in order that do not meet."""
+    merged: list[Interval] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> float:
+    """How long both last; each in order and without overlaps of its own."""
+    total, i, j = 0.0, 0, 0
+    while i < len(first) and j < len(second):
+        total += max(0.0, min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]))
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Markdown of what ``measure`` returned."""
+    header = ["system", "step, ms", "/ plain step", "messages, ms", "hidden behind computation"]
+    rows = [["plain, no network", f"{1e3 * result['plain_seconds']:.2f}", "1.00", "-", "-"]]
+    for name, entry in result["systems"].items():
+        row = [name, f"{1e3 * entry['step_seconds']:.2f}", f"{entry['step_seconds'] / result['plain_seconds']:.2f}"]
+        traced = "hidden_share" in entry
+        row.append(f"{1e3 * entry['message_seconds']:.2f}" if traced else "-")
+        row.append(f"{100 * entry['hidden_share']:.1f}%" if traced else "-")
+        rows.append(row)
+    rows += [[name, f"cannot run: {why}", "-", "-", "-"] for name, why in result["not_run"].items()]
+    return report.markdown_table(header, rows)

@@ -1,0 +1,93 @@
+"""``docs/gpu.md`` out of the JSON of ``python -m bench.gpu``; without one, a page that says so."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench import report
+from bench.environment import REPOSITORY, Environment
+from bench.gpu.parts import PARTS
+
+PAGE = REPOSITORY / "docs" / "gpu.md"
+
+_INTRODUCTION = """# On a GPU
+
+`make gpu` runs, on a machine with a CUDA device and within ten minutes, what only a real one can show: the tests, step
+time and memory, host time, overlap, CUDA graphs, and a check for missing waits. It writes the figures to
+`bench/results/gpu_<device>.json` and this page. [What is proven how](proof.md) says what they add to the emulated
+accelerator's race check. Without make: `PYTHONPATH=src python -m bench.gpu`, which needs torch with CUDA, pytest,
+hypothesis, typer, rich, xxhash and safetensors.
+"""
+_NOT_RUN = """**It has not been run on a GPU yet.** A rehearsal on the emulated accelerator
+(`python -m bench.gpu --device emulated --small`) is one of the tests; it measures nothing."""
+
+# Heading and what to know, by the first word of the parts below it.
+_SECTIONS = {
+    "races": (
+        "Streams held up",
+        "Each mode trains three times: as it comes, with every launch on a side stream held up by a kernel that spins, "
+        "and with the computation held up before every unit; memory not filled yet reads as NaN. Rank 0 of 8 on "
+        "c10d's fake group, whose collectives copy the own piece on the side streams. All have to end with the same "
+        "bits. A fault, side streams that nobody waits for, has to be noticed.",
+    ),
+    "graphs": (
+        "CUDA graphs",
+        "Forward, backward and optimizer step of `fully_shard` are captured as one graph and replayed on other inputs. "
+        "Rank 0 of 8 on the fake group: side streams, events and allocations are those of a real run, NCCL's kernels "
+        "are not in it.",
+    ),
+    "step": (
+        "Step time and memory",
+        "A GPT with AdamW. One rank on NCCL communicates nothing: what a step costs beyond the plain model's is "
+        "overhead. Rank 0 of 8 on the fake group has the memory, copies and host time of a real run. All are alive in "
+        "one process with one allocator and take turns; ratios are paired per round, with quartiles in brackets.",
+    ),
+    "host": ("Host time", "A hundred tiny units on the fake group: how long the host needs to enqueue a step."),
+    "overlap": (
+        "Overlap",
+        "Rank 0 of 8 on a [modelled network](design/modelled_network.md), whose messages are kernels that spin, "
+        "together for 0.8 of the plain model's step. Hidden is the time of messages during which a kernel of the "
+        "computation runs, by the profiler's trace of a step.",
+    ),
+    "tests": ("Tests", "`FULLSHARD_TEST_DEVICE=cuda`. Worlds of more ranks than there are GPUs use gloo."),
+}
+
+
+def load(results: Path = report.RESULTS) -> dict[str, Any] | None:
+    """The latest results of a run on CUDA; None if there are none."""
+    found = [json.loads(path.read_text()) for path in sorted(results.glob("gpu_*.json"))]
+    return max(found, key=lambda result: result["environment"]["date"], default=None)
+
+
+def render(result: Mapping[str, Any] | None) -> str:
+    """The whole page."""
+    if result is None:
+        return f"{_INTRODUCTION}\n{_NOT_RUN}\n\n{_not_run_sections()}"
+    environment = Environment(**result["environment"])
+    lines = [_INTRODUCTION, report.provenance(environment), f"CUDA {result['cuda']}, NCCL {result['nccl']}."]
+    if result["device"] != "cuda" or result["small"]:
+        lines += ["", "**A rehearsal: nothing here is a measurement.**"]
+    for word, (heading, text) in _SECTIONS.items():
+        lines += ["", f"## {heading}", "", text]
+        for part in PARTS:
+            if part.name.split(",")[0] == word:
+                lines += ["", *_part(part.name, part.module, result["parts"].get(part.name), titled=part.name != word)]
+    return "\n".join(lines) + "\n"
+
+
+def _part(name: str, module: str, measured: Mapping[str, Any] | None, *, titled: bool) -> list[str]:
+    lines = [f"{name[0].upper()}{name[1:]}:", ""] if titled else []
+    if measured is None:
+        return [*lines, "Not run."]
+    if "failed" in measured:
+        return [*lines, f"Failed after {measured['seconds']:.0f} s: {measured['failed']}"]
+    return [*lines, importlib.import_module(f"bench.gpu.{module}").table(measured)]
+
+
+def _not_run_sections() -> str:
+    lines = ["What it will show:", "", "| part | what is done |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {heading} | {text} |" for heading, text in _SECTIONS.values())]) + "\n"

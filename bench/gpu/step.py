@@ -1,0 +1,182 @@
+"""Step time and memory of the plain model, FSDP2 and fullshard, and the copies that sharding adds.
+
+One rank on the device's own back end: sharding has nothing to do, so what a step costs beyond the plain model is
+overhead. Rank 0 of 8 on c10d's fake group: the shapes of a real run, with collectives that only copy the own piece;
+what remains is memory (shards, buffers, lifetimes), copies in and out of messages, and host time.
+
+Every contestant is first measured alone (memory, profiled copies), built and thrown away; then all are built and take
+turns in one process, with one allocator and its settings, timed by events. Ratios are paired per round. Memory is what
+the allocator gave out beyond what was there before the model was built; "reserved" is what it took from the device.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
+
+from bench import report
+from bench.contestants import FSDP2
+from bench.gpu.device import CUDA, forget_freed, group_of, memory_of, use
+from bench.gpu.models import PLAIN, SHAPES, SHARDED, Trainer, each_that_runs
+from bench.gpu.parts import Settings
+from bench.statistics import Spread, largest_difference, paired_spread, round_medians, spread, turn_order
+
+ROUNDS, STEPS, WARM_UP = 6, 5, 3
+MEMORY_FIELDS = ("resting_bytes", "peak_allocated_bytes", "peak_reserved_bytes")
+
+# Kernels that only move data. A plain step has some of its own, the same for all.
+COPY_KERNELS = re.compile(
+    r"Memcpy|direct_copy_kernel|CatArrayBatchedCopy|split_with_sizes|chunk_cat|\bCopy<|copy_device_to_device"
+)
+
+
+def measure(settings: Settings, *, ranks: int, dtype: str, size: str) -> dict[str, Any]:
+    """Everything about one number of ranks, dtype and size."""
+    device = use(settings.device)
+    torch.set_float32_matmul_precision("high")  # TF32, for all
+    size = "tiny" if settings.small else size
+    rounds, steps = (1, 2) if settings.small else (ROUNDS, STEPS)
+
+    def make(system: str) -> Trainer:
+        return Trainer(system, SHAPES[size], ranks, device, dtype)
+
+    with group_of(ranks, device):
+        Trainer(PLAIN, SHAPES["tiny"], ranks, device).steps(2)  # workspaces and lazily loaded kernels are nobody's own
+        # A plain model in bf16 would train bf16 weights: no peer for bf16 computation on fp32 shards.
+        names = (*((PLAIN,) if dtype == "fp32" else ()), *SHARDED)
+        contestants, failures = each_that_runs(names, lambda name: _alone(make, name, ranks, steps, device))
+        try:
+            for name, seconds in _interleaved(make, list(contestants), rounds, steps, device).items():
+                contestants[name]["step_seconds"] = seconds
+        except Exception as error:  # all at once may not fit where each alone did
+            failures["interleaved timing"] = f"{type(error).__name__}: {error}".splitlines()[0]
+    add_ratios(contestants)
+    return {"ranks": ranks, "dtype": dtype, "size": size, "contestants": contestants, "not_run": failures}
+
+
+def _alone(make: Any, name: str, ranks: int, steps: int, device: torch.device) -> dict[str, Any]:
+    """Losses, memory and copies of one contestant with nobody else on the device."""
+    forget_freed()
+    memory = memory_of(device)
+    before, reserved = memory.memory_allocated(), memory.memory_reserved()
+    trainer = make(name)
+    forget_freed()  # built unsharded by this benchmark: forget that, then measure steps only
+    torch.accelerator.reset_peak_memory_stats()
+    losses = [loss.item() for loss in trainer.steps(WARM_UP + steps)]
+    torch.accelerator.synchronize()
+    figures = (
+        memory.memory_allocated() - before,
+        memory.max_memory_allocated() - before,
+        torch.accelerator.max_memory_reserved() - reserved,
+    )
+    measured = {
+        "losses": losses if ranks == 1 else None,  # a fake group gathers no parameters: losses mean nothing
+        "memory": dict(zip(MEMORY_FIELDS, figures, strict=True)),
+        "copy_seconds": _copies(trainer, steps) if device.type == CUDA else None,
+        "step_seconds": None,
+    }
+    del trainer
+    forget_freed()
+    return measured
+
+
+def _copies(trainer: Trainer, steps: int) -> float:
+    """Seconds per step in kernels that only move data."""
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        trainer.steps(steps)
+        torch.accelerator.synchronize()
+    spans = [(event.name, event.time_range.elapsed_us()) for event in profiler.events() if _is_kernel(event)]
+    return copy_time(spans) * 1e-6 / steps
+
+
+def _is_kernel(event: Any) -> bool:
+    """Whether a profiler event is work on the device, and not a named range that spans such work."""
+    if event.device_type != DeviceType.CUDA or getattr(event, "is_user_annotation", False):
+        return False
+    # Annotations of FSDP2, of c10d and of the profiler itself, where they are not marked as such.
+    return not re.match(r"FSDP::|nccl:|Optimizer\.|ProfilerStep|## |Activity Buffer|Context Sync", event.name)
+
+
+def copy_time(spans: Iterable[tuple[str, float]]) -> float:
+    """Of the named spans, the time of those that only move data."""
+    return sum(time_spent for name, time_spent in spans if COPY_KERNELS.search(name))
+
+
+def _interleaved(
+    make: Any, names: Sequence[str], rounds: int, steps: int, device: torch.device
+) -> dict[str, list[list[float]]]:
+    """Seconds per contestant, round and step, all contestants alive and taking turns."""
+    trainers = {name: make(name) for name in names}
+    seconds: dict[str, list[list[float]]] = {name: [] for name in names}
+    for trainer in trainers.values():
+        trainer.steps(WARM_UP)
+    for index in range(rounds if names else 0):
+        for name in turn_order(names, index):
+            seconds[name].append(_timed(trainers[name], steps, device))
+    return seconds
+
+
+def _timed(trainer: Trainer, count: int, device: torch.device) -> list[float]:
+    """Seconds of each step, by events, so that launches of consecutive steps may run ahead."""
+    torch.accelerator.synchronize()
+    if device.type != CUDA:  # a rehearsal: any time will do
+        begun = time.perf_counter()
+        trainer.steps(count)
+        return [(time.perf_counter() - begun) / count] * count
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        trainer.step()
+        mark.record()
+    torch.accelerator.synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
+
+
+def add_ratios(measured: Mapping[str, dict[str, Any]]) -> None:
+    """Add to each contestant its median step, and its ratios to FSDP2 of time and memory."""
+    base = measured.get(FSDP2)
+    for entry in measured.values():
+        timed = entry["step_seconds"] is not None
+        entry["median_step_seconds"] = spread(round_medians(entry["step_seconds"])).median if timed else None
+        if base is None:
+            continue
+        if timed and base["step_seconds"] is not None:
+            times, reference = round_medians(entry["step_seconds"]), round_medians(base["step_seconds"])
+            entry["time_ratio_to_fsdp2"] = paired_spread(times, reference).as_json()
+        if entry["losses"] is not None:
+            entry["largest_loss_difference_to_fsdp2"] = largest_difference(entry["losses"], base["losses"])
+        entry["memory_ratio_to_fsdp2"] = {
+            field: entry["memory"][field] / base["memory"][field] for field in MEMORY_FIELDS if base["memory"][field]
+        }
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Markdown of what ``measure`` returned."""
+    header = ["contestant", "step, ms", "/ FSDP2", "peak allocated, MiB", "/ FSDP2", "peak reserved, MiB", "/ FSDP2"]
+    header += ["copies, ms", "largest loss difference"]
+    rows = []
+    for name, entry in result["contestants"].items():
+        ratio, shares = entry.get("time_ratio_to_fsdp2"), entry.get("memory_ratio_to_fsdp2", {})
+        row = [
+            "plain" if name == PLAIN else name,
+            _number(entry["median_step_seconds"], ".2f", 1e3),
+            "-" if ratio is None else f"{Spread(**ratio):.2f}",
+        ]
+        for field in MEMORY_FIELDS[1:]:
+            row += [_number(entry["memory"][field], ".0f", 2**-20), _number(shares.get(field), ".2f")]
+        row.append(_number(entry["copy_seconds"], ".2f", 1e3))
+        row.append(_number(entry.get("largest_loss_difference_to_fsdp2"), ".1e"))
+        rows.append(row)
+    rows += [[name, f"cannot run: {why}", *["-"] * (len(header) - 2)] for name, why in result["not_run"].items()]
+    return report.markdown_table(header, rows)
+
+
+def _number(value: float | None, spec: str, scale: float = 1.0) -> str:
+    return "-" if value is None else format(value * scale, spec)

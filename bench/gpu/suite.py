@@ -1,0 +1,99 @@
+"""The tests on the device: ``tests/devices``, and as many of the ordinary ones as the time limit lets through."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from bench import report
+from bench.environment import REPOSITORY
+from bench.gpu.parts import Settings
+
+# In the order in which they run, so what matters most on a device comes first.
+FILES = (
+    "devices",
+    "engine/test_training.py",
+    "engine/test_offload.py",
+    "engine/test_mixed_precision.py",
+    "engine/test_transports.py",
+    "engine/test_overlap.py",
+    "engine/test_accumulation.py",
+    "engine/test_unsharded.py",
+    "engine/test_recovery.py",
+    "engine/test_memory.py",
+    "engine/test_hsdp.py",
+    "optim/test_step_overlap.py",
+    "optim/test_localize.py",
+    "wrapper/test_wrapper_training.py",
+    "wrapper/test_summon.py",
+    "wrapper/test_clip.py",
+    "wrapper/test_grad_scaler.py",
+    "checkpoint/test_save_load.py",
+    "checkpoint/test_full_tensors.py",
+    "engine/test_interleavings.py",
+    "engine/test_tied.py",
+    "engine/test_frozen.py",
+    "optim/test_norms.py",
+    "optim/test_muon.py",
+)
+REHEARSED = ("devices/test_device_checkpoint.py",)
+TO_END = 20.0  # seconds that an interrupted pytest has for its report
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """How many passed, failed and were skipped, by file, and how those that failed did."""
+    files = REHEARSED if settings.small else FILES
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={told}"]
+        process = subprocess.Popen(
+            [*command, *(f"tests/{name}" for name in files)],
+            cwd=REPOSITORY,
+            env={**os.environ, "FULLSHARD_TEST_DEVICE": settings.device},
+        )
+        stopped = False
+        try:
+            process.wait(max(1.0, settings.seconds - TO_END))
+        except subprocess.TimeoutExpired:
+            stopped = True
+            process.send_signal(signal.SIGINT)  # pytest ends with a report of what it has done
+            process.wait(TO_END)
+        return {**read_report(told), "stopped_by_the_time_limit": stopped, "status": process.returncode}
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """Counts by file and the failures of a report in JUnit's format."""
+    files: dict[str, Counter[str]] = {}
+    failures: dict[str, str] = {}
+    for case in ElementTree.parse(path).iter("testcase"):
+        file = case.get("classname", "").removeprefix("tests.").replace(".", "/")
+        if not file:  # of the test that was running when the time was up
+            continue
+        bad = next((child for child in case if child.tag in ("failure", "error")), None)
+        outcome = "failed" if bad is not None else "skipped" if case.find("skipped") is not None else "passed"
+        files.setdefault(file, Counter())[outcome] += 1
+        if bad is not None:
+            text = f"{bad.get('message', '')}\n{bad.text or ''}".strip()
+            failures[f"{file}::{case.get('name')}"] = text[:2000]
+    return {"files": {name: dict(counts) for name, counts in files.items()}, "failures": failures}
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Markdown of what ``measure`` returned."""
+    kinds = ("passed", "failed", "skipped")
+    rows = [[name, *(str(counts.get(kind, 0)) for kind in kinds)] for name, counts in result["files"].items()]
+    total = [sum(counts.get(kind, 0) for counts in result["files"].values()) for kind in kinds]
+    text = report.markdown_table(["file", *kinds], [*rows, ["all", *map(str, total)]])
+    if result["stopped_by_the_time_limit"]:
+        text += "\n\nThe time limit stopped them here."
+    if result["failures"]:
+        text += "\n\nFailed:\n\n" + "\n".join(f"- `{name}`" for name in result["failures"])
+    return text
