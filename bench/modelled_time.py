@@ -283,8 +283,8 @@ class StreamDevice:
 
     def spin(self, seconds: float) -> None:
         """Occupy the current stream for so long."""
-        if self._cycles:
-            torch.cuda._sleep(int(seconds * self._cycles))
+        if cycles := int(seconds * self._cycles):
+            torch.cuda._sleep(cycles)
 
     def transmit(self, passage: Passage, fill: Callable[[], None]) -> None:
         """Enqueue a kernel on the lane's stream."""
@@ -294,7 +294,7 @@ class StreamDevice:
         main.wait_event(issued)
         for other in streams[1:]:
             main.wait_stream(other)
-        if passage.before is not None:
+        if passage.before is not None and passage.before.lanes[0] is not passage.lanes[0]:  # else a stream's order
             main.wait_event(passage.before.over)
         passage.before = None  # else every passage there ever was would stay alive
         with main:

@@ -89,7 +89,16 @@ def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """All of a sharded tensor, where its mesh computes: shards in host memory are gathered on the device."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor.to_local()
+    if local.device.type != tensor.device_mesh.device_type:
+        local = local.to(tensor.device_mesh.device_type)
+        tensor = DTensor.from_local(
+            local, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+        )
+    return tensor.full_tensor()
 
 
 def _full_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -45,6 +46,17 @@ def group_of(ranks: int, device: torch.device) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def ranks_alike(ranks: int, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Be rank 0 of ``ranks`` that all hold what this one holds: a modelled network whose messages take no time.
+
+    Collectives run on a stream of their own, and write all that a real network would.
+    """
+    from bench.modelled_network import Network, modelled_ranks
+    from bench.modelled_time import StreamDevice
+
+    return modelled_ranks(ranks, Network(bandwidth=math.inf), device=StreamDevice(device))
 
 
 def hold_up(device: torch.device, seconds: float) -> None:

@@ -30,15 +30,15 @@ _SECTIONS = {
     "races": (
         "Streams held up",
         "Each mode trains three times: as it comes, with every launch on a side stream held up by a kernel that spins, "
-        "and with the computation held up before every unit; memory not filled yet reads as NaN. Rank 0 of 8 on "
-        "c10d's fake group, whose collectives copy the own piece on the side streams. All have to end with the same "
-        "bits. A fault, side streams that nobody waits for, has to be noticed.",
+        "and with the computation held up before every unit; memory not filled yet reads as NaN. Rank 0 of 8 that all "
+        "hold the same: collectives are copies on a stream of their own. All have to end with the same bits. A fault, "
+        "side streams that nobody waits for, has to be noticed.",
     ),
     "graphs": (
         "CUDA graphs",
         "Forward, backward and optimizer step of `fully_shard` are captured as one graph and replayed on other inputs. "
-        "Rank 0 of 8 on the fake group: side streams, events and allocations are those of a real run, NCCL's kernels "
-        "are not in it.",
+        "Rank 0 of 8 that all hold the same: streams, events and allocations are those of a real run, and copies take "
+        "the place of NCCL's kernels.",
     ),
     "step": (
         "Step time and memory",
@@ -53,7 +53,12 @@ _SECTIONS = {
         "together for 0.8 of the plain model's step. Hidden is the time of messages during which a kernel of the "
         "computation runs, by the profiler's trace of a step.",
     ),
-    "tests": ("Tests", "`FULLSHARD_TEST_DEVICE=cuda`. Worlds of more ranks than there are GPUs use gloo."),
+    "tests": (
+        "Tests",
+        "`FULLSHARD_TEST_DEVICE=cuda`, on NCCL. Ranks share a GPU where there are too few, which NCCL allows since "
+        "2.30; with an older one tests of so many ranks are skipped. (A newer `libnccl.so.2` than torch's own can be "
+        "named in `LD_PRELOAD`.)",
+    ),
 }
 
 

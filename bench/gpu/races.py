@@ -5,8 +5,8 @@ three times: as it comes; with every launch on a side stream held up by a spinni
 up before every unit, forward and backward. Memory that is not filled yet reads as NaN (``FULLSHARD_POISON=1``). All
 three must end with the same bits. That the check can fail is shown by a fault: side streams that nobody waits for.
 
-Rank 0 of 8 on c10d's fake group: gathers and reductions are copies on the side streams. On the emulated accelerator
-nothing is held up; there the race checker looks on, and has to find the fault.
+Rank 0 of 8 that all hold the same, on a modelled network that takes no time: collectives are copies on a stream of
+their own. On the emulated accelerator nothing is held up; there the race checker looks on, and has to find the fault.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench import report
-from bench.gpu.device import EMULATED, group_of, hold_up, use
+from bench.gpu.device import EMULATED, hold_up, ranks_alike, use
 from bench.gpu.models import each_that_runs
 from bench.gpu.parts import Settings
 from fullshard import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -146,7 +146,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     """What ``compare`` found, by mode; and of a fault."""
     device = use(settings.device)
     width = 32 if settings.small else 512
-    with group_of(RANKS, device):
+    with ranks_alike(RANKS, device):
         modes, failures = each_that_runs(tuple(MODES), lambda name: compare(width, device, MODES[name]))
         faults, unnoticed = each_that_runs(("side streams that nobody waits for",), lambda _: fault(width, device))
     return {"modes": modes, "faults": faults, "not_run": {**failures, **unnoticed}}

@@ -429,6 +429,7 @@ LEAVES = """
 import sys, torch, torch.distributed as dist
 sys.path.insert(0, sys.argv[1])
 import accelerator
+accelerator.register()
 rank = int(sys.argv[2])
 dist.init_process_group("cpu:gloo,emulated:emulated_nccl", init_method="file://" + sys.argv[3], rank=rank, world_size=2)
 value = torch.ones(4, device="emulated")

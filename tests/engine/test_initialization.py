@@ -20,6 +20,7 @@ from fullshard import FSDPModule, UnmaterializedParameterError, fully_shard
 from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.transport import record
 from ranks import Rank, on_ranks
+from ranks.device import EMULATED
 
 WIDTHS = (8, 3, 1, 5)  # even, uneven, fewer rows than ranks
 
@@ -247,9 +248,11 @@ def on_meta(rank: Rank, *, one_unit: bool = False) -> nn.Sequential:
 @pytest.mark.parametrize("one_unit", [True, False], ids=["one unit", "unit per layer"])
 def test_meta_initialisation_equals_that_of_distribute_tensor(rank: Rank, one_unit: bool) -> None:
     """to_empty and reset_parameters give bitwise the values that distribute_tensor'd parameters get."""
+    if rank.device.type == EMULATED:
+        pytest.skip("DTensor sets offsets of Philox generators, and that of the emulated device is the CPU's")
     model = on_meta(rank, one_unit=one_unit)
     assert all(p.device.type == "meta" and isinstance(p, DTensor) for p in model.parameters())
-    model.to_empty(device="cpu")
+    model.to_empty(device=rank.device)
     reference = build()
     for layer in reference:
         for name, p in list(layer.named_parameters()):

@@ -77,7 +77,7 @@ class Branches(nn.Module):
 def test_unit_that_the_last_microbatch_does_not_touch(rank: Rank, kind: str) -> None:
     """What a unit owes the replicate axis is paid at the last backward, also while its reduction is under way."""
     model, reference = Branches(), Branches()
-    mesh = init_device_mesh("cpu", (2, 2) if kind == "hsdp" else (4,))
+    mesh = init_device_mesh(rank.device.type, (2, 2) if kind == "hsdp" else (4,))
     apply = fully_shard if kind == "hsdp" else replicate
     for module in (model.trunk, model.branch, model):
         apply(module, mesh=mesh)

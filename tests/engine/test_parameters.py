@@ -245,6 +245,7 @@ def test_each_dtype_has_a_bucket(rank: Rank) -> None:
     ]
 
 
+@pytest.mark.cpu_only("from which size on parameters travel directly depends on the back end")
 @on_ranks(2, 4)
 @pytest.mark.parametrize("name", ["direct", "direct, uneven"])
 def test_large_parameters_travel_directly_and_small_ones_packed(rank: Rank, name: str) -> None:

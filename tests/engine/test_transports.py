@@ -39,7 +39,15 @@ from fullshard.transport.pooled import SymmetricMemory
 from fullshard.transport.summation import fold
 from ranks import Rank, on_ranks
 
-TRANSPORTS = pytest.mark.parametrize("kind", [GlooTransport, CollectiveTransport], ids=lambda kind: kind.__name__)
+# Gloo sends and receives host memory; on an accelerator the transports are the others.
+GLOO = pytest.mark.cpu_only("gloo sends and receives host memory only")
+TRANSPORTS = pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(GlooTransport, id="GlooTransport", marks=GLOO),
+        pytest.param(CollectiveTransport, id="CollectiveTransport"),
+    ],
+)
 SIZES = [(1,), (5, 16), (3, 70_000, 1, 1024)]  # elements of the pieces that one call moves
 
 
@@ -101,9 +109,10 @@ class Wire:
     ("kind", "dtypes"),
     [
         (CollectiveTransport, [torch.float32, torch.bfloat16, torch.int64, torch.int16, torch.uint8]),
-        (
+        pytest.param(
             GlooTransport,
             [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.bool, torch.float8_e4m3fn],
+            marks=GLOO,
         ),
     ],
     ids=["CollectiveTransport", "GlooTransport"],
@@ -217,6 +226,7 @@ def test_division_before_keeps_fp16_in_range(rank: Rank, kind: type[Transport], 
         assert mean(Division(after=world)).isinf().all()
 
 
+@GLOO
 @on_ranks(2, 4)
 def test_gloo_sums_in_rank_order(rank: Rank) -> None:
     """The mean is bitwise the left fold of the parts in rank order, divided by the number of ranks."""
@@ -281,6 +291,7 @@ def test_all_reduce_of_any_size(rank: Rank, kind: type[Transport], dtype: torch.
                 assert_equal(theirs, tensor, f"{what}, of rank {other}")
 
 
+@GLOO
 @on_ranks(2, 4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64], ids=str)
 def test_gloo_all_reduce_is_the_fold_in_rank_order(rank: Rank, dtype: torch.dtype) -> None:
@@ -326,6 +337,7 @@ def test_all_reduces_in_flight_together(rank: Rank, kind: type[Transport]) -> No
 # Joined messages
 
 
+@GLOO
 @on_ranks(2, 4)
 def test_small_moves_of_a_launch_share_one_message_per_peer(rank: Rank) -> None:
     """Two or more small pieces, whatever their units and dtypes, cost each peer one message; large ones one each."""
@@ -354,6 +366,7 @@ def test_small_moves_of_a_launch_share_one_message_per_peer(rank: Rank) -> None:
         assert bytes_sent(operation, [move(3), move(0)], [move(0)]) == [12], "empty ones do not travel"
 
 
+@GLOO
 @on_ranks(2, 4)
 def test_two_gloo_launches_never_share_a_tag(rank: Rank) -> None:
     """A launch has one tag, made of its kind, the names of all its units in order, and a count."""
@@ -385,6 +398,7 @@ def test_two_gloo_launches_never_share_a_tag(rank: Rank) -> None:
     assert len(counts) == 6
 
 
+@GLOO
 @on_ranks(2)
 def test_a_lone_small_piece_and_large_ones_are_sent_from_where_they_are(rank: Rank) -> None:
     """Only what is joined is copied."""
@@ -395,6 +409,7 @@ def test_a_lone_small_piece_and_large_ones_are_sent_from_where_they_are(rank: Ra
     assert sorted(wire.places) == sorted([large.data_ptr(), small.data_ptr()])
 
 
+@GLOO
 @on_ranks(2)
 @pytest.mark.parametrize("units", [("a", "b"), ("a",)], ids=len)
 def test_ranks_with_different_launches_time_out(rank: Rank, units: tuple[str, ...]) -> None:
@@ -468,6 +483,7 @@ def test_every_move_is_recorded(rank: Rank, kind: type[Transport]) -> None:
     ]
 
 
+@GLOO
 @on_ranks(2)
 def test_launches_are_numbered_over_all_transports(rank: Rank) -> None:
     """Launches count up over transports, and also while nobody records."""
@@ -483,6 +499,7 @@ def test_launches_are_numbered_over_all_transports(rank: Rank) -> None:
     assert [c.launch - first for c in (*before, *after)] == [0, 0, 2, 2, 3, 3]
 
 
+@GLOO
 @on_ranks(2)
 def test_failure_inside_a_recording_ends_it(rank: Rank) -> None:
     """A recording ends with its block also when that raises."""
@@ -531,6 +548,7 @@ class CountingScatter(ReduceScatter):
 CPU = torch.device("cpu")
 
 
+@GLOO
 @on_ranks(2, 4)
 @pytest.mark.parametrize("done", [False, True], ids=["later", "at once"])
 def test_custom_collectives_are_called_once_per_move(rank: Rank, done: bool) -> None:
@@ -563,6 +581,7 @@ def test_custom_collectives_are_called_once_per_move(rank: Rank, done: bool) -> 
     assert_equal(tensor, sum(values(r, 5, torch.float32) for r in range(world)), "all-reduce")
 
 
+@GLOO
 @on_ranks(2)
 def test_what_is_not_custom_goes_to_the_base(rank: Rank) -> None:
     """With one of the two replaced, the other is the group's own, recorded once; memory is the engine's."""
@@ -580,6 +599,7 @@ def test_what_is_not_custom_goes_to_the_base(rank: Rank) -> None:
     assert base.allocate("gather", 4, torch.float32, CPU) is None
 
 
+@GLOO
 @on_ranks(2)
 def test_collectives_written_for_pytorch_are_taken(rank: Rank) -> None:
     """Objects of torch's own classes are called as they would be there."""
@@ -596,6 +616,7 @@ def test_collectives_written_for_pytorch_are_taken(rank: Rank) -> None:
     assert_equal(move.piece, total / 2, "reduction")
 
 
+@GLOO
 @on_ranks(2)
 def test_custom_collectives_are_checked(rank: Rank) -> None:
     """What cannot be called or cannot allocate is refused, and so is memory of the wrong size or dtype."""
@@ -613,6 +634,7 @@ def test_custom_collectives_are_checked(rank: Rank) -> None:
         CustomTransport(base, Short(False)).allocate("gather", 4, torch.float32, CPU)
 
 
+@GLOO
 @on_ranks(2)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_process_group_memory_falls_back_to_ordinary_memory(rank: Rank, asynchronous: bool) -> None:
@@ -671,6 +693,7 @@ def test_symmetric_memory_is_used_again_once_it_was_released() -> None:
 # Which transport, and what it tells the back end
 
 
+@GLOO
 @on_ranks(2)
 def test_gloo_group_gets_the_gloo_transport(rank: Rank) -> None:
     """The transport is chosen by the back end of the group on the device; gloo has one communicator only."""
@@ -685,10 +708,15 @@ def test_gloo_group_gets_the_gloo_transport(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_part_of_a_group_has_its_timeout(rank: Rank) -> None:
-    """A group that is made from the user's gives up on silent ranks when the user's does."""
+    """A group that is made from the user's gives up on silent ranks when the user's does.
+
+    All ranks make it, also if one has made a group that is only its own.
+    """
     timeout = timedelta(seconds=77)
+    if rank.rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
     part = part_of(dist.new_group(timeout=timeout), list(range(rank.world_size)), "test")
-    assert part._get_backend(torch.device("cpu")).options._timeout == timeout
+    assert part._get_backend(rank.device).options._timeout == timeout
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ BACKEND_VARIABLE = "FULLSHARD_TEST_BACKEND"
 EMULATED = "emulated"
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
+_OPTIMIZERS = _TORCH + "optim" + os.sep
 _FULLSHARD = f"{os.sep}src{os.sep}fullshard{os.sep}"
 
 
@@ -32,13 +33,30 @@ def device_type() -> str:
     return os.environ.get(DEVICE_VARIABLE, "cpu")
 
 
-def unavailable(device: str) -> str | None:
-    """Why bodies cannot run on a type of device here; None if they can, as far as is known."""
-    if device != EMULATED:
-        return None
-    from accelerator.build import missing
+def unavailable(device: str, world_size: int = 1) -> str | None:
+    """Why so many ranks cannot run on a type of device here; None if they can, as far as is known.
 
-    return missing()
+    Asks nothing that would start CUDA in this process, which forks the ranks.
+    """
+    if device == EMULATED:
+        from accelerator.build import missing
+
+        return missing()
+    if device == "cuda" and world_size > torch.cuda.device_count() and not _ranks_may_share():
+        return f"{world_size} ranks need as many GPUs, or NCCL 2.30 (here {_nccl_version()}), with which they can share"
+    return None
+
+
+def _nccl_version() -> str:
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _ranks_may_share() -> bool:
+    """Whether NCCL lets several ranks of a communicator use one GPU: since 2.30, if NCCL_MULTI_RANK_GPU_ENABLE is set.
+
+    Gloo is no way out: c10d's coalesced all-gather over it reads a GPU's memory on the host and crashes.
+    """
+    return torch.cuda.nccl.version() >= (2, 30)
 
 
 def load_accelerator() -> None:
@@ -66,9 +84,9 @@ def process_group_backend(device: torch.device, world_size: int) -> str:
         from accelerator import BACKEND
 
         return f"cpu:gloo,{EMULATED}:{BACKEND}"
-    alone = torch.accelerator.device_count() >= world_size  # NCCL refuses ranks that share a device
-    own = torch.distributed.Backend.default_device_backend_map.get(device.type, "gloo") if alone else "gloo"
-    return f"cpu:gloo,{device.type}:{own}"
+    if device.type == "cuda" and torch.accelerator.device_count() < world_size:
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    return f"cpu:gloo,{device.type}:{torch.distributed.Backend.default_device_backend_map.get(device.type, 'gloo')}"
 
 
 class DeviceOfTests(TorchFunctionMode):
@@ -85,7 +103,7 @@ class DeviceOfTests(TorchFunctionMode):
             or func not in _device_constructors()
             or kwargs.get("device") is not None
             or kwargs.get("pin_memory")
-            or _called_by_fullshard()
+            or _placed_by_its_caller()
         ):
             return func(*args, **kwargs)
         if kwargs.get("generator") is None:
@@ -94,9 +112,12 @@ class DeviceOfTests(TorchFunctionMode):
         return func(*args, **kwargs).to(self.device).requires_grad_(needs_grad)
 
 
-def _called_by_fullshard() -> bool:
+def _placed_by_its_caller() -> bool:
+    """Whether fullshard, or an optimizer, makes a tensor: those say where it goes, or mean host memory."""
     frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        if frame.f_code.co_filename.startswith(_OPTIMIZERS):
+            return True
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None and _FULLSHARD in frame.f_code.co_filename
 

@@ -96,9 +96,9 @@ class RankPool:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start(self, size: int, device: str) -> World:
+        if reason := unavailable(device, size):
+            pytest.skip(reason)
         if device not in self._nurseries:
-            if reason := unavailable(device):
-                pytest.skip(reason)
             self._nurseries[device] = Nursery(self._directory, device)
         self._started += 1
         return World(size, self._nurseries[device], self._directory / f"world{self._started}")

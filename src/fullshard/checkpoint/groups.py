@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
 from fullshard.checkpoint.entry import STEP_PATIENCE_S, STEP_PATIENCE_VARIABLE
-from fullshard.errors import CheckpointError
+from fullshard.transport import part_of
 
 __all__ = ["coordination_group", "resolved"]
-
-_made: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 def resolved(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -28,39 +25,12 @@ def coordination_group(group: dist.ProcessGroup | None, *, background: bool = Fa
 
     Training may go on in the other one meanwhile; plans are no business of an accelerator; and its time limit is that
     of saving, where one rank may have much more to write than another, and not that of a collective in a step. Of a
-    part of the ranks one is made only for the ``background``, where it has to be: see below.
-
-    Raises:
-        CheckpointError: On all ranks, if torch cannot make one.
+    part of the ranks one is made only for the ``background``, where it has to be.
     """
     found = resolved(group)
     if found is None:
         return None
-    world = dist.distributed_c10d._world.pg_map
-    for old in [old for old, new in _made.items() if new not in world]:  # destroyed since
-        del _made[old]
-    if found in _made:
-        return _made[found]
-    limit = timedelta(seconds=float(os.environ.get(STEP_PATIENCE_VARIABLE, STEP_PATIENCE_S)))
-    if found is dist.group.WORLD:
-        _made[found] = dist.new_group(backend="gloo", timeout=limit)
-    elif background:
-        _made[found] = _of_some_ranks(found, limit)
-    else:
+    if found is not dist.group.WORLD and not background:
         return found
-    return _made[found]
-
-
-def _of_some_ranks(group: dist.ProcessGroup, limit: timedelta) -> dist.ProcessGroup:
-    # Made by its own ranks only, a group is named by the number of groups that a rank is in. Where that differs, the
-    # ranks would wait for groups of different names.
-    numbers: list[Any] = [None] * group.size()
-    dist.all_gather_object(numbers, len(dist.distributed_c10d._world.pg_names), group=group)
-    if len(set(numbers)) > 1:
-        raise CheckpointError(
-            "the ranks of this process_group are in different numbers of process groups, so torch cannot make them "
-            "another one for saving in the background; use save()"
-        )
-    ranks = dist.get_process_group_ranks(group)
-    made: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=True)
-    return made
+    limit = timedelta(seconds=float(os.environ.get(STEP_PATIENCE_VARIABLE, STEP_PATIENCE_S)))
+    return part_of(found, dist.get_process_group_ranks(found), "checkpoint", backend="gloo", timeout=limit)

@@ -86,8 +86,11 @@ void scale(at::Tensor& tensor, const ReduceOp& op) {
 // The reduction of `size` equally large parts that lie one after another.
 at::Tensor reduced(const at::Tensor& parts, at::ScalarType dtype, int size, const ReduceOp& op) {
   auto all = parts.view(dtype).view({size, -1});
+  const bool averages = op.op_ == ReduceOp::AVG;
   if (op.op_ == ReduceOp::PREMUL_SUM)
     scale(all, op);
+  else if (averages && at::isFloatingType(dtype))
+    all.mul_(1.0 / size); // before the sum, as NCCL does: no sum overflows
   auto sum = all[0].clone();
   const bool logical = dtype == at::kBool;
   for (int rank = 1; rank < size; ++rank) {
@@ -110,8 +113,8 @@ at::Tensor reduced(const at::Tensor& parts, at::ScalarType dtype, int size, cons
         check(op);
     }
   }
-  if (op.op_ == ReduceOp::AVG)
-    at::isFloatingType(dtype) ? sum.div_(size) : sum.div_(size, "trunc");
+  if (averages && !at::isFloatingType(dtype))
+    sum.div_(size, "trunc");
   return sum;
 }
 
