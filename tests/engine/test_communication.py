@@ -158,7 +158,8 @@ def test_factor_in_half_precision(rank: Rank, factor: float | None) -> None:
     model = fully_shard(nn.Linear(1, 4, bias=False).half(), mesh=rank.mesh)
     if factor is not None:
         model.set_gradient_divide_factor(factor)
-    value = 60000.0 if factor != 3.0 else 30000.0
+    # Gloo's sums are rounded once they are divided; the halves that NCCL adds up have to fit as well.
+    value = 60000.0 if factor != 3.0 and rank.device.type == "cpu" else 30000.0
     (model(torch.ones(1, 1, dtype=torch.float16)) * value).sum().backward()
     expected = value * rank.world_size / (rank.world_size if factor is None else factor)
     torch_assert_close(model.weight.grad.full_tensor().float(), torch.full((4, 1), expected), rtol=2e-3, atol=0)
