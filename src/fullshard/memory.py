@@ -108,6 +108,7 @@ class Buffer:
     def allocate(self) -> None:
         """Give the buffer memory (contents undefined); no-op if it has some."""
         if self._storage.size() != self._nbytes:
+            self._storage.resize_(0)  # lest what is there is copied
             self._storage.resize_(self._nbytes)
             if _poisoned:
                 _fill_with_poison(self._storage)

@@ -426,6 +426,7 @@ def settings_of(model: nn.Module) -> list[Any]:
     return [copy.deepcopy(unit.settings) for unit in nested_units(model)]
 
 
+@pytest.mark.cpu_only("what is refused without NCCL")
 @on_ranks(2)
 def test_memory_of_the_back_end(rank: Rank) -> None:
     """Symmetric memory is refused without NCCL, and memory of the group beside custom collectives; else it trains."""

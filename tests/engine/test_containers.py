@@ -118,7 +118,7 @@ def test_unchanged_containers_are_returned_as_they_are(name: str) -> None:
     assert map_tensors(lambda t: t, value) is value
 
 
-@pytest.mark.parametrize("value", WITHOUT, ids=repr)
+@pytest.mark.parametrize("value", WITHOUT, ids=lambda value: repr(value).split(" at ")[0])
 def test_values_without_tensors_are_left_alone(value: Any) -> None:
     """Values and containers without tensors have none and are returned as they are."""
     assert list(iterate_tensors(value)) == []

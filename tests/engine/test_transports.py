@@ -43,10 +43,8 @@ from ranks import Rank, on_ranks
 GLOO = pytest.mark.cpu_only("gloo sends and receives host memory only")
 TRANSPORTS = pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param(GlooTransport, id="GlooTransport", marks=GLOO),
-        pytest.param(CollectiveTransport, id="CollectiveTransport"),
-    ],
+    [pytest.param(GlooTransport, marks=GLOO), CollectiveTransport],
+    ids=["GlooTransport", "CollectiveTransport"],
 )
 SIZES = [(1,), (5, 16), (3, 70_000, 1, 1024)]  # elements of the pieces that one call moves
 
@@ -655,6 +653,7 @@ def test_process_group_memory_falls_back_to_ordinary_memory(rank: Rank, asynchro
     assert transport.allocate("reduce", 6, torch.float32, CPU).shape == (6,)
 
 
+@pytest.mark.cpu_only("what is refused without NCCL")
 @on_ranks(2)
 @pytest.mark.parametrize("kind", [SymmetricMemoryAllGather, SymmetricMemoryReduceScatter])
 def test_symmetric_memory_says_what_it_needs(rank: Rank, kind: type) -> None:

@@ -379,7 +379,10 @@ def test_post_optim_event(rank: Rank) -> None:
     for step in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        event = Recorded() if step else torch.cpu.Event()
+        event: Any = Recorded()
+        if step == 0 or rank.device.type != "cpu":
+            event = torch.get_device_module(rank.device).Event()
+            event.record()
         model.set_post_optim_event(event)
         square_loss(step)(model, rank.rank).backward()
         square_loss(step)(model, rank.rank)
@@ -389,7 +392,7 @@ def test_post_optim_event(rank: Rank) -> None:
         assert_models_equal(model, reference, grads=True, **CLOSE)
         for optimizer in optimizers:
             optimizer.step()
-    model.set_post_optim_event(torch.Event())
+    model.set_post_optim_event(torch.Event(device=rank.device) if rank.device.type != "cpu" else torch.Event())
     model(batch(0, 0, 2, DIM)).sum().backward()
 
 

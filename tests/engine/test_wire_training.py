@@ -158,7 +158,7 @@ def test_modes(rank: Rank, case: str) -> None:
             optimizer.zero_grad()
     for (name, found), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert_on_all_ranks(full(found).detach(), rank, name)
-        change = (full(found) - expected).abs().max()
+        change = (full(found).to(expected.device) - expected).abs().max()
         assert change < 0.02 * expected.abs().max() + 0.01, f"{name}: {change}"
     report = model.wire_report()
     assert report.active and report.ratio < (1.0 if case.startswith("bf16") else 0.8), str(report)

@@ -21,6 +21,8 @@ from torch.utils._device import _device_constructors
 DEVICE_VARIABLE = "FULLSHARD_TEST_DEVICE"
 # What the groups of all worlds are made with. Has to serve CPU tensors: bodies make those, too.
 BACKEND_VARIABLE = "FULLSHARD_TEST_BACKEND"
+# NCCL's own. Gloo is no way out: c10d's coalesced all-gather over it reads a GPU's memory on the host, and crashes.
+SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 EMULATED = "emulated"
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -42,21 +44,9 @@ def unavailable(device: str, world_size: int = 1) -> str | None:
         from accelerator.build import missing
 
         return missing()
-    if device == "cuda" and world_size > torch.cuda.device_count() and not _ranks_may_share():
-        return f"{world_size} ranks need as many GPUs, or NCCL 2.30 (here {_nccl_version()}), with which they can share"
+    if device == "cuda" and world_size > torch.cuda.device_count() and not os.environ.get(SHARING_VARIABLE):
+        return f"{world_size} ranks need as many GPUs, or NCCL 2.30 and {SHARING_VARIABLE}=1, with which they share"
     return None
-
-
-def _nccl_version() -> str:
-    return ".".join(map(str, torch.cuda.nccl.version()))
-
-
-def _ranks_may_share() -> bool:
-    """Whether NCCL lets several ranks of a communicator use one GPU: since 2.30, if NCCL_MULTI_RANK_GPU_ENABLE is set.
-
-    Gloo is no way out: c10d's coalesced all-gather over it reads a GPU's memory on the host and crashes.
-    """
-    return torch.cuda.nccl.version() >= (2, 30)
 
 
 def load_accelerator() -> None:
@@ -84,8 +74,6 @@ def process_group_backend(device: torch.device, world_size: int) -> str:
         from accelerator import BACKEND
 
         return f"cpu:gloo,{EMULATED}:{BACKEND}"
-    if device.type == "cuda" and torch.accelerator.device_count() < world_size:
-        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     return f"cpu:gloo,{device.type}:{torch.distributed.Backend.default_device_backend_map.get(device.type, 'gloo')}"
 
 
