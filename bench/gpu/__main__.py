@@ -7,6 +7,7 @@ python -m bench.gpu --device emulated --small --results /tmp/x      # a rehearsa
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from rich.console import Console
 
 from bench import report
 from bench.environment import current_environment, slug
-from bench.gpu.device import CUDA, EMULATED, name_of
+from bench.gpu.device import CUDA, EMULATED, name_of, nccl_version
 from bench.gpu.page import PAGE, render
 from bench.gpu.parts import PARTS, Settings, part_named, run
 
@@ -58,12 +59,13 @@ def main(
         "small": small,
         "environment": environment.as_json(),
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if device == CUDA else None,
+        "nccl": nccl_version() if device == CUDA else None,
         "parts": {},
     }
     for part in (part_named(name) for name in only) if only else PARTS:
         # A rehearsal may share a slow machine, and compile the emulated device first.
-        seconds = min(part.seconds * (4 if small else 1), end - time.monotonic())
+        limit = math.inf if part is PARTS[-1] else part.seconds * (4 if small else 1)
+        seconds = min(limit, end - time.monotonic())
         if seconds < LEAST:
             console.print(f"{part.name}: no time left")
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import math
 import sys
@@ -75,6 +76,13 @@ def forget_freed() -> None:
     gc.collect()
     torch.accelerator.synchronize()
     torch.accelerator.empty_cache()
+
+
+def nccl_version() -> str:
+    """Of the library that is loaded; torch tells the one that it was compiled with."""
+    found = ctypes.c_int()
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(found))
+    return f"{found.value // 10_000}.{found.value // 100 % 100}.{found.value % 100}"
 
 
 def name_of(device_type: str) -> str:

@@ -26,13 +26,13 @@ RANKS, STEPS, WARM_UP = 8, 4, 3
 CASES = {"reshard_after_forward=False": False, "reshard_after_forward=True": True}
 
 
-def build(width: int, device: torch.device, reshard: bool) -> nn.Sequential:
+def build(width: int, device: torch.device, ranks: int, reshard: bool) -> nn.Sequential:
     """Four blocks in units, the same whenever it is called."""
     torch.manual_seed(0)
     with device:
         blocks = (nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(4))
         model = nn.Sequential(*blocks)
-    mesh = init_device_mesh(device.type, (RANKS,))
+    mesh = init_device_mesh(device.type, (ranks,))
     for block in model:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
@@ -41,12 +41,13 @@ def build(width: int, device: torch.device, reshard: bool) -> nn.Sequential:
 class Run:
     """A model whose step reads its input from one tensor and leaves its loss in another."""
 
-    def __init__(self, width: int, device: torch.device, reshard: bool) -> None:
-        self.model = build(width, device, reshard)
+    def __init__(self, width: int, device: torch.device, ranks: int, reshard: bool, seed: int = 0) -> None:
+        self.model = build(width, device, ranks, reshard)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2)
         self.x = torch.zeros(32, width, device=device)
         self.loss = torch.zeros((), device=device)
-        self.inputs = [torch.randn(32, width, generator=torch.Generator().manual_seed(i)) for i in range(STEPS)]
+        generator = torch.Generator().manual_seed(seed)
+        self.inputs = [torch.randn(32, width, generator=generator) for _ in range(STEPS)]
 
     def step(self) -> None:
         """One step; gradients stay, so that a graph writes them where it found them."""
@@ -76,11 +77,10 @@ def measure(settings: Settings) -> dict[str, Any]:
     return {"cases": cases, "not_run": failures}
 
 
-def _warmed_up(width: int, device: torch.device, reshard: bool) -> Run:
+def warmed_up(run: Run) -> Run:
     """After some steps on a stream of their own, as captures want it, with the weights of the beginning."""
-    run = Run(width, device, reshard)
     start = copy.deepcopy([parameter.to_local().detach() for parameter in run.model.parameters()])
-    side = torch.Stream(device=device)
+    side = torch.Stream(device=run.x.device)
     side.wait_stream(torch.accelerator.current_stream())
     with side:
         for _ in range(WARM_UP):
@@ -94,9 +94,9 @@ def _warmed_up(width: int, device: torch.device, reshard: bool) -> Run:
 
 
 def _replayed(width: int, device: torch.device, reshard: bool) -> dict[str, Any]:
-    eager = _warmed_up(width, device, reshard)
+    eager = warmed_up(Run(width, device, RANKS, reshard))
     expected = eager.losses(eager.step)
-    captured = _warmed_up(width, device, reshard)
+    captured = warmed_up(Run(width, device, RANKS, reshard))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):  # nothing runs yet: the weights are those of the beginning
         captured.step()
@@ -118,7 +118,7 @@ def _replayed(width: int, device: torch.device, reshard: bool) -> dict[str, Any]
 def _checked(width: int, device: torch.device, reshard: bool) -> dict[str, Any]:
     from accelerator.races import capture
 
-    run = _warmed_up(width, device, reshard)
+    run = warmed_up(Run(width, device, RANKS, reshard))
     with capture() as forbidden:
         run.step()
     return {"forbidden": [str(access) for access in forbidden]}

@@ -55,9 +55,9 @@ _SECTIONS = {
     ),
     "tests": (
         "Tests",
-        "`FULLSHARD_TEST_DEVICE=cuda`, on NCCL. Ranks share a GPU where there are too few, which NCCL allows since "
-        "2.30; with an older one tests of so many ranks are skipped. (A newer `libnccl.so.2` than torch's own can be "
-        "named in `LD_PRELOAD`.)",
+        "`FULLSHARD_TEST_DEVICE=cuda`, on NCCL. NCCL 2.30 and newer let ranks share a GPU if "
+        "`NCCL_MULTI_RANK_GPU_ENABLE=1` is set; else tests of more ranks than GPUs are skipped. A newer `libnccl.so.2` "
+        "than torch's own can be named in `LD_PRELOAD`.",
     ),
 }
 

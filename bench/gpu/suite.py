@@ -1,7 +1,11 @@
-"""The tests on the device: ``tests/devices``, and as many of the ordinary ones as the time limit lets through."""
+"""The tests on the device: ``tests/devices``, and as many of the ordinary ones as the time limit lets through.
+
+With pytest-xdist, where it is installed, several at a time.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -43,8 +47,16 @@ FILES = (
     "engine/test_frozen.py",
     "optim/test_norms.py",
     "optim/test_muon.py",
+    # The files above are not run again.
+    "engine",
+    "optim",
+    "wrapper",
+    "checkpoint",
 )
 REHEARSED = ("devices/test_device_checkpoint.py",)
+WORKERS = 8  # at most: each has worlds of one, two and four ranks
+# Ranks of NCCL that share a GPU: little of its memory for each communicator, and there are many.
+SMALL = {"NCCL_BUFFSIZE": str(2**19), "NCCL_MAX_CTAS": "2"}
 TO_END = 20.0  # seconds that an interrupted pytest has for its report
 
 
@@ -54,10 +66,12 @@ def measure(settings: Settings) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={told}"]
+        if not settings.small and importlib.util.find_spec("xdist") is not None:
+            command += ["-n", str(max(1, min(WORKERS, (os.cpu_count() or 1) // 2))), "--dist", "loadfile"]
         process = subprocess.Popen(
             [*command, *(f"tests/{name}" for name in files)],
             cwd=REPOSITORY,
-            env={**os.environ, "FULLSHARD_TEST_DEVICE": settings.device},
+            env={**SMALL, **os.environ, "FULLSHARD_TEST_DEVICE": settings.device},
         )
         stopped = False
         try:
