@@ -68,7 +68,7 @@ PARTS = (
     Part("step, 1 of 8, bf16", "step", 50, {"ranks": 8, "dtype": "bf16", "size": "medium"}),
     Part("host", "host", 45),
     Part("overlap", "overlap", 40),
-    Part("tests", "suite", 280),
+    Part("tests", "suite", 275),
 )
 
 
