@@ -26,6 +26,7 @@ from models import (
     with_reference,
 )
 from ranks import Rank, RankPool, on_ranks
+from ranks.device import device_type
 
 CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
 
@@ -252,6 +253,8 @@ def fail_on_one_rank(rank: Rank, place: str) -> None:
 @pytest.mark.parametrize("place", ["forward of a block", "backward of a block"])
 def test_one_failing_rank_does_not_hang_the_other(ranks: RankPool, place: str) -> None:
     """If one rank raises in the middle of a step, the other one's collective ends with an error in time."""
+    if device_type() == "cuda":
+        pytest.skip("NCCL does not notice that a rank is gone; its watchdog ends the process after the group's timeout")
     waiting, failed = ranks(2, fail_on_one_rank, place, fresh=True, expect_failure=True, timeout=20)
     assert (failed.kind, failed.error_type) == ("raised", "ZeroDivisionError")
     assert waiting.kind == "raised", waiting

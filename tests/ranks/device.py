@@ -26,7 +26,7 @@ SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 EMULATED = "emulated"
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-_OPTIMIZERS = _TORCH + "optim" + os.sep
+_ON_THE_HOST = (_TORCH + "optim" + os.sep, _TORCH + os.path.join("utils", "checkpoint.py"))
 _FULLSHARD = f"{os.sep}src{os.sep}fullshard{os.sep}"
 
 
@@ -101,10 +101,13 @@ class DeviceOfTests(TorchFunctionMode):
 
 
 def _placed_by_its_caller() -> bool:
-    """Whether fullshard, or an optimizer, makes a tensor: those say where it goes, or mean host memory."""
+    """Whether fullshard makes a tensor, an optimizer, or a checkpoint: those say where it goes, or mean host memory.
+
+    (What a checkpoint recomputes is made on autograd's thread, where this mode is not.)
+    """
     frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-        if frame.f_code.co_filename.startswith(_OPTIMIZERS):
+        if frame.f_code.co_filename.startswith(_ON_THE_HOST):
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None and _FULLSHARD in frame.f_code.co_filename
