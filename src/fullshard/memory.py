@@ -6,6 +6,11 @@ on the compute stream after that allocation. The caching allocator therefore reu
 the compute stream, whose kernels are the ones that read it, and ``record_stream`` is not needed: peak memory
 does not depend on timing. What is lost is the overlap of the fill with kernels enqueued before the allocation,
 which is why fills are issued one unit ahead (see [Note: Order and prefetch]).
+
+Two cases differ. After ``set_post_optim_event`` the first fills of a step do not wait for the compute stream, so their
+memory is of the side stream's pool. And a user may run a unit on a stream of his own. So a buffer knows the stream
+whose pool it is of, and when it is freed on another one, that one is waited for by the pool's: only then may the next
+allocation have the block.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ __all__ = [
     "Ticket",
     "Work",
     "alias",
+    "current_stream",
     "empty",
     "free_storage",
     "host_buffer",
@@ -99,16 +105,20 @@ class Buffer:
     device: torch.device
     _storage: torch.UntypedStorage  # 0 bytes at rest
     _nbytes: int
+    _pool: torch.Stream | None  # whose the memory is
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.numel, self.dtype, self.device = numel, dtype, device
+        self._pool = current_stream(device)
         self._storage = torch.empty(numel, dtype=dtype, device=device).untyped_storage()
         self._nbytes = self._storage.nbytes()
 
     def allocate(self) -> None:
         """Give the buffer memory (contents undefined); no-op if it has some."""
         if self._storage.size() != self._nbytes:
-            self._storage.resize_(0)  # lest what is there is copied
+            if self._storage.size():
+                self.free()  # lest what is there is copied
+            self._pool = current_stream(self.device)
             self._storage.resize_(self._nbytes)
             if _poisoned:
                 _fill_with_poison(self._storage)
@@ -117,6 +127,8 @@ class Buffer:
         """Give the memory back."""
         if _poisoned:
             _fill_with_poison(self._storage)
+        if self._storage.size():
+            _hand_back(self._pool)
         self._storage.resize_(0)
 
     @property
@@ -159,12 +171,19 @@ def own_storage(view: torch.Tensor) -> torch.Tensor:
     return own.as_strided(view.shape, view.stride(), 0)  # the format forgets strides of dims of size 1
 
 
-def free_storage(tensor: torch.Tensor) -> int:
-    """Give back the memory of a tensor that is filled anew later. Returns the bytes it held, see the next."""
+def free_storage(tensor: torch.Tensor, pool: torch.Stream | None) -> int:
+    """Give back the memory of a tensor that is filled anew later. Returns the bytes it held, see the next.
+
+    Args:
+        tensor: Its storage is emptied.
+        pool: The stream that was current when the memory was allocated.
+    """
     storage = tensor.untyped_storage()
     nbytes = storage.nbytes()
     if _poisoned:
         _fill_with_poison(storage)
+    if nbytes:
+        _hand_back(pool)
     storage.resize_(0)
     return nbytes
 
@@ -200,13 +219,16 @@ def input_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, which a user has passed, on ``device``; the user may write to his own as soon as this returns.
 
     Does not block the host for plain tensors. Memory that is not pinned is read before an asynchronous copy returns;
-    pinned memory is read later, so that one of our own is filled first.
+    pinned memory is read later, so that one of our own is filled first. Not in a captured graph, whose replays read the
+    user's tensor again: there he has to keep it as it is until they have.
     """
     if tensor.device == device:
         return tensor
     if type(tensor) is not torch.Tensor:
         return tensor.to(device)
-    if tensor.device.type == "cpu" and tensor.is_pinned():
+    if tensor.layout is not torch.strided:
+        return tensor.to(device)
+    if tensor.device.type == "cpu" and tensor.is_pinned() and not _is_capturing(device):
         tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
     return tensor.to(device, non_blocking=True)
 
@@ -376,15 +398,16 @@ class DeviceLane:
                 finish()
         except BaseException:
             _order(self._stream, compute)  # what was begun uses memory that the caller is about to free
+            self._last = self._stream.record_event()
             raise
         done = self._spare.pop() if self._spare else torch.Event(self.device)
         self._stream.record_event(done)
-        self._last = done
+        self._last = None if _is_capturing(self.device) else done  # nobody can wait for an event within a graph
         return _DeviceTicket(done, compute, self._spare)
 
     def synchronize(self) -> None:
         """See :class:`Lane`."""
-        if self._last is not None:
+        if self._last is not None and not _is_capturing(self.device):
             _synchronize(self._last)
 
 
@@ -405,6 +428,23 @@ def _order(first: torch.Stream, second: torch.Stream) -> None:
         event = events[first.device] = torch.Event(first.device)
     first.record_event(event)
     second.wait_event(event)
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The stream on which ``device`` is given work now, and from whose pool memory is; None for a CPU."""
+    return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
+
+
+def _hand_back(pool: torch.Stream | None) -> None:
+    """Before memory of a stream's pool is freed: have that stream wait for the current one, which has used it."""
+    if pool is not None and (current := torch.accelerator.current_stream(pool.device)) != pool:
+        _order(current, pool)
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """Whether what the current stream is given goes into a graph."""
+    asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return asked is not None and bool(asked())
 
 
 def run_on(stream: torch.Stream | None, function: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> None:

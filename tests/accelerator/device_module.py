@@ -94,6 +94,10 @@ def empty_cache() -> None:
     torch.accelerator.empty_cache()
 
 
+def is_current_stream_capturing() -> bool:
+    return bool(native.is_capturing())
+
+
 def get_rng_state(device: Any = None) -> torch.Tensor:
     return native.default_generator(_index(device)).get_state()
 

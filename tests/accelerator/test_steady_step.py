@@ -16,6 +16,7 @@ from fullshard import (
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     ShardingStrategy,
     fully_shard,
 )
@@ -159,3 +160,23 @@ def test_a_step_can_be_captured(rank: Rank, reshard: bool) -> None:
             model(x).square().mean().backward()
     assert not errors, "\n".join(map(str, errors))
     torch.accelerator.current_stream().wait_stream(stream)
+
+
+@on_ranks(2, device_type="emulated")
+@pytest.mark.parametrize("pinned", [False, True], ids=["offloaded", "pinned input"])
+def test_inference_can_be_captured(rank: Rank, pinned: bool) -> None:
+    """Offloaded units are gathered in a graph, and pinned inputs copied; afterwards the host can wait for shards."""
+    model = _composable(rank, offload_policy=OffloadPolicy() if pinned else CPUOffloadPolicy())
+    x = torch.randn(4, DIM, device="cpu", pin_memory=True) if pinned else torch.randn(4, DIM)
+    stream = torch.Stream(rank.device)
+    stream.wait_stream(torch.accelerator.current_stream())
+    with stream, torch.no_grad():
+        for _ in range(WARM_UP):
+            model(x)
+        torch.accelerator.synchronize()
+        with capture() as errors:
+            model(x)
+    torch.accelerator.current_stream().wait_stream(stream)
+    assert not errors, "\n".join(map(str, errors))
+    torch.accelerator.synchronize()
+    assert len(list(model.parameters())) == len(model.state_dict())

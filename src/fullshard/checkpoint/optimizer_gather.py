@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -120,13 +121,15 @@ def _gather(piece: FlatPiece, local: torch.Tensor, only_on: int | None) -> torch
     """The whole tensor of a flat piece's state, with the strides of the parameter."""
     mesh, shape = piece.placement.mesh, piece.shape
     local = _near(local, mesh.device.type)
-    whole = torch.empty_strided(shape.shape, shape.stride, dtype=local.dtype, device=local.device)
+    make = partial(torch.empty_strided, shape.shape, shape.stride, dtype=local.dtype, device=local.device)
     if mesh.shard is None or mesh.world_size == 1:
+        whole = make()
         return whole.copy_(local.view_as(whole))
     assert piece.slot is not None
     group = mesh.shard.get_group()
-    elements = whole.as_strided((shape.numel,), (1,))
     if only_on is None:
+        whole = make()
+        elements = whole.as_strided((shape.numel,), (1,))
         _broadcast_all([elements[_held(piece.slot, rank)] for rank in range(mesh.world_size)], local, mesh.rank, group)
         return whole
     ranks = dist.get_process_group_ranks(group)
@@ -134,17 +137,18 @@ def _gather(piece: FlatPiece, local: torch.Tensor, only_on: int | None) -> torch
         return None  # a replica
     receiver = ranks.index(only_on)
     receives = mesh.rank == receiver
+    elements = make().as_strided((shape.numel,), (1,)) if receives else local.new_empty(0)
     held = [piece.slot.piece(rank)[1] * local.itemsize for rank in range(mesh.world_size)]
     # One collective that all ranks take part in, with nothing to send as well: the first operation of a group on NCCL
     # needs all of its ranks. As bytes, because NCCL does not know every dtype.
     dist.all_to_all_single(
-        (elements if receives else elements[:0]).view(torch.uint8),
+        elements.view(torch.uint8),
         local.contiguous().view(-1).view(torch.uint8),
         held if receives else [0] * len(held),
         [held[mesh.rank] if rank == receiver else 0 for rank in range(mesh.world_size)],
         group=group,
     )
-    return whole if receives else None
+    return elements.as_strided(shape.shape, shape.stride) if receives else None
 
 
 def _held(slot: FlatSlot, rank: int) -> slice:

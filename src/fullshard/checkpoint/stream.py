@@ -19,13 +19,14 @@ from fullshard.checkpoint.model_state import ModelState, model_state
 from fullshard.checkpoint.parameters import local_parameters, walk
 from fullshard.engine.bucket import Bucket, BufferBucket
 from fullshard.engine.flat_bucket import FlatBucket, FlatGather
-from fullshard.engine.gather import BufferGather, Gather, issue_gathers
+from fullshard.engine.full_copies import gather_outside
+from fullshard.engine.gather import BufferGather
 from fullshard.engine.ownership import nested_units
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.unit import Unit
 from fullshard.errors import UnmaterializedParameterError
 from fullshard.layout import PerParameterLayout
-from fullshard.memory import Buffer, make_lane
+from fullshard.memory import Buffer
 
 __all__ = ["GROUP_BYTES", "full_tensors"]
 
@@ -156,7 +157,7 @@ def _gather(unit: Unit, bucket: Bucket, group: list[ShardedParameter], dtype: to
         place = slot.local_shape(mesh.rank), slot.local_stride(mesh.rank), slot.shard_offset
         source.as_strided(*place).copy_(parameter.local)
     buffer = Buffer(layout.full_numel, travels_as, mesh.device)
-    _issue(unit, BufferGather(layout, source, buffer, mesh.transport))
+    gather_outside(unit, [BufferGather(layout, source, buffer, mesh.transport)])
     return [buffer.tensor(s.full_offset, s.parameter.shape, s.parameter.stride) for s in layout.slots]
 
 
@@ -173,7 +174,7 @@ def _gather_slices(
         begin, end = slots[0].full_offset, slots[-1].full_offset + slots[-1].parameter.numel
     buffer = Buffer(end - begin, dtype, mesh.device)
     if len(group) == len(bucket.parameters):
-        _issue(unit, FlatGather(layout, bucket.shard_buffer, buffer, mesh))
+        gather_outside(unit, [FlatGather(layout, bucket.shard_buffer, buffer, mesh)])
     else:
         assert mesh.shard is not None
         process_group, numel, works = mesh.shard.get_group(), layout.slice_numel, []
@@ -188,9 +189,3 @@ def _gather_slices(
         for work in works:
             work.wait()
     return [buffer.tensor(s.full_offset - begin, s.parameter.shape, s.parameter.stride) for s in slots]
-
-
-def _issue(unit: Unit, gather: Gather) -> None:
-    lane = make_lane(unit.mesh.device) if unit.schedule is None else unit.schedule.lanes.gather
-    issue_gathers([(unit.name, gather)], lane).wait()
-    gather.arrived()

@@ -28,7 +28,7 @@ from fullshard.engine.parameter import ShardedParameter, value_of
 from fullshard.engine.storage import Storage
 from fullshard.errors import FullshardError
 from fullshard.layout import PerParameterLayout, Slot
-from fullshard.memory import Buffer, free_storage, refill_storage, to_host
+from fullshard.memory import Buffer, Stream, current_stream, free_storage, refill_storage, to_host
 from fullshard.policy import MixedPrecisionPolicy
 from fullshard.transport import Move, Parcel, Transport
 
@@ -173,6 +173,7 @@ class _ExtensionGather:
     _inputs: list[torch.Tensor]
     _metadata: Any
     _inner: list[tuple[torch.Tensor, int]]  # memory that the full parameter needs beside the regions, with its bytes
+    _pool: Stream | None  # whose that memory is
     _made: bool  # whether the full parameter exists
 
     def __init__(
@@ -187,7 +188,7 @@ class _ExtensionGather:
         self._slot, self._storage, self._policy = slot, storage, policy
         self._arguments = _arguments(parameter.local)
         self.regions, self._sizes, self._inputs, self._inner = [], [], [], []
-        self._own_sizes, self._metadata, self._made = None, None, False
+        self._own_sizes, self._metadata, self._pool, self._made = None, None, None, False
 
     def allocate(self) -> None:
         """Ask the local tensor what to send, and give memory to what arrives."""
@@ -256,10 +257,12 @@ class _ExtensionGather:
         post = partial(local.fsdp_post_all_gather, outputs, metadata, self._storage.full_dtype)
         with torch.no_grad():
             if self._made:
+                self._pool = current_stream(self.mesh.device)
                 for tensor, nbytes in self._inner:
                     refill_storage(tensor, nbytes)
                 post(out=parameter.full)
                 return
+            self._pool = current_stream(self.mesh.device)
             tensor, inner = post()
             self._make_full(tensor, inner)
 
@@ -272,7 +275,7 @@ class _ExtensionGather:
         for region in self.regions:
             region.free()
         for tensor, _ in self._inner:
-            free_storage(tensor)
+            free_storage(tensor, self._pool)
 
     def _make_full(self, tensor: torch.Tensor, inner: Sequence[torch.Tensor]) -> None:
         shape, stride = self.parameter.shape.shape, self.parameter.shape.stride

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from fullshard.engine.bucket import BufferCopies
-from fullshard.engine.gather import issue_gathers
+from fullshard.engine.gather import Gather, issue_gathers
 from fullshard.engine.parameter import ShardedParameter, value_of
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError, PhaseError
@@ -36,6 +38,16 @@ def bring_to_rest(unit: Unit, what: str) -> None:
         )
     unit.reshard()
     unit.settle_parameters()
+
+
+def gather_outside(unit: Unit, gathers: Sequence[Gather]) -> None:
+    """Fill buffers of a unit outside its forwards and backwards; the current stream sees them."""
+    lane = make_lane(unit.mesh.device) if unit.schedule is None else unit.schedule.lanes.gather
+    issue_gathers([(unit.name, gather) for gather in gathers], lane).wait()
+    for gather in gathers:
+        gather.arrived()
+    if unit.policy.offloads:
+        lane.synchronize()  # next the user may write to the shards that it reads
 
 
 class FullCopies:
@@ -95,11 +107,7 @@ class FullCopies:
         self.parameters[id(parameter)] = copy
 
     def _fill(self, copies: list[BufferCopies]) -> None:
-        unit = self.unit
-        lane = make_lane(unit.mesh.device) if unit.schedule is None else unit.schedule.lanes.gather
-        issue_gathers([(unit.name, each.gather) for each in copies], lane).wait()
-        for each in copies:
-            each.gather.arrived()
+        gather_outside(self.unit, [each.gather for each in copies])
 
     def _gradients(self) -> dict[int, torch.Tensor]:
         """Full gradients by the ids of parameters. Which there are is agreed on first: ranks may differ."""

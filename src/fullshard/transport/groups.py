@@ -30,7 +30,7 @@ class GroupRecord:
     Args:
         exchanges: Number of exchanges on the group so far.
         parts: Groups made from it, by ranks and purpose.
-        made: How often each of these was made: again after it was destroyed.
+        made: How often that was tried for each: again after it was destroyed, or failed.
     """
 
     exchanges: int = 0
@@ -69,18 +69,18 @@ def part_of(
         assert world is not None
         # A world bound to a device splits communicators off its own, in which all of its ranks have to take part.
         bound, world.bound_device_id = world.bound_device_id, None
+        record.made[key] += 1  # also if that fails: what it left in the store is not met again
         try:
             with _name_of_next_group(f"{group.group_name} {key} {record.made[key]}"):
                 record.parts[key] = dist.new_group(
                     ranks,
                     timeout or _timeout_of(group),
                     backend,
-                    use_local_synchronization=True,
+                    use_local_synchronization=len(ranks) < world.size(),  # all ranks have c10d count for the name
                     group_desc=f"fullshard {purpose}",
                 )
         finally:
             world.bound_device_id = bound
-        record.made[key] += 1
     return record.parts[key]
 
 

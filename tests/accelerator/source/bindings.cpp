@@ -66,6 +66,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     all["streams_made"] = described(state.counted.streams_made);
     return all;
   });
+  m.def("is_capturing", [] {
+    Entry entry;
+    auto& state = State::get();
+    return state.capture_origin != nullptr && state.current().capturing;
+  });
   m.def("start_capture", &start_capture);
   m.def("end_capture", [] {
     end_capture();

@@ -26,6 +26,7 @@ struct Block {
   c10::DeviceIndex device;
   bool captured;
   std::vector<int> used_by; // record_stream
+  Clock done; // of those streams, when the block was freed
   Range range() const {
     return {address, address + size};
   }
@@ -55,7 +56,7 @@ class DeviceAllocatorImpl : public c10::DeviceAllocator {
     const auto size = (bytes + kRounding - 1) / kRounding * kRounding;
     auto& pool = pools_[{stream.actor, size > kSmall, stream.capturing}];
     join(stream.clock, state.host_clock);
-    settle(pool, stream, size);
+    settle(pool, stream);
     Block* block = nullptr;
     auto found = pool.free.lower_bound(size);
     if (found != pool.free.end() && found->first <= 2 * size) {
@@ -171,7 +172,11 @@ class DeviceAllocatorImpl : public c10::DeviceAllocator {
     state.freed(block->range());
     poison(block->address, block->size);
     auto& pool = pools_[{block->actor, block->size > kSmall, block->captured}];
+    block->done.clear();
     if (!block->used_by.empty()) {
+      for (auto actor : block->used_by)
+        join(block->done, state.streams.at(actor - 1)->clock);
+      block->used_by.clear();
       pool.waiting.push_back(block);
       return;
     }
@@ -183,32 +188,33 @@ class DeviceAllocatorImpl : public c10::DeviceAllocator {
     pool.free.emplace(block->size, block);
   }
 
-  // What a stream used that was recorded on a block has been seen to be done: the real allocator asks its events.
+  // What the streams recorded on a block did has been seen to be done: the real allocator asks its events. What others
+  // did has not.
   void ready(Pool& pool, Block* block) {
-    State::get().forget(block->range());
-    block->used_by.clear();
+    auto& state = State::get();
+    if (state.unordered(block->range(), block->done).empty())
+      state.forget(block->range());
+    else
+      pool.unsettled.push_back(block);
     pool.free.emplace(block->size, block);
   }
 
-  // Whoever allocates next may be given any free block that is large enough, so its accesses must be over by then.
-  void settle(Pool& pool, StreamState& stream, size_t size) {
+  // Whoever allocates next may be given any free block, or several that were split from one and are merged again, so
+  // their accesses must be over by then.
+  void settle(Pool& pool, StreamState& stream) {
     auto& state = State::get();
     for (auto* block : pool.waiting)
       ready(pool, block);
     pool.waiting.clear();
-    std::vector<Block*> still;
     for (auto* block : pool.unsettled) {
-      if (block->size < size) {
-        still.push_back(block);
-        continue;
-      }
-      auto found = state.unordered(block->range(), stream.clock);
-      if (!found.empty()) {
+      auto clock = stream.clock;
+      join(clock, block->done);
+      auto found = state.unordered(block->range(), clock);
+      if (!found.empty())
         state.report("reuse of freed memory", found[0].site, state.site("allocation", stream.actor), block->size);
-        state.forget(block->range());
-      }
+      state.forget(block->range());
     }
-    pool.unsettled = std::move(still);
+    pool.unsettled.clear();
   }
 
   std::map<std::tuple<int, bool, bool>, Pool> pools_;

@@ -1,4 +1,6 @@
 // Vector clocks, late arrivals and the record of every access.
+#include <Python.h> // before all others
+
 #include "state.h"
 
 #include <algorithm>
@@ -17,7 +19,15 @@ thread_local int entries = 0;
 Entry::Entry() {
   if (entries == 0 && State::get().stacks)
     stack_of_call = torch::CapturedTraceback::gather(true, false, false);
-  lock_ = std::unique_lock<std::recursive_mutex>(State::get().mutex);
+  lock_ = std::unique_lock<std::recursive_mutex>(State::get().mutex, std::try_to_lock);
+  if (!lock_.owns_lock()) {
+    // Whoever holds it may want the GIL: copying a tensor is enough.
+    const bool python = Py_IsInitialized() && PyGILState_Check();
+    auto* thread = python ? PyEval_SaveThread() : nullptr;
+    lock_.lock();
+    if (python)
+      PyEval_RestoreThread(thread);
+  }
   ++entries;
 }
 

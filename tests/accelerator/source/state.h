@@ -81,9 +81,9 @@ struct Counted {
   std::vector<SitePtr> host_syncs, events_made, streams_made, capture_errors;
 };
 
-// Held by everything that the accelerator is asked for. What may need the GIL happens outside of the mutex, for which
-// another thread may wait while it holds the GIL: the outermost entry takes the caller's Python stack before, and drops
-// what is in `State::dropped` after.
+// Held by everything that the accelerator is asked for. No thread waits for the mutex while it holds the GIL, which
+// whoever has the mutex may need. The outermost entry takes the caller's Python stack before, and drops what is in
+// `State::dropped` after.
 class Entry {
  public:
   Entry();
