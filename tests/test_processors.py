@@ -45,6 +45,14 @@ def test_ci_takes_each_in_turn() -> None:
     assert [line.strip() for line in chosen] == [names[hour % len(names)] for hour in range(9, 14)]
 
 
+def test_files_that_the_makefile_names_exist() -> None:
+    """Tests that every run takes to the emulated accelerator were not renamed meanwhile."""
+    named = re.search(r"^SOME_ON_ACCELERATOR := \$\(addprefix tests/,(.*?)\)", MAKEFILE, re.MULTILINE | re.DOTALL)
+    assert named is not None
+    files = named[1].replace("\\\n", " ").split()
+    assert len(files) > 5 and not [name for name in files if not (ROOT / "tests" / name).exists()]
+
+
 def test_ranks_inherit_them() -> None:
     """Ranks compute with the instruction sets that the environment of the pytest process names."""
     chosen = dict(setting.split("=") for setting in words(r"^CPU_avx2 := (.*)$", MAKEFILE))

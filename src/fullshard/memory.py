@@ -45,6 +45,7 @@ __all__ = [
     "run_on",
     "takes_host_gradients",
     "to_host",
+    "wait_for_stream",
 ]
 
 
@@ -433,6 +434,11 @@ def _order(first: torch.Stream, second: torch.Stream) -> None:
 def current_stream(device: torch.device) -> torch.Stream | None:
     """The stream on which ``device`` is given work now, and from whose pool memory is; None for a CPU."""
     return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
+
+
+def wait_for_stream(device: torch.device) -> None:
+    """Block the host until the current stream is done."""
+    torch.accelerator.current_stream(device).synchronize()
 
 
 def _hand_back(pool: torch.Stream | None) -> None:

@@ -11,12 +11,16 @@ from accelerator.seeded_faults import EQUIVALENT, FAULTS, Fault, Values
 from fullshard.transport import NcclTransport
 from ranks import Rank
 
+# The files are written from memory that the host reads past torch.
+SEEN_IN_VALUES = {"a checkpoint is written before its copies are there"}
+
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(ranks, name: str) -> None:
-    """With the fault there are races, or wrong values; without it there are none."""
+    """With the fault there are races, or wrong values in one case; without it there are none."""
     found = ranks(FAULTS[name].world, _with_and_without, "FAULTS", name, device_type="emulated", fresh=True)
-    assert any(found), f"{name}: not found"
+    raced = any(" races, such as " in each for each in found)
+    assert raced or (name in SEEN_IN_VALUES and "wrong values" in found), found
 
 
 @pytest.mark.parametrize("name", EQUIVALENT)

@@ -132,6 +132,21 @@ def test_the_host_waits_for_nothing(rank: Rank, kind: str) -> None:
     assert not counts.streams_made, "\n".join(map(str, counts.streams_made))
 
 
+@on_ranks(2, device_type="emulated")
+def test_missing_gradients_are_asked_for_once(rank: Rank) -> None:
+    """A parameter without a gradient on this rank: the host waits, in one place, to hear whether others have one."""
+    model = nn.ModuleList([nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)])
+    model.forward = lambda x: model[0](x) + (model[1](x) if rank.rank else 0.0)
+    fully_shard(model, mesh=rank.mesh)
+    x = torch.randn(4, DIM)
+    for _ in range(WARM_UP):
+        model(x).square().mean().backward()
+    torch.accelerator.synchronize()
+    with count() as counts:
+        model(x).square().mean().backward()
+    assert len(counts.host_syncs) == (0 if rank.rank else 1), "\n".join(map(str, counts.host_syncs))
+
+
 @on_ranks(4, device_type="emulated")
 def test_with_offload_the_host_waits_at_the_end_of_backward(rank: Rank) -> None:
     """Where gradients land in host memory, that is what is waited for, once per unit's reduction and backward."""

@@ -25,7 +25,7 @@ from fullshard.checkpoint.pieces import Piece, Pieces
 from fullshard.checkpoint.values import to_bytes
 from fullshard.engine.ownership import nested_units
 from fullshard.errors import CheckpointError
-from fullshard.memory import host_buffer
+from fullshard.memory import host_buffer, wait_for_stream
 from fullshard.version import __version__
 
 __all__ = [
@@ -86,7 +86,7 @@ class Snapshot:
                 copy.copy_(local, non_blocking=accelerator is not None)
             entries[key] = Pieces(entry.shape, entry.dtype, torch.device("cpu"), copies, equal=entry.equal)
         if accelerator is not None:
-            torch.get_device_module(accelerator).current_stream(accelerator).synchronize()
+            wait_for_stream(accelerator)
         return Snapshot(entries, self.aliases, self.about, self.common)
 
 
