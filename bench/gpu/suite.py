@@ -5,7 +5,7 @@ With pytest-xdist, where it is installed, several at a time.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import os
 import signal
 import subprocess
@@ -66,8 +66,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={told}"]
-        if not settings.small and importlib.util.find_spec("xdist") is not None:
-            command += ["-n", str(max(1, min(WORKERS, (os.cpu_count() or 1) // 2))), "--dist", "loadfile"]
+        command += [] if settings.small else workers()
         process = subprocess.Popen(
             [*command, *(f"tests/{name}" for name in files)],
             cwd=REPOSITORY,
@@ -81,6 +80,17 @@ def measure(settings: Settings) -> dict[str, Any]:
             process.send_signal(signal.SIGINT)  # pytest ends with a report of what it has done
             process.wait(TO_END)
         return {**read_report(told), "stopped_by_the_time_limit": stopped, "status": process.returncode}
+
+
+def workers() -> list[str]:
+    """Options with which pytest-xdist runs several files at a time, in their order; none where it is not installed."""
+    try:
+        version = importlib.metadata.version("pytest-xdist")
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    ordered = tuple(map(int, version.split(".")[:2])) >= (3, 7)
+    count = max(1, min(WORKERS, (os.cpu_count() or 1) // 2))
+    return ["-n", str(count), "--dist", "loadfile", *(["--no-loadscope-reorder"] if ordered else [])]
 
 
 def read_report(path: Path) -> dict[str, Any]:
