@@ -8,9 +8,9 @@ does not depend on timing. What is lost is the overlap of the fill with kernels 
 which is why fills are issued one unit ahead (see [Note: Order and prefetch]).
 
 Two cases differ. After ``set_post_optim_event`` the first fills of a step do not wait for the compute stream, so their
-memory is of the side stream's pool. And a user may run a unit on a stream of his own. So a buffer knows the stream
-whose pool it is of, and when it is freed on another one, that one is waited for by the pool's: only then may the next
-allocation have the block.
+memory is of the side stream's pool. And a user may run a unit on a stream of his own. So a buffer remembers the stream
+on which its memory was allocated. Before it is freed on another one, the first waits for that: only then may the next
+allocation of its pool have the block.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Buffer:
     device: torch.device
     _storage: torch.UntypedStorage  # 0 bytes at rest
     _nbytes: int
-    _pool: torch.Stream | None  # whose the memory is
+    _pool: torch.Stream | None  # on which the memory was allocated
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.numel, self.dtype, self.device = numel, dtype, device
@@ -173,7 +173,7 @@ def own_storage(view: torch.Tensor) -> torch.Tensor:
 
 
 def free_storage(tensor: torch.Tensor, pool: torch.Stream | None) -> int:
-    """Give back the memory of a tensor that is filled anew later. Returns the bytes it held, see the next.
+    """Give back the memory of a tensor that :func:`refill_storage` fills anew later. Returns the bytes it held.
 
     Args:
         tensor: Its storage is emptied.
@@ -190,7 +190,7 @@ def free_storage(tensor: torch.Tensor, pool: torch.Stream | None) -> int:
 
 
 def refill_storage(tensor: torch.Tensor, nbytes: int) -> None:
-    """Give such a tensor memory again (contents undefined); no-op if it has some."""
+    """Give a tensor that :func:`free_storage` emptied memory again (contents undefined); no-op if it has some."""
     storage = tensor.untyped_storage()
     if storage.nbytes() != nbytes:
         storage.resize_(nbytes)
@@ -219,9 +219,9 @@ def to_host(tensor: torch.Tensor, *, pin: bool) -> torch.Tensor:
 def input_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, which a user has passed, on ``device``; the user may write to his own as soon as this returns.
 
-    Does not block the host for plain tensors. Memory that is not pinned is read before an asynchronous copy returns;
-    pinned memory is read later, so that one of our own is filled first. Not in a captured graph, whose replays read the
-    user's tensor again: there he has to keep it as it is until they have.
+    Does not block the host for dense tensors, beyond what copies of memory that is not pinned do. Such memory is read
+    before an asynchronous copy returns; pinned memory is read later, so that one of our own is filled first. Not in a
+    captured graph, whose replays read the user's tensor again: there he has to keep it as it is until they have.
     """
     if tensor.device == device:
         return tensor

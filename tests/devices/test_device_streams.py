@@ -70,7 +70,7 @@ def test_a_unit_on_another_stream(rank: Rank) -> None:
 
 @on_device(1, 2)
 def test_gathered_on_one_stream_and_freed_on_another(rank: Rank) -> None:
-    """``unshard`` on one stream, use and ``reshard`` on another: what is allocated next has no memory in use."""
+    """``unshard`` on one stream, use and ``reshard`` on another: memory that is still read there is not used again."""
     layer = fully_shard(nn.Linear(WIDTH, WIDTH).to(rank.device), mesh=rank.mesh, mp_policy=BF16)
     torch.manual_seed(0)
     with torch.no_grad():

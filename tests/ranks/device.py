@@ -2,8 +2,8 @@
 
 ``emulated`` is the accelerator of ``tests/accelerator``, on which every body is also checked for races; ``cuda``, or
 any other type that torch knows here, is a real one. Bodies need not know: factories that are called without a device,
-by a test or by torch on its behalf, make their tensors on the rank's device. Factory calls made by
-fullshard are not redirected, so that a missing ``device=`` shows.
+by a test or by torch on its behalf, make their tensors on the rank's device. Factory calls made by fullshard are not
+redirected, so that a missing ``device=`` shows, nor those of torch's optimizers and checkpoints, which mean host memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def unavailable(device: str, world_size: int = 1) -> str | None:
         from accelerator.build import missing
 
         return missing()
-    if device == "cuda" and world_size > torch.cuda.device_count() and not os.environ.get(SHARING_VARIABLE):
+    if device == "cuda" and world_size > torch.cuda.device_count() and os.environ.get(SHARING_VARIABLE) != "1":
         return f"{world_size} ranks need as many GPUs, or NCCL 2.30 and {SHARING_VARIABLE}=1, with which they share"
     return None
 

@@ -24,6 +24,10 @@ from ranks.world import World
 GRACE = 3.0  # after the first failure, for the other ranks to say what they make of it
 
 
+# Of a world, which is then replaced: each group of gloo that a body makes keeps threads that wake up now and then.
+MOST_JOBS = 200
+
+
 class RankPool:
     """Runs bodies on ranks. Worlds start when first needed and are replaced after a failure."""
 
@@ -75,7 +79,8 @@ class RankPool:
             outcomes = where.run(job, timeout, grace=None if expect_failure else GRACE)
             usable = not any(outcome.failed for outcome in outcomes)
         finally:  # also when pytest is interrupted meanwhile
-            if usable and not fresh:
+            where.jobs += 1
+            if usable and not fresh and where.jobs < MOST_JOBS:
                 self._worlds[key] = where
             else:
                 where.kill()

@@ -27,6 +27,7 @@ class World:
 
     size: int
     pids: dict[int, int]  # by rank, of the ranks that have not been reaped
+    jobs: int  # that were run
     _nursery: Nursery
     _directory: Path
     _connections: list[Connection]
@@ -34,7 +35,7 @@ class World:
 
     def __init__(self, size: int, nursery: Nursery, directory: Path) -> None:
         directory.mkdir()
-        self.size = size
+        self.size, self.jobs = size, 0
         self._nursery, self._directory = nursery, directory
         pairs = [socket.socketpair() for _ in range(size)]
         self._connections = [Connection(ours.detach()) for ours, _ in pairs]

@@ -30,7 +30,7 @@ class GroupRecord:
     Args:
         exchanges: Number of exchanges on the group so far.
         parts: Groups made from it, by ranks and purpose.
-        made: How often that was tried for each: again after it was destroyed, or failed.
+        made: Attempts per part. They are in its name, so that a second meets nothing that the first left in the store.
     """
 
     exchanges: int = 0
@@ -76,7 +76,7 @@ def part_of(
                     ranks,
                     timeout or _timeout_of(group),
                     backend,
-                    use_local_synchronization=len(ranks) < world.size(),  # all ranks have c10d count for the name
+                    use_local_synchronization=len(ranks) < world.size(),  # else by c10d's count of what all ranks make
                     group_desc=f"fullshard {purpose}",
                 )
         finally:
