@@ -3,7 +3,8 @@
 ``emulated`` is the accelerator of ``tests/accelerator``, on which every body is also checked for races; ``cuda``, or
 any other type that torch knows here, is a real one. Bodies need not know: factories that are called without a device,
 by a test or by torch on its behalf, make their tensors on the rank's device. Those that fullshard calls are not
-redirected, so that a missing ``device=`` shows, nor those of optimizers and checkpoints of torch, which mean host memory.
+redirected, so that a missing ``device=`` shows, nor those of torch's optimizers and checkpoints: these mean host
+memory.
 """
 
 from __future__ import annotations
