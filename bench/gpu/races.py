@@ -157,7 +157,10 @@ def table(result: Mapping[str, Any]) -> str:
     rows = [[name, *_verdict(entry)] for name, entry in result["modes"].items()]
     rows += [[f"a fault: {name}", *_verdict(entry)] for name, entry in result["faults"].items()]
     rows += [[name, f"cannot run: {why}", "-"] for name, why in result["not_run"].items()]
-    return report.markdown_table(["mode", "bits with streams held up", "races"], rows)
+    header = ["mode", "bits with streams held up", "races"]
+    if all(row[-1] == "-" for row in rows):  # nobody looks for races on a real device
+        header, rows = header[:-1], [row[:-1] for row in rows]
+    return report.markdown_table(header, rows)
 
 
 def _verdict(entry: Mapping[str, Any]) -> list[str]:
