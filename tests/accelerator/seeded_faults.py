@@ -21,6 +21,7 @@ from torch import nn
 import fullshard
 import fullshard.optim
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, memory
+from fullshard.checkpoint import snapshot
 from fullshard.engine import reduction, reductions, schedule, unit
 from fullshard.engine.bucket import Bucket
 from fullshard.memory import DeviceLane, Work
@@ -404,16 +405,6 @@ def _enter_with_a_stale_event(self: schedule.Schedule, entered: Any) -> None:
 _enter = schedule.Schedule.enter
 
 
-def _no_stream_synchronization(patch: Patch) -> None:
-    module = torch.get_device_module()
-    patch.setattr(module, "current_stream", lambda device=None: _Ticketed())
-
-
-class _Ticketed:
-    def synchronize(self) -> None:
-        """Do not."""
-
-
 def _free_pieces_early(patch: Patch) -> None:
     patch.setattr(Bucket, "finish_gather", _arrive_before_wait)
 
@@ -500,7 +491,9 @@ FAULTS: dict[str, Fault] = {
     "an event of an earlier step is waited for": Fault(
         replace(schedule.Schedule, "enter", _enter_with_a_stale_event), failing_forward
     ),
-    "a checkpoint is written before its copies are there": Fault(_no_stream_synchronization, saved),
+    "a checkpoint is written before its copies are there": Fault(
+        replace(snapshot, "wait_for_stream", lambda device: None), saved
+    ),
 }
 
 EQUIVALENT: dict[str, Fault] = {
