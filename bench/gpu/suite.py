@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -106,7 +107,7 @@ def read_report(path: Path) -> dict[str, Any]:
         files.setdefault(file, Counter())[outcome] += 1
         if bad is not None:
             text = f"{bad.get('message', '')}\n{bad.text or ''}".strip()
-            failures[f"{file}::{case.get('name')}"] = text[:2000]
+            failures[f"{file}::{case.get('name')}"] = re.sub(r"/\S*/(?=site-packages/|tests/|src/)", "", text)[:2000]
     return {"files": {name: dict(counts) for name, counts in files.items()}, "failures": failures}
 
 
