@@ -225,9 +225,7 @@ def input_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.device == device:
         return tensor
-    if type(tensor) is not torch.Tensor:
-        return tensor.to(device)
-    if tensor.layout is not torch.strided:
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
         return tensor.to(device)
     if tensor.device.type == "cpu" and tensor.is_pinned() and not _is_capturing(device):
         tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from on_device import on_device
+from on_device import on_device, peak_above
+from torch import nn
 
+from fullshard import FullOptimStateDictConfig, FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from fullshard.checkpoint.storage import CheckpointReader, CheckpointWriter
 from ranks import Rank
 
@@ -31,3 +33,20 @@ def test_any_layout_in_pieces_of_a_block(rank: Rank, tmp_path: Path, options: di
     assert torch.equal(targets["w"], weight)
     assert torch.equal(targets["t"], weight.t().cpu())
     assert torch.equal(targets["half"], weight.bfloat16().float())
+
+
+@on_device(2)
+def test_who_receives_nothing_allocates_nothing(rank: Rank) -> None:
+    """With ``rank0_only`` whole states of the optimizer are in device memory of the first rank alone."""
+    width = 1024
+    model = FullyShardedDataParallel(
+        nn.Linear(width, width, bias=False).to(rank.device), device_mesh=rank.mesh, use_orig_params=True
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2, width)).sum().backward()
+    optimizer.step()
+    configs = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=True)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
+        peak, _ = peak_above(rank.device, lambda: FullyShardedDataParallel.optim_state_dict(model, optimizer))
+    whole = 4 * width * width
+    assert (peak >= whole) == (rank.rank == 0), peak

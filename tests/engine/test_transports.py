@@ -719,6 +719,20 @@ def test_part_of_a_group_has_its_timeout(rank: Rank) -> None:
     assert part._get_backend(torch.device("cpu")).options._timeout == timeout
 
 
+@on_ranks(4)
+def test_parts_of_ranks_in_different_numbers_of_groups(rank: Rank) -> None:
+    """Ranks of a part find each other, also if one is in a group more, which c10d has in the names that it makes."""
+    pairs = [dist.new_group([first, first + 1]) for first in (0, 2)]
+    if rank.rank in (0, 3):
+        dist.new_group([rank.rank], use_local_synchronization=True)
+    first = rank.rank // 2 * 2
+    part = part_of(pairs[rank.rank // 2], [first, first + 1], "test")
+    assert part is part_of(pairs[rank.rank // 2], [first, first + 1], "test")
+    total = torch.tensor(float(rank.rank))
+    dist.all_reduce(total, group=part)
+    assert total == 2 * first + 1
+
+
 @pytest.mark.parametrize(
     ("dtype", "division", "op", "before", "after"),
     [
