@@ -117,8 +117,6 @@ class Buffer:
     def allocate(self) -> None:
         """Give the buffer memory (contents undefined); no-op if it has some."""
         if self._storage.size() != self._nbytes:
-            if self._storage.size():
-                self.free()  # lest what is there is copied
             self._pool = current_stream(self.device)
             self._storage.resize_(self._nbytes)
             if _poisoned:

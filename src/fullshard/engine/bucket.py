@@ -328,8 +328,8 @@ class BufferBucket(Bucket):
         for p, slot in zip(self.parameters, self.layout.slots, strict=True):
             full = self._full.tensor(slot.full_offset, p.shape.shape, p.shape.stride)
             p.set_full(full, self.storage.reduce_dtype)
-        self._full.free()  # its first memory is of the compute stream, whatever a gather allocates on
         self._home = BufferGather(self.layout, shard, self._full, self.mesh.transport)
+        self._full.free()  # its first memory is of the compute stream, whatever a gather allocates on
 
     def _free(self) -> None:
         if self._full is not None:
