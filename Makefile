@@ -24,7 +24,7 @@ SOME_ON_ACCELERATOR := $(addprefix tests/,engine/test_training.py engine/test_co
 	engine/test_hsdp.py engine/test_mixed_precision.py engine/test_recovery.py optim/test_step_overlap.py \
 	wrapper/test_wrapper_training.py checkpoint/test_save_load.py)
 
-.PHONY: help train test test-accelerator test-clients fuzz lint bench gpu clean
+.PHONY: help train test test-accelerator test-clients fuzz golden lint bench gpu clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -48,6 +48,9 @@ test-clients: $(CLIENTS_STAMP)  ## programs that use torch's FSDP, on fullshard:
 fuzz: $(STAMP)   ## many random models and histories against unsharded ones (N=2000 SEED=0; ARGS=--shrink)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.fuzz $(or $(N),200) --seed $(or $(SEED),0) $(ARGS)
 
+golden: $(STAMP)  ## write the golden traces anew: the order of collectives, buffers and phases, in tests/golden/traces
+	FULLSHARD_GOLDEN=rewrite OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/golden $(ARGS)
+
 lint: $(STAMP)   ## format and check the code
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
@@ -59,14 +62,14 @@ bench: $(STAMP)  ## the CPU benchmarks; results go to bench/results/ and docs/pe
 	$(VENV)/bin/python -m bench.wrapper --write-document
 	$(VENV)/bin/python -m bench.wrap_time --write-document
 	$(VENV)/bin/python -m bench.checkpoint --write-document
-	$(VENV)/bin/python -m bench.host_cost
+	$(VENV)/bin/python -m bench.host_cost --write-document
 	$(VENV)/bin/python -m bench.optimizer_cost --write-document
 	$(VENV)/bin/python -m bench.muon --write-document
 	$(VENV)/bin/python -m bench.overlap --write-document
 	$(VENV)/bin/python -m bench.memory_limit --write-document
 	$(VENV)/bin/python -m bench.memory_limit_faults --write-document
 	$(VENV)/bin/python -m bench.scaling --write-document
-	$(VENV)/bin/python -m bench.wire --write-document
+	$(VENV)/bin/python -m bench.quantization --write-document
 
 # On the interpreter at hand, whose torch knows the GPU: constraints.txt pins torch without CUDA.
 gpu:             ## what only a real GPU can show, in ten minutes; results go to bench/results/ and docs/gpu.md

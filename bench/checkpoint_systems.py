@@ -225,7 +225,7 @@ def load_code(system: str) -> None:
     """Import what saving and loading need: the first call shall not pay for it, nor its memory count."""
     modules = ["safetensors.torch", "torch.distributed.checkpoint.state_dict"]
     if system in (FULLSHARD, WRAPPER, WRAPPER_FLAT):
-        modules += ["fullshard.checkpoint.export", "fullshard.checkpoint.importing"]
+        modules += ["fullshard.checkpoint.safetensors.export", "fullshard.checkpoint.safetensors.importing"]
     for name in modules:
         importlib.import_module(name)
 

@@ -1,6 +1,6 @@
 """Host time that sharding adds per unit and step, on a fake process group of 8 ranks on CPU.
 
-    python -m bench.host_cost
+    python -m bench.host_cost --write-document
     python -m bench.host_cost --profile fullshard      # where that time goes
 
 A hundred units, each a 16 x 16 linear layer and a norm, at batch 1: the arithmetic costs next to nothing and
@@ -255,9 +255,7 @@ def main(
     profile_lines: Annotated[int, typer.Option(min=1, help="Lines of the profile.")] = 30,
     results: Annotated[Path, typer.Option(help="Folder of the JSON and the plot.")] = report.RESULTS,
     document: Annotated[Path, typer.Option(help="Markdown page with the table.")] = report.DOCUMENT,
-    write_document: Annotated[
-        bool | None, typer.Option(help="Write the table into the page [only when all contestants run].")
-    ] = None,
+    write_document: Annotated[bool, typer.Option(help="Write the table into the page.")] = False,
 ) -> None:
     """Compare the host time per unit and step of fullshard and its peers."""
     for name in [*(only or []), *([profile_of] if profile_of else [])]:
@@ -295,7 +293,7 @@ def main(
         console.print(line, soft_wrap=True)
     image = path.with_suffix(".png")
     _plot(image, settings, summary)
-    if write_document if write_document is not None else not only:
+    if write_document:
         block = _document_block(settings, text, failures, environment, image, document)
         report.update_document(document, "host_cost", block)
     console.print(f"wrote {path.name}")

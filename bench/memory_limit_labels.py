@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import torch
@@ -16,8 +16,8 @@ from torch import nn
 
 from bench.memory_limit_ledger import mark, range_of
 
-FULL, GATHER_MESSAGE, WIRE = "full parameters", "gather message", "shard as it travels"
-REDUCE_MESSAGE, ROWS, CAST = "reduce message", "reduced rows", "gradients once more, in another form"
+FULL, GATHER_MESSAGE, INPUT = "full parameters", "gather message", "all-gather input"
+REDUCE_MESSAGE, SHARDS, CAST = "reduce message", "reduced shards", "gradients once more, in another form"
 GRADIENT, TRANSPORT = "full gradients", "messages of the transport"
 BOUNDARY = "boundary"
 
@@ -25,11 +25,12 @@ BOUNDARY = "boundary"
 @contextlib.contextmanager
 def labelled(model: nn.Module) -> Iterator[None]:
     """Inside, memory that the units of ``model`` ask for has a name: ``what|unit``."""
-    from fullshard.engine.parameter import ShardedParameter
-    from fullshard.engine.reducer import GradientReducer
-    from fullshard.engine.reduction import PendingReduction
+    from fullshard.comm.base import Kind
+    from fullshard.comm.gloo import GlooTransport
+    from fullshard.engine.parameters.sharded import ShardedParameter
+    from fullshard.engine.reduction.grad_reduction import GradReduction
+    from fullshard.engine.reduction.plan import ReductionPlan
     from fullshard.memory import Buffer
-    from fullshard.transport.gloo import GlooTransport
 
     names: dict[int, str] = {}
 
@@ -38,8 +39,8 @@ def labelled(model: nn.Module) -> Iterator[None]:
             names.update((id(known), name) for known, name in _buffers(model))
         return names.get(id(buffer), "other buffer|")
 
-    def of_reducer(reducer: Any) -> str:
-        return next((u.name for u, _, known in _reducers(model) if known is reducer), "")
+    def of_plan(plan: Any) -> str:
+        return next((u.name for u, _, known in _plans(model) if known is plan), "")
 
     take = ShardedParameter.take_gradient
 
@@ -51,9 +52,9 @@ def labelled(model: nn.Module) -> Iterator[None]:
 
     named = [
         (Buffer, "allocate", lambda buffer, *_: of_buffer(buffer)),
-        (PendingReduction, "__init__", lambda _, reducer, *__: f"{ROWS}|{of_reducer(reducer)}"),
-        (GradientReducer, "inputs", lambda reducer, *_: f"{CAST}|{of_reducer(reducer)}"),
-        *((GlooTransport, method, lambda *_: f"{TRANSPORT}|") for method in ("_gather", "_reduce", "_all_reduce")),
+        (GradReduction, "__init__", lambda _, plan, *__: f"{SHARDS}|{of_plan(plan)}"),
+        (ReductionPlan, "inputs", lambda plan, *_: f"{CAST}|{of_plan(plan)}"),
+        *((GlooTransport, f"_{kind}", lambda *_: f"{TRANSPORT}|") for kind in get_args(Kind)),
     ]
     with contextlib.ExitStack() as patches:
         for owner, method, name in named:
@@ -76,23 +77,23 @@ def _named(original: Callable[..., Any], name: Callable[..., str]) -> Callable[.
     return inside
 
 
-def _reducers(model: nn.Module) -> Iterator[tuple[Any, Any, Any]]:
+def _plans(model: nn.Module) -> Iterator[tuple[Any, Any, Any]]:
     from fullshard.engine.ownership import nested_units
 
     for unit in nested_units(model):
         for bucket in unit.buckets:
             yield unit, bucket, None
-            for reducer in bucket.reducers:
-                yield unit, bucket, reducer
+            for plan in bucket.plans:
+                yield unit, bucket, plan
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[object, str]]:
-    for unit, bucket, reducer in _reducers(model):
-        if reducer is not None:
-            yield reducer.message, f"{REDUCE_MESSAGE}|{unit.name}"
+    for unit, bucket, plan in _plans(model):
+        if plan is not None:
+            yield plan.message, f"{REDUCE_MESSAGE}|{unit.name}"
             continue
-        yield bucket._full, f"{FULL}|{unit.name}"
-        for gather in (getattr(bucket, "_home", None), getattr(bucket, "_near", None)):
-            if gather is not None:
-                yield gather._message, f"{GATHER_MESSAGE}|{unit.name}"
-                yield gather._wire, f"{WIRE}|{unit.name}"
+        yield bucket._unsharded, f"{FULL}|{unit.name}"
+        for all_gather in (bucket._all_gather, getattr(bucket, "_subgroup_all_gather", None)):
+            if all_gather is not None:
+                yield all_gather._message, f"{GATHER_MESSAGE}|{unit.name}"
+                yield all_gather._input, f"{INPUT}|{unit.name}"

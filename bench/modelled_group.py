@@ -240,7 +240,7 @@ class ModelledGroup(dist.ProcessGroup):
         def fill() -> None:
             output.view(self._size, -1).copy_(input.reshape(1, -1).expand(self._size, -1))
 
-        return self._issue("gather", "in", self._share(output.nbytes), [fill], [output])
+        return self._issue("all_gather", "in", self._share(output.nbytes), [fill], [output])
 
     _allgather_base = all_gather_single
 
@@ -255,7 +255,7 @@ class ModelledGroup(dist.ProcessGroup):
         pairs = [(target, own) for targets, own in zip(outputs, inputs, strict=True) for target in targets]
         fills = [_copy(target, own) for target, own in pairs]
         nbytes = sum(target.nbytes for target, _ in pairs)
-        return self._issue("gather", "in", self._share(nbytes), fills, [target for target, _ in pairs])
+        return self._issue("all_gather", "in", self._share(nbytes), fills, [target for target, _ in pairs])
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         """As allgather, with the ranks as the outer list."""
@@ -266,7 +266,7 @@ class ModelledGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """``input``: ``size * output.numel()`` elements."""
         fill = self._summed(output, self._part(input), opts.reduceOp if opts is not None else ReduceOp.SUM)
-        return self._issue("reduce", "out", self._share(input.nbytes), [fill], [output])
+        return self._issue("reduce_scatter", "out", self._share(input.nbytes), [fill], [output])
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -283,7 +283,7 @@ class ModelledGroup(dist.ProcessGroup):
         op = opts.reduceOp if opts is not None else ReduceOp.SUM
         fills = [self._summed(o, parts[self._rank], op) for o, parts in zip(outputs, inputs, strict=True)]
         nbytes = sum(part.nbytes for parts in inputs for part in parts)
-        return self._issue("reduce", "out", self._share(nbytes), fills, outputs)
+        return self._issue("reduce_scatter", "out", self._share(nbytes), fills, outputs)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """In place."""
@@ -329,7 +329,7 @@ class ModelledGroup(dist.ProcessGroup):
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         """Only the destination has outputs."""
         fills = [_copy(o, own) for targets, own in zip(outputs, inputs, strict=False) for o in targets]
-        return self._issue("gather", "in", self._share(sum(o.nbytes for each in outputs for o in each)), fills)
+        return self._issue("all_gather", "in", self._share(sum(o.nbytes for each in outputs for o in each)), fills)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
         """Only the source has inputs; elsewhere outputs stay as they are."""

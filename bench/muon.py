@@ -5,9 +5,9 @@
 
 One step of the optimizer alone, on the matrices of a GPT with gradients that are there already:
 
-``fullshard``            each matrix orthogonalised by one rank, exchanges overlapped in rounds
+``fullshard``            each matrix orthogonalized by one rank, exchanges overlapped in rounds
 ``fullshard-one-round``  the same without overlap: everything travels, is computed, and travels back
-``gather``               every rank gathers every matrix (bf16) and orthogonalises all of them, one after another
+``gather``               every rank gathers every matrix (bf16) and orthogonalizes all of them, one after another
 ``torch-dtensor``        ``torch.optim.Muon`` on the DTensors, which gathers as its operators need it
 ``plain``                ``torch.optim.Muon`` on whole matrices on every rank: the computation of ``gather`` alone
 
@@ -43,8 +43,8 @@ from bench.contestants import start_fake_group
 from bench.environment import current_environment
 from bench.statistics import Spread, paired_spread, spread, turn_order
 from fullshard import fully_shard
-from fullshard.optim.muon import Muon, orthogonalise
-from fullshard.optim.owner import ROUND_BYTES
+from fullshard.optim.muon.matrix_optimizer import ROUND_BYTES
+from fullshard.optim.muon.muon import Muon, orthogonalize
 
 FULLSHARD, ONE_ROUND, GATHER, TORCH, PLAIN = "fullshard", "fullshard-one-round", "gather", "torch-dtensor", "plain"
 CONTESTANTS = (FULLSHARD, ONE_ROUND, GATHER, TORCH, PLAIN)
@@ -76,7 +76,7 @@ class Settings:
 
 
 class GatherMuon(torch.optim.Optimizer):
-    """What one writes first: gather each matrix on every rank, orthogonalise it there, keep one's own part."""
+    """What one writes first: gather each matrix on every rank, orthogonalize it there, keep one's own part."""
 
     def __init__(self, params: Sequence[nn.Parameter], lr: float) -> None:
         super().__init__(params, {"lr": lr, "momentum": 0.95, "weight_decay": 0.1})
@@ -93,7 +93,7 @@ class GatherMuon(torch.optim.Optimizer):
                 spread_out = DTensor.from_local(
                     part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
                 )
-                update = orthogonalise(spread_out.full_tensor())
+                update = orthogonalize(spread_out.full_tensor())
                 whole = DTensor.from_local(update, p.device_mesh, [Replicate()], run_check=False)
                 mine = whole.redistribute(placements=p.placements)._local_tensor
                 rate = group["lr"] * max(1.0, p.shape[0] / p.shape[1]) ** 0.5
@@ -236,7 +236,7 @@ def traffic_of(ranks: int) -> dict[str, float]:
         loads = [0.0] * ranks
         for _, exchanged in optimizer.plan().rounds:
             assert exchanged is not None
-            for matrix, owner in zip(exchanged.matrices, exchanged.owners, strict=True):
+            for matrix, owner in zip(exchanged.matrices, exchanged.owner_ranks, strict=True):
                 loads[owner] += optimizer.work(matrix.shape, optimizer.param_groups[0])
         rounds = len(optimizer.plan().rounds)
     finally:

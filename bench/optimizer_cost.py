@@ -243,7 +243,7 @@ def main(
     document: Annotated[Path, typer.Option(help="Markdown page with the table.")] = report.DOCUMENT,
     write_document: Annotated[bool, typer.Option(help="Write the table into the page.")] = False,
 ) -> None:
-    """Compare what a step of AdamW costs on plain, sharded and localised parameters."""
+    """Compare what a step of AdamW costs on plain, sharded and localized parameters."""
     for name in only or []:
         if name not in SYSTEMS:
             raise typer.BadParameter(f"unknown contestant {name!r}; known are {', '.join(SYSTEMS)}")

@@ -237,12 +237,12 @@ class _Ticket:
     def wait(self) -> None:
         self._done.wait()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self._done.synchronize()
 
 
 class SimulatedLane:
-    """fullshard's lane on such a device: what its lane on an accelerator does, on simulated streams."""
+    """fullshard's communication stream on such a device: what one on an accelerator does, on simulated streams."""
 
     _device: SimulatedDevice
     _stream: SimulatedStream
@@ -258,7 +258,7 @@ class SimulatedLane:
         allocate: Callable[[], None] | None = None,
         after: Any = None,
     ) -> _Ticket:
-        """See ``fullshard.memory.Lane``."""
+        """See ``fullshard.memory.CommStream``."""
         if allocate is not None:
             allocate()
         self._stream.wait_event(after if after is not None else self._device.current.record_event())

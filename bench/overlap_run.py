@@ -210,7 +210,7 @@ def _on(network: Network, cost: UnitCosts, ranks: int) -> UnitCosts:
 
 
 def _timed_costs(cell: Cell) -> list[UnitCosts]:
-    """Of the GPT's units, from the plain model on this machine: the root's computation is that of its neighbours.
+    """Of the GPT's units, from the plain model on this machine: the root's computation is that of its subgroup.
 
     The root, which holds embeddings and head, is gathered first and kept.
     """

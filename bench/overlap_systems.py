@@ -161,16 +161,16 @@ def _wrap(system: System, model: nn.Module, unit_types: tuple[type[nn.Module], .
 def _set_up_engine(system: System, model: nn.Module, device: Device) -> None:
     """Depth and streams, in the engine's own terms."""
     from fullshard.engine.ownership import nested_units
-    from fullshard.engine.settings import Lanes
+    from fullshard.engine.settings import CommStreams
 
     units = nested_units(model)
     if isinstance(device, SimulatedDevice):
-        lanes = Lanes(*(SimulatedLane(device) for _ in range(3)))
+        comm_streams = CommStreams(*(SimulatedLane(device) for _ in range(3)))
         for unit in units:
-            unit.settings.lanes = lanes
+            unit.settings.comm_streams = comm_streams
     if system.reductions is not None:
         for unit in units:
             unit.settings.reduction.max_in_flight = system.reductions
     if system.depth is not None:
         setter: Any = model.set_prefetch_bytes
-        setter(system.depth * max(unit.full_size for unit in units))
+        setter(system.depth * max(unit.unsharded_bytes for unit in units))

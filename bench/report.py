@@ -103,10 +103,10 @@ latency and bandwidth would need ([how](design/modelled_network.md)). T_LB is th
 <!-- bench:overlap -->
 <!-- /bench -->
 
-## Fewer bytes on the wire
+## Quantized communication
 
-`python -m bench.wire --write-document` runs the default training job (869,504 parameters, 500 steps, one seed) with
-rounded messages: losses within 0.5%, on 0.26 of the bytes. The tables are in [low bandwidth](low_bandwidth.md).
+`python -m bench.quantization --write-document` runs the default training job (869,504 parameters, 500 steps, one seed)
+with quantized messages: losses within 0.5%, on 0.26 of the bytes. The tables are in [low bandwidth](low_bandwidth.md).
 
 ## Memory and its bound
 

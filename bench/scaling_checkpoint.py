@@ -17,15 +17,15 @@ from typing import Any
 import torch
 
 from bench.scaling_worker import timed
-from fullshard.checkpoint.division import Held, TensorTable, divide
-from fullshard.checkpoint.index import CHECKSUM, FileEntry, data_file
-from fullshard.checkpoint.index_json import WrittenIndex, from_json, piece_text, to_json
-from fullshard.checkpoint.pieces import Piece, Pieces
-from fullshard.checkpoint.planner import ALL, LoadPlanner
-from fullshard.checkpoint.reader import CheckpointReader
-from fullshard.checkpoint.source import DataSource
-from fullshard.checkpoint.together import DividingPlanner
-from fullshard.layout import Box, chunk_of
+from fullshard.checkpoint.format.compact_save import CompactSavePlanner
+from fullshard.checkpoint.format.index import CHECKSUM, FileEntry, data_file
+from fullshard.checkpoint.format.index_json import WrittenIndex, from_json, shard_text, to_json
+from fullshard.checkpoint.format.planner import ALL, LoadPlanner
+from fullshard.checkpoint.format.reader import CheckpointReader
+from fullshard.checkpoint.format.source import DataSource
+from fullshard.checkpoint.format.write_plan import RankInventory, TensorTable, plan_writes
+from fullshard.checkpoint.state.tensor_shards import TensorShard, TensorShards
+from fullshard.layout import Region, chunk_of
 
 ROWS, COLUMNS = 32_768, 64
 TENSORS_PER_UNIT = 8
@@ -38,24 +38,24 @@ class CheckpointCost:
     Args:
         plan: Of one rank: what it holds, as it is sent.
         sent: Bytes that one rank sends to the first to plan.
-        divide: Of the first rank: who writes what.
+        plan_writes: Of the first rank: who writes what.
         told: Bytes of text that one rank sends to the first for the index, before they are compressed.
         index: Of the first rank: the index as text.
         index_bytes: Of that file.
         parse: Of one rank in a load: the index, read and checked.
-        load_plan: Of one rank in a load: which pieces it reads.
-        pieces: How many the index has.
+        load_plan: Of one rank in a load: which shards it reads.
+        shards: How many the index has.
     """
 
     plan: float
     sent: int
-    divide: float
+    plan_writes: float
     told: int
     index: float
     index_bytes: int
     parse: float
     load_plan: float
-    pieces: int
+    shards: int
 
 
 def tensors(units: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -69,20 +69,22 @@ def tensors(units: int) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"optimizer.state.{fqn}.step", ()
 
 
-def box_on(rank: int, ranks: int, shape: tuple[int, ...]) -> Box:
+def box_on(rank: int, ranks: int, shape: tuple[int, ...]) -> Region:
     if not shape:
-        return Box((), ())
+        return Region((), ())
     start, size = chunk_of(shape[0], ranks, rank)
-    return Box((start, *(0,) * (len(shape) - 1)), (size, *shape[1:]))
+    return Region((start, *(0,) * (len(shape) - 1)), (size, *shape[1:]))
 
 
 def entries(units: int, rank: int, ranks: int) -> dict[str, Any]:
     """What ``fullshard.save`` has of one rank; its memory is on the meta device."""
     found: dict[str, Any] = {}
     for key, shape in tensors(units):
-        box = box_on(rank, ranks, shape)
-        local = torch.empty(box.sizes, device="meta")
-        found[key] = Pieces(torch.Size(shape), local.dtype, torch.device("cpu"), [Piece(box, local)], equal=True)
+        region = box_on(rank, ranks, shape)
+        local = torch.empty(region.sizes, device="meta")
+        found[key] = TensorShards(
+            torch.Size(shape), local.dtype, torch.device("cpu"), [TensorShard(region, local)], equal=True
+        )
     return found
 
 
@@ -91,7 +93,7 @@ def measure(units: int, ranks: int) -> CheckpointCost:
     own = entries(units, 0, ranks)
 
     def plan() -> bytes:
-        planner = DividingPlanner(alike=True)
+        planner = CompactSavePlanner(alike=True)
         planner.set_up_planner({ALL: own}, None, is_coordinator=False)
         return pickle.dumps(planner.create_local_plan())
 
@@ -99,21 +101,24 @@ def measure(units: int, ranks: int) -> CheckpointCost:
     message, plan_s = timed(plan)
     shapes = [shape for _, shape in tensors(units)]
     table = TensorTable.of(own).packed
-    boxes = [[(i, box_on(rank, ranks, shape)) for i, shape in enumerate(shapes)] for rank in range(ranks)]
-    held = [Held(None if rank else table, Held.packed(of_rank), ()) for rank, of_rank in enumerate(boxes)]
-    division, divide_s = timed(lambda: divide(held))
+    regions = [[(i, box_on(rank, ranks, shape)) for i, shape in enumerate(shapes)] for rank in range(ranks)]
+    held = [
+        RankInventory(None if rank else table, RankInventory.packed(of_rank), ())
+        for rank, of_rank in enumerate(regions)
+    ]
+    write_plan, divide_s = timed(lambda: plan_writes(held))
     texts, told = [], 0
-    for rank, of_rank in enumerate(boxes):
-        kept = [box for (_, box), kept in zip(of_rank, division.parts[rank].tolist(), strict=True) if kept]
-        texts.append([piece_text(box, (rank, 264, bytes(CHECKSUM))) for box in kept])
+    for rank, of_rank in enumerate(regions):
+        kept = [region for (_, region), kept in zip(of_rank, write_plan.parts[rank].tolist(), strict=True) if kept]
+        texts.append([shard_text(region, (rank, 264, bytes(CHECKSUM))) for region in kept])
         told = max(told, len("\n".join(texts[-1])))
 
     def index() -> bytes:
         lines: list[list[str]] = [[] for _ in shapes]
         for rank, of_rank in enumerate(texts):
-            for tensor, text in zip(division.tensors[rank].tolist(), of_rank, strict=True):
+            for tensor, text in zip(write_plan.tensors[rank].tolist(), of_rank, strict=True):
                 lines[tensor].append(text)
-        rows = zip(division.table.keys, shapes, lines, strict=True)
+        rows = zip(write_plan.table.keys, shapes, lines, strict=True)
         written = {key: f'[[],"float32",{json.dumps(shape)},[{",".join(of)}]]' for key, shape, of in rows}
         files = {data_file("0" * 12, rank): FileEntry(1 << 40, 264, bytes(CHECKSUM)) for rank in range(ranks)}
         return to_json(WrittenIndex("index", {}, {}, files, save="0" * 12, lines=written))
@@ -129,13 +134,13 @@ def measure(units: int, ranks: int) -> CheckpointCost:
         return len(planner.create_local_plan().items)
 
     _, load_s = timed(load_plan)
-    pieces = sum(len(tensor.pieces) for tensor in parsed.tensors.values())
-    return CheckpointCost(plan_s, len(message), divide_s, told, index_s, len(text), parse_s, load_s, pieces)
+    shards = sum(len(tensor.shards) for tensor in parsed.tensors.values())
+    return CheckpointCost(plan_s, len(message), divide_s, told, index_s, len(text), parse_s, load_s, shards)
 
 
 def reader_folder() -> Any:
     """A folder that nothing is read from."""
-    from fullshard.checkpoint.files import Folder
+    from fullshard.checkpoint.format.files import Folder
 
     return Folder("nowhere")
 

@@ -210,7 +210,9 @@ class Outcome:
     step_seconds: float
     compute_seconds: float
     peak_bytes: int
-    collectives: tuple[tuple[str, str], ...]  # ("gather" or "reduce", first piece of the unit), in order of issue
+    collectives: tuple[
+        tuple[str, str], ...
+    ]  # ("all_gather" or "reduce_scatter", first piece of the unit), in order of issue
 
     @property
     def exposed_seconds(self) -> float:
@@ -244,7 +246,7 @@ class _Reduction:
 
 
 class _Step:
-    """One step of one wrapping; the method names are those of ``fullshard.engine.schedule`` where there are any."""
+    """One step of one wrapping; the method names are those of ``fullshard.engine.runtime`` where there are any."""
 
     machine: Machine
     root: _Unit
@@ -304,9 +306,9 @@ class _Step:
             return
         unit.gathered = True
         self.hold(PARAMETER_BYTES * unit.parameters)
-        unit.ready = self.communicate("gather", unit, PARAMETER_BYTES * unit.parameters)
+        unit.ready = self.communicate("all_gather", unit, PARAMETER_BYTES * unit.parameters)
 
-    def use_full(self, unit: _Unit) -> None:
+    def use_unsharded(self, unit: _Unit) -> None:
         self.gather(unit)
         self.now = max(self.now, unit.ready)
         self.ahead = [other for other in self.ahead if other is not unit]
@@ -332,7 +334,7 @@ class _Step:
         self.hold(REDUCE_BYTES * unit.parameters)
         self.hold(-PARAMETER_BYTES * unit.parameters)
         nbytes = REDUCE_BYTES * unit.parameters
-        self.reductions.append(_Reduction(self.communicate("reduce", unit, nbytes), nbytes))
+        self.reductions.append(_Reduction(self.communicate("reduce_scatter", unit, nbytes), nbytes))
 
     def finish_reductions(self) -> None:
         for reduction in self.reductions:
@@ -343,7 +345,7 @@ class _Step:
     # ---------------------------------------------------------------- forward and backward
 
     def start_forward(self, unit: _Unit) -> None:
-        self.use_full(unit)
+        self.use_unsharded(unit)
         position = self.order.index(unit)
         self.gather_ahead(self.order[position + 1 : position + 2])
 
@@ -356,7 +358,7 @@ class _Step:
         if unit.in_backward:
             return
         unit.in_backward = True
-        self.use_full(unit)
+        self.use_unsharded(unit)
         if unit in self.ended:
             del self.ended[self.ended.index(unit) :]
         self.gather_ahead(self.ended[-1:])

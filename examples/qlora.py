@@ -36,7 +36,7 @@ import fullshard
 from fullshard import FullshardError, MixedPrecisionPolicy, fully_shard
 from fullshard.train import corpus
 from fullshard.train.config import GPTConfig
-from fullshard.train.model import GPT, METADATA_KEY, initialise
+from fullshard.train.model import GPT, METADATA_KEY, initialize
 
 BLOCK = 64  # weights that share a scale, as in the paper
 
@@ -463,7 +463,7 @@ def train_epoch(
 def pretrain(path: Path, steps: int, device: torch.device, config: GPTConfig | None = None) -> None:
     """Train a small base on Python's standard library, all of its weights, and write it to `path`."""
     model = GPT(config or GPTConfig())
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     model.to(device)
     for block in model.blocks:
         fully_shard(block)

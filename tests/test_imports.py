@@ -1,4 +1,4 @@
-"""House rules about who may use what: layers, banned packages, and the owners of hooks and storage.
+"""House rules about who may use what: directions, layers, banned packages, and the owners of hooks and storage.
 
 All checks read source text, so that imports inside functions and under TYPE_CHECKING count too, and no file
 has to exist. Rules are functions of a file's path and text; each is shown to find what it looks for.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,25 +22,24 @@ LAYERS = [
     {"cli", "__main__"},
     {"train", "integrations", "dropin"},
     {""},
-    {"fully_shard", "wrapper", "torch_state_dict"},
-    {"fsdp_module"},
-    {"controls"},
-    {"sharded_module"},
-    {"arguments"},
-    {"wrap", "activation_checkpoint", "comm_hooks", "grad_scaler"},
+    {"composable", "wrapper"},
+    {"frontend"},
+    {"activation_checkpoint", "comm_hooks"},
+    {"wrap"},
     {"checkpoint", "optim", "plan", "trace"},
     {"engine"},
-    {"layout", "transport", "memory", "allocator", "policy", "state_dict_types"},
+    {"ranks"},
+    {"layout", "comm", "memory", "profiling", "allocator", "policy"},
     {"errors", "version"},
 ]
 # The parts of the lowest layer are independent, but for this.
 BOTTOM = {
     "layout": {"errors"},
-    "transport": {"errors", "layout", "memory", "policy"},
+    "comm": {"errors", "layout", "memory", "policy"},
     "memory": {"errors", "policy"},
     "allocator": set(),
+    "profiling": set(),
     "policy": {"errors"},
-    "state_dict_types": {"errors"},
     "errors": set(),
     "version": set(),
 }
@@ -93,6 +92,11 @@ class Source:
     text: str
 
     @property
+    def name(self) -> str:
+        """Its dotted name."""
+        return ".".join([NAME, *self.path.removesuffix(".py").split("/")]).removesuffix(".__init__")
+
+    @property
     def part(self) -> str:
         """First segment below the package, which decides the layer: "engine", "" for __init__."""
         first = self.path.partition("/")[0].removesuffix(".py")
@@ -116,11 +120,8 @@ def imports(source: Source) -> Iterator[tuple[int, str]]:
 
 
 def layer_of(part: str) -> int | None:
-    """Index into LAYERS; pieces beside a front end (``wrapper_state.py``) belong to its layer."""
-    for index, layer in enumerate(LAYERS):
-        if part in layer or any(part.startswith(f"{name}_") for name in layer if name):
-            return index
-    return None
+    """Index into LAYERS."""
+    return next((index for index, layer in enumerate(LAYERS) if part in layer), None)
 
 
 def check_layers(source: Source) -> Iterator[str]:
@@ -137,6 +138,31 @@ def check_layers(source: Source) -> Iterator[str]:
             yield f"{source.path}:{line}: imports {name}, which is above {source.part}"
         elif source.part in BOTTOM and part != source.part and part not in BOTTOM[source.part]:
             yield f"{source.path}:{line}: {source.part} must not import {name}"
+
+
+def known_files(sources: Iterable[Source]) -> dict[str, set[str]]:
+    """The files that each file imports from, types included, by dotted names."""
+    names = {source.name for source in sources}
+    known: dict[str, set[str]] = {}
+    for source in sources:
+        found = {name if name in names else name.rpartition(".")[0] for _, name in imports(source)}
+        known[source.name] = (found & names) - {source.name}
+    return known
+
+
+def circles(known: Mapping[str, set[str]]) -> list[list[str]]:
+    """The sets of files that know each other, directly or through others."""
+    reached: dict[str, set[str]] = {}
+    for name in known:
+        seen: set[str] = set()
+        todo = [name]
+        while todo:
+            new = known[todo.pop()] - seen
+            seen |= new
+            todo += new
+        reached[name] = seen
+    found = {frozenset({name, *(other for other in reached[name] if name in reached[other])}) for name in known}
+    return sorted(sorted(circle) for circle in found if len(circle) > 1)
 
 
 def check_purity(source: Source) -> Iterator[str]:
@@ -198,19 +224,40 @@ def _touched(source: Source, names: set[str]) -> Iterator[tuple[int, str]]:
 CHECKS = {check.__name__: check for check in (check_layers, check_purity, check_banned, check_owners)}
 
 
+def package_sources() -> list[Source]:
+    files = sorted(PACKAGE.rglob("*.py"))
+    return [Source(path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8")) for path in files]
+
+
 @pytest.mark.parametrize("name", CHECKS)
 def test_package_keeps_the_house_rules(name: str) -> None:
     """Every file of the package imports downward only, and leaves to others what is theirs."""
-    files = sorted(PACKAGE.rglob("*.py"))
-    sources = [Source(path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8")) for path in files]
-    wrong = [message for source in sources for message in CHECKS[name](source)]
+    wrong = [message for source in package_sources() for message in CHECKS[name](source)]
     assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_knowledge_points_downward() -> None:
+    """No two files know each other, not even by the types that they annotate: each can be read before those above."""
+    found = circles(known_files(package_sources()))
+    assert not found, "\n" + "\n".join(" <-> ".join(circle) for circle in found)
+
+
+def test_circles_are_found() -> None:
+    """Files that know each other through others, or by types only, are found; those that share a file are not."""
+    sources = [
+        Source("engine/a.py", "from fullshard.engine.b import B"),
+        Source("engine/b.py", "from fullshard.engine import c"),
+        Source("engine/c.py", "if TYPE_CHECKING:\n    from .a import A"),
+        Source("engine/d.py", "def f():\n    from fullshard.engine.a import A\n    from fullshard.engine.b import B"),
+    ]
+    assert circles(known_files(sources)) == [["fullshard.engine.a", "fullshard.engine.b", "fullshard.engine.c"]]
+    assert not circles(known_files([sources[0], sources[1], Source("engine/c.py", "import torch"), sources[3]]))
 
 
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("engine/unit.py", "from fullshard.fully_shard import FSDPModule"),
+        ("engine/unit.py", "from fullshard.composable.fully_shard import FSDPModule"),
         ("engine/unit.py", "from fullshard import fully_shard"),
         ("engine/unit.py", "import fullshard"),
         ("engine/unit.py", "import fullshard.plan.report"),
@@ -219,15 +266,15 @@ def test_package_keeps_the_house_rules(name: str) -> None:
         ("engine/unit.py", "from .. import optim"),
         ("engine/unit.py", "importlib.import_module('fullshard.trace')"),
         ("optim/clip.py", "from fullshard.wrap import plan"),
-        ("wrap/apply.py", "from fullshard.wrapper import FullyShardedDataParallel"),
-        ("wrapper_state.py", "from fullshard.train import loop"),
-        ("fully_shard.py", "from fullshard import FSDPModule"),
+        ("wrap/apply.py", "from fullshard.wrapper.fsdp import FullyShardedDataParallel"),
+        ("wrapper/state_dict/model.py", "from fullshard.train import loop"),
+        ("composable/fully_shard.py", "from fullshard import FSDPModule"),
         ("train/loop.py", "from fullshard.cli import app"),
-        ("layout/flat.py", "from fullshard.transport import gloo"),
+        ("layout/flat.py", "from fullshard.comm import gloo"),
         ("layout/flat.py", "from ..memory import resize"),
-        ("transport/gloo.py", "from fullshard.engine.bucket import Bucket"),
+        ("comm/gloo.py", "from fullshard.engine.buckets.base import Bucket"),
         ("memory.py", "from .layout import flat"),
-        ("memory.py", "from . import transport"),
+        ("memory.py", "from . import comm"),
         ("memory.py", "from .engine import bucket"),
         ("policy.py", "from fullshard.memory import x"),
         ("errors.py", "from fullshard.policy import x"),
@@ -242,15 +289,15 @@ def test_upward_imports_are_found(path: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("__init__.py", "from fullshard.fully_shard import fully_shard\nfrom .policy import OffloadPolicy"),
+        ("__init__.py", "from fullshard.composable.fully_shard import fully_shard\nfrom .policy import OffloadPolicy"),
         ("cli.py", "from fullshard.train import loop\nfrom fullshard.plan import report"),
         ("train/loop.py", "from fullshard import fully_shard\nfrom .data import Corpus"),
-        ("wrapper.py", "from fullshard.wrapper_state import x\nfrom fullshard.fully_shard import y"),
+        ("wrapper/fsdp.py", "from fullshard.wrapper.clip import x\nfrom fullshard.composable.controls import y"),
         (
             "engine/unit.py",
             "from .bucket import Bucket\nfrom ..layout import flat\nfrom .. import errors, memory",
         ),
-        ("transport/gloo.py", "from fullshard.layout.flat import Flat\nfrom ..errors import FullshardError"),
+        ("comm/gloo.py", "from fullshard.layout.flat import Flat\nfrom ..errors import FullshardError"),
         ("layout/flat.py", "from .per_parameter import Slot\nimport dataclasses"),
         ("memory.py", "import torch\nfrom .errors import FullshardError"),
     ],

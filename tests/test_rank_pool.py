@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,14 @@ import torch.distributed as dist
 from ranks import Rank, RankPool, RanksFailed, on_ranks
 
 TESTS = Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    """A pool of this file's own: worlds of the session's pool are replaced after so many bodies, in any test."""
+    pool = RankPool()
+    yield pool
+    pool.close()
 
 
 def number(rank: Rank, factor: int, *, offset: int = 0) -> int:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.transport import CollectiveTransport, GlooTransport, NcclTransport
+from fullshard.comm import CollectiveTransport, GlooTransport, NcclTransport
 from ranks import Rank
 
 ROOT = Path(__file__).parents[1]

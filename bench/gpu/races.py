@@ -66,7 +66,7 @@ def build(width: int, device: torch.device, options: dict[str, Any]) -> nn.Modul
 @contextlib.contextmanager
 def side_streams_held_up(device: torch.device) -> Iterator[None]:
     """Have every launch of a lane begin with a spinning kernel."""
-    usual = fullshard_memory.DeviceLane.issue
+    usual = fullshard_memory.DeviceCommStream.issue
 
     def issue(self: Any, launch: Callable[[], Any], finish: Callable[[], None], **options: Any) -> Any:
         def later() -> Any:
@@ -75,7 +75,7 @@ def side_streams_held_up(device: torch.device) -> Iterator[None]:
 
         return usual(self, later, finish, **options)
 
-    with mock.patch.object(fullshard_memory.DeviceLane, "issue", issue):
+    with mock.patch.object(fullshard_memory.DeviceCommStream, "issue", issue):
         yield
 
 
@@ -137,8 +137,8 @@ def _races(device: torch.device) -> int | None:
 
 def fault(width: int, device: torch.device) -> dict[str, Any]:
     """What the check says when nobody waits for what runs on side streams, not even when a ticket is dropped."""
-    ticket = fullshard_memory._DeviceTicket
-    with mock.patch.object(ticket, "wait"), mock.patch.object(ticket, "__del__", create=True):
+    pending_work = fullshard_memory._DeviceWork
+    with mock.patch.object(pending_work, "wait"), mock.patch.object(pending_work, "__del__", create=True):
         return compare(width, device, {})
 
 

@@ -1,43 +1,8 @@
-"""fullshard: parameters, gradients and optimizer state sharded over ranks, gathered just in time and freed."""
+"""fullshard: parameters, gradients and optimizer state sharded over ranks, all-gathered just in time and freed."""
 
 from fullshard.allocator import keep_freed_memory
 from fullshard.checkpoint import async_save, export_safetensors, full_tensors, load, load_safetensors, save
-from fullshard.engine.flat_parameter import FlatParameter
-from fullshard.engine.wire_report import WireReport
-from fullshard.errors import (
-    CheckpointError,
-    FullshardError,
-    PhaseError,
-    TiedParameterError,
-    UnmaterializedParameterError,
-)
-from fullshard.fsdp_module import (
-    FSDPModule,
-    ReplicateModule,
-    UnshardHandle,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-    unsharded,
-)
-from fullshard.fully_shard import fully_shard, replicate
-from fullshard.grad_scaler import ShardedGradScaler
-from fullshard.optim import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
-from fullshard.policy import (
-    BackwardPrefetch,
-    CPUOffload,
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    FSDPMeshInfo,
-    HSDPMeshInfo,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardingStrategy,
-    ShardPlacementResult,
-    Wire,
-)
-from fullshard.sharded_module import PendingGradient
-from fullshard.state_dict_types import (
+from fullshard.checkpoint.state.types import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -50,9 +15,44 @@ from fullshard.state_dict_types import (
     StateDictSettings,
     StateDictType,
 )
-from fullshard.transport import AllGather, Comm, ReduceScatter
+from fullshard.comm import AllGather, Comm, ReduceScatter
+from fullshard.composable.fsdp_module import (
+    FSDPModule,
+    ReplicateModule,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+    unsharded,
+)
+from fullshard.composable.fully_shard import fully_shard, replicate
+from fullshard.engine.parameters.flat import FlatParameter
+from fullshard.engine.quantized_report import QuantizationReport
+from fullshard.errors import (
+    CheckpointError,
+    FullshardError,
+    PhaseError,
+    TiedParameterError,
+    UnmaterializedParameterError,
+)
+from fullshard.frontend.sharded_module import PendingGradient
+from fullshard.optim import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from fullshard.optim.grad_scaler import ShardedGradScaler
+from fullshard.policy import (
+    BackwardPrefetch,
+    CommQuantization,
+    CPUOffload,
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    ShardPlacementResult,
+)
 from fullshard.version import __version__ as __version__
-from fullshard.wrapper import FullyShardedDataParallel
+from fullshard.wrapper.fsdp import FullyShardedDataParallel
 
 __all__ = [
     "AllGather",
@@ -61,6 +61,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "CheckpointError",
     "Comm",
+    "CommQuantization",
     "DataParallelMeshDims",
     "FSDPMeshInfo",
     "FSDPModule",
@@ -79,6 +80,7 @@ __all__ = [
     "OptimStateKeyType",
     "PendingGradient",
     "PhaseError",
+    "QuantizationReport",
     "ReduceScatter",
     "ReplicateModule",
     "ShardPlacementResult",
@@ -92,8 +94,6 @@ __all__ = [
     "TiedParameterError",
     "UnmaterializedParameterError",
     "UnshardHandle",
-    "Wire",
-    "WireReport",
     "async_save",
     "clip_grad_norm_",
     "clip_grads_with_norm_",

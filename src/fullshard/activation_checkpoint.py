@@ -1,7 +1,7 @@
 """Activation checkpointing and offloading for sharded and plain models.
 
-The wrappers are PyTorch's own, named here so that one import serves. They take their prefix out of state dict keys
-and parameter names. Only :func:`apply_activation_checkpointing` is defined here, on wrap plans.
+The wrappers are PyTorch's own, re-exported here. They remove their prefix from state dict keys and parameter names.
+Only :func:`apply_activation_checkpointing` is defined here, on wrap plans.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ def apply_activation_checkpointing(
     check_fn: Callable[[nn.Module], bool] = _everything,
     auto_wrap_policy: Policy | PolicyFunction | None = None,
 ) -> None:
-    """Put chosen modules of ``model`` into wrappers that recompute, or offload, their activations. In place.
+    """Wrap selected modules of ``model`` in wrappers that recompute, or offload, their activations. In place.
 
     The model may be sharded before or afterwards. ``model`` itself is never wrapped; call the wrapper on it for that.
 
     Args:
-        model: Modules below it, those inside sharded ones included, are wrapped.
-        checkpoint_wrapper_fn: Given a module (and the arguments that a :class:`CustomPolicy` has for it), returns
+        model: The model whose modules are wrapped, including those inside sharded ones.
+        checkpoint_wrapper_fn: Called with a module (and the arguments that a :class:`CustomPolicy` has for it), returns
             the wrapper: :func:`checkpoint_wrapper`, :func:`offload_wrapper`, or a ``partial`` of these.
-        check_fn: Whether to wrap a module. Modules inside chosen ones are asked about as well; containers without
-            a forward (``nn.ModuleList``, ``nn.ModuleDict``) are not: nothing would ever be recomputed there.
-        auto_wrap_policy: What to wrap, as for sharding. Takes precedence over ``check_fn``.
+        check_fn: Returns True for modules to wrap. It is also called for modules inside selected ones, but not for
+            containers without a forward (``nn.ModuleList``, ``nn.ModuleDict``), which never recompute anything.
+        auto_wrap_policy: Policy that selects the modules, as for sharding. Takes precedence over ``check_fn``.
 
     Raises:
-        ValueError: If ``auto_wrap_policy`` is no policy, or a policy answers with something that is no answer.
+        ValueError: If ``auto_wrap_policy`` is not a policy, or returns an invalid value.
     """
     policy = auto_wrap_policy
     if policy is None:
@@ -67,7 +67,7 @@ def apply_activation_checkpointing(
             f"(module=, recurse=, nonwrapped_numel=) -> bool, found {policy!r}"
         )
 
-    def wrap(module: nn.Module, kwargs: dict[str, Any], _lifted: frozenset[nn.Parameter]) -> nn.Module:
+    def wrap(module: nn.Module, kwargs: dict[str, Any], _left_out: frozenset[nn.Parameter]) -> nn.Module:
         return checkpoint_wrapper_fn(module, **kwargs)
 
     plan_for(policy, model).apply(wrap)

@@ -1,4 +1,4 @@
-"""The command line: `fullshard train`, `inspect`, `export`. Thin: it reads options and calls what does the work.
+"""The command line: `fullshard train`, `inspect`, `export`. Reads options and calls the implementations.
 
 torch and matplotlib are imported inside the command, so that `fullshard --help` answers at once.
 """
@@ -15,7 +15,7 @@ import typer
 
 from fullshard.train.config import ConfigError, TrainConfig, option_names
 from fullshard.train.position import Setting
-from fullshard.train.run_folder import Place
+from fullshard.train.run_folder import RunLocation
 
 app = typer.Typer(
     name="fullshard",
@@ -104,14 +104,14 @@ def train(
             metavar="auto|cpu|TYPE",
         ),
     ] = DEFAULT.device,
-    wire: Annotated[
+    comm_quantization: Annotated[
         str,
         typer.Option(
             help="Send large weights and gradients in fewer bytes, for slow networks: int8 blocks, or fp8 weights.",
             rich_help_panel=RANKS,
             metavar="none|int8|fp8",
         ),
-    ] = DEFAULT.wire,
+    ] = DEFAULT.comm_quantization,
     max_restarts: Annotated[
         int,
         typer.Option(
@@ -135,7 +135,7 @@ def train(
         Optional[Path],  # noqa: UP045
         typer.Option(
             help="Start from another run's newest checkpoint, or from this one. A run that has checkpoints of its own "
-            "goes on from those anyway, if its --name is given.",
+            "resumes from those instead, if its --name is given.",
             metavar="FOLDER",
             show_default=False,
             rich_help_panel=CHECKPOINTS,
@@ -145,7 +145,7 @@ def train(
         bool,
         typer.Option(
             "--fresh",
-            help="Start from the beginning; what the run's folder holds is moved aside.",
+            help="Start from the beginning; the contents of the run's folder are moved aside.",
             rich_help_panel=CHECKPOINTS,
         ),
     ] = False,
@@ -169,7 +169,7 @@ def train(
     name: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
-            help="The run's folder in it; a run that is there goes on.  [dim]\\[default: next free number][/]",
+            help="The run's folder in it; an existing run is resumed.  [dim]\\[default: next free number][/]",
             rich_help_panel=OUTPUT,
             show_default=False,
         ),
@@ -177,7 +177,7 @@ def train(
     config: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
-            help="config.toml of an earlier run to repeat; options given beside it win.",
+            help="config.toml of an earlier run to repeat; options take precedence.",
             rich_help_panel=OUTPUT,
             show_default=False,
         ),
@@ -185,19 +185,19 @@ def train(
 ) -> None:
     """Train a small GPT on real text, sharded over the ranks of this machine.
 
-    Starts its own workers: one per accelerator, or two on a machine without. Under torchrun it is a worker itself.
+    Starts one worker per accelerator, or two on a machine without. Under torchrun it is a worker itself.
 
     Writes metrics, plot, config, summary, weights and checkpoints to runs/NAME.
 
-    Ctrl-C stops all ranks and keeps them; SIGTERM only saves a checkpoint. Either way the same --name goes on from it.
+    Ctrl-C stops all ranks and keeps them; SIGTERM only saves a checkpoint. The same --name resumes from it.
     """
     given = {
         option: value
         for option, value in context.params.items()
         if option in option_names() and getattr(context.get_parameter_source(option), "name", "DEFAULT") != "DEFAULT"
     }
-    place = Place(out, name, resume, fresh)
-    _train(given, config, place, max_restarts)
+    location = RunLocation(out, name, resume, fresh)
+    _train(given, config, location, max_restarts)
 
 
 @app.command()
@@ -213,13 +213,13 @@ def inspect(
         typer.Option(metavar="PATTERN", help="List all that match, such as 'model.*.weight'.", show_default=False),
     ] = None,
 ) -> None:
-    """Show what a checkpoint has: no model code, no processes, and no code from the checkpoint is run.
+    """Print the contents of a checkpoint, without model code, processes, or running code from the checkpoint.
 
     Reads checkpoints of fullshard and of torch.distributed.checkpoint.
 
     Exit code: 0 all is good, 1 problems or differences were found, 2 wrong input.
     """
-    from fullshard.checkpoint import commands
+    from fullshard.checkpoint.tools import commands
 
     raise typer.Exit(commands.inspect(checkpoint, verify=verify, other=diff, names=names))
 
@@ -241,23 +241,23 @@ def export(
 
     Exit code: 0 all is good, 1 the checkpoint is damaged or OUT cannot be written, 2 wrong input.
     """
-    from fullshard.checkpoint import commands
+    from fullshard.checkpoint.tools import commands
 
     raise typer.Exit(commands.export(checkpoint, out, prefix=prefix, dtype=dtype, max_shard_size=max_shard_size))
 
 
-def _train(given: dict[str, Any], config_file: Path | None, place: Place, max_restarts: int) -> None:
+def _train(given: dict[str, Any], config_file: Path | None, location: RunLocation, max_restarts: int) -> None:
     """Check everything that can be checked without workers, then work or launch."""
     if "data" in given:
         given["data"] = tuple(str(path.resolve()) for path in given["data"])
         given["data_sha256"] = ""
     try:
-        settings = place.settings()
+        settings = location.settings()
         base = TrainConfig.from_toml(config_file) if config_file else settings or DEFAULT
         config = base.with_options(given)
-        place.check(config)
+        location.check(config)
         if settings:
-            Setting.of(settings).check(Setting.of(config), str(place.checkpoint()))
+            Setting.of(settings).check(Setting.of(config), str(location.checkpoint()))
     except ConfigError as error:
         _fail(str(error))
     try:
@@ -265,7 +265,7 @@ def _train(given: dict[str, Any], config_file: Path | None, place: Place, max_re
     except ImportError:
         _fail("the loss plot needs matplotlib: pip install 'fullshard[train]'")
     try:
-        code = _work(config, place) if _is_worker() else _launch(config, place, max_restarts)
+        code = _work(config, location) if _is_worker() else _launch(config, location, max_restarts)
     except KeyboardInterrupt:
         code = 130
     if _is_worker():
@@ -275,36 +275,38 @@ def _train(given: dict[str, Any], config_file: Path | None, place: Place, max_re
     raise typer.Exit(code)
 
 
-def _work(config: TrainConfig, place: Place) -> int:
-    """Be one rank among those that torchrun started."""
+def _work(config: TrainConfig, location: RunLocation) -> int:
+    """Run as one rank that torchrun started."""
     from fullshard.train import run_folder
     from fullshard.train.worker import guarded, run
 
-    return guarded(lambda: run(config, lambda: run_folder.begin(run_folder.enter(place, typer.echo), place.resume)))
+    return guarded(
+        lambda: run(config, lambda: run_folder.begin(run_folder.enter(location, typer.echo), location.resume))
+    )
 
 
-def _launch(config: TrainConfig, place: Place, max_restarts: int) -> int:
-    """Start this machine's ranks, once it is sure that their input is good."""
+def _launch(config: TrainConfig, location: RunLocation, max_restarts: int) -> int:
+    """Start this machine's ranks after checking their input."""
     from fullshard.train import corpus, run_folder
 
-    if place.is_finished(config.training.steps):
+    if location.is_finished(config.training.steps):
         typer.echo(
-            f"{place.taken} has done all of its {config.training.steps} steps: train on with more --steps, or start "
-            f"from the beginning with --fresh"
+            f"{location.existing_folder} has done all of its {config.training.steps} steps: train on with more "
+            f"--steps, or start from the beginning with --fresh"
         )
         return 0
     try:
         corpus.read(config.data, seed=config.seed, sequence=config.model.sequence)
         from fullshard.train import launcher  # imports torch: after what can be checked without it
 
-        config = launcher.settle(config)
-        folder = run_folder.enter(place, typer.echo)
+        config = launcher.resolve_ranks(config)
+        folder = run_folder.enter(location, typer.echo)
     except (corpus.CorpusError, ConfigError) as error:
         _fail(str(error))
     except OSError as error:
-        _fail(f"cannot write results to {place.out}: {error}")
+        _fail(f"cannot write results to {location.out}: {error}")
     log = folder / run_folder.ERROR
-    job = launcher.Job(config, folder, place.resume, max_restarts)
+    job = launcher.Job(config, folder, location.resume, max_restarts)
     try:
         code = launcher.launch(job, lambda text: typer.echo(f"fullshard train: {text}", err=True))
     except launcher.WorkerError as failure:
@@ -319,7 +321,7 @@ def _launch(config: TrainConfig, place: Place, max_restarts: int) -> int:
 
 
 def _is_worker() -> bool:
-    """Whether torchrun, or something like it, started this process as one of its ranks."""
+    """Return True if torchrun, or a similar launcher, started this process as one of its ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

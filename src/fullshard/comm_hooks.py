@@ -1,7 +1,7 @@
-"""Communication hooks for ``FullyShardedDataParallel.register_comm_hook``: how gradients are summed over ranks.
+"""Communication hooks for ``FullyShardedDataParallel.register_comm_hook``, which reduce gradients.
 
-States and plain hooks are PyTorch's own. Its compressing hooks work on accelerators only; those here have the same
-names and arguments and work on CPUs, too.
+States and plain hooks are PyTorch's own. Its compression hooks work only on accelerators; those here have the same
+names and arguments and also work on CPUs.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ __all__ = [
 
 
 def fp16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
-    """Average gradients in float16, whatever their own dtype.
+    """Average gradients in float16, whatever their dtype.
 
     Args:
-        state: Says which group. Its ``parameter_type`` is not needed: results keep the dtype of the tensor they are in.
-        grad: This rank's gradients, flat, of any floating-point dtype. Without ``output`` it gets the result.
-        output: Gets this rank's part of the average: as many elements as ``grad`` over the size of the group.
+        state: State with the process group. Its ``parameter_type`` is not used: results have the dtype of their tensor.
+        grad: This rank's flat gradients, of any floating-point dtype. Overwritten by the result without ``output``.
+        output: Receives this rank's shard of the average, with as many elements as ``grad`` over the group's size.
     """
     _average_in(torch.float16, state, grad, output)
 
 
 def bf16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
-    """Average gradients in bfloat16, whatever their own dtype. Arguments as in :func:`fp16_compress_hook`."""
+    """Average gradients in bfloat16, whatever their dtype. Arguments as in :func:`fp16_compress_hook`."""
     _average_in(torch.bfloat16, state, grad, output)
 
 
@@ -44,9 +44,9 @@ def _average_in(dtype: torch.dtype, state: DefaultState, grad: torch.Tensor, out
     sent = grad.to(dtype)
     if output is None:
         allreduce_hook(state, sent)
-        landed, target = sent, grad
+        result, target = sent, grad
     else:
-        landed, target = output.to(dtype), output
-        reduce_scatter_hook(state, sent, landed)
-    if landed is not target:  # else the dtype was the same and it is there already
-        target.copy_(landed)
+        result, target = output.to(dtype), output
+        reduce_scatter_hook(state, sent, result)
+    if result is not target:  # else the dtypes are equal, and the result is in place
+        target.copy_(result)

@@ -1,6 +1,6 @@
-"""Exceptions for what goes wrong at run time.
+"""Exceptions for errors at run time.
 
-What a user passed wrongly raises ``ValueError`` or ``TypeError``; these are for the rest.
+Invalid arguments raise ``ValueError`` or ``TypeError`` instead.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ __all__ = ["CheckpointError", "FullshardError", "PhaseError", "TiedParameterErro
 
 
 class FullshardError(RuntimeError):
-    """Base class of everything that goes wrong at run time."""
+    """Base class of all errors at run time."""
 
 
 class CheckpointError(FullshardError):
-    """A checkpoint or file of weights cannot be written, or cannot be read, or does not fit the model."""
+    """A checkpoint or file of weights cannot be written or read, or does not match the model."""
 
 
 class PhaseError(FullshardError):
-    """A unit was asked to make a move that its phase does not allow."""
+    """An operation on a unit is not allowed in its current phase."""
 
 
 class TiedParameterError(FullshardError):
-    """A parameter is shared by units that have no common unit above them."""
+    """A parameter is shared by units that have no common ancestor unit."""
 
 
 class UnmaterializedParameterError(FullshardError):

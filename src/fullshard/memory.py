@@ -1,16 +1,16 @@
 """Storage that is freed and refilled in place, streams and events. The only file that touches them.
 
-[Note: Who owns a full buffer's memory]
-A buffer is allocated on the *compute* stream, and the stream that fills it first waits for an event recorded
-on the compute stream after that allocation. The caching allocator therefore reuses the block in the order of
-the compute stream, whose kernels are the ones that read it, and ``record_stream`` is not needed: peak memory
-does not depend on timing. What is lost is the overlap of the fill with kernels enqueued before the allocation,
-which is why fills are issued one unit ahead (see [Note: Order and prefetch]).
+[Note: Memory of unsharded buffers]
+A buffer is allocated on the *compute* stream, and the communication stream that fills it first waits for an event
+recorded on the compute stream after that allocation. The caching allocator therefore reuses the block in the order of
+the compute stream, whose kernels are the ones that read it, and ``record_stream`` is not needed: peak memory does not
+depend on timing. In return an all-gather cannot overlap with kernels enqueued before the allocation, which is why it
+is issued one unit early (see [Note: Order and prefetch]).
 
-Two cases differ. After ``set_post_optim_event`` the first fills of a step do not wait for the compute stream, so their
-memory is of the side stream's pool. And a user may run a unit on a stream of his own. So a buffer remembers the stream
-on which its memory was allocated. Before it is freed on another one, the first waits for that: only then may the next
-allocation of its pool have the block.
+There are two exceptions. After ``set_post_optim_event`` the first all-gathers of a step do not wait for the compute
+stream, so their memory is of the communication stream's pool. And a user may run a unit on another stream. So a buffer
+remembers the stream on which its memory was allocated. Before it is freed on another stream, the allocation stream
+waits for that one: only then may the next allocation of the pool reuse the block.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 __all__ = [
     "Buffer",
-    "DeviceLane",
+    "CommStream",
+    "DeviceCommStream",
     "Event",
-    "HostLane",
-    "Lane",
+    "HostCommStream",
+    "PendingWork",
     "Stream",
-    "Ticket",
     "Work",
     "alias",
+    "allows_cpu_gradients",
     "current_stream",
     "empty",
     "free_storage",
     "host_buffer",
     "input_on",
-    "make_lane",
+    "make_comm_stream",
     "own_storage",
     "poison",
     "refill_storage",
     "run_on",
-    "takes_host_gradients",
     "to_host",
     "wait_for_stream",
 ]
@@ -57,12 +57,11 @@ _poisoned = os.environ.get("FULLSHARD_POISON", "0") != "0"
 
 
 def poison(enabled: bool) -> None:
-    """Fill memory with NaN when it is freed and before it is filled, to expose who reads it then. For tests.
+    """Fill memory with NaN when it is freed and before it is filled, to expose reads at that time. For tests.
 
-    That is unsharded buffers, messages and what gradients are reduced in. The environment variable
-    ``FULLSHARD_POISON=1`` does the same from the start. Freed storages have no pages at all: whoever reads them through
-    a tensor on the storage faults; who reads through another alias of the memory, or before a collective has filled it,
-    finds NaN.
+    It applies to unsharded buffers, communication buffers and reduced gradients. The environment variable
+    ``FULLSHARD_POISON=1`` does the same from the start. Freed storages have no pages at all: a read through a tensor on
+    the storage faults; a read through another alias of the memory, or before a collective has filled it, returns NaN.
     """
     global _poisoned
     _poisoned = enabled
@@ -74,7 +73,7 @@ def _fill_with_poison(storage: torch.UntypedStorage) -> None:
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A flat tensor, contents undefined."""
+    """Allocate a flat tensor, contents undefined."""
     made = torch.empty(numel, dtype=dtype, device=device)
     if _poisoned:
         _fill_with_poison(made.untyped_storage())
@@ -82,7 +81,7 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 class Work(Protocol):
-    """What a transport returns for something in flight (a c10d ``Work`` is one)."""
+    """A collective in flight, as transports return it (a c10d ``Work`` is one)."""
 
     def wait(self) -> object:
         """Block the host (CPU) or the current stream (accelerators) until done; raise if it failed."""
@@ -94,11 +93,10 @@ class Buffer:
     Args:
         numel: Size in elements.
         dtype: Element type.
-        device: Where it lives.
+        device: Device of the memory.
 
-    Tensors made by :meth:`tensor` before the memory is freed are valid again after the next
-    :meth:`allocate`: freeing goes through their common storage, so also tensors that autograd saved
-    see the new contents.
+    Tensors made by :meth:`tensor` before the memory is freed are valid again after the next :meth:`allocate`: they
+    share a storage, which is resized, so tensors that autograd saved see the new contents as well.
     """
 
     numel: int
@@ -115,7 +113,7 @@ class Buffer:
         self._nbytes = self._storage.nbytes()
 
     def allocate(self) -> None:
-        """Give the buffer memory (contents undefined); no-op if it has some."""
+        """Allocate the memory (contents undefined); no-op if it is allocated."""
         if self._storage.size() != self._nbytes:
             self._pool = current_stream(self.device)
             self._storage.resize_(self._nbytes)
@@ -123,58 +121,58 @@ class Buffer:
                 _fill_with_poison(self._storage)
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         if _poisoned:
             _fill_with_poison(self._storage)
         if self._storage.size():
-            _hand_back(self._pool)
+            _order_before_free(self._pool)
         self._storage.resize_(0)
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes held at the moment: all or 0."""
+        """Bytes allocated now: all or 0."""
         return self._storage.size()
 
     def tensor(self, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-        """A tensor on this buffer at ``offset`` (elements); the buffer must be allocated. See :func:`alias`."""
+        """Make a tensor on this buffer, which must be allocated; ``offset`` in elements; see [Note: Alias tensors]."""
         return _tensor_on(self._storage, self.dtype, self.device, offset, shape, stride)
 
 
 def alias(tensor: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """A tensor on the storage of ``tensor`` with a version counter of its own; ``offset`` in elements.
+    """Make a tensor on the storage of ``tensor`` with a separate version counter; ``offset`` in elements.
 
     [Note: Alias tensors]
-    Collectives write through such aliases. A view would share the parameter's version counter, which gloo
-    bumps from its own thread when it writes an output; autograd would then refuse what it saved in forward.
+    Collectives write through such aliases. A view would share the parameter's version counter, which gloo increments
+    from its own thread when it writes an output; autograd would then reject tensors saved in forward.
     """
     start = int(tensor.storage_offset()) + offset
     return _tensor_on(tensor.untyped_storage(), tensor.dtype, tensor.device, start, shape, stride)
 
 
 def own_storage(view: torch.Tensor) -> torch.Tensor:
-    """The memory of ``view``, which lies inside a larger storage, as a tensor that begins a storage of its own size.
+    """Make a tensor on the memory of ``view``, part of a larger storage, whose storage begins and ends with it.
 
-    For the local tensors of DTensors: a wrapper takes over the storage offset of its local tensor, and where that is
-    not 0, copy.deepcopy and torch.save take the wrapper for a tensor with memory. It also lets a saved shard be as
-    large as the parameter's part and not as the whole buffer. The larger storage lives as long as the result.
+    For the local tensors of DTensors: a wrapper subclass copies the storage offset of its local tensor, and where that
+    is not 0, copy.deepcopy and torch.save treat the wrapper as a tensor with memory. A saved shard is also as large as
+    the shard instead of the whole buffer. The larger storage lives as long as the result.
     """
     if view.device.type == "meta" or not view.numel():
         return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device)
-    # As a capsule: asked for its device, a tensor knows no accelerator but those in torch's own tree.
+    # As a capsule: Tensor.__dlpack_device__ supports only accelerators in torch's own tree.
     try:
         own: torch.Tensor = from_dlpack(to_dlpack(view))
-    except (BufferError, RuntimeError, TypeError):  # a dtype that the exchange format has no name for
+    except (BufferError, RuntimeError, TypeError):  # a dtype that DLPack does not support
         if not view.is_contiguous():
             return view
         own = from_dlpack(to_dlpack(view.view(-1).view(torch.uint8))).view(view.dtype)
-    return own.as_strided(view.shape, view.stride(), 0)  # the format forgets strides of dims of size 1
+    return own.as_strided(view.shape, view.stride(), 0)  # DLPack drops strides of dims of size 1
 
 
 def free_storage(tensor: torch.Tensor, pool: torch.Stream | None) -> int:
-    """Give back the memory of a tensor that :func:`refill_storage` fills anew later. Returns the bytes it held.
+    """Free the memory of a tensor, for :func:`refill_storage` to allocate again. Returns the freed bytes.
 
     Args:
-        tensor: Its storage is emptied.
+        tensor: Tensor whose storage is resized to 0.
         pool: The stream that was current when the memory was allocated.
     """
     storage = tensor.untyped_storage()
@@ -182,13 +180,13 @@ def free_storage(tensor: torch.Tensor, pool: torch.Stream | None) -> int:
     if _poisoned:
         _fill_with_poison(storage)
     if nbytes:
-        _hand_back(pool)
+        _order_before_free(pool)
     storage.resize_(0)
     return nbytes
 
 
 def refill_storage(tensor: torch.Tensor, nbytes: int) -> None:
-    """Give a tensor that :func:`free_storage` emptied memory again (contents undefined); no-op if it has some."""
+    """Allocate the memory that :func:`free_storage` freed (contents undefined); no-op if it is allocated."""
     storage = tensor.untyped_storage()
     if storage.nbytes() != nbytes:
         storage.resize_(nbytes)
@@ -197,29 +195,29 @@ def refill_storage(tensor: torch.Tensor, nbytes: int) -> None:
 
 
 def host_buffer(numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
-    """A flat tensor in CPU memory, contents undefined; page-locked if ``pin`` and there is an accelerator."""
+    """Allocate a flat CPU tensor, contents undefined; pinned if ``pin`` and there is an accelerator."""
     pinned = pin and torch.accelerator.is_available()
     return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pinned)
 
 
-def takes_host_gradients(device: torch.device) -> bool:
-    """True if torch lets a parameter on ``device`` have a gradient in CPU memory: accelerators of its own tree do."""
+def allows_cpu_gradients(device: torch.device) -> bool:
+    """True if torch allows a CPU gradient of a parameter on ``device``: with accelerators in torch's own tree."""
     own, host = torch.empty(0, device=device), torch.empty(0, device="cpu")
     return bool(torch._has_compatible_shallow_copy_type(own, host))
 
 
 def to_host(tensor: torch.Tensor, *, pin: bool) -> torch.Tensor:
-    """A copy of ``tensor``, of any subclass, in CPU memory; see :func:`host_buffer`."""
+    """Copy ``tensor``, of any subclass, to CPU memory; pinned if ``pin`` and there is an accelerator."""
     host = tensor.cpu()
     return host.pin_memory() if pin and torch.accelerator.is_available() else host
 
 
 def input_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, which a user has passed, on ``device``; the user may write to his own as soon as this returns.
+    """Copy an input to ``device``; the caller may overwrite ``tensor`` as soon as this returns.
 
-    Does not block the host for dense tensors, beyond what copies of memory that is not pinned do. Such memory is read
-    before an asynchronous copy returns; pinned memory is read later, so that one of our own is filled first. Not in a
-    captured graph, whose replays read the user's tensor again: there he has to keep it as it is until they have.
+    For dense tensors the host is blocked only by copies from memory that is not pinned. Such memory is read before an
+    asynchronous copy returns; pinned memory is read later, so it is copied to another pinned tensor first. Not in a
+    captured graph, whose replays read the caller's tensor again: it must not be overwritten until they have.
     """
     if tensor.device == device:
         return tensor
@@ -243,18 +241,18 @@ def _tensor_on(
         return empty.set_(storage, offset, tuple(shape), tuple(stride))
 
 
-class Ticket(Protocol):
-    """Something issued on a lane."""
+class PendingWork(Protocol):
+    """Work issued on a communication stream."""
 
     def wait(self) -> None:
-        """Make the compute stream (on CPU: the host) see the result. Any number of times."""
+        """Make the compute stream (on CPU: the host) wait for the work. May be called several times."""
 
-    def settle(self) -> None:
-        """Block the host until the result is there."""
+    def synchronize(self) -> None:
+        """Block the host until the work is done."""
 
 
-class Lane(Protocol):
-    """Where collectives run, beside the computation."""
+class CommStream(Protocol):
+    """A stream of collectives that run beside the computation."""
 
     def issue(
         self,
@@ -263,22 +261,21 @@ class Lane(Protocol):
         *,
         allocate: Callable[[], None] | None = None,
         after: torch.Event | None = None,
-    ) -> Ticket:
-        """Start ``launch`` after all computation enqueued so far, and run ``finish`` once its works are done.
+    ) -> PendingWork:
+        """Run ``launch`` after all computation enqueued so far, and ``finish`` once its works are done.
 
         Args:
-            launch: Starts what is to run and returns what to wait for.
-            finish: Uses what has arrived.
-            allocate: Allocates the memory that is filled, see [Note: Who owns a full buffer's memory].
-            after: Wait for this event only, instead of all computation; everything that used the memory before
-                must be ordered before it.
+            launch: Starts collectives and returns their works.
+            finish: Uses the results.
+            allocate: Allocates the memory of the results, see [Note: Memory of unsharded buffers].
+            after: Event to wait for instead of all computation; earlier uses of the memory must be ordered before it.
         """
 
     def synchronize(self) -> None:
-        """Block the host until everything that was issued is done."""
+        """Block the host until all issued work is done."""
 
 
-class _HostTicket:
+class _HostWork:
     __slots__ = ("_error", "_finish", "_works")
 
     def __init__(self, works: Iterable[Work], finish: Callable[[], None]) -> None:
@@ -288,17 +285,17 @@ class _HostTicket:
 
     def wait(self) -> None:
         if self._works:
-            self._land()
-        if self._error is not None:  # for all who share the ticket: nothing has arrived
+            self._wait_for_all()
+        if self._error is not None:  # for all that wait for this work
             raise self._error
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
 
-    settle = wait
+    synchronize = wait
 
-    def _land(self) -> None:
-        """Wait for all works, also after a failure: they write to memory that is used again."""
+    def _wait_for_all(self) -> None:
+        """Wait for all works, also after a failure: they write to memory that is reused."""
         works, self._works = self._works, []
         for work in works:
             try:
@@ -307,12 +304,12 @@ class _HostTicket:
                 self._error = self._error or caught
 
     def __del__(self) -> None:
-        # A model that is deleted with a gather in flight must not leave messages to the group's next users.
-        self._land()
+        # If the model is deleted with an all-gather in flight, its messages must not reach the group's next users.
+        self._wait_for_all()
 
 
-class HostLane:
-    """CPU: the back end's own threads do the communication; the host waits and finishes."""
+class HostCommStream:
+    """Collectives on CPU: the back end's threads communicate; the host waits and runs ``finish``."""
 
     def issue(
         self,
@@ -321,19 +318,19 @@ class HostLane:
         *,
         allocate: Callable[[], None] | None = None,
         after: torch.Event | None = None,
-    ) -> Ticket:
-        """See :class:`Lane`."""
+    ) -> PendingWork:
+        """Run ``launch`` now; waiting for the pending work waits for its works and runs ``finish``."""
         if after is not None:
             after.synchronize()
         if allocate is not None:
             allocate()
-        return _HostTicket(launch(), finish)
+        return _HostWork(launch(), finish)
 
     def synchronize(self) -> None:
-        """See :class:`Lane`. Nothing reads host memory but collectives, whose tickets wait for them."""
+        """Do nothing: only collectives read host memory, and their pending work waits for them."""
 
 
-class _DeviceTicket:
+class _DeviceWork:
     __slots__ = ("_done", "_owner", "_spare", "_waited")
 
     def __init__(self, done: torch.Event, owner: torch.Stream, spare: list[torch.Event]) -> None:
@@ -344,26 +341,26 @@ class _DeviceTicket:
         current.wait_event(self._done)
         self._waited |= current == self._owner
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         _synchronize(self._done)
 
     def __del__(self) -> None:
-        # What is in flight may still write to memory of the stream that issued it, which is freed with the ticket.
+        # Work in flight may still write to memory of the stream that issued it, which is freed with this object.
         if not self._waited:
             self._owner.wait_event(self._done)
         self._spare.append(self._done)
 
 
-class DeviceLane:
-    """An accelerator: one side stream; order between it and the compute stream is by events only.
+class DeviceCommStream:
+    """Collectives on an accelerator: one side stream, ordered with the compute stream by events only.
 
-    Events are recorded again once nobody can wait for them any more, so that a step creates none.
+    Events are reused once their pending work is gone, so that a step creates none.
     """
 
     device: torch.device
     _stream: torch.Stream
-    _last: torch.Event | None  # behind what was issued last
-    _spare: list[torch.Event]  # of tickets that are gone
+    _last: torch.Event | None  # after the last issued work
+    _spare: list[torch.Event]  # of pending work that is gone
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self.device = device
@@ -377,8 +374,8 @@ class DeviceLane:
         *,
         allocate: Callable[[], None] | None = None,
         after: torch.Event | None = None,
-    ) -> Ticket:
-        """See :class:`Lane`. Nothing here blocks the host."""
+    ) -> PendingWork:
+        """Run ``launch`` and ``finish`` on the side stream, without blocking the host."""
         compute = torch.accelerator.current_stream(self.device)
         if after is None:
             if allocate is not None:
@@ -394,32 +391,32 @@ class DeviceLane:
                     work.wait()
                 finish()
         except BaseException:
-            _order(self._stream, compute)  # what was begun uses memory that the caller is about to free
+            _order(self._stream, compute)  # launched work uses memory that the caller is about to free
             self._last = self._stream.record_event()
             raise
         done = self._spare.pop() if self._spare else torch.Event(self.device)
         self._stream.record_event(done)
-        self._last = None if _is_capturing(self.device) else done  # nobody can wait for an event within a graph
-        return _DeviceTicket(done, compute, self._spare)
+        self._last = None if _is_capturing(self.device) else done  # the host cannot wait for an event within a graph
+        return _DeviceWork(done, compute, self._spare)
 
     def synchronize(self) -> None:
-        """See :class:`Lane`."""
+        """Block the host until the last issued work is done."""
         if self._last is not None and not _is_capturing(self.device):
             _synchronize(self._last)
 
 
 def _synchronize(event: torch.Event) -> None:
-    """Block the host until ``event`` has come; not at all if it has."""
+    """Block the host until ``event`` is complete, without a device call if it is."""
     if not event.query():
         event.synchronize()
 
 
-_handover = threading.local()  # an event per thread and device: once a stream waits for it, it can be recorded again
+_order_events = threading.local()  # one per thread and device: once a stream waits for it, it can be recorded again
 
 
 def _order(first: torch.Stream, second: torch.Stream) -> None:
-    """Have ``second`` wait for all that ``first`` was given so far."""
-    events: dict[Any, torch.Event] = _handover.__dict__
+    """Make ``second`` wait for all work enqueued on ``first`` so far."""
+    events: dict[Any, torch.Event] = _order_events.__dict__
     event = events.get(first.device)
     if event is None:
         event = events[first.device] = torch.Event(first.device)
@@ -428,31 +425,31 @@ def _order(first: torch.Stream, second: torch.Stream) -> None:
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
-    """The stream on which ``device`` is given work now, and from whose pool memory is; None for a CPU."""
+    """Return the current stream of ``device``, from whose pool memory is allocated; None for a CPU."""
     return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
 
 
 def wait_for_stream(device: torch.device) -> None:
-    """Block the host until the current stream is done."""
+    """Block the host until the current stream of ``device`` is done."""
     torch.accelerator.current_stream(device).synchronize()
 
 
-def _hand_back(pool: torch.Stream | None) -> None:
-    """Before memory of a stream's pool is freed: have that stream wait for the current one, which has used it."""
+def _order_before_free(pool: torch.Stream | None) -> None:
+    """Make the stream that memory was allocated on wait for the current one, which has used it."""
     if pool is not None and (current := torch.accelerator.current_stream(pool.device)) != pool:
         _order(current, pool)
 
 
 def _is_capturing(device: torch.device) -> bool:
-    """Whether what the current stream is given goes into a graph."""
-    asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    return asked is not None and bool(asked())
+    """True if the current stream is captured into a graph."""
+    query = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return query is not None and bool(query())
 
 
 def run_on(stream: torch.Stream | None, function: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> None:
-    """Call ``function(tensor)`` on ``stream``, between what the current stream did before and does next.
+    """Call ``function(tensor)`` on ``stream``, ordered after and before the work of the current stream.
 
-    None, or a tensor in CPU memory: on the current stream.
+    With None, or a CPU tensor: on the current stream.
     """
     if stream is None or tensor.device.type == "cpu":
         function(tensor)
@@ -466,6 +463,6 @@ def run_on(stream: torch.Stream | None, function: Callable[[torch.Tensor], objec
         _order(stream, current)
 
 
-def make_lane(device: torch.device, priority: int = 0) -> Lane:
-    """The lane for ``device``; a negative ``priority`` is served first where the device knows priorities."""
-    return HostLane() if device.type == "cpu" else DeviceLane(device, priority)
+def make_comm_stream(device: torch.device, priority: int = 0) -> CommStream:
+    """Make a communication stream; a negative ``priority`` runs first on devices with stream priorities."""
+    return HostCommStream() if device.type == "cpu" else DeviceCommStream(device, priority)

@@ -1,4 +1,4 @@
-"""What a user chooses per unit: small values without behaviour."""
+"""Policies that users choose per unit, as frozen values."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "CommQuantization",
     "DataParallelMeshDims",
     "FSDPMeshInfo",
     "HSDPMeshInfo",
@@ -24,20 +25,19 @@ __all__ = [
     "OffloadPolicy",
     "ShardPlacementResult",
     "ShardingStrategy",
-    "Wire",
 ]
 
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """In which dtypes a unit computes and reduces. Shards and optimizer state keep the parameters' own dtype.
+    """Dtypes in which a unit computes and reduces. Shards and optimizer state keep the parameters' dtype.
 
     Args:
-        param_dtype: Floating-point parameters are gathered and used in it. None: in their own.
-        reduce_dtype: Gradients are added up over microbatches, and reduced, in it. None: in the dtype that the
-            backward computes them in.
-        output_dtype: Floating-point tensors in the outputs are cast to it. None: left alone.
-        cast_forward_inputs: Whether floating-point tensors in the inputs are cast to ``param_dtype``.
+        param_dtype: Dtype of unsharded floating-point parameters and computation. None: the parameters' dtype.
+        reduce_dtype: Dtype in which gradients are accumulated over microbatches, and reduced. None: the dtype in which
+            backward computes them.
+        output_dtype: Floating-point tensors in the outputs are cast to it. None: no cast.
+        cast_forward_inputs: Cast floating-point tensors in the inputs to ``param_dtype``.
 
     Raises:
         TypeError: If a dtype is not a ``torch.dtype``.
@@ -61,11 +61,11 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Keep shards, gradients and optimizer state in CPU memory; the device holds only what is gathered.
+    """Keep shards, gradients and optimizer state in CPU memory; only unsharded parameters are on the device.
 
     Args:
-        pin_memory: Page-lock them, so that copies to and from the device overlap with computation. Such memory
-            cannot be swapped out. Without an accelerator it makes no difference.
+        pin_memory: Page-lock this memory, so that copies to and from the device overlap with computation. It cannot be
+            swapped out. No effect without an accelerator.
     """
 
     pin_memory: bool = True
@@ -73,11 +73,11 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which named axes of a mesh are data-parallel, when parameters are DTensors on that whole mesh already.
+    """The data-parallel axes of a mesh, for parameters that are DTensors on the whole mesh.
 
     Args:
-        shard: Axis (or axes, taken together as one) to shard over.
-        replicate: Axis (or axes) that hold replicas.
+        shard: Axis (or axes, flattened to one) to shard over.
+        replicate: Axis (or axes) of replicas.
 
     Raises:
         ValueError: If neither is given, or an axis is named twice.
@@ -95,12 +95,12 @@ class DataParallelMeshDims:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        """The axes to shard over; empty if none."""
+        """Axes to shard over; empty if none."""
         return _names(self.shard)
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
-        """The axes that hold replicas; empty if none."""
+        """Axes of replicas; empty if none."""
         return _names(self.replicate)
 
 
@@ -116,13 +116,13 @@ class FSDPMeshInfo:
 
     Args:
         mesh: 1-D, or 2-D with a replicate axis.
-        shard_mesh_dim: The axis of ``mesh`` to shard over.
-        dp_mesh_dims: Where the parameters are DTensors on ``spmd_mesh`` already: its data-parallel axes. The two
-            together say all; ``mesh`` is then their part of it.
+        shard_mesh_dim: Axis of ``mesh`` to shard over.
+        dp_mesh_dims: Data-parallel axes of ``spmd_mesh``, for parameters that are DTensors on it already; ``mesh`` is
+            then its data-parallel submesh.
         spmd_mesh: The whole mesh, with the axes that are not data-parallel.
 
     Raises:
-        ValueError: If only one of the last two is given.
+        ValueError: If only one of ``dp_mesh_dims`` and ``spmd_mesh`` is given.
     """
 
     mesh: DeviceMesh
@@ -138,17 +138,17 @@ class FSDPMeshInfo:
 
 @dataclass(frozen=True, eq=False)
 class HSDPMeshInfo(FSDPMeshInfo):
-    """Like :class:`FSDPMeshInfo`, with an axis of replicas.
+    """An :class:`FSDPMeshInfo` with an axis of replicas.
 
     Args:
-        replicate_mesh_dim: The axis of ``mesh`` that holds replicas.
+        replicate_mesh_dim: Axis of ``mesh`` with replicas.
     """
 
     replicate_mesh_dim: int | None = None
 
 
 class ShardPlacementResult(NamedTuple):
-    """What a ``shard_placement_fn`` returns for a parameter that is sharded over a mesh of its own.
+    """Result of a ``shard_placement_fn`` for a parameter that is sharded over a separate mesh.
 
     Args:
         placement: ``Shard(dim)``; None: ``Shard(0)``.
@@ -160,22 +160,22 @@ class ShardPlacementResult(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Wire:
-    """How large floating-point parameters and gradients travel over one axis of the mesh, for slow networks.
+class CommQuantization:
+    """How large floating-point parameters and gradients are sent over one axis of the mesh, for slow networks.
 
-    They travel in blocks of ``block`` values with one fp32 scale each, which takes ``1 + 4 / block`` bytes per value.
-    What does not qualify travels as it is: integers, fp64, what is small, and with None everything.
+    They are sent in blocks of ``block`` values with one fp32 scale each, which takes ``1 + 4 / block`` bytes per value.
+    What does not qualify is sent in full precision: integers, fp64, what is small, and with None everything.
 
     Args:
-        gather: Of weights. ``"int8"``: 255 equidistant values up to the largest of the block, so that the error is at
-            most 1/254 of that. ``"fp8"`` (e4m3): an error of at most 1/16 of each value itself, and of 1/458,752 of
-            the block's largest for values near 0. Every rank computes with the rounded weights, the same bits on
+        all_gather: Of weights. ``"int8"``: 255 equidistant values up to the largest of the block, so that the error is
+            at most 1/254 of that. ``"fp8"`` (e4m3): an error of at most 1/16 of each value itself, and of 1/458,752 of
+            the block's largest for values near 0. Every rank computes with the quantized weights, the same bits on
             all; shards keep their own precision.
         reduce: Of gradients, which are summed in fp32.
         block: Values that share a scale: a multiple of 16.
-        min_bytes: Parameters that are smaller than this, in the dtype in which they are gathered or reduced, travel as
-            they are.
-        error_feedback: Add what rounding took from gradients to those of the next step. On the replicate axis only,
+        min_bytes: Parameters that are smaller than this, in the dtype in which they are gathered or reduced, are sent
+            in full precision.
+        error_feedback: Add the quantization error of gradients to those of the next step. On the replicate axis only,
             where it costs this rank's part of the gradients in fp32, and a share of it: on the shard axis it would
             cost all of them.
 
@@ -184,69 +184,69 @@ class Wire:
         TypeError: If one is not of its type.
     """
 
-    gather: Literal["int8", "fp8"] | None = None
+    all_gather: Literal["int8", "fp8"] | None = None
     reduce: Literal["int8"] | None = None
     block: int = 128
     min_bytes: int = 64 * 1024
     error_feedback: bool = False
 
     def __post_init__(self) -> None:
-        for name, known in (("gather", (None, "int8", "fp8")), ("reduce", (None, "int8"))):
+        for name, known in (("all_gather", (None, "int8", "fp8")), ("reduce", (None, "int8"))):
             if getattr(self, name) not in known:
-                raise ValueError(f"Wire: {name}: expected one of {known}, found {getattr(self, name)!r}")
+                raise ValueError(f"CommQuantization: {name}: expected one of {known}, found {getattr(self, name)!r}")
         for name in ("block", "min_bytes"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"Wire: {name}: expected an int, found {value!r}")
+                raise TypeError(f"CommQuantization: {name}: expected an int, found {value!r}")
         if not 16 <= self.block <= 65536 or self.block % 16:
-            raise ValueError(f"Wire: block: expected a multiple of 16 up to 65536, found {self.block}")
+            raise ValueError(f"CommQuantization: block: expected a multiple of 16 up to 65536, found {self.block}")
         if self.min_bytes < 0:
-            raise ValueError(f"Wire: min_bytes: expected at least 0, found {self.min_bytes}")
+            raise ValueError(f"CommQuantization: min_bytes: expected at least 0, found {self.min_bytes}")
         _check_flags(self, ("error_feedback",))
 
 
 class ShardingStrategy(enum.Enum):
-    """What :class:`FullyShardedDataParallel` shards. Each is a mesh and a moment of resharding, no more."""
+    """Sharding strategy of :class:`FullyShardedDataParallel`: a mesh and the time of resharding."""
 
-    FULL_SHARD = enum.auto()  # parameters, gradients and optimizer state; full parameters are freed after forward
-    SHARD_GRAD_OP = enum.auto()  # the same, but full parameters stay from forward to backward
-    NO_SHARD = enum.auto()  # nothing: gradients are all-reduced
-    HYBRID_SHARD = enum.auto()  # FULL_SHARD inside of a group, replicas over groups
-    _HYBRID_SHARD_ZERO2 = enum.auto()  # SHARD_GRAD_OP inside of a group, replicas over groups
+    FULL_SHARD = enum.auto()  # parameters, gradients and optimizer state; reshard after forward
+    SHARD_GRAD_OP = enum.auto()  # the same, but parameters stay unsharded from forward to backward
+    NO_SHARD = enum.auto()  # no sharding: gradients are all-reduced
+    HYBRID_SHARD = enum.auto()  # FULL_SHARD within a group, replicas over groups
+    _HYBRID_SHARD_ZERO2 = enum.auto()  # SHARD_GRAD_OP within a group, replicas over groups
 
     @property
     def hybrid(self) -> bool:
-        """Whether there are replicas of what is sharded."""
+        """True if sharded parameters are also replicated."""
         return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
     @property
-    def keeps_full(self) -> bool:
-        """Whether full parameters stay from forward to backward."""
+    def keeps_unsharded(self) -> bool:
+        """True if parameters stay unsharded from forward to backward."""
         return self in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 class BackwardPrefetch(enum.Enum):
-    """When the parameters of the next unit of a backward are gathered. None instead of it: when they are needed."""
+    """Time at which the parameters of the next unit of a backward are prefetched. None instead: no prefetching."""
 
-    BACKWARD_PRE = enum.auto()  # before the backward of this unit: they overlap, two units are full at a time
+    BACKWARD_PRE = enum.auto()  # before the backward of this unit: they overlap, two units are unsharded at a time
     BACKWARD_POST = enum.auto()  # after it, while its gradients are being reduced
 
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """In which dtypes a :class:`FullyShardedDataParallel` computes, reduces and keeps what.
+    """Dtypes in which a :class:`FullyShardedDataParallel` computes, reduces and keeps tensors.
 
     Args:
-        param_dtype: Floating-point parameters are gathered and used in it. None: in their own.
-        reduce_dtype: Gradients are added up over microbatches, and reduced, in it. None: in ``param_dtype``.
-        buffer_dtype: Floating-point buffers are cast to it before the first forward. None: left alone. State dicts
-            have them in their original dtype.
+        param_dtype: Dtype of unsharded floating-point parameters and computation. None: the parameters' dtype.
+        reduce_dtype: Dtype in which gradients are accumulated over microbatches, and reduced. None: ``param_dtype``.
+        buffer_dtype: Floating-point buffers are cast to it before the first forward. None: no cast. State dicts have
+            them in their original dtype.
         keep_low_precision_grads: Leave sharded gradients in the reduce dtype for the optimizer, instead of casting
             them to that of the shards.
-        cast_forward_inputs: Whether floating-point inputs of modules that are not the root are cast.
+        cast_forward_inputs: Cast floating-point inputs of modules other than the root.
         cast_root_forward_inputs: The same for the root.
-        _module_classes_to_ignore: With an ``auto_wrap_policy``, modules of these classes become units of their own in
-            full precision, whose inputs are cast up and whose outputs are cast back.
+        _module_classes_to_ignore: With an ``auto_wrap_policy``, modules of these classes become separate units in full
+            precision, whose inputs are cast up and whose outputs are cast back.
 
     Raises:
         TypeError: If a dtype is not a ``torch.dtype``, or a flag is not True or False.
@@ -271,11 +271,11 @@ class MixedPrecision:
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """What a :class:`FullyShardedDataParallel` keeps in CPU memory. Gradients of several backwards add up there.
+    """CPU offloading of a :class:`FullyShardedDataParallel`. Gradients of several backwards accumulate there.
 
     Args:
-        offload_params: Shards, their gradients, and so optimizer state.
-        offload_grads: Gradients only, wherever the shards are.
+        offload_params: Offload shards, their gradients, and thereby optimizer state.
+        offload_grads: Offload gradients, wherever the shards are.
     """
 
     offload_params: bool = False

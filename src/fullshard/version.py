@@ -1,4 +1,4 @@
-"""The version of the package, where everybody may read it: the metadata of an installed package need not be there."""
+"""Version of the package, also for sources that are not installed."""
 
 from __future__ import annotations
 

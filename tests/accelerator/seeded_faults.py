@@ -21,12 +21,14 @@ from torch import nn
 import fullshard
 import fullshard.optim
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, memory
-from fullshard.checkpoint import snapshot
-from fullshard.engine import reduction, reductions, schedule, unit
-from fullshard.engine.bucket import Bucket
-from fullshard.memory import DeviceLane, Work
-from fullshard.transport import NcclTransport
-from fullshard.transport import collective as collectives
+from fullshard.checkpoint.state import snapshot
+from fullshard.comm import NcclTransport
+from fullshard.comm import collective as collectives
+from fullshard.engine import runtime as runtime
+from fullshard.engine.buckets.base import Bucket
+from fullshard.engine.reduction import grad_reduction as reduction
+from fullshard.engine.reduction import queue as reductions
+from fullshard.memory import DeviceCommStream, Work
 from ranks import Rank
 
 DIM = 32
@@ -158,11 +160,11 @@ def failing_launch(rank: Rank) -> Values:
     with pytest.MonkeyPatch.context() as patch:
         issue, calls = collectives.CollectiveTransport._issue_gather, []
 
-        def failing(self: Any, move: Any) -> Work:
-            calls.append(move)
+        def failing(self: Any, operand: Any) -> Work:
+            calls.append(operand)
             if len(calls) == 3:
                 raise RuntimeError("no more")
-            return issue(self, move)
+            return issue(self, operand)
 
         patch.setattr(collectives.CollectiveTransport, "_issue_gather", failing)
         with contextlib.suppress(RuntimeError):
@@ -178,7 +180,7 @@ def failing_forward(rank: Rank) -> Values:
     event = torch.accelerator.current_stream().record_event()
     model.set_post_optim_event(event)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unit.Unit, "use_full", _raising)
+        patch.setattr(runtime.Runtime, "unshard", _raising)
         with contextlib.suppress(RuntimeError):
             model(torch.ones(4, DIM))
     with torch.no_grad():
@@ -225,7 +227,7 @@ class Fault:
     reason: str = ""
 
 
-def lane(
+def comm_stream(
     *,
     order_before: bool = True,
     allocate_on_lane: bool = False,
@@ -235,10 +237,10 @@ def lane(
     done: str = "last",
     order_on_failure: bool = True,
 ) -> Callable[[Patch], None]:
-    """Replace ``DeviceLane.issue`` by a copy that differs in what is given."""
+    """Replace ``DeviceCommStream.issue`` by a copy that differs in what is given."""
 
     def issue(
-        self: DeviceLane,
+        self: DeviceCommStream,
         launch: Callable[[], Iterable[Work]],
         finish: Callable[[], None],
         *,
@@ -275,9 +277,9 @@ def lane(
         elif done == "compute":
             compute.record_event(event)
         self._last = event
-        return memory._DeviceTicket(event, compute, [])
+        return memory._DeviceWork(event, compute, [])
 
-    return lambda patch: patch.setattr(DeviceLane, "issue", issue)
+    return lambda patch: patch.setattr(DeviceCommStream, "issue", issue)
 
 
 def replace(owner: Any, name: str, value: Any) -> Callable[[Patch], None]:
@@ -297,29 +299,29 @@ def _elsewhere(device: torch.device) -> torch.Stream:
 
 
 def _free_before_wait(self: Any) -> bool:
-    self._let_go()
-    self.scattered = False
-    return _end_first_stage(self)
+    self._free_inputs()
+    self.reduce_scattered = False
+    return _end_reduce_scatter(self)
 
 
-_end_first_stage = reduction.PendingReduction.end_first_stage
+_end_reduce_scatter = reduction.GradReduction.end_reduce_scatter
 
 
 def _no_wait_between_stages(self: Any) -> bool:
-    ticket, self._ticket = self._ticket, _Ticket()
+    pending_work, self._pending_work = self._pending_work, _Ticket()
     try:
-        return _end_first_stage(self)
+        return _end_reduce_scatter(self)
     finally:
-        self._ticket = ticket
+        self._pending_work = pending_work
 
 
 def _no_wait_at_the_end(self: Any) -> None:
-    self._ticket, before = _Ticket(), self._ticket
+    self._pending_work, before = _Ticket(), self._pending_work
     before._waited = True
     _release(self)
 
 
-_release = reduction.PendingReduction.release
+_release = reduction.GradReduction.release
 
 
 class _Ticket:
@@ -328,33 +330,33 @@ class _Ticket:
     def wait(self) -> None:
         """Do not."""
 
-    settle = wait
+    synchronize = wait
 
 
 def _arrive_before_wait(self: Bucket) -> None:
-    if self._ticket is not None:
-        ticket, self._ticket = self._ticket, None
+    if self._pending_work is not None:
+        pending_work, self._pending_work = self._pending_work, None
         self._arrive()
-        ticket.wait()
+        pending_work.wait()
 
 
 def _reshard_in_flight(self: Bucket) -> None:
-    if self.gathered:
-        if self._ticket is not None:
-            self._ticket._waited = True  # type: ignore[attr-defined]
-            self._ticket = None
-        self.gathered = False
+    if self.is_unsharded:
+        if self._pending_work is not None:
+            self._pending_work._waited = True  # type: ignore[attr-defined]
+            self._pending_work = None
+        self.is_unsharded = False
         self._free()
 
 
-def _pack_on_lane(pending: Any, lane: Any) -> None:
+def _pack_on_lane(pending: Any, comm_stream: Any) -> None:
     launch_reductions = reduction.launch_all
 
     def launch() -> Any:
         for _, each in pending:
             each.copy_in()
         return launch_reductions(
-            ((each.transport, each.parcel(name)) for name, each in pending), reduction.Transport.reduce
+            ((each.transport, each.request(name)) for name, each in pending), reduction.Transport.reduce_scatter
         )
 
     def allocate() -> None:
@@ -365,15 +367,15 @@ def _pack_on_lane(pending: Any, lane: Any) -> None:
         for _, each in pending:
             each.copy_out()
 
-    reduction._issue(pending, lane.issue(launch, finish, allocate=allocate))
+    reduction._issued(pending, comm_stream.issue(launch, finish, allocate=allocate))
 
 
-def _together_that_drops(self: Any, group: Any, moves: Any, issue: Any) -> Any:
-    device = moves[0].piece.device
+def _together_that_drops(self: Any, group: Any, operands: Any, issue: Any) -> Any:
+    device = operands[0].shard.device
     group._start_coalescing(device)
     try:
-        for move in moves:
-            issue(move)
+        for operand in operands:
+            issue(operand)
     finally:
         work = group._end_coalescing(device)
     return [work]
@@ -395,18 +397,18 @@ def _hook_without(before: bool, after: bool) -> Callable[..., None]:
     return run_on
 
 
-def _enter_with_a_stale_event(self: schedule.Schedule, entered: Any) -> None:
-    stale = self._after
+def _enter_with_a_stale_event(self: runtime.Runtime, entered: Any) -> None:
+    stale = self._unshard_after
     _enter(self, entered)
-    if self._after is None:
-        self._after = stale
+    if self._unshard_after is None:
+        self._unshard_after = stale
 
 
-_enter = schedule.Schedule.enter
+_enter = runtime.Runtime._enter_forward
 
 
 def _free_pieces_early(patch: Patch) -> None:
-    patch.setattr(Bucket, "finish_gather", _arrive_before_wait)
+    patch.setattr(Bucket, "wait_for_unshard", _arrive_before_wait)
 
 
 def _input_as_it_is(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
@@ -420,11 +422,11 @@ def _scaled_too_early(self: Any) -> None:
 
 
 def _leaving_dropped(self: Any) -> None:
-    _land(self)
+    _finalize(self)
     self._leaving = []
 
 
-_land = reduction.PendingReduction.land
+_finalize = reduction.GradReduction.finalize
 
 
 def _shared_event(patch: Patch) -> None:
@@ -442,54 +444,54 @@ _Event = torch.Event
 
 
 FAULTS: dict[str, Fault] = {
-    "the lane does not wait for computation": Fault(lane(order_before=False)),
-    "the lane does not wait for computation, offloaded": Fault(lane(order_before=False), offloaded),
-    "memory is allocated after the order was made": Fault(lane(order_first=True)),
-    "gradients are packed where their message is allocated": Fault(lane(allocate_on_lane=True)),
-    "memory is allocated on a lane that does not wait": Fault(lane(order_before=False, allocate_on_lane=True)),
-    "the lane does not wait for its collectives": Fault(lane(wait_works=False)),
-    "results are unpacked on the compute stream at once": Fault(lane(finish_on_lane=False)),
-    "the event is recorded before results are unpacked": Fault(lane(done="first")),
-    "the event is recorded on the compute stream": Fault(lane(done="compute")),
-    "computation does not wait for what was issued": Fault(replace(memory._DeviceTicket, "wait", lambda self: None)),
-    "another stream waits instead": Fault(replace(memory._DeviceTicket, "wait", _wait_elsewhere)),
+    "the lane does not wait for computation": Fault(comm_stream(order_before=False)),
+    "the lane does not wait for computation, offloaded": Fault(comm_stream(order_before=False), offloaded),
+    "memory is allocated after the order was made": Fault(comm_stream(order_first=True)),
+    "gradients are packed where their message is allocated": Fault(comm_stream(allocate_on_lane=True)),
+    "memory is allocated on a lane that does not wait": Fault(comm_stream(order_before=False, allocate_on_lane=True)),
+    "the lane does not wait for its collectives": Fault(comm_stream(wait_works=False)),
+    "results are unpacked on the compute stream at once": Fault(comm_stream(finish_on_lane=False)),
+    "the event is recorded before results are unpacked": Fault(comm_stream(done="first")),
+    "the event is recorded on the compute stream": Fault(comm_stream(done="compute")),
+    "computation does not wait for what was issued": Fault(replace(memory._DeviceWork, "wait", lambda self: None)),
+    "another stream waits instead": Fault(replace(memory._DeviceWork, "wait", _wait_elsewhere)),
     "all lanes share one event": Fault(_shared_event),
-    "a failed launch leaves the lane unordered": Fault(lane(order_on_failure=False), failing_launch),
+    "a failed launch leaves the lane unordered": Fault(comm_stream(order_on_failure=False), failing_launch),
     "a group call that fails drops its work": Fault(
         replace(NcclTransport, "_together", _together_that_drops), failing_launch
     ),
     "a dropped ticket orders nothing, reductions": Fault(
-        replace(memory._DeviceTicket, "__del__", lambda self: None), dropped
+        replace(memory._DeviceWork, "__del__", lambda self: None), dropped
     ),
     "a dropped ticket orders nothing, all-gathers": Fault(
-        replace(memory._DeviceTicket, "__del__", lambda self: None), unshard_dropped
+        replace(memory._DeviceWork, "__del__", lambda self: None), unshard_dropped
     ),
     "gradients are freed while they are reduced": Fault(
-        replace(reduction.PendingReduction, "end_first_stage", _free_before_wait)
+        replace(reduction.GradReduction, "end_reduce_scatter", _free_before_wait)
     ),
     "replicas are reduced before the shards are": Fault(
-        replace(reduction.PendingReduction, "end_first_stage", _no_wait_between_stages), replicas, 4
+        replace(reduction.GradReduction, "end_reduce_scatter", _no_wait_between_stages), replicas, 4
     ),
     "gradients are used before they have landed": Fault(
-        replace(reduction.PendingReduction, "release", _no_wait_at_the_end), replicas, 4
+        replace(reduction.GradReduction, "release", _no_wait_at_the_end), replicas, 4
     ),
     "packed pieces are freed before they are unpacked": Fault(_free_pieces_early),
     "a unit is resharded while it is unsharded": Fault(replace(Bucket, "reshard", _reshard_in_flight), resharded),
-    "gradients are packed on the lane": Fault(replace(reductions, "issue_reductions", _pack_on_lane), mixed),
+    "gradients are packed on the lane": Fault(replace(reductions, "issue_reduce_scatters", _pack_on_lane), mixed),
     "sums are scaled before they are there": Fault(replace(collectives.Scaled, "wait", _scaled_too_early), scaled),
     "the host reads gradients that are on their way": Fault(
         replace(memory, "_synchronize", lambda event: None), offloaded
     ),
     "shards are written to while they are read": Fault(
-        replace(schedule.Schedule, "_release_host_memory", lambda self: None), written_after_evaluation
+        replace(runtime.Runtime, "_release_host_memory", lambda self: None), written_after_evaluation
     ),
-    "pinned inputs are read later": Fault(replace(unit, "input_on", _input_as_it_is), refilled_input),
+    "pinned inputs are read later": Fault(replace(runtime, "input_on", _input_as_it_is), refilled_input),
     "a hook does not wait for the reduction": Fault(
         replace(reduction, "run_on", _hook_without(before=True, after=False)), hooked
     ),
     "nobody waits for a hook": Fault(replace(reduction, "run_on", _hook_without(before=False, after=True)), hooked),
     "an event of an earlier step is waited for": Fault(
-        replace(schedule.Schedule, "enter", _enter_with_a_stale_event), failing_forward
+        replace(runtime.Runtime, "_enter_forward", _enter_with_a_stale_event), failing_forward
     ),
     "a checkpoint is written before its copies are there": Fault(
         replace(snapshot, "wait_for_stream", lambda device: None), saved
@@ -497,10 +499,10 @@ FAULTS: dict[str, Fault] = {
 }
 
 EQUIVALENT: dict[str, Fault] = {
-    "a copy of the lane's code": Fault(lane(), reason="nothing was changed"),
-    "device copies of landed gradients are dropped early": Fault(
-        replace(reduction.PendingReduction, "land", _leaving_dropped),
+    "a copy of the lane's code": Fault(comm_stream(), reason="nothing was changed"),
+    "device copies of offloaded gradients are dropped early": Fault(
+        replace(reduction.GradReduction, "finalize", _leaving_dropped),
         offloaded,
-        reason="the rows themselves hold the memory until the ticket was waited for",
+        reason="the shards themselves hold the memory until the ticket was waited for",
     ),
 }

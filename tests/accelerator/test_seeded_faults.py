@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accelerator.seeded_faults import EQUIVALENT, FAULTS, Fault, Values
-from fullshard.transport import NcclTransport
+from fullshard.comm import NcclTransport
 from ranks import Rank
 
 # The files are written from memory that the host reads past torch.

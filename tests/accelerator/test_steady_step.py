@@ -22,7 +22,7 @@ from fullshard import (
 )
 from ranks import Rank, on_ranks
 
-WARM_UP = 4  # forwards 1, 2 and 4 search the graph for parameters that were read, see engine/reads.py
+WARM_UP = 4  # forwards 1, 2 and 4 search the graph for parameters that were read, see engine/parameters/reads.py
 DIM = 24
 
 
@@ -153,7 +153,7 @@ def test_with_offload_the_host_waits_at_the_end_of_backward(rank: Rank) -> None:
     counts = _steps(rank, "offloaded")
     assert counts.host_syncs
     for each in counts.host_syncs:
-        assert "in end_backward" in each.stack or "in settle" in each.stack, str(each)
+        assert "in end_backward" in each.stack or "in synchronize" in each.stack, str(each)
     assert not _ours(counts.events_made), "\n".join(map(str, counts.events_made))
     assert not counts.streams_made, "\n".join(map(str, counts.streams_made))
 

@@ -88,8 +88,8 @@ def test_a_wall_clock_does_not_return_early() -> None:
 @pytest.mark.parametrize(
     ("what", "seconds"),
     [
-        ("gather", 100 + 30),
-        ("reduce", 100 + 30),
+        ("all_gather", 100 + 30),
+        ("reduce_scatter", 100 + 30),
         ("all_reduce", 200 + 2 * 30),
         ("broadcast", 100 + 40),
         ("all_to_all", 100 + 30),
@@ -99,8 +99,8 @@ def test_a_wall_clock_does_not_return_early() -> None:
 def test_a_collective_takes_latency_and_what_it_receives(fabric: Fabric, what: str, seconds: float) -> None:
     """40 bytes over 4 ranks, of which 30 are others'."""
     {
-        "gather": lambda: dist.all_gather([_bytes(10) for _ in range(4)], _bytes(10)),
-        "reduce": lambda: dist.reduce_scatter(_bytes(10), [_bytes(10) for _ in range(4)]),
+        "all_gather": lambda: dist.all_gather([_bytes(10) for _ in range(4)], _bytes(10)),
+        "reduce_scatter": lambda: dist.reduce_scatter(_bytes(10), [_bytes(10) for _ in range(4)]),
         "all_reduce": lambda: dist.all_reduce(_bytes(40)),
         "broadcast": lambda: dist.broadcast(_bytes(40), src=0),
         "all_to_all": lambda: dist.all_to_all_single(_bytes(40), _bytes(40)),
@@ -208,7 +208,7 @@ def test_two_axes() -> None:
         model = fully_shard(nn.Linear(64, 64, bias=False), mesh=mesh)
         fabric.messages = []
         model(torch.ones(1, 64)).sum().backward()
-        assert {message.what for message in fabric.messages} == {"gather", "reduce", "all_reduce"}
+        assert {message.what for message in fabric.messages} == {"all_gather", "reduce_scatter", "all_reduce"}
         assert torch.equal(model.weight.grad.to_local(), torch.ones(1, 64))
 
 
@@ -321,7 +321,7 @@ def test_the_link_goes_to_the_message_that_is_ready_first() -> None:
         with device.on(early):
             _reduce(10, other)
         device.synchronize()
-        assert [(m.what, m.passage.start) for m in fabric.messages] == [("gather", 50.0), ("reduce", 0.0)]
+        assert [(m.what, m.passage.start) for m in fabric.messages] == [("all_gather", 50.0), ("reduce_scatter", 0.0)]
 
 
 def test_a_simulated_lane_orders_by_events() -> None:

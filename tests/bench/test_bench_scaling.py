@@ -32,8 +32,8 @@ from bench.scaling import (
 from bench.scaling_checkpoint import box_on, entries, tensors
 from bench.scaling_worker import Case, Cost, Runner, collective_names, measure, silent_collectives, stack
 
-from fullshard.checkpoint.division import Held, TensorTable, divide
-from fullshard.transport import CollectiveTransport
+from fullshard.checkpoint.format.write_plan import RankInventory, TensorTable, plan_writes
+from fullshard.comm import CollectiveTransport
 
 SETTINGS = Settings((10, 100), (8, 64), 10, 8, 60.0)
 # Messages are split in halves or not by their size, gathers are taken together if units are tiny: a few calls more.
@@ -124,14 +124,14 @@ def test_dividing_a_checkpoint_calls_in_proportion_to_ranks() -> None:
         own = {key: value for key, value in entries(units, 0, ranks).items() if value.shape}
         table_of_all = TensorTable.of(own).packed
         held = [
-            Held(
+            RankInventory(
                 None if rank else table_of_all,
-                Held.packed([(i, box_on(rank, ranks, s)) for i, s in enumerate(shapes)]),
+                RankInventory.packed([(i, box_on(rank, ranks, s)) for i, s in enumerate(shapes)]),
                 (),
             )
             for rank in range(ranks)
         ]
-        return calls(lambda: divide(held))
+        return calls(lambda: plan_writes(held))
 
     few, more, most = taken(4, 16), taken(4, 64), taken(16, 64)
     assert more - few <= 48 * 45

@@ -40,7 +40,7 @@ from torch import nn
 
 from bench import report
 from fullshard import fully_shard
-from fullshard.transport import CollectiveTransport, record
+from fullshard.comm import CollectiveTransport, record
 
 # Ten parameters: 20 bytes to gather in 2 s, 40 bytes to reduce in 4 s.
 SLOW_LINK = Machine(collective_seconds=lambda nbytes: nbytes / 10, flops_per_second=1.0)
@@ -68,8 +68,8 @@ def test_two_units() -> None:
     # | backward a 12-16, reduce b 12-16 | reduce a 16-20
     assert times(outcome) == (20.0, 8.0)
     assert outcome.collectives == (
-        *(("gather", "a"), ("gather", "b"), ("gather", "b"), ("gather", "a")),
-        *(("reduce", "b"), ("reduce", "a")),
+        *(("all_gather", "a"), ("all_gather", "b"), ("all_gather", "b"), ("all_gather", "a")),
+        *(("reduce_scatter", "b"), ("reduce_scatter", "a")),
     )
     # a and b gathered (40), the gradients of b (20) and their fp32 copy (40)
     assert outcome.peak_bytes == 100
@@ -79,14 +79,14 @@ def test_a_kept_last_unit_saves_the_gather_at_the_start_of_backward() -> None:
     outcome = simulate(pieces_of(2.0, "a", "b"), Wrapping("", units("a", "b", keep="b")), SLOW_LINK)
     # gather a 0-2 | a 2-4 | b 4-6 | backward b 6-10, gather a 6-8 | backward a 10-14, reduce b 10-14 | reduce a 14-18
     assert times(outcome) == (18.0, 6.0)
-    assert outcome.collectives.count(("gather", "b")) == 1
+    assert outcome.collectives.count(("all_gather", "b")) == 1
 
 
 def test_everything_in_the_root_overlaps_nothing() -> None:
     outcome = simulate(pieces_of(2.0, "a", "b"), Wrapping("", ()), SLOW_LINK)
     # gather 0-4 | forward 4-8, backward 8-16 | reduce 16-24
     assert times(outcome) == (24.0, 12.0)
-    assert outcome.collectives == (("gather", "root"), ("reduce", "root"))
+    assert outcome.collectives == (("all_gather", "root"), ("reduce_scatter", "root"))
     assert outcome.peak_bytes == 40 + 40 + 80
 
 
@@ -126,7 +126,7 @@ def test_an_embedding_unit_ends_with_the_backward() -> None:
     outcome = simulate(pieces, Wrapping("", (UnitPlan(("embed",)), UnitPlan(("a",), keep=True))), SLOW_LINK)
     # gather embed 0-2 | gather a 2-4 | a 4-6 | backward a 6-10, gather embed 6-8 | reduce a 10-14 | reduce embed 14-18
     assert times(outcome) == (18.0, 12.0)
-    assert outcome.collectives[-2:] == (("reduce", "a"), ("reduce", "embed"))
+    assert outcome.collectives[-2:] == (("reduce_scatter", "a"), ("reduce_scatter", "embed"))
 
 
 def test_an_infinitely_fast_link_exposes_nothing() -> None:

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from compare import assert_close, assert_equal, fqn_of
-from fullshard.checkpoint.optimizer_state import OptimizerTarget, describe, optimizer_state
-from fullshard.checkpoint.pieces import Pieces
+from fullshard.checkpoint.state.optimizer import optimizer_state
+from fullshard.checkpoint.state.optimizer_entries import to_specs
+from fullshard.checkpoint.state.optimizer_target import OptimizerTarget
+from fullshard.checkpoint.state.tensor_shards import TensorShards
 
 State = dict[str, dict[str, Any]]
 
@@ -90,10 +92,10 @@ def held_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 
 
 def joined(state: Mapping[str, Any]) -> Any:
-    """A state with its pieces put together over all ranks; these must hold the same everywhere they overlap."""
+    """A state with its shards put together over all ranks; these must hold the same everywhere they overlap."""
 
     def leaf(value: Any) -> Any:
-        return _whole(value) if isinstance(value, Pieces) else value
+        return _whole(value) if isinstance(value, TensorShards) else value
 
     return {key: map_leaves(state[key], leaf) for key in sorted(state)}
 
@@ -106,20 +108,20 @@ def map_leaves(value: Any, leaf: Callable[[Any], Any]) -> Any:
     return leaf(value)
 
 
-def _whole(pieces: Pieces) -> torch.Tensor:
-    total, counts = torch.zeros(pieces.shape, dtype=torch.float64), torch.zeros(pieces.shape)
-    for box, local in pieces.pieces:
-        region = tuple(slice(a, b) for a, b in zip(box.offsets, box.ends, strict=True))
-        total[region] += local.double()
-        counts[region] += 1
+def _whole(shards: TensorShards) -> torch.Tensor:
+    total, counts = torch.zeros(shards.shape, dtype=torch.float64), torch.zeros(shards.shape)
+    for region, local in shards.shards:
+        index = tuple(slice(a, b) for a, b in zip(region.offsets, region.ends, strict=True))
+        total[index] += local.double()
+        counts[index] += 1
     dist.all_reduce(total)
     dist.all_reduce(counts)
     assert counts.min() >= 1
     mean = total / counts
-    for box, local in pieces.pieces:
-        region = tuple(slice(a, b) for a, b in zip(box.offsets, box.ends, strict=True))
-        assert torch.equal(mean[region].to(local.dtype), local), "replicas differ"
-    return mean.to(pieces.dtype)
+    for region, local in shards.shards:
+        index = tuple(slice(a, b) for a, b in zip(region.offsets, region.ends, strict=True))
+        assert torch.equal(mean[index].to(local.dtype), local), "replicas differ"
+    return mean.to(shards.dtype)
 
 
 def assert_states_close(actual: Any, expected: Any, what: str = "state", *, exact: bool = False) -> None:
@@ -152,7 +154,7 @@ def saved_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 def target_for(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], **options: Any
 ) -> OptimizerTarget:
-    described = {fqn: describe(state) for fqn, state in saved["state"].items()}
+    described = {fqn: to_specs(state) for fqn, state in saved["state"].items()}
     return OptimizerTarget(model, optimizer, described, saved["param_groups"], **options)
 
 
@@ -163,10 +165,10 @@ def fill(target: OptimizerTarget, saved: Mapping[str, Any]) -> None:
 
 
 def fill_leaves(place: Any, value: Any) -> None:
-    if isinstance(place, Pieces):
+    if isinstance(place, TensorShards):
         assert place.shape == value.shape and place.dtype == value.dtype
-        for box, local in place.pieces:
-            local.copy_(value[tuple(slice(a, b) for a, b in zip(box.offsets, box.ends, strict=True))])
+        for region, local in place.shards:
+            local.copy_(value[tuple(slice(a, b) for a, b in zip(region.offsets, region.ends, strict=True))])
     elif isinstance(place, torch.Tensor):
         assert place.shape == value.shape and place.dtype == value.dtype
         place.copy_(value)

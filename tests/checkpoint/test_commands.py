@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from fullshard.checkpoint.commands import parse_size
-from fullshard.checkpoint.storage import CheckpointWriter
+from fullshard.checkpoint.format.storage import CheckpointWriter
+from fullshard.checkpoint.tools.commands import parse_size
 from fullshard.cli import app
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -62,7 +62,7 @@ def test_inspect_names(tmp_path: Path) -> None:
     """A pattern lists all that match, however many; none is wrong input."""
     path = save(tmp_path / "c", more=40)
     shown = run("inspect", path, "--names", "model.more.*")
-    assert all(f"model.more.{i} " in shown for i in range(40)) and "model.layer" not in shown.split("pieces")[1]
+    assert all(f"model.more.{i} " in shown for i in range(40)) and "model.layer" not in shown.split("shards")[1]
     assert "more tensors" not in shown
     assert "and 14 more tensors" in run("inspect", path)
     assert "exp_avg float32 30 x 20" in run("inspect", path, "--names", "*exp_avg")
@@ -72,7 +72,7 @@ def test_inspect_names(tmp_path: Path) -> None:
 def test_inspect_verifies(tmp_path: Path) -> None:
     """0 and a sentence where all is well; 1 and every problem where something is not."""
     path = save(tmp_path / "c")
-    assert "verified: 4.9 kB of tensors, every byte is as it was written" in run("inspect", path, "--verify")
+    assert "verified: 4.9 kB of tensors, all checksums match" in run("inspect", path, "--verify")
     (file,) = Path(path).glob("data-*")
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -81,7 +81,7 @@ def test_inspect_verifies(tmp_path: Path) -> None:
     shown = run("inspect", path, "--verify", code=1)
     assert shown.count("problem: ") == 2 and "2 problems found" in shown
     assert "extra.note" in shown
-    assert "cannot be read; --verify says why" in run("inspect", path)
+    assert "cannot be read; run with --verify for the error" in run("inspect", path)
 
 
 def test_inspect_compares(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_wrong_input(tmp_path: Path) -> None:
         (("export", path, out, "--dtype", "nosuch"), "--dtype: expected a floating-point"),
         (("export", path, out, "--max-shard-size", "5 apples"), "--max-shard-size: expected a size"),
         (("export", path, out, "--prefix", "x."), "no tensor"),
-        (("export", path, out, "--dtype", "float8_e8m0fnu"), "cannot hold these dtypes"),
+        (("export", path, out, "--dtype", "float8_e8m0fnu"), "does not support the dtypes"),
         (("export", path, "s3://bucket/x.safetensors"), "found the URL 's3://bucket/x.safetensors'"),
     ]:
         assert message in run(*arguments, code=2)

@@ -20,11 +20,11 @@ from weight_models import FORMS, Net, build, form, full_state
 
 from compare import assert_equal
 from fullshard import FullshardError, PhaseError, UnmaterializedParameterError, fully_shard
-from fullshard.checkpoint import export as export_module
-from fullshard.checkpoint import file_pieces
-from fullshard.checkpoint.export import export_safetensors
-from fullshard.checkpoint.importing import load_safetensors
-from fullshard.checkpoint.safetensors_files import INDEX_NAME, SINGLE_NAME
+from fullshard.checkpoint.safetensors import export as export_module
+from fullshard.checkpoint.safetensors import shard_io
+from fullshard.checkpoint.safetensors.export import export_safetensors
+from fullshard.checkpoint.safetensors.files import INDEX_NAME, SINGLE_NAME
+from fullshard.checkpoint.safetensors.importing import load_safetensors
 from fullshard.errors import CheckpointError
 from ranks import Rank, on_ranks
 
@@ -123,9 +123,9 @@ def test_floating_point_tensors_are_converted(rank: Rank, name: str, folder: str
     """With a dtype, floating-point tensors are written in it, rounded once; through a block smaller than a row."""
     expected = {k: v.bfloat16() if v.is_floating_point() else v for k, v in full_state(build()).items()}
     model = form(name, rank, build())
-    for block in (8, 64, file_pieces.BLOCK_BYTES):
+    for block in (8, 64, shard_io.BLOCK_BYTES):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(file_pieces.PieceMover.__init__, "__defaults__", (block,))
+            patch.setattr(shard_io.ShardFileIO.__init__, "__defaults__", (block,))
             export_safetensors(model, folder, dtype=torch.bfloat16)
         assert_exported(folder, expected)
 
@@ -250,7 +250,7 @@ def steps_of_publishing(folder: str, stop: int, limit: int) -> bool:
                 return _usual(path, *args, **options)
 
             patch.setattr(Path, name, counted)
-        patch.setattr(export_module._Files, "clean_up", lambda _: None)
+        patch.setattr(export_module._ExportFiles, "clean_up", lambda _: None)
         try:
             export_safetensors(build(2), folder, max_shard_bytes=limit)
         except KilledError:
@@ -323,7 +323,7 @@ def test_any_failure_of_the_rank_that_writes_alone_fails_all(rank: Rank, folder:
         if rank.rank == 1:
             patch.setattr(export_module, "_LOOKS", 1)
             patch.setattr(export_module, "_token_file", lambda path, token: path / "elsewhere")
-        patch.setattr(export_module.PieceMover, "write", fail)
+        patch.setattr(export_module.ShardFileIO, "write", fail)
         with pytest.raises(FullshardError, match=r"rank 0: .*none left"):
             export_safetensors(model, folder)
     dist.barrier()  # the rank that writes tidies up after it has told the others

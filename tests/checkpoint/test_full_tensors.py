@@ -14,7 +14,7 @@ from weight_models import FORMS, Net, build, form, full_state
 from compare import assert_equal
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, PhaseError, UnmaterializedParameterError, fully_shard
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.checkpoint.stream import full_tensors
+from fullshard.checkpoint.safetensors.stream import full_tensors
 from fullshard.engine.ownership import nested_units
 from ranks import Rank, on_ranks
 
@@ -66,7 +66,7 @@ def test_groups_of_any_size_give_the_same(rank: Rank, name: str, limit: int) -> 
     expected = full_state(build())
     model = form(name, rank, build())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fullshard.checkpoint.stream.GROUP_BYTES", limit)
+        patch.setattr("fullshard.checkpoint.safetensors.stream.GROUP_BYTES", limit)
         found = collected(model)
     for fqn, value in expected.items():
         assert_equal(found[fqn], value, fqn)
@@ -79,7 +79,7 @@ def test_floating_point_tensors_are_converted(rank: Rank, name: str, limit: int)
     """With a dtype, floating-point tensors come in it, rounded once; others as they are."""
     expected = full_state(build())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fullshard.checkpoint.stream.GROUP_BYTES", limit)
+        patch.setattr("fullshard.checkpoint.safetensors.stream.GROUP_BYTES", limit)
         found = collected(form(name, rank, build()), dtype=torch.bfloat16, device="cpu")
     for fqn, value in expected.items():
         assert_equal(found[fqn], (value.bfloat16() if value.is_floating_point() else value).cpu(), fqn)
@@ -98,7 +98,7 @@ def test_abandoned_iteration_leaves_the_model_as_it_was(rank: Rank, name: str) -
             if index == stop:
                 break
         assert [id(p) for p in model.parameters()] == held
-        assert all(not unit.gathered and not unit.registration.full for unit in nested_units(model))
+        assert all(not unit.is_unsharded and not unit.registration.unsharded for unit in nested_units(model))
     with pytest.raises(KeyError):
         fail_inside(model)
     assert_equal(model(tokens), build()(tokens), "output")

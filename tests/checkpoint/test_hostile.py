@@ -24,10 +24,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from checkpoint.kinds import shared_folder
 from fullshard import CheckpointError
-from fullshard.checkpoint.index import BLOCK
-from fullshard.checkpoint.index_json import from_json, to_json
-from fullshard.checkpoint.storage import INDEX_FILE, CheckpointReader, CheckpointWriter
-from fullshard.checkpoint.torch_format import METADATA_FILE
+from fullshard.checkpoint.format.index import BLOCK
+from fullshard.checkpoint.format.index_json import from_json, to_json
+from fullshard.checkpoint.format.storage import INDEX_FILE, CheckpointReader, CheckpointWriter
+from fullshard.checkpoint.format.torch_format import METADATA_FILE
 from ranks import Rank, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -86,22 +86,22 @@ def flip(file: Path, position: int, bit: int = 3) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut off by a byte": (lambda p: os.truncate(data_of(p), data_of(p).stat().st_size - 1), "and should have"),
+    "cut off by a byte": (lambda p: os.truncate(data_of(p), data_of(p).stat().st_size - 1), "expected"),
     "cut off to nothing": (lambda p: os.truncate(data_of(p), 0), "has 0 bytes"),
-    "longer": (lambda p: data_of(p).write_bytes(data_of(p).read_bytes() + b"x"), "and should have"),
+    "longer": (lambda p: data_of(p).write_bytes(data_of(p).read_bytes() + b"x"), "expected"),
     "missing": (lambda p: data_of(p).unlink(), "no such file"),
-    "a folder": (lambda p: data_of(p).rename(p / "x") and (p / _name(p)).mkdir(), "and should have|directory"),
-    "first block": (lambda p: flip(data_of(p), 5000), "model.w: bytes .* are not those that were written"),
-    "later block": (lambda p: flip(data_of(p), BLOCK + 10_000), "model.w: bytes .* are not those that were written"),
-    "small tensor": (lambda p: flip(data_of(p), _start(p, "model.b")), "model.b: bytes .* are not those"),
-    "value": (lambda p: flip(data_of(p), data_of(p).stat().st_size - 1), "extra.n: bytes .* are not those"),
-    "header": (lambda p: flip(data_of(p), 20), "header is not the one that was written"),
-    "header's length": (lambda p: flip(data_of(p), 0), "header is not the one that was written"),
+    "a folder": (lambda p: data_of(p).rename(p / "x") and (p / _name(p)).mkdir(), "expected|directory"),
+    "first block": (lambda p: flip(data_of(p), 5000), "model.w: checksum mismatch in bytes"),
+    "later block": (lambda p: flip(data_of(p), BLOCK + 10_000), "model.w: checksum mismatch in bytes"),
+    "small tensor": (lambda p: flip(data_of(p), _start(p, "model.b")), "model.b: checksum mismatch"),
+    "value": (lambda p: flip(data_of(p), data_of(p).stat().st_size - 1), "extra.n: checksum mismatch"),
+    "header": (lambda p: flip(data_of(p), 20), "checksum mismatch in the header"),
+    "header's length": (lambda p: flip(data_of(p), 0), "checksum mismatch in the header"),
     "index": (lambda p: flip(p / INDEX_FILE, 300), INDEX_FILE),
-    "index cut off": (lambda p: os.truncate(p / INDEX_FILE, 100), "checksum"),
-    "index empty": (lambda p: os.truncate(p / INDEX_FILE, 0), "no index"),
-    "index missing": (lambda p: (p / INDEX_FILE).unlink(), "has no checkpoint: it has data-"),
-    "all missing": (shutil.rmtree, "has no checkpoint: there is nothing"),
+    "index truncated": (lambda p: os.truncate(p / INDEX_FILE, 100), "checksum"),
+    "index empty": (lambda p: os.truncate(p / INDEX_FILE, 0), "not an index"),
+    "index missing": (lambda p: (p / INDEX_FILE).unlink(), "has no checkpoint: found data-"),
+    "all missing": (shutil.rmtree, "has no checkpoint: it is empty or missing"),
 }
 
 
@@ -111,7 +111,7 @@ def _name(path: Path) -> str:
 
 
 def _start(path: Path, key: str) -> int:
-    return from_json((path / INDEX_FILE).read_bytes(), "").tensors[key].pieces[0].start
+    return from_json((path / INDEX_FILE).read_bytes(), "").tensors[key].shards[0].start
 
 
 @pytest.mark.parametrize("options", [{}, {"keep_bytes": 1 << 30}, {"keep_bytes": 4 << 20}], ids=str)
@@ -140,7 +140,7 @@ def test_one_ranks_damage_changes_no_rank(rank: Rank) -> None:
     with pytest.raises(CheckpointException) as caught:
         dcp.load(target, storage_reader=CheckpointReader(folder))
     assert list(caught.value.failures) == [1]
-    assert "are not those that were written" in str(caught.value.failures[1][0])
+    assert "checksum mismatch" in str(caught.value.failures[1][0])
     assert bool((target["w"].to_local() == 7.0).all())
 
 
@@ -152,7 +152,7 @@ def test_without_verification_lengths_still_count(tmp_path: Path) -> None:
     dcp.load(found, storage_reader=CheckpointReader(tmp_path, verify=False), no_dist=True)
     assert int((found["model.w"] != saved["model.w"]).sum()) == 1
     os.truncate(data_of(tmp_path), BLOCK)
-    assert "and should have" in refused(tmp_path, verify=False)
+    assert "expected" in refused(tmp_path, verify=False)
 
 
 def test_a_file_that_changes_after_it_was_checked(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_file_that_changes_after_it_was_checked(tmp_path: Path) -> None:
             flip(file, BLOCK + 10_000)
             return plan
 
-    with pytest.raises(CheckpointException, match="are not those that were written"):
+    with pytest.raises(CheckpointException, match="checksum mismatch"):
         dcp.load(targets(), storage_reader=Interrupted(tmp_path), no_dist=True)
 
 
@@ -188,7 +188,7 @@ def _with_value(path: Path, index: Any, data: bytes) -> bytes:
     """The index, and the data file behind it, with other bytes as the value."""
     from dataclasses import replace
 
-    from fullshard.checkpoint.index_json import checksum
+    from fullshard.checkpoint.format.index_json import checksum
 
     entry = index.values["extra.n"]
     file = path / entry.file
@@ -251,7 +251,7 @@ def test_metadata_that_runs_code(tmp_path: Path) -> None:
         ("torch.serialization", "load"),
         ("torch.distributed.checkpoint.metadata", "os.system"),
         ("torch.distributed.checkpoint.metadata", "pickle"),
-        ("fullshard.checkpoint.torch_format", "Folder"),
+        ("fullshard.checkpoint.format.torch_format", "Folder"),
     ],
 )
 def test_names_in_metadata(tmp_path: Path, name: str, attribute: str) -> None:
@@ -294,22 +294,22 @@ def set_chunk(**fields: Any) -> Callable[[Metadata], None]:
 
 
 LIES: dict[str, tuple[Callable[[Metadata], object], str]] = {
-    "parent": (lie("model.b", relative_path="../x"), "model.b: found a file ../x"),
-    "absolute": (lie("model.b", relative_path="/etc/passwd"), "model.b: found a file /etc/passwd"),
-    "backslash": (lie("model.b", relative_path="..\\x"), "model.b: found a file"),
-    "dots": (lie("model.b", relative_path=".."), "model.b: found a file"),
-    "empty": (lie("model.b", relative_path=""), "model.b: found a file"),
-    "number": (lie("model.b", relative_path=3), "model.b: found a place"),
+    "parent": (lie("model.b", relative_path="../x"), "model.b: found file .../x"),
+    "absolute": (lie("model.b", relative_path="/etc/passwd"), "model.b: found file ./etc/passwd"),
+    "backslash": (lie("model.b", relative_path="..\\x"), "model.b: found file"),
+    "dots": (lie("model.b", relative_path=".."), "model.b: found file"),
+    "empty": (lie("model.b", relative_path=""), "model.b: found file"),
+    "number": (lie("model.b", relative_path=3), "model.b: found an invalid location"),
     "negative": (lie("model.b", offset=-1), "model.b: found bytes -1"),
     "beyond": (lie("model.b", length=1 << 40), "model.b: found bytes"),
-    "text": (lie("model.b", length="5"), "model.b: found a place"),
-    "extension": (lie("model.b", transform_descriptors=["stream.zstd"]), "only torch's own reader knows"),
-    "nowhere": (no_place, "model.b: found a piece at"),
-    "size": (set_size(torch.Size([6])), "model.b: found pieces without 1 of the 6"),
+    "text": (lie("model.b", length="5"), "model.b: found an invalid location"),
+    "extension": (lie("model.b", transform_descriptors=["stream.zstd"]), "only torch's own reader supports"),
+    "nowhere": (no_place, "model.b: found a shard at"),
+    "size": (set_size(torch.Size([6])), "model.b: found shards that lack 1 of the 6"),
     "negative size": (set_size((-5,)), "model.b: found shape"),
     "size that is none": (set_size("5"), "model.b: found something else than sizes"),
-    "chunk": (set_chunk(sizes=torch.Size([4])), "model.b: found pieces without 1 of the 5"),
-    "chunk outside": (set_chunk(sizes=torch.Size([50])), "model.b: found piece"),
+    "chunk": (set_chunk(sizes=torch.Size([4])), "model.b: found shards that lack 1 of the 5"),
+    "chunk outside": (set_chunk(sizes=torch.Size([50])), "model.b: found shard"),
     "chunk of negative": (set_chunk(sizes=(-5,)), "model.b: found negative sizes"),
     "no chunks": (lambda m: setattr(m.state_dict_metadata["model.b"], "chunks", None), "model.b: found no list"),
     "other object": (lambda m: m.state_dict_metadata.update({"model.b": 3}), "model.b: found no Tensor"),

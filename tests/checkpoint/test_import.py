@@ -19,13 +19,13 @@ from weight_models import FORMS, Block, Net, build, form, full_state
 from compare import assert_equal
 from fullshard import CPUOffloadPolicy, MixedPrecision, PhaseError, fully_shard, unsharded
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.checkpoint import importing
-from fullshard.checkpoint.export import export_safetensors
-from fullshard.checkpoint.file_pieces import PieceMover
-from fullshard.checkpoint.importing import load_safetensors
-from fullshard.checkpoint.parameters import local_parameters
-from fullshard.checkpoint.safetensors_files import INDEX_NAME, SINGLE_NAME
-from fullshard.checkpoint.stream import full_tensors
+from fullshard.checkpoint.safetensors import importing
+from fullshard.checkpoint.safetensors.export import export_safetensors
+from fullshard.checkpoint.safetensors.files import INDEX_NAME, SINGLE_NAME
+from fullshard.checkpoint.safetensors.importing import load_safetensors
+from fullshard.checkpoint.safetensors.shard_io import ShardFileIO
+from fullshard.checkpoint.safetensors.stream import full_tensors
+from fullshard.checkpoint.state.parameters import local_parameters
 from fullshard.errors import CheckpointError
 from ranks import Rank, on_ranks
 
@@ -122,15 +122,15 @@ def test_every_form_is_filled(rank: Rank, name: str, folder: str) -> None:
 @on_ranks(2, 4)
 @forms
 def test_only_what_a_rank_holds_is_read(rank: Rank, name: str, folder: str) -> None:
-    """Bytes read are those of the rank's own pieces, where these are rows; nothing goes through other memory."""
+    """Bytes read are those of the rank's own shards, where these are rows; nothing goes through other memory."""
     save(rank, folder, {k: v for k, v in weights().items() if k != "mix"})
     model = form(name, rank, build())
-    held = sum(p.cut(p.parameter).nbytes for p in local_parameters(model) if p.fqn != "mix")
+    held = sum(p.shards_of(p.parameter).nbytes for p in local_parameters(model) if p.fqn != "mix")
     buffers = sum(b.nbytes for n, b in build().named_buffers() if "cache" not in n)
     with pytest.MonkeyPatch.context() as patch:
         read = count_reads(patch)
         if name != "columns" and rank.device.type == "cpu":  # others cannot be read into directly
-            patch.setattr(PieceMover, "_memory", lambda *_: pytest.fail("read into other memory"))
+            patch.setattr(ShardFileIO, "_memory", lambda *_: pytest.fail("read into other memory"))
         load_safetensors(model, folder, strict=False)
     if name == "columns":
         assert sum(read) <= Path(folder, SINGLE_NAME).stat().st_size
@@ -147,7 +147,7 @@ def test_other_dtypes_are_converted_in_blocks(rank: Rank, name: str, block: int,
     save(rank, folder, in_file)
     model = form(name, rank, build())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PieceMover.__init__, "__defaults__", (block,))
+        patch.setattr(ShardFileIO.__init__, "__defaults__", (block,))
         load_safetensors(model, folder)
     expected = {k: in_file[k].to(v.dtype) for k, v in weights().items()}
     assert_holds(model, expected)
@@ -413,8 +413,8 @@ def test_all_that_does_not_fit_is_listed(rank: Rank, name: str, folder: str) -> 
     for expected in (
         "not in the files:\n    blocks.0.up.bias (13,)\n    blocks.1.calls ()",
         "in the files, but not in the model:\n    more",
-        "of another shape:\n    mix: (5, 6) in the files, (6, 5) in the model",
-        "of another dtype:\n    blocks.0.calls: torch.float32 in the files, torch.int64 in the model",
+        "shape mismatch:\n    mix: (5, 6) in the files, (6, 5) in the model",
+        "dtype mismatch:\n    blocks.0.calls: torch.float32 in the files, torch.int64 in the model",
     ):
         assert expected in message
     assert "mix" in assert_refused(rank, model, folder, strict=False)
@@ -450,10 +450,10 @@ def damages() -> Iterator[tuple[str, Callable[[bytes], bytes]]]:
 
         return damage
 
-    yield "cut off", lambda data: data[:-1]
+    yield "truncated", lambda data: data[:-1]
     yield "too long", lambda data: data + b"x"
     yield "empty", lambda data: b""
-    yield "header cut off", lambda data: data[:50]
+    yield "header truncated", lambda data: data[:50]
     yield "huge header", lambda data: (2**60).to_bytes(8, "little") + data[8:]
     yield "no JSON", lambda data: data[:8] + b"\xff" + data[9:]
     yield "overlap", header(lambda e: e["mix"].update(data_offsets=e["words.weight"]["data_offsets"]))
@@ -478,7 +478,7 @@ def test_damaged_files_leave_the_model_untouched(rank: Rank, name: str, kind: st
 
 HOSTILE = {
     "escape": "'../a.safetensors'",
-    "absolute": "expected the name of a file beside it",
+    "absolute": "expected the name of a file in the same folder",
     "absent file": "c.safetensors",
     "absent tensor": "more in b",
     "nothing": "found nothing",
@@ -543,7 +543,7 @@ def test_ranks_that_find_other_files_are_told(rank: Rank, folder: str) -> None:
         if rank.rank == 1:
             patch.setattr(importing, "find_weights", lambda _: usual(elsewhere))
         message = assert_refused(rank, model, folder, strict=False)
-    assert "rank 1: " in message and "not those that the group's first rank finds" in message
+    assert "rank 1: " in message and "the files differ from those on the group's first rank" in message
 
 
 @on_ranks(2)
@@ -562,7 +562,7 @@ def test_ranks_that_find_other_dtypes_are_told(rank: Rank, folder: str) -> None:
         if rank.rank == 1:
             patch.setattr(importing, "find_weights", lambda _: usual(elsewhere))
         message = assert_refused(rank, nn.Linear(2, 2), folder)
-    assert "rank 1: " in message and "not those that the group's first rank finds" in message
+    assert "rank 1: " in message and "the files differ from those on the group's first rank" in message
 
 
 @on_ranks(2)
@@ -582,7 +582,7 @@ def test_failure_while_reading_says_that_the_model_is_changed(rank: Rank, folder
 @on_ranks(2)
 def test_ranks_that_read_different_folders_are_told(rank: Rank, folder: str) -> None:
     """Different paths are different operations."""
-    with pytest.raises(CheckpointError.__mro__[1], match="different things"):
+    with pytest.raises(CheckpointError.__mro__[1], match="different functions"):
         load_safetensors(form("fully_shard", rank, build()), f"{folder}/{rank.rank}")
 
 

@@ -12,18 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard import CheckpointError
-from fullshard.checkpoint.index import (
+from fullshard.checkpoint.format.index import (
     ITEM_SIZES,
     FileEntry,
     Index,
-    PieceEntry,
+    ShardEntry,
     TensorEntry,
     ValueEntry,
     data_file,
     first_overlap,
 )
-from fullshard.checkpoint.index_json import checksum, from_json, to_json
-from fullshard.layout import Box, boxes_of_range
+from fullshard.checkpoint.format.index_json import checksum, from_json, to_json
+from fullshard.layout import Region, regions_of_range
 
 SAVE = "0123456789ab"
 FILES = [data_file(SAVE, 0), data_file(SAVE, 1)]
@@ -31,14 +31,17 @@ EIGHT = bytes(range(8))
 
 
 def small() -> Index:
-    """A tensor of shape (4, 3) in three pieces over two files, a scalar, a value and an alias."""
-    boxes = [*boxes_of_range((4, 3), 0, 6), *boxes_of_range((4, 3), 6, 6)]
-    pieces = [PieceEntry(box, FILES[rank], 100, 4 * box.numel, EIGHT) for rank, box in zip((0, 1), boxes, strict=True)]
+    """A tensor of shape (4, 3) in three shards over two files, a scalar, a value and an alias."""
+    regions = [*regions_of_range((4, 3), 0, 6), *regions_of_range((4, 3), 6, 6)]
+    shards = [
+        ShardEntry(region, FILES[rank], 100, 4 * region.numel, EIGHT)
+        for rank, region in zip((0, 1), regions, strict=True)
+    ]
     return Index(
         where="folder/fullshard.json",
         tensors={
-            "model.w": TensorEntry("float32", (4, 3), tuple(pieces), ("model", "w")),
-            "step": TensorEntry("int64", (), (PieceEntry(Box((), ()), FILES[0], 124, 8, EIGHT),)),
+            "model.w": TensorEntry("float32", (4, 3), tuple(shards), ("model", "w")),
+            "step": TensorEntry("int64", (), (ShardEntry(Region((), ()), FILES[0], 124, 8, EIGHT),)),
             "empty": TensorEntry("bool", (0, 3), ()),
         },
         values={"groups": ValueEntry(FILES[1], 124, 5, EIGHT, ("a", 0))},
@@ -85,22 +88,22 @@ shapes = st.lists(st.integers(1, 5), max_size=3).map(tuple)
 @given(shapes, st.sampled_from(sorted(ITEM_SIZES)), st.data())
 def test_any_cut_survives(shape: tuple[int, ...], dtype: str, data: st.DataObject) -> None:
     """A tensor cut into flat ranges at any places is accepted, and is the same after JSON."""
-    numel = Box.whole(shape).numel
+    numel = Region.whole(shape).numel
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, numel - 1)), max_size=3)) & set(range(1, numel)))
-    pieces, start = [], 10
+    shards, start = [], 10
     for low, high in zip([0, *cuts], [*cuts, numel], strict=True):
-        for box in boxes_of_range(shape, low, high - low):
-            length = box.numel * ITEM_SIZES[dtype]
-            pieces.append(PieceEntry(box, FILES[0], start, length, EIGHT))
+        for region in regions_of_range(shape, low, high - low):
+            length = region.numel * ITEM_SIZES[dtype]
+            shards.append(ShardEntry(region, FILES[0], start, length, EIGHT))
             start += length
     files = {FILES[0]: FileEntry(start, 10, EIGHT)}
-    index = Index("i", {"t": TensorEntry(dtype, shape, tuple(pieces))}, {}, files)
+    index = Index("i", {"t": TensorEntry(dtype, shape, tuple(shards))}, {}, files)
     assert from_json(to_json(index), "i") == index
-    if len(pieces) > 1:
-        with pytest.raises(CheckpointError, match="i: t: found pieces without"):
-            replace(index, tensors={"t": TensorEntry(dtype, shape, tuple(pieces[1:]))})
+    if len(shards) > 1:
+        with pytest.raises(CheckpointError, match="i: t: found shards that lack"):
+            replace(index, tensors={"t": TensorEntry(dtype, shape, tuple(shards[1:]))})
         with pytest.raises(CheckpointError, match="overlap"):
-            replace(index, tensors={"t": TensorEntry(dtype, shape, (*pieces[1:], pieces[-1]))})
+            replace(index, tensors={"t": TensorEntry(dtype, shape, (*shards[1:], shards[-1]))})
 
 
 @given(st.data())
@@ -108,12 +111,12 @@ def test_overlaps_are_found(data: st.DataObject) -> None:
     """The sweep finds an overlap exactly when comparing all pairs does."""
     dims = data.draw(st.integers(0, 3))
     pair = st.tuples(st.integers(0, 4), st.integers(0, 3))
-    boxes = [
-        Box(tuple(a for a, _ in corner), tuple(b for _, b in corner))
+    regions = [
+        Region(tuple(a for a, _ in corner), tuple(b for _, b in corner))
         for corner in data.draw(st.lists(st.tuples(*[pair] * dims), max_size=6))
     ]
-    expected = any(a.overlap(b) is not None and a.numel and b.numel for i, a in enumerate(boxes) for b in boxes[:i])
-    found = first_overlap(boxes)
+    expected = any(a.overlap(b) is not None and a.numel and b.numel for i, a in enumerate(regions) for b in regions[:i])
+    found = first_overlap(regions)
     assert (found is not None) == expected
     if found is not None:
         assert found[0].overlap(found[1]) is not None
@@ -130,39 +133,39 @@ def edit(*path: Any, to: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-PIECES = ("tensors", "model.w", 3)
+SHARDS = ("tensors", "model.w", 3)
 
 HOSTILE = {
     "file that leads out": (edit("files", 0, 0, to="../../etc/passwd"), "../../etc/passwd"),
     "absolute file": (edit("files", 0, 0, to="/etc/passwd"), "/etc/passwd"),
-    "file of another kind": (edit("files", 0, 0, to="data-0123456789ab-0.safetensors/../x"), "no name of a data file"),
-    "file name with a line": (edit("files", 0, 0, to=FILES[0] + "\n"), "no name of a data file"),
-    "file name that is none": (edit("files", 0, 0, to=7), "where text should be"),
-    "file number beyond": (edit(*PIECES, 0, 2, to=2), "model.w: found file number 2 of 2"),
-    "negative file number": (edit(*PIECES, 0, 2, to=-1), "model.w: found file number -1"),
-    "negative start": (edit(*PIECES, 0, 3, to=-4), "model.w: found bytes -4 to 20"),
-    "start in the header": (edit(*PIECES, 0, 3, to=99), "model.w: found bytes 99 to 123"),
-    "beyond the file": (edit(*PIECES, 0, 3, to=109), "model.w: found bytes 109 to 133"),
-    "huge start": (edit(*PIECES, 0, 3, to=10**30), "model.w: found bytes"),
-    "start that is a bool": (edit(*PIECES, 0, 3, to=True), "model.w: found 'True'"),
-    "start that is a fraction": (edit(*PIECES, 0, 3, to=100.0), "model.w: found '100.0'"),
-    "negative offset": (edit(*PIECES, 0, 0, to=[-1, 0]), "model.w: found expected"),
-    "piece outside": (edit(*PIECES, 1, 0, to=[3, 0]), r"model.w: found piece \[3:5, 0:3\]"),
-    "overlap": (edit(*PIECES, 1, 0, to=[1, 0]), "model.w: found pieces .* which overlap"),
-    "hole": (edit(*PIECES, to=[[[0, 0], [2, 3], 0, 100, EIGHT.hex()]]), "model.w: found pieces without 6 of the 12"),
-    "too large for the file": (edit("tensors", "model.w", 2, to=[10**9, 3]), "model.w: found pieces without"),
+    "file of another kind": (edit("files", 0, 0, to="data-0123456789ab-0.safetensors/../x"), "not one of a data file"),
+    "file name with a line": (edit("files", 0, 0, to=FILES[0] + "\n"), "not one of a data file"),
+    "file name that is none": (edit("files", 0, 0, to=7), "where a string was expected"),
+    "file number beyond": (edit(*SHARDS, 0, 2, to=2), "model.w: found file number 2 of 2"),
+    "negative file number": (edit(*SHARDS, 0, 2, to=-1), "model.w: found file number -1"),
+    "negative start": (edit(*SHARDS, 0, 3, to=-4), "model.w: found bytes -4 to 20"),
+    "start in the header": (edit(*SHARDS, 0, 3, to=99), "model.w: found bytes 99 to 123"),
+    "beyond the file": (edit(*SHARDS, 0, 3, to=109), "model.w: found bytes 109 to 133"),
+    "huge start": (edit(*SHARDS, 0, 3, to=10**30), "model.w: found bytes"),
+    "start that is a bool": (edit(*SHARDS, 0, 3, to=True), "model.w: found 'True'"),
+    "start that is a fraction": (edit(*SHARDS, 0, 3, to=100.0), "model.w: found '100.0'"),
+    "negative offset": (edit(*SHARDS, 0, 0, to=[-1, 0]), "model.w: found expected"),
+    "shard outside": (edit(*SHARDS, 1, 0, to=[3, 0]), r"model.w: found shard \[3:5, 0:3\]"),
+    "overlap": (edit(*SHARDS, 1, 0, to=[1, 0]), "model.w: found shards .* which overlap"),
+    "hole": (edit(*SHARDS, to=[[[0, 0], [2, 3], 0, 100, EIGHT.hex()]]), "model.w: found shards that lack 6 of the 12"),
+    "too large for the file": (edit("tensors", "model.w", 2, to=[10**9, 3]), "model.w: found shards that lack"),
     "huge shape": (edit("tensors", "model.w", 2, to=[2**62, 3]), "model.w: found shape"),
     "huge product": (edit("tensors", "model.w", 2, to=[2**40, 2**40]), "model.w: found shape"),
     "many dims": (edit("tensors", "model.w", 2, to=[1] * 65), "model.w: found shape"),
-    "dims of pieces": (edit(*PIECES, 0, 0, to=[0]), "model.w: found expected as many offsets"),
-    "dims of tensors": (edit("tensors", "model.w", 2, to=[12]), "model.w: found piece"),
+    "dims of shards": (edit(*SHARDS, 0, 0, to=[0]), "model.w: found expected as many offsets"),
+    "dims of tensors": (edit("tensors", "model.w", 2, to=[12]), "model.w: found shard"),
     "shape that is text": (edit("tensors", "model.w", 2, to="43"), "model.w: found '43'"),
     "dtype": (edit("tensors", "model.w", 1, to="float33"), "model.w: found dtype 'float33'"),
-    "larger dtype": (edit("tensors", "model.w", 1, to="float64"), "model.w: found bytes|model.w: found pieces"),
+    "larger dtype": (edit("tensors", "model.w", 1, to="float64"), "model.w: found bytes|model.w: found shards"),
     "dtype that is none": (edit("tensors", "model.w", 1, to=None), "model.w: found 'None'"),
-    "checksum that is none": (edit(*PIECES, 0, 4, to="xyz"), "model.w: found 'xyz' as a checksum"),
-    "no checksum": (edit(*PIECES, 0, 4, to=""), "model.w: found 0 bytes of checksums"),
-    "too few fields": (edit(*PIECES, 0, to=[[0, 0], [2, 3]]), "model.w: found 2 fields, not 5"),
+    "checksum that is none": (edit(*SHARDS, 0, 4, to="xyz"), "model.w: found 'xyz' as a checksum"),
+    "no checksum": (edit(*SHARDS, 0, 4, to=""), "model.w: found 0 bytes of checksums"),
+    "too few fields": (edit(*SHARDS, 0, to=[[0, 0], [2, 3]]), "model.w: found 2 fields, not 5"),
     "tensors that are a list": (edit("tensors", to=[]), "tensors: found"),
     "tensor that is null": (edit("tensors", "model.w", to=None), "model.w: found 'None'"),
     "no values": (edit("values", to=None), "values: found"),
@@ -195,10 +198,10 @@ def test_made_up_indexes_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "no index"),
-        (b"{}", "no index"),
-        (b'{"format": "other", "version": 1, "checksum": "0000000000000000",\n}', "no index"),
-        (b"\xff\xfe" * 40, "no index"),
+        (b"", "not an index"),
+        (b"{}", "not an index"),
+        (b'{"format": "other", "version": 1, "checksum": "0000000000000000",\n}', "not an index"),
+        (b"\xff\xfe" * 40, "not an index"),
         (signed({"a": 1})[:-1], "checksum"),
         (b'{"format": "fullshard checkpoint", "version": 2, "checksum": "0000000000000000",\n}', "install a newer"),
     ],

@@ -1,4 +1,4 @@
-"""What a rank holds of a model, as pieces: of every front end, complete over the ranks and with the right values."""
+"""What a rank holds of a model, as shards: of every front end, complete over the ranks and with the right values."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from compare import assert_equal
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import fully_shard
 from fullshard.activation_checkpoint import checkpoint_wrapper
-from fullshard.checkpoint.model_state import model_state
-from fullshard.checkpoint.parameters import local_parameters
-from fullshard.checkpoint.pieces import Pieces
+from fullshard.checkpoint.state.model import model_state
+from fullshard.checkpoint.state.parameters import local_parameters
+from fullshard.checkpoint.state.tensor_shards import TensorShards
 from fullshard.errors import FullshardError, PhaseError
 from ranks import Rank, on_ranks
 
 
-def whole(pieces: Pieces, *, copies: int | None = 1) -> torch.Tensor:
-    """The tensor that all ranks' pieces make up. Every element is on ``copies`` ranks, or (None) on any number."""
-    value, counts = torch.zeros(pieces.shape, dtype=torch.float64), torch.zeros(pieces.shape)
-    for box, local in pieces.pieces:
-        region = tuple(slice(a, b) for a, b in zip(box.offsets, box.ends, strict=True))
-        assert local.shape == box.sizes
-        value[region] += local.double()
-        counts[region] += 1
+def whole(shards: TensorShards, *, copies: int | None = 1) -> torch.Tensor:
+    """The tensor that all ranks' shards make up. Every element is on ``copies`` ranks, or (None) on any number."""
+    value, counts = torch.zeros(shards.shape, dtype=torch.float64), torch.zeros(shards.shape)
+    for region, local in shards.shards:
+        index = tuple(slice(a, b) for a, b in zip(region.offsets, region.ends, strict=True))
+        assert local.shape == region.sizes
+        value[index] += local.double()
+        counts[index] += 1
     dist.all_reduce(value)
     dist.all_reduce(counts)
     assert counts.min() >= 1 if counts.numel() else True
     if copies is not None:
         assert bool((counts == copies).all()), counts
-    return (value / counts).to(pieces.dtype)
+    return (value / counts).to(shards.dtype)
 
 
 @on_ranks(2, 4)
 @every_kind()
 def test_pieces_of_all_ranks_are_the_model(rank: Rank, kind: str) -> None:
-    """Each name of the unsharded state dict is there, and its pieces make up its value."""
+    """Each name of the unsharded state dict is there, and its shards make up its value."""
     state = model_state(build(rank, kind, seed=3))
     expected = reference(3)
     assert state.names == expected.keys()
     assert state.aliases == {"head.weight": "embed.weight"}
-    for name, pieces in state.tensors.items():
-        assert_equal(whole(pieces, copies=None), expected[name], f"{kind} {name}")
+    for name, shards in state.tensors.items():
+        assert_equal(whole(shards, copies=None), expected[name], f"{kind} {name}")
 
 
 @on_ranks(4)
@@ -58,23 +58,23 @@ def test_sharded_elements_are_on_one_rank(rank: Rank, kind: str) -> None:
     """No element of a sharded parameter is held twice, but for those that are never cut."""
     for parameter in local_parameters(build(rank, kind)):
         copies = rank.world_size if parameter.fqn == "scale" and kind == "fully_shard" else 1
-        whole(parameter.cut(parameter.parameter), copies=copies)
+        whole(parameter.shards_of(parameter.parameter), copies=copies)
 
 
 @on_ranks(2)
 @every_kind()
 def test_pieces_are_the_live_memory(rank: Rank, kind: str) -> None:
-    """Writing through pieces changes the model."""
+    """Writing through shards changes the model."""
     model = build(rank, kind)
     with torch.no_grad():
-        for pieces in model_state(model).tensors.values():
-            for _, local in pieces.pieces:
+        for shards in model_state(model).tensors.values():
+            for _, local in shards.shards:
                 local.fill_(2)
     state = model_state(model)
-    for name, pieces in state.tensors.items():
+    for name, shards in state.tensors.items():
         if kind == "low_buffers" and name.startswith("norm.running"):
             continue  # those are converted, and brought back by loaded()
-        assert_equal(whole(pieces, copies=None), torch.full(pieces.shape, 2, dtype=pieces.dtype), name)
+        assert_equal(whole(shards, copies=None), torch.full(shards.shape, 2, dtype=shards.dtype), name)
 
 
 @on_ranks(2)
@@ -85,10 +85,10 @@ def test_cast_buffers_are_saved_in_their_own_dtype(rank: Rank) -> None:
         model(torch.arange(8))  # casts buffers, with which this norm cannot compute
     state = model_state(model)
     assert model.module.norm.running_mean.dtype is torch.bfloat16
-    pieces = state.tensors["norm.running_mean"]
-    assert pieces.dtype is torch.float32
-    pieces.pieces[0].local.fill_(3)
-    state.loaded()
+    shards = state.tensors["norm.running_mean"]
+    assert shards.dtype is torch.float32
+    shards.shards[0].local.fill_(3)
+    state.copy_back()
     assert_equal(model.module.norm.running_mean, torch.full((6,), 3, dtype=torch.bfloat16), "running_mean")
 
 
@@ -105,8 +105,8 @@ def test_tensor_parallel_parameters_have_their_place_in_the_whole(rank: Rank, fr
         fully_shard(model, mesh=mesh["dp"])
     else:
         model = FSDP(model, device_mesh=mesh["dp"], use_orig_params=True)
-    for name, pieces in model_state(model).tensors.items():
-        assert_equal(whole(pieces, copies=None), expected[name], name)
+    for name, shards in model_state(model).tensors.items():
+        assert_equal(whole(shards, copies=None), expected[name], name)
 
 
 @on_ranks(2)
@@ -114,21 +114,21 @@ def test_dtensors_of_users(rank: Rank) -> None:
     """Any placements that say where elements are; Partial does not."""
     value = torch.arange(15.0).view(5, 3)
     for placement in (Shard(0), Shard(1)):
-        assert_equal(whole(Pieces.of(distribute_tensor(value, rank.mesh, [placement]))), value, str(placement))
+        assert_equal(whole(TensorShards.of(distribute_tensor(value, rank.mesh, [placement]))), value, str(placement))
     partial = distribute_tensor(value, rank.mesh, [Shard(0)]).sum(0)
     assert partial.placements[0].is_partial()
     with pytest.raises(TypeError, match="redistribute it to Shard or Replicate"):
-        Pieces.of(partial)
+        TensorShards.of(partial)
     assert isinstance(partial.placements[0], Partial)
 
 
 @on_ranks(2)
 def test_empty_parameters_are_everywhere(rank: Rank) -> None:
-    """A parameter without elements has a piece, so that it appears in checkpoints."""
+    """A parameter without elements has a shard, so that it appears in checkpoints."""
     model = nn.Linear(0, 3)
     fully_shard(model, mesh=rank.mesh)
-    pieces = model_state(model).tensors["weight"]
-    assert pieces.shape == (3, 0) and len(pieces.pieces) == 1
+    shards = model_state(model).tensors["weight"]
+    assert shards.shape == (3, 0) and len(shards.shards) == 1
 
 
 @on_ranks(2)
@@ -137,7 +137,7 @@ def test_values_of_other_shapes_are_refused(rank: Rank) -> None:
     for kind in ("fully_shard", "original", "plain"):
         parameter = next(p for p in local_parameters(build(rank, kind)) if p.fqn == "blocks.0.0.weight")
         with pytest.raises(FullshardError, match=r"blocks\.0\.0\.weight: expected .* found \(3,\)"):
-            parameter.cut(torch.ones(3))
+            parameter.shards_of(torch.ones(3))
 
 
 @on_ranks(2)

@@ -21,10 +21,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from checkpoint.kinds import shared_folder
 from compare import assert_equal
 from fullshard import CheckpointError
-from fullshard.checkpoint import offline
-from fullshard.checkpoint.consolidate import export
-from fullshard.checkpoint.offline import Difference, open_checkpoint
-from fullshard.checkpoint.storage import INDEX_FILE, CheckpointWriter
+from fullshard.checkpoint.format.storage import INDEX_FILE, CheckpointWriter
+from fullshard.checkpoint.safetensors.consolidate import export
+from fullshard.checkpoint.tools import offline
+from fullshard.checkpoint.tools.offline import Difference, open_checkpoint
 from ranks import Rank, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -83,7 +83,7 @@ def test_what_is_there(tmp_path: Path, form: str) -> None:
         assert_equal(torch.cat([part for _, part in parts]), saved["model.w"].flatten(), "all parts")
         with pytest.raises(KeyError, match=r"no tensor 'model\.x'"):
             checkpoint.read("model.x")
-        with pytest.raises(ValueError, match="has no elements"):
+        with pytest.raises(ValueError, match="out of bounds"):
             checkpoint.read_range("model.w", 1000, 501)
 
 
@@ -128,7 +128,7 @@ def test_verify_finds_everything(tmp_path: Path) -> None:
     assert sum(done) == sum(tensor.nbytes for tensor in entries().values() if isinstance(tensor, torch.Tensor))
     (file,) = tmp_path.glob("data-*")
     index = checkpoint.index
-    for start in (index.tensors["model.w"].pieces[0].start, index.values["extra.note"].start + 100, 9):
+    for start in (index.tensors["model.w"].shards[0].start, index.values["extra.note"].start + 100, 9):
         flip(file, start)
     problems = open_checkpoint(tmp_path).verify()
     for word in ("model.w:", "extra.note:", "header"):
@@ -264,8 +264,8 @@ def test_export_of_what_is_damaged(tmp_path: Path) -> None:
     export(tmp_path / "c", out)
     before = out.read_bytes()
     (file,) = (tmp_path / "c").glob("data-*")
-    flip(file, open_checkpoint(tmp_path / "c").index.tensors["model.w"].pieces[0].start)
-    with pytest.raises(CheckpointError, match=r"model\.w: .* not those that were written"):
+    flip(file, open_checkpoint(tmp_path / "c").index.tensors["model.w"].shards[0].start)
+    with pytest.raises(CheckpointError, match=r"model\.w: checksum mismatch"):
         export(tmp_path / "c", out)
     assert out.read_bytes() == before
     assert sorted(file.name for file in tmp_path.iterdir()) == ["c", "x.safetensors"]
@@ -282,8 +282,8 @@ def test_export_removes_what_a_kill_has_left(tmp_path: Path, out: str) -> None:
     for name in [f"{name}.0123456789abcdef.tmp" for name in left] + [".mine.tmp"]:
         (folder / name).write_text("")
     code = (
-        "import os\nfrom fullshard.checkpoint import consolidate\n"
-        "consolidate._Output.publish = lambda self: os._exit(9)\n"
+        "import os\nfrom fullshard.checkpoint.safetensors import consolidate\n"
+        "consolidate._OutputFolder.publish = lambda self: os._exit(9)\n"
         f"consolidate.export({str(tmp_path / 'c')!r}, {str(target)!r})"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 9
@@ -295,7 +295,7 @@ def test_export_removes_what_a_kill_has_left(tmp_path: Path, out: str) -> None:
 def test_export_of_wrong_input(tmp_path: Path) -> None:
     """Wrong prefixes name those that are there; dtypes and sizes are checked first."""
     save(tmp_path / "c", entries())
-    with pytest.raises(CheckpointError, match=r"begin with 'model\.', 'optimizer\.'"):
+    with pytest.raises(CheckpointError, match=r"'model\.', 'optimizer\.'"):
         export(tmp_path / "c", tmp_path / "x.safetensors", prefix="modle.")
     with pytest.raises(ValueError, match="floating-point"):
         export(tmp_path / "c", tmp_path / "x.safetensors", dtype=torch.int8)
@@ -309,8 +309,8 @@ def test_export_of_wrong_input(tmp_path: Path) -> None:
 
 PEAK = """
 import resource, sys, torch
-from fullshard.checkpoint.consolidate import export
-from fullshard.checkpoint.offline import open_checkpoint
+from fullshard.checkpoint.safetensors.consolidate import export
+from fullshard.checkpoint.tools.offline import open_checkpoint
 path, out, action = sys.argv[1:]
 checkpoint = open_checkpoint(path)
 checkpoint.read("small")

@@ -30,19 +30,13 @@ from checkpoint.optimizers import (
 from compare import assert_equal, fqn_of
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import fully_shard
-from fullshard.checkpoint.optimizer_state import (
-    Described,
-    OptimizerTarget,
-    agree_on_state,
-    compare_fingerprints,
-    describe,
-    fingerprint,
-    optimizer_state,
-)
-from fullshard.checkpoint.parameters import local_parameters
-from fullshard.checkpoint.pieces import Pieces
+from fullshard.checkpoint.state.optimizer import agree_on_state, compare_fingerprints, fingerprint, optimizer_state
+from fullshard.checkpoint.state.optimizer_entries import TensorSpec, to_specs
+from fullshard.checkpoint.state.optimizer_target import OptimizerTarget
+from fullshard.checkpoint.state.parameters import local_parameters
+from fullshard.checkpoint.state.tensor_shards import TensorShards
+from fullshard.checkpoint.state.types import StateDictType
 from fullshard.errors import FullshardError, PhaseError
-from fullshard.state_dict_types import StateDictType
 from ranks import Rank, on_ranks
 
 FLAT = ("flat", "no_shard")  # with visible flat parameters
@@ -110,22 +104,22 @@ def test_state_on_four_ranks(rank: Rank, kind: str) -> None:
 @on_ranks(2)
 @every_kind("plain", "ddp", "low_buffers")
 def test_state_is_not_copied(rank: Rank, kind: str) -> None:
-    """What is written into the pieces is in the optimizer, and padding is in no piece."""
+    """What is written into the shards is in the optimizer, and padding is in no shard."""
     model = build(rank, kind)
     optimizer = stepped(model, "adam")
     for values in optimizer_state(model, optimizer)["state"].values():
-        for piece in values["exp_avg"].pieces:
-            piece.local.fill_(7.0)
+        for shard in values["exp_avg"].shards:
+            shard.local.fill_(7.0)
     elements = 0
     for state in optimizer.state.values():
         local = getattr(state["exp_avg"], "_local_tensor", state["exp_avg"])
         elements += int((local == 7.0).sum())
     parts = {part.fqn: part for part in local_parameters(model)}
     expected = sum(
-        piece.local.numel()
+        shard.local.numel()
         for part in parts.values()
         if part.parameter.requires_grad
-        for piece in part.cut(part.parameter).pieces
+        for shard in part.shards_of(part.parameter).shards
     )
     assert elements == expected
 
@@ -137,13 +131,13 @@ def test_one_element_and_scalar_parameters(rank: Rank, kind: str) -> None:
     model = build(rank, kind)
     tree = optimizer_state(model, stepped(model, "custom"))["state"]
     for fqn in ("scale", "one"):
-        assert isinstance(tree[fqn]["nested"]["square"], Pieces), fqn
-        assert isinstance(tree[fqn]["moments"][1], Pieces), fqn
+        assert isinstance(tree[fqn]["nested"]["square"], TensorShards), fqn
+        assert isinstance(tree[fqn]["moments"][1], TensorShards), fqn
         assert type(tree[fqn]["vector"]) is torch.Tensor, fqn
         assert type(tree[fqn]["nested"]["pair"][0]) is torch.Tensor, fqn
     adam = optimizer_state(model, stepped(model, "adam"))["state"]
     for fqn in ("scale", "one"):
-        assert isinstance(adam[fqn]["exp_avg"], Pieces) and type(adam[fqn]["step"]) is torch.Tensor, fqn
+        assert isinstance(adam[fqn]["exp_avg"], TensorShards) and type(adam[fqn]["step"]) is torch.Tensor, fqn
 
 
 def test_a_lone_scalar_parameter() -> None:
@@ -154,7 +148,7 @@ def test_a_lone_scalar_parameter() -> None:
     model.scale.square().backward()
     optimizer.step()
     state = optimizer_state(model, optimizer)["state"]["scale"]
-    assert isinstance(state["exp_avg"], Pieces) and isinstance(state["exp_avg_sq"], Pieces)
+    assert isinstance(state["exp_avg"], TensorShards) and isinstance(state["exp_avg_sq"], TensorShards)
     assert type(state["step"]) is torch.Tensor
 
 
@@ -328,12 +322,12 @@ def test_shared_tensors_that_differ(rank: Rank) -> None:
 
 def test_fingerprints() -> None:
     """Equal ones pass; a name, shape, dtype, shared value or parameter that differs does not."""
-    state = {"a": {"m": Pieces.whole(torch.ones(2, 3)), "step": torch.tensor(3.0), "x": None}}
+    state = {"a": {"m": TensorShards.whole(torch.ones(2, 3)), "step": torch.tensor(3.0), "x": None}}
     one = fingerprint(state)
     compare_fingerprints([one, dict(one)], [0, 1])
     for changed in (
-        {"a": {**state["a"], "m": Pieces.whole(torch.ones(3, 2))}},
-        {"a": {**state["a"], "m": Pieces.whole(torch.ones(2, 3).half())}},
+        {"a": {**state["a"], "m": TensorShards.whole(torch.ones(3, 2))}},
+        {"a": {**state["a"], "m": TensorShards.whole(torch.ones(2, 3).half())}},
         {"a": {**state["a"], "step": torch.tensor(4.0)}},
         {"a": {"m": state["a"]["m"], "step": state["a"]["step"]}},
         {},
@@ -461,7 +455,7 @@ def test_flat_parameters_with_different_steps(rank: Rank) -> None:
     for fqn, values in target.shared.items():
         values["step"].copy_(saved["state"][fqn]["step"])
     (conflict,) = target.conflicts()
-    assert "blocks.1.0.weight and blocks.1.0.bias are one flat parameter" in conflict and "3.0 and 5.0" in conflict
+    assert "blocks.1.0.weight and blocks.1.0.bias share a flat parameter" in conflict and "3.0 and 5.0" in conflict
     before = copy.deepcopy(joined(optimizer_state(model, optimizer)["state"]))
     with pytest.raises(FullshardError, match=r"cannot load the optimizer: blocks\.1\.0\.weight and"):
         target.install()
@@ -589,7 +583,7 @@ def test_missing() -> None:
     model, optimizer, saved = linear_and_saved()
     saved["param_groups"][0]["params"].remove("bias")
     del saved["state"]["bias"]
-    assert target_for(model, optimizer, saved).problems == ["the optimizer that was saved did not have bias"]
+    assert target_for(model, optimizer, saved).problems == ["the saved optimizer has no parameters bias"]
     old = torch.full((2,), 3.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer.state[model.bias] = {"momentum_buffer": old}
@@ -605,7 +599,7 @@ def test_unexpected() -> None:
     assert target_for(model, optimizer, saved).problems == []
     saved["state"]["other"] = copy.deepcopy(saved["state"]["bias"])
     (problem,) = target_for(model, optimizer, saved).problems
-    assert problem == "state was saved for other, which this optimizer does not have"
+    assert problem == "the checkpoint has state for other, which this optimizer does not have"
     target = target_for(model, optimizer, saved, strict=False)
     assert target.problems == [] and "other" not in target.tree["state"]
 
@@ -729,11 +723,15 @@ def test_post_hooks_run() -> None:
 
 
 def test_description() -> None:
-    """Tensors and pieces at any depth are described, other values stay."""
-    state = {"a": torch.ones(2, dtype=torch.float64), "b": [Pieces.whole(torch.ones(3, 1)), {"c": 1}], "d": [1, 2]}
-    assert describe(state) == {
-        "a": Described(torch.Size((2,)), torch.float64),
-        "b": [Described(torch.Size((3, 1)), torch.float32), {"c": 1}],
+    """Tensors and shards at any depth are described, other values stay."""
+    state = {
+        "a": torch.ones(2, dtype=torch.float64),
+        "b": [TensorShards.whole(torch.ones(3, 1)), {"c": 1}],
+        "d": [1, 2],
+    }
+    assert to_specs(state) == {
+        "a": TensorSpec(torch.Size((2,)), torch.float64),
+        "b": [TensorSpec(torch.Size((3, 1)), torch.float32), {"c": 1}],
         "d": [1, 2],
     }
 
@@ -741,7 +739,7 @@ def test_description() -> None:
 def test_tensors_that_are_there_already() -> None:
     """A tensor in place of a description is a value: it is copied, and there is nothing to fill."""
     model, optimizer, saved = linear_and_saved()
-    described = {fqn: describe(state) for fqn, state in saved["state"].items()}
+    described = {fqn: to_specs(state) for fqn, state in saved["state"].items()}
     step = described["bias"]["step"] = torch.tensor(12.0)
     target = OptimizerTarget(model, optimizer, described, saved["param_groups"])
     target.install()

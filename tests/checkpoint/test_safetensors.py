@@ -1,4 +1,4 @@
-"""Safetensors files: headers as the package writes and reads them, hostile ones refused, and pieces at their places."""
+"""Safetensors files: headers as the package writes and reads them, hostile ones refused, and shards at their places."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compare import assert_equal
-from fullshard.checkpoint.file_pieces import PieceMover, parts_of, runs_of
-from fullshard.checkpoint.pieces import Piece
-from fullshard.checkpoint.safetensors_files import (
+from fullshard.checkpoint.safetensors.files import (
     INDEX_NAME,
     SINGLE_NAME,
     FileTensor,
@@ -31,8 +29,10 @@ from fullshard.checkpoint.safetensors_files import (
     read_header,
     shortened,
 )
+from fullshard.checkpoint.safetensors.shard_io import ShardFileIO, contiguous_runs, split_region
+from fullshard.checkpoint.state.tensor_shards import TensorShard
 from fullshard.errors import CheckpointError
-from fullshard.layout import Box
+from fullshard.layout import Region
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -150,11 +150,11 @@ HEADERS: dict[str, tuple[Any, bytes, str]] = {
     "overlap": ({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12), "overlaps"),
     "same place": ({"a": entry(), "b": entry()}, bytes(8), "overlaps"),
     "reversed": ({"a": entry(offsets=(8, 0))}, bytes(8), "takes 8 bytes"),
-    "negative": ({"a": entry(offsets=(-8, 0))}, bytes(8), "none below 0"),
-    "negative shape": ({"a": entry(shape=(-1, -2))}, bytes(8), "none below 0"),
+    "negative": ({"a": entry(offsets=(-8, 0))}, bytes(8), "between 0 and"),
+    "negative shape": ({"a": entry(shape=(-1, -2))}, bytes(8), "between 0 and"),
     "overflow": ({"a": entry(shape=(2**32, 2**32), offsets=(0, 0))}, b"", "takes"),
     "huge": ({"a": entry(shape=(2**70,))}, b"", "above 2\\*\\*63"),
-    "huge file": ({"a": entry(shape=(2**40,), offsets=(0, 2**42))}, bytes(8), "cut off"),
+    "huge file": ({"a": entry(shape=(2**40,), offsets=(0, 2**42))}, bytes(8), "truncated"),
     "fraction": ({"a": entry(shape=(2.0,))}, bytes(8), "expected sizes"),
     "truth": ({"a": entry(shape=(True, 2))}, bytes(8), "expected sizes"),
     "text": ({"a": entry(shape="22")}, bytes(8), "expected sizes"),
@@ -165,10 +165,10 @@ HEADERS: dict[str, tuple[Any, bytes, str]] = {
     "more keys": ({"a": {**entry(), "code": "x"}}, bytes(8), "expected dtype, shape and data_offsets"),
     "no entry": ({"a": 3}, bytes(8), "expected dtype, shape and data_offsets"),
     "list": ([1], b"", "expected a JSON object"),
-    "metadata": ({"__metadata__": {"a": 1}}, b"", "expected texts"),
-    "metadata list": ({"__metadata__": []}, b"", "expected texts"),
+    "metadata": ({"__metadata__": {"a": 1}}, b"", "expected strings"),
+    "metadata list": ({"__metadata__": []}, b"", "expected strings"),
     "too long": ({"a": entry()}, bytes(9), "expected .* bytes by its header"),
-    "too short": ({"a": entry()}, bytes(7), "cut off"),
+    "too short": ({"a": entry()}, bytes(7), "truncated"),
 }
 
 
@@ -183,13 +183,13 @@ def test_wrong_headers_are_refused(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (b'{"a": 1, "a": 2}', "'a' comes twice"),
-        (b'{"a": {"dtype": "F32", "dtype": "F32"}}', "'dtype' comes twice"),
-        (b"[" * 100_000, "expected JSON"),
-        (b"{" + b"9" * 10_000 + b"}", "expected JSON"),
-        (b'{"a": ' + b"9" * 10_000 + b"}", "expected JSON"),
-        (b"\xff\xfe", "expected JSON"),
-        (b"nothing", "expected JSON"),
+        (b'{"a": 1, "a": 2}', "duplicate name 'a'"),
+        (b'{"a": {"dtype": "F32", "dtype": "F32"}}', "duplicate name 'dtype'"),
+        (b"[" * 100_000, "invalid JSON"),
+        (b"{" + b"9" * 10_000 + b"}", "invalid JSON"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", "invalid JSON"),
+        (b"\xff\xfe", "invalid JSON"),
+        (b"nothing", "invalid JSON"),
     ],
     ids=["name twice", "key twice", "deep", "odd", "long number", "no text", "no JSON"],
 )
@@ -214,7 +214,7 @@ def test_header_longer_than_the_format_allows_is_not_read(tmp_path: Path) -> Non
     with (tmp_path / "a.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", 200_000_000))
         file.truncate(300_000_000)
-    with pytest.raises(CheckpointError, match="200000000 bytes long"):
+    with pytest.raises(CheckpointError, match="a length of 200000000 bytes"):
         read_header(tmp_path / "a.safetensors")
 
 
@@ -249,8 +249,8 @@ def spoil(places: Any) -> Callable[[Path], None]:
         ({"a": ""}, "''"),
         ({"a": "a\0b"}, "name of a file"),
         ({"a": "b\\c"}, "name of a file"),
-        ({"a": 3}, "expected texts"),
-        ([], "expected texts"),
+        ({"a": 3}, "expected strings"),
+        ([], "expected strings"),
         ({"a": "absent.safetensors"}, "absent.safetensors: cannot be read"),
         ({"b": "a.safetensors"}, "b in a.safetensors"),
         ({"a": "inner"}, "regular file"),
@@ -317,84 +317,84 @@ def test_long_lists_are_cut() -> None:
     assert shortened(map(str, range(30))) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 20 more"
 
 
-# -------------------------------------------------------------------- pieces
+# -------------------------------------------------------------------- shards
 
 
 @st.composite
-def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
-    """A shape, and a box in it."""
+def regions(draw: st.DrawFn) -> tuple[tuple[int, ...], Region]:
+    """A shape, and a region in it."""
     shape = tuple(draw(st.lists(st.integers(0, 6), max_size=4)))
     offsets = tuple(draw(st.integers(0, size)) for size in shape)
     sizes = tuple(draw(st.integers(0, size - offset)) for size, offset in zip(shape, offsets, strict=True))
-    return shape, Box(offsets, sizes)
+    return shape, Region(offsets, sizes)
 
 
-def indices(shape: tuple[int, ...], box: Box) -> list[int]:
-    """Places of a box's elements in the whole tensor, row by row."""
+def indices(shape: tuple[int, ...], region: Region) -> list[int]:
+    """Places of a region's elements in the whole tensor, row by row."""
     whole = torch.arange(int(np.prod(shape, dtype=np.int64))).view(shape)
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+    for dim, (offset, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):
         whole = whole.narrow(dim, offset, size)
     return list(whole.reshape(-1).tolist())
 
 
-@hypothesis.given(boxes())
-def test_runs_are_the_elements_of_the_box(drawn: tuple[tuple[int, ...], Box]) -> None:
+@hypothesis.given(regions())
+def test_runs_are_the_elements_of_the_box(drawn: tuple[tuple[int, ...], Region]) -> None:
     """In order, each once, and no two runs that could be one."""
-    shape, box = drawn
-    starts, numel = runs_of(box, shape)
-    assert [start + i for start in starts.tolist() for i in range(numel)] == indices(shape, box)
+    shape, region = drawn
+    starts, numel = contiguous_runs(region, shape)
+    assert [start + i for start in starts.tolist() for i in range(numel)] == indices(shape, region)
     assert not any(b - a == numel for a, b in zip(starts.tolist(), starts.tolist()[1:], strict=False))
 
 
-@hypothesis.given(boxes(), st.integers(1, 40), st.booleans())
-def test_parts_cover_the_box_within_the_limit(drawn: tuple[tuple[int, ...], Box], limit: int, own: bool) -> None:
+@hypothesis.given(regions(), st.integers(1, 40), st.booleans())
+def test_parts_cover_the_box_within_the_limit(drawn: tuple[tuple[int, ...], Region], limit: int, own: bool) -> None:
     """Every element once, and from the first to the last of a part no further than the limit."""
-    shape, box = drawn
-    strides = torch.empty(box.sizes if own else shape, device="meta").stride()
-    parts = list(parts_of(box, strides, limit))
-    assert sorted(i for part in parts for i in indices(shape, part)) == indices(shape, box)
+    shape, region = drawn
+    strides = torch.empty(region.sizes if own else shape, device="meta").stride()
+    parts = list(split_region(region, strides, limit))
+    assert sorted(i for part in parts for i in indices(shape, part)) == indices(shape, region)
     for part in parts:
         span = sum((size - 1) * stride for size, stride in zip(part.sizes, strides, strict=True)) + 1
         assert span <= limit
 
 
 @hypothesis.given(
-    drawn=boxes(),
+    drawn=regions(),
     block=st.integers(8, 200),
     memory=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
     file=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
     transposed=st.booleans(),
 )
 def test_pieces_are_written_and_read_at_their_places(
-    drawn: tuple[tuple[int, ...], Box],
+    drawn: tuple[tuple[int, ...], Region],
     block: int,
     memory: torch.dtype,
     file: torch.dtype,
     transposed: bool,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Any box, in any dtype, through any block, of contiguous memory or not: nothing beside it is touched."""
-    shape, box = drawn
+    """Any region, in any dtype, through any block, of contiguous memory or not: nothing beside it is touched."""
+    shape, region = drawn
     numel = int(np.prod(shape, dtype=np.int64))
     values = torch.arange(float(numel)).to(memory).view(shape)
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+    for dim, (offset, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):
         values = values.narrow(dim, offset, size)
     local = values.clone(memory_format=torch.contiguous_format)
     if transposed and local.dim() > 1:
         local = local.transpose(0, -1).contiguous().transpose(0, -1)
-    path, place = tmp_path_factory.mktemp("pieces") / "file", FileTensor(TensorKind(file, shape), start=3)
+    path, place = tmp_path_factory.mktemp("shards") / "file", FileTensor(TensorKind(file, shape), start=3)
     path.write_bytes(b"\xff" * (3 + place.kind.nbytes + 2))
-    mover = PieceMover(block)
+    mover = ShardFileIO(block)
     descriptor = os.open(path, os.O_RDWR)
     try:
-        mover.write(descriptor, place, Piece(box, local))
+        mover.write(descriptor, place, TensorShard(region, local))
         expected = torch.full((place.kind.nbytes,), 255, dtype=torch.uint8).view(file)
-        expected[indices(shape, box)] = local.reshape(-1).to(file)
+        expected[indices(shape, region)] = local.reshape(-1).to(file)
         data = path.read_bytes()
         assert data[:3] == b"\xff" * 3 and data[-2:] == b"\xff" * 2
         assert data[3:-2] == bytes_of(expected)
         back = torch.full_like(local, -1)
-        mover.read(descriptor, place, Piece(box, back))
+        mover.read(descriptor, place, TensorShard(region, back))
         assert_equal(back, local.to(file).to(memory), "what was read")
     finally:
         os.close(descriptor)
@@ -407,7 +407,7 @@ def test_file_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     place = FileTensor(TensorKind(torch.float32, (4,)), 0)
     try:
-        with pytest.raises(CheckpointError, match="ends at byte 10, 6 bytes too early"):
-            PieceMover().read(descriptor, place, Piece(Box.whole((4,)), torch.empty(4)))
+        with pytest.raises(CheckpointError, match="end of file at byte 10, 6 bytes missing"):
+            ShardFileIO().read(descriptor, place, TensorShard(Region.whole((4,)), torch.empty(4)))
     finally:
         os.close(descriptor)

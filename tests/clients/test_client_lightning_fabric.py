@@ -34,7 +34,7 @@ from torch.distributed.fsdp.wrap import wrap
 
 import fullshard
 from compare import assert_close, assert_equal
-from fullshard.transport import record
+from fullshard.comm import record
 from ranks import Rank, on_ranks
 
 STEPS = range(4)
@@ -237,7 +237,7 @@ def test_accumulation_without_synchronizing(rank: Rank) -> None:
             with record() as seen, fabric.no_backward_sync(model, enabled=not last):
                 loss = loss_of(model, batch(rank.rank, step))
                 fabric.backward(loss / 2)
-            assert any("reduce" in c.kind for c in seen) is last
+            assert any("reduce_scatter" in c.kind for c in seen) is last
             assert_close(loss, torch.tensor(reference[step][rank.rank]), "loss", 1e-6)
             if last:
                 optimizer.step()
@@ -353,5 +353,5 @@ def test_mixed_precision_of_the_strategy(rank: Rank) -> None:
         model, optimizer = fabric.setup(model, adam(model))
         with record() as seen:
             train(fabric, model, optimizer, range(1))
-        assert {c.dtype for c in seen if "reduce" in c.kind} == {torch.float32}
-        assert {c.dtype for c in seen if "gather" in c.kind} == {torch.bfloat16}
+        assert {c.dtype for c in seen if "reduce_scatter" in c.kind} == {torch.float32}
+        assert {c.dtype for c in seen if "all_gather" in c.kind} == {torch.bfloat16}

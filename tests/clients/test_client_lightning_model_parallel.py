@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fullshard
 from compare import assert_close, assert_equal
-from fullshard.transport import record
+from fullshard.comm import record
 from ranks import Rank, on_ranks
 
 STEPS = range(4)
@@ -107,7 +107,7 @@ def test_accumulation_without_synchronizing(rank: Rank) -> None:
             with record() as seen, fabric.no_backward_sync(model, enabled=not last):
                 loss = loss_of(model, batch(rank.rank, step))
                 fabric.backward(loss / 2)
-            assert any("reduce" in c.kind for c in seen) is last
+            assert any("reduce_scatter" in c.kind for c in seen) is last
             assert_close(loss, torch.tensor(reference[step][rank.rank]), "loss", 1e-6)
             if last:
                 optimizer.step()
@@ -173,8 +173,8 @@ def test_policies(rank: Rank) -> None:
         model = fabric.setup_module(net())
         with record() as seen:
             losses = train(fabric, model, fabric.setup_optimizers(adam(model)), STEPS)
-        assert {c.dtype for c in seen if "gather" in c.kind} == {torch.bfloat16}
-        assert {c.dtype for c in seen if "reduce" in c.kind} == {torch.float32}
+        assert {c.dtype for c in seen if "all_gather" in c.kind} == {torch.bfloat16}
+        assert {c.dtype for c in seen if "reduce_scatter" in c.kind} == {torch.float32}
         expected = torch.tensor([step[rank.rank] for step in unsharded(net(), STEPS)])
         assert_close(torch.tensor(losses), expected, "losses", 5e-2)
 

@@ -418,8 +418,8 @@ def test_example_of_fabric_with_lightnings_launcher() -> None:
     """Lightning starts the second process, which stands in as well; training and resuming bring the loss down."""
     printed = run(["fullshard.dropin", str(ROOT / "examples" / "lightning_fabric.py")])
     assert sorted(re.findall(r"rank (\d) trains with (fullshard\.wrapper)", printed)) == [
-        ("0", "fullshard.wrapper"),
-        ("1", "fullshard.wrapper"),
+        ("0", "fullshard.wrapper.fsdp"),
+        ("1", "fullshard.wrapper.fsdp"),
     ]
     losses = losses_in(printed)
     assert len(losses) == 15 and losses[0] > 4 and losses[14] < losses[10] < losses[9] < 2.8

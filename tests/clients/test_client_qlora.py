@@ -31,11 +31,11 @@ from typer.testing import CliRunner
 
 import fullshard
 from compare import assert_equal
+from fullshard.comm import record
 from fullshard.train.config import GPTConfig
 from fullshard.train.corpus import windows
-from fullshard.train.model import GPT, METADATA_KEY, initialise
+from fullshard.train.model import GPT, METADATA_KEY, initialize
 from fullshard.train.model import load as load_plain
-from fullshard.transport import record
 from ranks import Rank, on_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -73,11 +73,11 @@ def folder(rank: Rank) -> Iterator[Path]:
 
 
 def write_base(path: Path, config: GPTConfig = SMALL, **metadata: str) -> Path:
-    """A base with random weights: those that `initialise` leaves at zero are random, too."""
+    """A base with random weights: those that `initialize` leaves at zero are random, too."""
     from safetensors.torch import save_file
 
     model = GPT(config)
-    initialise(model, seed=3)
+    initialize(model, seed=3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(".out.weight"):
@@ -155,7 +155,7 @@ def test_base_is_packed_at_rest_and_on_the_wire(rank: Rank) -> None:
     rest = sum(p.numel() * 4 for p in others)
     with record() as collectives, torch.no_grad():
         model(torch.zeros(1, SMALL.sequence, dtype=torch.int64))
-    received = sum(c.nbytes for c in collectives if c.kind == "gather")
+    received = sum(c.nbytes for c in collectives if c.kind == "all_gather")
     assert (codes + rest) // 2 <= received <= 1.05 * (codes + rest) / 2
     assert received < weights * 2 / 2 + rest / 2  # less than the base alone takes in bf16
 

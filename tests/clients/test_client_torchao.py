@@ -51,7 +51,7 @@ from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor, l
 
 import fullshard.dropin
 from compare import assert_close, assert_equal
-from fullshard.transport import record
+from fullshard.comm import record
 from ranks import Rank, on_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -147,7 +147,7 @@ def close(losses: list[float], expected: list[float], rtol: float) -> None:
 def gathered_bytes(model: nn.Module, rank: Rank) -> int:
     with record() as collectives, torch.no_grad():
         model(input_of(0)[rank.rank])
-    return sum(c.nbytes for c in collectives if c.kind == "gather")
+    return sum(c.nbytes for c in collectives if c.kind == "all_gather")
 
 
 # ---------------------------------------------------------------- weights
@@ -330,7 +330,7 @@ def test_wrapper_refuses_weights_with_hooks(rank: Rank) -> None:
     """FSDP1 flattens parameters, which such weights cannot be: an error that says so, not one from inside torchao."""
     with installed():
         for build in (nf4_model, lambda: quantized_model(int8_weight_only_quantized_training())):
-            with pytest.raises(ValueError, match=r"brings its own gather hooks; shard it with fully_shard"):
+            with pytest.raises(ValueError, match=r"brings its own all-gather hooks; shard it with fully_shard"):
                 FullyShardedDataParallel(build(), device_id=torch.device("cpu"), use_orig_params=True)
 
 

@@ -12,7 +12,7 @@ from on_device import on_device, peak_above
 from torch import nn
 
 from fullshard import FullOptimStateDictConfig, FullStateDictConfig, FullyShardedDataParallel, StateDictType
-from fullshard.checkpoint.storage import CheckpointReader, CheckpointWriter
+from fullshard.checkpoint.format.storage import CheckpointReader, CheckpointWriter
 from ranks import Rank
 
 

@@ -82,7 +82,7 @@ def test_step_leaves_nothing(rank: Rank, front_end: str) -> None:
             step()
         _, left = peak_above(rank.device, step)
         assert left == 0
-        assert all(bucket.full_bytes == 0 for unit in units for bucket in unit.buckets)
+        assert all(bucket.allocated_bytes == 0 for unit in units for bucket in unit.buckets)
 
 
 @on_device(1, fresh=True)

@@ -20,7 +20,7 @@ from bench.modelled_time import StreamDevice
 from on_device import on_device
 
 from fullshard import fully_shard
-from fullshard.transport import NcclTransport, make_transport
+from fullshard.comm import NcclTransport, make_transport
 from ranks import Rank
 
 MESSAGE_SECONDS = 0.02

@@ -10,7 +10,7 @@ from on_device import on_device
 from torch import nn
 
 from fullshard import CPUOffload, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from fullshard.memory import DeviceLane, input_on
+from fullshard.memory import DeviceCommStream, input_on
 from ranks import Rank
 
 WIDTH = 512
@@ -90,7 +90,7 @@ def test_gathered_on_one_stream_and_freed_on_another(rank: Rank) -> None:
 @on_device(1)
 def test_a_launch_that_raises_can_be_waited_for(rank: Rank) -> None:
     """The host waits for what was begun before the error as well."""
-    lane = DeviceLane(rank.device)
+    comm_stream = DeviceCommStream(rank.device)
     host, target = torch.zeros(1000, device="cpu", pin_memory=True), torch.empty(1000)
 
     def launch() -> list[object]:
@@ -98,8 +98,8 @@ def test_a_launch_that_raises_can_be_waited_for(rank: Rank) -> None:
         raise RuntimeError("after the copy")
 
     with pytest.raises(RuntimeError, match="after the copy"):
-        lane.issue(launch, lambda: None)
-    lane.synchronize()
+        comm_stream.issue(launch, lambda: None)
+    comm_stream.synchronize()
     host.fill_(1)
     assert not target.any()
 

@@ -27,8 +27,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._pytree import tree_map_only
 
 from compare import assert_close, assert_equal
-from fullshard import arguments, dropin
-from fullshard.transport import record
+from fullshard import dropin
+from fullshard.comm import record
+from fullshard.frontend import arguments
 from ranks import Rank, on_ranks
 
 CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}

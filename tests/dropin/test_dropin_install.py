@@ -247,7 +247,7 @@ def test_what_there_is_not_raises_when_touched(rank: Rank):
     with dropin.install(quiet=True):
         with pytest.raises(dropin.NotOfferedError, match=r"_runtime_utils\._lazy_init is a part of torch's FSDP"):
             _ = torchs("_runtime_utils")._lazy_init
-        with pytest.raises(ImportError, match=rf"asked for by {__name__}"):
+        with pytest.raises(ImportError, match=rf"imported by {__name__}"):
             exec("from torch.distributed.fsdp._flat_param import FlatParamHandle", {"__name__": __name__})
         assert "_lazy_init" not in dir(torchs("_runtime_utils")) and "fully_shard" in dir(torchs())
         with pytest.raises(AttributeError, match="no_such_name"):
@@ -275,7 +275,7 @@ def reduce(result: DefaultAllGather | None, other: None | DefaultAllGather) -> N
     with dropin.install(quiet=True):
         assert holder.reduce is theirs and isinstance(holder.param, type)
         exec(source, client.__dict__)
-        assert client.AllGather is fullshard.transport.AllGather and "foreach_reduce" in repr(client.foreach_reduce)
+        assert client.AllGather is fullshard.comm.AllGather and "foreach_reduce" in repr(client.foreach_reduce)
         uses: list[Callable[[], Any]] = [
             lambda: client.reduce(None, None),
             lambda: client.DefaultAllGather.allocate,
@@ -286,7 +286,9 @@ def reduce(result: DefaultAllGather | None, other: None | DefaultAllGather) -> N
             lambda: pickle.dumps(client.DefaultAllGather),
         ]
         for use in uses:
-            with pytest.raises(dropin.NotOfferedError, match="fullshard does not have, and was used"):
+            with pytest.raises(
+                dropin.NotOfferedError, match="was used, a part of torch's FSDP that fullshard does not have"
+            ):
                 use()
     assert client.foreach_reduce is theirs
 
@@ -356,7 +358,7 @@ def test_a_model_that_torch_has_sharded_already_warns(rank: Rank):
 def test_configurations_of_torch_are_named_as_such(rank: Rank):
     """Values made before install are not fullshard's: the error says whose they are."""
     with pytest.raises(
-        TypeError, match=r"found torch's torch\.distributed\.fsdp\..*MixedPrecisionPolicy; take it from"
+        TypeError, match=r"found torch's torch\.distributed\.fsdp\..*MixedPrecisionPolicy; import it from"
     ):
         fullshard.fully_shard(a_model(), mp_policy=torchs().MixedPrecisionPolicy())
 
@@ -401,7 +403,7 @@ def test_says_what_it_has_replaced(rank: Rank):
 def test_an_installation_that_fails_leaves_nothing(rank: Rank):
     """Wherever it fails: names, classes and what was lent are as before, and installing works afterwards."""
     theirs, bases = torchs().fully_shard, (fullshard.FSDPModule.__bases__, fullshard.FullyShardedDataParallel.__bases__)
-    for place in ("kinship.Kinship._refuse", "split_backward.serve", "stand_ins.StandIns._bind"):
+    for place in ("torch_bases.TorchBases._refuse", "split_backward.patch_stages", "stand_ins.StandIns._bind"):
         with mock.patch(f"fullshard.dropin.{place}", side_effect=KeyError(place)), pytest.raises(KeyError):
             dropin.install(quiet=True)
         assert not dropin.installed() and torchs().fully_shard is theirs and type(torchs()) is types.ModuleType
@@ -440,7 +442,7 @@ def test_installing_from_several_threads(rank: Rank):
 def test_names_that_stand_in_cannot_be_deleted(rank: Rank):
     """torch's would be gone for good; and what programs have taken off again does not stop uninstalling."""
     with dropin.install(quiet=True):
-        with pytest.raises(AttributeError, match=r"fully_shard is fullshard's now, and stays until"):
+        with pytest.raises(AttributeError, match=r"fully_shard is fullshard's and cannot be deleted"):
             del torchs().fully_shard
         del nn.Module._fsdp_use_orig_params
         group = getattr(torchs("_fully_shard._fsdp_param_group"), "FSDPParamGroup")  # noqa: B009
@@ -457,6 +459,6 @@ def test_uninstalling_is_for_processes_to_come_as_well(rank: Rank):
             os.environ.pop("PYTHONPATH", None)
             os.environ.update(before)
             with dropin.install(quiet=True):
-                inheritance.pass_on()
+                inheritance.patch_pythonpath()
                 assert os.environ["PYTHONPATH"].split(os.pathsep)[0] == inheritance.FOLDER
             assert os.environ.get("PYTHONPATH") == before.get("PYTHONPATH")

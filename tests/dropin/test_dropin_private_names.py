@@ -210,7 +210,7 @@ def test_patched_parameter_groups(rank: Rank):
         boundary = node.backward
 
         def noted_boundary(ctx: Any, *gradients: Any) -> Any:
-            events.append(("boundary", ctx.unit.name))
+            events.append(("boundary", ctx.events.unit.name))
             return boundary(ctx, *gradients)
 
         with contextlib.ExitStack() as stack:

@@ -15,7 +15,7 @@ import pytest
 from fullshard.dropin import installed
 from fullshard.dropin.__main__ import _set_path as set_path
 from fullshard.dropin.__main__ import main
-from fullshard.dropin.inheritance import FOLDER, pass_on, take_back
+from fullshard.dropin.inheritance import FOLDER, patch_pythonpath, restore_pythonpath
 
 PROGRAM = """
 import atexit, multiprocessing, os, pickle, sys, threading, time
@@ -79,7 +79,7 @@ check("composable", "import torch.distributed._composable.fsdp as m")
 check("replicate", "import torch.distributed._composable.replicate_with_fsdp as m")
 check("stage", "from torch.distributed.pipelining import stage as m")
 check("probe", "import importlib.util; importlib.util.find_spec('torch.distributed.fsdp')")
-check("ours", "import fullshard.torch_state_dict")
+check("ours", "import fullshard.dropin.torch_state_dict")
 
 sys.modules["fullshard"] = None  # as if there were none
 for name in ("_composable.fsdp", "fsdp", "fsdp", "fsdp.wrap", "pipelining.stage"):
@@ -125,10 +125,10 @@ def test_runs_a_script(folder: Path):
     done = run(folder, "-m", "fullshard.dropin", "./link.py", "-m", "--x", "--spawn")
     assert done.returncode == 0, done.stderr
     first, *rest = done.stdout.splitlines()
-    expected = "fullshard.fsdp_module True ['-m', '--x', '--spawn'] __main__"
+    expected = "fullshard.composable.fsdp_module True ['-m', '--x', '--spawn'] __main__"
     assert first == f"{expected} {folder.resolve() / 'inner'} {folder.resolve()}/./link.py"
     assert sorted(rest) == [
-        "('fullshard.fully_shard', '__mp_main__', '__mp_main__')",
+        "('fullshard.composable.fully_shard', '__mp_main__', '__mp_main__')",
         "handler True",
         "thread True",
     ]
@@ -140,7 +140,7 @@ def test_runs_a_module_on_two_ranks(folder: Path):
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = run(folder, *ranks, "-m", "fullshard.dropin", "-m", "a_module", "one")
     assert done.returncode == 0, done.stderr
-    expected = f"fullshard.fsdp_module True ['one'] __main__ {folder} {folder / 'a_module.py'}"
+    expected = f"fullshard.composable.fsdp_module True ['one'] __main__ {folder} {folder / 'a_module.py'}"
     assert sorted(done.stdout.splitlines()) == [expected] * 2 + ["handler True"] * 2 + ["thread True"] * 2
     assert done.stderr.count("stands in for torch.distributed.fsdp") == 1
 
@@ -205,10 +205,10 @@ def test_passes_on_and_takes_back(monkeypatch: pytest.MonkeyPatch, before: str |
     if before is None:
         monkeypatch.delenv("PYTHONPATH")
     for _ in range(2):
-        pass_on()
+        patch_pythonpath()
         assert os.environ["PYTHONPATH"].split(os.pathsep) == passed_on
     for _ in range(2):
-        take_back()
+        restore_pythonpath()
         assert os.environ.get("PYTHONPATH") == (os.pathsep.join(passed_on[1:]) or None)
 
 
@@ -243,7 +243,7 @@ def test_processes_that_a_program_starts_stand_in_too(folder: Path):
     (folder / "sitecustomize.py").write_text("import os\nos.environ['OWN'] = 'ran'\n")
     done = run(folder, "-m", "fullshard.dropin", "starter.py", "inner/program.py", PYTHONPATH=str(folder))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[1].startswith("fullshard.fsdp_module True [] __main__")
+    assert done.stdout.splitlines()[1].startswith("fullshard.composable.fsdp_module True [] __main__")
     look = "import os, sys; print(os.environ['OWN'], 'torch' in sys.modules, 'fullshard' in sys.modules)"
     done = run(folder, "-m", "fullshard.dropin", "starter.py", "-c", look, PYTHONPATH=str(folder))
     assert done.stdout.splitlines()[1] == "ran False False", done.stderr
@@ -254,7 +254,7 @@ def test_processes_that_a_program_starts_stand_in_too(folder: Path):
     [
         ([], 2, "usage: python -m fullshard.dropin"),
         (["--help"], 0, "Runs a Python script"),
-        (["missing.py"], 2, "there is no missing.py; for a module say -m missing.py"),
+        (["missing.py"], 2, "there is no file missing.py; to run a module pass -m missing.py"),
     ],
 )
 def test_wrong_commands(capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, text: str):

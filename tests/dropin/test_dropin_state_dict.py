@@ -346,8 +346,8 @@ def test_functions_imported_later_are_the_same(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_models_of_both_engines_afterwards(rank: Rank, tmp_path: Path) -> None:
-    """After uninstall, the functions work on models of torch's FSDP again, whose files fullshard's models read, and on
-    those of fullshard still.
+    """After uninstall, the functions work on models of torch's FSDP again, whose files fullshard's models read; on
+    wrappers of fullshard once they are told of these.
     """
     plain, plain_optimizer = reference(0, 1)
     expected = get_model_state_dict(plain), get_optimizer_state_dict(plain, plain_optimizer)
@@ -372,13 +372,21 @@ def test_models_of_both_engines_afterwards(rank: Rank, tmp_path: Path) -> None:
         doubled = {name: value * 2 if name != "seen" else value for name, value in found.items()}
         set_state_dict(model, optimizer, model_state_dict=dict(doubled), optim_state_dict=state, options=WHOLE)
         assert_model(get_model_state_dict(model, options=WHOLE), doubled)
+    with pytest.raises(fullshard.FullshardError, match="enable_torch_state_dict_functions"):
+        get_model_state_dict(ours["orig"][0])
+    with dropin.enable_torch_state_dict_functions():
+        load_ours(rank, ours, [tmp_path / kind for kind in theirs], expected)
+
+
+def load_ours(rank: Rank, ours: dict[str, Any], folders: list[Path], expected: tuple[Any, Any]) -> None:
+    """What torch's models saved, and full state dicts, are loaded into fullshard's."""
     for number, (model, optimizer) in enumerate(ours.values()):
         before = dict(zip(("model", "optim"), get_state_dict(*trained(rank, "plain", seed=3)), strict=True))
         set_state_dict(
             model, optimizer, model_state_dict=before["model"], optim_state_dict=before["optim"], options=WHOLE
         )
         state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
-        dcp.load(state, checkpoint_id=tmp_path / list(theirs)[number % 2])
+        dcp.load(state, checkpoint_id=folders[number % 2])
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
         found, state = get_state_dict(model, optimizer, options=WHOLE)
         assert_model(found, expected[0])

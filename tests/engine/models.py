@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import fully_shard
+from fullshard.comm import CollectiveTransport, GlooTransport, NcclTransport, Transport, make_transport, record
 from fullshard.engine.ownership import nested_units
-from fullshard.engine.unit import Phase
-from fullshard.memory import DeviceLane, HostLane, Ticket
-from fullshard.transport import CollectiveTransport, GlooTransport, NcclTransport, Transport, make_transport, record
+from fullshard.engine.states import Phase
+from fullshard.memory import DeviceCommStream, HostCommStream, PendingWork
 from ranks import Rank
 
 LossOf = Callable[[nn.Module, int], torch.Tensor]  # (model, rank) -> the loss of that rank's batch
@@ -174,27 +174,27 @@ def lane_log() -> Iterator[list[tuple[str, str, str]]]:
     log: list[tuple[str, str, str]] = []
 
     class Watched:
-        def __init__(self, ticket: Ticket, launched: list[tuple[str, str]]) -> None:
-            self.ticket, self.launched = ticket, launched
+        def __init__(self, pending_work: PendingWork, launched: list[tuple[str, str]]) -> None:
+            self.pending_work, self.launched = pending_work, launched
 
         def wait(self) -> None:
             while self.launched:
                 log.append(("wait", *self.launched.pop(0)))
-            self.ticket.wait()
+            self.pending_work.wait()
 
-        settle = wait
+        synchronize = wait
 
-    def watch(issue: Callable[..., Ticket]) -> Any:
-        def issue_watched(*arguments: Any, **options: Any) -> Ticket:
+    def watch(issue: Callable[..., PendingWork]) -> Any:
+        def issue_watched(*arguments: Any, **options: Any) -> PendingWork:
             with record() as seen:
-                ticket = issue(*arguments, **options)
+                pending_work = issue(*arguments, **options)
             launched = list(dict.fromkeys((c.kind, c.unit) for c in seen))
             log.extend(("issue", *launch) for launch in launched)
-            return Watched(ticket, launched)
+            return Watched(pending_work, launched)
 
         return issue_watched
 
-    usual = {kind: kind.issue for kind in (HostLane, DeviceLane)}
+    usual = {kind: kind.issue for kind in (HostCommStream, DeviceCommStream)}
     for kind, issue in usual.items():
         kind.issue = watch(issue)  # type: ignore[method-assign]
     try:
@@ -245,11 +245,11 @@ def reference_backward(reference: nn.Module, world_size: int, loss_of: LossOf) -
 def assert_at_rest(model: nn.Module) -> None:
     """Require that nothing is gathered, all registered managed parameters are sharded, and no phase is open."""
     for unit in nested_units(model):
-        assert unit.phase is Phase.RESTING, unit.name
-        assert [bucket.full_bytes for bucket in unit.buckets] == [0] * len(unit.buckets), unit.name
+        assert unit.phase is Phase.IDLE, unit.name
+        assert [bucket.allocated_bytes for bucket in unit.buckets] == [0] * len(unit.buckets), unit.name
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def gathered(model: nn.Module) -> list[str]:
     """Names of the units that hold memory for full parameters."""
-    return [unit.name for unit in nested_units(model) if any(bucket.full_bytes for bucket in unit.buckets)]
+    return [unit.name for unit in nested_units(model) if any(bucket.allocated_bytes for bucket in unit.buckets)]

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from compare import assert_models_equal
 from fullshard import fully_shard
-from fullshard.transport import record
+from fullshard.comm import record
 from models import (
     Branch,
     Mlp,
@@ -83,13 +83,13 @@ def test_unsynced_units_reduce_nothing(rank: Rank, which: str, expected: list[st
     with record() as seen:
         for step in range(2):
             square_loss(step)(model, rank.rank).backward()
-    assert sorted(c.unit for c in seen if c.kind == "reduce") == sorted(expected * 2)
+    assert sorted(c.unit for c in seen if c.kind == "reduce_scatter") == sorted(expected * 2)
     assert (model.first.weight.grad is None) == ("" not in expected)
     assert (model.blocks[0].up.weight.grad is None) == ("blocks.0" not in expected)
     set_sync(model, True, which)
     with record() as seen:
         square_loss(2)(model, rank.rank).backward()
-    assert sorted(c.unit for c in seen if c.kind == "reduce") == ["", "blocks.0", "blocks.1", "blocks.2"]
+    assert sorted(c.unit for c in seen if c.kind == "reduce_scatter") == ["", "blocks.0", "blocks.1", "blocks.2"]
     assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
 
 
@@ -185,7 +185,7 @@ def test_without_reshard_after_backward(rank: Rank) -> None:
                 loss = square_loss(10 * step + microbatch)
                 loss(model, rank.rank).backward()
                 reference_backward(reference, rank.world_size, loss)
-        assert len([c for c in seen if c.kind == "gather"]) == 4  # once for both microbatches
+        assert len([c for c in seen if c.kind == "all_gather"]) == 4  # once for both microbatches
         assert gathered(model) == ["", "blocks.0", "blocks.1", "blocks.2"]
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         assert_models_equal(model, reference, grads=True, **CLOSE)

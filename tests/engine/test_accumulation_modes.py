@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compare import assert_equal, assert_models_equal
 from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
-from fullshard.transport import record
 from models import LossOf, Stack, assert_at_rest, batch, reference_backward, square_loss
 from ranks import Rank, on_ranks
 
@@ -69,13 +69,16 @@ def test_bytes_of_each_mode(rank: Rank, mode: str, policy: MixedPrecisionPolicy)
             for step in range(microbatches):
                 set_mode(model, mode, step == microbatches - 1)
                 microbatch(model, rank, step)
-        sent = {kind: sum(c.nbytes for c in seen if c.kind == kind) for kind in ("gather", "reduce", "all_reduce")}
+        sent = {
+            kind: sum(c.nbytes for c in seen if c.kind == kind)
+            for kind in ("all_gather", "reduce_scatter", "all_reduce")
+        }
         itemsize = (policy.param_dtype or F32).itemsize
         reduces = 1 if mode == "no sync" else microbatches
         all_reduces = microbatches if mode == "sharded" else 1
         rows = NUMEL // shards + PRESENCE
-        assert sent["gather"] == COUNT * 2 * microbatches * NUMEL * itemsize * (shards - 1) // shards
-        assert sent["reduce"] == COUNT * reduces * 4 * rows * (shards - 1)
+        assert sent["all_gather"] == COUNT * 2 * microbatches * NUMEL * itemsize * (shards - 1) // shards
+        assert sent["reduce_scatter"] == COUNT * reduces * 4 * rows * (shards - 1)
         assert sent["all_reduce"] == COUNT * all_reduces * 2 * 4 * rows * (replicas - 1) // replicas
 
 
@@ -113,14 +116,14 @@ def test_bytes_when_some_units_sync(rank: Rank, which: str) -> None:
     square_loss(0, 4, 16)(model, rank.rank).backward()
     with record() as seen:
         square_loss(0, 4, 16)(model, rank.rank).backward()
-    once = {name: sum(c.nbytes for c in seen if c.kind == "reduce" and c.unit == name) for name in units}
+    once = {name: sum(c.nbytes for c in seen if c.kind == "reduce_scatter" and c.unit == name) for name in units}
     model.zero_grad()
     with record() as seen:
         for step in range(4):
             for name in names:
                 model.get_submodule(name).set_requires_gradient_sync(step == 3, recurse=False)
             square_loss(step, 4, 16)(model, rank.rank).backward()
-    sent = {name: sum(c.nbytes for c in seen if c.kind == "reduce" and c.unit == name) for name in units}
+    sent = {name: sum(c.nbytes for c in seen if c.kind == "reduce_scatter" and c.unit == name) for name in units}
     assert sent == {name: once[name] * (1 if name in names else 4) for name in units}
 
 
@@ -254,7 +257,7 @@ def test_with_frozen_parts(rank: Rank, mode: str) -> None:
                 set_mode(model, mode, step == 2)
                 square_loss(step)(model, rank.rank).backward()
                 reference_backward(reference, rank.world_size, square_loss(step))
-        assert "blocks.1" not in {c.unit for c in seen if c.kind != "gather"}
+        assert "blocks.1" not in {c.unit for c in seen if c.kind != "all_gather"}
         assert_models_equal(model, reference, grads=True, **CLOSE)
 
 

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from compare import assert_close, assert_models_equal
 from fullshard import fully_shard
+from fullshard.comm import record
 from fullshard.engine.ownership import nested_units, unit_of
-from fullshard.transport import record
 from ranks import Rank, on_ranks
 
 

@@ -43,7 +43,7 @@ def glibc(monkeypatch: pytest.MonkeyPatch) -> Iterator[Glibc]:
     library = Glibc()
     for name in ("FULLSHARD_KEEP_FREED_MEMORY", "GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(allocator, "_kept", allocator._Kept())
+    monkeypatch.setattr(allocator, "_settings", allocator._AllocatorSettings())
     monkeypatch.setattr(allocator, "_glibc", lambda: library)
     return library
 
@@ -133,14 +133,14 @@ def test_only_numbers_of_bytes_are_taken(glibc: Glibc, bad: object) -> None:
 @pytest.mark.parametrize("bad", [0, -1, 2**31])
 def test_sizes_fit_the_allocators_own_type(glibc: Glibc, bad: int) -> None:
     """Undoing is None, not 0; and C would cut larger ones off."""
-    with pytest.raises(ValueError, match="must be from 1 to 2147483647"):
+    with pytest.raises(ValueError, match="expected 1 to 2147483647"):
         keep_freed_memory(bad)
 
 
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
 def test_other_systems_have_no_such_setting(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
     """There the call says so and does nothing."""
-    monkeypatch.setattr(allocator, "_kept", allocator._Kept())
+    monkeypatch.setattr(allocator, "_settings", allocator._AllocatorSettings())
     monkeypatch.setattr(sys, "platform", platform)
     allocator._glibc.cache_clear()
     try:
@@ -158,7 +158,7 @@ def test_other_systems_have_no_such_setting(monkeypatch: pytest.MonkeyPatch, pla
 def test_other_allocators_are_left_alone(monkeypatch: pytest.MonkeyPatch, symbols: set[str]) -> None:
     """Where malloc is not glibc's, mallopt would change an allocator that nobody uses."""
     library = type("Library", (), dict.fromkeys(symbols, lambda *_: 1))()
-    monkeypatch.setattr(allocator, "_kept", allocator._Kept())
+    monkeypatch.setattr(allocator, "_settings", allocator._AllocatorSettings())
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: library)
     allocator._glibc.cache_clear()
@@ -192,7 +192,7 @@ def measure_faults() -> list[int]:
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
-    allocator._kept = allocator._Kept()
+    allocator._settings = allocator._AllocatorSettings()
     found = []
     for block_bytes in (MEBIBYTE, 16 * MEBIBYTE, None):
         assert keep_freed_memory(block_bytes)

@@ -84,9 +84,9 @@ CASES: dict[str, Case] = {
         lambda r, p, s: shard(r, [None, p]), "expected modules, found a NoneType at index 0"
     ),
     "module: list in a list": Case(lambda r, p, s: shard(r, [p, [p[0]]]), "expected modules, found a list at index 1"),
-    "module: list with a unit": Case(lambda r, p, s: shard(r, [p, s]), "this Sequential is a unit already"),
+    "module: list with a unit": Case(lambda r, p, s: shard(r, [p, s]), "this Sequential is sharded already"),
     "module: list with a ModuleList": Case(lambda r, p, s: shard(r, [p, nn.ModuleList()]), "ModuleList has no forward"),
-    "module: twice": Case(lambda r, p, s: shard(r, s), r"this Sequential is a unit already, made by an earlier call"),
+    "module: twice": Case(lambda r, p, s: shard(r, s), r"this Sequential is sharded already, by an earlier call"),
     "module: ModuleList": Case(
         lambda r, p, s: shard(r, nn.ModuleList([p])), "ModuleList has no forward.*each of its modules"
     ),
@@ -96,7 +96,9 @@ CASES: dict[str, Case] = {
     "module: no forward": Case(
         lambda r, p, s: shard(r, nn.Module()), "Module has no forward.*the module that contains it"
     ),
-    "module: lazy": Case(lambda r, p, s: shard(r, nn.LazyLinear(3)), "weight is uninitialised; run a forward first"),
+    "module: lazy": Case(
+        lambda r, p, s: shard(r, nn.LazyLinear(3)), r"weight is uninitialized \(lazy\); run a forward first"
+    ),
     "module: DTensor on the data-parallel mesh": Case(
         lambda r, p, s: shard(r, with_dtensor(r)), r"0\.weight: expected the DTensor's mesh.*to be different named axes"
     ),
@@ -368,7 +370,7 @@ CASES: dict[str, Case] = {
     "unsharded: None": Case(lambda r, p, s: enter(unsharded(None)), "unsharded: expected an nn.Module, found NoneType"),
     "replicate: list": Case(lambda r, p, s: replicate([p], mesh=r.mesh), "replicate: expected Module, found list"),
     "replicate: sharded": Case(
-        lambda r, p, s: replicate(s, mesh=r.mesh), "replicate.*unit already|sharded by fully_shard already"
+        lambda r, p, s: replicate(s, mesh=r.mesh), "replicate.*sharded already|sharded by fully_shard already"
     ),
     "replicate: sharded below": Case(
         lambda r, p, s: replicate(nn.Sequential(p, nn.Sequential(s)), mesh=r.mesh),
@@ -437,7 +439,7 @@ def test_memory_of_the_back_end(rank: Rank) -> None:
         model[0].set_symm_mem_for_comm("gloo")
     model[0].set_allocate_memory_from_process_group_for_comm(True)  # gloo has none: ordinary memory
     model[1].set_custom_all_gather(Collector())
-    with pytest.raises(ValueError, match="has a custom collective, which brings memory of its own"):
+    with pytest.raises(ValueError, match="has a custom collective, which allocates its buffers"):
         model[1].set_allocate_memory_from_process_group_for_comm(True)
     model[1].set_custom_all_gather(None)
     model(torch.ones(3, 2)).sum().backward()
@@ -463,7 +465,7 @@ def test_collectives_of_ones_own_on_several_meshes(rank: Rank) -> None:
     place = {2: None, 1: ShardPlacementResult(Shard(0), alone)}
     shard(rank, model, shard_placement_fn=lambda parameter: place[parameter.ndim])
     for setter in (model.set_custom_all_gather, model.set_custom_reduce_scatter, model.set_all_reduce_hook):
-        with pytest.raises(ValueError, match="expected a unit on one mesh; shard_placement_fn has put"):
+        with pytest.raises(ValueError, match="expected a unit on one mesh; shard_placement_fn has placed"):
             setter(Collector())
     model(torch.ones(3, 2)).sum().backward()
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import register_pytree_node
 
 from compare import assert_close, assert_models_equal
 from fullshard import fully_shard
-from fullshard.transport import record
+from fullshard.comm import record
 from models import (
     Block,
     LossOf,
@@ -89,7 +89,7 @@ def test_module_called_several_times(rank: Rank, order: str, setting: bool) -> N
     compare_steps(model, reference, rank, square_loss)
     with record() as seen:
         square_loss()(model, rank.rank).backward()
-    assert sorted(c.unit for c in seen if c.kind == "reduce") == ["", "blocks.0", "blocks.1"]
+    assert sorted(c.unit for c in seen if c.kind == "reduce_scatter") == ["", "blocks.0", "blocks.1"]
 
 
 class Shared(nn.Module):
@@ -305,7 +305,7 @@ def test_containers(rank: Rank, packing: str, by_keyword: bool) -> None:
     compare_steps(model, reference, rank, loss_at)
     with record() as seen:
         loss_at(0)(model, rank.rank).backward()
-    reduced = [c.unit for c in seen if c.kind == "reduce"]
+    reduced = [c.unit for c in seen if c.kind == "reduce_scatter"]
     if packing == "plain":  # inputs of such classes cannot be watched: the end of the backward pass ends the unit's
         assert sorted(reduced) == ["final", "first", "middle"]
     else:
@@ -447,7 +447,7 @@ def test_view_of_an_output_changed_in_place(rank: Rank, how: str, setting: bool)
     compare_steps(model, reference, rank, square_loss)
     with record() as seen:
         square_loss()(model, rank.rank).backward()
-    assert [c.unit for c in seen if c.kind == "reduce"] == ["second", "first"]
+    assert [c.unit for c in seen if c.kind == "reduce_scatter"] == ["second", "first"]
 
 
 class InPlace(nn.Module):
@@ -635,8 +635,8 @@ def test_cache_of_earlier_units(rank: Rank) -> None:
     with record() as seen:
         loss.backward()
     names = [f"layers.{index}" for index in (3, 2, 1, 0)]
-    assert [c.unit for c in seen if c.kind == "reduce"] == [*names, ""]
-    unsharded = [c.unit for c in seen if c.kind == "gather"]
+    assert [c.unit for c in seen if c.kind == "reduce_scatter"] == [*names, ""]
+    unsharded = [c.unit for c in seen if c.kind == "all_gather"]
     assert len(unsharded) == len(set(unsharded))
 
 

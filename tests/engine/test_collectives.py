@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from compare import assert_models_equal
 from fullshard import fully_shard
+from fullshard.comm import Collective, record
 from fullshard.engine.ownership import unit_of
-from fullshard.transport import Collective, record
 from models import (
     Stack,
     assert_at_rest,
@@ -52,10 +52,10 @@ def test_order_of_a_step(rank: Rank, setting: Any, gathered_in_backward: list[st
             loss = square_loss(step)(model, rank.rank)
         with record() as backward:
             loss.backward()
-        assert units(forward, "gather") == ["", *BLOCKS]
-        assert units(forward, "reduce") == []
-        assert units(backward, "gather") == gathered_in_backward
-        assert units(backward, "reduce") == ["blocks.2", "blocks.1", "blocks.0", ""]
+        assert units(forward, "all_gather") == ["", *BLOCKS]
+        assert units(forward, "reduce_scatter") == []
+        assert units(backward, "all_gather") == gathered_in_backward
+        assert units(backward, "reduce_scatter") == ["blocks.2", "blocks.1", "blocks.0", ""]
 
 
 @on_ranks(2)
@@ -68,13 +68,13 @@ def test_setting_can_change_between_steps(rank: Rank) -> None:
         loss = square_loss()(model, rank.rank)
         with record() as backward:
             loss.backward()
-        counts.append(len(units(backward, "gather")))
+        counts.append(len(units(backward, "all_gather")))
     assert counts == [4, 0, 4]
     model.blocks[1].set_reshard_after_forward(False)
     loss = square_loss()(model, rank.rank)
     with record() as backward:
         loss.backward()
-    assert units(backward, "gather") == ["", "blocks.2", "blocks.0"]
+    assert units(backward, "all_gather") == ["", "blocks.2", "blocks.0"]
 
 
 @on_ranks(2, 4)
@@ -88,9 +88,9 @@ def test_small_parameters_share_one_message(rank: Rank) -> None:
     assert shapes == [(12, 6), (12,), (6, 12), (6,)]
     pieces = [-(-rows // size) * (rest[0] if rest else 1) for rows, *rest in shapes]
     piece = packed_numel(*pieces)
-    gather = Collective("gather", "blocks.0", torch.float32, piece * size, piece * 4 * (size - 1), launch=0)
+    gather = Collective("all_gather", "blocks.0", torch.float32, piece * size, piece * 4 * (size - 1), launch=0)
     sent = packed_numel(*pieces, len(shapes))  # with one number for each: whether it had a gradient
-    reduce = Collective("reduce", "blocks.0", torch.float32, sent * size, sent * 4 * (size - 1), launch=0)
+    reduce = Collective("reduce_scatter", "blocks.0", torch.float32, sent * size, sent * 4 * (size - 1), launch=0)
     of_block = [replace(c, launch=0) for c in seen if c.unit == "blocks.0"]
     assert of_block == [gather, gather, reduce]
 
@@ -106,10 +106,10 @@ def test_large_parameters_travel_on_their_own(rank: Rank) -> None:
     bias = rows // 2
     message = packed_numel(bias, 2)  # with the presence of weight and bias
     assert [(c.kind, c.numel) for c in seen] == [
-        ("gather", rows * 16),
-        ("gather", bias * 2),
-        ("reduce", rows * 16),
-        ("reduce", message * 2),
+        ("all_gather", rows * 16),
+        ("all_gather", bias * 2),
+        ("reduce_scatter", rows * 16),
+        ("reduce_scatter", message * 2),
     ]
     assert seen[0].nbytes == rows * 16 * 4 // 2
 
@@ -125,9 +125,9 @@ def test_each_dtype_travels_as_it_is(rank: Rank) -> None:
         model(batch(rank.rank, 0, 2, 6)).sum().backward()
     dtypes = [torch.float32, torch.float64]
     assert [(c.kind, c.dtype) for c in seen] == [
-        (kind, dtype) for kind in ("gather", "gather", "reduce") for dtype in dtypes
+        (kind, dtype) for kind in ("all_gather", "all_gather", "reduce_scatter") for dtype in dtypes
     ]
-    assert [c.nbytes for c in seen if c.kind == "gather"][:2] == [
+    assert [c.nbytes for c in seen if c.kind == "all_gather"][:2] == [
         packed_numel(18, 3, dtype=dtype) * dtype.itemsize for dtype in dtypes
     ]
 
@@ -142,9 +142,9 @@ def test_frozen_units_do_not_reduce(rank: Rank) -> None:
         shard_blocks(model, rank)
     with record() as seen:
         square_loss()(model, rank.rank).backward()
-    assert units(seen, "reduce") == ["blocks.2", "blocks.0", ""]
-    assert units(seen, "gather") == ["", *BLOCKS, "blocks.1", "blocks.0"]
-    (reduced,) = [c for c in seen if c.kind == "reduce" and c.unit == "blocks.2"]
+    assert units(seen, "reduce_scatter") == ["blocks.2", "blocks.0", ""]
+    assert units(seen, "all_gather") == ["", *BLOCKS, "blocks.1", "blocks.0"]
+    (reduced,) = [c for c in seen if c.kind == "reduce_scatter" and c.unit == "blocks.2"]
     assert reduced.numel == 2 * packed_numel(3 * 12, 3, 2)
 
 
@@ -155,8 +155,8 @@ def test_evaluation_gathers_once_and_reduces_nothing(rank: Rank) -> None:
     for _ in range(2):
         with record() as seen, torch.no_grad():
             model(batch(rank.rank, 0, 4, 6))
-        assert units(seen, "gather") == ["", *BLOCKS]
-        assert units(seen, "reduce") == []
+        assert units(seen, "all_gather") == ["", *BLOCKS]
+        assert units(seen, "reduce_scatter") == []
 
 
 @on_ranks(2)
@@ -172,8 +172,8 @@ def test_unused_unit_is_gathered_by_the_first_guess_only(rank: Rank) -> None:
         with record() as seen:
             skipping(model, rank.rank).backward()
         reference_backward(reference, rank.world_size, skipping)
-        counts.append(units(seen, "gather").count("blocks.1"))
-        assert "blocks.1" not in units(seen, "reduce")
+        counts.append(units(seen, "all_gather").count("blocks.1"))
+        assert "blocks.1" not in units(seen, "reduce_scatter")
         assert_at_rest(model)
     assert counts == [1, 0, 0]
     assert model.blocks[1].up.weight.grad is None
@@ -255,7 +255,7 @@ def test_manual_unshard_and_reshard(rank: Rank) -> None:
     with record() as seen:
         assert model.blocks[1].unshard() is None
         assert model.blocks[1].unshard() is None
-    assert units(seen, "gather") == ["blocks.1"]
+    assert units(seen, "all_gather") == ["blocks.1"]
     assert gathered(model) == ["blocks.1"]
     for ours, theirs in zip(model.blocks[1].parameters(), reference.blocks[1].parameters(), strict=True):
         assert type(ours) is nn.Parameter
@@ -276,7 +276,7 @@ def test_reshard_between_forward_and_backward(rank: Rank) -> None:
     with record() as seen:
         loss.backward()
     reference_backward(reference, rank.world_size, square_loss())
-    assert sorted(units(seen, "gather")) == ["", "blocks.1"]
+    assert sorted(units(seen, "all_gather")) == ["", "blocks.1"]
     assert_models_equal(model, reference, grads=True, **CLOSE)
 
 
@@ -297,7 +297,7 @@ def test_two_forwards_before_one_backward(rank: Rank, setting: Any) -> None:
         with record() as seen:
             loss.backward()
         reference_backward(reference, rank.world_size, loss_of)
-        reduced = units(seen, "reduce")
+        reduced = units(seen, "reduce_scatter")
         assert sorted(reduced) == ["", *BLOCKS]
         assert reduced[-1] == ""
         assert_at_rest(model)
@@ -329,8 +329,8 @@ def test_two_losses_on_one_graph(rank: Rank, early_first: bool, setting: Any) ->
     for count, which in enumerate(order):
         with record() as seen:
             loss[which].backward(retain_graph=count == 0)
-        assert set(reached[which]) <= set(units(seen, "reduce")) <= {"", *reached[which]}
-        assert len(units(seen, "reduce")) <= 4
+        assert set(reached[which]) <= set(units(seen, "reduce_scatter")) <= {"", *reached[which]}
+        assert len(units(seen, "reduce_scatter")) <= 4
         assert_at_rest(model)
         reference_backward(
             reference, rank.world_size, lambda m, r, which=which: m(batch(r, 0, 4, 6))[which].square().mean()

@@ -17,8 +17,8 @@ from user_collectives import CLOSE, ODD_DIM, Gather, Scatter, build, check_train
 
 from compare import assert_equal, assert_models_equal
 from fullshard import FSDPMeshInfo, MixedPrecisionPolicy, ShardPlacementResult, fully_shard
+from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
-from fullshard.transport import record
 from models import Branch, batch, lane_log, reference_backward, tiny_units
 from ranks import Rank, on_ranks
 
@@ -208,7 +208,7 @@ def test_reductions_in_flight(rank: Rank, limit: int, expected: int) -> None:
         model.blocks[1].set_reduce_scatter_max_input_buffers(limit)  # the largest value counts
         with lane_log() as log:
             check_training(model, reference, rank, steps=1)
-    reductions = [(what, unit) for what, kind, unit in log if kind == "reduce"]
+    reductions = [(what, unit) for what, kind, unit in log if kind == "reduce_scatter"]
     in_flight, most = 0, 0
     for what, _ in reductions:
         in_flight += 1 if what == "issue" else -1

@@ -172,7 +172,7 @@ def test_unit_below_a_sharded_model_can_be_copied_alone(rank: Rank) -> None:
     x = torch.ones(2, 6)
     assert_equal(block(x).detach(), model.blocks[0](x).detach(), "output")
     block(x).sum().backward()
-    assert unit_of(block).schedule is not unit_of(model).schedule
+    assert unit_of(block).runtime is not unit_of(model).runtime
 
 
 # ---------------------------------------------------------------- the end of a model

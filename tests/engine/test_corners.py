@@ -14,8 +14,8 @@ from torch import nn
 
 from compare import assert_close, assert_models_equal
 from fullshard import fully_shard, register_fsdp_forward_method
+from fullshard.comm import record
 from fullshard.engine.ownership import unit_of
-from fullshard.transport import record
 from models import tiny_units
 from ranks import Rank, RankPool, on_ranks
 
@@ -87,7 +87,7 @@ def test_another_optimizer_on_one_rank_changes_nothing(rank: Rank) -> None:
                 other.param_groups[0]["params"][0].grad = torch.ones(2)
                 other.step()
             output.sum().backward()
-    assert [c.unit for c in seen if c.kind == "gather"] == ["", "0", "1", "0"]
+    assert [c.unit for c in seen if c.kind == "all_gather"] == ["", "0", "1", "0"]
 
 
 @on_ranks(2)
@@ -108,7 +108,7 @@ def test_optimizer_in_backward_keeps_what_was_gathered_ahead(rank: Rank, setting
     for _ in range(2):
         with record() as seen:
             model(torch.ones(3, 4)).sum().backward()
-    assert sum(c.kind == "gather" for c in seen) == gathers
+    assert sum(c.kind == "all_gather" for c in seen) == gathers
 
 
 @on_ranks(1, 2)

@@ -202,7 +202,7 @@ def test_precision_and_dtypes(rank: Rank) -> None:
 
 @on_ranks(4)
 def test_custom_collectives_with_replicas_and_smaller_groups(rank: Rank) -> None:
-    """HSDP: they get the shard axis; reshard_after_forward=2: backward's gather from neighbours is our own."""
+    """HSDP: they get the shard axis; reshard_after_forward=2: backward's gather from subgroup is our own."""
     reference = build()
     model = shard(copy.deepcopy(reference), rank.make_mesh(2, 2, names=("r", "s")))
     gather, scatter = Gather(), Scatter()
@@ -292,7 +292,7 @@ def run_failing(rank: Rank, role: str) -> None:
     """Rank 1's collective raises in the second step; the group gives up on silent ranks after two seconds."""
     mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), rank.device.type)
     model = shard(build(), mesh, reshard_after_forward=False)
-    if role == "gather":
+    if role == "all_gather":
         model.blocks[1].set_custom_all_gather(Failing(rank.rank == 1))
     else:
         model.blocks[1].set_custom_reduce_scatter(FailingScatter(rank.rank == 1))
@@ -303,7 +303,7 @@ def run_failing(rank: Rank, role: str) -> None:
     time.sleep(30)  # not reached: it would count as hung
 
 
-@pytest.mark.parametrize("role", ["gather", "scatter"])
+@pytest.mark.parametrize("role", ["all_gather", "scatter"])
 def test_custom_collective_that_fails_on_one_rank(ranks: RankPool, role: str) -> None:
     """That rank sees the user's own exception, the other one an error once the group's time-out is over."""
     waiting, failed = ranks(2, run_failing, role, fresh=True, expect_failure=True, timeout=20)

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from compare import assert_close, assert_equal
 from fullshard import FullshardError, fully_shard
-from fullshard.transport import record
+from fullshard.comm import record
 from models import Mlp, batch, reference_backward, square_loss
 from ranks import Rank, on_ranks
 
@@ -198,7 +198,7 @@ def test_single_rank(rank: Rank) -> None:
 
 
 def received(collectives: list[Any]) -> int:
-    return sum(c.nbytes for c in collectives if c.kind == "gather")
+    return sum(c.nbytes for c in collectives if c.kind == "all_gather")
 
 
 @on_ranks(2, 4)
@@ -225,7 +225,7 @@ def test_cast_bytes_travel(rank: Rank, kind: Any, itemsize: int) -> None:
     gathers = 2  # in forward and in backward
     expected = gathers * (itemsize * weights + 4 * biases)
     assert expected <= received(collectives) <= 1.02 * expected
-    reduced = sum(c.nbytes for c in collectives if c.kind == "reduce")
+    reduced = sum(c.nbytes for c in collectives if c.kind == "reduce_scatter")
     assert 4 * (weights + biases) <= reduced <= 1.02 * 4 * (weights + biases)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from compare import assert_models_equal
 from fullshard import fully_shard
-from fullshard.transport import Collective, record
+from fullshard.comm import Collective, record
 from models import packed_numel, tiny_units, transport_of
 from ranks import Rank, on_ranks
 
@@ -39,7 +39,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor
     with record() as collectives:
         model(batch).square().mean().backward()
     optimizer.step()
-    return [c for c in collectives if c.kind == "reduce"]
+    return [c for c in collectives if c.kind == "reduce_scatter"]
 
 
 def own_rows(rank: Rank, batch: torch.Tensor) -> torch.Tensor:
@@ -139,7 +139,7 @@ def test_frozen_units_at_the_start_are_not_gathered_in_backward(rank: Rank) -> N
     output = model(batch)
     with record() as collectives:
         output.sum().backward()
-    assert [c.unit for c in collectives if c.kind == "gather"] == ["2", "1"]  # the last was kept
+    assert [c.unit for c in collectives if c.kind == "all_gather"] == ["2", "1"]  # the last was kept
 
 
 @on_ranks(1, 2, 4)

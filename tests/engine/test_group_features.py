@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from compare import assert_equal, assert_models_equal
 from fullshard import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from fullshard.comm import record
 from fullshard.engine.ownership import nested_units, unit_of
-from fullshard.transport import record
 from models import Block, assert_at_rest, batch, gathered, reference_backward, tokens
 from ranks import Rank, on_ranks
 
@@ -68,7 +68,7 @@ def test_without_gradients(rank: Rank) -> None:
             with context():
                 seen, output = count(model, lambda: model(ids))
                 assert torch.allclose(output, reference(ids), atol=1e-6)
-            assert seen["gather norm"] == 1  # the last unit stays unsharded until the outermost forward ends
+            assert seen["all_gather norm"] == 1  # the last unit stays unsharded until the outermost forward ends
             assert_at_rest(model)
     train(rank, model, reference)
 
@@ -250,7 +250,7 @@ def test_unshard_and_reshard(rank: Rank) -> None:
     handle.wait()
     assert type(model.head.weight) is nn.Parameter
     seen, loss = count(model, lambda: loss_at(0)(model, rank.rank))
-    assert seen["gather norm"] == 0
+    assert seen["all_gather norm"] == 0
     loss.backward()
     assert_at_rest(model)
     model.zero_grad()
@@ -268,9 +268,9 @@ def test_settings_of_one_member_are_the_groups(rank: Rank) -> None:
     model.head.set_reshard_after_forward(False)
     model.norm.set_gradient_divide_factor(1.0)
     seen, loss = count(model, lambda: loss_at(0)(model, rank.rank))
-    assert seen["gather norm"] == 1 and "norm" in gathered(model)
+    assert seen["all_gather norm"] == 1 and "norm" in gathered(model)
     seen, _ = count(model, loss.backward)
-    assert seen["gather norm"] == 0
+    assert seen["all_gather norm"] == 0
     reference_backward(reference, rank.world_size, loss_at(0))
     for module in (reference.norm, reference.head):
         for parameter in module.parameters():
@@ -374,7 +374,7 @@ def test_group_is_its_own_root(rank: Rank, times: int, setting: bool | None) -> 
 
         with record() as seen:
             loss(model, rank.rank).backward()
-        assert len([c for c in seen if c.kind == "reduce"]) == (rank.world_size > 1)
+        assert len([c for c in seen if c.kind == "reduce_scatter"]) == (rank.world_size > 1)
         reference_backward(reference, rank.world_size, loss)
         assert_models_equal(model, reference, grads=True, **CLOSE)
         for optimizer in optimizers:
@@ -395,7 +395,7 @@ def test_members_take_turns(rank: Rank, setting: bool | None) -> None:
     fully_shard(model, mesh=rank.mesh, reshard_after_forward=setting)
     train(rank, model, reference, lambda step: lambda m, r: m(batch(r, step, 3, DIM)).square().mean())
     seen, _ = count(model, lambda: model(batch(0, 0, 3, DIM)).sum().backward())
-    assert seen["reduce first"] == 1
+    assert seen["reduce_scatter first"] == 1
 
 
 @on_ranks(2)
@@ -428,7 +428,7 @@ def test_list_of_one_root(rank: Rank) -> None:
     assert same is model
     train(rank, model, reference)
     seen, loss = count(model, lambda: loss_at(0)(model, rank.rank))
-    assert seen == {"gather ": 1}
+    assert seen == {"all_gather ": 1}
     loss.backward()
 
 

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from compare import assert_models_equal
 from fullshard import FSDPModule, fully_shard
+from fullshard.comm import record
 from fullshard.engine.ownership import nested_units, unit_of
-from fullshard.transport import record
 from models import Block, LossOf, assert_at_rest, batch, gathered, reference_backward, tiny_units, tokens
 from ranks import Rank, on_ranks
 
@@ -148,7 +148,7 @@ def train(
 
 
 def count(model: Any, run: Callable[[], Any]) -> tuple[Counter[str], Any]:
-    """How often each unit was gathered and reduced, as "gather NAME" and "reduce NAME"; what ``run`` returned."""
+    """Count each unit's collectives, as "all_gather NAME" and "reduce_scatter NAME"; return what ``run`` returned."""
     with record() as seen:
         result = run()
     return Counter(f"{c.kind} {c.unit}" for c in seen), result
@@ -197,10 +197,10 @@ def test_one_gather_and_one_reduction(rank: Rank, setting: bool | None) -> None:
         forward, loss = count(model, lambda step=step: loss_at(step)(model, rank.rank))
         backward, _ = count(model, loss.backward)
         blocks = ["blocks.0", "blocks.1", "blocks.2"]
-        assert forward == Counter(f"gather {name}" for name in ["", *blocks, "norm"])
-        expected = Counter(f"reduce {name}" for name in ["", *blocks, "norm"])
+        assert forward == Counter(f"all_gather {name}" for name in ["", *blocks, "norm"])
+        expected = Counter(f"reduce_scatter {name}" for name in ["", *blocks, "norm"])
         if setting is not False:
-            expected.update(f"gather {name}" for name in [*blocks, *(["", "norm"] if setting else [])])
+            expected.update(f"all_gather {name}" for name in [*blocks, *(["", "norm"] if setting else [])])
         assert backward == expected
         assert_at_rest(model)
 
@@ -250,7 +250,7 @@ def test_on_two_axes(rank: Rank) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("group", ["norm and head", "embedding and block", "everything"])
 def test_tiny_groups(rank: Rank, group: str) -> None:
-    """Groups that travel with a neighbour, or whose neighbours travel with them, train right."""
+    """Groups that travel with a neighbour, or whose subgroup travel with them, train right."""
     model = Language()
     reference = copy.deepcopy(model)
     grouped(rank, model, group, tiny=65536)
@@ -323,9 +323,9 @@ def test_head_is_called_several_times_inside(rank: Rank, group: str, setting: bo
     train(rank, model, reference)
     name = unit_of(model.head).name
     forward, loss = count(model, lambda: loss_at(0)(model, rank.rank))
-    assert forward[f"gather {name}"] <= 2
+    assert forward[f"all_gather {name}"] <= 2
     backward, _ = count(model, loss.backward)
-    assert backward[f"gather {name}"] <= 2 and backward[f"reduce {name}"] == 1
+    assert backward[f"all_gather {name}"] <= 2 and backward[f"reduce_scatter {name}"] == 1
 
 
 @on_ranks(2)
@@ -339,7 +339,7 @@ def test_chunks_with_accumulation(rank: Rank, losses: Any) -> None:
     for step, sync in enumerate([False, False, True]):
         model.set_requires_gradient_sync(sync)
         reductions, _ = count(model, lambda step=step: losses(step)(model, rank.rank).backward())
-        assert any(name.startswith("reduce") for name in reductions) is sync
+        assert any(name.startswith("reduce_scatter") for name in reductions) is sync
         reference_backward(reference, rank.world_size, losses(step))
     assert_models_equal(model, reference, grads=True, **CLOSE)
     assert_at_rest(model)

@@ -1,4 +1,4 @@
-"""2-D meshes (replicate, shard), degenerate ones included, and gathers from a few neighbours in backward."""
+"""2-D meshes (replicate, shard), degenerate ones included, and gathers from a few subgroup in backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from compare import assert_equal, assert_models_equal
 from fullshard import MixedPrecisionPolicy, fully_shard
-from fullshard.transport import Collective, record
+from fullshard.comm import Collective, record
 from models import (
     Branch,
     LossOf,
@@ -140,8 +140,8 @@ def test_mixed_precision(rank: Rank, policy: tuple[torch.dtype, torch.dtype]) ->
         model = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh, mp_policy=MixedPrecisionPolicy(*policy))
         with record() as seen:
             model(torch.full((1, 4), 30000.0)).float().sum().backward()
-        assert {c.dtype for c in seen if c.kind == "gather"} <= {policy[0]}
-        assert {c.dtype for c in seen if c.kind != "gather"} == {policy[1]}
+        assert {c.dtype for c in seen if c.kind == "all_gather"} <= {policy[0]}
+        assert {c.dtype for c in seen if c.kind != "all_gather"} == {policy[1]}
         expected = torch.full((4, 4), 30000.0).to(policy[0]).float()
         assert_equal(model.weight.grad.full_tensor(), expected, str(mesh.shape))
 
@@ -201,10 +201,12 @@ def test_kinds_and_bytes(rank: Rank) -> None:
         presence = 4 if replicas * shards > 1 else 0  # padded to 16 bytes, for every rank of the shard axis
         rows = numel // shards + presence
         for unit in ("0", "1"):
-            own = {kind: [c for c in seen if (c.kind, c.unit) == (kind, unit)] for kind in ("gather", "reduce")}
-            assert sum(c.nbytes for c in own["gather"]) == 2 * 4 * numel * (shards - 1) // shards
+            own = {
+                kind: [c for c in seen if (c.kind, c.unit) == (kind, unit)] for kind in ("all_gather", "reduce_scatter")
+            }
+            assert sum(c.nbytes for c in own["all_gather"]) == 2 * 4 * numel * (shards - 1) // shards
             reduced = 4 * rows * (shards - 1) if shards > 1 else 0
-            assert sum(c.nbytes for c in own["reduce"]) == reduced
+            assert sum(c.nbytes for c in own["reduce_scatter"]) == reduced
             replicated = [c for c in seen if (c.kind, c.unit) == ("all_reduce", unit)]
             assert sum(c.nbytes for c in replicated) == 2 * 4 * rows * (replicas - 1) // replicas
         assert {c.unit for c in seen} == ({"0", "1"} if replicas * shards > 1 else set())
@@ -219,11 +221,11 @@ def test_one_all_reduce_per_unit(rank: Rank) -> None:
         with record() as seen:
             square_loss(step)(model, rank.rank).backward()
         names = ["blocks.0", "blocks.1", "blocks.2"]
-        backward = [(c.kind, c.unit) for c in sorted(seen, key=lambda c: c.launch) if c.kind != "gather"]
-        assert [c.unit for c in seen if c.kind == "gather"] == ["", *names, "blocks.1", "blocks.0"]
+        backward = [(c.kind, c.unit) for c in sorted(seen, key=lambda c: c.launch) if c.kind != "all_gather"]
+        assert [c.unit for c in seen if c.kind == "all_gather"] == ["", *names, "blocks.1", "blocks.0"]
         # Every all-reduce is issued before the next unit's reduce-scatter, and so overlaps with it.
-        assert backward == [(kind, unit) for unit in [*names[::-1], ""] for kind in ("reduce", "all_reduce")]
-        assert len({c.launch for c in seen if c.kind != "gather"}) == len(backward)
+        assert backward == [(kind, unit) for unit in [*names[::-1], ""] for kind in ("reduce_scatter", "all_reduce")]
+        assert len({c.launch for c in seen if c.kind != "all_gather"}) == len(backward)
 
 
 @on_ranks(4)
@@ -236,10 +238,14 @@ def test_all_reduce_overlaps_with_the_next_reduce(rank: Rank) -> None:
     order = ["blocks.2", "blocks.1", "blocks.0", ""]
     for one, following in itertools.pairwise(order):
         at = log.index
-        assert at(("wait", "reduce", one)) < at(("issue", "all_reduce", one)) < at(("issue", "reduce", following))
-        assert at(("issue", "reduce", following)) < at(("wait", "all_reduce", one))
+        assert (
+            at(("wait", "reduce_scatter", one))
+            < at(("issue", "all_reduce", one))
+            < at(("issue", "reduce_scatter", following))
+        )
+        assert at(("issue", "reduce_scatter", following)) < at(("wait", "all_reduce", one))
         assert at(("wait", "all_reduce", one)) < at(("issue", "all_reduce", following))
-    assert all(("wait", kind, unit) in log for kind in ("reduce", "all_reduce") for unit in order)
+    assert all(("wait", kind, unit) in log for kind in ("reduce_scatter", "all_reduce") for unit in order)
 
 
 # -------------------------------------------------------------------- accumulation
@@ -260,13 +266,13 @@ def test_interleavings(rank: Rank, pattern: str) -> None:
         model = Stack(1)
         reference = copy.deepcopy(model)
         shard_on(mesh, model)
-        possible = {kind for kind, axis in (("all_reduce", 0), ("reduce", 1)) if mesh.size(axis) > 1}
+        possible = {kind for kind, axis in (("all_reduce", 0), ("reduce_scatter", 1)) if mesh.size(axis) > 1}
         for step, letter in enumerate(pattern):
             prepare(model, letter)
             with record() as seen:
                 square_loss(step)(model, rank.rank).backward()
-            wanted = {"N": set(), "R": {"reduce"}, "S": {"reduce", "all_reduce"}}[letter]
-            assert {c.kind for c in seen} - {"gather"} == wanted & possible
+            wanted = {"N": set(), "R": {"reduce_scatter"}, "S": {"reduce_scatter", "all_reduce"}}[letter]
+            assert {c.kind for c in seen} - {"all_gather"} == wanted & possible
             reference_backward(reference, rank.world_size, square_loss(step))
         assert not model.get_pending_gradients()
         assert_models_equal(model, reference, grads=True, **CLOSE)

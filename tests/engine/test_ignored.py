@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from compare import assert_equal, assert_models_equal
 from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fullshard.comm import record
 from fullshard.engine.ownership import nested_units, unit_of
-from fullshard.transport import record
 from models import Language, Stack, batch, reference_backward, square_loss, tokens
 from ranks import Rank, on_ranks
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from compare import assert_close, assert_equal, assert_models_equal
 from fullshard import FSDPModule, UnmaterializedParameterError, fully_shard
+from fullshard.comm import record
 from fullshard.engine.ownership import nested_units, unit_of
-from fullshard.transport import record
 from ranks import Rank, on_ranks
 from ranks.device import EMULATED
 
@@ -144,7 +144,7 @@ def test_child_may_run_before_the_root(rank: Rank) -> None:
     reference[0](inputs()).sum().backward()
     assert_models_equal(model[0], reference[0], grads=True, rtol=1e-5, atol=1e-6)
     assert_trains_alike(rank, model, reference)
-    assert unit_of(model[0]).schedule is unit_of(model).schedule
+    assert unit_of(model[0]).runtime is unit_of(model).runtime
 
 
 # ---------------------------------------------------------------- mesh
@@ -196,7 +196,7 @@ def test_world_of_one_copies_and_sends_nothing(rank: Rank) -> None:
     model[0].unshard()
     assert type(model[0].weight) is nn.Parameter and model[0].weight.data_ptr() == pointer
     model[0].reshard()
-    assert all(bucket.full_bytes == 0 for unit in nested_units(model) for bucket in unit.buckets)
+    assert all(bucket.allocated_bytes == 0 for unit in nested_units(model) for bucket in unit.buckets)
 
 
 # ---------------------------------------------------------------- ignored parameters
@@ -219,7 +219,7 @@ def test_ignored_parameters_are_left_alone(rank: Rank) -> None:
     assert_close(model[1].weight.grad, reference[1].weight.grad, "local gradient", rtol=1e-5)
     names = [slot.parameter.fqn for b in unit_of(model).buckets for slot in b.layout.slots]
     assert names == ["0.weight", "0.bias"]
-    assert {c.kind for c in collectives} == {"gather", "reduce"}
+    assert {c.kind for c in collectives} == {"all_gather", "reduce_scatter"}
     assert type(model.state_dict()["1.weight"]) is torch.Tensor
 
 

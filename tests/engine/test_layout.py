@@ -73,15 +73,15 @@ def fill_shard(layout: PerParameterLayout, rank: int, values: list[torch.Tensor]
 
 def gather(layout: PerParameterLayout, shards: list[torch.Tensor]) -> torch.Tensor:
     """What an all-gather of each direct piece and of the packed message makes of the shards, by plain loops."""
-    full = torch.zeros(layout.full_numel, dtype=shards[0].dtype)
+    full = torch.zeros(layout.unsharded_numel, dtype=shards[0].dtype)
     for slot in layout.slots:
         for rank, shard in enumerate(shards):
-            piece = shard[slot.shard_offset : slot.shard_offset + slot.piece_numel]
-            region = full[slot.full_offset : slot.full_offset + slot.region_numel]
+            piece = shard[slot.shard_offset : slot.shard_offset + slot.shard_numel]
+            region = full[slot.unsharded_offset : slot.unsharded_offset + slot.unsharded_numel]
             if slot.route is Route.REPLICATED:
                 region.copy_(piece)
             elif slot.row_major:
-                region[rank * slot.piece_numel : (rank + 1) * slot.piece_numel].copy_(piece)
+                region[rank * slot.shard_numel : (rank + 1) * slot.shard_numel].copy_(piece)
             else:
                 rows = piece.as_strided(slot.local_shape(rank), slot.local_stride(rank))
                 start, stop = slot.local_rows(rank)
@@ -99,7 +99,7 @@ def test_pieces_reassemble_to_the_parameters(drawn: tuple[PerParameterLayout, to
     shards = [fill_shard(layout, rank, values, dtype) for rank in range(layout.world_size)]
     full = gather(layout, shards)
     for slot, value in zip(layout.slots, values, strict=True):
-        found = full.as_strided(slot.parameter.shape, slot.parameter.stride, slot.full_offset)
+        found = full.as_strided(slot.parameter.shape, slot.parameter.stride, slot.unsharded_offset)
         assert torch.equal(found, value), slot
 
 
@@ -110,9 +110,9 @@ def test_every_piece_is_aligned_and_alone_in_its_place(drawn: tuple[PerParameter
     the alignment is aligned to the power of two that it fills."""
     layout, dtype = drawn
     assert layout.alignment * dtype.itemsize == ALIGNMENT_BYTES
-    pieces = [(s.shard_offset, s.piece_numel) for s in layout.slots]
-    regions = [(s.full_offset, s.region_numel) for s in layout.slots]
-    for spans, size in ((pieces, layout.shard_numel), (regions, layout.full_numel)):
+    pieces = [(s.shard_offset, s.shard_numel) for s in layout.slots]
+    regions = [(s.unsharded_offset, s.unsharded_numel) for s in layout.slots]
+    for spans, size in ((pieces, layout.shard_numel), (regions, layout.unsharded_numel)):
         taken = [offset + i for offset, numel in spans for i in range(numel)]
         assert len(taken) == len(set(taken)) and all(0 <= element < size for element in taken)
     assert all(offset % layout.alignment == 0 for offset, _ in regions)
@@ -139,20 +139,20 @@ def test_local_rows_cover_each_row_once(drawn: tuple[PerParameterLayout, torch.d
 @given(layouts())
 @settings(max_examples=120)
 def test_pieces_are_dense_blocks(drawn: tuple[PerParameterLayout, torch.dtype]) -> None:
-    """Every piece fills one block: in the parameter's own order where pieces are neighbours, else contiguous."""
+    """Every piece fills one block: in the parameter's own order where pieces are subgroup, else contiguous."""
     layout, dtype = drawn
     for slot in layout.slots:
         full = values_of(slot.parameter, dtype)
         for rank in range(layout.world_size):
             shape, stride = slot.local_shape(rank), slot.local_stride(rank)
-            assert is_dense(shape, stride) and math.prod(shape) <= slot.piece_numel
+            assert is_dense(shape, stride) and math.prod(shape) <= slot.shard_numel
             if slot.route is Route.REPLICATED or layout.world_size == 1:
                 assert (shape, stride) == (slot.parameter.shape, slot.parameter.stride)
             elif not slot.row_major:
                 assert stride == torch.empty(shape).stride()
             elif math.prod(shape) and slot.rows > 1:
                 piece = chunk_of(full, rank, layout.world_size, slot.parameter.cut)
-                assert stride == piece.stride() and piece.storage_offset() == rank * slot.piece_numel
+                assert stride == piece.stride() and piece.storage_offset() == rank * slot.shard_numel
 
 
 @given(layouts())
@@ -163,7 +163,7 @@ def test_row_major_is_that_rows_follow_one_another(drawn: tuple[PerParameterLayo
     for slot in layout.slots:
         parameter = slot.parameter
         if slot.route is Route.REPLICATED or layout.world_size == 1:
-            assert slot.row_major and slot.region_numel == parameter.numel and not slot.padded
+            assert slot.row_major and slot.unsharded_numel == parameter.numel and not slot.padded
         elif parameter.numel:
             places = torch.arange(parameter.numel).as_strided(parameter.shape, parameter.stride)
             rows = [row.flatten().sort().values for row in places.unbind(parameter.cut)]
@@ -185,15 +185,15 @@ def test_a_smaller_group_gathers_into_the_buffer_of_a_larger(
         world_size=ranks,
         itemsize=2,
         direct_bytes=direct_bytes,
-        full_offsets=[slot.full_offset for slot in larger.slots],
-        full_numel=larger.full_numel,
+        unsharded_offsets=[slot.unsharded_offset for slot in larger.slots],
+        unsharded_numel=larger.unsharded_numel,
     )
-    assert layout.full_numel == larger.full_numel
+    assert layout.unsharded_numel == larger.unsharded_numel
     values = [values_of(parameter, torch.int16) for parameter in parameters]
     full = gather(layout, [fill_shard(layout, rank, values, torch.int16) for rank in range(ranks)])
     for slot, other, value in zip(layout.slots, larger.slots, values, strict=True):
-        assert slot.full_offset == other.full_offset and slot.region_numel <= other.region_numel
-        assert torch.equal(full.as_strided(value.shape, value.stride(), other.full_offset), value)
+        assert slot.unsharded_offset == other.unsharded_offset and slot.unsharded_numel <= other.unsharded_numel
+        assert torch.equal(full.as_strided(value.shape, value.stride(), other.unsharded_offset), value)
 
 
 @given(parameter_shapes(), WORLDS)
@@ -202,10 +202,15 @@ def test_own_offsets_change_nothing(parameters: list[ParameterShape], world_size
 
     def build(offsets: list[int] | None = None, numel: int | None = None) -> PerParameterLayout:
         return PerParameterLayout.build(
-            parameters, world_size=world_size, itemsize=4, direct_bytes=16, full_offsets=offsets, full_numel=numel
+            parameters,
+            world_size=world_size,
+            itemsize=4,
+            direct_bytes=16,
+            unsharded_offsets=offsets,
+            unsharded_numel=numel,
         )
 
-    assert build([slot.full_offset for slot in build().slots], build().full_numel) == build()
+    assert build([slot.unsharded_offset for slot in build().slots], build().unsharded_numel) == build()
 
 
 @given(layouts())
@@ -229,12 +234,12 @@ def test_packed_pieces_are_one_contiguous_message(drawn: tuple[PerParameterLayou
     end = layout.message_offset + layout.message_numel
     most = 0
     for slot in layout.slots:
-        inside = layout.message_offset <= slot.shard_offset and slot.shard_offset + slot.piece_numel <= end
-        if slot.piece_numel:
+        inside = layout.message_offset <= slot.shard_offset and slot.shard_offset + slot.shard_numel <= end
+        if slot.shard_numel:
             assert inside == (slot.route is not Route.DIRECT)
-            most += inside * -(-slot.piece_numel // layout.alignment) * layout.alignment
+            most += inside * -(-slot.shard_numel // layout.alignment) * layout.alignment
         if slot.route is Route.DIRECT:
-            assert slot.row_major and slot.piece_numel * dtype.itemsize % 16 == 0
+            assert slot.row_major and slot.shard_numel * dtype.itemsize % 16 == 0
     assert layout.message_numel <= most
 
 
@@ -364,7 +369,7 @@ def test_one_row_has_the_stride_of_a_row() -> None:
 def test_columns_of_a_contiguous_matrix() -> None:
     """Each rank's columns are contiguous in a piece as large as the first rank's; the region is the parameter."""
     slot = slot_of((4, 7), (7, 1), cut=1, world_size=3)
-    assert (slot.rows, slot.row_numel, slot.chunk_rows, slot.piece_numel, slot.region_numel) == (7, 4, 3, 12, 28)
+    assert (slot.rows, slot.row_numel, slot.chunk_rows, slot.shard_numel, slot.unsharded_numel) == (7, 4, 3, 12, 28)
     assert [slot.local_shape(rank) for rank in range(3)] == [(4, 3), (4, 3), (4, 1)]
     assert [slot.local_stride(rank) for rank in range(3)] == [(3, 1), (3, 1), (1, 1)]
     assert not slot.row_major and not slot.padded
@@ -373,7 +378,7 @@ def test_columns_of_a_contiguous_matrix() -> None:
 def test_columns_of_a_transposed_matrix() -> None:
     """Columns that are blocks of memory keep their strides, also on a rank that holds none of them."""
     slot = slot_of((8, 3), (1, 8), cut=1, world_size=4)
-    assert slot.row_major and slot.padded and slot.region_numel == 32
+    assert slot.row_major and slot.padded and slot.unsharded_numel == 32
     assert [slot.local_shape(rank) for rank in range(4)] == [(8, 1), (8, 1), (8, 1), (8, 0)]
     assert {slot.local_stride(rank) for rank in range(4)} == {(1, 8)}
 
@@ -383,7 +388,7 @@ def test_columns_of_a_transposed_matrix() -> None:
 def test_parameters_without_elements(shape: tuple[int, int], cut: int, world_size: int) -> None:
     """A parameter without elements takes no place, whichever dim is empty."""
     slot = slot_of(shape, contiguous_stride(shape), cut, world_size)
-    assert slot.piece_numel == slot.region_numel == 0 and slot.route is Route.PACKED
+    assert slot.shard_numel == slot.unsharded_numel == 0 and slot.route is Route.PACKED
     assert slot.rows == shape[cut] and slot.row_numel == shape[1 - cut]
     assert slot.local_shape(0)[1 - cut] == shape[1 - cut]
 
@@ -391,27 +396,27 @@ def test_parameters_without_elements(shape: tuple[int, int], cut: int, world_siz
 @pytest.mark.parametrize(
     ("offsets", "numel", "message"),
     [
-        ([0, 512, 528], None, "expected both full_offsets and full_numel"),
-        (None, 544, "expected both full_offsets and full_numel"),
-        ([0, 512], 544, "expected 3 full_offsets, one per parameter, found 2"),
-        ([0, 512, 528], 512, "full buffer: s ends at 529, beyond the buffer's 512 elements"),
-        ([0, 256, 528], 544, "full buffer: b at 256 overlaps w"),
-        ([0, 513, 528], 544, "full buffer: b starts at 513"),
+        ([0, 512, 528], None, "expected both unsharded_offsets and unsharded_numel"),
+        (None, 544, "expected both unsharded_offsets and unsharded_numel"),
+        ([0, 512], 544, "expected 3 unsharded_offsets, one per parameter, found 2"),
+        ([0, 512, 528], 512, "unsharded buffer: s ends at 529, beyond the buffer's 512 elements"),
+        ([0, 256, 528], 544, "unsharded buffer: b at 256 overlaps w"),
+        ([0, 513, 528], 544, "unsharded buffer: b starts at 513"),
     ],
 )
 def test_full_offsets_that_do_not_fit_are_refused(offsets: list[int] | None, numel: int | None, message: str) -> None:
     """Full offsets come with the size of their buffer, one per parameter, and must hold every region."""
     with pytest.raises(ValueError, match=message):
-        make(full_offsets=offsets, full_numel=numel)
-    assert make(full_offsets=[0, 512, 528], full_numel=544) == make()
+        make(unsharded_offsets=offsets, unsharded_numel=numel)
+    assert make(unsharded_offsets=[0, 512, 528], unsharded_numel=544) == make()
 
 
 @pytest.mark.parametrize(
     ("index", "change", "message"),
     [
-        (1, {"full_offset": 8}, "full buffer: b starts at 8, not a multiple of 16"),
-        (1, {"full_offset": 16}, "full buffer: b at 16 overlaps w"),
-        (1, {"full_offset": 10**4 * 16}, "full buffer: b ends at .* beyond the buffer"),
+        (1, {"unsharded_offset": 8}, "unsharded buffer: b starts at 8, not a multiple of 16"),
+        (1, {"unsharded_offset": 16}, "unsharded buffer: b at 16 overlaps w"),
+        (1, {"unsharded_offset": 10**4 * 16}, "unsharded buffer: b ends at .* beyond the buffer"),
         (1, {"shard_offset": 0}, "shard buffer: (b|w) at 0 overlaps (b|w)"),
         (1, {"shard_offset": 257}, "shard buffer: b starts at 257"),
         (2, {"shard_offset": 16 * 10**4}, "shard buffer: s ends at .* beyond the buffer"),
@@ -430,7 +435,7 @@ def test_invalid_layouts_are_refused(index: int, change: dict[str, object], mess
 
 def test_buffers_that_are_too_small_are_refused() -> None:
     """A layout whose buffers do not hold its parameters cannot exist."""
-    for field in ("shard_numel", "full_numel"):
+    for field in ("shard_numel", "unsharded_numel"):
         with pytest.raises(ValueError, match=f"{field.split('_')[0]} buffer: .* beyond the buffer's 16 elements"):
             dataclasses.replace(make(), **{field: 16})
 

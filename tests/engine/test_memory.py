@@ -48,11 +48,11 @@ class Probe:
 
 def full_bytes(module: nn.Module) -> int:
     """Bytes in full buffers (and messages in flight) of the unit of this module alone."""
-    return sum(bucket.full_bytes for bucket in unit_of(module).buckets)
+    return sum(bucket.allocated_bytes for bucket in unit_of(module).buckets)
 
 
 def all_full_bytes(model: nn.Module) -> int:
-    return sum(bucket.full_bytes for unit in nested_units(model) for bucket in unit.buckets)
+    return sum(bucket.allocated_bytes for unit in nested_units(model) for bucket in unit.buckets)
 
 
 def build(rank: Rank, **options: bool) -> nn.Sequential:

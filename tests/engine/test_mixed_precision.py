@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from compare import assert_equal, assert_models_equal
 from fullshard import MixedPrecisionPolicy, fully_shard
-from fullshard.transport import Collective, record
+from fullshard.comm import Collective, record
 from models import Language, LossOf, Mlp, Stack, assert_at_rest, batch, shard_blocks, tokens
 from ranks import Rank, on_ranks
 
@@ -134,8 +134,8 @@ def train_and_compare(rank: Rank, policy: MixedPrecisionPolicy, steps: int = 2) 
             loss_at(3 * step + 1)(model, rank.rank).backward()
             loss_at(3 * step + 2)(model, rank.rank).backward()
         computed = policy.param_dtype or F32
-        assert wire(seen, "gather") == ({computed} if rank.world_size > 1 else set())
-        assert wire(seen, "reduce") == ({policy.reduce_dtype or computed} if rank.world_size > 1 else set())
+        assert wire(seen, "all_gather") == ({computed} if rank.world_size > 1 else set())
+        assert wire(seen, "reduce_scatter") == ({policy.reduce_dtype or computed} if rank.world_size > 1 else set())
         reference_gradients(master, policy, units, rank.world_size, loss_at(3 * step), loss_at(3 * step + 1))
         reference_gradients(master, policy, units, rank.world_size, loss_at(3 * step + 2))
         assert_models_equal(model, master, grads=True)
@@ -202,8 +202,8 @@ def test_bytes_on_the_wire(rank: Rank, dtype: torch.dtype) -> None:
         model(batch(rank.rank, 0, 4, 128)).sum().backward()
     elements, presence = 128 * 128 + 128, 16 // F32.itemsize  # two numbers, padded to 16 bytes
     n = rank.world_size
-    gathered = sum(c.nbytes for c in seen if c.kind == "gather")
-    reduced = sum(c.nbytes for c in seen if c.kind == "reduce")
+    gathered = sum(c.nbytes for c in seen if c.kind == "all_gather")
+    reduced = sum(c.nbytes for c in seen if c.kind == "reduce_scatter")
     assert gathered == elements * dtype.itemsize * (n - 1) // n
     assert reduced == (elements + n * presence) * F32.itemsize * (n - 1) // n
 
@@ -313,7 +313,7 @@ def test_frozen_and_unfrozen_between_microbatches(rank: Rank, first: str) -> Non
         model(torch.full((4,), 3.0), True).float().sum().backward()
         model.late.requires_grad_(first == "frozen")
         accumulate(model, [256.0, 1.0, 1.0], late_at=2)
-    assert wire(seen, "reduce") == {F32}
+    assert wire(seen, "reduce_scatter") == {F32}
     assert_equal(model.weight.grad.full_tensor(), torch.full((4,), 261.0), "weight")
     assert_equal(model.late.grad.full_tensor(), torch.full((4,), 1.0 if first == "frozen" else 3.0), "late")
     assert model.late.grad.dtype is F32
@@ -330,7 +330,7 @@ def test_all_frozen_at_first(rank: Rank) -> None:
     model.blocks[0].requires_grad_(True)
     with record() as seen:
         loss_at(1)(model, rank.rank).backward()
-    assert wire(seen, "reduce") <= {F32}
+    assert wire(seen, "reduce_scatter") <= {F32}
     reference_gradients(master, FP32_REDUCE, unit_names(master), rank.world_size, loss_at(1))
     assert_models_equal(model, master, grads=True)
 
@@ -372,7 +372,7 @@ def test_model_initialised_in_bf16(rank: Rank, then: torch.dtype | None) -> None
         master.to(then)
     with record() as seen:
         loss_at(0)(model, rank.rank).backward()
-    assert wire(seen, "gather") <= {BF16} and wire(seen, "reduce") <= {F32}
+    assert wire(seen, "all_gather") <= {BF16} and wire(seen, "reduce_scatter") <= {F32}
     assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {then or BF16}
     reference_gradients(master, FP32_REDUCE, unit_names(master), rank.world_size, loss_at(0))
     assert_models_equal(model, master, grads=True)
@@ -389,7 +389,7 @@ def test_move_after_steps(rank: Rank) -> None:
             module.to(dtype)
         with record() as seen:
             loss_at(0)(model, rank.rank).backward()
-        assert (wire(seen, "gather"), wire(seen, "reduce")) == ({BF16}, {F32})
+        assert (wire(seen, "all_gather"), wire(seen, "reduce_scatter")) == ({BF16}, {F32})
         reference_gradients(master, FP32_REDUCE, unit_names(master), rank.world_size, loss_at(0))
         assert_models_equal(model, master, grads=True)
 
@@ -432,7 +432,7 @@ def test_parameters_of_many_dtypes_in_one_unit(rank: Rank, policy: MixedPrecisio
         assert_equal(model.seen[name], value, name)
     assert {name: parameter.dtype for name, parameter in model.named_parameters()} == dtypes
     reduced = {F32} if policy.reduce_dtype else {F32, BF16}
-    assert wire(seen, "reduce") == (reduced if rank.world_size > 1 else set())
+    assert wire(seen, "reduce_scatter") == (reduced if rank.world_size > 1 else set())
     grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert {name: grad.dtype for name, grad in grads.items()} == {"weight": F32, "short": BF16}
 
@@ -516,7 +516,7 @@ def test_compiled(rank: Rank, order: str) -> None:
     for step in range(3):
         with record() as seen:
             loss_at(step)(model, rank.rank).backward()
-        assert (wire(seen, "gather"), wire(seen, "reduce")) == ({BF16}, {F32})
+        assert (wire(seen, "all_gather"), wire(seen, "reduce_scatter")) == ({BF16}, {F32})
         reference_gradients(master, FP32_REDUCE, units, rank.world_size, loss_at(step))
         assert_models_equal(model, master, grads=True, rtol=1e-2, atol=1e-3)
         for optimizer in optimizers:

@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compare import assert_equal, assert_models_equal
 from fullshard import CPUOffloadPolicy, FullshardError, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from fullshard.engine import mesh as mesh_module
+from fullshard.comm import mesh as mesh_module
+from fullshard.comm import record
 from fullshard.engine import unit as unit_module
 from fullshard.engine.ownership import unit_of
-from fullshard.transport import record
 from models import Branch, LossOf, Stack, assert_at_rest, batch, reference_backward, square_loss
 from ranks import Rank, on_ranks
 from ranks.device import device_type
@@ -151,8 +151,8 @@ def test_mixed_precision(rank: Rank, policy: MixedPrecisionPolicy) -> None:
             for step in range(2):
                 model.set_requires_gradient_sync(step == 1)
                 model(batch(rank.rank, step, 4, 6)).float().square().mean().backward()
-        assert {c.dtype for c in seen if c.kind == "gather"} <= {policy.param_dtype or torch.float32}
-        assert {c.dtype for c in seen if c.kind == "reduce"} <= {policy.reduce_dtype}
+        assert {c.dtype for c in seen if c.kind == "all_gather"} <= {policy.param_dtype or torch.float32}
+        assert {c.dtype for c in seen if c.kind == "reduce_scatter"} <= {policy.reduce_dtype}
         assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
         results.append([p.grad.to_local().cpu() for p in model.parameters()])
     for device, found in zip(DEVICES, results[1:], strict=True):
@@ -172,7 +172,7 @@ def test_with_checkpointing(rank: Rank, device: str, checkpointed: bool | None, 
 
 @on_ranks(4)
 def test_gathers_from_neighbours(rank: Rank) -> None:
-    """What is kept for neighbours between forward and backward stays on the device."""
+    """What is kept for subgroup between forward and backward stays on the device."""
     model, reference = offloaded(rank, ANOTHER, stack(), reshard_after_forward=2)
     each_step(model, reference, rank, 2)
     assert_at_rest(model)
@@ -324,7 +324,7 @@ def test_one_copy_each_way(rank: Rank, policy: MixedPrecisionPolicy) -> None:
         # By address, so that what was there before, at an address that is now a gradient's, does not count.
         landed = {target: count for _, target, count in backward.seen if target in gradients}
         # One flat piece for the whole bucket; without a shard axis one for each large parameter, one for the others.
-        whole = [bucket.reducers[0].rows_numel]
+        whole = [bucket.plans[0].shards_numel]
         if rank.world_size == 1:
             whole = [parameter.numel() for parameter in model.parameters()]
         assert sorted(landed.values()) == sorted(whole)

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from compare import assert_equal
-from fullshard import Wire, fully_shard
-from fullshard.engine.overlap import GradientInFlight
+from fullshard import CommQuantization, fully_shard
+from fullshard.engine.optimizer_overlap import GradientInFlight
 from fullshard.errors import PhaseError
-from fullshard.sharded_module import unit_at
+from fullshard.frontend.sharded_module import unit_at
 from models import Branch, Stack, shard_blocks, square_loss, tiny_units
 from ranks import Rank, on_ranks
 
@@ -215,7 +215,7 @@ def test_a_dropped_gradient_says_so(rank: Rank) -> None:
     model, _ = build(rank)
     backward(rank, model)
     held = model.first.weight.grad
-    unit_at(model).schedule.recover(drop_gradients=True)
+    unit_at(model).runtime.recover(drop_gradients=True)
     assert model.first.weight.grad is None
     with pytest.raises(PhaseError, match="was dropped"):
         held.sum()
@@ -239,7 +239,7 @@ def test_rounded_sums_are_waited_for(rank: Rank) -> None:
     backward(rank, model)
     assert list_late(model)
     model.zero_grad()
-    model.set_wire(replicate=Wire(reduce="int8", min_bytes=1))
+    model.set_comm_quantization(replicate=CommQuantization(reduce="int8", min_bytes=1))
     backward(rank, model)
     assert not list_late(model)
 
@@ -261,7 +261,7 @@ def test_a_model_is_freed_with_gradients_in_flight(rank: Rank) -> None:
     """Gradients in flight do not keep a model alive, and say so if they outlive it."""
     model, _ = build(rank)
     backward(rank, model)
-    held, schedule = model.first.weight.grad, weakref.ref(unit_at(model).schedule)
+    held, schedule = model.first.weight.grad, weakref.ref(unit_at(model).runtime)
     del model
     end = time.monotonic() + 5
     while schedule() is not None and time.monotonic() < end:  # autograd's thread may still be letting go of backward

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from compare import assert_equal, assert_models_equal
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, PendingGradient, fully_shard
-from fullshard.transport import record
+from fullshard.comm import record
 from models import Branch, Stack, assert_at_rest, batch, gathered, reference_backward, shard_blocks, square_loss
 from ranks import Rank, on_ranks
 
@@ -267,9 +267,9 @@ def test_synchronize_equals_a_synced_backward(rank: Rank) -> None:
         if by_call:
             with record() as seen:
                 model.synchronize_gradients()
-            reduced = sorted(c.unit for c in seen if c.kind == "reduce")
+            reduced = sorted(c.unit for c in seen if c.kind == "reduce_scatter")
             assert reduced == (["", "blocks.0", "blocks.1"] if rank.world_size > 1 else [])
-            assert not [c for c in seen if c.kind == "gather"]
+            assert not [c for c in seen if c.kind == "all_gather"]
             with record() as seen:
                 model.synchronize_gradients()
             assert not seen
@@ -305,7 +305,7 @@ def test_synchronize_a_submodule(rank: Rank) -> None:
     accumulate(model, rank, 0)
     with record() as seen:
         model.blocks[0].synchronize_gradients()
-    assert {(c.kind, c.unit) for c in seen} == {("reduce", "blocks.0")}
+    assert {(c.kind, c.unit) for c in seen} == {("reduce_scatter", "blocks.0")}
     assert isinstance(model.blocks[0].up.weight.grad, DTensor) and model.blocks[1].up.weight.grad is None
     assert set(model.get_pending_gradients()) == set(model.parameters()) - set(model.blocks[0].parameters())
     model.synchronize_gradients()

@@ -24,7 +24,7 @@ from fullshard import (
     ShardPlacementResult,
     fully_shard,
 )
-from fullshard.transport import GlooTransport, record
+from fullshard.comm import GlooTransport, record
 from models import assert_at_rest, batch, reference_backward
 from ranks import Rank, on_ranks
 
@@ -358,9 +358,14 @@ def test_messages_of_several_meshes(rank: Rank) -> None:
     for _ in range(2):
         with record() as seen:
             loss_of(model, rank.rank).backward()
-    assert [c.kind for c in seen] == ["gather"] * 4 + ["reduce"] * 2
+    assert [c.kind for c in seen] == ["all_gather"] * 4 + ["reduce_scatter"] * 2
     shares = {(c.kind, c.nbytes / (c.numel * c.dtype.itemsize)) for c in seen}
-    assert shares == {("gather", 3 / 4), ("gather", 1 / 2), ("reduce", 3 / 4), ("reduce", 1 / 2)}
+    assert shares == {
+        ("all_gather", 3 / 4),
+        ("all_gather", 1 / 2),
+        ("reduce_scatter", 3 / 4),
+        ("reduce_scatter", 1 / 2),
+    }
 
 
 @on_ranks(4)
@@ -425,7 +430,7 @@ def test_partial_all_reduce_touches_replicated_experts_only(rank: Rank) -> None:
         with record() as seen:
             loss_of(model, rank.rank, step).backward()
         reference_backward(reference, 4, lambda m, r, step=step: loss_of(m, r, step))
-        assert [c.kind for c in seen if c.kind != "gather"] == ["reduce"] * 2 + ["all_reduce"] * (step == 2)
+        assert [c.kind for c in seen if c.kind != "all_gather"] == ["reduce_scatter"] * 2 + ["all_reduce"] * (step == 2)
     assert_models_equal(model, reference, grads=True, **CLOSE)
 
 

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from engine.models import Stack
 from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, replicate
-from fullshard.transport import Division, Move, Parcel, PythonGroupTransport, make_transport
+from fullshard.comm import CommRequest, GradScaling, Operand, PythonGroupTransport, SingleRankTransport, make_transport
 from fullshard.wrap import ModuleWrapPolicy
 from ranks import Rank, on_ranks
 
@@ -124,10 +124,10 @@ class _Doubling(dist.ProcessGroup):
         return torch._C._distributed_c10d._create_work_from_future(future)
 
     def all_gather_single(self, output: torch.Tensor, own: torch.Tensor, *_: Any) -> Any:
-        return self._done("gather", output.view(2, -1).copy_(own))
+        return self._done("all_gather", output.view(2, -1).copy_(own))
 
     def reduce_scatter_single(self, output: torch.Tensor, own: torch.Tensor, *_: Any) -> Any:
-        return self._done("reduce", output.copy_(own.view(2, -1)[self.rank()] * 2))
+        return self._done("reduce_scatter", output.copy_(own.view(2, -1)[self.rank()] * 2))
 
     def allreduce(self, tensors: list[torch.Tensor], *_: Any) -> Any:
         for tensor in tensors:
@@ -152,16 +152,23 @@ def test_a_group_written_in_python(rank: Rank) -> None:
     assert type(transport) is PythonGroupTransport
     piece, region = torch.tensor([1.0, 2.0]), torch.zeros(4)
     for dtype in (torch.float32, torch.int16):
-        move = Move(piece.to(dtype), region.to(dtype))
-        for work in transport.gather([Parcel("", [move])]):
+        operand = Operand(piece.to(dtype), region.to(dtype))
+        for work in transport.all_gather([CommRequest("", [operand])]):
             work.wait()
-        assert move.region.tolist() == [1, 2, 1, 2]
-    for work in transport.reduce([Parcel("", [Move(piece, torch.arange(4.0))], Division(after=4))]):
+        assert operand.unsharded.tolist() == [1, 2, 1, 2]
+    for work in transport.reduce_scatter([CommRequest("", [Operand(piece, torch.arange(4.0))], GradScaling(after=4))]):
         work.wait()
     assert piece.tolist() == [0, 0.5]
-    for work in transport.all_reduce([Parcel("", [Move(piece, piece)], Division(before=2))]):
+    for work in transport.all_reduce([CommRequest("", [Operand(piece, piece)], GradScaling(before=2))]):
         work.wait()
-    assert piece.tolist() == [0, 0.5] and group.calls == ["gather", "gather", "reduce", "all_reduce"]
-    own = dist.new_group([0], backend="gloo")
+    assert piece.tolist() == [0, 0.5] and group.calls == ["all_gather", "all_gather", "reduce_scatter", "all_reduce"]
+
+
+@on_ranks(1, 2)
+def test_a_device_without_a_back_end(rank: Rank) -> None:
+    """A group that has none for a device is refused; a single rank needs none."""
+    if rank.world_size == 1:
+        assert type(make_transport(rank.group, torch.device("meta"))) is SingleRankTransport
+        return
     with pytest.raises(RuntimeError, match="No backend type associated with device type"):
-        make_transport(own, torch.device("meta"))
+        make_transport(rank.group, torch.device("meta"))

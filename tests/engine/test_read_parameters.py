@@ -234,3 +234,27 @@ def test_weight_of_a_probe_on_frozen_layers(rank: Rank) -> None:
     fully_shard(model)
     with pytest.warns(UserWarning, match="used the sharded parameter .DTensor. of head.weight"):
         model(tokens(rank.rank)).backward()
+
+
+class ReadsAndCalls(Language):
+    """Reads the head's weight for the loss, and calls the head as well, for logits that no loss comes from."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.block(self.embedding(tokens)))
+        loss = F.cross_entropy((x @ full(self, self.head.weight).t()).view(-1, WORDS), tokens.view(-1))
+        self.logits = self.head(x.detach() if self.fused else x)
+        return loss
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("prefetch", [None, 0], ids=["prefetch", "no prefetch"])
+@pytest.mark.parametrize("fused", [True, False], ids=["detached", "attached"])
+def test_weight_read_between_the_modules_of_a_unit(rank: Rank, fused: bool, prefetch: int | None) -> None:
+    """What has read the weight finds it in backward, although all modules of the unit have run and it was resharded."""
+    reference = ReadsAndCalls()
+    reference.fused = fused
+    model = copy.deepcopy(reference)
+    fully_shard(model.block)
+    fully_shard([model.norm, model.head], reshard_after_forward=True)
+    fully_shard(model).set_prefetch_bytes(prefetch)
+    compare_steps(rank, model, reference)

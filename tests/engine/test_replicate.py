@@ -23,8 +23,8 @@ from fullshard import (
     fully_shard,
     replicate,
 )
+from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
-from fullshard.transport import record
 from models import (
     Branch,
     Language,

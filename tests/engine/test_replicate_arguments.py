@@ -71,7 +71,7 @@ CASES: dict[str, Case] = {
     "twice": Case(
         lambda r: replicate(replicate(nn.Linear(1, 1), mesh=r.mesh), mesh=r.mesh),
         ValueError,
-        "replicate: this Linear is a unit already",
+        "replicate: this Linear is sharded already",
     ),
     "over a sharded child": Case(
         lambda r: replicate(nn.Sequential(fully_shard(nn.Linear(1, 1), mesh=r.mesh)), mesh=r.mesh),
@@ -84,7 +84,7 @@ CASES: dict[str, Case] = {
     "sharding a replicated module": Case(
         lambda r: fully_shard(replicate(nn.Linear(1, 1), mesh=r.mesh), mesh=r.mesh),
         ValueError,
-        "fully_shard: this Linear is a unit already",
+        "fully_shard: this Linear is sharded already",
     ),
 }
 

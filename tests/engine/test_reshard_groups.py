@@ -1,4 +1,4 @@
-"""``reshard_after_forward=<int>``: between forward and backward parameters stay sharded over a few neighbours."""
+"""``reshard_after_forward=<int>``: between forward and backward parameters stay sharded over a few subgroup."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 
 from compare import assert_models_equal
 from fullshard import MixedPrecisionPolicy, fully_shard
-from fullshard.engine.bucket import BufferBucket
+from fullshard.comm import Collective, record
+from fullshard.engine.buckets.per_parameter import PerParameterBucket
 from fullshard.engine.ownership import nested_units
-from fullshard.transport import Collective, record
 from models import (
     Language,
     LossOf,
@@ -34,16 +34,16 @@ CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
 
 
 def kept_bytes(model: nn.Module) -> dict[str, int]:
-    """Bytes that units keep for their neighbours, by name."""
+    """Bytes that units keep for their subgroup, by name."""
     kept = {}
     for unit in nested_units(model):
-        buckets = [bucket for bucket in unit.buckets if isinstance(bucket, BufferBucket)]
-        kept[unit.name] = sum(b._near_shard.allocated_bytes for b in buckets if b._near_shard is not None)
+        buckets = [bucket for bucket in unit.buckets if isinstance(bucket, PerParameterBucket)]
+        kept[unit.name] = sum(b._subgroup_shard.allocated_bytes for b in buckets if b._subgroup_shard is not None)
     return kept
 
 
 def received(seen: list[Collective], unit: str) -> int:
-    return sum(c.nbytes for c in seen if c.kind == "gather" and c.unit == unit)
+    return sum(c.nbytes for c in seen if c.kind == "all_gather" and c.unit == unit)
 
 
 def logits_loss(step: int) -> LossOf:
@@ -61,7 +61,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], LossOf]]] = {
 @on_ranks(4)
 @pytest.mark.parametrize("kind", MODELS)
 def test_parity(rank: Rank, kind: str) -> None:
-    """Adam steps with backward gathers over two neighbours equal the reference, whatever the shapes."""
+    """Adam steps with backward gathers over two subgroup equal the reference, whatever the shapes."""
     make, loss_at = MODELS[kind]
     model, reference = with_reference(make(), rank, reshard_after_forward=2)
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, reference)]
@@ -109,15 +109,15 @@ def test_sizes_that_mean_true_or_false(rank: Rank, size: int) -> None:
     assert any(kept_bytes(model).values()) == near
     with record() as backward:
         loss.backward()
-    assert {c.unit for c in forward if c.kind == "gather"} == {"", "blocks.0", "blocks.1"}
-    gathered = [c.unit for c in backward if c.kind == "gather"]
+    assert {c.unit for c in forward if c.kind == "all_gather"} == {"", "blocks.0", "blocks.1"}
+    gathered = [c.unit for c in backward if c.kind == "all_gather"]
     assert gathered == ([] if size == 1 else ["", "blocks.1", "blocks.0"])
     assert_at_rest(model)
 
 
 @on_ranks(4)
 def test_on_the_shard_axis_of_a_two_dimensional_mesh(rank: Rank) -> None:
-    """On a (1, 4) mesh the neighbours are those of the shard axis."""
+    """On a (1, 4) mesh the subgroup are those of the shard axis."""
     mesh = rank.make_mesh(1, 4, names=("replicate", "shard"))
     model = Stack(2)
     reference = copy.deepcopy(model)
@@ -225,7 +225,7 @@ def test_one_unit_among_others(rank: Rank) -> None:
     assert [name for name, size in kept_bytes(model).items() if size] == ["blocks.1"]
     with record() as seen:
         loss.backward()
-    assert [c.unit for c in seen if c.kind == "gather"] == ["blocks.1", "blocks.0"]
+    assert [c.unit for c in seen if c.kind == "all_gather"] == ["blocks.1", "blocks.0"]
     model.set_reshard_after_forward(True)
     loss = square_loss()(model, rank.rank)
     assert not any(kept_bytes(model).values())

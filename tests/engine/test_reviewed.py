@@ -18,12 +18,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from compare import assert_close, assert_equal, assert_models_equal
 from fullshard import FullshardError, fully_shard
-from fullshard.engine.bucket import BufferBucket
+from fullshard.comm import GlooTransport, Transport, record
+from fullshard.comm.base import issue_all
+from fullshard.engine.buckets.per_parameter import PerParameterBucket
 from fullshard.engine.ownership import unit_of
+from fullshard.engine.runtime import runtime_of
 from fullshard.engine.unit import Unit
 from fullshard.memory import Work
-from fullshard.transport import GlooTransport, Transport, record
-from fullshard.transport.base import issue_all
 from models import Mlp, Stack, assert_at_rest, batch, reference_backward, shard_blocks, square_loss, tiny_units
 from ranks import Rank, on_ranks
 
@@ -36,7 +37,7 @@ def unit_at(module: nn.Module) -> Unit:
     return unit
 
 
-# ---------------------------------------------------------------- gathers from neighbours
+# ---------------------------------------------------------------- gathers from subgroup
 
 
 class SideBranch(Stack):
@@ -51,37 +52,37 @@ class SideBranch(Stack):
 class _Watched:
     """A work that notes how much memory its sender holds when it is waited for."""
 
-    def __init__(self, work: Work, bucket: BufferBucket, seen: list[int]) -> None:
+    def __init__(self, work: Work, bucket: PerParameterBucket, seen: list[int]) -> None:
         self.work, self.bucket, self.seen = work, bucket, seen
 
     def wait(self) -> object:
-        near = self.bucket._near_shard
+        near = self.bucket._subgroup_shard
         self.seen.append(0 if near is None else near.allocated_bytes)
         return self.work.wait()
 
 
 @contextlib.contextmanager
-def watched(transport: Transport, bucket: BufferBucket) -> Iterator[list[int]]:
+def watched(transport: Transport, bucket: PerParameterBucket) -> Iterator[list[int]]:
     """Watch the gathers that ``transport`` does for ``bucket``: the list gets what :class:`_Watched` notes."""
     seen: list[int] = []
-    usual = transport._gather
+    usual = transport._all_gather
     unit = bucket.parameters[0].unit()
     assert unit is not None
 
-    def gather(parcels: Any) -> list[Any]:
-        works = usual(parcels)
-        return [_Watched(w, bucket, seen) for w in works] if parcels[0].unit == unit.name else list(works)
+    def gather(requests: Any) -> list[Any]:
+        works = usual(requests)
+        return [_Watched(w, bucket, seen) for w in works] if requests[0].unit == unit.name else list(works)
 
-    transport._gather = gather  # type: ignore[method-assign]
+    transport._all_gather = gather  # type: ignore[method-assign]
     try:
         yield seen
     finally:
-        del transport._gather
+        del transport._all_gather
 
 
 @on_ranks(4)
 def test_near_shard_outlives_the_gather_that_sends_from_it(rank: Rank) -> None:
-    """A gather from neighbours that nobody needed has landed before what it sends from is freed.
+    """A gather from subgroup that nobody needed has landed before what it sends from is freed.
 
     Backward prefetches block 1, which gets no gradient, so the end of backward reshards it with the gather in flight.
     Freeing the near shard first is seen as a work that is waited for when its sender has no memory.
@@ -91,12 +92,12 @@ def test_near_shard_outlives_the_gather_that_sends_from_it(rank: Rank) -> None:
     for step in range(2):
         loss = square_loss(step, 4, 8)(model, rank.rank)
         (bucket,) = unit_at(model.blocks[1]).buckets
-        assert isinstance(bucket, BufferBucket) and bucket._near_shard is not None
-        kept = bucket._near_shard.allocated_bytes
-        with watched(bucket.mesh.neighbours(2).transport, bucket) as seen:
+        assert isinstance(bucket, PerParameterBucket) and bucket._subgroup_shard is not None
+        kept = bucket._subgroup_shard.allocated_bytes
+        with watched(bucket.mesh.subgroup(2).transport, bucket) as seen:
             loss.backward()
         assert kept > 0 and seen and set(seen) == {kept}
-        assert bucket._near_shard.allocated_bytes == 0
+        assert bucket._subgroup_shard.allocated_bytes == 0
         assert_at_rest(model)
 
 
@@ -167,7 +168,7 @@ def test_parameters_that_an_optimizer_gets_later(rank: Rank, change: str) -> Non
                 else:
                     optimizer.param_groups[0]["params"] += later
             model(batch(rank.rank, step, 4, 6))  # leaves full parameters behind
-            assert unit_at(model.layers[1]).gathered
+            assert unit_at(model.layers[1]).is_unsharded
         for optimizer in optimizers:
             optimizer.step()
     x = batch(0, 9, 4, 6)
@@ -349,8 +350,8 @@ def test_unit_gathered_beside_one_that_cannot_adopt(rank: Rank, how: str) -> Non
     words = r"layers\.1\.weight.*replaced by a parameter of shape \(9, 9\)"
     units = [unit_at(layer) for layer in model.layers]
     with pytest.raises(ValueError, match=words):
-        model(x) if how == "forward" else units[0].attached().gather(units)
-    assert not any(unit.gathered for unit in units)
+        model(x) if how == "forward" else runtime_of(units[0]).begin_unshard(units)
+    assert not any(unit.is_unsharded for unit in units)
     model.layers[1].weight = good
     for step in range(2):
         model.zero_grad()

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from compare import assert_close, assert_models_equal
 from fullshard import fully_shard
-from fullshard.sharded_module import unit_at
-from fullshard.transport import base, record
+from fullshard.comm import base, record
+from fullshard.frontend.sharded_module import unit_at
 from models import (
     Block,
     Stack,
@@ -50,7 +50,10 @@ def short(events: list[str]) -> str:
     letters = []
     for event in events:
         kind, name = event.split()
-        letters.append(kind[0].upper() + {"root": "r", "first": "f"}.get(name, name.removeprefix("blocks.")))
+        letters.append(
+            {"all_gather": "G"}.get(kind, kind[0].upper())
+            + {"root": "r", "first": "f"}.get(name, name.removeprefix("blocks."))
+        )
     return " ".join(letters)
 
 
@@ -299,7 +302,7 @@ def test_asynchronous_unshard(rank: Rank, waited: str) -> None:
                 handles[1].wait()
                 handles[1].wait()
             loss = square_loss(step)(model, rank.rank)
-        assert len([c for c in seen if c.kind == "gather"]) == 4
+        assert len([c for c in seen if c.kind == "all_gather"]) == 4
         loss.backward()
         reference_backward(reference, rank.world_size, square_loss(step))
         assert_at_rest(model)
@@ -352,7 +355,7 @@ def test_unit_without_parameters(rank: Rank) -> None:
 def test_prefetch_within_a_budget(rank: Rank, budget: float | None, forward: str, backward: str) -> None:
     """As many of the next units are gathered ahead as fit into the bytes given, at least one; into 0 bytes none."""
     model, events = build(rank, depth=4)
-    model.set_prefetch_bytes(budget and int(budget * unit_at(model.blocks[0]).full_size))
+    model.set_prefetch_bytes(budget and int(budget * unit_at(model.blocks[0]).unsharded_bytes))
     for step in range(2):
         assert run_step(model, events, rank, step) == (forward, backward)
     assert_at_rest(model)
@@ -368,7 +371,7 @@ def test_budget_counts_bytes(rank: Rank) -> None:
         body = model.blocks[2].body
         model.blocks[2].body = lambda x: body(x.repeat(1, 4))[:, :6]
         shard_blocks(model, rank)
-    size = unit_at(model.blocks[0]).full_size
+    size = unit_at(model.blocks[0]).unsharded_bytes
     model.set_prefetch_bytes(2 * size)
     for step in range(2):
         forward, backward = run_step(model, events, rank, step)

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from compare import assert_close, assert_equal, assert_models_equal
 from fullshard import fully_shard, register_fsdp_forward_method
+from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
-from fullshard.transport import record
 from ranks import Rank, on_ranks
 
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from compare import assert_close, assert_equal, assert_models_equal
 from fullshard import MixedPrecisionPolicy, fully_shard
-from fullshard.transport import record
+from fullshard.comm import record
 from models import assert_at_rest, batch, reference_backward
 from ranks import Rank, on_ranks
 
@@ -198,7 +198,7 @@ def test_uneven_rows_on_three_axes(rank: Rank, shape: tuple[int, ...]) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("style", STYLES)
 def test_part_of_the_shard_axis_kept_for_backward(rank: Rank, style: str) -> None:
-    """``reshard_after_forward=<int>`` works for DTensors: backward gathers from neighbours, the values are the same."""
+    """``reshard_after_forward=<int>`` works for DTensors: backward gathers from subgroup, the values are the same."""
     training = Training(rank.make_mesh(4, 1, names=TWO), style, reshard_after_forward=2)
     training.run(3)
     with record() as forward:
@@ -206,7 +206,7 @@ def test_part_of_the_shard_axis_kept_for_backward(rank: Rank, style: str) -> Non
     with record() as backward:
         loss.backward()
     # Half the ranks: half of what crosses the network, 1/2 instead of 3/4 of each region.
-    gathered = [sum(c.nbytes for c in seen if c.kind == "gather") for seen in (forward, backward)]
+    gathered = [sum(c.nbytes for c in seen if c.kind == "all_gather") for seen in (forward, backward)]
     assert 0 < gathered[1] < gathered[0]
 
 
@@ -222,7 +222,7 @@ def test_accumulation(rank: Rank, shape: tuple[int, ...]) -> None:
             with record() as seen:
                 training.backward(step)
             kinds = {c.kind for c in seen}
-            assert step == 2 or kinds <= {"gather"}
+            assert step == 2 or kinds <= {"all_gather"}
         training.check(grads=True)
         training.step()
     training.check()
@@ -263,8 +263,8 @@ def test_mixed_precision(rank: Rank, style: str) -> None:
     training = Training(rank.make_mesh(2, 2, names=TWO), style, mp_policy=policy)
     with record() as seen:
         training.backward()
-    assert {c.dtype for c in seen if c.kind == "gather"} == {torch.bfloat16}
-    assert {c.dtype for c in seen if c.kind == "reduce"} == {torch.float32}
+    assert {c.dtype for c in seen if c.kind == "all_gather"} == {torch.bfloat16}
+    assert {c.dtype for c in seen if c.kind == "reduce_scatter"} == {torch.float32}
     for parameter in training.model.parameters():
         assert parameter.dtype is parameter.grad.dtype is torch.float32
         assert parameter.grad.placements == parameter.placements
@@ -412,7 +412,7 @@ def test_frozen_and_missing_gradients(rank: Rank) -> None:
         model.layers[1].up.bias.requires_grad_(False)
     with record() as seen:
         training.backward()
-    assert "layers.0" not in {c.unit for c in seen if c.kind == "reduce"}
+    assert "layers.0" not in {c.unit for c in seen if c.kind == "reduce_scatter"}
     training.check(grads=True)
     training.step()
     training.check()

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from compare import assert_close, assert_equal, assert_models_equal
 from fullshard import TiedParameterError, fully_shard
+from fullshard.comm import record
 from fullshard.engine.ownership import nested_units, unit_of
-from fullshard.transport import record
 from ranks import Rank, on_ranks
 
 VOCABULARY, WIDTH = 7, 6  # 7 rows: uneven over two and over four ranks
@@ -103,7 +103,7 @@ def test_lowest_common_unit_owns_it_once(rank: Rank, nesting: str) -> None:
     assert [unit.name for unit in owners] == [NESTINGS[nesting][1]]
     (owned,) = (p for p in owners[0].parameters if "model.embed.weight" in p.fqns)
     assert sorted(owned.fqns) == ["model.embed.weight", "model.head.weight"]
-    assert all(c.numel for c in collectives if c.kind == "gather")
+    assert all(c.numel for c in collectives if c.kind == "all_gather")
     assert model.model.embed.weight is model.model.head.weight
     assert isinstance(model.model.embed.weight, DTensor)
 

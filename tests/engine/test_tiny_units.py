@@ -12,9 +12,9 @@ from torch import nn
 
 from compare import assert_equal, assert_models_equal
 from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fullshard.comm import Collective, GlooTransport, record
 from fullshard.engine.ownership import nested_units, unit_of
-from fullshard.engine.schedule import MAX_TINY_UNITS_TOGETHER
-from fullshard.transport import Collective, GlooTransport, record
+from fullshard.engine.prefetch import MAX_TINY_UNITS_TOGETHER
 from models import assert_at_rest, batch, gathered, reference_backward, tiny_units
 from ranks import Rank, on_ranks
 
@@ -89,7 +89,7 @@ def test_launches(rank: Rank, pattern: str) -> None:
     model = sharded(rank, Chain(pattern), reshard_after_forward=True)
     for step in range(3):
         forward, backward = run_step(model, rank, step)
-        found = launches(forward, "gather"), launches(backward, "gather"), launches(backward, "reduce")
+        found = launches(forward, "all_gather"), launches(backward, "all_gather"), launches(backward, "reduce_scatter")
         assert found == tuple(text.split(", ") for text in PATTERNS[pattern])
         assert_at_rest(model)
 
@@ -101,7 +101,7 @@ def test_long_rows_are_cut(rank: Rank) -> None:
     model = sharded(rank, Chain("n" * (2 * most + 3)), reshard_after_forward=True)
     for step in range(2):
         forward, backward = run_step(model, rank, step)
-        for seen, kind in ((forward, "gather"), (backward, "gather"), (backward, "reduce")):
+        for seen, kind in ((forward, "all_gather"), (backward, "all_gather"), (backward, "reduce_scatter")):
             together = [text.split() for text in launches(seen, kind)]
             assert max(map(len, together)) <= most and len(together) <= 4
             order = [int(name) for names in together for name in names]
@@ -159,9 +159,9 @@ def test_root_is_tiny(rank: Rank, setting: bool | None) -> None:
     for step in range(2):
         forward, backward = run_step(model, rank, step)
         reference_backward(reference, rank.world_size, loss_of(step))
-        assert launches(forward, "gather") == ["root", "0", "1 2"]
-        assert launches(backward, "gather") == (["1 0"] if setting is None else [])
-        assert launches(backward, "reduce") == ["2", "1 0", "root"]
+        assert launches(forward, "all_gather") == ["root", "0", "1 2"]
+        assert launches(backward, "all_gather") == (["1 0"] if setting is None else [])
+        assert launches(backward, "reduce_scatter") == ["2", "1 0", "root"]
         assert_models_equal(model, reference, grads=True, **CLOSE)
 
 
@@ -180,7 +180,7 @@ def test_input_without_a_gradient(rank: Rank) -> None:
         with record() as seen:
             value.backward()
         reference_backward(reference, rank.world_size, loss)
-        assert launches(seen, "reduce") == ["2 1", "root 0"]
+        assert launches(seen, "reduce_scatter") == ["2 1", "root 0"]
         assert_models_equal(model, reference, grads=True, **CLOSE)
 
 
@@ -217,9 +217,9 @@ def test_launches_on_two_axes(rank: Rank) -> None:
     for step in range(2):
         forward, backward = run_step(model, rank, step)
         reference_backward(reference, rank.world_size, loss_of(step))
-        assert launches(forward, "gather") == ["0 1", "2 3 4", "5"]
-        assert launches(backward, "gather") == ["5 4", "3 2 1", "0"]
-        assert launches(backward, "reduce") == ["5 4", "3 2 1", "0"]
+        assert launches(forward, "all_gather") == ["0 1", "2 3 4", "5"]
+        assert launches(backward, "all_gather") == ["5 4", "3 2 1", "0"]
+        assert launches(backward, "reduce_scatter") == ["5 4", "3 2 1", "0"]
         assert_models_equal(model, reference, grads=True, **CLOSE)
         assert launches(backward, "all_reduce") == ["5 4", "3 2 1", "0"]
 
@@ -270,10 +270,10 @@ def test_dtypes_of_their_own(rank: Rank) -> None:
             fully_shard(part, mesh=rank.mesh, mp_policy=policy, reshard_after_forward=True)
         fully_shard(model, mesh=rank.mesh)
     forward, backward = run_step(model, rank)
-    assert launches(forward, "gather") == ["0 1", "2 3"]
+    assert launches(forward, "all_gather") == ["0 1", "2 3"]
     assert [c.dtype for c in forward] == [torch.float32, torch.bfloat16] * 2
-    assert launches(backward, "reduce") == ["3", "2 1", "0"]
-    assert {c.dtype for c in backward if c.kind == "reduce"} == {torch.float32}
+    assert launches(backward, "reduce_scatter") == ["3", "2 1", "0"]
+    assert {c.dtype for c in backward if c.kind == "reduce_scatter"} == {torch.float32}
     reference_backward(reference, rank.world_size, loss_of(0))
     assert_models_equal(model, reference, grads=True, rtol=0.1, atol=1e-3)
 
@@ -288,7 +288,7 @@ def test_accumulation_without_sync(rank: Rank) -> None:
         model.set_requires_gradient_sync(sync)
         _, backward = run_step(model, rank, step)
         reference_backward(reference, rank.world_size, loss_of(step))
-        assert launches(backward, "reduce") == (["4", "3 2 1", "0 root"] if sync else [])
+        assert launches(backward, "reduce_scatter") == (["4", "3 2 1", "0 root"] if sync else [])
     model.synchronize_gradients()
     assert_models_equal(model, reference, grads=True, **CLOSE)
 
@@ -304,7 +304,7 @@ def test_frozen_and_unused_ones(rank: Rank) -> None:
     for step in range(2):
         _, backward = run_step(model, rank, step)
         reference_backward(reference, rank.world_size, loss_of(step))
-        assert launches(backward, "reduce") == ["3", "1", "0"]
+        assert launches(backward, "reduce_scatter") == ["3", "1", "0"]
         assert_models_equal(model, reference, grads=True, **CLOSE)
         assert_at_rest(model)
 
@@ -335,8 +335,8 @@ def test_listed_prefetch(rank: Rank) -> None:
     parts[4].set_modules_to_backward_prefetch([parts[3]])
     for step in range(2):
         forward, backward = run_step(model, rank, step)
-        assert launches(forward, "gather") == ["0", "1", "2", "3 4"]
-        assert launches(backward, "gather") == ["3", "2", "1 0"]
+        assert launches(forward, "all_gather") == ["0", "1", "2", "3 4"]
+        assert launches(backward, "all_gather") == ["3", "2", "1 0"]
         assert_at_rest(model)
 
 
@@ -420,6 +420,6 @@ def test_copies_are_tiny_too(rank: Rank) -> None:
         twin = copy.deepcopy(model)
         assert isinstance(twin, FSDPModule)
         forward, _ = run_step(twin, rank)
-        assert launches(forward, "gather") == ["0 1", "2 3"]
+        assert launches(forward, "all_gather") == ["0 1", "2 3"]
         forward, _ = run_step(model.double().float(), rank)
-        assert launches(forward, "gather") == ["0 1", "2 3"]
+        assert launches(forward, "all_gather") == ["0 1", "2 3"]

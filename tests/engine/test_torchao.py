@@ -15,7 +15,7 @@ pytest.importorskip("torchao")
 
 from compare import assert_close, assert_equal
 from fullshard import fully_shard
-from fullshard.transport import record
+from fullshard.comm import record
 from models import batch, reference_backward, square_loss
 from ranks import Rank, on_ranks
 
@@ -90,7 +90,7 @@ def train_both(
 
 
 def received(collectives: list[Any]) -> int:
-    return sum(c.nbytes for c in collectives if c.kind == "gather")
+    return sum(c.nbytes for c in collectives if c.kind == "all_gather")
 
 
 @on_ranks(2, 4)
@@ -181,7 +181,7 @@ def test_float8_bytes_travel(rank: Rank) -> None:
     weights, bias = 2 * 32 * 64, 64
     gathers = 2 * share * (weights + 4 * bias)  # in forward and in backward
     assert gathers <= received(collectives) <= 1.05 * gathers + 256
-    reduced = sum(c.nbytes for c in collectives if c.kind == "reduce")
+    reduced = sum(c.nbytes for c in collectives if c.kind == "reduce_scatter")
     assert 4 * share * (weights + bias) <= reduced <= 1.05 * 4 * share * (weights + bias) + 256
 
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from compare import assert_close, assert_equal, assert_models_equal
 from fullshard import fully_shard
+from fullshard.comm import record
 from fullshard.engine.ownership import nested_units, unit_of
-from fullshard.transport import record
 from models import (
     Branch,
     Language,

@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from compare import assert_close, assert_equal
-from fullshard.transport import (
+from fullshard.comm import (
     AllGather,
     Collective,
     CollectiveTransport,
+    CommRequest,
     CustomTransport,
-    Division,
     GlooTransport,
-    Move,
+    GradScaling,
     NcclTransport,
-    Parcel,
+    Operand,
     ProcessGroupMemoryAllGather,
     ProcessGroupMemoryReduceScatter,
     ReduceScatter,
@@ -34,9 +34,9 @@ from fullshard.transport import (
     part_of,
     record,
 )
-from fullshard.transport.collective import nccl_reduction
-from fullshard.transport.pooled import SymmetricMemory
-from fullshard.transport.summation import fold
+from fullshard.comm.collective import nccl_reduction
+from fullshard.comm.pooled import SymmetricMemory
+from fullshard.comm.summation import fold
 from ranks import Rank, on_ranks
 
 # Gloo sends and receives host memory; on an accelerator the transports are the others.
@@ -62,8 +62,8 @@ def wait(works: object) -> None:
         work.wait()
 
 
-def in_place(tensors: Sequence[torch.Tensor]) -> list[Move]:
-    return [Move(tensor, tensor) for tensor in tensors]
+def in_place(tensors: Sequence[torch.Tensor]) -> list[Operand]:
+    return [Operand(tensor, tensor) for tensor in tensors]
 
 
 def noise(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -77,7 +77,7 @@ def gathered(tensor: torch.Tensor, rank: Rank) -> list[torch.Tensor]:
     return everyone
 
 
-class Wire:
+class CommQuantization:
     """A process group that writes down the messages that pass: size, tag, and where they were sent from."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -122,12 +122,16 @@ def test_gather_fills_the_region_in_rank_order(
     transport = kind(rank.group)
     for dtype in dtypes:
         for sizes in SIZES:
-            moves = [Move(values(rank.rank, n, dtype), torch.zeros(n * rank.world_size).to(dtype)) for n in sizes]
-            wait(transport.gather([Parcel("unit", moves)]))
-            for numel, move in zip(sizes, moves, strict=True):
+            operands = [Operand(values(rank.rank, n, dtype), torch.zeros(n * rank.world_size).to(dtype)) for n in sizes]
+            wait(transport.all_gather([CommRequest("unit", operands)]))
+            for numel, operand in zip(sizes, operands, strict=True):
                 expected = torch.cat([values(r, numel, dtype) for r in range(rank.world_size)])
-                assert_equal(move.region.view(torch.uint8), expected.view(torch.uint8), f"{dtype} region of {numel}")
-                assert_equal(move.piece.view(torch.uint8), values(rank.rank, numel, dtype).view(torch.uint8), "piece")
+                assert_equal(
+                    operand.unsharded.view(torch.uint8), expected.view(torch.uint8), f"{dtype} region of {numel}"
+                )
+                assert_equal(
+                    operand.shard.view(torch.uint8), values(rank.rank, numel, dtype).view(torch.uint8), "piece"
+                )
 
 
 @on_ranks(2, 4)
@@ -136,15 +140,17 @@ def test_gather_of_mixed_dtypes_in_one_launch(rank: Rank, kind: type[Transport])
     """The parcels of one launch may differ in dtype, and some of their moves may be empty."""
     transport = kind(rank.group)
     world = rank.world_size
-    parcels = [
-        Parcel(str(dtype), [Move(values(rank.rank, n, dtype), torch.zeros(n * world, dtype=dtype)) for n in (7, 0, 30)])
+    requests = [
+        CommRequest(
+            str(dtype), [Operand(values(rank.rank, n, dtype), torch.zeros(n * world, dtype=dtype)) for n in (7, 0, 30)]
+        )
         for dtype in (torch.uint8, torch.float64, torch.bfloat16)
     ]
-    wait(transport.gather(parcels))
-    for _, moves, _ in parcels:
-        for move in moves:
-            n, dtype = move.piece.numel(), move.piece.dtype
-            assert_equal(move.region, torch.cat([values(r, n, dtype) for r in range(world)]), f"{dtype} of {n}")
+    wait(transport.all_gather(requests))
+    for _, operands, _ in requests:
+        for operand in operands:
+            n, dtype = operand.shard.numel(), operand.shard.dtype
+            assert_equal(operand.unsharded, torch.cat([values(r, n, dtype) for r in range(world)]), f"{dtype} of {n}")
 
 
 @on_ranks(2, 4)
@@ -153,18 +159,18 @@ def test_gather_of_a_piece_in_its_own_region(rank: Rank, kind: type[Transport]) 
     """A piece may be this rank's part of the region."""
     region = torch.zeros(100 * rank.world_size)
     piece = region.narrow(0, 100 * rank.rank, 100).copy_(values(rank.rank, 100, torch.float32))
-    wait(kind(rank.group).gather([Parcel("unit", [Move(piece, region)])]))
+    wait(kind(rank.group).all_gather([CommRequest("unit", [Operand(piece, region)])]))
     assert_equal(region, torch.cat([values(r, 100, torch.float32) for r in range(rank.world_size)]), "region")
 
 
 # Reductions and divisions
 
 
-def reduction_of(rank: Rank, sizes: Sequence[int], dtype: torch.dtype) -> list[Move]:
+def reduction_of(rank: Rank, sizes: Sequence[int], dtype: torch.dtype) -> list[Operand]:
     """Moves to reduce: this rank contributes ``values(rank + 3 * part)`` to the piece of rank ``part``."""
     world = range(rank.world_size)
     return [
-        Move(torch.full((n,), -1.0).to(dtype), torch.cat([values(rank.rank + 3 * part, n, dtype) for part in world]))
+        Operand(torch.full((n,), -1.0).to(dtype), torch.cat([values(rank.rank + 3 * part, n, dtype) for part in world]))
         for n in sizes
     ]
 
@@ -176,17 +182,22 @@ def test_reduce_gives_each_rank_the_sum_of_its_part(rank: Rank, kind: type[Trans
     """A rank's piece is the sum over the ranks of its part of their regions, divided before and after."""
     transport = kind(rank.group)
     world = rank.world_size
-    for division in (Division(), Division(after=world), Division(before=2, after=world / 2), Division(1, world, False)):
+    for scaling in (
+        GradScaling(),
+        GradScaling(after=world),
+        GradScaling(before=2, after=world / 2),
+        GradScaling(1, world, False),
+    ):
         for sizes in SIZES:
-            moves = reduction_of(rank, sizes, dtype)
-            wait(transport.reduce([Parcel("unit", moves, division)]))
-            for numel, move in zip(sizes, moves, strict=True):
+            operands = reduction_of(rank, sizes, dtype)
+            wait(transport.reduce_scatter([CommRequest("unit", operands, scaling)]))
+            for numel, operand in zip(sizes, operands, strict=True):
                 total = sum(values(r + 3 * rank.rank, numel, torch.float64) for r in range(world))
-                expected = (total / (division.before * division.after)).to(dtype)
+                expected = (total / (scaling.before * scaling.after)).to(dtype)
                 if dtype is torch.bfloat16:  # the sums of two need 8 bits of precision, those of four 9
-                    assert_close(move.piece, expected, f"piece of {numel}", rtol=2**-7)
+                    assert_close(operand.shard, expected, f"piece of {numel}", rtol=2**-7)
                 else:
-                    assert_equal(move.piece, expected, f"{division} piece of {numel}")
+                    assert_equal(operand.shard, expected, f"{scaling} piece of {numel}")
 
 
 @on_ranks(2, 4)
@@ -194,34 +205,34 @@ def test_reduce_gives_each_rank_the_sum_of_its_part(rank: Rank, kind: type[Trans
 def test_parcels_of_one_launch_have_their_own_divisions(rank: Rank, kind: type[Transport]) -> None:
     """Sums of one launch are divided parcel by parcel."""
     transport = kind(rank.group)
-    divisions = [Division(), Division(after=8), Division(before=4), Division(before=2, after=2)]
-    parcels = [Parcel(str(i), reduction_of(rank, (5, 70_000), torch.float32), d) for i, d in enumerate(divisions)]
-    wait(transport.reduce(parcels))
-    for _, moves, division in parcels:
-        for move in moves:
-            total = sum(values(r + 3 * rank.rank, move.piece.numel(), torch.float32) for r in range(rank.world_size))
-            assert_equal(move.piece, total / (division.before * division.after), f"{division}")
+    divisions = [GradScaling(), GradScaling(after=8), GradScaling(before=4), GradScaling(before=2, after=2)]
+    requests = [CommRequest(str(i), reduction_of(rank, (5, 70_000), torch.float32), d) for i, d in enumerate(divisions)]
+    wait(transport.reduce_scatter(requests))
+    for _, operands, scaling in requests:
+        for operand in operands:
+            total = sum(values(r + 3 * rank.rank, operand.shard.numel(), torch.float32) for r in range(rank.world_size))
+            assert_equal(operand.shard, total / (scaling.before * scaling.after), f"{scaling}")
 
 
 @on_ranks(2, 4)
 @TRANSPORTS
-@pytest.mark.parametrize("operation", ["reduce", "all_reduce"])
+@pytest.mark.parametrize("operation", ["reduce_scatter", "all_reduce"])
 def test_division_before_keeps_fp16_in_range(rank: Rank, kind: type[Transport], operation: str) -> None:
     """Inputs whose sum overflows fp16 have a finite mean when they are divided beforehand, and only then."""
     transport = kind(rank.group)
     world, n = rank.world_size, 10
 
-    def mean(division: Division) -> torch.Tensor:
+    def mean(scaling: GradScaling) -> torch.Tensor:
         region = torch.full((n * world,), 60_000.0, dtype=torch.float16)
-        move = Move(torch.empty(n, dtype=torch.float16) if operation == "reduce" else region, region)
-        wait(getattr(transport, operation)([Parcel("unit", [move], division)]))
-        return move.piece
+        operand = Operand(torch.empty(n, dtype=torch.float16) if operation == "reduce_scatter" else region, region)
+        wait(getattr(transport, operation)([CommRequest("unit", [operand], scaling)]))
+        return operand.shard
 
-    split = mean(Division(before=world))
+    split = mean(GradScaling(before=world))
     assert_equal(split, torch.full_like(split, 60_000.0), "divided beforehand")
     # The counterproof, where the sum is in fp16: on more ranks gloo's is in fp32, block by block.
     if world == 2:
-        assert mean(Division(after=world)).isinf().all()
+        assert mean(GradScaling(after=world)).isinf().all()
 
 
 @GLOO
@@ -235,7 +246,11 @@ def test_gloo_sums_in_rank_order(rank: Rank) -> None:
 
     region = torch.cat([part(rank.rank, to) for to in range(world)])
     piece = torch.empty(numel)
-    wait(GlooTransport(rank.group).reduce([Parcel("unit", [Move(piece, region)], Division(after=world))]))
+    wait(
+        GlooTransport(rank.group).reduce_scatter(
+            [CommRequest("unit", [Operand(piece, region)], GradScaling(after=world))]
+        )
+    )
     folded = part(0, rank.rank)
     for other in range(1, world):
         folded = folded + part(other, rank.rank)
@@ -278,13 +293,13 @@ def test_all_reduce_of_any_size(rank: Rank, kind: type[Transport], dtype: torch.
     """Tensors whose size the ranks do not divide are summed, divided, and the same on all ranks, bit for bit."""
     transport = kind(rank.group)
     world = rank.world_size
-    for division in (Division(), Division(after=world), Division(before=2, after=2)):
+    for scaling in (GradScaling(), GradScaling(after=world), GradScaling(before=2, after=2)):
         tensors = [noise(rank.rank, n, dtype) for n in ODD_SIZES]
-        wait(transport.all_reduce([Parcel("unit", in_place(tensors), division)]))
+        wait(transport.all_reduce([CommRequest("unit", in_place(tensors), scaling)]))
         for n, tensor in zip(ODD_SIZES, tensors, strict=True):
             total = sum(noise(r, n, dtype) for r in range(world))
-            what = f"{division}, {n} elements"
-            assert_close(tensor, total / (division.before * division.after), what, rtol=1e-5, atol=1e-6)
+            what = f"{scaling}, {n} elements"
+            assert_close(tensor, total / (scaling.before * scaling.after), what, rtol=1e-5, atol=1e-6)
             for other, theirs in enumerate(gathered(tensor, rank)):
                 assert_equal(theirs, tensor, f"{what}, of rank {other}")
 
@@ -296,7 +311,7 @@ def test_gloo_all_reduce_is_the_fold_in_rank_order(rank: Rank, dtype: torch.dtyp
     """Sums are bitwise the left fold in rank order; those of half precision on more than two ranks in fp32."""
     transport = GlooTransport(rank.group)
     tensors = [(100 * noise(rank.rank, n)).to(dtype) for n in ODD_SIZES]
-    wait(transport.all_reduce([Parcel("unit", in_place(tensors))]))
+    wait(transport.all_reduce([CommRequest("unit", in_place(tensors))]))
     wide = rank.world_size > 2 and dtype in (torch.bfloat16, torch.float16)
     for n, tensor in zip(ODD_SIZES, tensors, strict=True):
         terms = [(100 * noise(r, n)).to(dtype) for r in range(rank.world_size)]
@@ -313,13 +328,16 @@ def test_all_reduces_in_flight_together(rank: Rank, kind: type[Transport]) -> No
     transport = kind(rank.group)
     world = rank.world_size
     tensors = [[values(rank.rank + i, n, torch.float32) for n in (3, 40_001)] for i in range(4)]
-    launches = [transport.all_reduce([Parcel(f"all {i}", in_place(each))]) for i, each in enumerate(tensors)]
-    gather = Move(values(rank.rank, 9, torch.float32), torch.zeros(9 * world))
+    launches = [transport.all_reduce([CommRequest(f"all {i}", in_place(each))]) for i, each in enumerate(tensors)]
+    gather = Operand(values(rank.rank, 9, torch.float32), torch.zeros(9 * world))
     reduction = reduction_of(rank, (11,), torch.float32)
-    others = [*transport.gather([Parcel("g", [gather])]), *transport.reduce([Parcel("r", reduction)])]
+    others = [
+        *transport.all_gather([CommRequest("g", [gather])]),
+        *transport.reduce_scatter([CommRequest("r", reduction)]),
+    ]
     wait(launches[0])
     wait(others)
-    late = transport.gather([Parcel("late", [gather])])  # between two second halves of all-reduces
+    late = transport.all_gather([CommRequest("late", [gather])])  # between two second halves of all-reduces
     for launch in launches[1:]:
         wait(launch)
     wait(late)
@@ -327,9 +345,9 @@ def test_all_reduces_in_flight_together(rank: Rank, kind: type[Transport]) -> No
         for tensor in each:
             total = sum(values(r + i, tensor.numel(), torch.float32) for r in range(world))
             assert_equal(tensor, total, f"all-reduce {i}")
-    assert_equal(gather.region, torch.cat([values(r, 9, torch.float32) for r in range(world)]), "gather")
+    assert_equal(gather.unsharded, torch.cat([values(r, 9, torch.float32) for r in range(world)]), "all_gather")
     total = sum(values(r + 3 * rank.rank, 11, torch.float32) for r in range(world))
-    assert_equal(reduction[0].piece, total, "reduction")
+    assert_equal(reduction[0].shard, total, "reduction")
 
 
 # Joined messages
@@ -339,46 +357,48 @@ def test_all_reduces_in_flight_together(rank: Rank, kind: type[Transport]) -> No
 @on_ranks(2, 4)
 def test_small_moves_of_a_launch_share_one_message_per_peer(rank: Rank) -> None:
     """Two or more small pieces, whatever their units and dtypes, cost each peer one message; large ones one each."""
-    wire = Wire(rank.group)
+    wire = CommQuantization(rank.group)
     transport = GlooTransport(wire)
     world, peers = rank.world_size, rank.world_size - 1
 
-    def move(numel: int, dtype: torch.dtype = torch.float32) -> Move:
-        return Move(values(rank.rank, numel, dtype), torch.zeros(numel * world, dtype=dtype))
+    def operand(numel: int, dtype: torch.dtype = torch.float32) -> Operand:
+        return Operand(values(rank.rank, numel, dtype), torch.zeros(numel * world, dtype=dtype))
 
-    def bytes_sent(operation: str, *units: list[Move]) -> list[int]:
+    def bytes_sent(operation: str, *units: list[Operand]) -> list[int]:
         wire.messages.clear()
-        wait(getattr(transport, operation)([Parcel(str(i), moves) for i, moves in enumerate(units)]))
+        wait(getattr(transport, operation)([CommRequest(str(i), operands) for i, operands in enumerate(units)]))
         sizes = {peer: sorted(n for to, n in wire.messages if to == peer) for peer, _ in wire.messages}
         assert len(sizes) == peers
         assert len({tuple(each) for each in sizes.values()}) == 1, "the same to every peer"
         return next(iter(sizes.values()))
 
     small = 64 * 1024 // 4 - 1
-    for operation in ("gather", "reduce"):
-        assert bytes_sent(operation, [move(small)]) == [4 * small], "alone"
-        assert bytes_sent(operation, [move(3)], [move(5)]) == [32], "two units"
-        assert bytes_sent(operation, [move(3), move(7, torch.uint8)], [move(5, torch.float64)]) == [59], "dtypes"
-        assert bytes_sent(operation, [move(small + 1)], [move(small + 1)]) == [4 * small + 4] * 2, "large ones"
-        assert bytes_sent(operation, [move(small + 1), move(2)], [move(1)]) == [12, 4 * small + 4], "both"
-        assert bytes_sent(operation, [move(3), move(0)], [move(0)]) == [12], "empty ones do not travel"
+    for operation in ("all_gather", "reduce_scatter"):
+        assert bytes_sent(operation, [operand(small)]) == [4 * small], "alone"
+        assert bytes_sent(operation, [operand(3)], [operand(5)]) == [32], "two units"
+        assert bytes_sent(operation, [operand(3), operand(7, torch.uint8)], [operand(5, torch.float64)]) == [59], (
+            "dtypes"
+        )
+        assert bytes_sent(operation, [operand(small + 1)], [operand(small + 1)]) == [4 * small + 4] * 2, "large ones"
+        assert bytes_sent(operation, [operand(small + 1), operand(2)], [operand(1)]) == [12, 4 * small + 4], "both"
+        assert bytes_sent(operation, [operand(3), operand(0)], [operand(0)]) == [12], "empty ones do not travel"
 
 
 @GLOO
 @on_ranks(2, 4)
 def test_two_gloo_launches_never_share_a_tag(rank: Rank) -> None:
     """A launch has one tag, made of its kind, the names of all its units in order, and a count."""
-    wire = Wire(rank.group)
+    wire = CommQuantization(rank.group)
     transport = GlooTransport(wire)
 
-    def name_bits(*units: str, operation: str = "gather") -> int:
+    def name_bits(*units: str, operation: str = "all_gather") -> int:
         wire.tags.clear()
         n = rank.world_size
-        parcels = [
-            Parcel(unit, [Move(torch.ones(3), torch.ones(3 * n)), Move(torch.ones(2), torch.ones(2 * n))])
+        requests = [
+            CommRequest(unit, [Operand(torch.ones(3), torch.ones(3 * n)), Operand(torch.ones(2), torch.ones(2 * n))])
             for unit in units
         ]
-        wait(getattr(transport, operation)(parcels))
+        wait(getattr(transport, operation)(requests))
         assert len(set(wire.tags)) == 1
         counts.add(wire.tags[0] & 0xFFFF)
         return wire.tags[0] >> 16
@@ -389,7 +409,7 @@ def test_two_gloo_launches_never_share_a_tag(rank: Rank) -> None:
         name_bits("a", "b"),
         name_bits("b", "a"),
         name_bits("ab"),
-        name_bits("a", operation="reduce"),
+        name_bits("a", operation="reduce_scatter"),
     ]
     assert len(set(names)) == 5
     assert name_bits("a", "b") == names[1]
@@ -400,10 +420,10 @@ def test_two_gloo_launches_never_share_a_tag(rank: Rank) -> None:
 @on_ranks(2)
 def test_a_lone_small_piece_and_large_ones_are_sent_from_where_they_are(rank: Rank) -> None:
     """Only what is joined is copied."""
-    wire = Wire(rank.group)
+    wire = CommQuantization(rank.group)
     large, small = torch.ones(20_000), torch.ones(3)
-    moves = [Move(piece, torch.zeros(2 * piece.numel())) for piece in (large, small)]
-    wait(GlooTransport(wire).gather([Parcel("unit", moves)]))
+    operands = [Operand(piece, torch.zeros(2 * piece.numel())) for piece in (large, small)]
+    wait(GlooTransport(wire).all_gather([CommRequest("unit", operands)]))
     assert sorted(wire.places) == sorted([large.data_ptr(), small.data_ptr()])
 
 
@@ -415,12 +435,12 @@ def test_ranks_with_different_launches_time_out(rank: Rank, units: tuple[str, ..
     mine = units if rank.rank == 0 else (*units[:-1], "x")
     group = dist.new_group(timeout=_ONE_SECOND)
     transport = GlooTransport(group)
-    moves = [Move(torch.ones(2), torch.zeros(4)) for _ in units]
-    works = transport.gather([Parcel(unit, [move]) for unit, move in zip(mine, moves, strict=True)])
+    operands = [Operand(torch.ones(2), torch.zeros(4)) for _ in units]
+    works = transport.all_gather([CommRequest(unit, [operand]) for unit, operand in zip(mine, operands, strict=True)])
     with pytest.raises(RuntimeError):
         works[0].wait()
-    for move in moves:
-        other = move.region.narrow(0, 2 * (1 - rank.rank), 2)
+    for operand in operands:
+        other = operand.unsharded.narrow(0, 2 * (1 - rank.rank), 2)
         assert_equal(other, torch.zeros(2), "the other rank's part")
     dist.barrier()
     dist.destroy_process_group(group)
@@ -435,23 +455,23 @@ def test_several_calls_may_be_in_flight(rank: Rank, kind: type[Transport]) -> No
     """A gather and reductions that overlap do not mix up their messages, nor those of the user."""
     transport = kind(rank.group)
     world, n = rank.world_size, 2000
-    gathers = [Move(values(rank.rank + i, n, torch.float32), torch.zeros(n * world)) for i in range(2)]
-    reduction = Move(torch.empty(n), torch.full((n * world,), float(rank.rank)))
+    gathers = [Operand(values(rank.rank + i, n, torch.float32), torch.zeros(n * world)) for i in range(2)]
+    reduction = Operand(torch.empty(n), torch.full((n * world,), float(rank.rank)))
     own, theirs = torch.full((3,), float(rank.rank)), torch.empty(3)
     works = [
-        *transport.gather([Parcel("a", gathers[:1])]),
-        *transport.reduce([Parcel("b", [reduction], Division(after=world))]),
+        *transport.all_gather([CommRequest("a", gathers[:1])]),
+        *transport.reduce_scatter([CommRequest("b", [reduction], GradScaling(after=world))]),
     ]
     to, source = (rank.rank + 1) % world, (rank.rank - 1) % world
     requests = dist.batch_isend_irecv([dist.P2POp(dist.isend, own, to), dist.P2POp(dist.irecv, theirs, source)])
-    works += transport.gather([Parcel("c", gathers[1:])])
+    works += transport.all_gather([CommRequest("c", gathers[1:])])
     wait(requests)
     wait(works)
     assert_equal(theirs, torch.full((3,), float((rank.rank - 1) % world)), "message of the user")
-    for i, move in enumerate(gathers):
+    for i, operand in enumerate(gathers):
         expected = torch.cat([values(r + i, n, torch.float32) for r in range(world)])
-        assert_equal(move.region, expected, f"gather {i}")
-    assert_equal(reduction.piece, torch.full((n,), (world - 1) / 2), "reduction")
+        assert_equal(operand.unsharded, expected, f"gather {i}")
+    assert_equal(reduction.shard, torch.full((n,), (world - 1) / 2), "reduction")
 
 
 # Records
@@ -463,20 +483,22 @@ def test_every_move_is_recorded(rank: Rank, kind: type[Transport]) -> None:
     """Recording gives kind, unit, dtype, elements, received bytes and launch of each move, inside the block only."""
     transport = kind(rank.group)
     world = rank.world_size
-    moves = [Move(torch.ones(n), torch.ones(n * world)) for n in (4, 10)]
-    integers = [Move(torch.ones(3, dtype=torch.int32), torch.ones(3 * world, dtype=torch.int32))]
+    operands = [Operand(torch.ones(n), torch.ones(n * world)) for n in (4, 10)]
+    integers = [Operand(torch.ones(3, dtype=torch.int32), torch.ones(3 * world, dtype=torch.int32))]
     with record() as collectives:
-        wait(transport.gather([Parcel("a", moves), Parcel("c", integers)]))
+        wait(transport.all_gather([CommRequest("a", operands), CommRequest("c", integers)]))
         with record() as inner:
-            wait(transport.reduce([Parcel("b", moves)]))
-        wait(transport.all_reduce([Parcel("d", in_place([torch.ones(7)]))]))
-    wait(transport.gather([Parcel("e", moves)]))
+            wait(transport.reduce_scatter([CommRequest("b", operands)]))
+        wait(transport.all_reduce([CommRequest("d", in_place([torch.ones(7)]))]))
+    wait(transport.all_gather([CommRequest("e", operands)]))
     first = collectives[0].launch
-    reductions = [Collective("reduce", "b", torch.float32, n * world, 4 * n * (world - 1), first + 1) for n in (4, 10)]
+    reductions = [
+        Collective("reduce_scatter", "b", torch.float32, n * world, 4 * n * (world - 1), first + 1) for n in (4, 10)
+    ]
     assert inner == reductions
     assert collectives == [
-        *(Collective("gather", "a", torch.float32, n * world, 4 * n * (world - 1), first) for n in (4, 10)),
-        Collective("gather", "c", torch.int32, 3 * world, 4 * 3 * (world - 1), first),
+        *(Collective("all_gather", "a", torch.float32, n * world, 4 * n * (world - 1), first) for n in (4, 10)),
+        Collective("all_gather", "c", torch.int32, 3 * world, 4 * 3 * (world - 1), first),
         *reductions,
         Collective("all_reduce", "d", torch.float32, 7, 2 * 28 * (world - 1) // world, first + 2),
     ]
@@ -487,13 +509,16 @@ def test_every_move_is_recorded(rank: Rank, kind: type[Transport]) -> None:
 def test_launches_are_numbered_over_all_transports(rank: Rank) -> None:
     """Launches count up over transports, and also while nobody records."""
     one, two = GlooTransport(rank.group), CollectiveTransport(rank.group)
-    parcels = [Parcel("a", [Move(torch.ones(2), torch.ones(4))]), Parcel("b", [Move(torch.ones(2), torch.ones(4))])]
+    requests = [
+        CommRequest("a", [Operand(torch.ones(2), torch.ones(4))]),
+        CommRequest("b", [Operand(torch.ones(2), torch.ones(4))]),
+    ]
     with record() as before:
-        wait(one.gather(parcels))
-    wait(two.gather(parcels))
+        wait(one.all_gather(requests))
+    wait(two.all_gather(requests))
     with record() as after:
-        wait(two.reduce(parcels))
-        wait(one.gather(parcels))
+        wait(two.reduce_scatter(requests))
+        wait(one.all_gather(requests))
     first = before[0].launch
     assert [c.launch - first for c in (*before, *after)] == [0, 0, 2, 2, 3, 3]
 
@@ -503,10 +528,10 @@ def test_launches_are_numbered_over_all_transports(rank: Rank) -> None:
 def test_failure_inside_a_recording_ends_it(rank: Rank) -> None:
     """A recording ends with its block also when that raises."""
     transport = GlooTransport(rank.group)
-    moves = [Move(torch.ones(2), torch.ones(4))]
+    operands = [Operand(torch.ones(2), torch.ones(4))]
     with pytest.raises(ZeroDivisionError), record() as collectives:
         raise ZeroDivisionError
-    wait(transport.gather([Parcel("a", moves)]))
+    wait(transport.all_gather([CommRequest("a", operands)]))
     assert collectives == []
 
 
@@ -556,27 +581,32 @@ def test_custom_collectives_are_called_once_per_move(rank: Rank, done: bool) -> 
     gather, scatter = CountingGather(done), CountingScatter(done)
     transport = CustomTransport(GlooTransport(rank.group), gather, scatter)
     assert transport.direct_bytes > 10**15
-    regions = [transport.allocate("gather", n * world, torch.float32, CPU) for n in (3, 7)]
+    regions = [transport.allocate("all_gather", n * world, torch.float32, CPU) for n in (3, 7)]
     assert gather.allocated == [(3 * world,), (7 * world,)]
-    moves = [Move(values(rank.rank, n, torch.float32), r) for n, r in zip((3, 7), regions, strict=True)]
+    operands = [Operand(values(rank.rank, n, torch.float32), r) for n, r in zip((3, 7), regions, strict=True)]
     with record() as collectives:
-        wait(transport.gather([Parcel("a", moves[:1]), Parcel("b", moves[1:])]))
-    assert [(c.kind, c.unit) for c in collectives] == [("gather", "a"), ("gather", "b")]
+        wait(transport.all_gather([CommRequest("a", operands[:1]), CommRequest("b", operands[1:])]))
+    assert [(c.kind, c.unit) for c in collectives] == [("all_gather", "a"), ("all_gather", "b")]
     assert len({c.launch for c in collectives}) == 1
-    for move in moves:
-        numel = move.piece.numel()
-        assert_equal(move.region, torch.cat([values(r, numel, torch.float32) for r in range(world)]), f"{numel}")
+    for operand in operands:
+        numel = operand.shard.numel()
+        assert_equal(operand.unsharded, torch.cat([values(r, numel, torch.float32) for r in range(world)]), f"{numel}")
     assert gather.calls == [(3 * world, True), (7 * world, True)]
 
-    for division in (Division(after=world), Division(), Division(before=2, after=2), Division(1, world, native=False)):
-        move = reduction_of(rank, (5,), torch.float32)[0]
-        wait(transport.reduce([Parcel("a", [move], division)]))
+    for scaling in (
+        GradScaling(after=world),
+        GradScaling(),
+        GradScaling(before=2, after=2),
+        GradScaling(1, world, native=False),
+    ):
+        operand = reduction_of(rank, (5,), torch.float32)[0]
+        wait(transport.reduce_scatter([CommRequest("a", [operand], scaling)]))
         total = sum(values(r + 3 * rank.rank, 5, torch.float32) for r in range(world))
-        assert_equal(move.piece, total / (division.before * division.after), str(division))
+        assert_equal(operand.shard, total / (scaling.before * scaling.after), str(scaling))
     assert scatter.calls == [(5, ReduceOp.SUM, True)] * 4, "gloo cannot average"
 
     tensor = values(rank.rank, 5, torch.float32)
-    wait(transport.all_reduce([Parcel("a", in_place([tensor]))]))
+    wait(transport.all_reduce([CommRequest("a", in_place([tensor]))]))
     assert_equal(tensor, sum(values(r, 5, torch.float32) for r in range(world)), "all-reduce")
 
 
@@ -588,14 +618,14 @@ def test_what_is_not_custom_goes_to_the_base(rank: Rank) -> None:
     base = GlooTransport(rank.group)
     with record() as collectives:
         custom = CustomTransport(base, reduce_scatter=scatter)
-        wait(custom.gather([Parcel("a", [Move(torch.ones(2), torch.zeros(4))])]))
-        assert custom.allocate("gather", 4, torch.float32, CPU) is None
+        wait(custom.all_gather([CommRequest("a", [Operand(torch.ones(2), torch.zeros(4))])]))
+        assert custom.allocate("all_gather", 4, torch.float32, CPU) is None
         custom = CustomTransport(base, all_gather=gather)
-        wait(custom.reduce([Parcel("b", [Move(torch.ones(2), torch.zeros(4))])]))
-        assert custom.allocate("reduce", 4, torch.float32, CPU) is None
-    assert [(c.kind, c.unit) for c in collectives] == [("gather", "a"), ("reduce", "b")]
+        wait(custom.reduce_scatter([CommRequest("b", [Operand(torch.ones(2), torch.zeros(4))])]))
+        assert custom.allocate("reduce_scatter", 4, torch.float32, CPU) is None
+    assert [(c.kind, c.unit) for c in collectives] == [("all_gather", "a"), ("reduce_scatter", "b")]
     assert gather.calls == scatter.calls == []
-    assert base.allocate("gather", 4, torch.float32, CPU) is None
+    assert base.allocate("all_gather", 4, torch.float32, CPU) is None
 
 
 @GLOO
@@ -605,14 +635,14 @@ def test_collectives_written_for_pytorch_are_taken(rank: Rank) -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
     transport = CustomTransport(GlooTransport(rank.group), DefaultAllGather(), DefaultReduceScatter())
-    region = transport.allocate("gather", 8, torch.float32, CPU)
+    region = transport.allocate("all_gather", 8, torch.float32, CPU)
     assert region.shape == (8,)
-    wait(transport.gather([Parcel("a", [Move(values(rank.rank, 4, torch.float32), region)])]))
-    assert_equal(region, torch.cat([values(r, 4, torch.float32) for r in range(2)]), "gather")
-    move = reduction_of(rank, (4,), torch.float32)[0]
-    wait(transport.reduce([Parcel("a", [move], Division(after=2))]))
+    wait(transport.all_gather([CommRequest("a", [Operand(values(rank.rank, 4, torch.float32), region)])]))
+    assert_equal(region, torch.cat([values(r, 4, torch.float32) for r in range(2)]), "all_gather")
+    operand = reduction_of(rank, (4,), torch.float32)[0]
+    wait(transport.reduce_scatter([CommRequest("a", [operand], GradScaling(after=2))]))
     total = sum(values(r + 3 * rank.rank, 4, torch.float32) for r in range(2))
-    assert_equal(move.piece, total / 2, "reduction")
+    assert_equal(operand.shard, total / 2, "reduction")
 
 
 @GLOO
@@ -630,7 +660,7 @@ def test_custom_collectives_are_checked(rank: Rank) -> None:
             return torch.empty(size[0] - 1, dtype=dtype)
 
     with pytest.raises(ValueError, match=r"Short.allocate: expected 4 elements of torch.float32 on cpu, got 3"):
-        CustomTransport(base, Short(False)).allocate("gather", 4, torch.float32, CPU)
+        CustomTransport(base, Short(False)).allocate("all_gather", 4, torch.float32, CPU)
 
 
 @GLOO
@@ -644,13 +674,13 @@ def test_process_group_memory_falls_back_to_ordinary_memory(rank: Rank, asynchro
     work = gather(region.view(-1), torch.full((3,), rank.rank, dtype=torch.float64), rank.group, asynchronous)
     assert (work is not None) == asynchronous
     wait([work] if asynchronous else [])
-    assert_equal(region, torch.tensor([[0.0] * 3, [1.0] * 3], dtype=torch.float64), "gather")
+    assert_equal(region, torch.tensor([[0.0] * 3, [1.0] * 3], dtype=torch.float64), "all_gather")
     piece = torch.empty(3, dtype=torch.float64)
     work = scatter(piece, region.view(-1), rank.group, ReduceOp.SUM, asynchronous)
     wait([work] if asynchronous else [])
     assert_equal(piece, torch.full((3,), 2.0 * rank.rank, dtype=torch.float64), "reduction")
     transport = CustomTransport(GlooTransport(rank.group), gather, scatter)
-    assert transport.allocate("reduce", 6, torch.float32, CPU).shape == (6,)
+    assert transport.allocate("reduce_scatter", 6, torch.float32, CPU).shape == (6,)
 
 
 @pytest.mark.cpu_only("what is refused without NCCL")
@@ -734,32 +764,32 @@ def test_parts_of_ranks_in_different_numbers_of_groups(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "division", "op", "before", "after"),
+    ("dtype", "scaling", "op", "before", "after"),
     [
-        (torch.float32, Division(after=8), ReduceOp.AVG, 1, 1),
-        (torch.float16, Division(after=8), ReduceOp.AVG, 1, 1),
-        (torch.float32, Division(), ReduceOp.SUM, 1, 1),
-        (torch.bfloat16, Division(after=3), ReduceOp.PREMUL_SUM, 1, 1),
-        (torch.float32, Division(after=16), ReduceOp.PREMUL_SUM, 1, 1),
-        (torch.float64, Division(after=16), ReduceOp.SUM, 1, 1 / 16),
-        (torch.float16, Division(after=16), ReduceOp.SUM, 1, 1 / 16),
-        (torch.float32, Division(after=8, native=False), ReduceOp.SUM, 1, 1 / 8),
-        (torch.float16, Division(before=4, after=2), ReduceOp.SUM, 1 / 4, 1 / 2),
-        (torch.float32, Division(before=8), ReduceOp.SUM, 1 / 8, 1),
+        (torch.float32, GradScaling(after=8), ReduceOp.AVG, 1, 1),
+        (torch.float16, GradScaling(after=8), ReduceOp.AVG, 1, 1),
+        (torch.float32, GradScaling(), ReduceOp.SUM, 1, 1),
+        (torch.bfloat16, GradScaling(after=3), ReduceOp.PREMUL_SUM, 1, 1),
+        (torch.float32, GradScaling(after=16), ReduceOp.PREMUL_SUM, 1, 1),
+        (torch.float64, GradScaling(after=16), ReduceOp.SUM, 1, 1 / 16),
+        (torch.float16, GradScaling(after=16), ReduceOp.SUM, 1, 1 / 16),
+        (torch.float32, GradScaling(after=8, native=False), ReduceOp.SUM, 1, 1 / 8),
+        (torch.float16, GradScaling(before=4, after=2), ReduceOp.SUM, 1 / 4, 1 / 2),
+        (torch.float32, GradScaling(before=8), ReduceOp.SUM, 1 / 8, 1),
     ],
 )
 def test_nccl_divides_by_itself_where_it_may(
-    dtype: torch.dtype, division: Division, op: object, before: float, after: float
+    dtype: torch.dtype, scaling: GradScaling, op: object, before: float, after: float
 ) -> None:
     """NCCL averages or premultiplies when that is the whole division; else there are explicit factors."""
-    reduction = nccl_reduction(dtype, division, 8)
+    reduction = nccl_reduction(dtype, scaling, 8)
     assert reduction.op == op
     assert (reduction.before, reduction.after) == (before, after)
 
 
 def test_nccl_does_not_average_over_one_rank() -> None:
     """NCCL's average over a single rank is not to be relied on; a sum is the same there."""
-    assert nccl_reduction(torch.float32, Division(after=1), 1).op == ReduceOp.SUM
+    assert nccl_reduction(torch.float32, GradScaling(after=1), 1).op == ReduceOp.SUM
 
 
 class GroupCalls:
@@ -788,10 +818,10 @@ class GroupCalls:
         return self._note("end")
 
     def _allgather_base(self, region, piece, options) -> GroupCalls:
-        return self._note("gather", piece.numel(), piece.dtype)
+        return self._note("all_gather", piece.numel(), piece.dtype)
 
     def _reduce_scatter_base(self, piece, region, options) -> GroupCalls:
-        return self._note("reduce", piece.numel(), options.reduceOp.op, float(region[0]))
+        return self._note("reduce_scatter", piece.numel(), options.reduceOp.op, float(region[0]))
 
     def allreduce(self, tensors, options) -> GroupCalls:
         return self._note("all_reduce", tensors[0].numel(), options.reduceOp.op)
@@ -803,38 +833,41 @@ def test_nccl_launch_is_one_group_call() -> None:
     transport = NcclTransport(group, reductions)
     assert transport.reduce_group is reductions
 
-    def move(numel: int, dtype: torch.dtype = torch.float32) -> Move:
-        return Move(torch.full((numel,), 6.0).to(dtype), torch.full((4 * numel,), 8.0).to(dtype))
+    def operand(numel: int, dtype: torch.dtype = torch.float32) -> Operand:
+        return Operand(torch.full((numel,), 6.0).to(dtype), torch.full((4 * numel,), 8.0).to(dtype))
 
-    wait(transport.gather([Parcel("a", [move(2)]), Parcel("b", [move(3, torch.int16)])]))
-    assert group.log == ["start", ("gather", 2, torch.float32), ("gather", 6, torch.uint8), "end", "wait"]
+    wait(transport.all_gather([CommRequest("a", [operand(2)]), CommRequest("b", [operand(3, torch.int16)])]))
+    assert group.log == ["start", ("all_gather", 2, torch.float32), ("all_gather", 6, torch.uint8), "end", "wait"]
     assert reductions.log == []
 
-    averaged, halved, split = move(2), move(3), move(4, torch.float16)
-    divisions = [Division(after=4), Division(after=2), Division(before=8, after=3)]
+    averaged, halved, split = operand(2), operand(3), operand(4, torch.float16)
+    divisions = [GradScaling(after=4), GradScaling(after=2), GradScaling(before=8, after=3)]
     group.log.clear()
     wait(
-        transport.reduce(
-            [Parcel(str(i), [m], d) for i, (m, d) in enumerate(zip((averaged, halved, split), divisions, strict=True))]
+        transport.reduce_scatter(
+            [
+                CommRequest(str(i), [m], d)
+                for i, (m, d) in enumerate(zip((averaged, halved, split), divisions, strict=True))
+            ]
         )
     )
     assert group.log == []
     assert reductions.log == [
         "start",
-        ("reduce", 2, ReduceOp.AVG, 8.0),
-        ("reduce", 3, ReduceOp.PREMUL_SUM, 8.0),
-        ("reduce", 4, ReduceOp.SUM, 1.0),  # divided beforehand
+        ("reduce_scatter", 2, ReduceOp.AVG, 8.0),
+        ("reduce_scatter", 3, ReduceOp.PREMUL_SUM, 8.0),
+        ("reduce_scatter", 4, ReduceOp.SUM, 1.0),  # divided beforehand
         "end",
         "wait",
     ]
-    assert [float(m.piece[0]) for m in (averaged, halved, split)] == [6, 6, 2], "divided afterwards, where needed"
+    assert [float(m.shard[0]) for m in (averaged, halved, split)] == [6, 6, 2], "divided afterwards, where needed"
 
     reductions.log.clear()
     transport.separate_reduce_group(False)
-    wait(transport.reduce([Parcel("a", [move(5)])]))
-    wait(transport.all_reduce([Parcel("a", in_place([torch.ones(7)]), Division(after=4))]))
+    wait(transport.reduce_scatter([CommRequest("a", [operand(5)])]))
+    wait(transport.all_reduce([CommRequest("a", in_place([torch.ones(7)]), GradScaling(after=4))]))
     assert reductions.log == []
-    assert group.log == [("reduce", 5, ReduceOp.SUM, 8.0), "wait", ("all_reduce", 7, ReduceOp.AVG), "wait"]
+    assert group.log == [("reduce_scatter", 5, ReduceOp.SUM, 8.0), "wait", ("all_reduce", 7, ReduceOp.AVG), "wait"]
     transport.separate_reduce_group(True)
     assert transport.reduce_group is reductions
 
@@ -849,10 +882,16 @@ def test_custom_reduce_scatter_may_average_on_nccl() -> None:
             seen.append((group, op))
 
     transport = CustomTransport(NcclTransport(group, reductions), reduce_scatter=Scatter(True))
-    for division in (Division(after=4), Division(after=3), Division(2, 2), Division(1, 4, False), Division()):
-        wait(transport.reduce([Parcel("a", [Move(torch.ones(2), torch.ones(8))], division)]))
+    for scaling in (
+        GradScaling(after=4),
+        GradScaling(after=3),
+        GradScaling(2, 2),
+        GradScaling(1, 4, False),
+        GradScaling(),
+    ):
+        wait(transport.reduce_scatter([CommRequest("a", [Operand(torch.ones(2), torch.ones(8))], scaling)]))
     transport.separate_reduce_group(False)
-    wait(transport.reduce([Parcel("a", [Move(torch.ones(2), torch.ones(8))])]))
+    wait(transport.reduce_scatter([CommRequest("a", [Operand(torch.ones(2), torch.ones(8))])]))
     ops = [ReduceOp.AVG, ReduceOp.SUM, ReduceOp.SUM, ReduceOp.SUM, ReduceOp.SUM]
     assert seen == [*((reductions, op) for op in ops), (group, ReduceOp.SUM)]
 
@@ -862,7 +901,7 @@ def on_fake_group(script: str) -> None:
     preamble = """
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from fullshard.transport import *
+from fullshard.comm import *
 dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
 """
     code = preamble + textwrap.dedent(script) + 'print("done")\n'
@@ -877,19 +916,21 @@ def test_other_back_ends_get_the_collective_transport() -> None:
         transport = make_transport(dist.group.WORLD, torch.device("cpu"))
         assert type(transport) is CollectiveTransport
         for dtype in (torch.float32, torch.float16, torch.int16):
-            moves = [Move(torch.ones(n, dtype=dtype), torch.ones(8 * n, dtype=dtype)) for n in (0, 4, 5)]
-            for work in transport.gather([Parcel("a", moves), Parcel("b", moves)]):
+            operands = [Operand(torch.ones(n, dtype=dtype), torch.ones(8 * n, dtype=dtype)) for n in (0, 4, 5)]
+            for work in transport.all_gather([CommRequest("a", operands), CommRequest("b", operands)]):
                 work.wait()
         with record() as collectives:
-            tensor, move = torch.ones(5), Move(torch.ones(2), torch.ones(16))
-            for work in transport.all_reduce([Parcel("a", [Move(tensor, tensor)], Division(2, 4))]):
+            tensor, operand = torch.ones(5), Operand(torch.ones(2), torch.ones(16))
+            for work in transport.all_reduce([CommRequest("a", [Operand(tensor, tensor)], GradScaling(2, 4))]):
                 work.wait()
-            for work in transport.reduce([Parcel("a", [move], Division(2, 4)), Parcel("b", [move], Division())]):
+            for work in transport.reduce_scatter(
+                [CommRequest("a", [operand], GradScaling(2, 4)), CommRequest("b", [operand], GradScaling())]
+            ):
                 work.wait()
         assert tensor.tolist() == [0.125] * 5, tensor
-        assert move.region.unique().tolist() == [0.5]
+        assert operand.unsharded.unique().tolist() == [0.5]
         assert len(collectives) == 3 and len({c.launch for c in collectives}) == 2
-        assert transport.allocate("gather", 4, torch.float32, torch.device("cpu")) is None
+        assert transport.allocate("all_gather", 4, torch.float32, torch.device("cpu")) is None
     """)
 
 
@@ -904,7 +945,7 @@ def test_models_train_on_other_back_ends() -> None:
             model(torch.ones(2, 16)).sum().backward()
         assert all(p.grad.to_local().shape == p.to_local().shape for p in model.parameters())
         kinds = [(c.kind, c.unit) for c in collectives]
-        forward = [("gather", "0"), ("gather", "1"), ("gather", "2")]
-        assert [k for k in kinds if k[0] == "gather"][:3] == forward, kinds
-        assert [k for k in kinds if k[0] == "reduce"] == [("reduce", "2"), ("reduce", "1"), ("reduce", "0")], kinds
+        forward = [("all_gather", "0"), ("all_gather", "1"), ("all_gather", "2")]
+        assert [k for k in kinds if k[0] == "all_gather"][:3] == forward, kinds
+        assert [name for kind, name in kinds if kind == "reduce_scatter"] == ["2", "1", "0"], kinds
     """)

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from compare import assert_equal, assert_models_equal
 from fullshard import fully_shard, unsharded
+from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
-from fullshard.transport import record
 from models import (
     Stack,
     assert_at_rest,
@@ -62,7 +62,7 @@ def test_gathers_once(rank: Rank, ran: bool, context: Any) -> None:
     with context():
         with record() as entering, unsharded(model) as same:
             assert same is model
-            assert {c.kind for c in entering} <= {"gather"}
+            assert {c.kind for c in entering} <= {"all_gather"}
             assert [c.unit for c in entering] == (ALL if rank.world_size > 1 else [])
             before = pointers(model)
             with record() as seen:
@@ -146,8 +146,8 @@ def test_training_inside(rank: Rank, setting: bool | None, zeroed: str) -> None:
         for step in range(3):
             with record() as seen:
                 square_loss(step)(model, rank.rank).backward()
-            assert [c.unit for c in seen if c.kind == "gather"] == (ALL if step == 1 else [])
-            assert len([c for c in seen if c.kind == "reduce"]) == 4
+            assert [c.unit for c in seen if c.kind == "all_gather"] == (ALL if step == 1 else [])
+            assert len([c for c in seen if c.kind == "reduce_scatter"]) == 4
             reference_backward(reference, rank.world_size, square_loss(step))
             for name, theirs in reference.named_parameters():
                 gradient = sharded[name].grad.full_tensor()
@@ -393,7 +393,7 @@ def test_on_two_axes(rank: Rank) -> None:
     fully_shard(model, mesh=mesh)
     with torch.no_grad(), record() as seen, unsharded(model):
         check_output(model, reference)
-    assert [c.kind for c in seen] == ["gather"] * 4
+    assert [c.kind for c in seen] == ["all_gather"] * 4
     assert_at_rest(model)
     train(rank, model, reference)
 
@@ -410,5 +410,5 @@ def test_leaves_nothing_behind(rank: Rank) -> None:
         raise AssertionError("not reached")
     model.blocks[1].up.weight = kept
     assert gathered(model) == []
-    assert all(unit.progress.held == 0 for unit in nested_units(model))
+    assert all(unit.user_unshards == 0 for unit in nested_units(model))
     train(rank, model, reference)

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from compare import assert_close, assert_equal, assert_models_equal
 from fullshard import DataParallelMeshDims, FSDPMeshInfo, fully_shard
-from fullshard.transport import record
+from fullshard.comm import record
 from models import batch, reference_backward
 from ranks import Rank, on_ranks
 
@@ -141,7 +141,7 @@ def test_module_distributed_as_a_whole(rank: Rank) -> None:
         model(x).to_local().square().mean().backward()
     reference_backward(reference, 4, whole_loss)
     assert_models_equal(model, reference, grads=True, **CLOSE)
-    assert {c.kind for c in seen} == {"gather", "reduce"}
+    assert {c.kind for c in seen} == {"all_gather", "reduce_scatter"}
 
 
 @on_ranks(4)
@@ -274,7 +274,7 @@ def test_plain_parameters_where_all_axes_are_data_parallel(rank: Rank, replicate
         assert_close(found.grad.full_tensor(), expected.grad, "gradient", rtol=1e-5, atol=1e-7)
     if not replicate:
         other = rank.make_mesh(2, 2, names=("shard", "tp"))
-        with pytest.raises(ValueError, match=r"is a plain tensor, of which nobody knows how it lies on \['tp'\]"):
+        with pytest.raises(ValueError, match=r"is a plain tensor without placements on \['tp'\]"):
             fully_shard(nn.Linear(4, 4), mesh=other, dp_mesh_dims=DataParallelMeshDims(shard="shard"))
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from compare import assert_models_equal
 from fullshard import PhaseError, fully_shard, share_comm_ctx
+from fullshard.comm import record
 from fullshard.engine.ownership import unit_of
-from fullshard.transport import record
 from models import (
     LossOf,
     Mlp,
@@ -51,7 +51,7 @@ def gathers(call: Any) -> Counter[str]:
     """How often each unit was gathered during ``call``."""
     with record() as seen:
         call()
-    return Counter(c.unit for c in seen if c.kind == "gather")
+    return Counter(c.unit for c in seen if c.kind == "all_gather")
 
 
 # ---------------------------------------------------------------- several roots
@@ -72,7 +72,7 @@ def test_two_roots(rank: Rank) -> None:
     """Two sharded models in one graph, with one optimizer, train as without sharding."""
     model, reference = two_roots(rank)
     train(rank, model, reference, steps=3)
-    assert unit_of(model[0]).schedule is not unit_of(model[1]).schedule
+    assert unit_of(model[0]).runtime is not unit_of(model[1]).runtime
     if rank.world_size > 1:
         assert_at_rest(model)
 
@@ -121,7 +121,7 @@ def test_roots_join(rank: Rank) -> None:
     train(rank, model, reference, steps=1)
     fully_shard(model, mesh=rank.mesh)
     train(rank, model, reference)
-    assert unit_of(model[0]).schedule is unit_of(model[1]).schedule is unit_of(model).schedule
+    assert unit_of(model[0]).runtime is unit_of(model[1]).runtime is unit_of(model).runtime
     assert [unit_of(stage).name for stage in model] == ["0", "1"]
     assert_at_rest(model)
 
@@ -308,11 +308,11 @@ def test_share_comm_ctx(rank: Rank, when: str) -> None:
         train(rank, model if when == "after" else model[0], reference if when == "after" else reference[0], steps=1)
         share_comm_ctx(stages[::-1])
     train(rank, model, reference)
-    lanes = [unit_of(stage).schedule.lanes for stage in stages]
-    assert lanes[0] is lanes[1]
+    comm_streams = [unit_of(stage).runtime.comm_streams for stage in stages]
+    assert comm_streams[0] is comm_streams[1]
     fully_shard(model, mesh=rank.mesh)
     train(rank, model, reference)
-    assert unit_of(model).schedule.lanes is lanes[0]
+    assert unit_of(model).runtime.comm_streams is comm_streams[0]
     share_comm_ctx([])
 
 
@@ -466,5 +466,5 @@ def test_unshard_ahead_of_a_pipeline_stage(rank: Rank) -> None:
         for number in range(2):
             reference_backward(reference, rank.world_size, square_loss(step + number))
         assert_models_equal(model, reference, grads=True, **CLOSE)
-        assert len([c for c in seen if c.kind == "reduce"]) == 4
+        assert len([c for c in seen if c.kind == "reduce_scatter"]) == 4
         assert_at_rest(model)

@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from compare import fqn_of
-from fullshard.engine.flat_parameter import FlatPiece
 from fullshard.engine.ownership import nested_units
-from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.progress import Phase
+from fullshard.engine.parameters.flat import FlatShardedParameter
+from fullshard.engine.parameters.sharded import ShardedParameter
+from fullshard.engine.states import Phase
 from fuzz.models import Root
 
 __all__ = ["Pair", "Tolerance", "difference", "differences", "flat_groups", "left_unsharded", "pairs"]
@@ -77,8 +77,8 @@ class Pair(NamedTuple):
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor like the whole parameter."""
-        if isinstance(self.piece, FlatPiece):
-            return self.piece.part_like_local(whole)
+        if isinstance(self.piece, FlatShardedParameter):
+            return self.piece.local_part(whole)
         held = self.held
         assert isinstance(held, DTensor)
         return _part(whole, held)
@@ -129,8 +129,8 @@ def flat_groups(found: list[Pair]) -> list[list[nn.Parameter]]:
     """The reference's parameters, of each flat parameter that users see."""
     groups: dict[int, list[nn.Parameter]] = {}
     for pair in found:
-        if isinstance(pair.piece, FlatPiece) and pair.piece.home is not None:
-            groups.setdefault(id(pair.piece.home), []).append(pair.expected)
+        if isinstance(pair.piece, FlatShardedParameter) and pair.piece.handle is not None:
+            groups.setdefault(id(pair.piece.handle), []).append(pair.expected)
     return list(groups.values())
 
 
@@ -192,9 +192,9 @@ def _brief(tensor: torch.Tensor | None) -> str:
 def left_unsharded(model: nn.Module) -> Iterator[str]:
     """Units that hold memory for unsharded parameters, or are in the middle of something."""
     for unit in nested_units(model):
-        if unit.phase is not Phase.RESTING:
+        if unit.phase is not Phase.IDLE:
             yield f"left over: unit {unit.name!r} is in its {unit.phase.value}"
-        if any(bucket.full_bytes for bucket in unit.buckets):
+        if any(bucket.allocated_bytes for bucket in unit.buckets):
             yield f"left over: unit {unit.name!r} is unsharded"
-        if unit.registration.full:
+        if unit.registration.unsharded:
             yield f"left over: modules of unit {unit.name!r} hold unsharded parameters"

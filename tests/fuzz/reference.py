@@ -27,7 +27,7 @@ class Side:
 
 
 def _own_gradient(parameter: torch.Tensor) -> None:
-    """Move the gradient into memory of its own.
+    """Operand the gradient into memory of its own.
 
     Autograd takes what it computes for ``.grad`` as it is, and adds the next gradient in place: where two parameters
     have one gradient (``a.view(1, -1) + b.view(1, -1)``), to both at once.

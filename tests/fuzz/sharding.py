@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 
 from fullshard import (
     BackwardPrefetch,
+    CommQuantization,
     CPUOffload,
     CPUOffloadPolicy,
     FSDPModule,
@@ -20,12 +21,11 @@ from fullshard import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardingStrategy,
-    Wire,
     fully_shard,
     replicate,
 )
+from fullshard.comm import GlooTransport
 from fullshard.engine.ownership import unit_of
-from fullshard.transport import GlooTransport
 from fullshard.wrap import CustomPolicy
 from fuzz.models import Block, Root
 from fuzz.plan import FrontEnd
@@ -64,7 +64,7 @@ def shard(model: Root, front_end: FrontEnd, rank: Rank) -> nn.Module:
             block.compile(backend=block.plan.compiled)
     sharded = _wrap(model, front_end, mesh) if front_end.name == "wrapper" else _shard(model, front_end, mesh)
     if front_end.quantized:
-        sharded.set_wire(shard=Wire(gather="int8", reduce="int8", min_bytes=0))
+        sharded.set_comm_quantization(shard=CommQuantization(all_gather="int8", reduce="int8", min_bytes=0))
     if front_end.keep and isinstance(sharded, FSDPModule):
         sharded.set_reshard_after_backward(False)
     return sharded

@@ -63,8 +63,8 @@ def double_all_gradients(history: History) -> None:
 
 def drop_a_gradient(history: History) -> None:
     pair = history.pairs[0]
-    if pair.piece is not None and getattr(pair.piece, "home", None) is not None:
-        pair.piece.home.flat.grad = None
+    if pair.piece is not None and getattr(pair.piece, "handle", None) is not None:
+        pair.piece.handle.flat.grad = None
     else:
         assert pair.held is not None
         pair.held.grad = None

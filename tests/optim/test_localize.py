@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fullshard import CPUOffloadPolicy, fully_shard, replicate
+from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
 from fullshard.optim import delocalize, localize, overlap
-from fullshard.transport import record
 from ranks import Rank, on_ranks
 
 Make = Callable[..., optim.Optimizer]
@@ -140,7 +140,7 @@ class Pair:
 
 def pieces(optimizer: optim.Optimizer) -> list[int]:
     """How many parameters each piece of the last step had."""
-    return [len(piece.members) for piece in vars(optimizer)["_fullshard_local_step"]._plan.pieces]
+    return [len(piece.members) for piece in vars(optimizer)["_fullshard_local_step"]._plan.tensors]
 
 
 def adamw(model: nn.Module, **options: Any) -> optim.Optimizer:
@@ -241,7 +241,7 @@ def test_missing_gradients_of_single_parameters(rank: Rank) -> None:
             optimizer.zero_grad()
         pair.check()
     plan, weight = vars(pair.optimizers[0])["_fullshard_local_step"]._plan, pair.models[0].even[1].weight
-    assert [len(p.members) for p in plan.pieces if any(m.parameter is weight for m in p.members)] == [1]
+    assert [len(p.members) for p in plan.tensors if any(m.parameter is weight for m in p.members)] == [1]
 
 
 @on_ranks(2)
@@ -333,7 +333,7 @@ def test_groups(rank: Rank) -> None:
         pair.check()
     plan = vars(pair.optimizers[0])["_fullshard_local_step"]._plan
     names = [{id(p) for p in group["params"]} for group in pair.optimizers[0].param_groups]
-    assert all({id(m.parameter) for m in piece.members} <= names[piece.group] for piece in plan.pieces)
+    assert all({id(m.parameter) for m in piece.members} <= names[piece.group] for piece in plan.tensors)
 
 
 @on_ranks(2)
@@ -549,7 +549,7 @@ def test_pieces_can_be_stepped_in_any_order(rank: Rank) -> None:
         units = {id(piece.unit()) for piece in found}
         assert units == {id(unit) for unit in nested_units(pair.models[0])}
         for unit in [*units][::-1]:
-            local_step.step_pieces(optimizer, [piece for piece in found if id(piece.unit()) == unit][::-1])
+            local_step.step_tensors(optimizer, [piece for piece in found if id(piece.unit()) == unit][::-1])
         local_step.finish(optimizer)
         pair.optimizers[1].step()
         for _, each in pair:
@@ -612,7 +612,7 @@ def test_who_is_localised() -> None:
     others = {
         "inner products": optim.LBFGS([weight]),
         "rows and columns": optim.Adafactor([weight]),
-        "whole matrices": optim.Muon([weight]),
+        "full matrices": optim.Muon([weight]),
         "sparse gradients": optim.SparseAdam([weight]),
         "differentiable": optim.SGD([weight], differentiable=True),
         "not known": Changed([weight]),
@@ -624,7 +624,7 @@ def test_who_is_localised() -> None:
         assert type(optimizer) is kind
     patched = optim.AdamW([weight])
     patched.step = lambda closure=None: None
-    with pytest.warns(UserWarning, match="has replaced its step"):
+    with pytest.warns(UserWarning, match="its step method was replaced"):
         localize(patched)
     with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got Linear"):
         localize(nn.Linear(2, 2))

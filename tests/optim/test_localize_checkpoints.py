@@ -111,7 +111,7 @@ def test_the_wrappers_parameters(rank: Rank, orig: bool) -> None:
     optimizers = localize(adamw(models[0])), adamw(models[1])
     for model, optimizer in zip(models, optimizers, strict=True):
         train(rank, model, optimizer, 3)
-    counts = [len(piece.members) for piece in vars(optimizers[0])["_fullshard_local_step"]._plan.pieces]
+    counts = [len(tensor.members) for tensor in vars(optimizers[0])["_fullshard_local_step"]._plan.tensors]
     assert (max(counts) > 1) == orig
     states = [FSDP.optim_state_dict(m, o) for m, o in zip(models, optimizers, strict=True)]
     assert str(states[0]) == str(states[1])

@@ -18,8 +18,8 @@ import fullshard
 from compare import assert_close, assert_equal
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import OffloadPolicy, ShardingStrategy, fully_shard
-from fullshard.engine.names import clean_name
-from fullshard.optim import Muon, orthogonalise
+from fullshard.engine.parameters.names import clean_name
+from fullshard.optim import Muon, orthogonalize
 from ranks import Rank, on_ranks
 
 STEPS = 10
@@ -112,7 +112,7 @@ def test_hybrid(rank: Rank) -> None:
     fully_shard(model, mesh=rank.make_mesh(2, 2, names=("replicate", "shard")))
     mine = assert_same_steps(model, reference, SETTINGS[0])
     for _, exchanged in mine.plan().rounds:
-        assert exchanged is not None and len(exchanged.sharers.ranks) == 2
+        assert exchanged is not None and len(exchanged.shard_group.ranks) == 2
 
 
 @on_ranks(2, 4)
@@ -145,7 +145,7 @@ def test_beside_tensor_parallelism(rank: Rank) -> None:
         theirs.step()
     for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
         assert_equal(sharded.full_tensor(), whole.detach(), "parameter")
-    assert [len(r.sharers.ranks) for _, r in mine.plan().rounds if r is not None] == [4]
+    assert [len(r.shard_group.ranks) for _, r in mine.plan().rounds if r is not None] == [4]
 
 
 @on_ranks(2)
@@ -184,7 +184,7 @@ def test_alone() -> None:
     optimizer.step(closure=lambda: torch.tensor(1.0))
     assert_equal(model.second.weight, before, "frozen")
     copied = copy.deepcopy(optimizer)
-    assert pickle.loads(pickle.dumps(optimizer)).wire_dtype is torch.bfloat16
+    assert pickle.loads(pickle.dumps(optimizer)).comm_dtype is torch.bfloat16
     assert copied.round_bytes == optimizer.round_bytes
 
 
@@ -221,16 +221,16 @@ def test_orthogonalise() -> None:
     for shape in ((20, 30), (30, 20)):
         batch = torch.randn(3, *shape)
         before = batch.clone()
-        together = orthogonalise(batch)
+        together = orthogonalize(batch)
         assert_equal(batch, before, "argument")
         assert together.dtype is torch.bfloat16 and together.shape == batch.shape
         for one, matrix in zip(together, batch, strict=True):
-            assert_close(orthogonalise(matrix).float(), one.float(), "batched", rtol=0.05, atol=0.02)
+            assert_close(orthogonalize(matrix).float(), one.float(), "batched", rtol=0.05, atol=0.02)
             u, _, v = torch.linalg.svd(matrix, full_matrices=False)
             inner = u.T @ one.float() @ v.T
             assert float(inner.diagonal().min()) > 0.6 and float(inner.diagonal().max()) < 1.3
             assert float((inner - inner.diagonal().diag()).abs().max()) < 0.1
-    assert_equal(orthogonalise(torch.zeros(2, 3)), torch.zeros(2, 3).bfloat16(), "zeros")
+    assert_equal(orthogonalize(torch.zeros(2, 3)), torch.zeros(2, 3).bfloat16(), "zeros")
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_orthogonalise() -> None:
         ({"adjust_lr_fn": "other"}, "adjust_lr_fn"),
         ({"ns_steps": 100}, "ns_steps"),
         ({"ns_coefficients": (1.0, 2.0)}, "three numbers"),
-        ({"wire_dtype": torch.int8}, "wire_dtype"),
+        ({"comm_dtype": torch.int8}, "comm_dtype"),
         ({"round_bytes": 0}, "round_bytes"),
     ],
 )

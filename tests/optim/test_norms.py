@@ -119,7 +119,7 @@ def test_mixed_meshes(rank: Rank) -> None:
         take_gradients(model, reference)
         with counted_all_reduces() as seen:
             total = clip_grad_norm_(model.parameters(), 0.5, order)
-        # The world; pairs of neighbours: tp, and the shard axis of two axes; pairs across: dp.
+        # The world; pairs of subgroup: tp, and the shard axis of two axes; pairs across: dp.
         assert len(seen) == len(set(seen)) == 3
         assert len(seen[-1]) == 4
         expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5, order)
@@ -367,7 +367,7 @@ def test_weights(rank: Rank) -> None:
     total = get_total_norm(halves, parameters=parameters)
     assert_same_everywhere(rank, total)
     assert 0 < float(total) < float(expected) / 2
-    with pytest.raises(ValueError, match="expected one of parameters for each of 2"):
+    with pytest.raises(ValueError, match="expected a parameter for each of 2"):
         get_total_norm(halves, parameters=parameters[:1])
 
 

@@ -13,13 +13,13 @@ import fullshard
 from compare import assert_equal
 from engine.models import Stack, shard_blocks, square_loss, tiny_units
 from fullshard import FullyShardedDataParallel, PhaseError, fully_shard
-from fullshard.engine.overlap import GradientInFlight
+from fullshard.comm import Collective, base, record
+from fullshard.engine.optimizer_overlap import GradientInFlight
 from fullshard.engine.ownership import unit_of
 from fullshard.errors import FullshardError
 from fullshard.optim import delocalize, localize, overlap
-from fullshard.optim.local_step import LocalStep
-from fullshard.optim.localize import local_step_of
-from fullshard.transport import Collective, base, record
+from fullshard.optim.local.localize import local_step_of
+from fullshard.optim.local.step import LocalStep
 from fullshard.wrap import ModuleWrapPolicy
 from ranks import Rank, on_ranks
 
@@ -63,7 +63,7 @@ class Watched:
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
         names = {id(p): name for name, p in model.named_parameters()}
-        plain = LocalStep.step_pieces
+        plain = LocalStep.step_tensors
 
         def stepped(local: LocalStep, optimizer: Any, pieces: Any, *args: Any, **kwargs: Any) -> Any:
             members = [names[id(m.parameter)].rsplit(".", 2)[0] for piece in pieces for m in piece.members]
@@ -72,7 +72,7 @@ class Watched:
             )
             return plain(local, optimizer, pieces, *args, **kwargs)
 
-        monkeypatch.setattr(LocalStep, "step_pieces", stepped)
+        monkeypatch.setattr(LocalStep, "step_tensors", stepped)
 
     def __enter__(self) -> list[str]:
         base._observers.append(self._note)
@@ -98,13 +98,13 @@ def test_order(rank: Rank) -> None:
         for number in range(3):
             with watched as events:
                 loss = square_loss(number)(model, rank.rank)
-            assert events[0] == ("gather root" if number == 0 else "gather blocks.0")
+            assert events[0] == ("all_gather root" if number == 0 else "all_gather blocks.0")
             loss.backward()
             with watched as events:
                 optimizer.step()
             steps = [event for event in events if event.startswith("step")]
             assert "root" in steps[1] and not any("root" in each for each in (steps[0], *steps[2:]))
-            assert events == [*steps[:2], "gather root", *steps[2:]]
+            assert events == [*steps[:2], "all_gather root", *steps[2:]]
             stepped = {*" ".join(steps).replace("step ", "").split()}  # in one or more pieces
             assert stepped == {"blocks.0", "blocks.1", "blocks.2", "root"}
             optimizer.zero_grad()
@@ -283,7 +283,7 @@ def test_wrapper(rank: Rank, original: bool) -> None:
             optimizer.zero_grad()
     with record() as seen:
         square_loss()(models[0], rank.rank)
-    assert "" not in {c.unit for c in seen if c.kind == "gather"}
+    assert "" not in {c.unit for c in seen if c.kind == "all_gather"}
     with FullyShardedDataParallel.summon_full_params(models[0]), FullyShardedDataParallel.summon_full_params(models[1]):
         full = [[p.detach().clone() for p in each.parameters()] for each in models]
     assert_equal(full[0], full[1], "weights")
@@ -357,7 +357,7 @@ def test_what_the_user_has_chosen_stays(rank: Rank) -> None:
         square_loss(1)(model, rank.rank).backward()
         seen.clear()
         optimizer.step()
-    assert {c.kind for c in seen} == {"gather"}
+    assert {c.kind for c in seen} == {"all_gather"}
 
 
 @on_ranks(2)
@@ -386,11 +386,11 @@ def test_errors(rank: Rank) -> None:
     with pytest.raises(ValueError, match="expected a module that fully_shard was called on, found Linear"):
         overlap(adam(model), nn.Linear(2, 2))
     with (
-        pytest.warns(UserWarning, match="left as it is"),
+        pytest.warns(UserWarning, match="left unchanged"),
         pytest.raises(ValueError, match=r"elementwise .* found LBFGS"),
     ):
         overlap(torch.optim.LBFGS(model.parameters()), model)
     optimizer = overlap(adam(model), model.blocks[0])
     square_loss()(model, rank.rank).backward()
-    with pytest.raises(FullshardError, match="part of another one"):
+    with pytest.raises(FullshardError, match="nested in another"):
         optimizer.step()

@@ -19,13 +19,13 @@ import fullshard
 from fullshard.train import best_weights, checkpoint_folder, run_folder, weights
 from fullshard.train.atomic_file import replacing
 from fullshard.train.checkpoint_folder import CheckpointFolder
-from fullshard.train.checkpoints import Checkpoints, damage
+from fullshard.train.checkpoints import Checkpoints, find_corruption
 from fullshard.train.config import CheckpointConfig, ConfigError, GPTConfig, TrainConfig
 from fullshard.train.metrics import MetricsFile, last_step, read_metrics, up_to, write_metrics
 from fullshard.train.model import GPT
-from fullshard.train.position import Best, Position, Setting
-from fullshard.train.run_folder import Place
-from fullshard.train.stop import INTERRUPTED, STOP_FILE_VARIABLE, TERMINATED, StopRequest, agreed
+from fullshard.train.position import BestValidation, Position, Setting
+from fullshard.train.run_folder import RunLocation
+from fullshard.train.stop import INTERRUPTED, STOP_FILE_VARIABLE, TERMINATED, StopRequest, agreed_exit_code
 
 CONFIG = TrainConfig(data_sha256="a", ranks=2)
 
@@ -91,7 +91,7 @@ def test_interval_of_checkpoints(every: int, steps: int, interval: int) -> None:
 
 def test_position_and_setting_survive_a_checkpoint() -> None:
     """Both read back equal from what JSON could hold, and leave out what a later version may add."""
-    position = Position(7, False, 1.5, Best(4, 2.0, 256, "a"), 3.0, "/elsewhere")
+    position = Position(7, False, 1.5, BestValidation(4, 2.0, 256, "a"), 3.0, "/elsewhere")
     setting = Setting.of(CONFIG)
     for value in (position, Position(), setting):
         assert type(value).from_dict(json.loads(json.dumps(value.to_dict())) | {"later": 1}) == value
@@ -101,7 +101,7 @@ def test_setting_that_cannot_go_on_is_named() -> None:
     """Every option of the model that differs is named with both values; so is another seed."""
     before = Setting.of(CONFIG)
     other = Setting.of(CONFIG.with_options({"layers": 7, "width": 64}))
-    with pytest.raises(ConfigError, match=r"holds a model of --layers 4, not 7, --width 128, not 64: leave"):
+    with pytest.raises(ConfigError, match=r"has a model of --layers 4, not 7, --width 128, not 64: leave"):
         before.check(other, "there")
     with pytest.raises(ConfigError, match=r"--seed 0, not 3: another seed holds out other files"):
         before.check(Setting.of(CONFIG.with_options({"seed": 3})), "there")
@@ -114,7 +114,7 @@ def test_other_text_and_batch_are_noted() -> None:
     """A text or a global batch that changes is said; more ranks with as many sequences less are not."""
     before = Setting.of(CONFIG)
     (note,) = before.notes(Setting.of(dataclasses.replace(CONFIG, data_sha256="b")))
-    assert "the text is not the one" in note
+    assert "the text has changed" in note
     (note,) = before.notes(Setting.of(dataclasses.replace(CONFIG, ranks=4)))
     assert "sees 32 sequences (4 ranks of 8), and 16 so far" in note
     assert before.notes(Setting.of(CONFIG.with_options({"ranks": 4, "batch": 4}))) == []
@@ -178,8 +178,8 @@ def test_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert path.read_text() == "new" and names(tmp_path) == ["file"]
 
 
-def export(folder: Path, step: int, loss: float, *needed: int) -> Best:
-    best = Best(step, loss)
+def export(folder: Path, step: int, loss: float, *needed: int) -> BestValidation:
+    best = BestValidation(step, loss)
     model = GPT(GPTConfig(layers=1, width=8, heads=1, sequence=8))
     best_weights.export(folder, model, best, set(needed), leads=True)
     return best
@@ -191,13 +191,13 @@ def test_best_weights_go_back_with_the_checkpoint(tmp_path: Path) -> None:
     export(tmp_path, 20, 2.0, 10)
     newest = export(tmp_path, 30, 1.0, 10, 20)
     assert names(tmp_path) == ["best-00000010.safetensors", "best-00000020.safetensors", "best.safetensors"]
-    best_weights.forget_replaced(tmp_path, {10})
+    best_weights.remove_replaced(tmp_path, {10})
     assert names(tmp_path) == ["best-00000010.safetensors", "best.safetensors"]
     assert best_weights.step_of(tmp_path / "best.safetensors") == 30
-    assert best_weights.settle(tmp_path, known) == known
+    assert best_weights.restore(tmp_path, known) == known
     assert names(tmp_path) == ["best.safetensors"]
     assert best_weights.step_of(tmp_path / "best.safetensors") == 10
-    assert best_weights.settle(tmp_path, newest) is None  # its file is gone: any validation is better than none
+    assert best_weights.restore(tmp_path, newest) is None  # its file is gone: any validation is better than none
     assert names(tmp_path) == []
 
 
@@ -221,22 +221,22 @@ def test_checkpoints_know_which_best_weights_are_needed(
     optimizer = torch.optim.SGD(model.parameters())
     kept = Checkpoints(tmp_path, every=1, keep=2, setting=Setting.of(CONFIG), leads=True, say=lambda text: None)
     assert kept.best_steps == set()
-    kept.go_on_from(Position(15, best=Best(10, 3.0)))
+    kept.resume_from(Position(15, best=BestValidation(10, 3.0)))
     assert kept.best_steps == {10}
-    kept.save(model, optimizer, Position(25, best=Best(20, 2.0)))
+    kept.save(model, optimizer, Position(25, best=BestValidation(20, 2.0)))
     if saved:
         writing.set_result(None)
-    kept.look()
+    kept.poll()
     assert kept.best_steps == ({20} if saved else {10, 20})
 
 
 def test_losses_on_other_bytes_are_not_compared() -> None:
     """Another number of held-out bytes or another text makes a best that any validation may replace."""
-    best = Best(10, 3.0, 256, "a")
-    assert best.is_judged_alike(Best(20, 2.0, 256, "a"))
-    assert not best.is_judged_alike(Best(20, 2.0, 512, "a"))
-    assert not best.is_judged_alike(Best(20, 2.0, 256, "b"))
-    assert not best.is_judged_alike(Best.from_dict({"step": 10, "loss": 3.0, "later": 1}))
+    best = BestValidation(10, 3.0, 256, "a")
+    assert best.is_comparable(BestValidation(20, 2.0, 256, "a"))
+    assert not best.is_comparable(BestValidation(20, 2.0, 512, "a"))
+    assert not best.is_comparable(BestValidation(20, 2.0, 256, "b"))
+    assert not best.is_comparable(BestValidation.from_dict({"step": 10, "loss": 3.0, "later": 1}))
 
 
 def test_unfinished_weights_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +275,7 @@ def test_only_what_is_not_as_written_is_damage(tmp_path: Path) -> None:
     """A whole checkpoint is not damaged, whatever it fits; a changed byte, a cut index and a missing file are."""
     whole, changed, cut, less = (tmp_path / name for name in ("whole", "changed", "cut", "less"))
     fullshard.save(whole, GPT(GPTConfig(layers=1, width=8, heads=1, sequence=8)))
-    assert damage(whole) == ""
+    assert find_corruption(whole) == ""
     for other in (changed, cut, less):
         shutil.copytree(whole, other)
     (data,) = changed.glob("data-*")
@@ -284,9 +284,9 @@ def test_only_what_is_not_as_written_is_damage(tmp_path: Path) -> None:
     data.write_bytes(content)
     (cut / "fullshard.json").write_bytes((cut / "fullshard.json").read_bytes()[:-10])
     (less / data.name).unlink()
-    assert "are not those that were written" in damage(changed)
-    assert "fullshard.json cannot be read" in damage(cut)
-    assert data.name in damage(less)
+    assert "checksum mismatch" in find_corruption(changed)
+    assert "fullshard.json cannot be read" in find_corruption(cut)
+    assert data.name in find_corruption(less)
 
 
 def test_best_weights_are_taken_along_to_another_run(tmp_path: Path) -> None:
@@ -294,11 +294,11 @@ def test_best_weights_are_taken_along_to_another_run(tmp_path: Path) -> None:
     source, folder = tmp_path / "source", tmp_path / "folder"
     source.mkdir(), folder.mkdir()
     known, later = export(source, 10, 3.0), export(source, 20, 2.0, 10)
-    best_weights.take(source, folder, None)
+    best_weights.copy_from(source, folder, None)
     assert names(folder) == []
-    best_weights.take(source, folder, known)
+    best_weights.copy_from(source, folder, known)
     assert best_weights.step_of(folder / "best.safetensors") == 10
-    best_weights.take(source, folder, later)
+    best_weights.copy_from(source, folder, later)
     assert best_weights.step_of(folder / "best.safetensors") == 20
     assert names(source) == ["best-00000010.safetensors", "best.safetensors"]
 
@@ -309,16 +309,16 @@ def test_unfinished_run_without_checkpoint_starts_again(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "config.toml").write_text(CONFIG.to_toml())
     (folder / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n')
-    place = Place(tmp_path, "run")
+    place = RunLocation(tmp_path, "run")
     place.check(CONFIG)
     with pytest.raises(ConfigError, match=r"choose another --name, or --fresh"):
         place.check(CONFIG.with_options({"lr": 1.0}))
-    Place(tmp_path, "run", fresh=True).check(CONFIG.with_options({"lr": 1.0}))
+    RunLocation(tmp_path, "run", fresh=True).check(CONFIG.with_options({"lr": 1.0}))
     (folder / "summary.json").write_text("{}")
     make(tmp_path / "other" / "checkpoints", 1)
-    with pytest.raises(ConfigError, match="holds results already"):
-        Place(tmp_path, "run", resume=tmp_path / "other").check(CONFIG)
-    with pytest.raises(ConfigError, match="holds results already"):
+    with pytest.raises(ConfigError, match="already has results"):
+        RunLocation(tmp_path, "run", resume=tmp_path / "other").check(CONFIG)
+    with pytest.raises(ConfigError, match="already has results"):
         place.check(CONFIG)
 
 
@@ -328,15 +328,15 @@ def test_settings_are_those_of_the_run_that_goes_on(tmp_path: Path) -> None:
         make(tmp_path / name / "checkpoints", 5)
         (tmp_path / name / "config.toml").write_text(CONFIG.with_options({"layers": layers}).to_toml())
 
-    def layers_of(place: Place) -> int | None:
+    def layers_of(place: RunLocation) -> int | None:
         settings = place.settings()
         return settings.model.layers if settings else None
 
-    assert layers_of(Place(tmp_path, "own", resume=tmp_path / "other")) == 1
-    assert layers_of(Place(tmp_path, "own", resume=tmp_path / "other", fresh=True)) == 2
-    assert layers_of(Place(tmp_path, "new", resume=tmp_path / "other")) == 2
-    assert layers_of(Place(tmp_path, "new")) is None
-    assert layers_of(Place(tmp_path, "own", fresh=True)) is None
+    assert layers_of(RunLocation(tmp_path, "own", resume=tmp_path / "other")) == 1
+    assert layers_of(RunLocation(tmp_path, "own", resume=tmp_path / "other", fresh=True)) == 2
+    assert layers_of(RunLocation(tmp_path, "new", resume=tmp_path / "other")) == 2
+    assert layers_of(RunLocation(tmp_path, "new")) is None
+    assert layers_of(RunLocation(tmp_path, "own", fresh=True)) is None
 
 
 def test_run_folder_has_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,20 +349,25 @@ def test_run_folder_has_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     try:
         assert holder.stdout is not None
         holder.stdout.readline()
-        monkeypatch.setattr(run_folder, "PATIENCE", 0.0)
-        with pytest.raises(ConfigError, match="another process still writes to"):
+        monkeypatch.setattr(run_folder, "LOCK_TIMEOUT_S", 0.0)
+        with pytest.raises(ConfigError, match="another process is writing to"):
             run_folder.begin(tmp_path, None)
     finally:
         holder.kill()
         holder.communicate()
-    monkeypatch.setattr(run_folder, "PATIENCE", 60.0)
+    monkeypatch.setattr(run_folder, "LOCK_TIMEOUT_S", 60.0)
     assert run_folder.begin(tmp_path, None).checkpoint is None
 
 
 def test_any_rank_that_is_asked_stops_all() -> None:
     """Sums of marks give the code that all exit with; being taken away beats Ctrl-C."""
     assert (INTERRUPTED, TERMINATED) == (130, 143)
-    assert [agreed(0, 0), agreed(2, 0), agreed(0, 1), agreed(1, 1)] == [0, 130, 143, 143]
+    assert [agreed_exit_code(0, 0), agreed_exit_code(2, 0), agreed_exit_code(0, 1), agreed_exit_code(1, 1)] == [
+        0,
+        130,
+        143,
+        143,
+    ]
 
 
 @pytest.mark.parametrize(("written", "code"), [("130", 130), ("143", 143), ("129", 143), ("", 143)])
@@ -374,7 +379,7 @@ def test_stop_file_asks(written: str, code: int, tmp_path: Path, monkeypatch: py
     assert stop.code == 0 and stop.marks == (0.0, 0.0)
     (tmp_path / "stop").write_text(written)
     assert stop.code == code
-    assert agreed(*stop.marks) == code
+    assert agreed_exit_code(*stop.marks) == code
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="there is no SIGHUP")

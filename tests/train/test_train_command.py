@@ -191,7 +191,7 @@ def test_finished_run_goes_on_with_more_steps(finished: Finished, tmp_path: Path
     shutil.copytree(finished.folder, tmp_path / "longer")
     done = run(*command("--steps", 7, "--lr", 10, "--eval-bytes", 2100, "--out", tmp_path, "--name", "longer"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "validations are on other bytes than the best one so far" in " ".join(done.stdout.split())
+    assert "validations use other bytes than the best one so far" in " ".join(done.stdout.split())
     records = read_metrics(tmp_path / "longer" / "metrics.jsonl")
     assert records[: len(finished.metrics)] == finished.metrics
     after = [(record["kind"], record["step"]) for record in records[len(finished.metrics) :]]
@@ -209,7 +209,7 @@ def test_finished_run_goes_on_with_more_steps(finished: Finished, tmp_path: Path
     ("options", "code", "message"),
     [
         ([], 0, "has done all of its 5 steps"),
-        (["--layers", "2"], 2, "holds a model of --layers 1, not 2"),
+        (["--layers", "2"], 2, "has a model of --layers 1, not 2"),
         (["--seed", "1"], 2, "was trained with --seed 0, not 1"),
     ],
 )
@@ -232,7 +232,7 @@ def test_fresh_moves_results_aside(finished: Finished, tmp_path: Path) -> None:
     line = ["--config", finished.folder / "config.toml", "--out", tmp_path, "--name", "again", "--fresh"]
     done = run(*command(*line))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"--fresh: what {tmp_path / 'again'} held is now in {tmp_path / 'again.before-1'}" in done.stdout
+    assert f"--fresh: the contents of {tmp_path / 'again'} were moved to {tmp_path / 'again.before-1'}" in done.stdout
     assert "resumed" not in done.stdout
     assert read_metrics(tmp_path / "again.before-1" / "metrics.jsonl") == finished.metrics
     assert losses(read_metrics(tmp_path / "again" / "metrics.jsonl")) == losses(finished.metrics)
@@ -291,7 +291,7 @@ def lose_launcher_and_newest_checkpoint(out: Path, first: int) -> None:
     done = run(*again, "--steps", first + 1)
     assert done.returncode == 0, done.stdout + done.stderr
     said = " ".join(done.stdout.split())
-    assert f"is damaged, and is now {newest.name}.damaged" in said and f"resumed from step {first} (" in said
+    assert f"is corrupted, and was renamed to {newest.name}.damaged" in said and f"resumed from step {first} (" in said
     found = {path.name for path in kept.iterdir()}
     assert found == {f"step-{first:08d}", f"step-{first + 1:08d}", f"{newest.name}.damaged"}
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fullshard.train import group
 from fullshard.train.config import ConfigError, TrainConfig
 from fullshard.train.group import Group, choose
-from fullshard.train.launcher import settle
+from fullshard.train.launcher import resolve_ranks
 from ranks import Rank, on_ranks
 
 # Types of accelerators and what c10d names as their back end. HPU stands for those that come with a package of their
@@ -54,8 +54,8 @@ def test_accelerators_and_cpu_by_name(kind: str) -> None:
 
 def test_what_the_launcher_settles(kind: str) -> None:
     """The config has the device and the number of ranks that are chosen."""
-    settled = settle(TrainConfig(seed=3))
-    assert settled == TrainConfig(seed=3, device=kind, ranks=2)
+    config = resolve_ranks(TrainConfig(seed=3))
+    assert config == TrainConfig(seed=3, device=kind, ranks=2)
 
 
 def test_too_few_accelerators_are_an_error(kind: str) -> None:
@@ -97,7 +97,7 @@ def test_ranks_take_the_device_of_their_number(kind: str, monkeypatch: pytest.Mo
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(torch.accelerator, "set_device_index", done.append)
-    monkeypatch.setattr(group, "_initialise", lambda backend, device: done.append((backend, device)))
+    monkeypatch.setattr(group, "_initialize", lambda backend, device: done.append((backend, device)))
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
     own = torch.device(kind, 1)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fullshard.train.config import GPTConfig
-from fullshard.train.model import GPT, generate, initialise, load
+from fullshard.train.model import GPT, generate, initialize, load
 from fullshard.train.weights import save_full
 
 CONFIG = GPTConfig(layers=2, width=16, heads=2, sequence=12)
@@ -19,7 +19,7 @@ CONFIG = GPTConfig(layers=2, width=16, heads=2, sequence=12)
 def model() -> GPT:
     """A small model in which no matrix is zero, so that every position can influence every later one."""
     made = GPT(CONFIG)
-    initialise(made, seed=0)
+    initialize(made, seed=0)
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -55,7 +55,7 @@ def test_starting_weights_are_a_function_of_the_seed() -> None:
     for seed in (1, 1, 2):
         torch.rand(seed)
         models.append(GPT(CONFIG))
-        initialise(models[-1], seed)
+        initialize(models[-1], seed)
     first, again, other = (dict(each.named_parameters()) for each in models)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["embedding.weight"], other["embedding.weight"])
@@ -64,7 +64,7 @@ def test_starting_weights_are_a_function_of_the_seed() -> None:
 def test_start_is_nearly_uniform() -> None:
     """An untrained model gives every byte about 8 bits."""
     model = GPT(CONFIG)
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     loss = torch.nn.functional.cross_entropy(model(torch.zeros(1, 8, dtype=torch.long))[0], torch.arange(8))
     assert float(loss.detach()) / 0.6931 == pytest.approx(8, abs=0.5)
 

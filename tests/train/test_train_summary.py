@@ -24,7 +24,7 @@ def printed(bits_per_byte: float | None = 2.0, ranks: int = 2, sample: bytes = b
         held_out_bytes=4096,
         sequence=77,
         local=[Footprint(2**20 * (rank + 1), 2**20, 2**21) for rank in range(ranks)],
-        whole=Footprint(2**21, 2**21, 2**22),
+        unsharded=Footprint(2**21, 2**21, 2**22),
         prompt="def ",
         sample=sample,
         seconds=3.0,

@@ -11,8 +11,8 @@ from torch import nn
 
 from compare import assert_models_equal
 from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fullshard.comm import record
 from fullshard.engine.ownership import nested_units, unit_of
-from fullshard.transport import record
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from ranks import Rank, on_ranks
 
@@ -92,7 +92,7 @@ def test_wrong_policies_change_nothing(rank: Rank) -> None:
     with pytest.raises(TypeError, match="expected one module, found a list"):
         fully_shard([model[0], model[1]], mesh=rank.mesh, policy=ModuleWrapPolicy({nn.Linear}))
     for chosen, message in (
-        ({"reshard": True}, r"the policy chose \['reshard'\] for '1'"),
+        ({"reshard": True}, r"policy: found unknown arguments \['reshard'\] for '1'"),
         ({"reshard_after_forward": 3}, "expected a divisor of the 2 ranks"),
         ({"mp_policy": torch.bfloat16}, "mp_policy: expected MixedPrecisionPolicy or None"),
     ):

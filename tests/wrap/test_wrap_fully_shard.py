@@ -76,7 +76,7 @@ def apply_and_train(rank: Rank, ties: str, classes: Any) -> None:
     model = Model(ties)
     reference = copy.deepcopy(model)
     plan = plan_for(ModuleWrapPolicy(classes), model, root_kwargs={"mesh": rank.mesh})
-    plan.apply(lambda module, kwargs, lifted: fully_shard(module, **kwargs))
+    plan.apply(lambda module, kwargs, owned_by_ancestor: fully_shard(module, **kwargs))
     fully_shard(model, mesh=rank.mesh)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, foreach=False) for m in (model, reference)]
     for step in range(3):

@@ -127,9 +127,9 @@ def test_a_front_end_that_takes_what_is_left(case: Case) -> None:
     names = {module: name for name, module in case.root.named_modules()}
     of: dict[str, set[nn.Parameter]] = {}
 
-    def wrap(module: nn.Module, kwargs: dict[str, Any], lifted: frozenset[nn.Parameter]) -> nn.Module:
-        assert lifted <= set(module.parameters())
-        of[names[module]] = set(module.parameters()) - taken - lifted
+    def wrap(module: nn.Module, kwargs: dict[str, Any], owned_by_ancestor: frozenset[nn.Parameter]) -> nn.Module:
+        assert owned_by_ancestor <= set(module.parameters())
+        of[names[module]] = set(module.parameters()) - taken - owned_by_ancestor
         taken.update(of[names[module]])
         return module
 
@@ -150,7 +150,7 @@ def test_apply_wraps_children_first(case: Case) -> None:
     plan, before = case.plan(), slots(case.root)
     done: dict[nn.Module, Wrapper] = {}
 
-    def wrap(module: nn.Module, kwargs: dict[str, Any], lifted: frozenset[nn.Parameter]) -> nn.Module:
+    def wrap(module: nn.Module, kwargs: dict[str, Any], owned_by_ancestor: frozenset[nn.Parameter]) -> nn.Module:
         assert module not in done
         below = {entry.module for entry in plan.entries} & set(originals(module)) - {module}
         assert below <= done.keys()
@@ -170,7 +170,7 @@ def test_a_failure_puts_everything_back(case: Case, number: int) -> None:
     plan, before = case.plan(), slots(case.root)
     calls = 0
 
-    def wrap(module: nn.Module, kwargs: dict[str, Any], lifted: frozenset[nn.Parameter]) -> nn.Module:
+    def wrap(module: nn.Module, kwargs: dict[str, Any], owned_by_ancestor: frozenset[nn.Parameter]) -> nn.Module:
         nonlocal calls
         calls += 1
         if calls > number:
@@ -220,8 +220,8 @@ def test_tied_across_entries() -> None:
     assert plan.owners()[""][0] == ("embed.weight", "head.weight")
     assert plan.owners()["embed"] == plan.owners()["head"] == []
     by_name = {entry.name: entry for entry in plan.entries}
-    assert plan.lifted(by_name["embed"]) == plan.lifted(by_name["head"]) == {model.embed.weight}
-    assert plan.lifted(by_name["blocks.0.linear"]) == set()
+    assert plan.owned_by_ancestor(by_name["embed"]) == plan.owned_by_ancestor(by_name["head"]) == {model.embed.weight}
+    assert plan.owned_by_ancestor(by_name["blocks.0.linear"]) == set()
 
 
 def test_tied_below_an_entry() -> None:
@@ -230,7 +230,7 @@ def test_tied_below_an_entry() -> None:
     plan = plan_for(ModuleWrapPolicy({nn.Embedding, Language}), model)
     embed, language = plan.entries
     assert (embed.name, language.name) == ("0.embed", "0")
-    assert plan.lifted(embed) == {model[0].embed.weight} and plan.lifted(language) == set()
+    assert plan.owned_by_ancestor(embed) == {model[0].embed.weight} and plan.owned_by_ancestor(language) == set()
     assert plan.owners()["0"][0] == ("0.embed.weight", "0.head.weight")
     assert plan.owners()[""] == [("1.weight",), ("1.bias",)]
 
@@ -241,11 +241,11 @@ def test_shared_module_in_two_entries() -> None:
     model[1].linear = model[0].linear
     plan = plan_for(ModuleWrapPolicy({Block}), model)
     assert plan.owners()[""] == [("0.linear.weight", "1.linear.weight"), ("0.linear.bias", "1.linear.bias")]
-    assert all(plan.lifted(entry) == set(model[0].linear.parameters()) for entry in plan.entries)
+    assert all(plan.owned_by_ancestor(entry) == set(model[0].linear.parameters()) for entry in plan.entries)
     plan = plan_for(ModuleWrapPolicy({Block, nn.Linear}), model)
     assert [entry.name for entry in plan.entries] == ["0.linear", "0", "1"]
     assert plan.owners()["0.linear"] == [("0.linear.weight", "1.linear.weight"), ("0.linear.bias", "1.linear.bias")]
-    assert not any(plan.lifted(entry) for entry in plan.entries)
+    assert not any(plan.owned_by_ancestor(entry) for entry in plan.entries)
 
 
 def test_module_that_holds_its_parent() -> None:
@@ -265,7 +265,7 @@ def test_modules_that_hold_each_other() -> None:
     model = nn.Sequential(nn.Sequential(one), nn.Sequential(other))
     plan = plan_for(ModuleWrapPolicy({nn.Sequential}), model)
     assert len(plan.owners()[""]) == 8
-    assert all(plan.lifted(entry) == set(model.parameters()) for entry in plan.entries)
+    assert all(plan.owned_by_ancestor(entry) == set(model.parameters()) for entry in plan.entries)
 
 
 def test_three_holders() -> None:
@@ -284,7 +284,7 @@ def test_every_holder_gets_the_wrapper() -> None:
     model.two = nn.ModuleList([nn.Tanh(), shared])
     model.three = nn.ModuleDict({"it": shared, "ignored": ignored})
     plan = plan_for(ModuleWrapPolicy({nn.Linear}), model, ignored_modules=[ignored], root_kwargs={"a": 1})
-    plan.apply(lambda module, kwargs, lifted: Wrapper(module, **kwargs))
+    plan.apply(lambda module, kwargs, owned_by_ancestor: Wrapper(module, **kwargs))
     wrapper = model.one[0]
     assert type(wrapper) is Wrapper and wrapper.module is shared and wrapper.kwargs == {"a": 1}
     assert all(child is wrapper for child in (model.one[2], model.two[1], model.three["it"]))
@@ -296,7 +296,7 @@ def test_kwargs_of_a_call_are_its_own() -> None:
     """What a front end does to its arguments does not show in the plan."""
     plan = plan_for(always_wrap_policy, Language(), root_kwargs={"a": 1})
 
-    def wrap(module: nn.Module, kwargs: dict[str, Any], lifted: frozenset[nn.Parameter]) -> nn.Module:
+    def wrap(module: nn.Module, kwargs: dict[str, Any], owned_by_ancestor: frozenset[nn.Parameter]) -> nn.Module:
         assert kwargs.pop("a") == 1
         return module
 
@@ -310,7 +310,7 @@ def test_apply_to_a_changed_model() -> None:
     plan = plan_for(ModuleWrapPolicy({Block}), model)
     model.blocks[2] = nn.Identity()
     with pytest.raises(FullshardError, match=r"'blocks\.2' \(Block\)"):
-        plan.apply(lambda module, kwargs, lifted: Wrapper(module))
+        plan.apply(lambda module, kwargs, owned_by_ancestor: Wrapper(module))
     assert type(model.blocks[0]) is Block
 
 
@@ -347,12 +347,12 @@ def test_a_plan_keeps_no_parameter_alive() -> None:
     model.embed.weight = model.head.weight = nn.Parameter(torch.zeros(1))
     gc.collect()
     assert old() is None
-    assert plan.lifted(plan.entries[0]) == set()
+    assert plan.owned_by_ancestor(plan.entries[0]) == set()
     assert "embed.weight = head.weight" in str(plan)
 
 
 EXPLAINED = """\
-unit             class      elements  to gather  notes
+unit             class      elements  unsharded  notes
 embed            Embedding         0        0 B  without embed.weight, shared: see (root); holds no parameters
 blocks.0         Block            88      176 B  all frozen
 blocks.1.linear  Linear           72      288 B  mp_policy=None; reshard_after_forward=False

@@ -172,7 +172,7 @@ def test_own_policy() -> None:
     model = Model()
     assert plan_for(First(), model).modules == {model.embed: {"own": 1}}
     assert plan_for(First(), model, ignored_modules=[model.embed]).modules == {}
-    with pytest.raises(ValueError, match=r"Foreign chose a Linear that is not below"):
+    with pytest.raises(ValueError, match=r"Foreign selected a Linear that is not below"):
         plan_for(Foreign(), model)
 
 

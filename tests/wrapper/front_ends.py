@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from compare import assert_close, assert_equal, fqn_of
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy, fully_shard, replicate
+from fullshard.comm import base
 from fullshard.engine.ownership import nested_units
-from fullshard.engine.unit import Phase
-from fullshard.transport import base
+from fullshard.engine.states import Phase
 from fullshard.wrap import ModuleWrapPolicy
 from ranks import Rank
 
@@ -286,13 +286,13 @@ def train_reference(
 def assert_at_rest(model: nn.Module) -> None:
     """Require that nothing is gathered and no phase is open."""
     for unit in nested_units(model):
-        assert unit.phase is Phase.RESTING, unit.name
+        assert unit.phase is Phase.IDLE, unit.name
     assert gathered(model) == []
 
 
 def gathered(model: nn.Module) -> list[str]:
     """Names of the units that hold memory for full parameters."""
-    return [unit.name for unit in nested_units(model) if any(bucket.full_bytes for bucket in unit.buckets)]
+    return [unit.name for unit in nested_units(model) if any(bucket.allocated_bytes for bucket in unit.buckets)]
 
 
 # ---------------------------------------------------------------- order of events
@@ -322,6 +322,6 @@ class Events(list[str]):
         letters = []
         for event in self:
             kind, name = event.split()
-            letter = {"between": "b", "all_reduce": "A"}.get(kind, kind[0].upper())
+            letter = {"between": "b", "all_gather": "G"}.get(kind, kind[0].upper())
             letters.append(letter + {"root": "r", "first": "f"}.get(name, fqn_of(name).removeprefix("blocks.")))
         return " ".join(letters)

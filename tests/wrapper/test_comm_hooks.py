@@ -11,12 +11,12 @@ from torch import nn
 
 from compare import assert_close, assert_equal
 from fullshard import FullyShardedDataParallel, ShardingStrategy, comm_hooks
+from fullshard.comm import CommRequest, GradScaling, Operand, make_transport, record
+from fullshard.comm.hooked import HookedTransport
 from fullshard.comm_hooks import DefaultState, LowPrecisionState
-from fullshard.transport import Division, Move, Parcel, make_transport, record
-from fullshard.transport.hooked import HookedTransport
 from ranks import Rank, on_ranks
 
-MEAN = Division(1.0, 2.0)  # of two ranks
+MEAN = GradScaling(1.0, 2.0)  # of two ranks
 SIZES = (1, 5, 70_000)
 
 
@@ -40,10 +40,10 @@ def noise(rank: int, numel: int) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
 
 
-def numbers(rank: Rank, numel: int) -> Move:
+def numbers(rank: Rank, numel: int) -> Operand:
     """A reduce-scatter of ``numel`` elements per rank, of whole numbers."""
     region = torch.arange(rank.world_size * numel, dtype=torch.float32) * (rank.rank + 1)
-    return Move(torch.full((numel,), -1.0), region)
+    return Operand(torch.full((numel,), -1.0), region)
 
 
 def sums(rank: Rank, numel: int) -> torch.Tensor:
@@ -62,24 +62,26 @@ def test_once_per_parcel_with_exact_sizes(rank: Rank) -> None:
     """The hook gets the first move of each parcel, in order; the others are summed and divided underneath."""
     hook, state = Recorder(), object()
     transport = hooked(rank, hook, state)
-    parcels = [
-        Parcel("a", [numbers(rank, 5), numbers(rank, 2), numbers(rank, 70_000)], MEAN),
-        Parcel("b", [numbers(rank, 3)]),
-        Parcel("c", [numbers(rank, 70_000), numbers(rank, 1)], Division(2.0, 1.0)),
+    requests = [
+        CommRequest("a", [numbers(rank, 5), numbers(rank, 2), numbers(rank, 70_000)], MEAN),
+        CommRequest("b", [numbers(rank, 3)]),
+        CommRequest("c", [numbers(rank, 70_000), numbers(rank, 1)], GradScaling(2.0, 1.0)),
     ]
     with record() as collectives:
-        wait(transport.reduce(parcels))
+        wait(transport.reduce_scatter(requests))
     n, single = rank.world_size, [torch.float32] * 2
     assert hook.seen == [(state, [numel * n, numel], single) for numel in (5, 3, 70_000)]
     assert hook.seen[0][0] is state
-    for parcel in parcels:
-        first, *others = parcel.moves
-        assert_equal(first.piece, torch.full_like(first.piece, -1.0), "untouched, as is the hook's region")
-        assert_equal(first.region, numbers(rank, first.piece.numel()).region, "not divided")
-        for move in others:
-            assert_equal(move.piece, sums(rank, move.piece.numel()) / 2, "others")
+    for request in requests:
+        first, *others = request.operands
+        assert_equal(first.shard, torch.full_like(first.shard, -1.0), "untouched, as is the hook's region")
+        assert_equal(first.unsharded, numbers(rank, first.shard.numel()).unsharded, "not divided")
+        for operand in others:
+            assert_equal(operand.shard, sums(rank, operand.shard.numel()) / 2, "others")
     assert [(c.kind, c.unit, c.numel) for c in collectives] == [
-        ("reduce", parcel.unit, move.region.numel()) for parcel in parcels for move in parcel.moves
+        ("reduce_scatter", request.unit, operand.unsharded.numel())
+        for request in requests
+        for operand in request.operands
     ]
 
 
@@ -93,7 +95,7 @@ def test_all_reduce(rank: Rank) -> None:
         dist.all_reduce(tensor)
 
     tensors = [torch.full((numel,), float(rank.rank + 1)) for numel in (7, 2)]
-    wait(hooked(rank, hook, "mine").all_reduce([Parcel("a", [Move(t, t) for t in tensors], MEAN)]))
+    wait(hooked(rank, hook, "mine").all_reduce([CommRequest("a", [Operand(t, t) for t in tensors], MEAN)]))
     total = float(sum(range(1, rank.world_size + 1)))
     assert calls == [("mine", 7)]
     assert_equal(tensors[0], torch.full((7,), total), "the hook's, not divided")
@@ -106,12 +108,12 @@ def test_gathers_and_memory_are_the_bases(rank: Rank) -> None:
     hook = Recorder()
     transport = hooked(rank, hook)
     region = torch.zeros(6)
-    wait(transport.gather([Parcel("a", [Move(torch.full((3,), float(rank.rank)), region)])]))
+    wait(transport.all_gather([CommRequest("a", [Operand(torch.full((3,), float(rank.rank)), region)])]))
     assert_equal(region, torch.tensor([0.0, 0, 0, 1, 1, 1]), "gathered")
     assert not hook.seen
     assert transport.tiny_bytes == transport.base.tiny_bytes
     assert transport.direct_bytes > 2**60, "gradients of a bucket are one move"
-    assert transport.allocate("reduce", 4, torch.float32, rank.device) is None
+    assert transport.allocate("reduce_scatter", 4, torch.float32, rank.device) is None
     transport.separate_reduce_group(True)
     assert transport.reduce_group is transport.base.reduce_group
 
@@ -122,10 +124,10 @@ def test_nothing_to_reduce(rank: Rank) -> None:
     hook = Recorder()
     transport = hooked(rank, hook)
     other = numbers(rank, 2)
-    wait(transport.reduce([]))
-    wait(transport.reduce([Parcel("a", []), Parcel("b", [numbers(rank, 0), other])]))
+    wait(transport.reduce_scatter([]))
+    wait(transport.reduce_scatter([CommRequest("a", []), CommRequest("b", [numbers(rank, 0), other])]))
     assert not hook.seen
-    assert_equal(other.piece, sums(rank, 2), "what came with an empty one")
+    assert_equal(other.shard, sums(rank, 2), "what came with an empty one")
 
 
 @on_ranks(2, 4)
@@ -136,10 +138,12 @@ def test_plain_hooks_average(rank: Rank, numel: int) -> None:
     everyone = [noise(r, rank.world_size * numel) for r in range(rank.world_size)]
     mean = torch.stack(everyone).mean(0)
     region, piece = everyone[rank.rank].clone(), torch.empty(numel)
-    wait(hooked(rank, comm_hooks.reduce_scatter_hook, state).reduce([Parcel("a", [Move(piece, region)])]))
+    wait(
+        hooked(rank, comm_hooks.reduce_scatter_hook, state).reduce_scatter([CommRequest("a", [Operand(piece, region)])])
+    )
     assert_close(piece, mean.chunk(rank.world_size)[rank.rank], "reduce_scatter_hook", rtol=1e-5, atol=1e-6)
     whole = everyone[rank.rank].clone()
-    wait(hooked(rank, comm_hooks.allreduce_hook, state).all_reduce([Parcel("a", [Move(whole, whole)])]))
+    wait(hooked(rank, comm_hooks.allreduce_hook, state).all_reduce([CommRequest("a", [Operand(whole, whole)])]))
     assert_close(whole, mean, "allreduce_hook", rtol=1e-5, atol=1e-6)
 
 
@@ -155,8 +159,8 @@ def test_compressing_hooks(rank: Rank, name: str, given: torch.dtype) -> None:
     mean = torch.stack(everyone).float().mean(0)
     region, piece = everyone[rank.rank].clone(), torch.empty(100, dtype=given)
     whole = region.clone()
-    wait(hooked(rank, hook, state).reduce([Parcel("a", [Move(piece, region)])]))
-    wait(hooked(rank, hook, state).all_reduce([Parcel("a", [Move(whole, whole)])]))
+    wait(hooked(rank, hook, state).reduce_scatter([CommRequest("a", [Operand(piece, region)])]))
+    wait(hooked(rank, hook, state).all_reduce([CommRequest("a", [Operand(whole, whole)])]))
     assert piece.dtype is given and whole.dtype is given
     assert_close(piece.float(), mean.chunk(rank.world_size)[rank.rank], "sharded", rtol=eps, atol=eps)
     assert_close(whole.float(), mean, "replicated", rtol=eps, atol=eps)
@@ -175,12 +179,12 @@ def test_new_memory(rank: Rank, sharded: bool) -> None:
         landed.data = landed.data.half().fill_(3.0)
         landed.data = landed.data.float()
 
-    move = numbers(rank, 4) if sharded else Move(whole := torch.ones(8), whole)
+    operand = numbers(rank, 4) if sharded else Operand(whole := torch.ones(8), whole)
     transport = hooked(rank, hook)
-    memory = move.piece.data_ptr()
-    wait((transport.reduce if sharded else transport.all_reduce)([Parcel("a", [move])]))
-    assert move.piece.data_ptr() == memory
-    assert_equal(move.piece, torch.full_like(move.piece, 3.0), "result")
+    memory = operand.shard.data_ptr()
+    wait((transport.reduce_scatter if sharded else transport.all_reduce)([CommRequest("a", [operand])]))
+    assert operand.shard.data_ptr() == memory
+    assert_equal(operand.shard, torch.full_like(operand.shard, 3.0), "result")
 
 
 @on_ranks(2)
@@ -194,9 +198,9 @@ def test_wrong_results(rank: Rank) -> None:
         piece.data = piece.data[:2]
 
     with pytest.raises(TypeError, match=r"forgets left 4 elements of torch.float16 for unit 'a', expected 4 of .*32"):
-        hooked(rank, forgets).reduce([Parcel("a", [numbers(rank, 4)])])
+        hooked(rank, forgets).reduce_scatter([CommRequest("a", [numbers(rank, 4)])])
     with pytest.raises(TypeError, match=r"cuts left 2 elements"):
-        hooked(rank, cuts).reduce([Parcel("a", [numbers(rank, 4)])])
+        hooked(rank, cuts).reduce_scatter([CommRequest("a", [numbers(rank, 4)])])
 
 
 @on_ranks(2)
@@ -208,18 +212,18 @@ def test_raising_hook(rank: Rank, where: int) -> None:
         if rank.rank == where and piece.numel() == 3:
             raise ZeroDivisionError("of the user")
 
-    parcels = [Parcel("a", [numbers(rank, 3), numbers(rank, 2)]), Parcel("b", [numbers(rank, 70_000)] * 2)]
+    requests = [CommRequest("a", [numbers(rank, 3), numbers(rank, 2)]), CommRequest("b", [numbers(rank, 70_000)] * 2)]
     transport = hooked(rank, hook)
     if rank.rank == where:
         with pytest.raises(ZeroDivisionError, match="of the user"):
-            transport.reduce(parcels)
+            transport.reduce_scatter(requests)
     else:
-        wait(transport.reduce(parcels))
-    for parcel in parcels:
-        assert_equal(parcel.moves[1].piece, sums(rank, parcel.moves[1].piece.numel()), "landed")
+        wait(transport.reduce_scatter(requests))
+    for request in requests:
+        assert_equal(request.operands[1].shard, sums(rank, request.operands[1].shard.numel()), "landed")
     after = numbers(rank, 3)
-    wait(make_transport(rank.group, rank.device).reduce([Parcel("c", [after])]))
-    assert_equal(after.piece, sums(rank, 3), "the group goes on")
+    wait(make_transport(rank.group, rank.device).reduce_scatter([CommRequest("c", [after])]))
+    assert_equal(after.shard, sums(rank, 3), "the group goes on")
 
 
 @on_ranks(2)

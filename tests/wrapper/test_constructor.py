@@ -26,7 +26,7 @@ from fullshard import (
     MixedPrecisionPolicy,
     ShardingStrategy,
 )
-from fullshard.transport import record
+from fullshard.comm import record
 from fullshard.wrap import ModuleWrapPolicy
 from ranks import Rank, on_ranks
 
@@ -416,11 +416,11 @@ def test_device_that_is_not_here(rank: Rank, device: str) -> None:
 
 @on_ranks(2)
 def test_wrong_modules(rank: Rank) -> None:
-    """No module, one without shapes, and one that is a unit already."""
+    """No module, one without shapes, and one that is sharded already."""
     with pytest.raises(TypeError, match=r"module.*expected Module, found list"):
         FullyShardedDataParallel([nn.Linear(2, 2)])  # type: ignore[arg-type]
     lazy = nn.Sequential(nn.LazyLinear(3))
-    with pytest.raises(ValueError, match=r"0\.weight is uninitialised"):
+    with pytest.raises(ValueError, match=r"0\.weight is uninitialized"):
         FullyShardedDataParallel(lazy)
     wrapped = FullyShardedDataParallel(built(Net))
     for policy in (None, BLOCKS):

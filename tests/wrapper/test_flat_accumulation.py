@@ -20,7 +20,7 @@ from wrapper_models import (
 from compare import assert_close, assert_equal
 from engine.models import LossOf, Stack, batch, reference_backward, square_loss
 from fullshard import FullshardError, FullyShardedDataParallel, ShardingStrategy
-from fullshard.transport import record
+from fullshard.comm import record
 from ranks import Rank, on_ranks
 
 BOTH = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
@@ -38,7 +38,7 @@ def accumulate(
         context = contextlib.nullcontext() if sync else model.no_sync()
         with context, record() as seen:
             square_loss(first + number)(model, rank.rank).backward()
-        sent = {c.kind for c in seen} - {"gather"}
+        sent = {c.kind for c in seen} - {"all_gather"}
         assert bool(sent) == sync
         reference_backward(reference, rank.world_size, square_loss(first + number))
 
@@ -99,7 +99,7 @@ def test_some_units_without_sync(rank: Rank, original: bool) -> None:
     model, reference = with_reference(Stack(2), rank, BLOCKS, use_orig_params=original)
     with model.module.blocks[1].no_sync(), record() as seen:
         square_loss(0)(model, rank.rank).backward()
-    assert sorted(units(seen, "reduce")) == ["", "blocks.0"]
+    assert sorted(units(seen, "reduce_scatter")) == ["", "blocks.0"]
     square_loss(1)(model, rank.rank).backward()
     for step in range(2):
         reference_backward(reference, rank.world_size, square_loss(step))

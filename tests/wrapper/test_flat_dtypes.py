@@ -24,8 +24,8 @@ from wrapper_models import (
 from compare import assert_equal, fqn_of
 from engine.models import LossOf, Mlp, Stack, batch, square_loss
 from fullshard import FlatParameter, FullyShardedDataParallel, ShardingStrategy
+from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
-from fullshard.transport import record
 from ranks import Rank, on_ranks
 
 BOTH = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
@@ -308,7 +308,7 @@ def test_frozen_beside_trainable(rank: Rank, original: bool, strategy: ShardingS
     loss = square_loss()(model, rank.rank)
     with record() as seen:
         loss.backward()
-    kind = "all_reduce" if strategy is ShardingStrategy.NO_SHARD else "reduce"
+    kind = "all_reduce" if strategy is ShardingStrategy.NO_SHARD else "reduce_scatter"
     assert sorted(units(seen, kind)) == ["", "blocks.0"]
     assert all(p.requires_grad or p.grad is None for p in model.parameters())
     # 6 + 3*6 + 3 of the root and 12*6 + 6*12 + 6 of the block are trained; the rest is padding and presence.
@@ -325,7 +325,7 @@ def test_all_frozen(rank: Rank, original: bool) -> None:
     with record() as seen:
         output = model(inputs)
         output.sum().backward()
-    assert units(seen, "reduce") == []
+    assert units(seen, "reduce_scatter") == []
     expected = torch.autograd.grad(reference(inputs).sum(), inputs)[0]
     assert_equal(inputs.grad, expected, "input gradient")
     assert all(p.grad is None for p in model.parameters())

@@ -63,10 +63,10 @@ def test_slices_are_those_of_the_concatenation(drawn: tuple[FlatLayout, int]) ->
     layout, alignment = drawn
     numels = [math.prod(slot.parameter.shape) for slot in layout.slots]
     elements = whole(numels, layout.world_size, alignment)
-    end = max((s.full_offset + n for s, n in zip(layout.slots, numels, strict=True)), default=0)
+    end = max((s.unsharded_offset + n for s, n in zip(layout.slots, numels, strict=True)), default=0)
     assert layout.slice_numel == -(-end // layout.world_size)
-    elements += [None] * (layout.full_numel - len(elements))  # empty parameters at the end may be aligned past it
-    assert len(elements) == layout.full_numel == layout.slice_numel * layout.world_size
+    elements += [None] * (layout.unsharded_numel - len(elements))  # empty parameters at the end may be aligned past it
+    assert len(elements) == layout.unsharded_numel == layout.slice_numel * layout.world_size
     for rank in range(layout.world_size):
         mine: list[tuple[int, int] | None] = [None] * layout.slice_numel
         for index, slot in enumerate(layout.slots):
@@ -95,12 +95,12 @@ def test_gathered_slices_are_the_parameters(drawn: tuple[FlatLayout, int]) -> No
             shard[offset : offset + numel] = value.as_strided((value.numel(),), (1,))[start : start + numel]
         slices.append(shard)
     full = torch.cat(slices)
-    assert full.numel() == layout.full_numel
+    assert full.numel() == layout.unsharded_numel
     for slot, value in zip(layout.slots, values, strict=True):
-        found = full.as_strided(slot.parameter.shape, slot.parameter.stride, slot.full_offset)
+        found = full.as_strided(slot.parameter.shape, slot.parameter.stride, slot.unsharded_offset)
         assert torch.equal(found, value), slot
     taken = sum(value.numel() for value in values)
-    assert layout.padding == layout.full_numel - taken
+    assert layout.padding == layout.unsharded_numel - taken
     assert int((full == 0).sum()) == layout.padding
 
 
@@ -111,10 +111,10 @@ def test_parameters_start_aligned_in_order(drawn: tuple[FlatLayout, int]) -> Non
     layout, alignment = drawn
     end = 0
     for slot in layout.slots:
-        assert slot.full_offset % alignment == 0
-        assert 0 <= slot.full_offset - end < alignment
-        end = slot.full_offset + slot.parameter.numel
-    assert 0 <= layout.full_numel - end < layout.world_size
+        assert slot.unsharded_offset % alignment == 0
+        assert 0 <= slot.unsharded_offset - end < alignment
+        end = slot.unsharded_offset + slot.parameter.numel
+    assert 0 <= layout.unsharded_numel - end < layout.world_size
 
 
 @given(layouts())
@@ -144,7 +144,7 @@ def test_picture_tells_every_piece(drawn: tuple[FlatLayout, int]) -> None:
     """The picture has one line for the full buffer and one per rank, with what each rank holds of each parameter."""
     layout, _ = drawn
     head, *lines = layout.picture().split("\n")
-    assert head.endswith(f" {layout.full_numel} elements, {layout.padding} of them padding")
+    assert head.endswith(f" {layout.unsharded_numel} elements, {layout.padding} of them padding")
     assert len(lines) == layout.world_size
     for rank, line in enumerate(lines):
         held = {name: (int(a), int(b)) for name, a, b in re.findall(r"(p\d)\[(\d+):(\d+)\]", line)}
@@ -184,7 +184,7 @@ def test_nothing_to_lay_out() -> None:
     """No parameters, or empty ones, make slices of no elements."""
     for parameters in ([], shapes((0, 3), (4, 0))):
         layout = FlatLayout.build(parameters, world_size=4)
-        assert (layout.slice_numel, layout.full_numel, layout.padding) == (0, 0, 0)
+        assert (layout.slice_numel, layout.unsharded_numel, layout.padding) == (0, 0, 0)
         assert [slot.piece(3).numel for slot in layout.slots] == [0] * len(parameters)
 
 

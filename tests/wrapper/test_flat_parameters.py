@@ -25,7 +25,7 @@ from wrapper_models import (
 from compare import assert_equal, fqn_of
 from engine.models import Language, Mlp, Stack, batch, square_loss, tokens
 from fullshard import FlatParameter, FullyShardedDataParallel, ShardingStrategy
-from fullshard.transport import record
+from fullshard.comm import record
 from ranks import Rank, on_ranks
 
 BOTH = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
@@ -312,7 +312,7 @@ def test_named_tuples_are_watched(rank: Rank, original: bool, both: bool) -> Non
         value = loss(0)(model, rank.rank)
         with record() as seen:
             value.backward()
-        assert units(seen, "gather") == [] and sorted(units(seen, "reduce")) == ["", "two"]
+        assert units(seen, "all_gather") == [] and sorted(units(seen, "reduce_scatter")) == ["", "two"]
         model.zero_grad()
         model.load_state_dict(model.state_dict())
 

@@ -19,8 +19,8 @@ from wrapper_models import (
 from compare import assert_close
 from engine.models import Mlp, Stack, batch, square_loss, tiny_units
 from fullshard import FlatParameter, ShardingStrategy
+from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
-from fullshard.transport import record
 from ranks import Rank, on_ranks
 
 BOTH = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
@@ -48,13 +48,13 @@ def test_collectives_of_a_step(rank: Rank, original: bool) -> None:
         with record() as backward_:
             loss.backward()
         assert [(c.kind, c.unit, c.numel) for c in forward] == [
-            ("gather", "", root),
-            ("gather", "blocks.0", block),
-            ("gather", "blocks.1", block),
+            ("all_gather", "", root),
+            ("all_gather", "blocks.0", block),
+            ("all_gather", "blocks.1", block),
         ]
-        gathers = [(c.unit, c.numel) for c in backward_ if c.kind == "gather"]
+        gathers = [(c.unit, c.numel) for c in backward_ if c.kind == "all_gather"]
         assert gathers == [("blocks.0", block)]
-        reductions = [(c.unit, c.numel) for c in backward_ if c.kind == "reduce"]
+        reductions = [(c.unit, c.numel) for c in backward_ if c.kind == "reduce_scatter"]
         assert reductions == [
             (unit, numel)
             for unit, size in (("blocks.1", block), ("blocks.0", block), ("", root))
@@ -80,10 +80,10 @@ def test_collectives_of_strategies(rank: Rank, original: bool, strategy: Shardin
             assert forward == [] and {c.kind for c in backward_} == {"all_reduce"}
             assert sorted(units(backward_, "all_reduce")) == every
             continue
-        assert units(forward, "gather") == every and units(forward, "reduce") == []
+        assert units(forward, "all_gather") == every and units(forward, "reduce_scatter") == []
         again = ["blocks.0"] if strategy is ShardingStrategy.FULL_SHARD else []
-        assert units(backward_, "gather") == again
-        assert units(backward_, "reduce") == ["blocks.1", "blocks.0", ""]
+        assert units(backward_, "all_gather") == again
+        assert units(backward_, "reduce_scatter") == ["blocks.1", "blocks.0", ""]
 
 
 @on_ranks(2)
@@ -121,7 +121,7 @@ def test_nothing_stays_allocated(rank: Rank, original: bool, strategy: ShardingS
                 if strategy is not ShardingStrategy.NO_SHARD:
                     assert parameter.full.untyped_storage().nbytes() == 0
             for bucket in unit.buckets:
-                assert all(reducer.message.allocated_bytes == 0 for reducer in bucket.reducers)
+                assert all(plan.message.allocated_bytes == 0 for plan in bucket.plans)
         held = sum(bucket.shard_buffer.numel() for unit in nested_units(model) for bucket in unit.buckets)
         ranks = 1 if strategy is ShardingStrategy.NO_SHARD else rank.world_size
         assert held <= -(-whole // ranks) + 3 * (12 + rank.world_size)  # padding: up to 3 elements per parameter

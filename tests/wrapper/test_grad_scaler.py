@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from compare import assert_equal
 from fullshard import FullshardError, FullyShardedDataParallel, ShardingStrategy, fully_shard
-from fullshard.grad_scaler import ShardedGradScaler
+from fullshard.optim.grad_scaler import ShardedGradScaler
 from ranks import Rank, on_ranks
 
 INF = float("inf")

@@ -15,7 +15,7 @@ from torch import nn
 
 from compare import assert_close, assert_equal
 from fullshard import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
-from fullshard.transport import record
+from fullshard.comm import record
 from fullshard.wrap import ModuleWrapPolicy
 from ranks import Rank, on_ranks
 

@@ -32,8 +32,8 @@ from fullshard import (
     PhaseError,
     ShardingStrategy,
 )
+from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
-from fullshard.transport import record
 from ranks import Rank, on_ranks
 
 
@@ -51,18 +51,18 @@ def test_no_sync_counts(rank: Rank, strategy: ShardingStrategy, first: int, agai
     with record() as seen, model.no_sync():
         backward(rank, model, 0)
     found = counts(seen)
-    assert found["reduce"] == found["all_reduce"] == 0
-    assert found["gather"] == first  # the root, and what ran last, keep their parameters until backward
+    assert found["reduce_scatter"] == found["all_reduce"] == 0
+    assert found["all_gather"] == first  # the root, and what ran last, keep their parameters until backward
     assert all(p.grad is None for p in model.parameters())
     with record() as seen, model.no_sync():
         backward(rank, model, 1)
     found = counts(seen)
-    assert found["reduce"] == found["all_reduce"] == 0 and found["gather"] == again
+    assert found["reduce_scatter"] == found["all_reduce"] == 0 and found["all_gather"] == again
     with record() as seen:
         backward(rank, model, 2)
     found = counts(seen)
-    assert found["all_reduce" if strategy is NO_SHARD else "reduce"] == 3
-    assert found["reduce" if strategy is NO_SHARD else "all_reduce"] == 0
+    assert found["all_reduce" if strategy is NO_SHARD else "reduce_scatter"] == 3
+    assert found["reduce_scatter" if strategy is NO_SHARD else "all_reduce"] == 0
     reference_backward(rank, reference, 0, 1, 2)
     check_gradients(model, reference)
 
@@ -75,10 +75,10 @@ def test_no_sync_hybrid(rank: Rank, strategy: ShardingStrategy) -> None:
     with record() as seen, model.no_sync():
         backward(rank, model, 0)
         backward(rank, model, 1)
-    assert counts(seen)["reduce"] == counts(seen)["all_reduce"] == 0
+    assert counts(seen)["reduce_scatter"] == counts(seen)["all_reduce"] == 0
     with record() as seen:
         backward(rank, model, 2)
-    assert counts(seen)["reduce"] == counts(seen)["all_reduce"] == 3
+    assert counts(seen)["reduce_scatter"] == counts(seen)["all_reduce"] == 3
     reference_backward(rank, reference, 0, 1, 2)
     check_gradients(model, reference)
 
@@ -91,10 +91,10 @@ def test_no_sync_memory(rank: Rank, strategy: ShardingStrategy) -> None:
     for _ in range(2):
         with model.no_sync():
             backward(rank, model, 0)
-        full = [sum(bucket.full_bytes for bucket in unit.buckets) for unit in nested_units(model)]
+        full = [sum(bucket.allocated_bytes for bucket in unit.buckets) for unit in nested_units(model)]
         assert all(full) == (strategy is GRAD_OP) and any(full) == (strategy is GRAD_OP), full
     backward(rank, model, 0)
-    assert not any(bucket.full_bytes for unit in nested_units(model) for bucket in unit.buckets)
+    assert not any(bucket.allocated_bytes for unit in nested_units(model) for bucket in unit.buckets)
 
 
 @on_ranks(2)
@@ -154,7 +154,7 @@ def test_no_sync_of_a_part(rank: Rank) -> None:
     model, reference = wrapped(rank)
     with record() as seen, model.module.parts[1].no_sync():
         backward(rank, model, 0)
-    assert counts(seen)["reduce"] == 2
+    assert counts(seen)["reduce_scatter"] == 2
     backward(rank, model, 1)
     reference_backward(rank, reference, 0, 1)
     check_gradients(model, reference)
@@ -171,7 +171,7 @@ def test_no_sync_ends(rank: Rank) -> None:
             backward(rank, model, 0)
         with record() as seen:
             backward(rank, model, 1)
-        assert counts(seen)["reduce"] == 0
+        assert counts(seen)["reduce_scatter"] == 0
     backward(rank, model, 2)
     reference_backward(rank, reference, 0, 1, 2)
     check_gradients(model, reference)
@@ -203,7 +203,7 @@ def test_no_sync_around_the_backward_only(rank: Rank, orig: bool) -> None:
     loss = loss_of(model, 0, rank.rank)
     with record() as seen, model.no_sync():
         loss.backward()
-    assert counts(seen)["reduce"] == 0
+    assert counts(seen)["reduce_scatter"] == 0
     backward(rank, model, 1)
     reference_backward(rank, reference, 0, 1)
     check_gradients(model, reference)

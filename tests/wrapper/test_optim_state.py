@@ -16,8 +16,8 @@ from checkpoint.optimizers import OPTIMIZERS, held_by, joined, map_leaves, train
 from compare import assert_equal
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy, fully_shard
-from fullshard.checkpoint.optimizer_state import optimizer_state
-from fullshard.state_dict_types import (
+from fullshard.checkpoint.state.optimizer import optimizer_state
+from fullshard.checkpoint.state.types import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     ShardedOptimStateDictConfig,

@@ -16,11 +16,9 @@ from checkpoint.kinds import Model, adam, build, train
 from checkpoint.optimizers import held_by, joined, trained
 from compare import fqn_of
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import wrapper_optim_forms
-from fullshard.checkpoint import optimizer_gather
-from fullshard.checkpoint.optimizer_state import optimizer_state
-from fullshard.errors import FullshardError, PhaseError
-from fullshard.state_dict_types import (
+from fullshard.checkpoint.state import optimizer_gather
+from fullshard.checkpoint.state.optimizer import optimizer_state
+from fullshard.checkpoint.state.types import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -28,6 +26,8 @@ from fullshard.state_dict_types import (
     OptimStateKeyType,
     StateDictType,
 )
+from fullshard.errors import FullshardError, PhaseError
+from fullshard.wrapper.state_dict import optimizer_conversion
 from ranks import Rank, on_ranks
 
 State = dict[str, Any]
@@ -149,7 +149,7 @@ def test_edited_state_dict(rank: Rank) -> None:
     assert all(bool((values["exp_avg"] == 7.0).all()) for values in state["state"].values())
     assert state["param_groups"][0]["lr"] == 0.75
     assert not any(bool((values["exp_avg"] == 7.0).any()) for values in optimizer.state.values())
-    with pytest.raises(ValueError, match="2 groups, the optimizer 1"):
+    with pytest.raises(ValueError, match="expected 1 parameter groups in the optimizer's state dict, found 2"):
         FSDP.optim_state_dict(model, optimizer, {**given, "param_groups": given["param_groups"] * 2})
 
 
@@ -161,7 +161,7 @@ def test_unknown_keys(rank: Rank) -> None:
     step(model, optimizer)
     optimizer.state["phase"] = {"name": "warm-up", "seen": torch.arange(3)}  # type: ignore[index]
     optimizer.state["count"] = 5  # type: ignore[index]
-    with pytest.warns(UserWarning, match="'phase', which is no parameter"):
+    with pytest.warns(UserWarning, match="the key 'phase', which is not a parameter"):
         state = FSDP.optim_state_dict(model, optimizer)
     new = torch.optim.Adam(model.parameters())
     new.load_state_dict(FSDP.optim_state_dict_to_load(model, new, state))
@@ -247,12 +247,12 @@ def test_missing_and_unexpected(rank: Rank, kind: str) -> None:
     less = copy.deepcopy(state)
     less["param_groups"][0]["params"].remove("two.bias")
     del less["state"]["two.bias"]
-    with pytest.raises(ValueError, match=r"the optimizer that was saved did not have two\.bias"):
+    with pytest.raises(ValueError, match=r"the saved optimizer has no parameters two\.bias"):
         FSDP.optim_state_dict_to_load(model, optimizer, less)
     more = copy.deepcopy(state)
     more["param_groups"][0]["params"].append("three")
     more["state"]["three"] = copy.deepcopy(more["state"]["two.bias"])
-    with pytest.raises(ValueError, match="state was saved for three, which this optimizer does not have"):
+    with pytest.raises(ValueError, match="the checkpoint has state for three, which this optimizer does not have"):
         FSDP.optim_state_dict_to_load(model, optimizer, more)
     wrong = copy.deepcopy(state)
     wrong["state"]["two.weight"]["exp_avg"] = torch.zeros(4, 3)
@@ -269,13 +269,13 @@ def test_errors_of_the_first_rank(rank: Rank) -> None:
     by_number = optimizer.state_dict()
     settings = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *settings):
-        with pytest.raises(ValueError, match="expected the names of parameters as keys, found 0"):
+        with pytest.raises(ValueError, match="expected names of parameters as keys, found 0"):
             FSDP.optim_state_dict_to_load(model, optimizer, by_number if rank.rank == 0 else {})
         state = FSDP.optim_state_dict(model, optimizer)
         if rank.rank == 0:
             state["param_groups"][0]["params"].append("three")
             state["state"]["three"] = state["state"]["two.bias"]
-        with pytest.raises(ValueError, match="state was saved for three"):
+        with pytest.raises(ValueError, match="the checkpoint has state for three"):
             FSDP.optim_state_dict_to_load(model, optimizer, state)
 
 
@@ -289,10 +289,10 @@ def test_errors_of_one_rank(rank: Rank) -> None:
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         state = FSDP.optim_state_dict(model, optimizer)
         own = torch.optim.Adam(parameters[: 4 if rank.rank == 0 else 3])
-        with pytest.raises(ValueError, match="state was saved for two"):
+        with pytest.raises(ValueError, match="the checkpoint has state for two"):
             FSDP.optim_state_dict_to_load(model, own, state)
         stray = torch.optim.Adam([*parameters, nn.Parameter(torch.ones(2))] if rank.rank == 0 else parameters)
-        with pytest.raises(ValueError, match="is not one of the model's"):
+        with pytest.raises(ValueError, match="is not in the model"):
             FSDP.optim_state_dict_to_load(model, stray, state)
 
 
@@ -320,7 +320,7 @@ def test_one_whole_tensor_at_a_time(rank: Rank, form: str, monkeypatch: pytest.M
     config = FullOptimStateDictConfig(rank0_only=True)
     full = FSDP.full_optim_state_dict(model, optimizer)
     monkeypatch.setattr(optimizer_gather, "_gather", watched(optimizer_gather._gather))
-    monkeypatch.setattr(wrapper_optim_forms, "_sent", watched(wrapper_optim_forms._sent))
+    monkeypatch.setattr(optimizer_conversion, "_broadcast", watched(optimizer_conversion._broadcast))
     if form == "sharded":
         FSDP.sharded_optim_state_dict(model, optimizer)
     elif form == "first":
@@ -422,7 +422,7 @@ def test_ignored_parameters(rank: Rank) -> None:
     new = torch.optim.Adam(wrapped.parameters())
     assert_states_close(loaded(wrapped, new, state), state["state"], exact=True)
     stray = torch.optim.Adam([*wrapped.parameters(), nn.Parameter(torch.ones(2))])
-    with pytest.raises(ValueError, match=r"parameter 4 of group 0 of the optimizer .* is not one of the model's"):
+    with pytest.raises(ValueError, match=r"parameter 4 of group 0 of the optimizer .* is not in the model"):
         FSDP.optim_state_dict(wrapped, stray)
 
 
@@ -448,7 +448,7 @@ def test_flat_parameters_with_different_steps(rank: Rank) -> None:
         "param_groups": [{"lr": 0.1, "params": [name for name, _ in reference.named_parameters()]}],
     }
     with pytest.raises(
-        FullshardError, match=r"one\.weight and two\.weight are one flat parameter.* step, 1\.0 and 2\.0"
+        FullshardError, match=r"one\.weight and two\.weight share a flat parameter.* step, 1\.0 and 2\.0"
     ):
         FSDP.optim_state_dict_to_load(model, optimizer, state)
 
@@ -556,7 +556,7 @@ def test_rekeying() -> None:
     assert_states_close(back["state"], state["state"], exact=True)
     assert FSDP.rekey_optim_state_dict(state, ID, model) is state
     assert FSDP.rekey_optim_state_dict(named, NAME, model) is named
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(ValueError, match="found both"):
         FSDP.rekey_optim_state_dict({"state": {0: {}, "one.weight": {}}}, NAME, model)
     with pytest.raises(ValueError, match=r"found \['three'\]"):
         FSDP.rekey_optim_state_dict({"state": {"three": {}}}, ID, model)
@@ -569,7 +569,7 @@ def test_flat_parameters_have_no_numbers(rank: Rank) -> None:
     """A flat parameter is several names, so its state cannot be rekeyed; the error says what to use."""
     model = small(rank, "flat")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"one flat parameter, .*optim_state_dict_to_load"):
+    with pytest.raises(ValueError, match=r"share a flat parameter, .*optim_state_dict_to_load"):
         FSDP.rekey_optim_state_dict({"state": {"one.weight": {}}}, ID, model, optim=optimizer)
 
 
@@ -599,11 +599,11 @@ def test_local_form(rank: Rank) -> None:
         assert new.param_groups[0]["lr"] == 0.1
         wrong = copy.deepcopy(state)
         wrong["state"]["one._flat_param"]["exp_avg"] = torch.zeros(3)
-        with pytest.raises(ValueError, match=r"one\._flat_param: this rank's piece has shape"):
+        with pytest.raises(ValueError, match=r"one\._flat_param: this rank's shard has shape"):
             FSDP.optim_state_dict_to_load(model, new, wrong)
         other = copy.deepcopy(state)
         other["param_groups"][0]["params"][0] = "three._flat_param"
-        with pytest.raises(ValueError, match=r"unknown are \['three\._flat_param'\], missing \['one\._flat_param'\]"):
+        with pytest.raises(ValueError, match=r"unexpected: \['three\._flat_param'\], missing: \['one\._flat_param'\]"):
             FSDP.optim_state_dict_to_load(model, new, other)
 
 

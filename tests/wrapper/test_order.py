@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from engine.models import tiny_units
 from fullshard import FullshardError, fully_shard
-from fullshard.engine.order import TIMEOUT_VARIABLE, OrderCheck, OrderWatch, UnitOrder, explain_difference
-from fullshard.engine.schedule import Schedule
-from fullshard.transport import Move, Parcel, make_transport
+from fullshard.comm import CommRequest, Operand, make_transport
+from fullshard.engine.runtime import Runtime
+from fullshard.ranks.order import TIMEOUT_VARIABLE, OrderCheck, OrderWatchdog, UnitOrder, explain_difference
 from ranks import Rank, RankPool, on_ranks
 
 SOON = 0.3  # seconds until a watch in these tests takes a rank for stalled
@@ -35,7 +35,7 @@ def gather(rank: Rank, group: dist.ProcessGroup, name: str, numel: int = 4) -> N
     """Gather a unit called ``name``, and wait."""
     region = torch.empty(group.size() * numel)
     transport = make_transport(group, rank.device, reduces=False)
-    for work in transport.gather([Parcel(name, [Move(torch.ones(numel), region)])]):
+    for work in transport.all_gather([CommRequest(name, [Operand(torch.ones(numel), region)])]):
         work.wait()
 
 
@@ -128,13 +128,13 @@ def test_later_deviation_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     check._order, check._warned = None, False
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check.note(["a", "b", "c"])
-        check.note(["a", "b", "c"])
+        check.warn_if_changed(["a", "b", "c"])
+        check.warn_if_changed(["a", "b", "c"])
     with pytest.warns(UserWarning, match=r"rank 3 .* at position 1 \(from 0\), 'b' ran then and 'c' ran now"):
-        check.note(["a", "c", "b"])
+        check.warn_if_changed(["a", "c", "b"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check.note(["c"])
+        check.warn_if_changed(["c"])
 
 
 @on_ranks(2)
@@ -145,7 +145,7 @@ def test_deviation_from_what_was_compared(rank: Rank) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if rank.rank == 1:
-            check.note(["a"])
+            check.warn_if_changed(["a"])
     assert len(caught) == rank.rank
     if caught:
         assert "at position 1 (from 0), 'b' ran then and nothing" in str(caught[0].message)
@@ -154,9 +154,9 @@ def test_deviation_from_what_was_compared(rank: Rank) -> None:
 # -------------------------------------------------------------------- watch
 
 
-def run_watched(rank: Rank, group: dist.ProcessGroup, units: Sequence[str], after_s: float = SOON) -> OrderWatch:
+def run_watched(rank: Rank, group: dist.ProcessGroup, units: Sequence[str], after_s: float = SOON) -> OrderWatchdog:
     """A first forward of ``units``, each of which is gathered, as the engine watches it."""
-    watch = OrderWatch(group, rank.device, after_s)
+    watch = OrderWatchdog(group, rank.device, after_s)
     try:
         with watch.guard():
             for unit in units:
@@ -202,7 +202,7 @@ def test_slow_rank_is_left_alone(rank: Rank) -> None:
     def units() -> Sequence[str]:
         return ["", "a", "b"]
 
-    watch = OrderWatch(group, rank.device, SOON)
+    watch = OrderWatchdog(group, rank.device, SOON)
     with watch.guard():
         for unit in units():
             watch.started(unit)
@@ -212,7 +212,7 @@ def test_slow_rank_is_left_alone(rank: Rank) -> None:
         watch.completed()
         OrderCheck(group, rank.device).compare(units())
     watch.finished()
-    assert watch.verdict is None and no_watch_runs()
+    assert watch.failure is None and no_watch_runs()
 
 
 @on_ranks(2)
@@ -220,18 +220,18 @@ def test_watches_of_one_group_do_not_mix(rank: Rank) -> None:
     """What was published for one root does not accuse the next; other failures stay what they are."""
     group = new_group()
     for name in ("x", "y"):
-        watch = OrderWatch(group, rank.device, SOON)
+        watch = OrderWatchdog(group, rank.device, SOON)
         with watch.guard():
             watch.started(name)
             time.sleep(2 * SOON + 0.2)  # so that it is published
             gather(rank, group, name)
         watch.finished()
-        assert watch.verdict is None
+        assert watch.failure is None
     dist.barrier()  # no rank watches any more
     if rank.rank == 0:
-        watch._store.set("verdict", "of an earlier forward")
+        watch._store.set("failure", "of an earlier forward")
     dist.barrier()
-    watch = OrderWatch(group, rank.device, SOON)
+    watch = OrderWatchdog(group, rank.device, SOON)
     with pytest.raises(RuntimeError, match="of the user") as caught, watch.guard():
         raise RuntimeError("of the user")
     assert not isinstance(caught.value, FullshardError)
@@ -241,12 +241,12 @@ def test_watches_of_one_group_do_not_mix(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_closed_connection_is_explained(rank: Rank) -> None:
-    """A rank whose connection another one has closed finds the verdict in the store, without a thread of its own."""
+    """A rank whose connection another one has closed finds the failure in the store, without a thread of its own."""
     group = new_group()
-    watch = OrderWatch(group, rank.device, 0)
+    watch = OrderWatchdog(group, rank.device, 0)
     assert watch._thread is None
     if rank.rank == 0:
-        watch._store.set("verdict", "they differ")
+        watch._store.set("failure", "they differ")
     dist.barrier()
     with pytest.raises(FullshardError, match="they differ") as caught, watch.guard():
         raise RuntimeError("Connection closed by peer")
@@ -262,18 +262,18 @@ def test_timeout_setting(rank: Rank) -> None:
     """The environment says when a rank is stalled; 0 is never; what is no number is refused."""
     for text, thread in (("0", False), ("2.5", True)):
         os.environ[TIMEOUT_VARIABLE] = text
-        watch = OrderWatch(rank.group, rank.device)
+        watch = OrderWatchdog(rank.group, rank.device)
         assert (watch.after_s, watch._thread is not None) == (float(text), thread)
         watch.finished()
         assert no_watch_runs()
     for text in ("soon", "-1", "nan"):
         os.environ[TIMEOUT_VARIABLE] = text
         with pytest.raises(ValueError, match=f"{TIMEOUT_VARIABLE}.*{text}"):
-            OrderWatch(rank.group, rank.device)
+            OrderWatchdog(rank.group, rank.device)
     with pytest.raises(ValueError, match="after_s"):
-        OrderWatch(rank.group, rank.device, -2)
+        OrderWatchdog(rank.group, rank.device, -2)
     os.environ.pop(TIMEOUT_VARIABLE)
-    watch = OrderWatch(rank.group, rank.device)
+    watch = OrderWatchdog(rank.group, rank.device)
     assert watch.after_s == 10
     watch.finished()
 
@@ -307,14 +307,14 @@ class Blocks(nn.Module):
 
 def run_model(rank: Rank, model: nn.Module, group: dist.ProcessGroup) -> None:
     """The first forward of ``model``, watched as the engine does it."""
-    watch, usual = OrderWatch(group, rank.device, SOON), Schedule.enter
+    watch, usual = OrderWatchdog(group, rank.device, SOON), Runtime._enter_forward
 
-    def enter(schedule: Schedule, unit: Any) -> None:
+    def enter(runtime: Runtime, unit: Any) -> None:
         watch.started(unit.name)
-        usual(schedule, unit)
+        usual(runtime, unit)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Schedule, "enter", enter)
+        patch.setattr(Runtime, "_enter_forward", enter)
         try:
             with watch.guard():
                 model(torch.ones(2, 8))

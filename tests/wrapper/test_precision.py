@@ -13,7 +13,7 @@ from torch import nn
 from compare import assert_close, assert_equal
 from engine.models import tiny_units
 from fullshard import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from fullshard.transport import record
+from fullshard.comm import record
 from fullshard.wrap import ModuleWrapPolicy
 from ranks import Rank, on_ranks
 

@@ -11,7 +11,7 @@ from parity import batch
 from torch import nn
 
 from fullshard import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from fullshard.transport import record
+from fullshard.comm import record
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy
 from ranks import Rank, on_ranks
 
@@ -76,7 +76,7 @@ def test_which_inputs_are_cast(rank: Rank, root: bool, inner: bool) -> None:
 
 @on_ranks(2)
 def test_casts_of_one_unit(rank: Rank) -> None:
-    """Units choose for themselves: one computes in half, its neighbours in full precision."""
+    """Units choose for themselves: one computes in half, its subgroup in full precision."""
     model = Probe(Probe(Probe()))
     first, second = model.inner, model.inner.inner
     half = MixedPrecision(param_dtype=F16, cast_forward_inputs=True)

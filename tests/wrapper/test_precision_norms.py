@@ -13,7 +13,7 @@ from torch import nn
 
 from compare import assert_close
 from fullshard import FullyShardedDataParallel, MixedPrecision
-from fullshard.transport import record
+from fullshard.comm import record
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy
 from ranks import Rank, on_ranks
 

@@ -156,7 +156,7 @@ def live_buffers() -> Iterator[list[int]]:
 def test_memory(rank: Rank, kind: str, orig: bool) -> None:
     """Full copies are alive one unit at a time, except as the result."""
     model, _ = wrapped(rank, use_orig_params=orig)
-    sizes = [sum(bucket.full_size for bucket in unit.buckets) for unit in nested_units(model)]
+    sizes = [sum(bucket.unsharded_bytes for bucket in unit.buckets) for unit in nested_units(model)]
     with live_buffers() as peaks:
         if kind == "sharded":
             with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):

@@ -34,7 +34,7 @@ from compare import assert_equal
 from fullshard import FullshardError, LocalStateDictConfig, MixedPrecision, PhaseError, ShardingStrategy, StateDictType
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.activation_checkpoint import checkpoint_wrapper
-from fullshard.transport import record
+from fullshard.comm import record
 from fullshard.wrap import ModuleWrapPolicy
 from ranks import Rank, RankPool, on_ranks
 

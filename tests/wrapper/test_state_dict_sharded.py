@@ -46,7 +46,7 @@ from fullshard import (
 )
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.activation_checkpoint import checkpoint_wrapper
-from fullshard.transport import record
+from fullshard.comm import record
 from fullshard.wrap import ModuleWrapPolicy
 from ranks import Rank, RankPool, on_ranks
 
@@ -97,8 +97,8 @@ def test_as_the_other_front_end_saves(rank: Rank, strategy: ShardingStrategy, or
     model, reference = wrapped(rank, strategy, use_orig_params=orig)
     with record() as seen:
         state = sharded(model)
-    gathers = sum(c.kind == "gather" for c in seen)
-    assert gathers == (3 if model.world_size > 1 else 0) and {c.kind for c in seen} <= {"gather"}
+    gathers = sum(c.kind == "all_gather" for c in seen)
+    assert gathers == (3 if model.world_size > 1 else 0) and {c.kind for c in seen} <= {"all_gather"}
     assert_freed(model)
     assert_same_dtensors(state, by_rows(rank, copy.deepcopy(reference), strategy).state_dict())
     assert not any(value.requires_grad for value in state.values())

@@ -30,7 +30,7 @@ from fullshard import (
     ShardingStrategy,
 )
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.transport import record
+from fullshard.comm import record
 from ranks import Rank, on_ranks
 
 # ---------------------------------------------------------------- reading
@@ -74,15 +74,15 @@ def test_recurse(rank: Rank, orig: bool) -> None:
     with record() as seen, FSDP.summon_full_params(model, recurse=False):
         assert_equal(model.module.first.weight.detach(), reference.first.weight.detach(), "root")
         assert inner.module.up.weight.shape != (9, DIM)
-    assert [c.kind for c in seen] == ["gather"]
+    assert [c.kind for c in seen] == ["all_gather"]
     with record() as seen, FSDP.summon_full_params(inner, recurse=False):
         assert model.module.first.weight.shape != (DIM, DIM)
         assert_equal(inner.module.up.weight.detach(), reference.parts[0].up.weight.detach(), "inner")
         assert [name for name, _ in inner.named_parameters()] == [n for n, _ in reference.parts[0].named_parameters()]
-    assert [c.kind for c in seen] == ["gather"]
+    assert [c.kind for c in seen] == ["all_gather"]
     with record() as seen, FSDP.summon_full_params(model):
         pass
-    assert [c.kind for c in seen] == ["gather"] * 3
+    assert [c.kind for c in seen] == ["all_gather"] * 3
 
 
 @on_ranks(2)

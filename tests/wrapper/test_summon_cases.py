@@ -37,7 +37,7 @@ from fullshard import (
     ShardingStrategy,
     fully_shard,
 )
-from fullshard.transport import record
+from fullshard.comm import record
 from ranks import Rank, on_ranks
 
 # ---------------------------------------------------------------- gradients
@@ -181,7 +181,7 @@ def test_nested(rank: Rank) -> None:
     inner = model.module.parts[0]
     with FSDP.summon_full_params(model):
         for again in (model, inner):
-            with pytest.raises(PhaseError, match="full already"), FSDP.summon_full_params(again):
+            with pytest.raises(PhaseError, match="are unsharded"), FSDP.summon_full_params(again):
                 pass
         assert_models_equal(model, reference)  # the outer block goes on
         edit(model)

@@ -1,8 +1,15 @@
-"""torch.distributed.checkpoint.state_dict's functions on models of both front ends."""
+"""torch.distributed.checkpoint.state_dict's functions on models of both front ends.
+
+The kind ``unpatched`` is ``fully_shard`` with torch's functions as torch has them. With all others, they have been told
+of wrappers by ``enable_torch_state_dict_functions``.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict as functions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -38,14 +46,15 @@ from wrapped import (
 )
 
 from compare import assert_close, assert_equal
+from fullshard import FullshardError, ShardingStrategy, StateDictType, dropin, fully_shard
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import ShardingStrategy, StateDictType, fully_shard
 from fullshard.activation_checkpoint import apply_activation_checkpointing
+from fullshard.checkpoint.state.initial_optimizer import give_initial_state
+from fullshard.dropin import enable_torch_state_dict_functions
 from fullshard.wrap import ModuleWrapPolicy
-from fullshard.wrapper_state_initial import give_initial_state
 from ranks import Rank, RankPool, on_ranks
 
-KINDS = ["flat", "orig", "rows", "mixed"]
+KINDS = ["flat", "orig", "rows", "mixed", "unpatched"]
 kinds = pytest.mark.parametrize("kind", KINDS)
 wrappers = pytest.mark.parametrize("kind", ["flat", "orig"])
 WHOLE = StateDictOptions(full_state_dict=True)
@@ -53,11 +62,23 @@ RANK0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
+def told(body: Callable[..., None]) -> Callable[..., None]:
+    """Have torch's functions know wrappers while ``body`` runs, but for the kind ``unpatched``."""
+
+    @functools.wraps(body)
+    def run(rank: Rank, **arguments: Any) -> None:
+        unpatched = arguments.get("kind") == "unpatched"
+        with contextlib.nullcontext() if unpatched else enable_torch_state_dict_functions():
+            body(rank, **arguments)
+
+    return run
+
+
 def made(rank: Rank, kind: str, net: nn.Module, strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> nn.Module:
     """The model in one of the forms, each part a unit."""
     if kind == "plain":
         return net
-    if kind == "rows":
+    if kind in ("rows", "unpatched"):
         mesh = placed(rank, strategy).get("device_mesh", rank.mesh)
         for part in net.parts:  # type: ignore[union-attr]
             fully_shard(part, mesh=mesh)
@@ -68,9 +89,13 @@ def made(rank: Rank, kind: str, net: nn.Module, strategy: ShardingStrategy = Sha
     return FSDP(net, **placed(rank, strategy), use_orig_params=orig, auto_wrap_policy=ModuleWrapPolicy({Part}))
 
 
-def net(seed: int = 0) -> Net:
+def net(seed: int = 0, *, scalars: bool = True) -> Net:
+    """``scalars``: whether there are 0-D parameters."""
     torch.manual_seed(seed)
-    return Net()
+    model = Net()
+    for part in model.parts if not scalars else ():
+        part.scale = nn.Parameter(torch.full((1,), 0.5))
+    return model
 
 
 def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -122,6 +147,7 @@ def options_of(state: Any) -> Any:
 
 @on_ranks(1, 2)
 @kinds
+@told
 def test_model_out(rank: Rank, kind: str) -> None:
     """By default this rank's rows, else whole values, everywhere or on rank 0; the same as of a plain model."""
     model, expected = made(rank, kind, net()), net().state_dict()
@@ -138,13 +164,16 @@ def test_model_out(rank: Rank, kind: str) -> None:
 
 
 STRATEGIES = [("flat", HYBRID[0]), ("orig", HYBRID[0]), ("rows", HYBRID[0]), ("flat", NO_SHARD), ("orig", NO_SHARD)]
+STRATEGIES.append(("unpatched", HYBRID[0]))
 
 
 @on_ranks(4)
 @pytest.mark.parametrize(("kind", "strategy"), STRATEGIES)
+@told
 def test_strategies(rank: Rank, kind: str, strategy: ShardingStrategy) -> None:
     """With replicas, and without sharding, parameters and the optimizer's state, out and in."""
-    reference, model = net(), made(rank, kind, net(), strategy)
+    scalars = kind != "unpatched"
+    reference, model = net(scalars=scalars), made(rank, kind, net(scalars=scalars), strategy)
     ours, theirs = adam(model), adam(reference)
     step(rank, model, ours, 0, 1)
     step(rank, reference, theirs, 0, 1)
@@ -152,7 +181,7 @@ def test_strategies(rank: Rank, kind: str, strategy: ShardingStrategy) -> None:
     for options in (None, WHOLE):
         state, optim_state = get_state_dict(model, ours, options=options)
         assert_optimizers_equal(whole(optim_state), expected)
-        again = made(rank, kind, net(5), strategy)
+        again = made(rank, kind, net(5, scalars=scalars), strategy)
         optimizer = adam(again, lr=1.0)
         set_state_dict(
             again, optimizer, model_state_dict=state, optim_state_dict=copy.deepcopy(optim_state), options=options
@@ -168,20 +197,24 @@ def test_strategies(rank: Rank, kind: str, strategy: ShardingStrategy) -> None:
 @on_ranks(2)
 @kinds
 @pytest.mark.parametrize("options", [None, WHOLE, BROADCAST], ids=["rows", "whole", "broadcast"])
+@told
 def test_model_in(rank: Rank, kind: str, options: StateDictOptions | None) -> None:
     """What was got is set, also from rank 0 alone; a state dict that lacks something is an error, or allowed."""
     source, model = other_net(), made(rank, kind, net())
     state: Any = get_model_state_dict(made(rank, kind, other_net()) if options is None else source, options=options)
     reduced = {name: value for name, value in state.items() if name not in ("parts.1.up.weight", "steps")}
-    if options is BROADCAST and rank.rank != 0:
+    if options == BROADCAST and rank.rank != 0:
         state, reduced = {}, {}
     result = set_model_state_dict(model, dict(state), options=options)
     assert list(result.missing_keys) == list(result.unexpected_keys) == []
     assert_dicts_equal(get_model_state_dict(model, options=WHOLE), source.state_dict())
     model = made(rank, kind, net())
-    with pytest.raises(RuntimeError, match=r"parts\.1\.up\.weight") as caught:
+    if kind == "unpatched" and options == WHOLE:  # torch takes what the model holds for what is missing
         set_model_state_dict(model, dict(reduced), options=options)
-    assert "steps" in str(caught.value) and "_fsdp_wrapped" not in str(caught.value)
+    else:
+        with pytest.raises(RuntimeError, match=r"parts\.1\.up\.weight") as caught:
+            set_model_state_dict(model, dict(reduced), options=options)
+        assert "steps" in str(caught.value) and "_fsdp_wrapped" not in str(caught.value)
     loose = copy.copy(options) if options is not None else StateDictOptions()
     loose.strict = False
     set_model_state_dict(model, dict(reduced), options=loose)
@@ -193,6 +226,7 @@ def test_model_in(rank: Rank, kind: str, options: StateDictOptions | None) -> No
 
 @on_ranks(2)
 @kinds
+@told
 def test_frozen_left_out(rank: Rank, kind: str) -> None:
     """``ignore_frozen_params`` leaves frozen parameters out, all names of tied ones, also where a rank has nothing."""
     model = net()
@@ -202,10 +236,10 @@ def test_frozen_left_out(rank: Rank, kind: str) -> None:
     model.other = nn.Linear(DIM, 3)
     model.other.weight = model.last.weight
     frozen = {"first.weight", "first.bias", "parts.0.up.weight", "parts.0.up.bias", "last.weight", "other.weight"}
+    if kind == "unpatched":  # torch leaves out the first name only
+        frozen.remove("other.weight")
     names = [name for name in model.state_dict() if name not in frozen]
     sharded = made(rank, kind, model)
-    if kind == "rows":  # torch leaves out the first name only, unless something of ours is asked
-        FSDP(nn.Linear(2, 2))
     state = get_model_state_dict(sharded, options=StateDictOptions(ignore_frozen_params=True))
     assert list(state) == names
     options = StateDictOptions(ignore_frozen_params=True, full_state_dict=True, cpu_offload=True)
@@ -216,6 +250,7 @@ def test_frozen_left_out(rank: Rank, kind: str) -> None:
 
 @on_ranks(2)
 @wrappers
+@told
 def test_names(rank: Rank, kind: str) -> None:
     """Checkpoint wrappers, torch.compile, a plain root, ties, several flat parameters: FQNs are as before."""
     plain: Any = nn.Sequential(nn.Linear(3, 3), other_net())
@@ -271,14 +306,15 @@ class Hidden(nn.Module):
 
 @on_ranks(2)
 @kinds
+@told
 def test_modifiers(rank: Rank, kind: str) -> None:
     """``dsd_fqn_modifiers``: modules that save under other names."""
     torch.manual_seed(0)
     plain = nn.Sequential(Hidden())
     reference = copy.deepcopy(plain)
-    if kind in ("rows", "mixed"):
+    if kind not in ("flat", "orig"):
         fully_shard(plain[0].inner if kind == "mixed" else plain, mesh=rank.mesh)
-    model = plain if kind == "rows" else FSDP(plain, use_orig_params=kind == "orig")
+    model = plain if kind in ("rows", "unpatched") else FSDP(plain, use_orig_params=kind == "orig")
     options = StateDictOptions(full_state_dict=True, dsd_fqn_modifiers="_fqn_modifiers")
     state = get_model_state_dict(model, options=options)
     assert_dicts_equal(state, get_model_state_dict(reference, options=options))
@@ -289,16 +325,18 @@ def test_modifiers(rank: Rank, kind: str) -> None:
 
 @on_ranks(2)
 @wrappers
+@told
 def test_what_differs_between_ranks(rank: Rank, kind: str) -> None:
     """An error on all ranks."""
     model = made(rank, kind, net())
     state = net().state_dict() if rank.rank == 0 else {"first.weight": torch.ones(DIM, DIM)}
-    with pytest.raises(RuntimeError, match="on all ranks") as caught:
+    with pytest.raises(RuntimeError, match="differ between ranks") as caught:
         set_model_state_dict(model, dict(state), options=WHOLE)
     raised_everywhere(rank, caught.value)
 
 
 @on_ranks(2)
+@told
 def test_settings_stay(rank: Rank) -> None:
     """What the user has set for ``state_dict()`` is as before, also after an error; others' models are left alone."""
     model = made(rank, "flat", net())
@@ -318,6 +356,7 @@ def test_settings_stay(rank: Rank) -> None:
 
 @on_ranks(2)
 @kinds
+@told
 def test_optimizer_out(rank: Rank, kind: str) -> None:
     """As an unsharded optimizer's: rows, whole, on rank 0, flattened."""
     reference, model = net(), made(rank, kind, net())
@@ -352,16 +391,20 @@ OPTIONS = {
 @on_ranks(2)
 @kinds
 @pytest.mark.parametrize("name", OPTIONS)
+@told
 def test_optimizer_in(rank: Rank, kind: str, name: str) -> None:
     """Into a fresh optimizer: it goes on as the one that was saved, with its options."""
     options = OPTIONS[name]
-    model = made(rank, kind, net())
+    scalars = kind != "unpatched"  # see test_what_torch_cannot_do
+    if name == "whole, flattened" and kind == "unpatched":
+        return
+    model = made(rank, kind, net(scalars=scalars))
     optimizer = adam(model)
     step(rank, model, optimizer, 0, 1)
     state, optim_state = get_state_dict(model, optimizer, options=options)
     saved = copy.deepcopy(whole(optim_state))
     optim_state = copy.deepcopy(optim_state)  # torch's optimizers take tensors as they are
-    again = made(rank, kind, net(9))
+    again = made(rank, kind, net(9, scalars=scalars))
     fresh = adam(again, lr=5.0, weight_decay=0.9)
     if options is BROADCAST:  # in one call, an empty dictionary would mean that no model is meant
         set_model_state_dict(again, state if rank.rank == 0 else {}, options=options)
@@ -380,8 +423,9 @@ def test_optimizer_in(rank: Rank, kind: str, name: str) -> None:
 
 
 @on_ranks(2)
-@kinds
+@pytest.mark.parametrize("kind", KINDS[:-1])
 @pytest.mark.parametrize("name", ["adam", "nadam", "sgd", "adagrad", "asgd"])
+@told
 def test_fresh_optimizers(rank: Rank, kind: str, name: str) -> None:
     """To look at a fresh optimizer changes nothing: no step is counted, no hook called; one sees its beginning."""
     makers: dict[str, Any] = {
@@ -391,8 +435,6 @@ def test_fresh_optimizers(rank: Rank, kind: str, name: str) -> None:
         "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
         "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
     }
-    if kind != "plain":
-        FSDP(nn.Linear(1, 1))
     model = made(rank, kind, net())
     optimizer, untouched = makers[name](model.parameters()), makers[name](made(rank, kind, net()).parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -420,6 +462,7 @@ def test_fresh_optimizers(rank: Rank, kind: str, name: str) -> None:
     assert_dicts_equal(whole(get_model_state_dict(model)), before)
 
 
+@told
 def save_checkpoint(rank: Rank, kind: str, path: str) -> None:
     model = made(rank, kind, net())
     optimizer = adam(model)
@@ -431,6 +474,7 @@ def save_checkpoint(rank: Rank, kind: str, path: str) -> None:
         torch.save(on_cpu(everything), f"{path}.whole")
 
 
+@told
 def load_checkpoint(rank: Rank, kind: str, path: str) -> None:
     model = made(rank, kind, net(3))
     optimizer = adam(model)
@@ -446,13 +490,112 @@ def load_checkpoint(rank: Rank, kind: str, path: str) -> None:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((4, "flat"), (2, "rows")), ((2, "rows"), (4, "orig")), ((2, "orig"), (1, "plain")), ((1, "plain"), (2, "flat"))],
+    [
+        ((4, "flat"), (2, "rows")),
+        ((2, "rows"), (4, "orig")),
+        ((2, "orig"), (1, "plain")),
+        ((1, "plain"), (2, "flat")),
+        ((4, "unpatched"), (2, "flat")),
+        ((2, "orig"), (4, "unpatched")),
+    ],
     ids=str,
 )
 def test_checkpoints(ranks: RankPool, before: tuple[int, str], after: tuple[int, str], tmp_path: Path) -> None:
     """The usual recipe with torch's checkpoints, between front ends and numbers of ranks, into fresh optimizers."""
     ranks(before[0], save_checkpoint, kind=before[1], path=str(tmp_path / "checkpoint"))
     ranks(after[0], load_checkpoint, kind=after[1], path=str(tmp_path / "checkpoint"))
+
+
+# ---------------------------------------------------------------- on request
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("form", ["root", "inside", "around", "mixed", "compiled"])
+def test_wrappers_refuse(rank: Rank, form: str) -> None:
+    """Unless the functions were told of wrappers, all of them raise, wherever the wrapper is, and change nothing."""
+    model: nn.Module = net()
+    if form == "root":
+        model = made(rank, "orig", model)
+    elif form == "inside":
+        model.last = FSDP(model.last)
+    elif form == "around":
+        model = nn.Sequential(made(rank, "flat", model))
+    else:
+        model = made(rank, "mixed", model)
+    optimizer = adam(model)
+    if form == "compiled":
+        model = torch.compile(model)  # type: ignore[assignment]
+    state: Any = net().state_dict()
+    optim: Any = get_optimizer_state_dict(plain := net(), adam(plain))
+    with enable_torch_state_dict_functions():
+        before = whole(get_model_state_dict(model))
+    for options in (None, WHOLE, RANK0, BROADCAST):
+        calls: list[Callable[[], object]] = [
+            lambda: get_model_state_dict(model, options=options),  # noqa: B023
+            lambda: get_optimizer_state_dict(model, optimizer, options=options),  # noqa: B023
+            lambda: get_state_dict(model, optimizer, options=options),  # noqa: B023
+            lambda: set_model_state_dict(model, dict(state), options=options),  # noqa: B023
+            lambda: set_optimizer_state_dict(model, optimizer, optim, options=options),  # noqa: B023
+            lambda: set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optim, options=options),  # noqa: B023
+        ]
+        for call in calls:
+            with pytest.raises(FullshardError, match="enable_torch_state_dict_functions") as caught:
+                call()
+            raised_everywhere(rank, caught.value)
+    assert not optimizer.state
+    with enable_torch_state_dict_functions():
+        assert_dicts_equal(whole(get_model_state_dict(model)), before)
+
+
+@on_ranks(2)
+def test_what_torch_cannot_do(rank: Rank) -> None:
+    """Loading full optimizer state into ``fully_shard`` fails in torch's own functions if it is flattened, and at the
+    next step if there are 0-D parameters. If one of these passes, docs/clients/torch_checkpoint.md has to say so.
+    """
+    flattened = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+    for options, scalars in ((flattened, False), (WHOLE, True)):
+        model, again = (made(rank, "unpatched", net(seed, scalars=scalars)) for seed in (0, 1))
+        optimizer, fresh = adam(model), adam(again)
+        step(rank, model, optimizer, 0)
+        state = get_optimizer_state_dict(model, optimizer, options=options)
+        with pytest.raises((AssertionError, KeyError)):
+            load_and_step(rank, again, fresh, state, options)
+
+
+def load_and_step(rank: Rank, model: nn.Module, optimizer: Any, state: Any, options: StateDictOptions) -> None:
+    set_optimizer_state_dict(model, optimizer, copy.deepcopy(state), options=options)
+    step(rank, model, optimizer, 1)
+
+
+def test_it_is_undone() -> None:
+    """By whoever asked for it last, in whatever order, also around the drop-in; torch's module is then as it was."""
+    before = dict(vars(functions))
+    with enable_torch_state_dict_functions() as mine:
+        during = dict(vars(functions))
+        assert during.keys() == before.keys()
+        assert {name for name in before if during[name] is not before[name]} >= {"FSDP", "_get_optim_state_dict"}
+        other = enable_torch_state_dict_functions()
+        assert vars(functions) == during
+        mine.close(), mine.close()
+        assert vars(functions) == during
+        installation = dropin.install(quiet=True)
+        other.close()
+        assert functions.FSDP is FSDP  # type: ignore[comparison-overlap]
+        last = enable_torch_state_dict_functions()
+        with installation:
+            pass
+        assert vars(functions) == during
+        last.close()
+        assert vars(functions) == before
+    assert vars(functions) == before
+
+
+def test_a_torch_that_lacks_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so, and changes nothing."""
+    monkeypatch.delattr(functions, "_get_optim_state_dict")
+    before = dict(vars(functions))
+    with pytest.warns(UserWarning, match="_get_optim_state_dict"), enable_torch_state_dict_functions():
+        assert vars(functions) == before
 
 
 class Passing(torch.optim.Optimizer):

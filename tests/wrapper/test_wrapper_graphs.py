@@ -36,7 +36,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from compare import assert_close, assert_equal
 from fullshard import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fullshard.activation_checkpoint import apply_activation_checkpointing, checkpoint_wrapper
-from fullshard.transport import record
+from fullshard.comm import record
 from ranks import Rank, on_ranks
 
 both_modes = pytest.mark.parametrize("use_orig_params", [False, True])
@@ -124,7 +124,7 @@ def test_containers(rank: Rank, container: str, precision: torch.dtype | None, u
 
     with record() as collectives:
         loss_at(0)(model, rank.rank).backward()
-    assert len({c.unit for c in collectives if c.kind == "reduce"}) == 3
+    assert len({c.unit for c in collectives if c.kind == "reduce_scatter"}) == 3
     model.zero_grad()
     assert_at_rest(model)
     losses = train(model, rank, loss_at, 3)

@@ -30,8 +30,8 @@ from torch import nn
 from compare import assert_close, assert_equal
 from engine.models import tiny_units
 from fullshard import FullyShardedDataParallel, ShardingStrategy
+from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
-from fullshard.transport import record
 from ranks import Rank, on_ranks
 
 both_modes = pytest.mark.parametrize("use_orig_params", [False, True])
@@ -55,7 +55,7 @@ def test_frozen_units_are_freed_in_backward(rank: Rank, strategy: str, use_orig_
         with record() as seen:
             loss.backward()
         assert gathered(model) == []
-        reduced = {c.unit for c in seen if c.kind == "reduce"}
+        reduced = {c.unit for c in seen if c.kind == "reduce_scatter"}
         assert len(reduced) == 3 and not any("blocks.0" in name or "blocks.2" in name for name in reduced)
         reference_backward(reference, rank.world_size, square_loss(step))
     assert_same_gradients(model, reference)
@@ -201,7 +201,7 @@ def test_two_units_are_full_at_a_time(rank: Rank, strategy: str, use_orig_params
     with torch.no_grad():
         model(batch(0, 0, 4, 6))
     assert gathered(model) == []
-    assert all(unit.resting for unit in nested_units(model))
+    assert all(unit.is_idle for unit in nested_units(model))
 
 
 @on_ranks(2)

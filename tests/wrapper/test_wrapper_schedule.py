@@ -32,7 +32,7 @@ from compare import assert_close
 from engine.models import tiny_units
 from fullshard import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
 from fullshard.activation_checkpoint import apply_activation_checkpointing
-from fullshard.transport import record
+from fullshard.comm import record
 from ranks import Rank, on_ranks
 
 both_modes = pytest.mark.parametrize("use_orig_params", [False, True])

@@ -34,7 +34,7 @@ from fullshard import (
 )
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.activation_checkpoint import CheckpointImpl, apply_activation_checkpointing, checkpoint_wrapper
-from fullshard.transport import record
+from fullshard.comm import record
 from fullshard.wrap import ModuleWrapPolicy
 from ranks import Rank, on_ranks
 
@@ -50,8 +50,8 @@ def test_as_before_wrapping(rank: Rank, strategy: ShardingStrategy, orig: bool) 
     with record() as seen:
         state = model.state_dict()
     assert_dicts_equal(state, reference.state_dict())
-    assert sum(c.kind == "gather" for c in seen) == (0 if strategy is NO_SHARD or rank.world_size == 1 else 3)
-    assert {c.kind for c in seen} <= {"gather"}
+    assert sum(c.kind == "all_gather" for c in seen) == (0 if strategy is NO_SHARD or rank.world_size == 1 else 3)
+    assert {c.kind for c in seen} <= {"all_gather"}
     assert_freed(model)
     assert_dicts_equal(model.module.parts[1].state_dict(), reference.parts[1].state_dict())
     assert isinstance(state, OrderedDict)

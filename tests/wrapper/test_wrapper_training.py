@@ -32,7 +32,7 @@ from torch import nn
 
 from compare import assert_close, assert_equal
 from fullshard import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, ShardingStrategy, unsharded
-from fullshard.transport import record
+from fullshard.comm import record
 from fullshard.wrap import ModuleWrapPolicy
 from ranks import Rank, on_ranks
 

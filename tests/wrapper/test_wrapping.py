@@ -33,7 +33,7 @@ from fullshard import (
     ShardingStrategy,
     fully_shard,
 )
-from fullshard.transport import record
+from fullshard.comm import record
 from fullshard.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,

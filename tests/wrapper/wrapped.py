@@ -208,10 +208,10 @@ def check_steps(rank: Rank, model: nn.Module, reference: nn.Module, steps: int =
 
 def assert_freed(model: nn.Module) -> None:
     """Require that no unit holds memory for full parameters."""
-    assert not any(bucket.full_bytes for unit in nested_units(model) for bucket in unit.buckets)
+    assert not any(bucket.allocated_bytes for unit in nested_units(model) for bucket in unit.buckets)
 
 
 def counts(seen: list[Any]) -> dict[str, int]:
     """How many launches for a unit there were of each kind."""
-    kinds = ("gather", "reduce", "all_reduce")
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
     return {kind: len({(c.unit, c.launch) for c in seen if c.kind == kind}) for kind in kinds}

@@ -12,9 +12,9 @@ from torch import nn
 from compare import assert_models_equal
 from engine.models import LossOf, reference_backward, square_loss
 from fullshard import FullyShardedDataParallel
+from fullshard.comm import Collective
 from fullshard.engine.ownership import nested_units
-from fullshard.engine.unit import Phase
-from fullshard.transport import Collective
+from fullshard.engine.states import Phase
 from ranks import Rank
 
 CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
@@ -106,10 +106,10 @@ def pieces_of(tensors: Sequence[torch.Tensor], rank: Rank, alignment: int = 4) -
 def assert_at_rest(model: nn.Module) -> None:
     """Require that nothing is gathered, no phase is open, and what is registered are pieces or flat parameters."""
     for unit in nested_units(model):
-        assert unit.phase is Phase.RESTING, unit.name
-        assert not unit.registration.full, unit.name
+        assert unit.phase is Phase.IDLE, unit.name
+        assert not unit.registration.unsharded, unit.name
         for bucket in unit.buckets:
-            assert bucket.full_bytes == 0, unit.name
+            assert bucket.allocated_bytes == 0, unit.name
     slices = [bucket.shard_buffer for unit in nested_units(model) for bucket in unit.buckets]
     spans = [(s.data_ptr(), s.data_ptr() + s.numel() * s.element_size()) for s in slices]
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""What ranks have to have in common to save one checkpoint together."""
+"""Check that the ranks of one save hold shards of the same model and the same optimizer state."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fullshard.checkpoint.optimizer_state import compare_fingerprints
+from fullshard.checkpoint.state.optimizer import compare_fingerprints
 from fullshard.errors import CheckpointError
 
-__all__ = ["Common", "agree"]
+__all__ = ["StateFingerprint", "compare_ranks"]
 
 _SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Common:
-    """What one rank has.
+class StateFingerprint:
+    """Fingerprint of what one rank is about to save.
 
     Attributes:
-        keys: Of what models have.
-        states: Of optimizers, in words by FQN.
-        local: Digests of parameters that nothing keeps equal over ranks.
-        tensors: A digest of all tensors' keys, shapes and dtypes. These may differ among what is only one rank's.
+        keys: Keys of the models' tensors.
+        states: Descriptions of optimizer state by FQN.
+        local: Hashes of parameters that nothing keeps equal over ranks.
+        tensors: Hash of all tensors' keys, shapes and dtypes; these may differ for tensors of only one rank.
     """
 
     keys: tuple[str, ...]
@@ -35,20 +35,20 @@ class Common:
 
     @property
     def digest(self) -> str:
-        """Equal where everything is."""
+        """Hash of keys, optimizer states and local parameters; equal on all ranks that may save together."""
         text = repr((sorted(self.keys), sorted(self.states.items()), sorted(self.local.items())))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def agree(own: Common, group: dist.ProcessGroup | None) -> bool:
-    """Raise on all ranks of ``group`` if they do not hold parts of one model. A collective of a few bytes.
+def compare_ranks(own: StateFingerprint, group: dist.ProcessGroup | None) -> bool:
+    """Raise on all ranks of ``group`` if they do not hold shards of one model. An all-gather of a few bytes.
 
     Returns:
-        Whether all have the same tensors, by key, shape and dtype.
+        True if all ranks have the same tensors, by key, shape and dtype.
 
     Raises:
-        CheckpointError: It names keys and ranks.
-        FullshardError: If ranks hold different state of an optimizer.
+        CheckpointError: With the keys and ranks that differ.
+        FullshardError: If the state of an optimizer differs between ranks.
     """
     if group is None:
         return True
@@ -66,21 +66,21 @@ def agree(own: Common, group: dist.ProcessGroup | None) -> bool:
     return alike
 
 
-def _compare_keys(found: Sequence[Common], ranks: Sequence[int]) -> None:
-    parts = [each for each in found if each.keys]
-    common = set(parts[0].keys).intersection(*(each.keys for each in parts)) if parts else set()
+def _compare_keys(found: Sequence[StateFingerprint], ranks: Sequence[int]) -> None:
+    holders = [each for each in found if each.keys]
+    common = set(holders[0].keys).intersection(*(each.keys for each in holders)) if holders else set()
     for rank, each in zip(ranks, found, strict=True):
         further = [key for key in each.keys if key not in common]
         if further or not each.keys:
             raise CheckpointError(
-                f"ranks hold different models: rank {rank} has {', '.join(further[:_SHOWN]) or 'nothing'}"
+                f"ranks hold different models: rank {rank} has {', '.join(further[:_SHOWN]) or 'no tensors'}"
                 f"{f' and {len(further) - _SHOWN} more' if len(further) > _SHOWN else ''}, which others do not have. "
-                "Save each model with the process_group of the ranks that it is spread over, to a folder of its own, "
-                "as pipeline stages; give experts that differ other names, or make them DTensors"
+                "Save each model (pipeline stage) with the process_group of its ranks and to a separate folder; give "
+                "experts that differ different names, or make them DTensors"
             )
 
 
-def _compare_local(found: Sequence[Common], ranks: Sequence[int]) -> None:
+def _compare_local(found: Sequence[StateFingerprint], ranks: Sequence[int]) -> None:
     for name in found[0].local:
         having: dict[str | None, list[int]] = {}
         for rank, each in zip(ranks, found, strict=True):
@@ -88,7 +88,7 @@ def _compare_local(found: Sequence[Common], ranks: Sequence[int]) -> None:
         if len(having) > 1:
             first, second, *_ = having.values()
             raise CheckpointError(
-                f"{name} is not sharded (ignored_params, or outside of all units), and ranks hold different values of "
-                f"it, such as ranks {first[0]} and {second[0]}: only one could be saved. Make it a DTensor that says "
-                "so, or save it with a process_group and a folder of its own"
+                f"{name} is not sharded (ignored_params, or outside of all units), and its values differ between "
+                f"ranks, such as ranks {first[0]} and {second[0]}: only one of them could be saved. Make it a DTensor, "
+                "or save it with another process_group to a separate folder"
             )

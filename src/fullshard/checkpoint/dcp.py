@@ -1,4 +1,4 @@
-"""Calls of torch.distributed.checkpoint: on which ranks, and their failures as errors of ours."""
+"""Call torch.distributed.checkpoint on a process group and report its failures per rank as CheckpointError."""
 
 from __future__ import annotations
 
@@ -13,37 +13,39 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fullshard.errors import CheckpointError
 
-__all__ = ["on_ranks"]
+__all__ = ["dcp_arguments"]
 
 
 @contextlib.contextmanager
-def on_ranks(group: dist.ProcessGroup | None, what: str) -> Iterator[dict[str, Any]]:
-    """Call torch.distributed.checkpoint inside of it, with the arguments that it gives.
+def dcp_arguments(group: dist.ProcessGroup | None, what: str) -> Iterator[dict[str, Any]]:
+    """Yield the process-group arguments of a torch.distributed.checkpoint call and translate its failures.
 
     Args:
-        group: The ranks; None: there are no process groups, and it is this process alone.
-        what: What could not be done if that fails, for the error.
+        group: The ranks; None: no process groups, this process alone.
+        what: Beginning of the error message.
 
     Raises:
-        CheckpointError: On all ranks, with what each of those that failed reported.
+        CheckpointError: On all ranks, with the error of each rank that failed.
     """
     alone = group is None
     if group is not None and not dist.is_initialized():
-        raise CheckpointError(f"{what}: the process group was destroyed before; call result() of async_save first")
+        raise CheckpointError(
+            f"{what}: the process group has been destroyed; call result() of async_save before destroying it"
+        )
     size = 1 if group is None else group.size()
     try:
-        # The filters are those of the process: a thread that puts them back may do so when others have changed them.
+        # Warning filters are global to the process: only the main thread may change and restore them.
         quiet = alone and threading.current_thread() is threading.main_thread()
         with warnings.catch_warnings() if quiet else contextlib.nullcontext():
             if quiet:
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as the caller knows
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
             yield {"process_group": group, "no_dist": alone}
     except CheckpointException as error:
-        raise CheckpointError(f"{what}: {_reports(error, size)}") from error
+        raise CheckpointError(f"{what}: {_failure_reports(error, size)}") from error
 
 
-def _reports(error: CheckpointException, size: int) -> str:
-    """What the ranks said; what all of them said, once."""
+def _failure_reports(error: CheckpointException, size: int) -> str:
+    """Return the failure of each rank as text; a failure that all ranks share appears once."""
     ranks: dict[str, list[int]] = {}
     for rank, (failure, *_) in error.failures.items():
         text = str(failure) or type(failure).__name__

@@ -1,4 +1,4 @@
-"""``fullshard.save`` and ``async_save``: every rank writes what it holds, and nothing is gathered."""
+"""``fullshard.save`` and ``async_save``: every rank writes its own shards, without gathering."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from fullshard.checkpoint.agreement import agree
-from fullshard.checkpoint.dcp import on_ranks
-from fullshard.checkpoint.entry import entered
-from fullshard.checkpoint.groups import coordination_group, resolved
-from fullshard.checkpoint.planner import ALL, SavePlanner
-from fullshard.checkpoint.snapshot import Snapshot, snapshot
-from fullshard.checkpoint.storage import CheckpointWriter
-from fullshard.checkpoint.together import DividingPlanner, DividingWriter
+from fullshard.checkpoint.agreement import compare_ranks
+from fullshard.checkpoint.dcp import dcp_arguments
+from fullshard.checkpoint.format.compact_save import CompactSavePlanner, CompactWriter
+from fullshard.checkpoint.format.planner import ALL, SavePlanner
+from fullshard.checkpoint.format.storage import CheckpointWriter
+from fullshard.checkpoint.state.snapshot import Snapshot, snapshot
+from fullshard.ranks.barrier import rank_barrier
+from fullshard.ranks.groups import coordination_group, resolve_group
 
-__all__ = ["SaveFuture", "async_save", "purpose", "save", "wait_for_last"]
+__all__ = ["SaveFuture", "async_save", "describe_call", "save", "wait_for_pending_save"]
 
 
 def save(
@@ -37,33 +37,33 @@ def save(
     storage_writer: StorageWriter | None = None,
     **extra: Any,
 ) -> None:
-    """Save a checkpoint. All ranks call it; each writes the shards that it holds.
+    """Save a checkpoint. All ranks call it; each writes its own shards.
 
-    It becomes valid at once, at the very end: whenever the process is killed, ``path`` holds the checkpoint that was
-    there before, or this one. It can be loaded on another number of ranks, into a model of the other front end, or
-    wrapped otherwise.
+    Atomic: whenever the process is killed, ``path`` holds either the previous checkpoint or the new one. It can be
+        loaded
+    on another number of ranks, into a model of the other front end, or with different wrapping.
 
     Args:
-        path: A folder, or a URL that fsspec knows. A checkpoint that is there is replaced.
-        model: Of either front end, DistributedDataParallel or plain; between steps. Saved are its parameters,
-            persistent buffers and extra state.
-        optimizer: On its parameters. Saved are its state and the options of its groups.
+        path: A folder, or a URL of fsspec. An existing checkpoint is replaced.
+        model: A model of either front end, DistributedDataParallel or plain; between steps. Its parameters, persistent
+            buffers and extra state are saved.
+        optimizer: Optimizer of its parameters. Its state and group options are saved.
         process_group: The ranks. None: all.
-        storage_writer: Writes instead of fullshard's own writer, in a format of its own; ``path`` is passed to it.
-        extra: What else to save, by name: values, tensors, or objects with a state dict such as a learning rate
-            scheduler. Rank 0's count, where ranks differ. The states of random number generators are saved anyway,
-            for each rank.
+        storage_writer: A replacement for fullshard's own writer, with its own format; ``path`` is passed to it.
+        extra: Further values by name: numbers, tensors, or objects with a state dict such as a learning rate scheduler.
+            Where ranks differ, rank 0's are saved. The states of random number generators are always saved, for each
+            rank.
 
     Raises:
-        CheckpointError: On all ranks, if one of them cannot write, or a value could not be read again.
-        FullshardError: On the ranks that wait, if others do not save.
+        CheckpointError: On all ranks, if one of them cannot write, or a value cannot be serialized.
+        FullshardError: On the ranks that wait, if others do not call ``save``.
     """
-    wait_for_last(process_group)
-    with entered(purpose("save", path, optimizer, extra), process_group) as entry:
-        taken = entry.together("collecting", lambda: snapshot(model, optimizer, extra, process_group))
+    wait_for_pending_save(process_group)
+    with rank_barrier(describe_call("save", path, optimizer, extra), process_group) as barrier:
+        state = barrier.run_on_all("collecting", lambda: snapshot(model, optimizer, extra, process_group))
         group = coordination_group(process_group)
-        alike = agree(taken.common, group)
-        _write(path, taken, group, storage_writer, alike=alike)
+        same_tables = compare_ranks(state.fingerprint, group)
+        _write(path, state, group, storage_writer, same_tables=same_tables)
 
 
 def async_save(
@@ -75,27 +75,29 @@ def async_save(
     storage_writer: StorageWriter | None = None,
     **extra: Any,
 ) -> SaveFuture:
-    """As :func:`save`, but return as soon as this rank's shards are copied; they are written while training goes on.
+    """Save in the background: return as soon as this rank's shards are copied, and write them during training.
 
     One copy of the shards is held in CPU memory until they are written, pinned if they come from an accelerator. A
     later save, asynchronous or not, first waits for this one.
 
     Returns:
-        Its ``result()`` waits until the checkpoint is valid, and raises what :func:`save` would.
+        A future. ``result()`` waits until the checkpoint is valid, and raises the errors of :func:`save`.
     """
-    wait_for_last(process_group)
-    with entered(purpose("save", path, optimizer, extra), process_group) as entry:
-        taken = entry.together("collecting", lambda: snapshot(model, optimizer, extra, process_group))
+    wait_for_pending_save(process_group)
+    with rank_barrier(describe_call("save", path, optimizer, extra), process_group) as barrier:
+        state = barrier.run_on_all("collecting", lambda: snapshot(model, optimizer, extra, process_group))
         group = coordination_group(process_group, background=True)
-        alike = agree(taken.common, group)
-        staged = entry.together("copying", taken.staged)
-    return _start(lambda: _write(path, staged, group, storage_writer, alike=alike), process_group)
+        same_tables = compare_ranks(state.fingerprint, group)
+        staged = barrier.run_on_all("copying", state.stage)
+    return _save_in_background(
+        lambda: _write(path, staged, group, storage_writer, same_tables=same_tables), process_group
+    )
 
 
-def purpose(
+def describe_call(
     what: str, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any]
 ) -> str:
-    """What a rank enters for, in words: what ranks would communicate about has to be the same on all."""
+    """Return a description of the call, which must be equal on all ranks: they communicate about these objects."""
     objects = [f"{name} ({type(value).__name__})" if _is_object(value) else name for name, value in extra.items()]
     parts = ["model", *(["optimizer"] if optimizer is not None else []), *objects]
     return f"{what} {os.fspath(path)} ({', '.join(parts)})"
@@ -107,23 +109,23 @@ def _is_object(value: Any) -> bool:
 
 def _write(
     path: str | os.PathLike[str],
-    taken: Snapshot,
+    state: Snapshot,
     group: dist.ProcessGroup | None,
     writer: StorageWriter | None,
     *,
-    alike: bool,
+    same_tables: bool,
 ) -> None:
     planner = SavePlanner()
     if writer is None:
-        planner = dividing = DividingPlanner(alike=alike)
+        planner = dividing = CompactSavePlanner(same_tables=same_tables)
         size = 1 if group is None else group.size()
-        writer = DividingWriter(path, dividing, aliases=taken.aliases, about=taken.about, ranks=size)
+        writer = CompactWriter(path, dividing, aliases=state.aliases, about=state.about, ranks=size)
     else:
         writer.reset(path)
-    entries: dict[str, Any] = dict(taken.entries)
-    if not isinstance(writer, CheckpointWriter):  # others know nothing of further names
-        entries.update({name: entries[first] for name, first in taken.aliases.items()})
-    with on_ranks(group, f"cannot save the checkpoint {os.fspath(path)}") as where:
+    entries: dict[str, Any] = dict(state.entries)
+    if not isinstance(writer, CheckpointWriter):  # other writers have no aliases
+        entries.update({name: entries[first] for name, first in state.aliases.items()})
+    with dcp_arguments(group, f"cannot save the checkpoint {os.fspath(path)}") as where:
         state_dict_saver.save({ALL: entries}, storage_writer=writer, planner=planner, **where)
 
 
@@ -133,34 +135,34 @@ _pending: dict[dist.ProcessGroup | None, SaveFuture] = {}
 
 
 class SaveFuture(Future[None]):
-    """A save in the background. Whoever waits for it hears of its failure, else the next save tells."""
+    """Future of a background save. A failure that was not observed is reported by the next save."""
 
-    asked: bool = False
+    observed: bool = False
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait until the checkpoint is valid, and raise what went wrong."""
-        self.asked = True
+        """Wait until the checkpoint is valid, or raise the error of the save."""
+        self.observed = True
         super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What went wrong, once it is over."""
-        self.asked = True
+        """Wait until the save is over, and return its error."""
+        self.observed = True
         return super().exception(timeout)
 
 
-def wait_for_last(group: dist.ProcessGroup | None) -> None:
-    """Wait for the save of these ranks that is still under way."""
-    key = resolved(group)
-    last = _pending.get(key)
-    if last is None:
+def wait_for_pending_save(group: dist.ProcessGroup | None) -> None:
+    """Wait for the background save of these ranks, if there is one."""
+    key = resolve_group(group)
+    pending = _pending.get(key)
+    if pending is None:
         return
-    asked, failure = last.asked, last.exception()
+    observed, failure = pending.observed, pending.exception()
     _pending.pop(key, None)
-    if failure is not None and not asked:
-        warnings.warn(f"the last checkpoint was not saved: {failure}", stacklevel=3)
+    if failure is not None and not observed:
+        warnings.warn(f"the previous background save failed: {failure}", stacklevel=3)
 
 
-def _start(body: Callable[[], None], group: dist.ProcessGroup | None) -> SaveFuture:
+def _save_in_background(body: Callable[[], None], group: dist.ProcessGroup | None) -> SaveFuture:
     future = SaveFuture()
     future.set_running_or_notify_cancel()
 
@@ -168,12 +170,12 @@ def _start(body: Callable[[], None], group: dist.ProcessGroup | None) -> SaveFut
         try:
             body()
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # they hold the copy
+            traceback.clear_frames(error.__traceback__)  # frames keep the staged copy alive
             future.set_exception(error)
         else:
             future.set_result(None)
 
-    _pending[resolved(group)] = future
-    # Not a daemon: a program that ends waits for its checkpoint.
+    _pending[resolve_group(group)] = future
+    # Not a daemon: the interpreter waits for the save before it exits.
     threading.Thread(target=run, name="fullshard-save", daemon=False).start()
     return future

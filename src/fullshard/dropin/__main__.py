@@ -1,4 +1,4 @@
-"""``python -m fullshard.dropin [-m] program args...``: run a program on fullshard without touching it."""
+"""``python -m fullshard.dropin [-m] program args...``: run a program on fullshard without changing it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoad
 from types import CodeType, ModuleType
 from typing import Any
 
-from fullshard.dropin.inheritance import pass_on
+from fullshard.dropin.inheritance import patch_pythonpath
 from fullshard.dropin.installation import install
 
 USAGE = """usage: python -m fullshard.dropin [-m] program [args...]
 
-Runs a Python script, or with -m a module, with fullshard in the place of torch.distributed.fsdp; so do the Python
+Runs a Python script, or with -m a module, with fullshard instead of torch.distributed.fsdp, also in the Python
 processes that it starts. With torchrun: torchrun --nproc-per-node 2 -m fullshard.dropin [-m] program [args...]"""
 
-# Flags of the interpreter, which its children inherit, that have them ignore PYTHONPATH or what is in it. -I sets two.
-DEAF = {"isolated": "-I", "ignore_environment": "-E", "no_site": "-S"}
+# Flags of the interpreter, inherited by child processes, that make it ignore PYTHONPATH or site. -I sets two.
+ISOLATING_FLAGS = {"isolated": "-I", "ignore_environment": "-E", "no_site": "-S"}
 
 
 def main(arguments: list[str]) -> int:
-    """Run what the arguments say.
+    """Install fullshard and run the program that the arguments name.
 
     Returns:
-        An exit status, if there is nothing to run; else the program's own end is this process's.
+        Exit status: 2 for wrong arguments, else 0. A program that exits by itself ends this process.
     """
     as_module = arguments[:1] == ["-m"]
     rest = arguments[1:] if as_module else arguments
@@ -36,12 +36,13 @@ def main(arguments: list[str]) -> int:
         print(USAGE, file=sys.stderr if not rest else sys.stdout)
         return 0 if rest else 2
     program = rest[0]
-    if (flag := next((DEAF[name] for name in DEAF if getattr(sys.flags, name)), None)) is not None:
-        return _refuse(f"run Python without {flag}: processes that the program starts would not run on fullshard")
+    flag = next((flag for name, flag in ISOLATING_FLAGS.items() if getattr(sys.flags, name)), None)
+    if flag is not None:
+        return _usage_error(f"run Python without {flag}: processes that the program starts would not run on fullshard")
     if not as_module and not os.path.exists(program):
-        return _refuse(f"there is no {program}; for a module say -m {program}")
+        return _usage_error(f"there is no file {program}; to run a module pass -m {program}")
     install()
-    pass_on()
+    patch_pythonpath()
     sys.argv = rest
     if as_module:
         return _run_module(program)
@@ -54,14 +55,14 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _refuse(why: str) -> int:
+def _usage_error(why: str) -> int:
     print(f"fullshard.dropin: {why}", file=sys.stderr)
     return 2
 
 
 def _set_path(first: list[str]) -> None:
-    """Put what ``python`` would put in front of ``sys.path`` in the place of what ``-m`` has put there."""
-    if not getattr(sys.flags, "safe_path", False):  # with -P neither puts anything there
+    """Replace the entry of ``sys.path`` that ``-m`` has added by those that ``python`` would add."""
+    if not getattr(sys.flags, "safe_path", False):  # with -P neither adds any
         sys.path[:1] = first
 
 
@@ -84,7 +85,7 @@ def _run_module(name: str) -> int:
         spec = importlib.util.find_spec(f"{name}.__main__")
     code = _code_of(spec)
     if spec is None or code is None:
-        return _refuse(f"there is no module {name} that can be run")
+        return _usage_error(f"there is no module {name} that can be run")
     sys.argv = [spec.origin or name, *sys.argv[1:]]
     _execute(
         code,
@@ -104,9 +105,9 @@ def _code_of(spec: ModuleSpec | None) -> CodeType | None:
 
 
 def _execute(code: CodeType, **names: Any) -> None:
-    """Run ``code`` as ``__main__``, for good: atexit handlers and threads still look for its names there.
+    """Run ``code`` as ``__main__``, which stays in ``sys.modules`` for atexit handlers and threads.
 
-    ``runpy`` would put this module back.
+    ``runpy`` would restore this module.
     """
     module = ModuleType("__main__")
     vars(module).update(names, __builtins__=builtins)

@@ -1,4 +1,4 @@
-"""Which versions of programs that use torch's FSDP are known to run on fullshard."""
+"""Supported versions of libraries that use torch's FSDP."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["ANY_VERSION", "SUPPORTED", "UnsupportedClientError", "check"]
 
 ANY_VERSION = "FULLSHARD_DROPIN_ANY_VERSION"  # environment variable: 1 turns the check off
 
-# Import name -> (distribution, first version that works, first that nobody has tried). The clients' tests run on
-# versions in these ranges; older ones use names of FSDP, or of their own, that these tests never saw.
+# Import name -> (distribution, first supported version, first untested version). tests/clients runs on versions in
+# these ranges; older ones use names of FSDP that are not tested.
 SUPPORTED: dict[str, tuple[str, str, str]] = {
     "accelerate": ("accelerate", "1.15", "2"),
     "transformers": ("transformers", "5.23", "6"),
@@ -31,17 +31,17 @@ _checked: set[str] = set()
 
 
 class UnsupportedClientError(FullshardError):
-    """A program was found in a version that is not known to run on fullshard."""
+    """Raised if a library that uses torch's FSDP is installed in a version that is not supported."""
 
 
 def check(module: str) -> None:
-    """Check the version of the program that ``module`` belongs to, if it is one of :data:`SUPPORTED`. Each once.
+    """Check, once, the version of the library that ``module`` belongs to, if it is in :data:`SUPPORTED`.
 
     Args:
-        module: Dotted name of the module that asks for a name of FSDP.
+        module: Dotted name of the module that uses a name of FSDP.
 
     Raises:
-        UnsupportedClientError: If the version is outside of the range, with both.
+        UnsupportedClientError: If the version is not supported.
     """
     client = module.partition(".")[0]
     if client not in SUPPORTED or client in _checked:
@@ -49,18 +49,18 @@ def check(module: str) -> None:
     distribution, first, end = SUPPORTED[client]
     try:
         found = metadata.version(distribution)
-    except metadata.PackageNotFoundError:  # a checkout on the path: nothing to compare
+    except metadata.PackageNotFoundError:  # a checkout on the path, without a version
         _checked.add(client)
         return
     if os.environ.get(ANY_VERSION) != "1" and not _numbers(first) <= _numbers(found) < _numbers(end):
         raise UnsupportedClientError(
-            f"fullshard.dropin: found {distribution} {found}, expected at least {first} and below {end}: others were "
-            f"never run on fullshard. Install one of these, or set {ANY_VERSION}=1 to try this one"
+            f"fullshard.dropin: found {distribution} {found}, expected at least {first} and below {end}; other "
+            f"versions are not tested. Install one of these, or set {ANY_VERSION}=1 to try this version"
         )
     _checked.add(client)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Release numbers: suffixes such as ``.dev0`` and ``+cpu`` do not count."""
+    """Return the release numbers of a version, without suffixes such as ``.dev0`` and ``+cpu``."""
     release = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in release.group().split(".")) if release else ()

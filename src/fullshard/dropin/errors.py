@@ -1,4 +1,4 @@
-"""What programs meet where fullshard cannot stand in."""
+"""Errors and warnings of the drop-in."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ __all__ = ["MixedEnginesError", "MixedEnginesWarning", "NotOfferedError"]
 
 
 class NotOfferedError(FullshardError, ImportError):
-    """A name of torch's FSDP was touched that fullshard does not have.
+    """Raised if a program uses a name of torch's FSDP that fullshard does not have.
 
-    An ``ImportError``, so that programs that can do without the name go on without it.
+    An ``ImportError``, so that programs with a fallback use that.
     """
 
 
 class MixedEnginesError(FullshardError):
-    """torch's FSDP was about to shard something while fullshard stands in for it."""
+    """Raised if torch's own FSDP is called while fullshard replaces it."""
 
 
 class MixedEnginesWarning(UserWarning):
-    """Modules were sharded by torch's FSDP before fullshard was installed in its place."""
+    """Warning of modules that torch's FSDP has sharded before fullshard was installed."""

@@ -1,12 +1,12 @@
-"""Processes that a program starts stand in as well.
+"""Installs the drop-in in child processes as well, through ``PYTHONPATH``.
 
 [Note: Inheritance]
 Launchers start further Python processes: accelerate, Lightning, ``torch.multiprocessing.spawn``. If only some ranks
-ran on fullshard, their collectives would not match those of the others. So :func:`pass_on` puts a folder in front of
-``PYTHONPATH`` whose ``sitecustomize.py`` the interpreter runs at its start. It waits for ``torch.distributed.fsdp``, or
-one of the two packages beside it, to be imported, for most processes never do that. It puts the ``sitecustomize`` that
-it hides in its own place. An interpreter in which fullshard cannot be installed refuses to import torch's FSDP: it
-must not run on torch's engine beside others that do not.
+ran on fullshard, their collectives would not match those of the others. So :func:`patch_pythonpath` prepends a folder
+to ``PYTHONPATH`` whose ``sitecustomize.py`` the interpreter runs at its start. It installs fullshard once
+``torch.distributed.fsdp``, or one of the two packages beside it, is imported, which most processes never do, and it
+runs the ``sitecustomize`` that it shadows. If fullshard cannot be installed, importing torch's FSDP fails: a rank must
+not run on torch's engine beside others that do not.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["FOLDER", "pass_on", "take_back"]
+__all__ = ["FOLDER", "patch_pythonpath", "restore_pythonpath"]
 
 FOLDER = str(Path(__file__).parent / "inherit")
 
 
-def pass_on() -> None:
-    """Have Python processes that this one starts install fullshard, too. Doing it again changes nothing."""
+def patch_pythonpath() -> None:
+    """Have Python processes that this one starts install fullshard, too; no-op if called again."""
     os.environ["PYTHONPATH"] = os.pathsep.join([FOLDER, *_others()])
 
 
-def take_back() -> None:
-    """Have Python processes that this one starts from now on be as they would be without :func:`pass_on`."""
+def restore_pythonpath() -> None:
+    """Undo :func:`patch_pythonpath` for Python processes that this one starts from now on."""
     if others := _others():
         os.environ["PYTHONPATH"] = os.pathsep.join(others)
     else:
@@ -33,7 +33,7 @@ def take_back() -> None:
 
 
 def _others() -> list[str]:
-    """Parts of ``PYTHONPATH`` that no installation of fullshard has put there; empty ones mean the current folder."""
+    """Return the parts of ``PYTHONPATH`` that are not fullshard's; empty parts mean the current folder."""
     value = os.environ.get("PYTHONPATH", "")
     return [part for part in value.split(os.pathsep) if not _inherits(part)] if value else []
 

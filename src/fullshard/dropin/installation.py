@@ -1,4 +1,4 @@
-"""Installing fullshard in the place of torch's FSDP, and taking it out again."""
+"""Install fullshard in place of torch's FSDP, and uninstall it."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard
-from fullshard import torch_state_dict
 from fullshard.dropin import inheritance
 from fullshard.dropin.errors import MixedEnginesWarning
-from fullshard.dropin.names import FSDP, is_torchs
+from fullshard.dropin.names import FSDP, is_torch_fsdp
 from fullshard.dropin.not_offered import NotOffered
 from fullshard.dropin.stand_ins import StandIns
 
 __all__ = ["Installation", "install", "installed", "uninstall"]
 
 _current: StandIns | None = None
-_lock = threading.RLock()  # importing what is replaced may come to install() again
+_lock = threading.RLock()  # importing torch's modules may call install() again
 _lock = threading.RLock()
 
 
 class Installation:
-    """What :func:`install` returns. In a ``with`` statement, what that call installed is taken out at its end."""
+    """Result of :func:`install`. At the end of a ``with`` statement, uninstalls what that call installed."""
 
-    _own: bool  # whether this call installed it
+    _own: bool  # this call has installed it
 
     def __init__(self, own: bool) -> None:
         self._own = own
@@ -46,51 +45,50 @@ class Installation:
             uninstall()
 
     def __str__(self) -> str:
-        """One line that says what was replaced."""
+        """Summarize the replaced names in one line."""
         if _current is None:
             return "fullshard does not stand in for torch.distributed.fsdp"
-        given = [item for answers in _current.answers.values() for item in answers.given.items()]
-        names = {name for name, value in given if not isinstance(value, NotOffered)}
+        items = [item for names in _current.names.values() for item in names.replaced.items()]
+        replaced = {name for name, value in items if not isinstance(value, NotOffered)}
         bound = Counter(binding.module.__name__.partition(".")[0] for binding in _current.bindings)
-        anew = "; bound anew: " + ", ".join(f"{count} in {owner}" for owner, count in sorted(bound.items()))
+        rebound = "; rebound: " + ", ".join(f"{count} in {owner}" for owner, count in sorted(bound.items()))
         return (
-            f"fullshard {fullshard.__version__} stands in for torch.distributed.fsdp: {len(names)} names"
-            f"{anew if bound else ''}"
+            f"fullshard {fullshard.__version__} stands in for torch.distributed.fsdp: {len(replaced)} names"
+            f"{rebound if bound else ''}"
         )
 
 
 def installed() -> bool:
-    """Whether fullshard stands in for torch's FSDP now."""
+    """True while fullshard replaces torch's FSDP."""
     return _current is not None
 
 
 def install(*, quiet: bool = False) -> Installation:
-    """Have every name of torch's FSDP, in torch and in all programs that use it, be fullshard's.
+    """Replace every name of torch's FSDP, in torch and in all libraries that use it, by fullshard's.
 
     That is ``torch.distributed.fsdp`` with its submodules, ``torch.distributed._composable.fsdp``, ``replicate``, and
-    ``apply_activation_checkpointing``; and what loaded modules have taken from these, torch's own (distributed
+    ``apply_activation_checkpointing``; and names that loaded modules have imported from these, torch's own (distributed
     checkpoint, pipelining) among them. Names that fullshard does not have raise :class:`NotOfferedError` when they are
-    touched. Call it before or after other imports, and before anything is sharded. Doing it again changes nothing.
+    used. Call it before or after other imports, and before anything is sharded. No-op if installed.
 
     Args:
-        quiet: Do not print the line that says what was replaced (to stderr, on the rank that torchrun calls 0).
+        quiet: Do not print a summary of the replaced names (to stderr, on torchrun's rank 0).
 
     Returns:
-        For ``with install(): ...``, which takes out at its end what this call has put in.
+        A context manager: at the end of ``with install(): ...``, this call is undone.
 
     Warns:
-        MixedEnginesWarning: If there are modules that torch's FSDP has sharded. They stay torch's.
+        MixedEnginesWarning: If there are modules that torch's FSDP has sharded. They are not changed.
 
     Raises:
-        UnsupportedClientError: If a program that has taken names already is of another version than those supported.
-            Nothing is changed then.
+        UnsupportedClientError: If a library that has imported names already has an unsupported version. Nothing is
+            changed then.
     """
     global _current
     with _lock:
         if _current is not None:
             return Installation(own=False)
-        _warn_of_torchs_models()
-        torch_state_dict.install()
+        _warn_of_torch_modules()
         stand_ins = StandIns()
         stand_ins.begin()
         _current = stand_ins
@@ -100,43 +98,43 @@ def install(*, quiet: bool = False) -> Installation:
     return installation
 
 
-def _warn_of_torchs_models() -> None:
+def _warn_of_torch_modules() -> None:
     if _sharded_by_torch():
-        gc.collect()  # torch's are held by cycles; what nobody uses any more is no reason to warn
-    theirs = _sharded_by_torch()
-    if theirs:
+        gc.collect()  # unused modules of torch's FSDP are kept alive by cycles
+    sharded = _sharded_by_torch()
+    if sharded:
         warnings.warn(
-            f"torch's FSDP has sharded {len(theirs)} modules already ({', '.join(sorted(set(theirs))[:3])}); they stay "
-            "as they are: fullshard neither shards nor saves them, and isinstance no longer finds them through names "
-            "of torch.distributed.fsdp. Call fullshard.dropin.install() before the model is built",
+            f"torch's FSDP has sharded {len(sharded)} modules already ({', '.join(sorted(set(sharded))[:3])}); "
+            "fullshard neither shards nor saves them, and isinstance with names of torch.distributed.fsdp is False for "
+            "them. Call fullshard.dropin.install() before the model is built",
             MixedEnginesWarning,
             stacklevel=3,
         )
 
 
 def uninstall() -> None:
-    """Give torch's names back to everybody. Modules that fullshard has sharded stay so, and go on working.
+    """Restore all names of torch's FSDP, also for processes that are started afterwards.
 
-    Processes that are started afterwards are torch's, too.
+    Modules that fullshard has sharded remain sharded and continue to work.
     """
     global _current
     with _lock:
         if _current is not None:
             stand_ins, _current = _current, None
-            inheritance.take_back()
+            inheritance.restore_pythonpath()
             stand_ins.end()
 
 
 def _sharded_by_torch() -> list[str]:
-    """Names of the classes of living modules that torch's FSDP has sharded."""
+    """Return the class names of existing modules that torch's FSDP has sharded."""
     if FSDP not in sys.modules or not dist.is_available() or not dist.is_initialized():
-        return []  # nothing can be, and to look is not free
+        return []  # there can be none, and the search is slow
     by_torch: dict[type, bool] = {}
     found = []
     for thing in gc.get_objects():
         kind = type(thing)
         if kind not in by_torch:
-            by_torch[kind] = issubclass(kind, nn.Module) and any(is_torchs(base) for base in kind.__mro__)
+            by_torch[kind] = issubclass(kind, nn.Module) and any(is_torch_fsdp(base) for base in kind.__mro__)
         if by_torch[kind]:
             found.append(kind.__name__)
     return found

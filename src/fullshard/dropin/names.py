@@ -1,7 +1,6 @@
-"""Which name of torch's FSDP is which of fullshard's.
+"""Maps names of torch's FSDP to fullshard's objects.
 
-Public ones are those that fullshard has under the same name. Private ones that programs rely on anyway come from
-``private_names.py``.
+Public names map to fullshard's of the same name; private names that programs rely on come from ``private_names.py``.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from fullshard import activation_checkpoint, wrap
 from fullshard.dropin import private_names
 from fullshard.dropin.not_offered import NotOffered
 
-__all__ = ["Answers", "answers_of", "in_engine", "is_torchs"]
+__all__ = ["StandInNames", "is_torch_fsdp", "is_torch_fsdp_module", "stand_in_names"]
 
 FSDP = "torch.distributed.fsdp"
 REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
 CHECKPOINT_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
-PACKAGES = (FSDP, "torch.distributed._composable.fsdp", REPLICATE)  # what is torch's engine, and all below
-# Programs import its names next to others, to replace or to subclass some of them later: what is missing is said then.
+PACKAGES = (FSDP, "torch.distributed._composable.fsdp", REPLICATE)  # torch's engine, with all submodules
+# Programs import several of its names at once, to replace or subclass some later: missing names raise when used.
 COLLECTIVES = f"{FSDP}._fully_shard._fsdp_collectives"
 
-# Functions on names and plain tensors, which know no engine: torch's own serve.
+# Functions on names and plain tensors, independent of the engine: torch's own are kept.
 NEUTRAL = {
     "_all_gather_dtensor",
     "_create_chunk_dtensor",
@@ -34,56 +33,56 @@ NEUTRAL = {
 }
 
 
-class Answers(NamedTuple):
-    """What one of torch's modules answers while fullshard stands in.
+class StandInNames(NamedTuple):
+    """Names of one of torch's modules while the drop-in is installed.
 
     Attributes:
-        given: fullshard's objects, by name; or a :class:`NotOffered`, which raises when it is used.
-        refused: names that fullshard has nothing for: asking raises.
+        replaced: fullshard's objects, by name; or a :class:`NotOffered`, which raises when it is used.
+        unavailable: names without a replacement, which raise when they are imported.
     """
 
-    given: dict[str, object]
-    refused: set[str]
+    replaced: dict[str, object]
+    unavailable: set[str]
 
 
 def public_names() -> dict[str, object]:
-    """fullshard's objects under the names that they have in torch."""
+    """Return fullshard's public objects by name."""
     return {name: getattr(holder, name) for holder in (fullshard, wrap) for name in holder.__all__}
 
 
-def is_torchs(value: object) -> bool:
-    """Whether ``value`` is a class or function of torch's engine, or a collection with values of one."""
+def is_torch_fsdp(value: object) -> bool:
+    """True if ``value`` is a class or function of torch's FSDP, or a collection that contains one."""
     if isinstance(value, (list, tuple, set, frozenset)):
-        return any(map(is_torchs, value))
+        return any(map(is_torch_fsdp, value))
     if isinstance(value, Mapping):
-        return any(map(is_torchs, value)) or any(map(is_torchs, value.values()))
+        return any(map(is_torch_fsdp, value)) or any(map(is_torch_fsdp, value.values()))
     owner = getattr(value, "__module__", None)
-    return isinstance(owner, str) and in_engine(owner)
+    return isinstance(owner, str) and is_torch_fsdp_module(owner)
 
 
-def in_engine(module: str) -> bool:
-    """Whether a module of this name is a part of torch's engine."""
+def is_torch_fsdp_module(module: str) -> bool:
+    """True if a module of this name is a part of torch's FSDP."""
     return any(module == one or module.startswith(f"{one}.") for one in PACKAGES)
 
 
-def answers_of(module: ModuleType) -> Answers:
-    """What ``module``, one of torch's, is to answer."""
-    given: dict[str, object] = {}
-    refused: set[str] = set()
-    if module.__name__ == CHECKPOINT_WRAPPER:  # the wrappers themselves are fullshard's as well
-        given["apply_activation_checkpointing"] = activation_checkpoint.apply_activation_checkpointing
-        return Answers(given, refused)
-    public, private = public_names(), private_names.SERVED
+def stand_in_names(module: ModuleType) -> StandInNames:
+    """Return the replaced and unavailable names of ``module``, one of torch's."""
+    replaced: dict[str, object] = {}
+    unavailable: set[str] = set()
+    if module.__name__ == CHECKPOINT_WRAPPER:  # fullshard uses torch's checkpoint wrappers
+        replaced["apply_activation_checkpointing"] = activation_checkpoint.apply_activation_checkpointing
+        return StandInNames(replaced, unavailable)
+    public, private = public_names(), private_names.PRIVATE_NAMES
     for name, value in list(vars(module).items()):
-        if name.startswith("__") or isinstance(value, ModuleType) or not is_torchs(value) or name in NEUTRAL:
+        if name.startswith("__") or isinstance(value, ModuleType) or not is_torch_fsdp(value) or name in NEUTRAL:
             continue
         owner = getattr(value, "__module__", module.__name__)
         if (owner, name) in private:
-            given[name] = private[owner, name]
+            replaced[name] = private[owner, name]
         elif name in public:
-            given[name] = public[name]
+            replaced[name] = public[name]
         elif module.__name__ == COLLECTIVES:
-            given[name] = NotOffered(f"{module.__name__}.{name}")
+            replaced[name] = NotOffered(f"{module.__name__}.{name}")
         else:
-            refused.add(name)
-    return Answers(given, refused)
+            unavailable.add(name)
+    return StandInNames(replaced, unavailable)

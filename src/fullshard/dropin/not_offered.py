@@ -1,4 +1,4 @@
-"""What programs get for a name of torch's engine that they import and may never use."""
+"""Placeholder for names of torch's FSDP that programs import and may never use."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["NotOffered"]
 
 
 class NotOffered:
-    """In the place of a class or function that fullshard does not have. Whatever is done with it raises.
+    """Placeholder for a class or function that fullshard does not have: using it raises :class:`NotOfferedError`.
 
-    It may be imported, kept, compared and named in annotations.
+    It may be imported, compared and used in annotations.
 
     Args:
-        name: Qualified, as torch has it.
+        name: Qualified name in torch.
     """
 
     def __init__(self, name: str) -> None:
@@ -23,27 +23,27 @@ class NotOffered:
 
     def _raise(self, *_: Any, **__: Any) -> NoReturn:
         raise NotOfferedError(
-            f"{self._name} is a part of torch's FSDP that fullshard does not have, and was used; docs/dropin.md says "
-            "what there is, fullshard.dropin.uninstall() gives torch's back"
+            f"{self._name} was used, a part of torch's FSDP that fullshard does not have; docs/dropin.md lists "
+            "supported names, fullshard.dropin.uninstall() restores torch's"
         )
 
     __call__ = __setattr__ = __instancecheck__ = __subclasscheck__ = __mro_entries__ = _raise
     __iter__ = __getitem__ = __reduce_ex__ = _raise
 
     def __getattr__(self, name: str) -> Any:
-        """Anything but what Python itself looks for on every object."""
+        """Raise AttributeError for special names, which Python looks up on every object, else NotOfferedError."""
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         self._raise()
 
     def __or__(self, other: Any) -> Any:
-        """In an annotation."""
-        return Union[self, other]  # noqa: UP007 # which is what that means
+        """Return a union, for annotations."""
+        return Union[self, other]  # noqa: UP007 # ``self | other`` would recurse
 
     def __ror__(self, other: Any) -> Any:
-        """In an annotation."""
+        """Return a union, for annotations."""
         return Union[other, self]  # noqa: UP007
 
     def __repr__(self) -> str:
-        """Its name, and that it is not there."""
+        """Return the name, marked as missing."""
         return f"<{self._name}, which fullshard does not have>"

@@ -1,11 +1,10 @@
-"""Units in the words of torch's FSDP2: parameter groups and what they are doing, also to be patched by tests.
+"""Views on units with the interface of torch's ``FSDPParamGroup``, whose methods may be patched.
 
 [Note: Patched parameter groups]
-Tests of device back ends replace methods of torch's ``FSDPParamGroup`` by functions that note the call and call the
-original. Here that class is a view, whose methods nobody in the engine calls. So what is put in the place of one of
-them is put, wrapped, in the place of the method of ``Unit`` that does the same: it is called with a view on the unit,
-and when it calls the original, that does what the engine was about to do. Nothing is in between while nothing is
-patched.
+Tests of device back ends patch methods of torch's ``FSDPParamGroup`` with functions that record the call and call the
+original. Here that class is a view, and the engine does not call its methods. So a patch of one of them also patches
+the engine's method that does the same: the patch is called with a view on the unit, and when it calls the original,
+that runs the engine's method. Without a patch the engine is not changed.
 """
 
 from __future__ import annotations
@@ -16,18 +15,23 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fullshard.engine.progress import Phase
+from fullshard.engine.runtime import Runtime, runtime_of
+from fullshard.engine.states import Phase
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError
 
 __all__ = ["FSDPParamGroup", "ShardedState", "TrainingState", "WrapperTrainingState", "unpatch"]
 
-# Methods of the view, and those of units that do the same when the engine calls them.
-DONE_BY = {"unshard": "begin_gather", "reshard": "reshard", "post_backward": "finish_backward"}
+# Methods of the view, and the engine's methods that do the same.
+ENGINE_METHODS: dict[str, tuple[type, str]] = {
+    "unshard": (Unit, "begin_unshard"),
+    "reshard": (Unit, "reshard"),
+    "post_backward": (Runtime, "reshard_and_reduce"),
+}
 
 
 class TrainingState(enum.Enum):
-    """What a unit is doing, in torch's words."""
+    """Training state of a unit, as torch's enum."""
 
     FORWARD = enum.auto()
     PRE_BACKWARD = enum.auto()
@@ -36,7 +40,7 @@ class TrainingState(enum.Enum):
 
 
 class ShardedState(enum.Enum):
-    """Which of a parameter's faces its module holds, in torch's words."""
+    """State of the registered parameters, as torch's enum."""
 
     SHARDED = enum.auto()
     SHARDED_POST_FORWARD = enum.auto()
@@ -44,7 +48,7 @@ class ShardedState(enum.Enum):
 
 
 class WrapperTrainingState(enum.Enum):
-    """What a wrapper is doing, in torch's words."""
+    """Training state of a wrapper, as torch's FSDP1 enum."""
 
     IDLE = enum.auto()
     FORWARD_BACKWARD = enum.auto()
@@ -52,19 +56,19 @@ class WrapperTrainingState(enum.Enum):
 
 
 class _Patchable(type):
-    """See [Note: Patched parameter groups]."""
+    """Metaclass that applies patches of methods to the engine, see [Note: Patched parameter groups]."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        if name in DONE_BY:
-            _have_units_call(DONE_BY[name], None if value is _originals[name] else value)
+        if name in ENGINE_METHODS:
+            _patch_engine(name, None if value is _originals[name] else value)
         type.__setattr__(cls, name, value)
 
 
 class FSDPParamGroup(metaclass=_Patchable):
-    """A view on a unit: the parameters that are gathered and reduced together."""
+    """View on a unit: the parameters that are unsharded and reduced together."""
 
     _unit: Unit
-    _engine: Callable[[], Any] | None  # what the engine was about to do, see [Note: Patched parameter groups]
+    _engine: Callable[[], Any] | None  # the engine's call that a patch intercepts
 
     def __init__(self, unit: Unit, engine: Callable[[], Any] | None = None) -> None:
         self._unit, self._engine = unit, engine
@@ -77,81 +81,83 @@ class FSDPParamGroup(metaclass=_Patchable):
     def _training_state(self) -> TrainingState:
         if self._unit.phase is Phase.FORWARD:
             return TrainingState.FORWARD
-        return TrainingState.PRE_BACKWARD if self._unit.phase is Phase.BACKWARD else TrainingState.IDLE
+        return TrainingState.PRE_BACKWARD if self._unit.phase.is_backward else TrainingState.IDLE
 
     @property
     def _sharded_state(self) -> ShardedState:
-        return ShardedState.UNSHARDED if self._unit.registration.full else ShardedState.SHARDED
+        return ShardedState.UNSHARDED if self._unit.registration.unsharded else ShardedState.SHARDED
 
     @property
     def is_sharded(self) -> bool:
-        """Whether modules hold the sharded parameters."""
-        return not self._unit.registration.full
+        """True if modules hold the sharded parameters."""
+        return not self._unit.registration.unsharded
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether modules hold the full parameters."""
-        return self._unit.registration.full
+        """True if modules hold the unsharded parameters."""
+        return self._unit.registration.unsharded
 
     @property
     def _all_gather_result(self) -> Unit | None:
-        return self._unit if self._unit.gathered and not self._unit.registration.full else None
+        return self._unit if self._unit.is_unsharded and not self._unit.registration.unsharded else None
 
     def unshard(self, async_op: bool = False) -> Any:
-        """Gather; ``wait_for_unshard`` registers."""
-        return self._unit.gather() if self._engine is None else self._engine()
+        """Issue the all-gather; ``wait_for_unshard`` registers the parameters."""
+        return runtime_of(self._unit).begin_unshard([self._unit]) if self._engine is None else self._engine()
 
     def wait_for_unshard(self) -> None:
-        """Register the full parameters."""
-        self._unit.use_full()
+        """Wait for the all-gather and register the unsharded parameters."""
+        runtime_of(self._unit).unshard(self._unit)
 
     def reshard(self) -> Any:
-        """Free the full parameters."""
+        """Free the unsharded parameters and register the sharded ones."""
         return self._unit.reshard() if self._engine is None else self._engine()
 
     def post_backward(self, *_: Any) -> Any:
-        """Reduce what microbatches have left, and free the full parameters if they are to be."""
+        """Reduce unreduced gradients, and reshard unless ``reshard_after_backward`` is off."""
         if self._engine is not None:
             return self._engine()
-        if self._unit.schedule is not None:
-            self._unit.schedule.finish_reductions()
-        self._unit.synchronize()
-        if self._unit.settings.reshard_after_backward and self._unit.resting:
+        runtime = runtime_of(self._unit)
+        runtime.finish_reductions()
+        runtime.reduce_unreduced(self._unit)
+        if self._unit.settings.reshard_after_backward and self._unit.is_idle:
             self._unit.reshard()
         return None
 
     @contextlib.contextmanager
     def use_training_state(self, training_state: TrainingState) -> Iterator[None]:
-        """What dynamo compares functions with. Units have phases of their own, which nobody sets from outside."""
-        raise FullshardError("use_training_state sets the phase of torch's engine; fullshard's units set their own")
+        """Raise FullshardError; dynamo compares functions with this one."""
+        raise FullshardError("use_training_state is internal to torch's FSDP; fullshard's units track their own phase")
         yield
 
 
-_originals: dict[str, Any] = {name: vars(FSDPParamGroup)[name] for name in DONE_BY}
-_engines: dict[str, Any] = {name: vars(Unit)[name] for name in DONE_BY.values()}
+_originals: dict[str, Any] = {name: vars(FSDPParamGroup)[name] for name in ENGINE_METHODS}
+_engines: dict[str, Any] = {name: vars(owner)[method] for name, (owner, method) in ENGINE_METHODS.items()}
 
 
 def unpatch() -> None:
-    """Have the view and units their own methods again, whatever was put in their place."""
+    """Restore the methods of the view and of the engine."""
     for name, original in _originals.items():
         setattr(FSDPParamGroup, name, original)
 
 
-def _have_units_call(name: str, patch: Callable[..., Any] | None) -> None:
-    """Put ``patch`` around a method of units; None: take it off."""
+def _patch_engine(name: str, patch: Callable[..., Any] | None) -> None:
+    """Make the engine's method for ``name`` of the view call ``patch``; None: restore it."""
+    owner, method_name = ENGINE_METHODS[name]
     method = _engines[name]
     if patch is None:
-        setattr(Unit, name, method)
+        setattr(owner, method_name, method)
         return
 
     @functools.wraps(method)
-    def patched(unit: Unit, *args: Any, **kwargs: Any) -> Any:
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        unit = next(each for each in args if isinstance(each, Unit))
         done: list[Any] = []
 
         def engine() -> None:
-            done.append(method(unit, *args, **kwargs))
+            done.append(method(*args, **kwargs))
 
         patch(FSDPParamGroup(unit, engine))
-        return done[0] if done else method(unit, *args, **kwargs)  # what the engine needs is never left out
+        return done[0] if done else method(*args, **kwargs)  # even if the patch does not call the original
 
-    setattr(Unit, name, patched)
+    setattr(owner, method_name, patched)

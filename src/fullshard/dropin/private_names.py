@@ -1,15 +1,13 @@
-"""Private names of torch's FSDP that programs rely on, on fullshard's engine.
+"""Private names of torch's FSDP that programs rely on, implemented on fullshard's engine.
 
 [Note: Private names]
-Nothing in the engine is shaped after these. Each is a thin view on what the engine has under other words: torch's
-*state* of a module and its *parameter groups* are views on a unit. What is listed in :data:`SERVED` is found under
-torch's private modules; what :func:`lent` lists is put on fullshard's own classes while fullshard stands in, and taken
-off again.
+Each is a thin view on an object of the engine, which does not know them: torch's *state* of a module and its *parameter
+groups* are views on a unit. Names in :data:`PRIVATE_NAMES` replace those of torch's private modules; attributes that
+:func:`patched_attributes` returns are set on fullshard's classes while the drop-in is installed.
 
-Who relies on them: accelerate upcasts through ``_flat_param`` and ``_handle``; Lightning looks for
-``_fsdp_flattened``; transformers' ``generate`` and dynamo for ``_is_fsdp_managed_module``; torchtitan builds mesh infos
-with ``_get_mesh_info``; pipelining reduces gradients through ``fully_shard.state``; tests of device back ends ask for
-phases.
+Users: accelerate upcasts through ``_flat_param`` and ``_handle``; Lightning reads ``_fsdp_flattened``; transformers'
+``generate`` and dynamo ``_is_fsdp_managed_module``; torchtitan makes mesh infos with ``_get_mesh_info``; pipelining
+reduces gradients through ``fully_shard.state``; tests of device back ends read training states.
 """
 
 from __future__ import annotations
@@ -23,19 +21,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
-from fullshard import fsdp_module
-from fullshard.arguments import check_reshard, default_mesh, shard_mesh_for
+from fullshard.composable import fsdp_module
 from fullshard.dropin.param_groups import FSDPParamGroup, ShardedState, TrainingState, WrapperTrainingState
 from fullshard.engine import hooks
-from fullshard.engine.flat_parameter import FlatPiece
 from fullshard.engine.ownership import nested_units, unit_of
-from fullshard.engine.parameter import managed_by
+from fullshard.engine.parameters.flat import FlatShardedParameter
+from fullshard.engine.parameters.sharded import managed_by
+from fullshard.engine.runtime import each_runtime, ensure_idle, runtime_of
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError
+from fullshard.frontend.arguments import check_reshard, default_mesh, shard_mesh_for
+from fullshard.frontend.sharded_module import ShardedModule
 from fullshard.policy import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardingStrategy
-from fullshard.sharded_module import ShardedModule
 
-__all__ = ["SERVED", "Lent", "lent"]
+__all__ = ["PRIVATE_NAMES", "PatchedAttribute", "patched_attributes"]
 
 ROOT = "torch.distributed.fsdp"
 COMPOSABLE = f"{ROOT}._fully_shard"
@@ -45,7 +44,7 @@ COMPOSABLE = f"{ROOT}._fully_shard"
 
 
 class FSDPState:
-    """A view on the unit of a module, and on the root that it belongs to."""
+    """View on the unit of a module, and on its root."""
 
     _module: nn.Module
 
@@ -69,7 +68,7 @@ class FSDPState:
 
     @property
     def _is_root(self) -> bool:
-        return self._unit.attached().root() is self._unit
+        return runtime_of(self._unit).root() is self._unit
 
     @property
     def _modules(self) -> tuple[nn.Module, ...]:
@@ -84,20 +83,19 @@ class FSDPState:
         return FSDPParamGroup(self._unit)._training_state
 
     def _pre_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return self._unit.pre_forward(args, kwargs)
+        return runtime_of(self._unit).pre_forward(self._unit, args, kwargs)
 
     def _post_forward(self, module: nn.Module, _: Any, output: Any) -> Any:
-        return self._unit.post_forward(module, output)
+        return runtime_of(self._unit).post_forward(self._unit, module, output)
 
     def _root_post_backward_final_callback(self) -> None:
-        """Bring what is under way to its end."""
-        for unit in nested_units(self._module):
-            if unit.schedule is not None:
-                unit.schedule.finish_reductions()
+        """Wait for the reductions in flight."""
+        for runtime in each_runtime(nested_units(self._module)):
+            runtime.finish_reductions()
 
 
 class StateContext:
-    """The states below one module."""
+    """States of all sharded modules below one module."""
 
     all_states: list[FSDPState]
 
@@ -111,7 +109,7 @@ class StateContext:
 
 
 def state_of(module: nn.Module) -> FSDPState:
-    """``fully_shard.state`` and ``replicate.state``.
+    """Return the state of a sharded module: ``fully_shard.state`` and ``replicate.state``.
 
     Raises:
         FullshardError: If the module is not sharded.
@@ -129,7 +127,11 @@ def _state_if_sharded(module: nn.Module) -> FSDPState | None:
 
 
 def get_mesh_info(mesh: DeviceMesh, dp_mesh_dims: DataParallelMeshDims | None = None) -> FSDPMeshInfo:
-    """What ``fully_shard`` makes of these arguments, as ``ShardPlacementResult`` takes it."""
+    """Return the mesh info for arguments of ``fully_shard``, as ``ShardPlacementResult`` takes it.
+
+    Raises:
+        ValueError: If no axis of the mesh is sharded over.
+    """
     ranks = shard_mesh_for("fully_shard", mesh, dp_mesh_dims)
     if ranks.shard is None:
         raise ValueError(f"_get_mesh_info: expected an axis to shard over, found only replicas in {mesh}")
@@ -142,7 +144,7 @@ def get_mesh_info(mesh: DeviceMesh, dp_mesh_dims: DataParallelMeshDims | None = 
 
 
 def get_post_forward_mesh_info(reshard_after_forward: bool | int, mesh_info: FSDPMeshInfo) -> FSDPMeshInfo | None:
-    """Over which ranks parameters lie between forward and backward; None: they stay full."""
+    """Return the mesh of parameters between forward and backward; None: they stay unsharded."""
     mesh, axis = mesh_info.mesh, mesh_info.shard_mesh_dim or 0
     reshard = check_reshard("fully_shard", reshard_after_forward, mesh.size(axis))
     if reshard is True or reshard is None:
@@ -156,7 +158,7 @@ def get_post_forward_mesh_info(reshard_after_forward: bool | int, mesh_info: FSD
 
 
 def get_cls_to_fsdp_cls() -> dict[type, type]:
-    """Classes, and the sharded ones made of them."""
+    """Return the sharded classes by original class."""
     return {
         plain: made
         for (plain, methods, base), made in fsdp_module._sharded_classes.items()
@@ -166,7 +168,7 @@ def get_cls_to_fsdp_cls() -> dict[type, type]:
 
 @contextlib.contextmanager
 def disable_fsdp_module_new_init() -> Iterator[None]:
-    """Make empty instances of the plain classes inside: unpickling of compiled code's guards does."""
+    """Construct sharded classes without ``__init__`` inside, for unpickling guards of compiled code."""
     construct = fsdp_module.FSDPModule.__dict__["__new__"]
 
     def empty(cls: type, *_: Any, **__: Any) -> Any:
@@ -183,11 +185,11 @@ def disable_fsdp_module_new_init() -> Iterator[None]:
 # ---------------------------------------------------------------- the wrapper
 
 
-class FlatView:
-    """What a wrapper's unit holds, as if it were one flat parameter: to ask for dtypes, and to cast.
+class FlatParamView:
+    """View on a wrapper's parameters as one flat parameter: to read dtypes, and to cast.
 
-    Its ``data`` are this rank's pieces of all parameters of one dtype. What is assigned to it sets the dtype in which
-    the unit keeps its parameters; values are the parameters' own, cast.
+    Its ``data`` is the concatenation of this rank's shards of all parameters of one dtype. Assigning to ``data`` casts
+    the parameters to the dtype of the assigned tensor, whose values are ignored.
     """
 
     _wrapper: nn.Module
@@ -196,55 +198,55 @@ class FlatView:
         self._wrapper = wrapper
 
     @property
-    def _pieces(self) -> list[FlatPiece]:
+    def _parameters(self) -> list[FlatShardedParameter]:
         unit = unit_of(self._wrapper)
         assert unit is not None
-        pieces = [p for p in unit.parameters if isinstance(p, FlatPiece)]
-        trained = [p for p in pieces if p.requires_grad] or pieces
+        flat = [p for p in unit.parameters if isinstance(p, FlatShardedParameter)]
+        trained = [p for p in flat if p.requires_grad] or flat
         return [p for p in trained if p.local.dtype == trained[0].local.dtype]
 
     @property
     def _fqns(self) -> list[str]:
-        return [p.fqn for p in self._pieces]
+        return [p.fqn for p in self._parameters]
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the unit keeps them."""
-        return self._pieces[0].local.dtype
+        """Dtype of the shards."""
+        return self._parameters[0].local.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the pieces are."""
-        return self._pieces[0].local.device
+        """Device of the shards."""
+        return self._parameters[0].local.device
 
     @property
     def requires_grad(self) -> bool:
-        """Whether any of them is trained."""
-        return any(p.requires_grad for p in self._pieces)
+        """True if any of the parameters requires a gradient."""
+        return any(p.requires_grad for p in self._parameters)
 
     @property
     def data(self) -> torch.Tensor:
-        """This rank's pieces, one after another, 1-D: a copy. Assigning sets the dtype."""
-        return torch.cat([p.local.detach().reshape(-1) for p in self._pieces])
+        """Copy of this rank's shards, concatenated, 1-D. Assigning casts the parameters to the tensor's dtype."""
+        return torch.cat([p.local.detach().reshape(-1) for p in self._parameters])
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         unit = unit_of(self._wrapper)
         assert unit is not None
-        unit.settle()
+        ensure_idle(unit)
         unit.reshard()
-        for piece in self._pieces:
-            piece.sharded.data = piece.sharded.data.to(value.dtype)
-        unit.adopt()
+        for parameter in self._parameters:
+            parameter.sharded.data = parameter.sharded.data.to(value.dtype)
+        unit.write_back()
 
 
-class HandleView:
-    """A wrapper's handle of torch's: nothing but the dtype that its parameters were given in."""
+class FlatParamHandleView:
+    """View on a wrapper as torch's flat-parameter handle: its flat parameter and original dtype."""
 
     _orig_param_dtype: torch.dtype
-    flat_param: FlatView | fullshard.FlatParameter
+    flat_param: FlatParamView | fullshard.FlatParameter
 
-    def __init__(self, flat: FlatView | fullshard.FlatParameter) -> None:
+    def __init__(self, flat: FlatParamView | fullshard.FlatParameter) -> None:
         self.flat_param, self._orig_param_dtype = flat, flat.dtype
 
 
@@ -253,78 +255,78 @@ def _has_params(wrapper: nn.Module) -> bool:
     return unit is not None and bool(unit.parameters)
 
 
-def _flat_param(wrapper: nn.Module) -> FlatView | fullshard.FlatParameter | None:
+def _flat_param(wrapper: nn.Module) -> FlatParamView | fullshard.FlatParameter | None:
     if not _has_params(wrapper):
         return None
-    view = FlatView(wrapper)
-    home = view._pieces[0].home
-    return view if home is None else home.flat
+    view = FlatParamView(wrapper)
+    handle = view._parameters[0].handle
+    return view if handle is None else handle.flat
 
 
-def _handle(wrapper: nn.Module) -> HandleView | None:
+def _handle(wrapper: nn.Module) -> FlatParamHandleView | None:
     flat = _flat_param(wrapper)
-    return None if flat is None else HandleView(flat)
+    return None if flat is None else FlatParamHandleView(flat)
 
 
-# ---------------------------------------------------------------- marks
+# ---------------------------------------------------------------- attributes
 
 
 def _is_managed(module: nn.Module) -> bool:
-    """Whether parameters of ``module``, or of modules below, belong to a unit."""
+    """True if parameters of ``module``, or of modules below, belong to a unit."""
     if isinstance(module, ShardedModule):
         return True
     return any(managed_by(parameter) is not None for parameter in module.parameters())
 
 
-def _compiles(module: nn.Module) -> bool:
-    """Dynamo takes this for leave to compile: torch needs the original parameters for that, fullshard does not."""
+def _allows_compile(module: nn.Module) -> bool:
+    """True for modules that dynamo may compile, for which torch requires ``use_orig_params``: all of fullshard's."""
     return _is_managed(module)
 
 
 def _is_flattened(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, fullshard.FlatParameter) or isinstance(managed_by(parameter), FlatPiece)
+    return isinstance(parameter, fullshard.FlatParameter) or isinstance(managed_by(parameter), FlatShardedParameter)
 
 
-class Worked:
-    """An attribute that is worked out when it is read. Programs may set it on an object, and then theirs counts."""
+class ComputedAttribute:
+    """An attribute that is computed when it is read, unless a program has set it on the object."""
 
-    _out: Callable[[Any], Any]
+    _compute: Callable[[Any], Any]
 
-    def __init__(self, out: Callable[[Any], Any]) -> None:
-        self._out = out
+    def __init__(self, compute: Callable[[Any], Any]) -> None:
+        self._compute = compute
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else self._out(instance)
+        return self if instance is None else self._compute(instance)
 
 
-class Lent(NamedTuple):
-    """Attribute ``name`` of ``holder``, while fullshard stands in."""
+class PatchedAttribute(NamedTuple):
+    """Attribute ``name`` of ``holder`` while the drop-in is installed."""
 
     holder: Any
     name: str
     value: Any
 
 
-def lent() -> list[Lent]:
-    """What is put on classes and functions, see [Note: Private names]."""
+def patched_attributes() -> list[PatchedAttribute]:
+    """Return the attributes to set on classes and functions, see [Note: Private names]."""
     wrapper = fullshard.FullyShardedDataParallel
     return [
-        Lent(wrapper, "_has_params", property(_has_params)),
-        Lent(wrapper, "_flat_param", property(_flat_param)),
-        Lent(wrapper, "_handle", property(_handle)),
-        Lent(fullshard.FlatParameter, "_fqns", property(lambda flat: list(flat.fqns))),
-        Lent(fullshard.FSDPModule, "_get_fsdp_state", state_of),
-        Lent(fullshard.fully_shard, "state", state_of),
-        Lent(fullshard.replicate, "state", state_of),
-        Lent(nn.Module, "_is_fsdp_managed_module", Worked(_is_managed)),
-        Lent(nn.Module, "_fsdp_use_orig_params", Worked(_compiles)),
-        Lent(nn.Parameter, "_fsdp_flattened", Worked(_is_flattened)),
+        PatchedAttribute(wrapper, "_has_params", property(_has_params)),
+        PatchedAttribute(wrapper, "_flat_param", property(_flat_param)),
+        PatchedAttribute(wrapper, "_handle", property(_handle)),
+        PatchedAttribute(fullshard.FlatParameter, "_fqns", property(lambda flat: list(flat.fqns))),
+        PatchedAttribute(fullshard.FSDPModule, "_get_fsdp_state", state_of),
+        PatchedAttribute(fullshard.fully_shard, "state", state_of),
+        PatchedAttribute(fullshard.replicate, "state", state_of),
+        PatchedAttribute(nn.Module, "_is_fsdp_managed_module", ComputedAttribute(_is_managed)),
+        PatchedAttribute(nn.Module, "_fsdp_use_orig_params", ComputedAttribute(_allows_compile)),
+        PatchedAttribute(nn.Parameter, "_fsdp_flattened", ComputedAttribute(_is_flattened)),
     ]
 
 
-def _served() -> dict[tuple[str, str], Any]:
+def _private_names() -> dict[tuple[str, str], Any]:
     hybrid = [strategy for strategy in ShardingStrategy if strategy.hybrid]
-    keeping = [strategy for strategy in ShardingStrategy if strategy.keeps_full]
+    keeping = [strategy for strategy in ShardingStrategy if strategy.keeps_unsharded]
     default: Callable[..., DeviceMesh] = default_mesh
     return {
         (f"{COMPOSABLE}._fsdp_common", "TrainingState"): TrainingState,
@@ -345,4 +347,4 @@ def _served() -> dict[tuple[str, str], Any]:
     }
 
 
-SERVED: dict[tuple[str, str], Any] = _served()
+PRIVATE_NAMES: dict[tuple[str, str], Any] = _private_names()

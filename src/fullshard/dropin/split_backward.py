@@ -1,11 +1,11 @@
-"""Schedules of torch.distributed.pipelining that run backward in two parts.
+"""Support for zero-bubble schedules of torch.distributed.pipelining.
 
 [Note: Split backward]
-Zero-bubble schedules compute the gradients of a stage's inputs and those of its weights apart. torch finds the weights'
-places in the graph through ``module.parameters()``, and adds their gradients up by hand, outside of autograd. Between
-forward and backward these are sharded parameters on fullshard, which no graph knows: without a word, no weight would
-have a gradient. (The same happens on torch's own engine with ``reshard_after_forward=True``.) So the modules hold the
-full ones while torch looks, and gradients are added up in the dtype that they are reduced in.
+Zero-bubble schedules compute the gradients of a stage's inputs and of its weights separately. torch finds the weights
+in the graph through ``module.parameters()``, and accumulates their gradients itself, outside of autograd. On fullshard
+these are sharded parameters between forward and backward, which are not in the graph: weights would silently get no
+gradient. (The same happens on torch's own engine with ``reshard_after_forward=True``.) So the unsharded parameters are
+registered during these calls, and gradients accumulate in the reduce dtype.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import fullshard
 from fullshard.engine.ownership import nested_units
 from fullshard.engine.unit import Unit
 
-__all__ = ["SCHEDULES", "STAGE", "serve"]
+__all__ = ["SCHEDULES", "STAGE", "patch_stages"]
 
 STAGE = "torch.distributed.pipelining.stage"
-SCHEDULES = "torch.distributed.pipelining.schedules"  # asks for names of FSDP while it is imported; needs STAGE
+SCHEDULES = "torch.distributed.pipelining.schedules"  # imports names of FSDP, and STAGE before that
 
 
-def serve(*, load: bool = False) -> Callable[[], None] | None:
-    """Have stages find the full parameters, see [Note: Split backward].
+def patch_stages(*, load: bool = False) -> Callable[[], None] | None:
+    """Patch pipeline stages to see the unsharded parameters, see [Note: Split backward].
 
     Args:
-        load: Import torch's module if nobody has.
+        load: Import torch's module if it is not loaded.
 
     Returns:
-        What takes it back; None if the module is not there.
+        A function that undoes it; None if the module is not loaded, or has no such method.
     """
     module = importlib.import_module(STAGE) if load else sys.modules.get(STAGE)
     stage: Any = getattr(module, "_PipelineStageBase", None)
@@ -55,27 +55,27 @@ def _backward(stage: Any, original: Callable[..., Any], kind: str, *args: Any, *
     if kind not in ("input", "weight") or not isinstance(module, fullshard.FSDPModule):
         return original(stage, kind, *args, **kwargs)
     units = nested_units(module)
-    with _full_registered(units), _added_up(units) if kind == "weight" else contextlib.nullcontext():
+    with _unsharded_registered(units), _accumulating(units) if kind == "weight" else contextlib.nullcontext():
         return original(stage, kind, *args, **kwargs)
 
 
 @contextlib.contextmanager
-def _full_registered(units: list[Unit]) -> Iterator[None]:
-    """``parameters()`` are the full ones, gathered or not: which they are is all that torch asks."""
-    changed = [unit for unit in units if not unit.registration.full]
+def _unsharded_registered(units: list[Unit]) -> Iterator[None]:
+    """Register the unsharded parameters, without an all-gather: torch only needs their identity."""
+    changed = [unit for unit in units if not unit.registration.unsharded]
     for unit in changed:
-        unit.settle_parameters()
-        unit.registration.use_full()
+        unit.refresh()
+        unit.registration.use_unsharded()
     try:
         yield
     finally:
         for unit in changed:
-            unit.use_sharded()
+            unit.register_sharded()
 
 
 @contextlib.contextmanager
-def _added_up(units: list[Unit]) -> Iterator[None]:
-    """Gradients that are assigned to full parameters inside are added to those of earlier microbatches."""
+def _accumulating(units: list[Unit]) -> Iterator[None]:
+    """Accumulate gradients that torch assigns to unsharded parameters inside, as backward without sync does."""
     parameters = [p for unit in units for p in unit.parameters]
     for parameter in parameters:
         parameter.full.grad_dtype = parameter.full.dtype
@@ -87,6 +87,5 @@ def _added_up(units: list[Unit]) -> Iterator[None]:
             parameter.keep_gradient()
             parameter.full.grad = None if gradient is None else gradient.to(parameter.full.grad_dtype)
             parameter.collect_gradient()
-    for unit in units:  # of all of them: what is reduced must not depend on which gradients this rank has
-        unit.progress.unreduced = True
-        unit.gradients.note_trainable()
+    for unit in units:  # all of them: which units are reduced must not depend on the gradients of this rank
+        unit.expect_more_gradients()

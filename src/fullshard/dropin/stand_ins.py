@@ -1,17 +1,16 @@
-"""torch's modules answering with fullshard's objects.
+"""Makes torch's modules return fullshard's objects.
 
-[Note: Standing in]
-The modules of torch's FSDP stay where they are, with all that is in them, for the functions in them read each other
-there. What changes is what they *answer*: while fullshard stands in, their class is one whose ``__getattribute__``
-gives fullshard's objects for names of torch's engine. ``from torch.distributed.fsdp import X`` and
-``torch.distributed.fsdp.X`` both go through it, in code that was imported before as well. Other entries in
-``sys.modules`` would miss that code, and names put into the modules themselves would mix the two engines inside of
-torch's functions.
+[Note: Stand-in modules]
+The modules of torch's FSDP keep their contents, because their functions read each other there. While the drop-in is
+installed, their class is one whose ``__getattribute__`` returns fullshard's objects for names of torch's engine.
+``from torch.distributed.fsdp import X`` and ``torch.distributed.fsdp.X`` both use it, also in code that was imported
+earlier. Replacing entries of ``sys.modules`` would not affect that code, and replacing names in the modules themselves
+would mix the two engines inside of torch's functions.
 
-Names that other modules took earlier (``from ... import X``) lie in those modules: they are bound anew, by identity,
-wherever a loaded module has them. References hidden elsewhere (in tuples, closures, defaults) stay torch's; whoever
-shards through one of them meets :class:`MixedEnginesError`, for the constructors of torch's engine refuse. For
-``isinstance`` such references are right: see ``kinship.py``.
+Names that other modules have imported earlier (``from ... import X``) are rebound, by identity, in all loaded modules.
+References elsewhere (in tuples, closures, defaults) remain torch's; sharding through one of them raises
+:class:`MixedEnginesError`, because the constructors of torch's engine are disabled. ``isinstance`` works with such
+references, see ``torch_bases.py``.
 """
 
 from __future__ import annotations
@@ -29,16 +28,17 @@ from torch.distributed.checkpoint import state_dict
 import fullshard
 from fullshard.dropin import clients, param_groups, split_backward
 from fullshard.dropin.errors import NotOfferedError
-from fullshard.dropin.kinship import Kinship
-from fullshard.dropin.names import CHECKPOINT_WRAPPER, PACKAGES, Answers, answers_of, in_engine
+from fullshard.dropin.names import CHECKPOINT_WRAPPER, PACKAGES, StandInNames, is_torch_fsdp_module, stand_in_names
 from fullshard.dropin.not_offered import NotOffered
-from fullshard.dropin.private_names import lent
+from fullshard.dropin.private_names import patched_attributes
+from fullshard.dropin.torch_bases import TorchBases
+from fullshard.dropin.torch_state_dict import enable_torch_state_dict_functions
 
 __all__ = ["Binding", "StandIns"]
 
 
 class Binding(NamedTuple):
-    """A name in a module that was bound to torch's object and is bound to fullshard's."""
+    """A name in a module that was rebound from torch's object to fullshard's."""
 
     module: ModuleType
     name: str
@@ -47,109 +47,118 @@ class Binding(NamedTuple):
 
 
 class _StandIn(ModuleType):
-    """What a module of torch's FSDP is while fullshard stands in. See [Note: Standing in]."""
+    """Class of torch's FSDP modules while the drop-in is installed, see [Note: Stand-in modules]."""
 
     def __getattribute__(self, name: str) -> Any:
         value = ModuleType.__getattribute__(self, name)
         if name.startswith("__"):
             return value
-        return _answering[ModuleType.__getattribute__(self, "__name__")].answer(self, name, value)
+        return _active[ModuleType.__getattribute__(self, "__name__")].resolve(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not _answering[self.__name__].patch(self.__name__, name, value):
+        if not _active[self.__name__].patch(self.__name__, name, value):
             ModuleType.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in _answering[self.__name__].answers[self.__name__].given:
+        if name in _active[self.__name__].names[self.__name__].replaced:
             raise AttributeError(
-                f"{self.__name__}.{name} is fullshard's now, and stays until fullshard.dropin.uninstall()"
+                f"{self.__name__}.{name} is fullshard's and cannot be deleted; call fullshard.dropin.uninstall() first"
             )
         ModuleType.__delattr__(self, name)
 
     def __dir__(self) -> list[str]:
-        refused = _answering[self.__name__].answers[self.__name__].refused
-        return [name for name in vars(self) if name not in refused]
+        unavailable = _active[self.__name__].names[self.__name__].unavailable
+        return [name for name in vars(self) if name not in unavailable]
 
 
-_answering: dict[str, StandIns] = {}  # by name of torch's modules, while they are stand-ins
+_active: dict[str, StandIns] = {}  # by name of torch's modules, while the drop-in is installed
 
 
 class StandIns:
-    """All modules of torch's FSDP, and what else of torch's and of other programs' is changed with them.
+    """All modules of torch's FSDP, and the patches of torch and other libraries that belong to them.
 
     Attributes:
-        answers: by name of torch's modules, what they answer.
-        bindings: names in other modules that are bound anew.
+        names: Replaced and unavailable names, by name of torch's modules.
+        bindings: Rebound names of other modules.
     """
 
-    answers: dict[str, Answers]
+    names: dict[str, StandInNames]
     bindings: list[Binding]
     _modules: list[ModuleType]
-    _originals: dict[str, dict[str, Any]]  # torch's objects for the names that are given, by module
+    _originals: dict[str, dict[str, Any]]  # torch's objects for the replaced names, by module
     _replacements: dict[int, Any]  # fullshard's objects by the ids of torch's
-    _borrowed: dict[str, set[str]]  # by name of modules that have asked for something: the names asked for
-    _owned: dict[str, set[str]]  # and what they had of fullshard's before, under names of theirs
+    _borrowed: dict[str, set[str]]  # replaced names that modules have imported since, by importing module
+    _had_before: dict[str, set[str]]  # names of those modules that referred to fullshard's objects before
     _undo: list[Callable[[], None]]
-    _serves_pipelining: bool  # see [Note: Split backward]
+    _pipelining_patched: bool  # see [Note: Split backward]
 
     def __init__(self) -> None:
         self._modules = list(_torch_modules())
-        self.answers = {module.__name__: answers_of(module) for module in self._modules}
+        self.names = {module.__name__: stand_in_names(module) for module in self._modules}
         self._originals = {
-            module.__name__: {name: vars(module)[name] for name in self.answers[module.__name__].given}
+            module.__name__: {name: vars(module)[name] for name in self.names[module.__name__].replaced}
             for module in self._modules
         }
         self._replacements = {
-            id(was): self.answers[module].given[name]
+            id(was): self.names[module].replaced[name]
             for module, originals in self._originals.items()
             for name, was in originals.items()
         }
-        self.bindings, self._borrowed, self._owned, self._undo = [], {}, {}, []
-        self._serves_pipelining = False
+        self.bindings, self._borrowed, self._had_before, self._undo = [], {}, {}, []
+        self._pipelining_patched = False
 
-    # ---------------------------------------------------------------- answering
+    # ---------------------------------------------------------------- names
 
-    def answer(self, module: ModuleType, name: str, value: Any) -> Any:
-        """What ``name`` of one of torch's modules, where ``value`` lies, is for whoever asks."""
-        given, refused = self.answers[module.__name__]
-        if name not in given and name not in refused:
+    def resolve(self, module: ModuleType, name: str, value: Any) -> Any:
+        """Return the object that the calling module gets for ``name`` of one of torch's modules.
+
+        Args:
+            module: One of torch's modules.
+            name: The attribute.
+            value: torch's object, which torch's own modules get.
+
+        Raises:
+            NotOfferedError: If fullshard does not have the name.
+        """
+        replaced, unavailable = self.names[module.__name__]
+        if name not in replaced and name not in unavailable:
             return value
         names = sys._getframe(2).f_globals  # past __getattribute__
         asking = names.get("__name__", "")
-        if in_engine(asking):
+        if is_torch_fsdp_module(asking):
             return value  # torch's modules read each other
         clients.check(asking)
-        if name in refused:
+        if name in unavailable:
             raise NotOfferedError(
-                f"{module.__name__}.{name} is a part of torch's FSDP that fullshard does not have (asked for by "
-                f"{asking or 'a program'}); docs/dropin.md says what there is, fullshard.dropin.uninstall() gives "
-                "torch's back"
+                f"{module.__name__}.{name} is a part of torch's FSDP that fullshard does not have (imported by "
+                f"{asking or 'a program'}); docs/dropin.md lists supported names, fullshard.dropin.uninstall() "
+                "restores torch's"
             )
         if asking not in self._borrowed:
             ours = set(map(id, self._replacements.values()))
             self._borrowed[asking] = set()
-            self._owned[asking] = {own for own, value in list(names.items()) if id(value) in ours}
+            self._had_before[asking] = {own for own, value in list(names.items()) if id(value) in ours}
         self._borrowed[asking].add(name)
         if asking == split_backward.SCHEDULES:  # is being imported, and has imported the stages
-            self._serve_pipelining(load=True)
-        return given[name]
+            self._patch_pipelining(load=True)
+        return replaced[name]
 
     def patch(self, module: str, name: str, value: Any) -> bool:
-        """Answer ``value`` from now on, where ``name`` is given; torch's own object means fullshard's again.
+        """Return ``value`` for a replaced ``name`` from now on; torch's own object restores fullshard's.
 
         Returns:
-            Whether it is given.
+            True if ``name`` is replaced.
         """
-        given = self.answers[module].given
-        if name not in given:
+        replaced = self.names[module].replaced
+        if name not in replaced:
             return False
-        given[name] = self._replacements[id(value)] if value is self._originals[module][name] else value
+        replaced[name] = self._replacements[id(value)] if value is self._originals[module][name] else value
         return True
 
-    # ---------------------------------------------------------------- beginning and ending
+    # ---------------------------------------------------------------- begin and end
 
     def begin(self) -> None:
-        """Answer, and bind anew what others have taken. If that fails, all is as it was."""
+        """Replace names, and rebind those that modules have imported. On failure, all of it is undone."""
         try:
             self._begin()
         except BaseException:
@@ -157,35 +166,36 @@ class StandIns:
             raise
 
     def _begin(self) -> None:
+        self._undo.append(enable_torch_state_dict_functions().close)
         taken = [
             (module, name, self._replacements[id(value)])
             for module in _others(self._modules)
             for name, value in list(vars(module).items())
             if id(value) in self._replacements and not name.startswith("__")
-            if not isinstance(self._replacements[id(value)], NotOffered)  # theirs, and may be of use to them
+            if not isinstance(self._replacements[id(value)], NotOffered)  # torch's remains, and may be usable
         ]
         for module, _, _ in taken:
             clients.check(module.__name__)
-        for holder, name, value in lent():
-            self._undo.append(_back(holder, name))
+        for holder, name, value in patched_attributes():
+            self._undo.append(_restorer(holder, name))
             setattr(holder, name, value)
         self._undo.append(param_groups.unpatch)
-        kinship = Kinship()
-        self._undo.append(kinship.end)
-        kinship.begin()
+        torch_bases = TorchBases()
+        self._undo.append(torch_bases.end)
+        torch_bases.begin()
         for module in self._modules:
-            _answering[module.__name__] = self
+            _active[module.__name__] = self
             before, module.__class__ = module.__class__, _StandIn
             self._undo.append(lambda module=module, before=before: setattr(module, "__class__", before))  # type: ignore[misc]
-        self._serve_pipelining()
+        self._patch_pipelining()
         for module, name, now in taken:
             self._bind(module, name, now)
-        # This one stands for the classes of both engines; torch's would take what is akin to it for its own.
+        # Not the class for both engines that supports torch's functions: fullshard's is a subclass of torch's now.
         self._bind(state_dict, "FSDP", fullshard.FullyShardedDataParallel)
 
-    def _serve_pipelining(self, *, load: bool = False) -> None:
-        if not self._serves_pipelining and (undo := split_backward.serve(load=load)) is not None:
-            self._serves_pipelining = True
+    def _patch_pipelining(self, *, load: bool = False) -> None:
+        if not self._pipelining_patched and (undo := split_backward.patch_stages(load=load)) is not None:
+            self._pipelining_patched = True
             self._undo.append(undo)
 
     def _bind(self, module: ModuleType, name: str, now: Any) -> None:
@@ -193,27 +203,27 @@ class StandIns:
         vars(module)[name] = now
 
     def end(self) -> None:
-        """Answer nothing any more. Modules that asked meanwhile have torch's objects again, too."""
+        """Restore torch's objects, also in modules that have imported replaced names meanwhile."""
         for module, name, was, now in self.bindings:
             if vars(module).get(name) is now:
                 vars(module)[name] = was
         self.bindings.clear()
         for borrower, asked in self._borrowed.items():
             if borrower in sys.modules and borrower.partition(".")[0] != "fullshard":
-                self._give_back(vars(sys.modules[borrower]), asked, self._owned[borrower])
+                self._restore_names(vars(sys.modules[borrower]), asked, self._had_before[borrower])
         with contextlib.ExitStack() as stack:  # all of it, whatever one of them raises
             for undo in self._undo:
                 stack.callback(undo)
             self._undo.clear()
         for module in self._modules:
-            _answering.pop(module.__name__, None)
+            _active.pop(module.__name__, None)
 
-    def _give_back(self, names: dict[str, Any], asked: set[str], owned: set[str]) -> None:
-        """Bind what a module has asked for, under whichever names it keeps it, to torch's again."""
+    def _restore_names(self, names: dict[str, Any], asked: set[str], owned: set[str]) -> None:
+        """Rebind replaced objects that a module has imported, under whatever names, to torch's."""
         originals = {
-            id(self.answers[module].given[name]): was
-            for module, given in self._originals.items()
-            for name, was in given.items()
+            id(self.names[module].replaced[name]): was
+            for module, replaced in self._originals.items()
+            for name, was in replaced.items()
             if name in asked
         }
         for name, value in list(names.items()):
@@ -221,8 +231,8 @@ class StandIns:
                 names[name] = originals[id(value)]
 
 
-def _back(holder: Any, name: str) -> Callable[[], None]:
-    """What gives ``holder`` the attribute that it has now, or none."""
+def _restorer(holder: Any, name: str) -> Callable[[], None]:
+    """Return a function that restores the present attribute ``name`` of ``holder``, or removes it."""
     if name in vars(holder):
         before = vars(holder)[name]
         return lambda: setattr(holder, name, before)
@@ -235,7 +245,7 @@ def _back(holder: Any, name: str) -> Callable[[], None]:
 
 
 def _torch_modules() -> Iterator[ModuleType]:
-    """torch's FSDP, all of it, imported; and the module of checkpoint wrappers, one function of which builds on it."""
+    """Import and yield all modules of torch's FSDP, and of checkpoint wrappers, one function of which uses it."""
     for package in (*PACKAGES, CHECKPOINT_WRAPPER):
         module = importlib.import_module(package)
         yield module
@@ -244,7 +254,7 @@ def _torch_modules() -> Iterator[ModuleType]:
 
 
 def _others(modules: Sequence[ModuleType]) -> Iterator[ModuleType]:
-    """Loaded modules that are neither those nor fullshard's."""
+    """Yield loaded modules that are neither those nor fullshard's."""
     known = set(map(id, modules))
     for name, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and id(module) not in known and name.partition(".")[0] != "fullshard":

@@ -1,4 +1,4 @@
-"""Tensors inside the nested containers that modules take and return."""
+"""Find, map and cast tensors in the nested containers that modules take and return."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from torch.utils._pytree import SUPPORTED_NODES
 __all__ = ["cast_tensors", "iterate_tensors", "map_tensors", "tensors_within"]
 
 _ATOMS = frozenset({str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, torch.Size})
-# What a module returns has fewer; what has more is a data structure that happens to hang on it.
-MOST_OBJECTS = 10_000
+MOST_OBJECTS = 10_000  # that tensors_within visits: outputs have fewer, unless they refer to large data structures
 _NO_CONTAINERS = (str, bytes, bytearray, int, float, complex, type(None), type, FunctionType, MethodType, ModuleType)
 
 
 def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested lists, tuples, sets, mappings, dataclasses and classes that torch's pytree knows."""
+    """Yield all tensors in nested lists, tuples, sets, mappings, dataclasses and classes registered as pytrees."""
     if isinstance(value, torch.Tensor):
         yield value
         return
@@ -32,26 +31,25 @@ def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def tensors_within(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors that :func:`iterate_tensors` finds, and those in attributes of objects of any other class.
+    """Yield all tensors that :func:`iterate_tensors` finds, and those in attributes of objects of any other class.
 
-    Objects are visited once, and not more than :data:`MOST_OBJECTS` of them; what an object refuses to show is left
-    alone.
+    At most :data:`MOST_OBJECTS` objects are visited, each once. Attributes that raise are skipped.
     """
-    seen: dict[int, Any] = {}  # with the objects, whose ids no others get meanwhile
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that ids are not reused
     stack = [value]
     while stack and len(seen) < MOST_OBJECTS:
-        found = stack.pop()
-        if isinstance(found, torch.Tensor):
-            yield found
-        elif not isinstance(found, (*_NO_CONTAINERS, nn.Module)) and id(found) not in seen:
-            seen[id(found)] = found
+        current = stack.pop()
+        if isinstance(current, torch.Tensor):
+            yield current
+        elif not isinstance(current, (*_NO_CONTAINERS, nn.Module)) and id(current) not in seen:
+            seen[id(current)] = current
             with contextlib.suppress(Exception):  # proxies, closed files, properties of users
-                items = [*_items(found), *_attributes(found)]
+                items = [*_items(current), *_attributes(current)]
                 stack += [item for item in reversed(items) if type(item) not in _ATOMS]
 
 
 def _items(value: Any) -> Iterable[Any]:
-    """What is in a container; nothing where the value is of no class that is known to be one."""
+    """Return the items of a container; none if the value is of no known container class."""
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -75,7 +73,7 @@ def _attributes(value: Any) -> list[Any]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``value`` with every tensor replaced by ``function`` of it; containers are copied only where one changed."""
+    """Apply ``function`` to every tensor in ``value``; containers are copied only if a tensor in them changed."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -85,7 +83,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         mapped = [map_tensors(function, item) for item in value]
         if all(new is old for new, old in zip(mapped, value, strict=True)):
             return value
-        if isinstance(value, PackedSequence):  # its sizes have to stay where they are
+        if isinstance(value, PackedSequence):  # its batch sizes have to stay on the CPU
             return PackedSequence(mapped[0], value.batch_sizes, *mapped[2:])
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*mapped)
@@ -105,7 +103,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(mapping) is dict:
         return items
-    changed = copy.copy(mapping)  # keeps what a subclass carries (default factories, class, order)
+    changed = copy.copy(mapping)  # keeps the state of subclasses (default factories, class, order)
     for key, item in items.items():
         changed[key] = item  # type: ignore[index]
     return changed
@@ -127,5 +125,5 @@ def _with_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -
 
 
 def cast_tensors(dtype: torch.dtype, value: Any) -> Any:
-    """``value`` with all floating-point tensors in it cast, as autograd sees it."""
+    """Cast all floating-point tensors in ``value``, differentiably."""
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t, value)

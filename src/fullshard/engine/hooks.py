@@ -1,24 +1,24 @@
-"""Where the engine meets autograd. The only file that registers hooks.
+"""Autograd hooks of the engine. The only file that registers hooks.
 
 [Note: Boundaries of a unit in backward]
-A unit's backward starts when the first of its outputs receives its gradient: a pre-hook on the autograd node
-of each output gathers the parameters. The hook is on the node and not on the tensor, and for an output that is
-a view also on its base's node: an in-place operation on a view builds the view's node anew, and hooks on
-the old one would be lost, while the base's stays in the graph.
+A unit's backward starts when the first of its outputs receives its gradient: a pre-hook on the autograd node of each
+output unshards the parameters. The hook is on the node and not on the tensor, and for an output that is a view also on
+its base's node: an in-place operation on a view replaces the view's node, and hooks on the old one would be lost, while
+the base's stays in the graph.
 
-It ends when the gradients of its inputs are complete: all inputs that require gradients pass through one
-autograd function, which the engine runs backward after everything between it and the outputs; gradients of
-leaves are accumulated before that, because the engine prefers such nodes. Where no input requires a gradient
-(token ids), the end of the whole backward ends the unit's.
+It ends when the gradients of its inputs are complete: all inputs that require gradients pass through one autograd
+function, whose backward runs after everything between it and the outputs; gradients of leaves are accumulated before
+that, because autograd prefers such nodes. If no input requires a gradient (token ids), the unit's backward ends with
+the whole backward.
 
 [Note: Double backward]
-Gradients that were computed with ``create_graph=True`` have a graph of their own, which reads the parameters again.
-So units stay unsharded after the pass that makes it, until one that makes none ends, or their next forward. Backward
-enters that graph through the gradients of the unit's inputs, so they are watched as outputs are. No hook marks where it
-ends, so a unit that was reached in this way stays unsharded until the end of the backward pass.
+Gradients computed with ``create_graph=True`` have a graph, which reads the parameters again. So units stay unsharded
+after such a pass, until a pass without ``create_graph`` ends, or until their next forward. Backward enters that graph
+through the gradients of the unit's inputs, so they are hooked as outputs are. No hook marks the end of that graph, so a
+unit that was reached in this way stays unsharded until the end of the backward pass.
 
-Where backward reaches a unit's parameters in neither way (a weight that the model has read, derivatives with respect to
-parameters that are differentiated again), post-accumulate hooks of the unsharded parameters tell the unit, and it is
+If backward reaches a unit's parameters in neither way (a weight that the model has read, derivatives with respect to
+parameters that are differentiated again), post-accumulate hooks of the unsharded parameters notify the unit, and it is
 reduced at the end of the pass.
 """
 
@@ -37,6 +37,7 @@ from fullshard.engine.containers import iterate_tensors, map_tensors, tensors_wi
 
 __all__ = [
     "NO_BACKWARD",
+    "BackwardEvents",
     "BackwardPass",
     "Call",
     "after_accumulation",
@@ -52,29 +53,46 @@ _HOOKED = "_fullshard_hooked"  # attribute of leaves that after_accumulation has
 _NO_CONTEXT = contextlib.nullcontext()
 
 
-class _Unit(Protocol):
-    def pre_backward(self) -> None: ...
+class BackwardEvents(Protocol):
+    """Callbacks of the backward of one forward of a unit."""
 
-    def pre_double_backward(self) -> None: ...
+    def pre_backward(self) -> None:
+        """Handle the first gradient of an output."""
 
-    def post_backward(self) -> None: ...
+    def pre_double_backward(self) -> None:
+        """Handle the first gradient of a gradient of an input."""
+
+    def post_backward(self) -> None:
+        """Handle the complete gradients of the inputs."""
 
 
 class Call:
-    """One forward call of a unit whose inputs require gradients, seen through its autograd node."""
+    """A forward call whose backward may come.
 
-    __slots__ = ("_node", "_ran_in")
+    Args:
+        node: The autograd node that the inputs passed through. None: no input requires a gradient, so that the backward
+            of the call ends with the pass.
+    """
 
-    def __init__(self, node: Any) -> None:
-        self._node = weakref.ref(node)  # weak: the graph may go as soon as the user drops the outputs
+    __slots__ = ("_node",)
+
+    def __init__(self, node: Any | None) -> None:
+        self._node = None if node is None else weakref.ref(node)  # weak: users drop graphs
+
+    @property
+    def ends_with_pass(self) -> bool:
+        """True if only the end of the backward pass ends the call's backward."""
+        return self._node is None
 
     @property
     def alive(self) -> bool:
-        """Whether the graph of the call still exists."""
-        return self._node() is not None
+        """True while the graph of the call exists; always, if no input requires a gradient."""
+        return self._node is None or self._node() is not None
 
     def still_to_run(self) -> bool:
-        """Whether the backward pass that runs now contains this call and has not come to its inputs yet."""
+        """True if the backward pass that runs now may still come to the inputs of this call."""
+        if self._node is None:
+            return True
         node = self._node()
         if node is None or node.ran_in == current_backward():
             return False
@@ -82,24 +100,24 @@ class Call:
 
 
 class _Boundary(Function):
-    """Identity on a unit's inputs; tells the unit when their gradients are complete."""
+    """Identity on a unit's inputs; calls ``post_backward`` when their gradients are complete."""
 
     @staticmethod
-    def forward(ctx: Any, unit: _Unit, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.unit, ctx.ran_in = unit, NO_BACKWARD
-        # Missing gradients stay missing. Not where inputs are wrappers (DTensor, what functional collectives return):
-        # without this step of autograd's, compiled code that takes them loses the node that made them.
+    def forward(ctx: Any, events: BackwardEvents, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.events, ctx.ran_in = events, NO_BACKWARD
+        # Missing gradients stay None. Not if inputs are wrapper subclasses (DTensor, AsyncCollectiveTensor): without
+        # materialized gradients, compiled code that takes them loses the node that made them.
         ctx.set_materialize_grads(any(type(t) is not torch.Tensor for t in tensors))
-        # Compiled code that is given an unfinished collective loses its gradient; whatever computes waits for it first.
+        # Compiled code loses the gradient of an unfinished collective; any computation would wait for it anyway.
         return tuple(t.wait() if isinstance(t, AsyncCollectiveTensor) else t for t in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.ran_in = current_backward()
         if torch.is_grad_enabled():  # create_graph=True
-            unit = ctx.unit
-            _before_backward_of(gradients, lambda _: unit.pre_double_backward())
-        ctx.unit.post_backward()
+            events = ctx.events
+            _before_backward_of(gradients, lambda _: events.pre_double_backward())
+        ctx.events.post_backward()
         return (None, *gradients)
 
     @staticmethod
@@ -107,13 +125,13 @@ class _Boundary(Function):
         return tangents
 
 
-# Function.apply looks for functorch wrappers in every argument, which costs more than the rest; guard_inputs has made
-# sure that there are none.
+# Function.apply searches every argument for functorch wrappers, which costs more than the rest; guard_inputs has
+# checked that there are none.
 _pass_boundary: Callable[..., Any] = super(Function, _Boundary).apply
 
 
-def guard_inputs(unit: _Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Call | None]:
-    """Pass every input that requires a gradient through the unit's boundary.
+def guard_inputs(events: BackwardEvents, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Call | None]:
+    """Pass every input that requires a gradient through an autograd function that calls ``events``.
 
     Returns:
         ``args`` and ``kwargs`` with those tensors replaced, and the call, None if there was no such tensor.
@@ -123,35 +141,38 @@ def guard_inputs(unit: _Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # most blocks: no containers to search
         if not args[0].requires_grad:
             return args, kwargs, None
-        guarded_args = _pass_boundary(unit, args[0])
+        guarded_args = _pass_boundary(events, args[0])
         return guarded_args, kwargs, Call(guarded_args[0].grad_fn)
     tensors = {id(t): t for t in iterate_tensors((args, kwargs)) if t.requires_grad}
     if not tensors:
         return args, kwargs, None
-    aliases = _pass_boundary(unit, *tensors.values())
+    aliases = _pass_boundary(events, *tensors.values())
     guarded: dict[int, torch.Tensor] = dict(zip(tensors, aliases, strict=True))
-    # One alias per tensor however often it was passed: modules compare inputs by identity.
+    # One alias per tensor, even if it was passed several times: modules compare inputs by identity.
     args, kwargs = map_tensors(lambda t: guarded.get(id(t), t), (args, kwargs))
     return args, kwargs, Call(next(iter(guarded.values())).grad_fn)
 
 
 def nodes_made() -> int:
-    """How many autograd nodes this thread has made."""
+    """Return how many autograd nodes this thread has made."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
-def watch_outputs(unit: _Unit, output: Any, since: int) -> bool:
-    """Have the unit's ``pre_backward`` called before the backward of ``output``. Whether there will be one.
+def watch_outputs(events: BackwardEvents, output: Any, since: int) -> bool:
+    """Have ``events.pre_backward`` called before the backward of ``output``.
 
     Args:
-        unit: Whose forward has returned ``output``.
-        output: Tensors in any containers. Objects of unknown classes may hold tensors of other units as well, such as
-            a cache of keys and values; of what is in these only
-        since: what autograd has made after so many nodes is watched.
+        events: Callbacks of the forward that has returned ``output``.
+        output: Tensors in any containers.
+        since: Number of autograd nodes at the start of the forward. Objects of unknown classes may hold tensors of
+            other units as well, such as a cache of keys and values; only tensors in them with later nodes are hooked.
+
+    Returns:
+        True if there will be a backward.
     """
 
     def pre_backward(_: tuple[torch.Tensor, ...]) -> None:
-        unit.pre_backward()
+        events.pre_backward()
 
     if type(output) is torch.Tensor:
         return _before_backward_of([output], pre_backward)
@@ -161,7 +182,7 @@ def watch_outputs(unit: _Unit, output: Any, since: int) -> bool:
 
 
 def _before_backward_of(tensors: Iterable[torch.Tensor | None], hook: Callable[[tuple[Any, ...]], None]) -> bool:
-    """Call ``hook`` before the backward of each of ``tensors`` that has one. Whether any has."""
+    """Call ``hook`` before the backward of each of ``tensors`` that has one. Returns True if any has."""
     watched = False
     for tensor in tensors:
         if tensor is None or tensor.grad_fn is None:
@@ -175,24 +196,24 @@ def _before_backward_of(tensors: Iterable[torch.Tensor | None], hook: Callable[[
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[object]:
-    """Where what is done is not part of what torch.func transforms: gathers move memory, not values."""
+    """Return a context without torch.func transforms: all-gathers are not to be differentiated or batched."""
     if torch._C._are_functorch_transforms_active():
         return torch._C._DisableFuncTorch()
     return _NO_CONTEXT
 
 
 def current_backward() -> int:
-    """A number for the backward pass that runs on this thread now, or :data:`NO_BACKWARD`."""
+    """Return the id of the backward pass that runs on this thread, or :data:`NO_BACKWARD`."""
     return torch._C._current_graph_task_id()
 
 
 def in_backward() -> bool:
-    """Whether a backward pass runs on this thread."""
+    """True if a backward pass runs on this thread."""
     return current_backward() != NO_BACKWARD
 
 
 def accumulates(leaf: torch.Tensor) -> bool:
-    """Whether the backward pass that runs on this thread now will accumulate a gradient of ``leaf``."""
+    """True if the backward pass that runs on this thread now will accumulate a gradient of ``leaf``."""
     with torch.enable_grad():
         view = leaf.expand_as(leaf).grad_fn
     node = None if view is None else view.next_functions[0][0]
@@ -202,7 +223,7 @@ def accumulates(leaf: torch.Tensor) -> bool:
 def after_accumulation(leaf: torch.Tensor, call: Callable[[torch.Tensor], None]) -> None:
     """Have autograd call ``call(leaf)`` whenever it has accumulated a gradient of ``leaf``.
 
-    Only the first ``call`` counts. While ``leaf`` requires no gradient nothing happens: ask again when it does.
+    No-op for a leaf that has such a hook already, and while ``leaf`` requires no gradient: call it again when it does.
     """
     if leaf.requires_grad and _HOOKED not in leaf.__dict__:
         leaf.__dict__[_HOOKED] = True
@@ -210,10 +231,10 @@ def after_accumulation(leaf: torch.Tensor, call: Callable[[torch.Tensor], None])
 
 
 class BackwardPass:
-    """The backward pass that runs on this thread when it is made.
+    """The backward pass that runs on this thread at construction.
 
     Args:
-        end: Called once the pass has computed everything.
+        end: Called at the end of the pass.
     """
 
     creates_graph: bool  # of the gradients, through which another pass may go
@@ -227,7 +248,7 @@ class BackwardPass:
 
     @property
     def runs(self) -> bool:
-        """Whether it still runs; not if it has raised."""
+        """True until the pass has ended or raised."""
         return self._alive() is not None  # autograd drops the callback together with the pass
 
 

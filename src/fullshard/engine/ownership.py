@@ -1,27 +1,25 @@
-"""Which unit owns which parameter.
+"""Assigns parameters to units, with tied parameters.
 
 [Note: Tied parameters]
-A parameter that several modules hold is owned once, by the lowest unit whose module contains them all. Units
-are built bottom-up, so a tie may show only later: the first ``fully_shard`` call owns the parameter and marks it;
-a call on a module that contains that unit *and* another holder takes it over; a call on a module that holds it
-beside that unit leaves its own attribute alone and notes it as pending, for the common ancestor's call to come.
+A parameter that several modules hold is owned by one unit, the lowest one whose module contains them all. Units are
+built bottom-up, so a tie may be detected only later: the first ``fully_shard`` call owns the parameter and marks it; a
+call on a module that contains that unit *and* another holder becomes the owner; a call on a module that holds it but
+does not contain that unit notes its own attribute as pending, for the common ancestor's call to come.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
-from fullshard.engine.form import Form
-from fullshard.engine.names import clean_name
-from fullshard.engine.parameter import Owner, ShardedParameter, managed_by
-from fullshard.engine.placement import ParameterPlacement
+from fullshard.engine.buckets.formats import ShardingFormat
+from fullshard.engine.parameters.names import clean_name
+from fullshard.engine.parameters.placement import ParameterPlacement
+from fullshard.engine.parameters.sharded import Owner, ShardedParameter, managed_by
+from fullshard.engine.unit import Unit
 from fullshard.errors import TiedParameterError
-
-if TYPE_CHECKING:
-    from fullshard.engine.unit import Unit
 
 __all__ = [
     "check_owned",
@@ -38,7 +36,7 @@ _UNIT = "_fullshard_unit"
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that ``fully_shard`` made of ``module`` itself, if it did."""
+    """Return the unit of ``module`` itself; None if it is not sharded."""
     return module.__dict__.get(_UNIT)
 
 
@@ -48,18 +46,18 @@ def set_unit(module: nn.Module, unit: Unit) -> None:
 
 
 def clear_unit(module: nn.Module) -> None:
-    """Detach the unit again."""
+    """Detach the unit of a module."""
     module.__dict__.pop(_UNIT, None)
 
 
 def nested_units(module: nn.Module) -> list[Unit]:
-    """The units of ``module`` and everything below it, in the order of ``modules()``, each once."""
+    """Return the units of ``module`` and all modules below, in the order of ``modules()``, each once."""
     return list({id(unit): unit for unit in map(unit_of, module.modules()) if unit is not None}.values())
 
 
 def managed_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """``modules`` and what is below them but not inside another unit, with names relative to them. Each once."""
-    # With a stack: a nested function that calls itself would be a reference cycle that keeps the module alive.
+    """Return ``modules`` and modules below that are not in another unit, with relative names, each once."""
+    # With a stack: a recursive nested function would be a reference cycle that keeps the module alive.
     found: dict[int, tuple[str, nn.Module]] = {}
     roots = {id(module) for module in modules}
     stack = [("", module) for module in reversed(modules)]
@@ -84,48 +82,57 @@ def claim_parameters(
     modules: Sequence[nn.Module],
     ignored: Iterable[nn.Parameter],
     place: Callable[[str, nn.Parameter], ParameterPlacement],
-    form: Form,
-    lifted: Iterable[nn.Parameter] = (),
+    form: ShardingFormat,
+    take: Callable[[Unit, list[ShardedParameter]], None],
+    owned_by_ancestor: Iterable[nn.Parameter] = (),
 ) -> list[ShardedParameter]:
-    """The parameters that a unit on ``modules`` owns, in model order. See [Note: Tied parameters].
+    """Return the parameters that a unit on ``modules`` owns, in model order, see [Note: Tied parameters].
 
-    Those that nested units own and that turn out to be tied are taken away from these, and those ``lifted`` ones that
-    they have left out are taken in. ``place`` is called with the name and the parameter for each that no unit owns yet.
+    Args:
+        modules: Modules of the unit.
+        ignored: Parameters that are not managed.
+        place: Returns the placement of a parameter that no unit owns yet, by FQN and parameter.
+        form: Sharding format of the unit.
+        take: Removes tied parameters from the nested unit that owns them.
+        owned_by_ancestor: Parameters of modules in nested units that belong to this unit.
+
+    Raises:
+        TiedParameterError: If a tied parameter is owned by a unit with another sharding format.
     """
     ignored_ids = {id(p) for p in ignored}
     inside = _Inside(modules)
     nested = {id(unit): unit for module in modules for unit in nested_units(module)}
     claimed: dict[int, ShardedParameter] = {}
-    lifted_ids = {id(p) for p in lifted}
-    below = (holder for holder in _all_holders(modules) if id(holder.parameter) in lifted_ids) if lifted_ids else ()
+    left_ids = {id(p) for p in owned_by_ancestor}
+    below = (holder for holder in _all_holders(modules) if id(holder.parameter) in left_ids) if left_ids else ()
     for holder in (*_holders(modules), *below):
         if id(holder.parameter) in ignored_ids:
             continue
         owner = Owner.of(holder.module, holder.name)
         existing = managed_by(holder.parameter)
         if existing is not None and not existing.owned and id(existing) not in claimed:
-            existing = None  # a call that failed has left its mark
+            existing = None  # marked by a call that failed
         if existing is not None:
             _check_form(existing, form)
         if existing is None:
             new = form.parameter(holder.parameter, owner, holder.fqn, place(holder.fqn, holder.parameter))
             claimed[id(new)] = new
         elif id(existing) in claimed or (
-            # Of a nested unit only: to contain a module that is shared is not to be on every path to it.
+            # Of a nested unit only: a module may contain a shared module without being on every path to it.
             id(existing.unit()) in nested and all(owner in inside for owner in existing.owners)
         ):
             existing.add_owner(owner, holder.fqn)
             claimed[id(existing)] = existing
-        elif not _is_above(existing, modules[0]):
+        elif not _is_owned_by_ancestor(existing, modules[0]):
             existing.pending_owners.append(owner)
     for unit in nested.values():
         for parameter in unit.parameters:
             if any(owner in inside for owner in parameter.pending_owners):
                 _check_form(parameter, form)
                 claimed[id(parameter)] = parameter
-    _take_over(claimed, inside)
+    _take_from_owners(claimed, inside, take)
     taken = [parameter for parameter in claimed.values() if parameter.owned]
-    if taken:  # their names were those below the units that they are taken from
+    if taken:  # their FQNs were relative to the units that owned them
         names = _names_of(modules)
         for parameter in taken:
             _name(parameter, names)
@@ -133,7 +140,7 @@ def claim_parameters(
 
 
 class _Inside:
-    """What some modules contain. Found out at the first question: nearly always there is none."""
+    """Tests if an owner is below one of some modules; the modules are enumerated at the first test."""
 
     _roots: Sequence[nn.Module]
     _modules: set[int] | None
@@ -147,27 +154,29 @@ class _Inside:
         return id(owner.module()) in self._modules
 
 
-def _is_above(parameter: ShardedParameter, module: nn.Module) -> bool:
-    """Whether the unit that owns the parameter contains ``module``: then it gathers for it."""
+def _is_owned_by_ancestor(parameter: ShardedParameter, module: nn.Module) -> bool:
+    """True if the unit that owns the parameter contains ``module``: then it unshards the parameter for it."""
     unit = parameter.unit()
-    above = [] if unit is None else [ref() for ref in unit.modules]
-    return any(module is submodule for m in above if m is not None for submodule in m.modules())
+    ancestors = [] if unit is None else [ref() for ref in unit.modules]
+    return any(module is submodule for m in ancestors if m is not None for submodule in m.modules())
 
 
-def _check_form(parameter: ShardedParameter, form: Form) -> None:
-    """Before anything is changed."""
+def _check_form(parameter: ShardedParameter, form: ShardingFormat) -> None:
+    """Raise TiedParameterError if a tied parameter is sharded in another format."""
     if not form.accepts(parameter):
         raise TiedParameterError(
-            f"{parameter.describe()} is shared by a module of a FullyShardedDataParallel unit and one of a fully_shard "
-            "unit, which keep it in different forms; use one of them for both modules"
+            f"{parameter.describe()} is tied between a module of a FullyShardedDataParallel unit and one of a "
+            "fully_shard unit, which shard it in different formats; use one of them for both modules"
         )
 
 
-def _take_over(claimed: dict[int, ShardedParameter], inside: _Inside) -> None:
-    """Make the units that own claimed parameters give them up, and settle the pending owners that are inside."""
+def _take_from_owners(
+    claimed: dict[int, ShardedParameter], inside: _Inside, take: Callable[[Unit, list[ShardedParameter]], None]
+) -> None:
+    """Remove claimed parameters from the units that own them, and add the pending owners that are inside."""
     owners = {id(unit): unit for unit in (p.unit() for p in claimed.values() if p.owned) if unit is not None}
     for unit in owners.values():
-        unit.give_up([p for p in unit.parameters if id(p) in claimed])
+        take(unit, [p for p in unit.parameters if id(p) in claimed])
     for parameter in claimed.values():
         still_pending = []
         for owner in parameter.pending_owners:
@@ -179,7 +188,7 @@ def _take_over(claimed: dict[int, ShardedParameter], inside: _Inside) -> None:
 
 
 def check_owned(units: list[Unit]) -> None:
-    """Raise if a tied parameter still waits for a unit above all its holders."""
+    """Raise TiedParameterError if no unit contains all modules of a tied parameter."""
     waiting = {id(p): p for unit in units for p in unit.parameters if p.pending_owners}
     for unit in units:
         for holder in _holders([module for module in (ref() for ref in unit.modules) if module is not None]):
@@ -188,14 +197,14 @@ def check_owned(units: list[Unit]) -> None:
                 waiting[id(parameter)] = parameter
     if waiting:
         raise TiedParameterError(
-            "these parameters are shared by modules of different units: "
+            "these parameters are tied between modules of different units: "
             + ", ".join(p.describe() for p in waiting.values())
             + "; call fully_shard on a module that contains all of them (usually the whole model) as well"
         )
 
 
 def rename(roots: Sequence[nn.Module], units: list[Unit]) -> None:
-    """Give units and parameters the names they have below ``roots`` (usually one)."""
+    """Set the names of units and the FQNs of parameters, relative to ``roots`` (usually one)."""
     names = _names_of(roots)
     for unit in units:
         unit.name = next(names[id(ref())][0] for ref in unit.modules if id(ref()) in names)
@@ -204,12 +213,12 @@ def rename(roots: Sequence[nn.Module], units: list[Unit]) -> None:
 
 
 def _names_of(roots: Sequence[nn.Module]) -> dict[int, list[str]]:
-    """All names of all modules, by their ids."""
+    """Return all names of all modules, by the ids of modules."""
     names: dict[int, list[str]] = {}
     for root in roots:
         for name, module in root.named_modules(remove_duplicate=False):
             known = names.setdefault(id(module), [])
-            if (clean := clean_name(name)) not in known:  # a wrapper and what it wraps have one name
+            if (clean := clean_name(name)) not in known:  # a wrapper and the module in it have the same
                 known.append(clean)
     return names
 
@@ -220,7 +229,7 @@ def _name(parameter: ShardedParameter, names: dict[int, list[str]]) -> None:
         for owner in parameter.owners
         for prefix in names.get(id(owner.module()), [])
     ]
-    parameter.fqns = found or parameter.fqns  # its modules may be gone, or elsewhere
+    parameter.fqns = found or parameter.fqns  # its modules may be gone, or outside of the roots
     parameter.fqn = parameter.fqns[0]
 
 

@@ -1,80 +1,77 @@
-"""What a user has chosen for a unit. Must be equal on all ranks."""
+"""The user's choices for a unit. They must be equal on all ranks."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from fullshard.engine.form import Form
-from fullshard.engine.mesh import ShardMesh
-from fullshard.engine.reduction import ReductionTerms
-from fullshard.engine.storage import Storage
-from fullshard.engine.wire import UnitWire
-from fullshard.memory import Event, Lane, Stream, make_lane
+from fullshard.comm import AllGather, CustomTransport, GradScaling, HookedTransport, ReduceScatter
+from fullshard.comm.mesh import ShardMesh
+from fullshard.comm.quantized.mesh import MeshQuantization
+from fullshard.engine.buckets.formats import ShardingFormat
+from fullshard.engine.buckets.storage import Storage
+from fullshard.engine.reduction.grad_reduction import ReductionTerms
+from fullshard.memory import CommStream, Event, Stream, make_comm_stream
 from fullshard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.transport import AllGather, CustomTransport, Division, HookedTransport, ReduceScatter
 
-if TYPE_CHECKING:
-    from fullshard.engine.unit import Unit
-
-__all__ = ["CollectiveSettings", "Lanes", "ReductionSettings", "UnitPolicy", "UnitSettings"]
+__all__ = ["CollectiveSettings", "CommStreams", "ReductionSettings", "UnitPolicy", "UnitSettings"]
 
 
 class UnitPolicy(NamedTuple):
-    """What is fixed when the unit is made."""
+    """Choices that are fixed when the unit is made."""
 
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy()
     offload: OffloadPolicy = OffloadPolicy()
-    form: Form = Form()
+    form: ShardingFormat = ShardingFormat()
     offload_gradients: bool = False
-    keep_reduced: bool = False  # see Storage
+    keep_reduced: bool = False  # sharded gradients stay in the reduce dtype
 
     def storage(self, dtype: torch.dtype) -> Storage:
-        """How parameters of ``dtype`` are kept."""
-        full = reduce = dtype
+        """Dtypes and devices of a bucket of parameters of ``dtype``."""
+        param = reduce = dtype
         # Integers have no precision to choose; one-byte floats are packed data with scales of their own.
         if dtype.is_floating_point and dtype.itemsize > 1:
-            full = self.precision.param_dtype or dtype
-            reduce = self.precision.reduce_dtype or full
+            param = self.precision.param_dtype or dtype
+            reduce = self.precision.reduce_dtype or param
         pin = self.offload.pin_memory if isinstance(self.offload, CPUOffloadPolicy) else self.offload_gradients
-        return Storage(full, reduce, self.offloads, pin, self.offload_gradients, self.keep_reduced)
+        return Storage(param, reduce, self.offloads, pin, self.offload_gradients, self.keep_reduced)
 
     @property
     def offloads(self) -> bool:
-        """Whether shards are kept in CPU memory."""
+        """True if shards are kept in CPU memory."""
         return isinstance(self.offload, CPUOffloadPolicy)
 
 
-class Lanes(NamedTuple):
-    """Where the collectives of a schedule run."""
+class CommStreams(NamedTuple):
+    """The streams on which the collectives of a root run."""
 
-    gather: Lane
-    reduce: Lane
-    all_reduce: Lane
+    all_gather: CommStream
+    reduce_scatter: CommStream
+    all_reduce: CommStream
 
     @classmethod
-    def on(cls, device: torch.device) -> Lanes:
-        """New ones."""
-        return cls(*(make_lane(device, priority=-1) for _ in range(3)))
+    def on(cls, device: torch.device) -> CommStreams:
+        """New streams on ``device``."""
+        return cls(*(make_comm_stream(device, priority=-1) for _ in range(3)))
 
 
 @dataclass(slots=True)
 class ReductionSettings:
-    """How gradients are reduced."""
+    """How the gradients of a unit are reduced."""
 
     divide_factor: float | None = None  # None: the number of ranks, so that gradients are means
     force_sum: bool = False
     zeros_for_missing: bool = False
-    max_in_flight: int = 1  # buckets whose full gradients may wait for their reduction while others are computed
+    max_in_flight: int = 1  # buckets whose unsharded gradients may wait for their reduction while others are computed
     hook: Callable[[torch.Tensor], object] | None = None
     hook_stream: Stream | None = None
 
     def terms(self, mesh: ShardMesh, storage: Storage, *, all_reduce: bool) -> ReductionTerms:
-        """For one bucket."""
+        """The terms of a reduction of one bucket."""
         scatter, replicas = float(mesh.world_size), float(mesh.replicas)
         if self.divide_factor is not None and self.divide_factor != scatter * replicas:
             scatter, replicas = self.divide_factor, 1.0
@@ -83,10 +80,12 @@ class ReductionSettings:
             # Sums over many ranks overflow: divide by about the root of the factor before, by the rest at the end.
             before = 2.0 ** (int(total).bit_length() // 2)
             rest = total / before
-            first = Division(before, 1.0 if mesh.replicas > 1 else rest, native=False)
-            last = Division(1.0, rest if mesh.replicas > 1 else 1.0, native=False)
+            first = GradScaling(before, 1.0 if mesh.replicas > 1 else rest, native=False)
+            last = GradScaling(1.0, rest if mesh.replicas > 1 else 1.0, native=False)
         else:
-            first, last = Division(1.0, scatter, native), Division(1.0, replicas, native)
+            first, last = GradScaling(1.0, scatter, native), GradScaling(1.0, replicas, native)
+        if mesh.world_size == 1 and mesh.replica_transport.hooked:
+            first = GradScaling()  # the communication hook scales by itself
         return ReductionTerms(
             first, last, all_reduce, self.zeros_for_missing, self.hook, self.hook_stream, storage.pin_memory
         )
@@ -94,45 +93,43 @@ class ReductionSettings:
 
 @dataclass(slots=True)
 class CollectiveSettings:
-    """What gathers and reduces instead of the transports of the mesh."""
+    """Collectives that replace those of the mesh's own transports."""
 
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
-    wire: UnitWire | None = None  # not together with those, nor with a communication hook
+    quantization: MeshQuantization | None = None  # not together with those, nor with a communication hook
 
 
 @dataclass(slots=True)
 class UnitSettings:
-    """What may change between steps."""
+    """Choices that may change between steps."""
 
-    reshard_after_forward: bool | int | None = None  # None: True, but False for the root; int: see Bucket.keep_near
+    reshard_after_forward: bool | int | None = (
+        None  # None: True, but False for the root; int: see Bucket.reshard_to_subgroup
+    )
     reshard_after_backward: bool = True
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
     unshard_in_backward: bool = True
-    forward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)  # empty: the recorded order
-    backward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
+    forward_prefetch: list[weakref.ref[Any]] = field(default_factory=list)  # units; empty: in the recorded order
+    backward_prefetch: list[weakref.ref[Any]] = field(default_factory=list)
     overlap_optimizer: bool = False  # of the root: see [Note: Overlap with the optimizer]
-    prefetch_bytes: int | None = None  # of the root: see Ahead.budget
-    backward_order: Literal["before", "after", "none"] = "before"  # of the next unit's gather and this one's backward
+    prefetch_bytes: int | None = None  # of the root: see Prefetcher.budget
+    backward_order: Literal["before", "after", "none"] = "before"  # of the next unit's unshard and this one's backward
     reduction: ReductionSettings = field(default_factory=ReductionSettings)
     collectives: CollectiveSettings = field(default_factory=CollectiveSettings)
     comm_hook: tuple[object, Callable[..., Any]] | None = None  # with its state; reduces instead of the transport
-    lanes: Lanes | None = None  # shared with other roots; None: the root's schedule makes its own
+    comm_streams: CommStreams | None = None  # shared with other roots; None: the root's runtime makes its own
     post_optim_event: Event | None = None  # for the next forward of the root only
 
     def communicating(self, mesh: ShardMesh) -> ShardMesh:
-        """``mesh`` with the collectives that the user has set."""
-        custom = self.collectives
-        if custom.wire is not None:
-            return custom.wire.on(mesh)
+        """``mesh`` with the transports that the user's choices call for. A single rank needs none but its own."""
+        custom, shard, replicas = self.collectives, mesh.transport, mesh.replica_transport
+        if custom.quantization is not None:
+            return custom.quantization.on(mesh)
         if self.comm_hook is not None:
-            shard, replicas = (
-                None if transport is None else HookedTransport(transport, *self.comm_hook)
-                for transport in (mesh.transport, mesh.replica_transport)
-            )
-            return mesh.with_transports(shard, replicas)
-        if mesh.transport is None or not (custom.all_gather or custom.reduce_scatter):
+            hooked = (t if t.world_size == 1 else HookedTransport(t, *self.comm_hook) for t in (shard, replicas))
+            return mesh.with_transports(*hooked)
+        if shard.world_size == 1 or not (custom.all_gather or custom.reduce_scatter):
             return mesh
-        transport = CustomTransport(mesh.transport, custom.all_gather, custom.reduce_scatter)
-        return mesh.with_transports(transport, mesh.replica_transport)
+        return mesh.with_transports(CustomTransport(shard, custom.all_gather, custom.reduce_scatter), replicas)

@@ -1,18 +1,18 @@
 """Layouts: where every parameter lies in a bucket's buffers. Pure values without tensors or process groups."""
 
-from fullshard.layout.boxes import Box, boxes_of_range, chunk_of
 from fullshard.layout.flat import FlatLayout, FlatSlot, Piece
 from fullshard.layout.per_parameter import ParameterShape, PerParameterLayout, Route, Slot
+from fullshard.layout.regions import Region, chunk_of, regions_of_range
 
 __all__ = [
-    "Box",
     "FlatLayout",
     "FlatSlot",
     "ParameterShape",
     "PerParameterLayout",
     "Piece",
+    "Region",
     "Route",
     "Slot",
-    "boxes_of_range",
     "chunk_of",
+    "regions_of_range",
 ]

@@ -1,18 +1,18 @@
 """The flat layout: all parameters one after another, padded once, and cut into equal slices.
 
-Two parameters on two ranks (elements are numbered through the full buffer; ``-`` is padding):
+Two parameters on two ranks (elements are numbered through the unsharded buffer; ``-`` is padding):
 
 >>> layout = FlatLayout.build(
 ...     [ParameterShape("w", (3, 3), (3, 1)), ParameterShape("b", (3,), (1,))],
 ...     world_size=2)
 >>> print(layout.picture())
-full buffer    | w 0..8             | b 12..14           | 16 elements, 4 of them padding
+unsharded      | w 0..8             | b 12..14           | 16 elements, 4 of them padding
 rank 0 shard   | w[0:8] 0..7        | b empty            |
 rank 1 shard   | w[8:9] 0..0        | b[0:3] 4..6        |
 
-Rank r's slice is the shard buffer itself, so that a gather is one collective without copies, and so is a reduction
-once the gradients lie one after another. In return a rank holds pieces that end anywhere inside a parameter: they are
-1-D, and know nothing of its rows.
+Rank r's slice is the shard buffer itself, so that an all-gather is one collective without copies, and so is a
+reduce-scatter once the gradients lie one after another. In return what a rank holds of a parameter may begin and end
+anywhere inside it: it is 1-D, and knows nothing of rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["FlatLayout", "FlatSlot", "Piece"]
 
 
 class Piece(NamedTuple):
-    """What one rank holds of one parameter.
+    """The part of one parameter that one rank holds.
 
     Args:
         start: First element of the parameter's memory that it holds.
@@ -45,15 +45,15 @@ class FlatSlot:
     """Where one parameter lies. Offsets and sizes are in elements."""
 
     parameter: ParameterShape
-    full_offset: int
+    unsharded_offset: int
     slice_numel: int  # of every rank
 
     def piece(self, rank: int) -> Piece:
-        """What ``rank`` holds."""
+        """The part that ``rank`` holds."""
         first, end = rank * self.slice_numel, (rank + 1) * self.slice_numel
-        start = min(max(first - self.full_offset, 0), self.parameter.numel)
-        stop = min(max(end - self.full_offset, 0), self.parameter.numel)
-        offset = min(max(self.full_offset - first, 0), self.slice_numel)
+        start = min(max(first - self.unsharded_offset, 0), self.parameter.numel)
+        stop = min(max(end - self.unsharded_offset, 0), self.parameter.numel)
+        offset = min(max(self.unsharded_offset - first, 0), self.slice_numel)
         return Piece(start, stop - start, offset)
 
 
@@ -78,7 +78,7 @@ class FlatLayout:
         Args:
             parameters: In model order.
             world_size: Ranks that they are cut over.
-            alignment: Every parameter starts at a multiple of so many elements in the full buffer.
+            alignment: Every parameter starts at a multiple of so many elements in the unsharded buffer.
         """
         offsets, end = [], 0
         for parameter in parameters:
@@ -93,42 +93,42 @@ class FlatLayout:
         end = 0
         for slot in self.slots:
             fqn, numel = slot.parameter.fqn, slot.parameter.numel
-            if slot.full_offset < end:
-                raise ValueError(f"full buffer: {fqn} at {slot.full_offset} overlaps what ends at {end}")
+            if slot.unsharded_offset < end:
+                raise ValueError(f"unsharded buffer: {fqn} at {slot.unsharded_offset} overlaps what ends at {end}")
             if slot.slice_numel != self.slice_numel:
                 raise ValueError(
                     f"{fqn}: cut into slices of {slot.slice_numel} elements, the others of {self.slice_numel}"
                 )
-            end = slot.full_offset + numel
-            if end > self.full_numel:
+            end = slot.unsharded_offset + numel
+            if end > self.unsharded_numel:
                 raise ValueError(
-                    f"full buffer: {fqn} ends at {end}, beyond the {self.full_numel} elements of all slices"
+                    f"unsharded buffer: {fqn} ends at {end}, beyond the {self.unsharded_numel} elements of all slices"
                 )
 
     @property
-    def full_numel(self) -> int:
-        """Elements of the full buffer."""
+    def unsharded_numel(self) -> int:
+        """Elements of the unsharded buffer."""
         return self.slice_numel * self.world_size
 
     @property
     def padding(self) -> int:
-        """Elements of the full buffer that belong to no parameter."""
-        return self.full_numel - sum(slot.parameter.numel for slot in self.slots)
+        """Elements of the unsharded buffer that belong to no parameter."""
+        return self.unsharded_numel - sum(slot.parameter.numel for slot in self.slots)
 
     def picture(self) -> str:
-        """Draw the full buffer and every rank's slice, one cell per parameter."""
+        """Draw the unsharded buffer and every rank's slice, one cell per parameter."""
         cells = []
         for slot in self.slots:
             fqn, numel = slot.parameter.fqn, slot.parameter.numel
-            column = [f"{fqn} {_span(slot.full_offset, numel)}"]
+            column = [f"{fqn} {_span(slot.unsharded_offset, numel)}"]
             for start, held, offset in map(slot.piece, range(self.world_size)):
                 column.append(f"{fqn}[{start}:{start + held}] {_span(offset, held)}" if held else f"{fqn} empty")
             cells.append(column)
-        heads = ["full buffer", *(f"rank {rank} shard" for rank in range(self.world_size))]
+        heads = ["unsharded", *(f"rank {rank} shard" for rank in range(self.world_size))]
         lines = [
             f"{head:<15}| " + " | ".join(f"{column[i]:<18}" for column in cells) + " |" for i, head in enumerate(heads)
         ]
-        lines[0] += f" {self.full_numel} elements, {self.padding} of them padding"
+        lines[0] += f" {self.unsharded_numel} elements, {self.padding} of them padding"
         return "\n".join(lines)
 
 

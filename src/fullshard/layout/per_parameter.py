@@ -1,29 +1,29 @@
 """The per-parameter layout: every parameter is cut on one dim (0 unless said) exactly as ``torch.chunk`` cuts it.
 
-Two parameters on two ranks (elements are numbered through the full buffer; ``-`` is padding):
+Two parameters on two ranks (elements are numbered through the unsharded buffer; ``-`` is padding):
 
 >>> layout = PerParameterLayout.build(
 ...     [ParameterShape("w", (4, 4), (4, 1)), ParameterShape("b", (3,), (1,))],
 ...     world_size=2, itemsize=4, direct_bytes=32, alignment_bytes=16)
 >>> print(layout.picture())
-full buffer    | w 0..15            | b 16..18 -         |
+unsharded      | w 0..15            | b 16..18 -         |
 rank 0 shard   | w[0:2] 0..7        | b[0:2] 8..9        |
 rank 1 shard   | w[2:4] 0..7        | b[2:3] 8..8 -      |
 direct: w    packed: b (4 elements per rank)
 
-In the full buffer a parameter is contiguous, so its gathered form needs no copy-out. Rank r's piece of it
-starts at element ``r * piece_numel`` of its region, so that an all-gather of the (padded) pieces writes
-the parameter itself. In the shard buffer the pieces lie one after another, each starting aligned; the pieces
-of all *packed* parameters are neighbours, so that they travel as one message without a copy-in.
+In the unsharded buffer a parameter is contiguous, so that it needs no copy-out. Rank r's shard of it starts at
+element ``r * shard_numel`` of the place reserved for it, so that an all-gather of the (padded) shards writes the
+parameter itself. In the shard buffer the shards lie one after another, each starting aligned; those of all *packed*
+parameters are contiguous, so that they are sent as one message without a copy-in.
 
 A *row* is one index of the cut dim. Where the rows are not blocks of memory that follow one another, as below
-where columns are cut, the pieces are kept contiguous and travel packed. Such a parameter's region is as large as
-the parameter, whereas every rank's piece is as large as the largest:
+where columns are cut, each shard is made contiguous and sent packed. Such a parameter takes its own size in the
+unsharded buffer, whereas every rank's shard takes the size of the largest:
 
 >>> columns = PerParameterLayout.build(
 ...     [ParameterShape("w", (2, 3), (3, 1), cut=1)], world_size=2, itemsize=4, direct_bytes=0, alignment_bytes=16)
 >>> print(columns.picture())
-full buffer    | w 0..5             |
+unsharded      | w 0..5             |
 rank 0 shard   | w[:, 0:2] 0..3     |
 rank 1 shard   | w[:, 2:3] 0..1 -   |
 direct: none    packed: w (4 elements per rank)
@@ -40,29 +40,29 @@ from typing import NamedTuple
 
 __all__ = ["ALIGNMENT_BYTES", "ParameterShape", "PerParameterLayout", "Route", "Slot"]
 
-# Vectorised CPU kernels want 64 bytes; it also satisfies the 16 bytes below which NCCL copies scalar by scalar
+# Vectorized CPU kernels want 64 bytes; it also satisfies the 16 bytes below which NCCL copies scalar by scalar
 # (pytorch#195450).
 ALIGNMENT_BYTES = 64
-# What the length of a message is rounded up to, and that of every piece that travels on its own.
-WIRE_ALIGNMENT_BYTES = 16
+# The length of a message is a multiple of it, and that of every shard that is an operand of its own.
+MESSAGE_ALIGNMENT_BYTES = 16
 
 
 class Route(enum.Enum):
-    """How a parameter travels in a collective."""
+    """How a parameter is sent in a collective."""
 
-    DIRECT = "direct"  # its shard is the input and its full form the output of a collective of its own
+    DIRECT = "direct"  # its shard is the input, and the unsharded parameter the output, of an operand of its own
     PACKED = "packed"  # it shares one message per bucket with other small or oddly laid out parameters
-    REPLICATED = "replicated"  # every rank keeps all of it; its gradient rides in the shared message
+    REPLICATED = "replicated"  # every rank keeps all of it; its gradient is in the shared message
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterShape:
-    """What a layout needs to know of a parameter.
+    """Shape, strides and cut of one parameter.
 
     Args:
         fqn: Fully qualified name.
         shape: Global shape. A 0-D parameter is replicated.
-        stride: Strides in elements of the full parameter; must be dense and non-overlapping.
+        stride: Strides in elements of the unsharded parameter; must be dense and non-overlapping.
         replicated: Keep all of it on every rank although it has dims to cut.
         cut: The dim that is cut over the ranks. Without meaning for a replicated parameter.
 
@@ -95,7 +95,7 @@ class ParameterShape:
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether a tensor of this shape and stride fills one block of memory without holes or overlap."""
+    """True if a tensor of this shape and stride fills one block of memory without holes or overlap."""
     if len(shape) != len(stride):
         return False
     if math.prod(shape) == 0:
@@ -115,8 +115,8 @@ class Slot:
     parameter: ParameterShape
     route: Route
     world_size: int
-    shard_offset: int  # of this parameter's piece in every rank's shard buffer
-    full_offset: int  # of its region in the full buffer
+    shard_offset: int  # of its shard in every rank's shard buffer
+    unsharded_offset: int  # of the parameter in the unsharded buffer
 
     @property
     def rows(self) -> int:
@@ -130,47 +130,52 @@ class Slot:
 
     @property
     def chunk_rows(self) -> int:
-        """Rows of a full piece: ``ceil(rows / world_size)``; later ranks may hold fewer, or none."""
+        """Rows of the first shards: ``ceil(rows / world_size)``; later ranks may hold fewer, or none."""
         return 1 if self.route is Route.REPLICATED else -(-self.rows // self.world_size)
 
     @property
-    def piece_numel(self) -> int:
-        """Elements reserved for the piece in every rank's shard buffer, padding included."""
+    def shard_numel(self) -> int:
+        """Elements reserved in every rank's shard buffer, padding included."""
         return self.chunk_rows * self.row_numel
 
     @property
     def row_major(self) -> bool:
-        """Whether the cut dim is outermost in memory, so that the pieces of consecutive ranks are neighbours.
+        """True if the cut dim is outermost in memory, so that the shards of consecutive ranks are contiguous.
 
-        Always so on a single rank, whose piece is the whole parameter.
+        Always so on a single rank, whose shard is the whole parameter.
         """
         return self.world_size == 1 or is_row_major(self.parameter)
 
     @property
-    def padded(self) -> bool:
-        """Whether the region is larger than the parameter, because its rows are not a multiple of the ranks."""
-        return self.row_major and self.region_numel != self.parameter.numel
+    def in_place(self) -> bool:
+        """True if shards are copied straight into the unsharded parameter: on a single rank always."""
+        return self.route is Route.DIRECT or (self.world_size == 1 and self.shard_numel > 0)
 
     @property
-    def region_numel(self) -> int:
-        """Elements reserved in the full buffer: all (padded) pieces where they are neighbours there."""
+    def padded(self) -> bool:
+        """True if it takes more than its size in the unsharded buffer: its rows are not a multiple of the ranks."""
+        return self.row_major and self.unsharded_numel != self.parameter.numel
+
+    @property
+    def unsharded_numel(self) -> int:
+        """Elements reserved in the unsharded buffer: all (padded) shards where they are contiguous there."""
         if self.route is Route.REPLICATED or not self.row_major:
             return self.parameter.numel
-        return self.piece_numel * self.world_size
+        return self.shard_numel * self.world_size
 
     def local_rows(self, rank: int) -> tuple[int, int]:
         """First and one-past-last row that ``rank`` holds."""
         return min(rank * self.chunk_rows, self.rows), min((rank + 1) * self.chunk_rows, self.rows)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the piece that ``rank`` holds; the cut dim may be 0, the others are the parameter's."""
+        """Shape of the shard that ``rank`` holds; the cut dim may be 0, the others are the parameter's."""
         if self.route is Route.REPLICATED:
             return self.parameter.shape
         start, stop = self.local_rows(rank)
         return _replaced(self.parameter.shape, self.parameter.cut, stop - start)
 
     def local_stride(self, rank: int) -> tuple[int, ...]:
-        """Strides of the piece that ``rank`` holds: the parameter's own where its rows are blocks, else contiguous.
+        """Strides of the shard that ``rank`` holds: the parameter's own where its rows are blocks, else contiguous.
 
         Contiguous strides depend on the rank, because its rows are not outermost in them unless dim 0 is cut.
         """
@@ -191,7 +196,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_row_major(parameter: ParameterShape) -> bool:
-    """Whether every row is one block of memory and the rows follow one another; a replicated parameter is one row."""
+    """True if every row is one block of memory and the rows follow one another; a replicated parameter is one row."""
     if parameter.replicated or not parameter.shape:
         return True
     cut = parameter.cut
@@ -206,10 +211,10 @@ class PerParameterLayout:
     slots: tuple[Slot, ...]  # in the order of the parameters given
     world_size: int
     alignment: int
-    message_offset: int  # of the packed pieces in the shard buffer
+    message_offset: int  # of the packed shards in the shard buffer
     message_numel: int  # elements that each rank contributes to the packed message
     shard_numel: int
-    full_numel: int
+    unsharded_numel: int
 
     @classmethod
     def build(
@@ -220,27 +225,28 @@ class PerParameterLayout:
         itemsize: int,
         direct_bytes: int,
         alignment_bytes: int = ALIGNMENT_BYTES,
-        full_offsets: Sequence[int] | None = None,
-        full_numel: int | None = None,
+        unsharded_offsets: Sequence[int] | None = None,
+        unsharded_numel: int | None = None,
     ) -> PerParameterLayout:
         """Lay out ``parameters``.
 
-        A smaller group gathers into the full buffer of a larger one by taking ``full_offsets`` and ``full_numel``
-        from the layout over the larger group. Its regions fit there if the ranks of the larger group are a multiple
-        of ``world_size``: each layout rounds a parameter's rows up to the next multiple of its ranks.
+        A smaller group gathers into the unsharded buffer of a larger one by taking ``unsharded_offsets`` and
+        ``unsharded_numel`` from the layout over the larger group. Its parameters fit there if the ranks of the larger
+        group are a multiple of ``world_size``: each layout rounds a parameter's rows up to the next
+        multiple of its ranks.
 
         Args:
             parameters: In model order.
             world_size: Ranks that the parameters are cut over.
             itemsize: Bytes per element of the smallest dtype in which a buffer of this layout is held (a shard may be
-                kept in fp32 and travel in bf16). What is aligned in it is aligned in every larger dtype.
-            direct_bytes: Smallest piece, in bytes of that dtype, for which a collective of its own pays.
-            alignment_bytes: Every full parameter and every piece that is as large starts at a multiple of it. A
-                smaller piece starts at a multiple of the power of two that it fills: among thousands of ranks most
-                pieces of norms and biases are one element, and aligned to 64 bytes they would make the message that
+                kept in fp32 and sent in bf16). What is aligned in it is aligned in every larger dtype.
+            direct_bytes: Smallest shard, in bytes of that dtype, for which an operand of its own pays.
+            alignment_bytes: Every unsharded parameter and every shard that is as large starts at a multiple of it. A
+                smaller shard starts at a multiple of the power of two that it fills: among thousands of ranks most
+                shards of norms and biases are one element, and aligned to 64 bytes they would make the message that
                 all ranks gather sixteen times as large.
-            full_offsets: Where the regions start in the full buffer, one per parameter; None: one after another.
-            full_numel: Elements of the full buffer; goes with ``full_offsets``.
+            unsharded_offsets: Where each parameter starts in the unsharded buffer; None: one after another.
+            unsharded_numel: Elements of the unsharded buffer; goes with ``unsharded_offsets``.
 
         Raises:
             ValueError: If only one of the last two is given, or they are not of a layout that fits.
@@ -248,28 +254,32 @@ class PerParameterLayout:
         alignment = max(1, alignment_bytes // itemsize)
         routes = [_route(p, world_size, itemsize, direct_bytes) for p in parameters]
 
-        def slot(index: int, shard_offset: int, full_offset: int) -> Slot:
-            return Slot(parameters[index], routes[index], world_size, shard_offset, full_offset)
+        def slot(index: int, shard_offset: int, unsharded_offset: int) -> Slot:
+            return Slot(parameters[index], routes[index], world_size, shard_offset, unsharded_offset)
 
-        if full_offsets is None or full_numel is None:
-            if full_offsets is not None or full_numel is not None:
-                raise ValueError("expected both full_offsets and full_numel, or neither; take both from one layout")
-            regions = [slot(index, 0, 0).region_numel for index in range(len(parameters))]
-            full_offsets, full_numel = _one_after_another(regions, alignment)
-        elif len(full_offsets) != len(parameters):
-            raise ValueError(f"expected {len(parameters)} full_offsets, one per parameter, found {len(full_offsets)}")
+        if unsharded_offsets is None or unsharded_numel is None:
+            if unsharded_offsets is not None or unsharded_numel is not None:
+                raise ValueError(
+                    "expected both unsharded_offsets and unsharded_numel, or neither; take both from one layout"
+                )
+            sizes = [slot(index, 0, 0).unsharded_numel for index in range(len(parameters))]
+            unsharded_offsets, unsharded_numel = _one_after_another(sizes, alignment)
+        elif len(unsharded_offsets) != len(parameters):
+            raise ValueError(
+                f"expected {len(parameters)} unsharded_offsets, one per parameter, found {len(unsharded_offsets)}"
+            )
 
         direct = [i for i, route in enumerate(routes) if route is Route.DIRECT]
         packed = [i for i, route in enumerate(routes) if route is not Route.DIRECT]
         slots: dict[int, Slot] = {}
         offset = message_offset = 0
         for index in direct + packed:
-            numel = slot(index, 0, 0).piece_numel
+            numel = slot(index, 0, 0).shard_numel
             if packed and index == packed[0]:
                 message_offset = offset = _aligned(offset, alignment)
-            slots[index] = slot(index, _aligned(offset, _piece_alignment(numel, alignment)), full_offsets[index])
+            slots[index] = slot(index, _aligned(offset, _shard_alignment(numel, alignment)), unsharded_offsets[index])
             offset = slots[index].shard_offset + numel
-        offset = _aligned(offset, min(alignment, max(1, WIRE_ALIGNMENT_BYTES // itemsize)))  # the message's end
+        offset = _aligned(offset, min(alignment, max(1, MESSAGE_ALIGNMENT_BYTES // itemsize)))  # the message's end
         return cls(
             slots=tuple(slots[i] for i in range(len(parameters))),
             world_size=world_size,
@@ -277,17 +287,18 @@ class PerParameterLayout:
             message_offset=message_offset if packed else offset,
             message_numel=offset - message_offset if packed else 0,
             shard_numel=offset,
-            full_numel=full_numel,
+            unsharded_numel=unsharded_numel,
         )
 
     def __post_init__(self) -> None:
-        full = [_Place(s.full_offset, s.region_numel, s.parameter.fqn, self.alignment) for s in self.slots]
-        pieces = [(s, s.piece_numel) for s in self.slots]
-        shard = [
-            _Place(s.shard_offset, numel, s.parameter.fqn, _piece_alignment(numel, self.alignment))
-            for s, numel in pieces
+        unsharded = [
+            _Extent(s.unsharded_offset, s.unsharded_numel, s.parameter.fqn, self.alignment) for s in self.slots
         ]
-        _check_disjoint(full, self.full_numel, "full buffer")
+        shard = [
+            _Extent(s.shard_offset, s.shard_numel, s.parameter.fqn, _shard_alignment(s.shard_numel, self.alignment))
+            for s in self.slots
+        ]
+        _check_disjoint(unsharded, self.unsharded_numel, "unsharded buffer")
         _check_disjoint(shard, self.shard_numel, "shard buffer")
         for slot in self.slots:
             held = slot.local_rows(slot.world_size - 1)[1]  # every rank begins where the one before it ends
@@ -297,7 +308,7 @@ class PerParameterLayout:
                     f"{self.world_size} ranks"
                 )
             inside = self.message_offset <= slot.shard_offset
-            if slot.piece_numel and inside == (slot.route is Route.DIRECT):
+            if slot.shard_numel and inside == (slot.route is Route.DIRECT):
                 raise ValueError(f"{slot.parameter.fqn}: {slot.route} on the wrong side of the packed message")
 
     @property
@@ -310,15 +321,17 @@ class PerParameterLayout:
         return (self.shard_numel * self.world_size - replicas) / needed - 1 if needed else 0.0
 
     def picture(self) -> str:
-        """Draw the full buffer and every rank's shard buffer, one cell per parameter."""
-        cells = [[f"{s.parameter.fqn} {_span(s.full_offset, s.parameter.numel, s.region_numel)}"] for s in self.slots]
+        """Draw the unsharded buffer and every rank's shard buffer, one cell per parameter."""
+        cells = [
+            [f"{s.parameter.fqn} {_span(s.unsharded_offset, s.parameter.numel, s.unsharded_numel)}"] for s in self.slots
+        ]
         for rank in range(self.world_size):
             for column, s in zip(cells, self.slots, strict=True):
                 start, stop = s.local_rows(rank)
                 rows = "" if s.route is Route.REPLICATED else f"[{':, ' * s.parameter.cut}{start}:{stop}]"
                 held = math.prod(s.local_shape(rank))
-                column.append(f"{s.parameter.fqn}{rows} {_span(s.shard_offset, held, s.piece_numel)}")
-        heads = ["full buffer", *(f"rank {rank} shard" for rank in range(self.world_size))]
+                column.append(f"{s.parameter.fqn}{rows} {_span(s.shard_offset, held, s.shard_numel)}")
+        heads = ["unsharded", *(f"rank {rank} shard" for rank in range(self.world_size))]
         lines = [
             f"{head:<15}| " + " | ".join(f"{column[i]:<18}" for column in cells) + " |" for i, head in enumerate(heads)
         ]
@@ -331,11 +344,11 @@ class PerParameterLayout:
 def _route(parameter: ParameterShape, world_size: int, itemsize: int, direct_bytes: int) -> Route:
     if parameter.replicated or not parameter.shape:
         return Route.REPLICATED
-    piece_bytes = -(-parameter.shape[parameter.cut] // world_size) * _row_numel(parameter) * itemsize
-    aligned = piece_bytes % WIRE_ALIGNMENT_BYTES == 0
-    # On one rank the piece is the whole, whichever dim is cut; without a cut > 0 the route is that of more ranks.
+    shard_bytes = -(-parameter.shape[parameter.cut] // world_size) * _row_numel(parameter) * itemsize
+    aligned = shard_bytes % MESSAGE_ALIGNMENT_BYTES == 0
+    # On one rank the shard is the whole, whichever dim is cut; without a cut > 0 the route is that of more ranks.
     blocks = is_row_major(parameter) or (world_size == 1 and parameter.cut > 0)
-    return Route.DIRECT if aligned and blocks and piece_bytes >= max(direct_bytes, 1) else Route.PACKED
+    return Route.DIRECT if aligned and blocks and shard_bytes >= max(direct_bytes, 1) else Route.PACKED
 
 
 def _row_numel(parameter: ParameterShape) -> int:
@@ -365,19 +378,19 @@ def _span(offset: int, held: int, reserved: int) -> str:
     return span + (" -" if held < reserved else "")
 
 
-def _piece_alignment(numel: int, alignment: int) -> int:
-    """What a piece of so many elements is aligned to."""
+def _shard_alignment(numel: int, alignment: int) -> int:
+    """The alignment of a shard of so many elements."""
     return alignment if numel >= alignment else min(alignment, 1 << max(numel - 1, 0).bit_length())
 
 
-class _Place(NamedTuple):
+class _Extent(NamedTuple):
     offset: int
     numel: int
     name: str
     alignment: int
 
 
-def _check_disjoint(spans: Sequence[_Place], size: int, buffer: str) -> None:
+def _check_disjoint(spans: Sequence[_Extent], size: int, buffer: str) -> None:
     """Raise unless all of them are aligned, within ``size`` and without overlap."""
     end, previous = 0, "its start"
     for offset, numel, name, alignment in sorted(span for span in spans if span.numel):

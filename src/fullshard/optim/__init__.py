@@ -1,16 +1,16 @@
-"""Optimizers for sharded parameters: :func:`localize` has stock ones step plain tensors, :class:`Muon` and others that
-derive from :class:`MatrixOptimizer` see whole matrices; and norms of gradients, however they are spread.
+"""Optimizers for sharded parameters: :func:`localize` makes stock optimizers step plain local tensors, :class:`Muon`
+and other subclasses of :class:`MatrixOptimizer` update whole matrices; and gradient norms of sharded parameters.
 """
 
-from fullshard.optim.localize import delocalize as delocalize
-from fullshard.optim.localize import localize as localize
-from fullshard.optim.muon import Muon as Muon
-from fullshard.optim.muon import orthogonalise as orthogonalise
+from fullshard.optim.local.localize import delocalize as delocalize
+from fullshard.optim.local.localize import localize as localize
+from fullshard.optim.muon.matrix_optimizer import MatrixOptimizer as MatrixOptimizer
+from fullshard.optim.muon.muon import Muon as Muon
+from fullshard.optim.muon.muon import orthogonalize as orthogonalize
 from fullshard.optim.norms import clip_grad_norm_ as clip_grad_norm_
 from fullshard.optim.norms import clip_grads_with_norm_ as clip_grads_with_norm_
 from fullshard.optim.norms import get_total_norm as get_total_norm
 from fullshard.optim.overlap import overlap as overlap
-from fullshard.optim.owner import MatrixOptimizer as MatrixOptimizer
 
 __all__ = [
     "MatrixOptimizer",
@@ -20,6 +20,6 @@ __all__ = [
     "delocalize",
     "get_total_norm",
     "localize",
-    "orthogonalise",
+    "orthogonalize",
     "overlap",
 ]

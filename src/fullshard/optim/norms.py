@@ -1,10 +1,10 @@
-"""Norms of gradients that are spread over ranks, and clipping by them.
+"""Norms of sharded gradients, and clipping by them.
 
 [Note: One all-reduce per axis]
-Elements are summed over the axes that their parameter is cut over, and replicas count once. So there is one number for
-each set of axes; all numbers that an axis matters to travel over it in one message, smaller axes first. A number that
-is complete by then is sent by the axis' first rank alone: all ranks end with the same bits, and clip alike, even if
-gradients that nobody reduces (of ignored parameters) differ.
+Elements are summed over the axes that their parameter is sharded over, and replicas count once. So there is one sum for
+each set of axes, and one all-reduce per axis, of all sums that it concerns, smaller axes first. A sum that is complete
+by then is contributed by the axis' first rank alone: all ranks end with the same bits, and clip alike, even if
+gradients that are not reduced (of ignored parameters) differ.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import FullshardError
-from fullshard.optim.spread import Axes, Axis, Part, Spread, local_of
+from fullshard.optim.local_shards import Axes, Axis, LocalShard, ShardLocator, local_of
 
 __all__ = ["clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
 
 _Tensors = torch.Tensor | Iterable[torch.Tensor]
 
-MAX_NAMES = 10  # of parameters in an error
+MAX_NAMES = 10  # in an error
 
 
 @torch.no_grad()
@@ -39,32 +39,32 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients down in place so that their norm, over all ranks, is at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grad_norm_``, and for parameters of all kinds at once: of ``fully_shard`` on any meshes,
-    of the wrapper in both forms, DTensors of tensor parallelism, plain ones. Every element counts once, however many
-    ranks hold a replica. All ranks that hold parts or replicas have to call it with the same parameters in the same
-    order; a rank whose gradients are missing takes part all the same.
+    As ``torch.nn.utils.clip_grad_norm_``, for parameters of all kinds at once: of ``fully_shard`` on any meshes, of the
+    wrapper in both forms, DTensors of tensor parallelism, plain ones. Every element counts once, however many ranks
+    hold a replica. A collective: all ranks that hold shards or replicas call it with the same parameters in the same
+    order, also if their gradients are missing.
 
     Args:
-        parameters: Whose ``.grad`` is scaled; one or many, each counts once even if it comes twice.
-        max_norm: The largest norm to allow.
-        norm_type: p of the p-norm. ``math.inf``: the largest absolute value, ``-math.inf`` the smallest; 0 counts
+        parameters: Parameters whose ``.grad`` is scaled; one or many, duplicates count once.
+        max_norm: Largest norm to allow.
+        norm_type: Order p of the norm. ``math.inf``: the largest absolute value, ``-math.inf`` the smallest; 0 counts
             the gradients that are not all zero, as torch does.
         error_if_nonfinite: Raise, on all ranks, if the norm is infinite or NaN. Waits for the device.
-        foreach: Whether to use horizontally fused kernels; None: yes.
+        foreach: Use foreach kernels; None: yes.
 
     Returns:
         The norm before scaling: a plain 0-D tensor on the device of the first parameter, fp32 (fp64 if a parameter
         is), the same bits on all ranks.
 
     Raises:
-        FullshardError: See ``error_if_nonfinite``; names the parameters, wherever the numbers are.
+        FullshardError: With ``error_if_nonfinite``, naming the parameters on whichever rank they are.
         ValueError: If ``norm_type`` is NaN.
     """
-    found = _listed(parameters)
-    parts = _Parts.of([(parameter, parameter.grad) for parameter in found])
-    total = parts.norm(norm_type, foreach)
+    found = _as_list(parameters)
+    shards = _NormInputs.of([(parameter, parameter.grad) for parameter in found])
+    total = shards.norm(norm_type, foreach)
     if error_if_nonfinite:
-        parts.check_finite(total, norm_type)
+        shards.check_finite(total, norm_type)
     clip_grads_with_norm_(found, max_norm, total, foreach)
     return total
 
@@ -78,26 +78,26 @@ def get_total_norm(
     *,
     parameters: _Tensors | None = None,
 ) -> torch.Tensor:
-    """The norm of all ``tensors`` together, over all ranks.
+    """Return the norm of all ``tensors`` together, over all ranks.
 
-    As ``torch.nn.utils.get_total_norm``; see :func:`clip_grad_norm_` for what it knows beyond that. Sharded tensors
-    have to be DTensors, or parameters of a sharded model (for the norm of the weights): of a plain tensor, such as
-    the gradient of the wrapper's parameters, nothing says that it is a part, so pass ``parameters`` with them.
+    As ``torch.nn.utils.get_total_norm``, for tensors of all kinds as :func:`clip_grad_norm_`. Sharded tensors must be
+    DTensors, or parameters of a sharded model (for the norm of the weights). Plain tensors, such as gradients of the
+    wrapper's parameters, do not tell that they are shards: pass ``parameters`` with them.
 
     Args:
-        tensors: One or many. Partial DTensors are reduced first, each on its own.
-        norm_type: See :func:`clip_grad_norm_`.
-        error_if_nonfinite: See :func:`clip_grad_norm_`.
-        foreach: See :func:`clip_grad_norm_`.
-        parameters: As many: each tensor lies as its parameter does, and None among ``tensors`` stands for one that
-            this rank misses.
+        tensors: One or many. Partial DTensors are reduced first, one by one.
+        norm_type: As in :func:`clip_grad_norm_`.
+        error_if_nonfinite: As in :func:`clip_grad_norm_`.
+        foreach: As in :func:`clip_grad_norm_`.
+        parameters: As many parameters: each tensor is sharded as its parameter, and None among ``tensors`` stands for a
+            tensor that is missing on this rank.
 
     Returns:
-        See :func:`clip_grad_norm_`.
+        The norm, as in :func:`clip_grad_norm_`.
 
     Raises:
-        FullshardError: See :func:`clip_grad_norm_`.
-        ValueError: If ``norm_type`` is NaN, or there are not as many parameters as tensors.
+        FullshardError: With ``error_if_nonfinite``, as in :func:`clip_grad_norm_`.
+        ValueError: If ``norm_type`` is NaN, or the numbers of parameters and tensors differ.
     """
     values = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     if parameters is None:
@@ -106,13 +106,14 @@ def get_total_norm(
         owners = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if len(owners) != len(values):
             raise ValueError(
-                f"get_total_norm: expected one of parameters for each of {len(values)} tensors, found {len(owners)}"
+                f"get_total_norm: expected a parameter for each of {len(values)} tensors, found {len(owners)} "
+                "parameters"
             )
         pairs = list(zip(owners, values, strict=True))
-    parts = _Parts.of(pairs)
-    total = parts.norm(norm_type, foreach)
+    shards = _NormInputs.of(pairs)
+    total = shards.norm(norm_type, foreach)
     if error_if_nonfinite:
-        parts.check_finite(total, norm_type)
+        shards.check_finite(total, norm_type)
     return total
 
 
@@ -122,17 +123,17 @@ def clip_grads_with_norm_(
 ) -> None:
     """Scale gradients in place by ``max_norm / (total_norm + 1e-6)`` where that is below 1. No communication.
 
-    As ``torch.nn.utils.clip_grads_with_norm_``. A NaN norm makes NaNs of all gradients.
+    As ``torch.nn.utils.clip_grads_with_norm_``. A NaN norm makes all gradients NaN.
 
     Args:
-        parameters: Whose ``.grad`` is scaled; one or many, each once even if it comes twice.
-        max_norm: The largest norm to allow.
+        parameters: Parameters whose ``.grad`` is scaled; one or many, duplicates once.
+        max_norm: Largest norm to allow.
         total_norm: 0-D, the same on all ranks, as :func:`get_total_norm` returns it. A DTensor, as torch's own
-            function returns it, is completed first, which is a collective.
-        foreach: Whether to use horizontally fused kernels; None: yes.
+            function returns it, is gathered first, which is a collective.
+        foreach: Use foreach kernels; None: yes.
     """
     gradients: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for parameter in {id(parameter): parameter for parameter in _listed(parameters)}.values():
+    for parameter in {id(parameter): parameter for parameter in _as_list(parameters)}.values():
         if parameter.grad is not None:
             local = local_of(parameter.grad)
             values = local._values() if local.layout is torch.sparse_coo else local
@@ -151,47 +152,47 @@ def clip_grads_with_norm_(
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """This rank's parts of some tensors, with what says how to combine them: the same on all ranks, but for parts."""
+class _NormInputs:
+    """This rank's shards of some tensors and the axes to reduce over; all but the shards is the same on all ranks."""
 
-    parts: list[list[Part]]  # of each tensor
-    axes: list[Axis]  # in the order in which they are gone over
+    shards: list[list[LocalShard]]  # of each tensor
+    axes: list[Axis]  # in the order of the all-reduces
     device: torch.device
     dtype: torch.dtype  # of the result
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> _Parts:
-        """The second of each pair lies as the first does."""
-        spread, found = Spread(), []
+    def of(cls, pairs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> _NormInputs:
+        """Collect the shards of the second tensor of each pair, which is sharded as the first."""
+        locator, found = ShardLocator(), []
         distinct: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         for owner, tensor in pairs:
             distinct.setdefault(id(owner), (owner, tensor))
         for index, (owner, tensor) in enumerate(distinct.values()):
-            found.append(list(spread.parts(owner, tensor, index)))
+            found.append(list(locator.shards(owner, tensor, index)))
         owners = [owner for owner, _ in distinct.values()]
         wide = any(owner.dtype in (torch.float64, torch.complex128) for owner in owners)
         device = owners[0].device if owners else torch.device("cpu")
-        return cls(found, spread.axes, device, torch.float64 if wide else torch.float32)
+        return cls(found, locator.axes, device, torch.float64 if wide else torch.float32)
 
     def norm(self, norm_type: float, foreach: bool | None) -> torch.Tensor:
-        """Of all of them. See [Note: One all-reduce per axis]."""
+        """Return the norm of all tensors. See [Note: One all-reduce per axis]."""
         order = float(norm_type)
         if math.isnan(order):
             raise ValueError("norm_type: expected the order of a norm, such as 2.0 or math.inf, found nan")
-        if not self.parts:
+        if not self.shards:
             return torch.zeros((), dtype=self.dtype, device=self.device)
         groups: dict[tuple[int, Axes], list[torch.Tensor]] = {}
-        for index, parts in enumerate(self.parts):
-            for part in parts:
-                # Norm 0 counts tensors, so each of them is a number of its own.
-                same = groups.setdefault((index if order == 0 else 0, part.axes), [])
-                if part.local is not None:
-                    same.append(part.local)
+        for index, shards in enumerate(self.shards):
+            for shard in shards:
+                # Norm 0 counts tensors, so each tensor has a separate sum.
+                same = groups.setdefault((index if order == 0 else 0, shard.axes), [])
+                if shard.local is not None:
+                    same.append(shard.local)
         norms = [_norms(same, order, foreach) for same in groups.values()]
-        cuts = [axes for _, axes in groups]
+        axes_of_sums = [axes for _, axes in groups]
         if math.isinf(order):
-            return self._extreme(norms, smallest=order < 0).to(self.dtype)
-        sums = self._summed(torch.stack([self._power_sum(same, order) for same in norms]), cuts)
+            return self._reduce_extreme(norms, smallest=order < 0).to(self.dtype)
+        sums = self._reduce_sums(torch.stack([self._power_sum(same, order) for same in norms]), axes_of_sums)
         if order == 0:
             counted = {index: sums.new_zeros(()) for index, _ in groups}
             for (index, _), value in zip(groups, sums.unbind(), strict=True):
@@ -200,72 +201,76 @@ class _Parts:
         return sums.sum().pow(1 / order).to(self.dtype)
 
     @property
-    def _wide(self) -> torch.dtype:
-        """Of the sums: powers of fp32 norms overflow fp32."""
+    def _sum_dtype(self) -> torch.dtype:
+        """Dtype of the sums: powers of fp32 norms overflow fp32."""
         return torch.float32 if self.device.type == "mps" else torch.float64
 
     def _power_sum(self, norms: Sequence[torch.Tensor], order: float) -> torch.Tensor:
         if not norms:
-            return torch.zeros((), dtype=self._wide, device=self.device)
-        stacked = torch.stack([norm.to(self.device) for norm in norms]).to(self._wide)
+            return torch.zeros((), dtype=self._sum_dtype, device=self.device)
+        stacked = torch.stack([norm.to(self.device) for norm in norms]).to(self._sum_dtype)
         return stacked.sum() if order == 0 else stacked.pow(order).sum()
 
-    def _summed(self, sums: torch.Tensor, cuts: Sequence[Axes]) -> torch.Tensor:
-        """One sum per entry of ``cuts``, completed over these axes."""
+    def _reduce_sums(self, sums: torch.Tensor, axes_of_sums: Sequence[Axes]) -> torch.Tensor:
+        """All-reduce each sum over its axes, ``axes_of_sums``."""
         done: set[Axis] = set()
         for axis in self.axes:
             first = axis.group.rank() == 0
-            # Neither cut here nor complete: its turn to be shared comes with a larger axis, if ever.
-            taken = [axis in axes or done.issuperset(axes) for axes in cuts]
-            # What only the first rank sends is multiplied by zero elsewhere, which leaves a NaN what it is: numbers
-            # that are not finite show on all ranks.
-            factors = [1.0 if axis in axes or first else 0.0 for axes in cuts]
+            # Sums that are neither sharded over this axis nor complete wait for a larger axis.
+            updated = [axis in axes or done.issuperset(axes) for axes in axes_of_sums]
+            # Other ranks than the first contribute a complete sum times zero, which keeps NaN: a sum that is not finite
+            # is seen on all ranks.
+            factors = [1.0 if axis in axes or first else 0.0 for axes in axes_of_sums]
             sent = sums * sums.new_tensor(factors)
             _all_reduce(sent, dist.ReduceOp.SUM, axis)
-            sums = sent if all(taken) else torch.where(torch.tensor(taken, device=sums.device), sent, sums)
+            sums = sent if all(updated) else torch.where(torch.tensor(updated, device=sums.device), sent, sums)
             done.add(axis)
         return sums
 
-    def _extreme(self, norms: Sequence[Sequence[torch.Tensor]], *, smallest: bool) -> torch.Tensor:
-        """The largest or smallest of all. Every axis sees all numbers: replicas do no harm."""
+    def _reduce_extreme(self, norms: Sequence[Sequence[torch.Tensor]], *, smallest: bool) -> torch.Tensor:
+        """Return the largest or smallest of all norms. All axes reduce all numbers: replicas do not change the
+        result.
+        """
         all_norms = [norm.to(self.device) for same in norms for norm in same]
-        found = torch.zeros(2, dtype=self._wide, device=self.device)  # the extreme, and whether there is a NaN
+        found = torch.zeros(2, dtype=self._sum_dtype, device=self.device)  # the extreme, and 1 if there is a NaN
         found[0] = -math.inf if smallest else 0.0
         if all_norms:
-            stacked = torch.stack(all_norms).to(self._wide)
+            stacked = torch.stack(all_norms).to(self._sum_dtype)
             found[1] = stacked.isnan().any()
             stacked = stacked.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
             found[0] = (-stacked if smallest else stacked).max()
         for axis in self.axes:
-            _all_reduce(found, dist.ReduceOp.MAX, axis)  # which back ends make something else of a NaN
+            _all_reduce(found, dist.ReduceOp.MAX, axis)  # back ends differ in how they treat NaN
         extreme = -found[0] if smallest else found[0]
         return torch.where(found[1] > 0, math.nan, extreme)
 
     def check_finite(self, total: torch.Tensor, norm_type: float) -> None:
-        """Raise on all ranks if ``total`` is not finite, which it then is on all of them."""
+        """Raise on all ranks if ``total`` is not finite; it is the same on all ranks."""
         if bool(total.isfinite()):
             return
-        parts = [part for same in self.parts for part in same]
+        shards = [shard for same in self.shards for shard in same]
         flags = [
             torch.zeros((), device=self.device)
-            if part.local is None
-            else _values_of(part.local).isfinite().all().logical_not().to(self.device, torch.float32)
-            for part in parts
+            if shard.local is None
+            else _values_of(shard.local).isfinite().all().logical_not().to(self.device, torch.float32)
+            for shard in shards
         ]
         found = torch.stack(flags)
         for axis in self.axes:
             _all_reduce(found, dist.ReduceOp.MAX, axis)
-        names = [part.name for part, flag in zip(parts, found.tolist(), strict=True) if flag]
+        names = [shard.name for shard, flag in zip(shards, found.tolist(), strict=True) if flag]
         more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-        where = f"not finite: {', '.join(names[:MAX_NAMES])}{more}" if names else "each is finite, their norm overflows"
+        where = (
+            f"not finite: {', '.join(names[:MAX_NAMES])}{more}" if names else "all are finite, but their norm overflows"
+        )
         raise FullshardError(
-            f"expected a finite norm of order {float(norm_type)} of {len(parts)} gradients or other tensors, found "
-            f"{float(total)}: {where}. Skip this step, look at the loss and the learning rate, or pass "
-            "error_if_nonfinite=False to go on"
+            f"expected a finite norm of order {float(norm_type)} of {len(shards)} gradients or other tensors, found "
+            f"{float(total)}: {where}. Skip this step, check the loss and the learning rate, or pass "
+            "error_if_nonfinite=False to continue"
         )
 
 
-def _listed(tensors: _Tensors) -> list[torch.Tensor]:
+def _as_list(tensors: _Tensors) -> list[torch.Tensor]:
     if isinstance(tensors, torch.Tensor):
         return [tensors]
     found = list(tensors)
@@ -275,12 +280,12 @@ def _listed(tensors: _Tensors) -> list[torch.Tensor]:
 
 
 def _values_of(local: torch.Tensor) -> torch.Tensor:
-    """The numbers in a tensor: itself unless it is sparse."""
+    """Return the values of a tensor: itself unless it is sparse."""
     return local.coalesce()._values() if local.layout is torch.sparse_coo else local
 
 
 def _norms(tensors: Sequence[torch.Tensor], order: float, foreach: bool | None) -> list[torch.Tensor]:
-    """One norm for each tensor that is not empty, in fp32 or wider, as many kernels as devices and dtypes."""
+    """Return one norm for each tensor that is not empty, in fp32 or wider, with one kernel per device and dtype."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in map(_values_of, tensors):
         if tensor.numel():
@@ -299,7 +304,7 @@ def _norms(tensors: Sequence[torch.Tensor], order: float, foreach: bool | None) 
 
 
 def _all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, axis: Axis) -> None:
-    """In place; through another device where the axis has no back end for the tensor's (CPU offload and NCCL)."""
+    """All-reduce in place, through another device if the group has no back end for the tensor's (CPU offload, NCCL)."""
     served = {device.type for device in axis.group._device_types}
     if tensor.device.type in served:
         dist.all_reduce(tensor, op=op, group=axis.group)

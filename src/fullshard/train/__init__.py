@@ -1,1 +1,1 @@
-"""What `fullshard train` does: train a small byte-level GPT on real text, sharded over ranks."""
+"""The demonstration trainer behind `fullshard train`: a small byte-level GPT on real text, sharded over ranks."""

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whenever the process is killed."""
+"""Write files atomically, whenever the process is killed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing that takes the place of `path` at the end, and not before.
+    """Open a file for writing that replaces `path` atomically at the end.
 
     Args:
         path: the file to be made or replaced. What is written lies beside it until then, under a hidden name; an
@@ -30,6 +30,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Make `text` the content of `path`, in UTF-8, all of it or none."""
+    """Replace the content of `path` by `text` in UTF-8, atomically."""
     with replacing(path) as file:
         file.write(text.encode("utf-8"))

@@ -1,4 +1,4 @@
-"""Two honest yardsticks for a byte-level model: what coding the same held-out bytes costs without one."""
+"""Baselines for a byte-level model: bits per held-out byte of simple compressors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fullshard.train.corpus import Bytes
 
 
 def order0_bits_per_byte(train: Bytes, held_out: Bytes) -> float:
-    """Cross-entropy of `held_out` under the byte frequencies of `train`, with one added to every count.
+    """Return the cross-entropy of `held_out` under the byte frequencies of `train`, with one added to every count.
 
     Args:
         train: uint8 of any length, from which the distribution is taken.
@@ -25,5 +25,5 @@ def order0_bits_per_byte(train: Bytes, held_out: Bytes) -> float:
 
 
 def zlib_bits_per_byte(held_out: Bytes) -> float:
-    """Bits per byte of `held_out` compressed by zlib at level 9, headers included."""
+    """Return the bits per byte of `held_out` compressed by zlib at level 9, headers included."""
     return 8 * len(zlib.compress(held_out.tobytes(), 9)) / len(held_out)

@@ -1,10 +1,10 @@
-"""`best.safetensors`: the weights of the best validation so far, in step with the run's checkpoints.
+"""`best.safetensors`: the weights of the best validation so far, consistent with the run's checkpoints.
 
 [Note: Best weights and checkpoints]
-A run that is killed goes on from its last checkpoint, and so does what it knows of its best validation. If a
-better one came after that checkpoint, its file must not stay: those steps are done again, perhaps on other ranks
-and with another result. So a file that is replaced stays beside the new one, named by its step, for as long as
-the newest checkpoint knows it, or the one that is being written. Where no checkpoint does it goes at once.
+A run that is killed resumes from its last checkpoint, with the best validation of that checkpoint. If a better one came
+after the checkpoint, its file must not stay: those steps are repeated, perhaps on other ranks and with another result.
+So a file that is replaced stays beside the new one, named by its step, as long as the newest checkpoint, or the one
+that is being written, refers to it. Otherwise it is removed at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Set
 from pathlib import Path
 
 from fullshard.train.model import GPT
-from fullshard.train.position import Best
+from fullshard.train.position import BestValidation
 from fullshard.train.run_folder import BEST
 from fullshard.train.weights import read_notes, save_full
 
@@ -25,31 +25,31 @@ LOSS_KEY = "fullshard.train.validation_loss"  # nats per byte
 REPLACED = re.compile(r"best-(\d+)\.safetensors")
 
 
-def export(folder: Path, model: GPT, best: Best, needed: Set[int] = frozenset(), *, leads: bool) -> None:
+def export(folder: Path, model: GPT, best: BestValidation, needed: Set[int] = frozenset(), *, leads: bool) -> None:
     """Write the weights of a new best validation. A collective, see `save_full`.
 
     Args:
         folder: the run's folder.
         model: sharded or not.
         best: step and loss, kept in the file.
-        needed: steps of the best weights that checkpoints know, which must stay; other replaced files go.
-        leads: whether this is rank 0.
+        needed: steps of the best weights that checkpoints refer to; other replaced files are removed.
+        leads: True on rank 0.
     """
     if leads:
         before = step_of(folder / BEST)
         if before is not None and before in needed and before != best.step:
             os.replace(folder / BEST, _replaced(folder, before))
-        forget_replaced(folder, needed)
+        remove_replaced(folder, needed)
     notes = {STEP_KEY: str(best.step), LOSS_KEY: repr(best.loss)}
     save_full(folder / BEST, model, notes, leads=leads)
 
 
-def settle(folder: Path, best: Best | None) -> Best | None:
-    """Bring the files in step with the checkpoint that a run goes on from.
+def restore(folder: Path, best: BestValidation | None) -> BestValidation | None:
+    """Make the files consistent with the checkpoint that a run resumes from.
 
     Args:
         folder: the run's folder.
-        best: what the checkpoint knows.
+        best: best validation of the checkpoint.
 
     Returns:
         `best`, or None if its file is gone, so that the next validation is the best.
@@ -62,12 +62,12 @@ def settle(folder: Path, best: Best | None) -> Best | None:
             best = None
     if best is None:
         (folder / BEST).unlink(missing_ok=True)
-    forget_replaced(folder)
+    remove_replaced(folder)
     return best
 
 
-def take(source: Path, folder: Path, best: Best | None) -> None:
-    """Copy what a checkpoint of the run in `source` knows to be its best weights to another run's folder."""
+def copy_from(source: Path, folder: Path, best: BestValidation | None) -> None:
+    """Copy the best weights of a checkpoint of the run in `source` to another run's folder."""
     if best is None:
         return
     for path in (source / BEST, _replaced(source, best.step)):
@@ -76,8 +76,8 @@ def take(source: Path, folder: Path, best: Best | None) -> None:
             return
 
 
-def forget_replaced(folder: Path, needed: Set[int] = frozenset()) -> None:
-    """Remove replaced files, but for those of the steps in `needed`, which checkpoints know."""
+def remove_replaced(folder: Path, needed: Set[int] = frozenset()) -> None:
+    """Remove replaced files, except those of the steps in `needed`, which checkpoints refer to."""
     for path in folder.iterdir():
         match = REPLACED.fullmatch(path.name)
         if match and int(match[1]) not in needed:
@@ -85,7 +85,7 @@ def forget_replaced(folder: Path, needed: Set[int] = frozenset()) -> None:
 
 
 def step_of(path: Path) -> int | None:
-    """The step whose weights a file holds; None if it is not there, or none of these."""
+    """Return the step of the weights in a file; None if there is no such file."""
     step = read_notes(path).get(STEP_KEY, "")
     return int(step) if step.isdecimal() else None
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run as folders on disk: which are complete, which is the newest, which may go.
+"""The checkpoints of a run as folders on disk: complete ones, the newest one, and which to remove.
 
 Nothing here needs torch, so that a wrong `--resume` is found at once.
 """
@@ -28,19 +28,19 @@ class CheckpointFolder:
     path: Path
 
     def of_step(self, step: int) -> Path:
-        """Where the checkpoint after optimizer step `step` is, or will be."""
+        """Return the path of the checkpoint after optimizer step `step`."""
         return self.path / f"step-{step:08d}"
 
     def complete(self) -> list[Path]:
-        """Complete checkpoints, the oldest first."""
+        """Return complete checkpoints, the oldest first."""
         return [path for path in self._all() if (path / INDEX).is_file()]
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint; None if there is none."""
+        """Return the newest complete checkpoint; None if there is none."""
         return max(self.complete(), key=step_of, default=None)
 
     def remove_incomplete(self) -> list[Path]:
-        """Remove checkpoints that nobody finished writing. Call it only while nobody writes one.
+        """Remove incomplete checkpoints. Call it only while no process writes one.
 
         Returns:
             What was removed.
@@ -51,12 +51,12 @@ class CheckpointFolder:
         return incomplete
 
     def before(self, checkpoint: Path) -> Path | None:
-        """The complete checkpoint before this one; None if it is the oldest."""
+        """Return the complete checkpoint before this one; None if it is the oldest."""
         earlier = [path for path in self.complete() if step_of(path) < step_of(checkpoint)]
         return earlier[-1] if earlier else None
 
     def set_aside(self, checkpoint: Path) -> Path:
-        """Rename a damaged checkpoint, so that it counts no more.
+        """Rename a corrupted checkpoint, so that it is ignored.
 
         Returns:
             Where it is now.
@@ -68,7 +68,7 @@ class CheckpointFolder:
         return checkpoint.rename(aside)
 
     def keep(self, count: int) -> None:
-        """Remove complete checkpoints but for the newest `count`."""
+        """Remove complete checkpoints except the newest `count`."""
         for path in self.complete()[:-count]:
             _remove(path)
 
@@ -80,18 +80,18 @@ class CheckpointFolder:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint's folder is named by; 0 if it has another name."""
+    """Return the step in the name of a checkpoint's folder; 0 if it has another name."""
     match = STEP.fullmatch(checkpoint.name)
     return int(match[1]) if match else 0
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """The folder of the run that a checkpoint lies in; None if it lies elsewhere."""
+    """Return the folder of the run that contains a checkpoint; None if it is elsewhere."""
     return checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else None
 
 
 def find(folder: Path) -> Path:
-    """The checkpoint that a user names: a checkpoint itself, or the newest complete one of a run.
+    """Return the checkpoint that a user names: a checkpoint itself, or the newest complete one of a run.
 
     Raises:
         ConfigError: there is none.

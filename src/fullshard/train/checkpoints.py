@@ -1,4 +1,4 @@
-"""Saving a run while it goes on: one checkpoint at a time, in the background, and only the newest few are kept."""
+"""Save a run while it trains: one checkpoint at a time, in the background, keeping only the newest few."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from fullshard import async_save
 from fullshard import load as load_checkpoint
-from fullshard.checkpoint.offline import open_checkpoint
+from fullshard.checkpoint.tools.offline import open_checkpoint
 from fullshard.errors import CheckpointError
 from fullshard.train import best_weights
 from fullshard.train.checkpoint_folder import CHECKPOINTS, CheckpointFolder
@@ -27,25 +27,25 @@ class Checkpoints:
     _folder: CheckpointFolder
     _keep: int
     _setting: Setting
-    _leads: bool  # whether this rank removes what is not needed, and tells
+    _leads: bool  # this rank removes old files and reports
     _say: Callable[[str], None]
     _pending: Future[None] | None
-    _position: Position  # of the save that is pending, or the last one
-    _complete: Position  # of the newest checkpoint that is there
+    _position: Position  # of the pending save, or the last one
+    _complete: Position  # of the newest complete checkpoint
     _began: float
 
     def __init__(
         self, run: Path, *, every: int, keep: int, setting: Setting, leads: bool, say: Callable[[str], None]
     ) -> None:
-        """Prepare.
+        """Initialize without saving.
 
         Args:
             run: the run's folder, which every rank sees.
-            every: steps between checkpoints; 0: none are saved, ever.
+            every: steps between checkpoints; 0: none are saved.
             keep: number of checkpoints to keep.
-            setting: what the run's numbers depend on, for whoever goes on from a checkpoint.
-            leads: whether this is rank 0.
-            say: told of every checkpoint that is there; called on rank 0.
+            setting: the run's setting, saved with each checkpoint.
+            leads: True on rank 0.
+            say: called on rank 0 with a message about every complete checkpoint.
         """
         self.every = every
         self._run = run
@@ -59,25 +59,27 @@ class Checkpoints:
         self._began = 0.0
 
     def are_due(self, step: int) -> bool:
-        """Whether a checkpoint is to be saved after optimizer step `step`."""
+        """Return True if a checkpoint is due after optimizer step `step`."""
         return self.every > 0 and step % self.every == 0
 
-    def go_on_from(self, position: Position) -> None:
-        """Tell where the run goes on from: what its checkpoint knows is needed until there is a newer one."""
+    def resume_from(self, position: Position) -> None:
+        """Set the position of the checkpoint that the run resumes from; its best weights are kept until there is a
+        newer one.
+        """
         self._position = self._complete = position
 
     @property
     def best_steps(self) -> Set[int]:
-        """Steps of the best weights that the newest checkpoint knows, and the one that is being written."""
+        """Steps of the best weights in the newest checkpoint, and in the one that is being written."""
         return {position.best.step for position in (self._complete, self._position) if position.best}
 
     @property
     def is_saving(self) -> bool:
-        """Whether a checkpoint is being written."""
+        """True while a checkpoint is being written."""
         return self._pending is not None
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, position: Position) -> None:
-        """Start to save; returns as soon as this rank's shards are copied. Waits for the save before this one.
+        """Start to save; return as soon as this rank's shards are copied. Waits for the previous save.
 
         Raises:
             CheckpointError: on all ranks, if this or the last checkpoint cannot be written.
@@ -94,7 +96,7 @@ class Checkpoints:
         )
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is there.
+        """Wait until the pending checkpoint is complete.
 
         Raises:
             CheckpointError: on all ranks, if it cannot be written.
@@ -103,10 +105,10 @@ class Checkpoints:
             self._pending.result()
             self._finish()
 
-    def look(self) -> None:
-        """If the checkpoint that was being written is there, tell so and remove what is not needed any more.
+    def poll(self) -> None:
+        """If the pending checkpoint is complete, report it and remove files that are no longer needed.
 
-        Ranks may see that at different steps, so nothing here is a collective; a failure is left to `wait`.
+        Ranks may see that at different steps, so this is no collective; failures are raised by `wait`.
         """
         if self._pending is not None and self._pending.done() and self._pending.exception() is None:
             self._finish()
@@ -117,27 +119,25 @@ class Checkpoints:
             took = time.perf_counter() - self._began
             self._say(f"step {self._position.step}: checkpoint saved in {took:.1f} s")
             self._folder.keep(self._keep)
-            best_weights.forget_replaced(self._run, self.best_steps)
+            best_weights.remove_replaced(self._run, self.best_steps)
 
 
 def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Position, Setting]:
-    """Load a checkpoint of a run into model and optimizer; all ranks call it. See `fullshard.load`.
+    """Load a checkpoint of a run into model and optimizer with `fullshard.load`. All ranks call it.
 
     Raises:
-        CheckpointError: on all ranks, if it cannot be read or does not fit; nothing has changed then.
+        CheckpointError: on all ranks, if it cannot be read or does not match; nothing has changed then.
     """
     extra = load_checkpoint(checkpoint, model, optimizer)
     if not {"position", "setting"} <= extra.keys():
-        raise CheckpointError(
-            f"{checkpoint} was not written by fullshard train: it says nothing of where the run stood"
-        )
+        raise CheckpointError(f"{checkpoint} was not written by fullshard train: it has no position of a run")
     return Position.from_dict(extra["position"]), Setting.from_dict(extra["setting"])
 
 
-def damage(checkpoint: Path) -> str:
-    """What is damaged in a checkpoint that could not be loaded; empty if nothing is, so that it does not fit.
+def find_corruption(checkpoint: Path) -> str:
+    """Return an error if a checkpoint that could not be loaded is corrupted; empty if it is intact but does not match.
 
-    It reads all of it. Files that are there but cannot be read, for want of permission or of a server, are not damaged.
+    Reads the whole checkpoint. Files that cannot be read, for lack of permission or of a server, are not corrupted.
     """
     try:
         for path in checkpoint.iterdir():

@@ -1,4 +1,4 @@
-"""The settings of a training run: frozen values that are written beside the results and read back.
+"""Settings of a training run: frozen values that are written beside the results and read back.
 
 Nothing here needs torch, so that wrong settings are found at once.
 """
@@ -22,7 +22,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-WIRES = ("none", "int8", "fp8")
+COMM_QUANTIZATIONS = ("none", "int8", "fp8")
 VOCABULARY = 256  # a token is a byte
 CHECKPOINTS_PER_RUN = 20  # unless the user says how often
 LEAST_INTERVAL = 10  # steps, likewise: a short run is repeated sooner than saved
@@ -70,7 +70,7 @@ class GPTConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How the model is trained.
+    """Settings of training.
 
     Attributes:
         steps: optimizer steps.
@@ -99,7 +99,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """How the model is judged.
+    """Settings of validation and generation.
 
     Attributes:
         eval_every: steps between validations.
@@ -121,7 +121,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """How often a run keeps all that it needs to go on.
+    """Settings of checkpointing.
 
     Attributes:
         checkpoint_every: steps between checkpoints; 0: never; -1: a twentieth of all steps, but at least 10.
@@ -135,7 +135,7 @@ class CheckpointConfig:
         _at_least(self, checkpoint_every=-1, keep=1)
 
     def interval(self, steps: int) -> int:
-        """Steps between checkpoints in a run of `steps`; 0: never."""
+        """Return the steps between checkpoints in a run of `steps`; 0: never."""
         if self.checkpoint_every >= 0:
             return self.checkpoint_every
         return max(LEAST_INTERVAL, steps // CHECKPOINTS_PER_RUN)
@@ -143,7 +143,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Everything that decides a run's numbers, and how often it keeps them (where results go is not in here).
+    """All settings that affect a run's results, and its checkpoint interval, but not its output folder.
 
     Field names are unique over this class and its sections: they are the options of the command line.
 
@@ -153,8 +153,8 @@ class TrainConfig:
         ranks: number of ranks; 0 means one per accelerator, or two without.
         device: "cpu", "auto" or a type of accelerator; only where it runs is known which there are.
         seed: decides split, starting weights, batches and generated text.
-        wire: how weights travel between ranks: "none" in full precision, "int8" or "fp8" in blocks; then gradients
-            travel as int8 blocks.
+        comm_quantization: how weights are sent: "none" in full precision, "int8" or "fp8" in blocks; then gradients
+            are sent in int8 blocks.
         model: the model's size.
         training: how it is trained.
         evaluation: how it is judged.
@@ -166,7 +166,7 @@ class TrainConfig:
     ranks: int = 0
     device: str = "auto"
     seed: int = 0
-    wire: str = "none"
+    comm_quantization: str = "none"
     model: GPTConfig = field(default_factory=GPTConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -174,11 +174,12 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, ranks=0, seed=0)
-        if self.wire not in WIRES:
-            raise ConfigError(f"wire must be one of {', '.join(WIRES)}, found {self.wire!r}")
+        if self.comm_quantization not in COMM_QUANTIZATIONS:
+            known, found = ", ".join(COMM_QUANTIZATIONS), self.comm_quantization
+            raise ConfigError(f"comm_quantization must be one of {known}, found {found!r}")
 
     def with_options(self, options: Mapping[str, Any]) -> TrainConfig:
-        """This config with some fields replaced, each named as if there were no sections.
+        """Return this config with some fields replaced, given by name without sections.
 
         Raises:
             ConfigError: a value is out of range.
@@ -195,14 +196,14 @@ class TrainConfig:
         return dataclasses.replace(self, **changes)
 
     def to_toml(self) -> str:
-        """This config as TOML, in the order of the fields."""
+        """Serialize this config as TOML, in the order of the fields."""
         values = dataclasses.asdict(self)
         values["data"] = list(self.data)
         return "# Run it again: fullshard train --config THIS_FILE\n" + tomli_w.dumps(values)
 
     @classmethod
     def from_toml(cls, path: Path) -> TrainConfig:
-        """Read what `to_toml` wrote; fields that the file leaves out take their defaults.
+        """Parse a config of `to_toml`; missing fields take their defaults.
 
         Raises:
             ConfigError: the file cannot be read, is not TOML, or names unknown fields or wrong types.
@@ -222,7 +223,7 @@ class TrainConfig:
 
 
 def option_names() -> set[str]:
-    """Names of all settings, those of the sections included."""
+    """Return the names of all settings, including those of sections."""
     sections = (TrainConfig, GPTConfig, TrainingConfig, EvaluationConfig, CheckpointConfig)
     return {item.name for section in sections for item in dataclasses.fields(section)}
 
@@ -234,7 +235,7 @@ def _at_least(config: object, **smallest: int) -> None:
 
 
 def _build(kind: type, values: Mapping[str, Any]) -> object:
-    """A config class from parsed TOML, its sections from sub-tables."""
+    """Build a config class from parsed TOML, with its sections from sub-tables."""
     wanted = typing.get_type_hints(kind)
     unknown = sorted(set(values) - set(wanted))
     if unknown:
@@ -243,7 +244,7 @@ def _build(kind: type, values: Mapping[str, Any]) -> object:
 
 
 def _convert(name: str, value: Any, wanted: Any) -> Any:
-    """`value` as TOML gave it, as the field's type, or a `ConfigError`."""
+    """Convert a TOML value to the type of the field, or raise `ConfigError`."""
     if isinstance(wanted, types.GenericAlias):  # tuple[str, ...]
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             return tuple(value)

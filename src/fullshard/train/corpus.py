@@ -1,4 +1,4 @@
-"""The text of a run: which files, which of them are held out, and which bytes make a batch.
+"""The text of a run: which files, which of them are held out, and which bytes form a batch.
 
 Tokens are bytes. Nothing here needs torch or a process group, so that wrong input is found before any worker
 starts.
@@ -53,7 +53,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class TextFile:
-    """One file's path and content."""
+    """Path and content of a file."""
 
     path: Path
     content: bytes
@@ -93,7 +93,7 @@ def read(data: Sequence[str], *, seed: int, sequence: int) -> Corpus:
 def sample(
     text: Bytes, *, batch: int, sequence: int, key: Sequence[int], part: tuple[int, int] = (0, 1)
 ) -> npt.NDArray[np.int64]:
-    """Draw one part of a batch: a pure function of its arguments, independent of timing and of other batches.
+    """Draw one rank's part of a batch: a pure function of its arguments, independent of timing and of other batches.
 
     The parts are cut from one draw for all of them, so that a batch of 16 is the same windows in the same order
     whether two ranks have 8 each or four have 4.
@@ -114,13 +114,13 @@ def sample(
 
 
 def windows(text: Bytes, starts: npt.NDArray[np.int64], sequence: int) -> npt.NDArray[np.int64]:
-    """The windows of `sequence + 1` bytes at `starts`, int64 of shape `(len(starts), sequence + 1)`."""
+    """Return the windows of `sequence + 1` bytes at `starts`, int64 of shape `(len(starts), sequence + 1)`."""
     pairs: npt.NDArray[np.int64] = text[starts[:, None] + np.arange(sequence + 1)].astype(np.int64)
     return pairs
 
 
 def _read_paths(paths: Sequence[Path]) -> tuple[list[TextFile], list[str]]:
-    """What the user named: a file is taken as it is, a folder is searched; every file once."""
+    """Read files as they are, and search folders; every file once."""
     files: dict[Path, TextFile] = {}
     notes: list[str] = []
     for path in paths:
@@ -143,7 +143,7 @@ def _read_paths(paths: Sequence[Path]) -> tuple[list[TextFile], list[str]]:
 
 
 def _read_folder(root: Path, suffix: str = "") -> tuple[list[TextFile], list[str]]:
-    """All text files under `root` in sorted order, and a note on those that cannot be read."""
+    """Read all text files under `root` in sorted order; return a note on those that cannot be read."""
     files: list[TextFile] = []
     unreadable: list[Path] = []
     for path in _walk(root, suffix):
@@ -159,7 +159,7 @@ def _read_folder(root: Path, suffix: str = "") -> tuple[list[TextFile], list[str
 
 
 def _walk(root: Path, suffix: str) -> Iterator[Path]:
-    """Regular files under `root`, sorted, without hidden ones, caches and installed packages."""
+    """Yield regular files under `root`, sorted, except hidden files, caches and installed packages."""
     for folder, folders, names in os.walk(root):
         skip = SITE_FOLDERS | {"__pycache__"}
         folders[:] = sorted(name for name in folders if name not in skip and not name.startswith("."))
@@ -170,7 +170,7 @@ def _walk(root: Path, suffix: str) -> Iterator[Path]:
 
 
 def _split(source: str, files: list[TextFile], notes: list[str], *, seed: int, least: int) -> Corpus:
-    """Hold out whole files; where no choice of whole files is sensible, the tail of the largest file.
+    """Hold out whole files, or the tail of the largest file if no choice of whole files is sensible.
 
     Before they are shuffled, files are sorted by a digest of their content, so that the split depends on the
     text and the seed, not on where it lies. Of files with equal content one is kept: none may be on both
@@ -210,7 +210,7 @@ def _split(source: str, files: list[TextFile], notes: list[str], *, seed: int, l
 
 
 def _choose(files: list[TextFile], least: int) -> list[int]:
-    """Indices of the files to hold out; empty where no whole files fit."""
+    """Return the indices of the files to hold out; empty if no whole files fit."""
     sizes = [len(file.content) for file in files]
     total, held, size = sum(sizes), list[int](), 0
     for index, extra in enumerate(sizes):

@@ -16,7 +16,7 @@ from fullshard.train.stop import StopRequest
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out bytes that a validation predicts: fixed windows, one after another.
+    """Held-out bytes of a validation, as consecutive fixed windows.
 
     Every byte but the first is predicted exactly once, from those before it in its window.
 
@@ -30,13 +30,13 @@ class HeldOut:
 
     @classmethod
     def take(cls, validation: Bytes, limit: int, sequence: int) -> HeldOut:
-        """The first `limit` bytes of `validation`, cut to whole windows, at least one."""
+        """Return the first `limit` bytes of `validation`, cut to whole windows, at least one."""
         count = max(1, (min(limit, len(validation) - 1)) // sequence)
         return cls(validation[: count * sequence + 1], sequence)
 
     @property
     def targets(self) -> Bytes:
-        """The bytes that are predicted: what baselines must be computed on."""
+        """Bytes that are predicted, on which baselines must be computed."""
         return self.text[1:]
 
     @property
@@ -46,7 +46,7 @@ class HeldOut:
 
 
 def evaluate(model: nn.Module, held_out: HeldOut, batch: int, group: Group, stop: StopRequest) -> float | None:
-    """Mean cross-entropy in nats per byte over all of `held_out`; the same number on every rank.
+    """Return the mean cross-entropy in nats per byte over all of `held_out`; the same number on every rank.
 
     Every rank runs the same number of forwards, which are collectives: windows are dealt out in rounds, and a
     rank without a window left in the last round predicts one that does not count.

@@ -1,4 +1,4 @@
-"""How many bytes of training state lie on a rank, and how many one unsharded copy would take."""
+"""Bytes of training state on a rank, and of one unsharded copy."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """Bytes of all three."""
+        """Sum of all three."""
         return self.parameters + self.gradients + self.optimizer
 
 
 def measure(model: nn.Module, optimizer: torch.optim.Optimizer, *, local: bool) -> Footprint:
-    """Count bytes after a step and before gradients are cleared; one that is not there counts as its parameter.
+    """Count bytes after a step and before gradients are cleared; a missing gradient counts as its parameter.
 
     Args:
         model: the sharded model.
@@ -45,10 +45,10 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer, *, local: bool) 
 
 
 def as_dict(footprint: Footprint) -> dict[str, int]:
-    """The footprint as plain numbers, for sending and for files."""
+    """Return the footprint as plain numbers, for sending and for files."""
     return asdict(footprint)
 
 
 def _bytes(tensors: Iterable[Tensor], *, local: bool) -> int:
-    whole = (t.to_local() if local and isinstance(t, DTensor) else t for t in tensors)
-    return sum(t.numel() * t.element_size() for t in whole)
+    unsharded = (t.to_local() if local and isinstance(t, DTensor) else t for t in tensors)
+    return sum(t.numel() * t.element_size() for t in unsharded)

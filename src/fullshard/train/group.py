@@ -1,4 +1,4 @@
-"""The ranks of a run: who this process is, and the few small collectives beside the engine's own."""
+"""The ranks of a run, with the few small collectives beside the engine's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.train.config import ConfigError
-from fullshard.train.meeting import agent_store, meet, own_store
+from fullshard.train.rendezvous import agent_store, rendezvous, start_store
 
 CPU_RANKS = 2  # ranks on a machine without accelerators
 
@@ -31,7 +31,7 @@ class Group:
 
     @classmethod
     def join(cls, device: str) -> Group:
-        """Initialise the default process group from torch elastic's environment.
+        """Initialize the default process group from torch elastic's environment.
 
         Args:
             device: what :func:`choose` takes. The back end is the one that c10d names for the type of device.
@@ -48,16 +48,16 @@ class Group:
         own = torch.device("cpu") if kind == "cpu" else torch.device(kind, local_rank)
         if kind != "cpu":
             torch.accelerator.set_device_index(local_rank)
-        _initialise(dist.get_default_backend_for_device(kind), None if kind == "cpu" else own)
+        _initialize(dist.get_default_backend_for_device(kind), None if kind == "cpu" else own)
         return cls(dist.get_rank(), dist.get_world_size(), own)
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which prints and writes files."""
+        """True on rank 0, which prints and writes files."""
         return self.rank == 0
 
     def processes_here(self) -> list[int]:
-        """Process ids of the other ranks of this node, as torch elastic numbers nodes. A collective."""
+        """Return the process ids of the other ranks of this node, as torch elastic numbers nodes. A collective."""
         found = self.gather((os.environ.get("GROUP_RANK"), os.getpid()))
         node = found[self.rank][0]
         return [process for other, process in found if other == node and process != os.getpid()] if node else []
@@ -67,7 +67,7 @@ class Group:
         dist.destroy_process_group()
 
     def sum(self, *values: float) -> list[float]:
-        """Sum each value over ranks, in float64; the same on every rank."""
+        """All-reduce each value in float64; the same on every rank."""
         own = torch.tensor(values, dtype=torch.float64).view(torch.uint8).to(self.device)  # some know no float64
         parts = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(parts, own)
@@ -75,14 +75,14 @@ class Group:
         return total
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's small picklable `value`, in rank order, on every rank."""
+        """Return every rank's small picklable `value`, in rank order, on every rank."""
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, value)
         return gathered
 
 
 def choose(wanted: str, ranks: int) -> tuple[str, int]:
-    """Decide where the ranks of this machine compute, and how many they are.
+    """Choose the device type and the number of ranks of this machine.
 
     Args:
         wanted: "cpu", the type of this machine's accelerators, or "auto": those if there is one for each rank, else
@@ -111,7 +111,7 @@ def choose(wanted: str, ranks: int) -> tuple[str, int]:
 
 
 def _accelerators() -> tuple[str, int]:
-    """Type and number of the accelerators that ranks of this machine can divide among them; "cpu" and 0 without any."""
+    """Return type and number of the accelerators that ranks of this machine can divide; "cpu" and 0 without any."""
     found = torch.accelerator.current_accelerator(check_available=True)
     backend = dist.Backend.default_device_backend_map.get(found.type) if found is not None else None
     if found is None or backend is None or not dist.is_backend_available(backend):
@@ -122,11 +122,11 @@ def _accelerators() -> tuple[str, int]:
     return found.type, torch.accelerator.device_count()
 
 
-def _initialise(backend: str, device: torch.device | None) -> None:
+def _initialize(backend: str, device: torch.device | None) -> None:
     store = agent_store()
     if store is None:
         dist.init_process_group(backend, device_id=device)
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    own = own_store(meet(store, rank, size), rank, os.environ["MASTER_ADDR"])
+    own = start_store(rendezvous(store, rank, size), rank, os.environ["MASTER_ADDR"])
     dist.init_process_group(backend, store=own, rank=rank, world_size=size, device_id=device)

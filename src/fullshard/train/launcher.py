@@ -1,9 +1,9 @@
-"""Starting the ranks of one machine with torch's elastic launcher, stopping and restarting them, naming what failed.
+"""Start, stop and restart the ranks of one machine with torch's elastic launcher, and report failures.
 
 [Note: Restarts]
-torch elastic can restart workers itself, whatever ended them. Here each start is a launch of its own, because not
-every failure is worth another: what the system killed is started again, but an exception only if the run came
-further than at the last failure. A mistake in the code or the data would fail again at the same step.
+torch elastic can restart workers itself, whatever ended them. Here each start is a separate launch, because not every
+failure should be retried: workers killed by the system are restarted, but after an exception only if the run made
+progress since the last failure. A bug in the code or the data would fail again at the same step.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from fullshard.train.group import choose
 from fullshard.train.metrics import last_step
 from fullshard.train.stop import LAUNCHER_VARIABLE, STOP_FILE_VARIABLE
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # those that ask the workers to stop
-OTHER_SIGNALS = "SIGQUIT"  # what is left to torch elastic, which ends them
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that ask the workers to stop
+OTHER_SIGNALS = "SIGQUIT"  # handled by torch elastic, which ends the workers
 SHUTDOWN = 5  # seconds until workers that lost a peer, and hang for it, are killed
-MISTAKE = 2  # exit code of workers that have said by themselves what is wrong with their input
+WRONG_INPUT = 2  # exit code of workers that have said by themselves what is wrong with their input
 
 
 class WorkerError(RuntimeError):
@@ -53,7 +53,7 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Job:
-    """What the workers of this machine are to do.
+    """Task of the workers of this machine.
 
     Attributes:
         config: the run's settings, ranks and device settled.
@@ -68,8 +68,8 @@ class Job:
     max_restarts: int = 3
 
 
-def settle(config: TrainConfig) -> TrainConfig:
-    """Decide number and device of this machine's ranks where `config` leaves them open.
+def resolve_ranks(config: TrainConfig) -> TrainConfig:
+    """Choose number and device of this machine's ranks where `config` leaves them open.
 
     Raises:
         ConfigError: the config asks for accelerators that this machine has not, or for more than there are.
@@ -97,7 +97,10 @@ def launch(job: Job, say: Callable[[str], None]) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     metrics = job.folder / run_folder.METRICS
     furthest, restarts = last_step(metrics), 0
-    with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch, _asking(Path(scratch, "stop")) as stop_file:
+    with (
+        tempfile.TemporaryDirectory(prefix="fullshard-") as scratch,
+        _stop_on_signals(Path(scratch, "stop")) as stop_file,
+    ):
         config_file = Path(scratch, run_folder.CONFIG)
         config_file.write_text(job.config.to_toml(), encoding="utf-8")
         words = ["-m", "fullshard.train.worker", str(config_file), str(job.folder)]
@@ -110,10 +113,10 @@ def launch(job: Job, say: Callable[[str], None]) -> int:
                 return int(stop_file.read_text()) if stop_file.exists() else 128 + int(error.sigval)
             except ChildFailedError as error:
                 failure = _explain(error)
-                if failure.code == MISTAKE:
-                    return MISTAKE
+                if failure.code == WRONG_INPUT:
+                    return WRONG_INPUT
                 if stop_file.exists() and any(each.exitcode < 0 for each in error.failures.values()):
-                    return int(stop_file.read_text())  # who asked the run to stop did not wait for it
+                    return int(stop_file.read_text())  # killed after the request to stop, before they could finish
                 reached = last_step(metrics)
                 if restarts == job.max_restarts or (failure.code >= 0 and reached <= furthest):
                     raise failure from None
@@ -139,12 +142,12 @@ def _settings(ranks: int, scratch: str) -> LaunchConfig:
 
 
 @contextmanager
-def _asking(stop_file: Path) -> Iterator[Path]:
-    """While open, signals ask the workers to stop, by a file whose name they know."""
+def _stop_on_signals(stop_file: Path) -> Iterator[Path]:
+    """Within the context, have signals ask the workers to stop, through a file whose name they know."""
     os.environ[STOP_FILE_VARIABLE] = str(stop_file)
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
-    previous = {number: signal.signal(number, _Request(stop_file)) for number in handled}
+    previous = {number: signal.signal(number, _StopSignals(stop_file)) for number in handled}
     try:
         yield stop_file
     finally:
@@ -153,14 +156,14 @@ def _asking(stop_file: Path) -> Iterator[Path]:
 
 
 def _silence_elastic() -> None:
-    """Elastic logs a failure at length, each of its modules at a level of its own; `WorkerError` says it in a line."""
+    """Silence elastic's long logs of a failure, which are set per module; `WorkerError` reports it in a line."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
 
-class _Request:
-    """Handles Ctrl-C and its like: the first asks the workers to stop, the second ends them.
+class _StopSignals:
+    """Handler of Ctrl-C and similar signals: the first asks the workers to stop, the second ends them.
 
     See [Note: Stopping all ranks].
     """
@@ -177,8 +180,8 @@ class _Request:
 
 
 def _explain(error: ChildFailedError) -> WorkerError:
-    """What failed first, in a line."""
-    rank, failure = min(error.failures.items(), key=lambda item: _suspicion(item[1]))
+    """Describe the first failure in a line."""
+    rank, failure = min(error.failures.items(), key=lambda item: _cause_rank(item[1]))
     message: object = failure.message
     extra: dict[str, object] = {}
     if isinstance(message, dict):
@@ -190,8 +193,8 @@ def _explain(error: ChildFailedError) -> WorkerError:
     return WorkerError(f"rank {rank} failed: {lines[0]}", str(extra.get("py_callstack", "")), failure.exitcode)
 
 
-def _suspicion(failure: ProcessFailure) -> tuple[int, float]:
-    """Sorts failures by how likely they are the cause of the others, the likeliest first.
+def _cause_rank(failure: ProcessFailure) -> tuple[int, float]:
+    """Return a sort key of failures, with the likeliest cause of the others first.
 
     A rank that a signal ended did not lose its peers; the others fail soon after the first, for want of it;
     and what SIGTERM ended, elastic did when it saw a failure. Elastic's own timestamps are in whole seconds,

@@ -10,7 +10,7 @@ FLOOR = 0.05  # share of the peak that the cosine ends at
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:
-    """Rate of optimizer step `step` (counted from 1): linear warm-up, then a cosine to 1/20 of the peak."""
+    """Return the rate of optimizer step `step` (counted from 1): linear warm-up, then a cosine to 1/20 of the peak."""
     if step <= config.warmup:
         return config.lr * step / (config.warmup + 1)
     progress = (step - config.warmup) / max(1, config.steps - config.warmup)

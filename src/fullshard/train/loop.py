@@ -25,46 +25,43 @@ from fullshard.train.footprint import Footprint
 from fullshard.train.group import Group
 from fullshard.train.learning_rate import learning_rate
 from fullshard.train.metrics import Record, bits
-from fullshard.train.model import GPT, initialise
-from fullshard.train.position import Best, Position
-from fullshard.train.stop import INTERRUPTED, StopRequest, agreed
+from fullshard.train.model import GPT, initialize
+from fullshard.train.position import BestValidation, Position
+from fullshard.train.stop import INTERRUPTED, StopRequest, agreed_exit_code
 
 BETAS = (0.9, 0.95)
-OPTIONS = (
-    "weight_decay",
-    "betas",
-)  # of the optimizer, which a run that goes on takes from its settings; lr is per step
+OPTIONS = ("weight_decay", "betas")  # optimizer options that a resumed run takes from its settings; lr is per step
 BETWEEN = 8  # validations during the run use one such share of `eval_bytes`
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of the loop, equal on every rank except for `local`.
+    """Result of the loop, equal on every rank except for `local`.
 
     Attributes:
-        position: where the run stands.
-        stopped: exit code of a run that was asked to stop before it was through; 0: it is through.
+        position: progress of the run.
+        stopped: exit code of a run that was asked to stop early; 0: it is complete.
         local: training state on this rank.
-        whole: training state of one unsharded copy.
+        unsharded: training state of one unsharded copy.
     """
 
     position: Position
     stopped: int
     local: Footprint
-    whole: Footprint
+    unsharded: Footprint
 
     @property
-    def must_hurry(self) -> bool:
-        """Whether the machine is being taken away: what a checkpoint makes possible later is left for later."""
+    def is_terminated(self) -> bool:
+        """True if the machine is being taken away: work that can be done after resuming is skipped."""
         return self.stopped not in (0, INTERRUPTED)
 
 
 @dataclass(frozen=True)
 class Observer:
-    """Whom a run tells what it does.
+    """Callbacks of a run.
 
     Attributes:
-        folder: where the best weights go.
+        folder: folder of the best weights.
         record: called with each record of `metrics.jsonl`.
         saving: called before a checkpoint is saved, so that all records before it are on the disk.
     """
@@ -74,10 +71,10 @@ class Observer:
     saving: Callable[[], None] = lambda: None
 
 
-def build(config: TrainConfig, group: Group) -> GPT:
-    """The model with its starting weights, every block and then the root sharded over all ranks."""
+def build_model(config: TrainConfig, group: Group) -> GPT:
+    """Build the initialized model, with every block and then the root sharded over all ranks."""
     model = GPT(config.model)
-    initialise(model, config.seed)
+    initialize(model, config.seed)
     model.to(group.device)
     for block in model.blocks:
         fully_shard(block)
@@ -85,8 +82,8 @@ def build(config: TrainConfig, group: Group) -> GPT:
     return model
 
 
-def optimizer_of(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW on the sharded parameters, which it steps as plain tensors; weight decay on matrices only."""
+def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
+    """Return AdamW on the sharded parameters, stepped as local tensors; weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
@@ -94,8 +91,8 @@ def optimizer_of(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
     return localize(optimizer)
 
 
-def part_between(corpus: Corpus, config: TrainConfig) -> HeldOut:
-    """The held-out bytes that validations during the run use."""
+def interim_validation_data(corpus: Corpus, config: TrainConfig) -> HeldOut:
+    """Return the held-out bytes of validations during the run."""
     return HeldOut.take(corpus.validation, config.evaluation.eval_bytes // BETWEEN, config.model.sequence)
 
 
@@ -111,8 +108,8 @@ class Run:
     observer: Observer
     checkpoints: Checkpoints
     position: Position
-    _stopped: int  # exit code; 0: the run goes on
-    _saved: Position | None  # of the last checkpoint; None: what there is now is not in any
+    _stopped: int  # exit code; 0: the run continues
+    _saved: Position | None  # position of the last checkpoint; None: not saved yet
     _footprints: tuple[Footprint, Footprint] | None  # local and whole
     _start: float
 
@@ -125,11 +122,11 @@ class Run:
         group: Group,
         stop: StopRequest,
     ) -> None:
-        """Prepare a run.
+        """Initialize a run.
 
         Args:
-            model: sharded, from `build`; trained in place.
-            optimizer: from `optimizer_of`.
+            model: sharded, from `build_model`; trained in place.
+            optimizer: from `build_optimizer`.
             corpus: the text; equal on every rank.
             config: the settings.
             group: the ranks.
@@ -145,18 +142,18 @@ class Run:
         self._footprints = None
 
     def train(self, position: Position, checkpoints: Checkpoints, observer: Observer) -> Outcome:
-        """Do all steps that are left, with validations in between and a full one at the end, and checkpoints.
+        """Run all remaining steps, with validations in between and a full one at the end, and checkpoints.
 
         Args:
-            position: where model and optimizer stand.
-            checkpoints: where they are saved.
-            observer: whom to tell.
+            position: progress of model and optimizer.
+            checkpoints: checkpoints of the run.
+            observer: callbacks.
 
         Raises:
             CheckpointError: on all ranks, if a checkpoint cannot be written.
         """
         self.observer, self.checkpoints, self.position = observer, checkpoints, position
-        checkpoints.go_on_from(position)
+        checkpoints.resume_from(position)
         self._saved = position if position.step else None
         self._start = time.perf_counter() - position.elapsed
         if not position.validated:  # stopped during that validation
@@ -164,18 +161,18 @@ class Run:
         while not self._stopped and self.position.step < self.config.training.steps:
             self._train_step(self.position.step + 1)
             self._validate_if_due()
-            self.checkpoints.look()
+            self.checkpoints.poll()
             if not self._stopped and self.checkpoints.are_due(self.position.step):
                 self._save()
         if self.checkpoints.every and self._saved is not self.position:
             self._save()
         self.checkpoints.wait()
         self.position = replace(self.position, elapsed=self._elapsed())
-        local, whole = self._footprints or self._measure()
-        return Outcome(self.position, self._stopped, local, whole)
+        local, unsharded = self._footprints or self._measure()
+        return Outcome(self.position, self._stopped, local, unsharded)
 
     def _train_step(self, step: int) -> None:
-        """One optimizer step (counted from 1) and its record."""
+        """Perform one optimizer step (counted from 1) and record it."""
         began = time.perf_counter()
         settings, sequence = self.config.training, self.config.model.sequence
         for parameters in self.optimizer.param_groups:
@@ -187,13 +184,13 @@ class Run:
         logits = self.model(tokens[:, :-1])
         own_loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
         torch.autograd.backward(own_loss)
-        norm = _whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip))
+        norm = _full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip))
         self.optimizer.step()
         total, *marks = self.group.sum(own_loss.item(), *self.stop.marks)
         if self._footprints is None:
             self._footprints = self._measure()
         self.optimizer.zero_grad()
-        self._stopped = agreed(*marks)
+        self._stopped = agreed_exit_code(*marks)
         validated = not self._is_validation_due(step)
         self.position = replace(self.position, step=step, validated=validated, validation_loss=None)
         loss, took = total / self.group.size, time.perf_counter() - began
@@ -214,16 +211,16 @@ class Run:
         return step == self.config.training.steps or step % self.config.evaluation.eval_every == 0
 
     def _validate_if_due(self) -> None:
-        """After the last step a validation on all held-out bytes, at others on a part; keeps the best weights.
+        """Validate on all held-out bytes after the last step, and on a part at other steps; keep the best weights.
 
-        The best is chosen by the part, also after the last step: losses on other bytes cannot be compared. For that
-        reason a best on another part or text, from before the run went on, gives way to any.
+        The best is chosen by the part, also after the last step: losses on different bytes cannot be compared. For the
+        same reason a best on another part or text, from before the run was resumed, is replaced by any.
         """
         if self._stopped or self.position.validated:
             return
         step, limit = self.position.step, self.config.evaluation.eval_bytes
         is_last = step == self.config.training.steps
-        part, loss = part_between(self.corpus, self.config), None
+        part, loss = interim_validation_data(self.corpus, self.config), None
         between = len(part.targets)
         judged = self._evaluate(part)
         if is_last:
@@ -242,20 +239,20 @@ class Run:
                 "elapsed_s": self._elapsed(),
             }
         )
-        best, new = self.position.best, Best(step, judged, between, self.corpus.sha256)
-        if math.isfinite(judged) and (best is None or not best.is_judged_alike(new) or judged < best.loss):
+        best, new = self.position.best, BestValidation(step, judged, between, self.corpus.sha256)
+        if math.isfinite(judged) and (best is None or not best.is_comparable(new) or judged < best.loss):
             best = new
             needed = self.checkpoints.best_steps
             best_weights.export(self.observer.folder, self.model, best, needed, leads=self.group.leads)
         self.position = replace(self.position, validated=True, best=best, validation_loss=loss)
 
     def _evaluate(self, held_out: HeldOut) -> float | None:
-        """Loss on held-out bytes; None if the run is asked to stop meanwhile."""
+        """Return the loss on held-out bytes; None if the run is asked to stop meanwhile."""
         if self._stopped:
             return None
         loss = evaluate(self.model, held_out, self.config.training.batch, self.group, self.stop)
         if loss is None:
-            self._stopped = agreed(*self.group.sum(*self.stop.marks))
+            self._stopped = agreed_exit_code(*self.group.sum(*self.stop.marks))
         return loss
 
     def _save(self) -> None:
@@ -265,12 +262,12 @@ class Run:
         self._saved = self.position
 
     def _measure(self) -> tuple[Footprint, Footprint]:
-        local, whole = (footprint.measure(self.model, self.optimizer, local=local) for local in (True, False))
-        return local, whole
+        local, unsharded = (footprint.measure(self.model, self.optimizer, local=local) for local in (True, False))
+        return local, unsharded
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self._start
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

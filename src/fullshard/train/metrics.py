@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object per line, written as the run goes on."""
+"""`metrics.jsonl`: one JSON object per line, written during the run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Record = dict[str, Any]
 
 
 def bits(nats: float) -> float:
-    """A cross-entropy in nats per byte as bits per byte."""
+    """Convert a cross-entropy in nats per byte to bits per byte."""
     return nats / math.log(2)
 
 
 class MetricsFile:
-    """Appends records to a file and flushes each, so that an interrupted run keeps what it measured."""
+    """Appends records to a file and flushes each, so that an interrupted run keeps its records."""
 
     _file: TextIO
 
@@ -34,7 +34,7 @@ class MetricsFile:
         self._file.flush()
 
     def sync(self) -> None:
-        """Wait until the records are on the disk: a checkpoint must not be there without those before it."""
+        """Flush the records to disk: a checkpoint must not exist without the records before it."""
         os.fsync(self._file.fileno())
 
     def __enter__(self) -> MetricsFile:
@@ -47,7 +47,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """All records of a `metrics.jsonl`, in order; a torn last line is left out."""
+    """Return all records of a `metrics.jsonl`, in order; a torn last line is left out."""
     records = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -58,12 +58,12 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 def write_metrics(path: Path, records: Sequence[Record]) -> None:
-    """Make `records` the whole content of a `metrics.jsonl`: all of them or, if killed, what was there before."""
+    """Replace the content of a `metrics.jsonl` by `records`, atomically."""
     replace_text(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def up_to(records: Sequence[Record], step: int, *, validated: bool) -> list[Record]:
-    """The records that a run has when it stands after optimizer step `step`.
+    """Return the records of a run up to optimizer step `step`.
 
     Args:
         records: in order.
@@ -75,7 +75,7 @@ def up_to(records: Sequence[Record], step: int, *, validated: bool) -> list[Reco
 
 
 def last_step(path: Path) -> int:
-    """The last optimizer step that a `metrics.jsonl` has a record of; 0 if there is none, or no such file."""
+    """Return the last optimizer step in a `metrics.jsonl`; 0 if there is none, or no such file."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 4096))

@@ -1,4 +1,4 @@
-"""The model that `fullshard train` trains: a small byte-level GPT.
+"""The model of `fullshard train`: a small byte-level GPT.
 
 Pre-norm blocks, causal attention with rotary positions, a SwiGLU MLP, no biases, an untied output head. One
 file, no dependence on how the model is sharded: it is a plain `nn.Module`.
@@ -39,7 +39,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         # Normed queries and keys bound the logits, which lets a short run use a high learning rate.
-        q, k = (_turn(F.rms_norm(t, t.shape[-1:]), angles) for t in (q, k))
+        q, k = (_rotate(F.rms_norm(t, t.shape[-1:]), angles) for t in (q, k))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return out
@@ -54,7 +54,7 @@ class MLP(nn.Module):
         self.out = nn.Linear(config.hidden, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform every position by itself."""
+        """Transform every position separately."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         out: Tensor = self.out(F.silu(gate) * up)
         return out
@@ -71,7 +71,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """`(B, T, C) -> (B, T, C)`; `angles` as in `Attention.forward`."""
+        """Transform `(B, T, C) -> (B, T, C)`; `angles` as in `Attention.forward`."""
         x = x + self.attention(self.attention_norm(x), angles)
         mixed: Tensor = self.mlp(self.mlp_norm(x))
         return x + mixed
@@ -121,8 +121,8 @@ class GPT(nn.Module):
         return logits
 
 
-def initialise(model: GPT, seed: int) -> None:
-    """Give a full (unsharded) `model` its starting weights in place: a pure function of size and `seed`.
+def initialize(model: GPT, seed: int) -> None:
+    """Initialize the full (unsharded) `model` in place: a pure function of size and `seed`.
 
     Matrices are normal with standard deviation `1 / sqrt(fan-in)`; those that write into the residual stream
     are zero, so that every block starts as the identity; the head starts small. Draws come from a CPU
@@ -193,14 +193,14 @@ def generate(model: nn.Module, prompt: bytes, count: int, sequence: int, generat
 
 
 def _rotary_angles(config: GPTConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position's rotation, each of shape `(sequence, D / 2)`."""
+    """Return cosines and sines of every position's rotation, each of shape `(sequence, D / 2)`."""
     half = config.width // config.heads // 2
     frequencies = 10_000.0 ** (-torch.arange(half, dtype=torch.float32) / half)
     angles = torch.outer(torch.arange(config.sequence, dtype=torch.float32), frequencies)
     return angles.cos(), angles.sin()
 
 
-def _turn(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+def _rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate the pairs (i, i + D / 2) of every head by its position's angles."""
     cos, sin = angles
     first, second = x.chunk(2, dim=-1)

@@ -54,7 +54,7 @@ def plot_losses(path: Path, records: Sequence[Record], baselines: Mapping[str, f
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Mean over a window around each value, which shrinks towards both ends and so lags nowhere."""
+    """Return the mean over a window around each value; windows shrink towards both ends, so that there is no lag."""
     reach = int(SMOOTHED_SHARE * len(values) / 2)
     smoothed = []
     for at in range(len(values)):

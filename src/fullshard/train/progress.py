@@ -1,4 +1,4 @@
-"""What rank 0 shows while a run goes on: a progress bar on a terminal, a line now and then elsewhere."""
+"""Progress display of rank 0: a progress bar on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAIN_LINES = 10  # lines of a whole run where there is no terminal
 
 
 class RunProgress:
-    """Shows step, loss, tokens per second and the time left. Silent where `console` is None."""
+    """Shows step, loss, tokens per second and the time left. Silent if `console` is None."""
 
     _console: Console | None
     _steps: int
@@ -44,7 +44,7 @@ class RunProgress:
             self._bar.add_task("train", total=steps, completed=done, text="")
 
     def train(self, record: Record, *, is_saving: bool = False) -> None:
-        """Show a training record, and whether a checkpoint is being written meanwhile."""
+        """Show a training record, and if a checkpoint is being written."""
         step, left = record["step"], (self._steps - record["step"]) * record["elapsed_s"] / record["step"]
         text = f"loss {record['bits_per_byte']:.3f} bits/byte, {record['tokens_per_s']:,.0f} tokens/s"
         if self._bar:
@@ -54,7 +54,7 @@ class RunProgress:
             self._console.print(f"step {step}/{self._steps}  {text}, {left:.0f} s left", highlight=False)
 
     def say(self, text: str) -> None:
-        """Print a line, above the bar where there is one."""
+        """Print a line, above the bar if there is one."""
         if self._console:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 

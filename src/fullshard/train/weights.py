@@ -1,4 +1,4 @@
-"""A run's files of weights: one safetensors file each, with the model's size in its metadata."""
+"""Weights of a run: one safetensors file each, with the model's size in its metadata."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST_HEADER = 100 << 20  # bytes; the format's own limit
 
 
 def save_full(path: Path, model: GPT, notes: Mapping[str, str] | None = None, *, leads: bool) -> None:
-    """Write full weights to one file, whole or not at all. Every rank calls it, and writes what it holds.
+    """Write full weights to one file, atomically. Every rank calls it and writes its own shards.
 
     Args:
         path: the file, the same on every rank.
@@ -41,13 +41,13 @@ def save_full(path: Path, model: GPT, notes: Mapping[str, str] | None = None, *,
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what a process that was killed while it wrote weights has left. Call it only while nobody writes."""
+    """Remove leftovers of a process that was killed while writing weights. Call it only while no process writes."""
     for scratch in folder.glob(f".*.safetensors{SCRATCH}"):
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def read_notes(path: Path) -> dict[str, str]:
-    """The metadata of a file of weights; empty if it is not there, or no such file."""
+    """Return the metadata of a file of weights; empty if there is no such file."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")

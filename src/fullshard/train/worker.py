@@ -1,4 +1,4 @@
-"""What each rank of `fullshard train` does, whoever started it.
+"""One rank of `fullshard train`, started by the launcher or torchrun.
 
 Run by the launcher as `python -m fullshard.train.worker CONFIG FOLDER [RESUME]`, and called by the command itself
 under torchrun.
@@ -33,20 +33,20 @@ from fullshard.train.group import Group
 from fullshard.train.metrics import MetricsFile, Record, bits, read_metrics, up_to, write_metrics
 from fullshard.train.model import GPT, generate
 from fullshard.train.plot import plot_losses
-from fullshard.train.position import Best, Position, Setting
+from fullshard.train.position import BestValidation, Position, Setting
 from fullshard.train.progress import RunProgress
+from fullshard.train.quantization import QuantizationSummary, quantization_summary, set_comm_quantization
 from fullshard.train.run_folder import Start
 from fullshard.train.stop import INTERRUPTED, LAUNCHER_VARIABLE, STOP_FILE_VARIABLE, TERMINATED, StopRequest
 from fullshard.train.summary import Summary, show
 from fullshard.train.weights import remove_unfinished, save_full
-from fullshard.train.wire import WireSummary, set_wire, wire_summary
 
-MISTAKE = 2  # exit code for wrong input
+WRONG_INPUT = 2  # exit code for wrong input
 FAILURE = 1
 
 
 def run(config: TrainConfig, begin: Callable[[], Start]) -> int:
-    """Join the ranks, go on from where the run stands, train, evaluate, generate and write the results.
+    """Join the ranks, resume, train, evaluate, generate and write the results.
 
     Args:
         config: the settings; those of rank 0 count.
@@ -57,48 +57,50 @@ def run(config: TrainConfig, begin: Callable[[], Start]) -> int:
 
     Raises:
         CorpusError: on every rank alike, if any rank cannot read the text or reads different text.
-        ConfigError: on every rank alike, if the run cannot go on from its checkpoint with these settings.
+        ConfigError: on every rank alike, if the run cannot resume from its checkpoint with these settings.
     """
     group = Group.join(config.device)
-    stop = StopRequest()  # not before: who waits for ranks that do not come has nothing to save
+    stop = StopRequest()  # not before: a rank that waits for others has nothing to save
     config = group.gather(config)[0]
     stop.watch(group.processes_here())
-    corpus = _read_together(config, group)
-    start = _begin_together(begin, config, group)
+    corpus = _read_on_all_ranks(config, group)
+    start = _begin_on_all_ranks(begin, config, group)
     known = config.data_sha256
     config = dataclasses.replace(config, data_sha256=corpus.sha256, ranks=group.size, device=group.device.type)
-    model = loop.build(config, group)
-    set_wire(model, config.wire)
-    optimizer = loop.optimizer_of(model, config.training)
+    model = loop.build_model(config, group)
+    set_comm_quantization(model, config.comm_quantization)
+    optimizer = loop.build_optimizer(model, config.training)
     start, position, notes = _resume(start, config, group, model, optimizer)
     if group.leads:
-        position = _settle(start, config, position)
+        position = _prepare_folder(start, config, position)
         notes += _notes_on_best(position.best, corpus, config)
         if not start.checkpoint and known and known != corpus.sha256:
             notes.append("the text changed since this config was written, so the results will differ")
     position = group.gather(position)[0]
     once = loop.Run(model, optimizer, corpus, config, group, stop)
-    outcome = _lead(once, start, position, notes) if group.leads else _follow(once, start, position)
-    wire = wire_summary(model, config.wire)
+    outcome = (
+        _train_on_rank0(once, start, position, notes) if group.leads else _train_on_other_rank(once, start, position)
+    )
+    quantization = quantization_summary(model, config.comm_quantization)
     folder = start.folder if group.leads else None
-    if outcome.must_hurry:
-        group.gather(None)  # until rank 0 has tidied up
-        stop.let_peers_go()
+    if outcome.is_terminated:
+        group.gather(None)  # until rank 0 has cleaned up
+        stop.allow_peers_to_exit()
         return TERMINATED
     sample = b""
     if not outcome.stopped and config.evaluation.generate:
         sample = _generate(model, config)
     save_full(start.folder / run_folder.MODEL, model, leads=group.leads)
     footprints = [Footprint(**values) for values in group.gather(footprint.as_dict(outcome.local))]
-    stop.let_peers_go()
+    stop.allow_peers_to_exit()
     if folder:
-        _report(folder, config, corpus, outcome, footprints, sample, wire)
+        _report(folder, config, corpus, outcome, footprints, sample, quantization)
     group.leave()
     return outcome.stopped
 
 
 def guarded(body: Callable[[], int]) -> int:
-    """Run a rank's `body` and turn what it raises into an exit code and a short report.
+    """Run a rank's `body` and turn its exception into an exit code and a short report.
 
     The exception goes to torch elastic's error file, from which the launcher takes the rank and the message,
     and its traceback to standard error if this process was started by torchrun. Wrong input is reported by
@@ -109,7 +111,7 @@ def guarded(body: Callable[[], int]) -> int:
     except (ConfigError, CorpusError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"fullshard train: {error}", file=sys.stderr, flush=True)
-        return MISTAKE
+        return WRONG_INPUT
     except Exception as error:
         get_error_handler().record_exception(error)
         if STOP_FILE_VARIABLE not in os.environ:
@@ -118,8 +120,8 @@ def guarded(body: Callable[[], int]) -> int:
         return FAILURE
 
 
-def _read_together(config: TrainConfig, group: Group) -> Corpus:
-    """Read the text on every rank; if one fails, or reads something else, all raise the same error."""
+def _read_on_all_ranks(config: TrainConfig, group: Group) -> Corpus:
+    """Read the text on every rank; if one fails, or reads different text, all raise the same error."""
     corpus, problem = None, None
     try:
         corpus = read(config.data, seed=config.seed, sequence=config.model.sequence)
@@ -130,13 +132,13 @@ def _read_together(config: TrainConfig, group: Group) -> Corpus:
         if problem:
             raise CorpusError(f"rank {rank}: {problem}" if group.size > 1 else problem)
         if digest != found[0][1]:
-            raise CorpusError(f"rank {rank} reads other text than rank 0: every node needs the same files")
+            raise CorpusError(f"rank {rank} reads different text than rank 0: every node needs the same files")
     assert corpus is not None
     return corpus
 
 
-def _begin_together(begin: Callable[[], Start], config: TrainConfig, group: Group) -> Start:
-    """What rank 0 begins with, on every rank; where it cannot, or others do not see it, all raise the same error."""
+def _begin_on_all_ranks(begin: Callable[[], Start], config: TrainConfig, group: Group) -> Start:
+    """Return rank 0's start on every rank; if it fails, or others do not see the folder, all raise the same error."""
     start, problem = None, None
     if group.leads:
         try:
@@ -151,8 +153,8 @@ def _begin_together(begin: Callable[[], Start], config: TrainConfig, group: Grou
     for rank, sees in enumerate(group.gather(start.folder.is_dir())):
         if keeps and not sees:
             raise ConfigError(
-                f"rank {rank} does not see {start.folder}: checkpoints need a folder that all nodes share; name one "
-                f"with --out, or train without them by --checkpoint-every 0"
+                f"rank {rank} does not see {start.folder}: checkpoints need a folder that all nodes share; set it "
+                f"with --out, or disable checkpoints with --checkpoint-every 0"
             )
     return start
 
@@ -160,10 +162,10 @@ def _begin_together(begin: Callable[[], Start], config: TrainConfig, group: Grou
 def _resume(
     start: Start, config: TrainConfig, group: Group, model: GPT, optimizer: torch.optim.Optimizer
 ) -> tuple[Start, Position, list[str]]:
-    """Load the checkpoint that the run goes on from, if any. All ranks find the same position and errors.
+    """Load the checkpoint to resume from, if any. All ranks get the same position and errors.
 
     Returns:
-        What the run does begin with, where it stands, and what the user should know.
+        The start, the position, and notes for the user.
     """
     options = [{name: given[name] for name in loop.OPTIONS} for given in optimizer.param_groups]
     damaged: list[str] = []
@@ -172,43 +174,41 @@ def _resume(
         try:
             loaded = checkpoints.load(start.checkpoint, model, optimizer)
         except CheckpointError as error:
-            start, note = _before_damage(start, group, str(error))
+            start, note = _fall_back(start, group, str(error))
             damaged.append(note)
     if start.checkpoint is None or loaded is None:
         return start, Position(origin=start.origin), []
     position, before = loaded
     for given, own in zip(optimizer.param_groups, options, strict=True):
-        given.update(own)  # options given now win over those that the checkpoint was saved with
+        given.update(own)  # present options take precedence over saved ones
     now = Setting.of(config)
     before.check(now, str(start.checkpoint))
     steps = config.training.steps
     if position.step > steps or (position.step == steps and not start.is_own):
-        raise ConfigError(
-            f"{start.checkpoint} is at step {position.step} already: to train on, give more than that as --steps"
-        )
+        raise ConfigError(f"{start.checkpoint} is already at step {position.step}: to train further, raise --steps")
     if start.is_own and start.origin and position.origin != start.origin:
         raise ConfigError(
             f"{start.folder} has checkpoints of its own, which did not start from {start.origin}: leave --resume out "
-            f"to go on with them, or choose another --name"
+            f"to resume from them, or choose another --name"
         )
     if not start.is_own:
         position = dataclasses.replace(position, origin=start.origin)
     return start, position, [*damaged, f"resumed from step {position.step} ({start.checkpoint})", *before.notes(now)]
 
 
-def _before_damage(start: Start, group: Group, problem: str) -> tuple[Start, str]:
-    """After a checkpoint could not be loaded: start from the one before, if this one is damaged. All ranks call it.
+def _fall_back(start: Start, group: Group, problem: str) -> tuple[Start, str]:
+    """After a checkpoint could not be loaded, start from the previous one if it is corrupted. All ranks call it.
 
     Returns:
-        What to begin with instead, and what the user should know.
+        The start to use instead, and a note for the user.
 
     Raises:
-        ConfigError: on all ranks, if the checkpoint is whole (it does not fit), another run's, or the only one.
+        ConfigError: on all ranks, if the checkpoint is intact (but does not match), another run's, or the only one.
     """
     bad = start.checkpoint
     assert bad is not None
     found: tuple[Path | None, str] = None, f"cannot resume: {problem}"
-    if group.leads and checkpoints.damage(bad):
+    if group.leads and checkpoints.find_corruption(bad):
         kept = CheckpointFolder(bad.parent)
         before = kept.before(bad)
         if before is None:
@@ -217,7 +217,7 @@ def _before_damage(start: Start, group: Group, problem: str) -> tuple[Start, str
             found = None, f"{found[1]}. The one before it is {before}: name that with --resume"
         else:
             try:
-                found = before, f"{bad} is damaged, and is now {kept.set_aside(bad).name}: {problem}"
+                found = before, f"{bad} is corrupted, and was renamed to {kept.set_aside(bad).name}: {problem}"
             except OSError as error:
                 found = None, f"{found[1]}. It cannot be renamed: {error}"
     before, text = group.gather(found)[0]
@@ -226,38 +226,38 @@ def _before_damage(start: Start, group: Group, problem: str) -> tuple[Start, str
     return dataclasses.replace(start, checkpoint=before), text
 
 
-def _notes_on_best(best: Best | None, corpus: Corpus, config: TrainConfig) -> list[str]:
-    """What the user should know where validations are now on other bytes than the best so far."""
-    part = loop.part_between(corpus, config)
-    if best is None or best.is_judged_alike(Best(0, 0.0, len(part.targets), corpus.sha256)):
+def _notes_on_best(best: BestValidation | None, corpus: Corpus, config: TrainConfig) -> list[str]:
+    """Return a note if validations now use other bytes than the best one so far."""
+    part = loop.interim_validation_data(corpus, config)
+    if best is None or best.is_comparable(BestValidation(0, 0.0, len(part.targets), corpus.sha256)):
         return []
     return [
-        f"validations are on other bytes than the best one so far (step {best.step}), which the next one replaces "
-        f"therefore"
+        f"validations use other bytes than the best one so far (step {best.step}), which the next validation "
+        f"therefore replaces"
     ]
 
 
-def _settle(start: Start, config: TrainConfig, position: Position) -> Position:
-    """Bring the run's folder in step with the checkpoint: what came after it is done again. On rank 0 only."""
+def _prepare_folder(start: Start, config: TrainConfig, position: Position) -> Position:
+    """Make the run's folder consistent with the checkpoint: later steps are repeated. On rank 0 only."""
     folder, source = start.folder, start.folder
     if start.checkpoint and not start.is_own:
         source = run_of(start.checkpoint) or folder
-        best_weights.take(source, folder, position.best)
+        best_weights.copy_from(source, folder, position.best)
     CheckpointFolder(folder / CHECKPOINTS).remove_incomplete()
     remove_unfinished(folder)
     metrics = source / run_folder.METRICS
     records = read_metrics(metrics) if metrics.exists() else []
     write_metrics(folder / run_folder.METRICS, up_to(records, position.step, validated=position.validated))
     replace_text(folder / run_folder.CONFIG, config.to_toml())
-    return dataclasses.replace(position, best=best_weights.settle(folder, position.best))
+    return dataclasses.replace(position, best=best_weights.restore(folder, position.best))
 
 
-def _follow(once: loop.Run, start: Start, position: Position) -> loop.Outcome:
-    """Train on a rank that shows nothing and writes nothing but its part of checkpoints."""
+def _train_on_other_rank(once: loop.Run, start: Start, position: Position) -> loop.Outcome:
+    """Train on a rank that prints nothing and writes only its shards of checkpoints."""
     return once.train(position, _checkpoints(once, start, lambda text: None), loop.Observer(start.folder))
 
 
-def _lead(once: loop.Run, start: Start, position: Position, notes: list[str]) -> loop.Outcome:
+def _train_on_rank0(once: loop.Run, start: Start, position: Position, notes: list[str]) -> loop.Outcome:
     """Train on rank 0, which writes metrics and shows progress."""
     config, corpus, steps = once.config, once.corpus, once.config.training.steps
     folder = start.folder
@@ -284,7 +284,7 @@ def _lead(once: loop.Run, start: Start, position: Position, notes: list[str]) ->
 
         outcome = once.train(position, kept, loop.Observer(folder, record, metrics.sync))
         if outcome.stopped:
-            progress.say(_farewell(outcome, config, folder))
+            progress.say(_stop_message(outcome, config, folder))
         return outcome
 
 
@@ -300,14 +300,14 @@ def _checkpoints(once: loop.Run, start: Start, say: Callable[[str], None]) -> Ch
     )
 
 
-def _farewell(outcome: loop.Outcome, config: TrainConfig, folder: Path) -> str:
-    """What a stopped run says: why, where it stands, and how to go on."""
-    cause = "asked to end" if outcome.must_hurry else "stopped"
+def _stop_message(outcome: loop.Outcome, config: TrainConfig, folder: Path) -> str:
+    """Return the message of a stopped run: why, after which step, and how to resume."""
+    cause = "asked to end" if outcome.is_terminated else "stopped"
     text = f"{cause} after step {outcome.position.step} of {config.training.steps}"
     if config.checkpoints.checkpoint_every == 0:
-        return f"{text}; there is no checkpoint to go on from (--checkpoint-every 0)"
+        return f"{text}; there is no checkpoint to resume from (--checkpoint-every 0)"
     out = "" if folder.parent == Path("runs").resolve() else f" --out {folder.parent}"
-    return f"{text}; go on with: fullshard train{out} --name {folder.name}"
+    return f"{text}; resume with: fullshard train{out} --name {folder.name}"
 
 
 def _generate(model: GPT, config: TrainConfig) -> bytes:
@@ -325,7 +325,7 @@ def _report(
     outcome: loop.Outcome,
     footprints: list[Footprint],
     sample: bytes,
-    wire: WireSummary | None,
+    quantization: QuantizationSummary | None,
 ) -> None:
     """Draw the plot, write the summary and print it."""
     held_out = HeldOut.take(corpus.validation, config.evaluation.eval_bytes, config.model.sequence).targets
@@ -345,20 +345,20 @@ def _report(
         held_out_bytes=len(held_out),
         sequence=config.model.sequence,
         local=footprints,
-        whole=outcome.whole,
+        unsharded=outcome.unsharded,
         prompt=config.evaluation.prompt,
         sample=sample,
         seconds=position.elapsed,
         best=position.best,
         steps=position.step,
-        wire=wire,
+        comm_quantization=quantization,
     )
     replace_text(folder / run_folder.SUMMARY, json.dumps(summary.to_dict(), indent=2))
     show(summary, Console())
 
 
 def _main(config: str, folder: str, resume: str = "") -> int:
-    """Be one rank of the launcher's."""
+    """Run as one rank of the launcher."""
     source = Path(resume) if resume else None
     code = guarded(lambda: run(TrainConfig.from_toml(Path(config)), lambda: run_folder.begin(Path(folder), source)))
     leads, stop_file = os.environ.get("RANK") == "0", Path(os.environ[STOP_FILE_VARIABLE])

@@ -1,4 +1,4 @@
-"""Which modules become units: policies, the plans they make, and annotations in the model's own code."""
+"""Wrap policies, the plans they make, and annotations in the model's own code."""
 
 from fullshard.wrap.annotate import enable_wrap, wrap
 from fullshard.wrap.plan import WrapEntry, WrapFunction, WrapPlan

@@ -1,4 +1,4 @@
-"""Wrapping while a model is being built: modules marked with ``wrap`` inside an ``enable_wrap`` block."""
+"""Wrap modules while a model is being built: modules marked with ``wrap`` inside an ``enable_wrap`` block."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class _Wrapping(NamedTuple):
     kwargs: dict[str, Any]
 
 
-# Of a thread, or task: models may be built in several at once.
+# Per thread or task: models may be built concurrently.
 _active: ContextVar[_Wrapping | None] = ContextVar("fullshard_enable_wrap", default=None)
 
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """Make :func:`wrap` do something inside a ``with`` block.
+    """Make :func:`wrap` wrap modules inside a ``with`` block.
 
-    So layers can be sharded one after another while the model is being built, which never exists as a whole.
+    Layers can be sharded one by one while the model is being built, so that the full model never exists.
 
     Args:
         wrapper_cls: Called as ``wrapper_cls(module, **kwargs)``: a class, or a function that returns a module.
@@ -38,7 +38,7 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
     if not callable(wrapper_cls):
         raise TypeError(f"enable_wrap: wrapper_cls: expected a class or function, found {wrapper_cls!r}")
     if _active.get() is not None:
-        raise NotImplementedError("enable_wrap: expected no other enable_wrap block around this one, found one")
+        raise NotImplementedError("enable_wrap: enable_wrap blocks cannot be nested")
     token = _active.set(_Wrapping(wrapper_cls, wrapper_kwargs))
     try:
         yield
@@ -47,7 +47,7 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """``module`` wrapped as the :func:`enable_wrap` block around says; outside of one, ``module`` itself.
+    """Wrap ``module`` with the arguments of the enclosing :func:`enable_wrap` block; outside of one, return ``module``.
 
     Args:
         module: The module.

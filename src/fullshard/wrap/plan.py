@@ -1,4 +1,4 @@
-"""The wrap plan: which modules become units, what each unit holds, and one pass that wraps them."""
+"""The wrap plan: the modules that become units, the parameters of each unit, and one pass that wraps them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class WrapEntry:
     """A module to wrap.
 
     Args:
-        name: Its name below the plan's root, as ``named_modules()`` has it.
+        name: Name below the plan's root, as in ``named_modules()``.
         module: The module.
-        kwargs: What the front end is called with, for this module.
+        kwargs: Arguments of the front end for this module.
     """
 
     name: str
@@ -35,14 +35,14 @@ class WrapEntry:
 
 @dataclass(frozen=True, eq=False)
 class WrapPlan:
-    """Which modules below ``root`` a policy wraps. Print it to see what would come of that.
+    """The modules below ``root`` that a policy wraps. Print it to inspect the units.
 
-    Made by :func:`fullshard.wrap.plan_for`. It describes the model as it was then: make a new one after changes.
+    Made by :func:`fullshard.wrap.plan_for`. It describes the model at that time: make a new plan after changes.
 
     Args:
         root: The model. It becomes a unit too, but not by the plan: its caller wraps it.
         entries: The modules to wrap, children before parents, each once.
-        units: What each entry will hold, in the same order, and last what the root will.
+        units: The unit of each entry, in the same order, and last the root's.
     """
 
     root: nn.Module = field(repr=False)
@@ -53,9 +53,9 @@ class WrapPlan:
     def of(
         cls, tree: ModuleTree, targets: Mapping[nn.Module, dict[str, Any]], root_kwargs: Mapping[str, Any]
     ) -> WrapPlan:
-        """The plan that wraps ``targets``, a mapping from modules of ``tree`` to keyword arguments.
+        """Plan to wrap ``targets``, a mapping from modules of ``tree`` to keyword arguments.
 
-        The root, ignored modules and modules that a front end has already are left out.
+        The root, ignored modules and modules that are already sharded are left out.
         """
         entries = tuple(
             WrapEntry(tree.name(module), module, targets[module])
@@ -66,25 +66,25 @@ class WrapPlan:
 
     @property
     def modules(self) -> dict[nn.Module, dict[str, Any]]:
-        """The modules to wrap and what each is wrapped with, children before parents."""
+        """The modules to wrap and their arguments, children before parents."""
         return {entry.module: entry.kwargs for entry in self.entries}
 
     def owners(self) -> dict[str, list[tuple[str, ...]]]:
-        """Per unit ("" is the root) the parameters it will hold: each by all its names.
+        """Return the parameters of each unit ("" is the root), each by all its names.
 
-        Ignored parameters, and those of modules that a front end has already, are nobody's.
+        Ignored parameters, and those of modules that are already sharded, are left out.
         """
         return {unit.name: [parameter.names for parameter in unit.parameters] for unit in self.units}
 
-    def lifted(self, entry: WrapEntry) -> set[nn.Parameter]:
-        """The parameters in ``entry.module`` that it must leave out, because a unit above holds them.
+    def owned_by_ancestor(self, entry: WrapEntry) -> set[nn.Parameter]:
+        """Return the parameters in ``entry.module`` that it must leave out, because an ancestor unit owns them.
 
-        They are used outside of the module as well. See [Note: Who holds a shared parameter].
+        They are also used outside of the module. See [Note: Owner of a shared parameter].
         """
-        return set(_lifted(self.units[self.entries.index(entry)]))
+        return set(_owned_by_ancestor(self.units[self.entries.index(entry)]))
 
     def mixed_frozen(self) -> dict[str, list[str]]:
-        """Units ("" is the root) with frozen parameters beside trainable ones, and the names of the frozen ones."""
+        """Return units ("" is the root) with both frozen and trainable parameters, and the names of the frozen ones."""
         return {
             unit.name: [parameter.name for parameter in unit.frozen]
             for unit in self.units
@@ -92,7 +92,7 @@ class WrapPlan:
         }
 
     def explain(self) -> str:
-        """A table of the units: class, elements, bytes to gather, and what is worth knowing about each."""
+        """Return a table of the units: class, elements, all-gathered bytes, and notes."""
         return table(self.units)
 
     __str__ = explain
@@ -101,27 +101,28 @@ class WrapPlan:
         """Wrap every entry, children before parents.
 
         Args:
-            wrap: Called with a module, the keyword arguments for it and the parameters it must leave out. What it
-                returns takes the module's place wherever that is registered below the root; returning the module
-                itself (after changing it in place) leaves it there.
+            wrap: Called with a module, its keyword arguments and the parameters it must leave out. The result replaces
+                the module wherever it is registered below the root; it may be the module itself, changed in place.
 
         Raises:
-            FullshardError: If a module of the plan is not below the root any more.
+            FullshardError: If a module of the plan is no longer below the root.
             TypeError: If ``wrap`` returns something that is not a module.
 
-        If a call raises, all modules are put back where they were. What calls did to modules in place is not undone.
+        If a call raises, all modules are restored. Changes to modules in place are not undone.
         """
         places = _places(self.root)
         for entry in self.entries:
             if entry.module not in places:
                 raise FullshardError(
-                    f"wrap plan: expected {entry.name!r} ({type(entry.module).__name__}) below the root, as when the "
-                    "plan was made; it is not there any more: make a new plan"
+                    f"wrap plan: {entry.name!r} ({type(entry.module).__name__}) is no longer below the root; the model "
+                    "has changed since the plan was made: make a new plan"
                 )
-        lifted = [frozenset(_lifted(unit)) for unit in self.units[:-1]]  # before anything is changed in place
+        owned_by_ancestor = [
+            frozenset(_owned_by_ancestor(unit)) for unit in self.units[:-1]
+        ]  # before modules change in place
         replaced: list[WrapEntry] = []
         try:
-            for entry, left_out in zip(self.entries, lifted, strict=True):
+            for entry, left_out in zip(self.entries, owned_by_ancestor, strict=True):
                 new = wrap(entry.module, dict(entry.kwargs), left_out)
                 if not isinstance(new, nn.Module):
                     raise TypeError(
@@ -136,13 +137,13 @@ class WrapPlan:
             raise
 
 
-def _lifted(unit: PlannedUnit) -> Iterator[nn.Parameter]:
-    found = (parameter.reference() for parameter in unit.lifted)
+def _owned_by_ancestor(unit: PlannedUnit) -> Iterator[nn.Parameter]:
+    found = (parameter.reference() for parameter in unit.owned_by_ancestor)
     return (parameter for parameter in found if parameter is not None)
 
 
 def _places(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """Per module all (holder, attribute) where it is registered."""
+    """Return for each module all (parent, attribute) where it is registered."""
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for holder in root.modules():
         for name, child in holder._modules.items():
@@ -152,7 +153,7 @@ def _places(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
 
 
 def _put(places: list[tuple[nn.Module, str]], module: nn.Module) -> None:
-    # Not by setattr: classes that define their own (containers, compiled modules) may do something else with it.
+    # Not by setattr, which containers and compiled modules override.
     for holder, name in places:
         holder._modules[name] = module
 
@@ -161,7 +162,7 @@ def _units(tree: ModuleTree, entries: tuple[WrapEntry, ...]) -> tuple[PlannedUni
     modules = {entry.module for entry in entries}
     held: dict[nn.Module, list[PlannedParameter]] = {module: [] for module in modules}
     ignored = dict.fromkeys(modules, 0)
-    shared = []  # (record, its owner) of what may have to be left out below that
+    shared = []  # (parameter, record, owner) that descendants of the owner may have to leave out
     for found in tree.parameters:
         owner = next(module for module in reversed(found.above) if module in modules)
         if found.ignored:
@@ -175,14 +176,16 @@ def _units(tree: ModuleTree, entries: tuple[WrapEntry, ...]) -> tuple[PlannedUni
     for entry in entries:
         below = set(entry.module.modules()) if shared else set()
         within = {id(p) for module in below for p in module._parameters.values()}
-        lifted = [record for parameter, record, owner in shared if id(parameter) in within and owner not in below]
+        owned_by_ancestor = [
+            record for parameter, record, owner in shared if id(parameter) in within and owner not in below
+        ]
         units.append(
             PlannedUnit(
                 entry.name,
                 type(entry.module).__name__,
                 entry.kwargs,
                 tuple(held[entry.module]),
-                tuple(lifted),
+                tuple(owned_by_ancestor),
                 ignored[entry.module],
             )
         )

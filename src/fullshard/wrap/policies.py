@@ -1,11 +1,11 @@
-"""Policies: which modules below a root become units of their own.
+"""Policies that select the modules that become separate units.
 
-A policy is an object (:class:`Policy`), or a callable that is asked ``policy(module=, recurse=, nonwrapped_numel=)``
-on the way down (``recurse=True``: look into this module?) and on the way up (``recurse=False``: wrap it?), with the
-number of elements that are in the module, not ignored, and not wrapped yet.
+A policy is an object (:class:`Policy`), or a callable that is traversal ``policy(module=, recurse=,
+nonwrapped_numel=)`` on the way down (``recurse=True``: recurse into this module?) and on the way up (``recurse=False``:
+wrap it?), with the number of elements in the module that are not ignored and not wrapped yet.
 
-A parameter that a module shares with modules elsewhere does not count for it: it could not hold it. So the number is
-what the unit would hold if the answer were yes. See [Note: Who holds a shared parameter].
+A parameter that a module shares with modules elsewhere does not count for it: it could not own it. So the number is the
+size of the unit if the module is wrapped. See [Note: Owner of a shared parameter].
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ PolicyFunction = Callable[..., bool]
 
 
 class Policy(ABC):
-    """Base class of policies that say for all modules at once what to wrap, and with which arguments."""
+    """Base class of policies that select all modules to wrap at once, with their arguments."""
 
     @abstractmethod
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
-        """The modules to wrap, and with which arguments. For subclasses to define; named as torch names it.
+        """Return the modules to wrap and their arguments. Subclasses define it; named as in torch.
 
         Args:
             root_module: The model.
-            ignored_modules: Modules that are left alone whatever is returned: ignored, or sharded already.
-            root_kwargs: Arguments for the root. To be copied, not to be changed.
+            ignored_modules: Modules that are never wrapped: ignored, or already sharded.
+            root_kwargs: Arguments for the root. Copy them, do not change them.
         """
 
     def plan(
@@ -58,7 +58,7 @@ class Policy(ABC):
         root_kwargs: Mapping[str, Any] | None = None,
         sharded: Callable[[nn.Module], bool] | None = None,
     ) -> WrapPlan:
-        """What this policy makes of ``root``; the arguments are those of :func:`plan_for`."""
+        """Plan the units of ``root``; the arguments are those of :func:`plan_for`."""
         tree = ModuleTree(root, ignored_modules, ignored_params, sharded)
         kwargs = dict(root_kwargs or {})
         left_alone = {module for module in root.modules() if module is not root and not tree.wrappable(module)}
@@ -66,11 +66,11 @@ class Policy(ABC):
         known = set(root.modules())
         for module in targets:
             if module not in known:
-                raise ValueError(f"{type(self).__name__} chose a {type(module).__name__} that is not below the root")
+                raise ValueError(f"{type(self).__name__} selected a {type(module).__name__} that is not below the root")
         return WrapPlan.of(tree, targets, kwargs)
 
 
-_Policy = Policy  # the name that subclasses written for torch know
+_Policy = Policy  # the name in torch
 
 
 class ModuleWrapPolicy(Policy):
@@ -79,7 +79,7 @@ class ModuleWrapPolicy(Policy):
     Can also be called like the policies that are functions, for instance inside of :func:`_or_policy`.
 
     Args:
-        module_classes: For instance the class of the blocks.
+        module_classes: Classes to wrap, for instance that of the blocks.
 
     Raises:
         TypeError: If ``module_classes`` is not an iterable of classes.
@@ -101,7 +101,7 @@ class ModuleWrapPolicy(Policy):
         }
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """As a function: look into every module, wrap those of the classes."""
+        """Act as a policy function: recurse into every module, wrap those of the classes."""
         return recurse or isinstance(module, tuple(self._module_classes))
 
     def __repr__(self) -> str:
@@ -110,7 +110,7 @@ class ModuleWrapPolicy(Policy):
 
 
 class CustomPolicy(Policy):
-    """Ask a function about each module below the root.
+    """Call a function for each module below the root.
 
     Args:
         lambda_fn: Given a module, False or ``{}``: do not wrap it. True: wrap it with the root's arguments. A dict:
@@ -154,13 +154,13 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Look into every module; wrap those for which ``lambda_fn(module)`` is true. To be used with ``partial``.
+    """Recurse into every module; wrap those for which ``lambda_fn(module)`` is true. To be used with ``partial``.
 
     Args:
-        module: The module asked about.
-        recurse: Whether to look into it, or to wrap it.
+        module: The module.
+        recurse: True: recurse into it? False: wrap it?
         nonwrapped_numel: Elements not wrapped yet; unused.
-        lambda_fn: Whether to wrap a module.
+        lambda_fn: Returns True for modules to wrap.
     """
     return recurse or bool(lambda_fn(module))
 
@@ -168,11 +168,11 @@ def lambda_auto_wrap_policy(
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: Iterable[type]
 ) -> bool:
-    """Look into every module; wrap those of the given classes. To be used with ``partial``.
+    """Recurse into every module; wrap those of the given classes. To be used with ``partial``.
 
     Args:
-        module: The module asked about.
-        recurse: Whether to look into it, or to wrap it.
+        module: The module.
+        recurse: True: recurse into it? False: wrap it?
         nonwrapped_numel: Elements not wrapped yet; unused.
         transformer_layer_cls: The classes to wrap.
     """
@@ -187,17 +187,17 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Iterable[type] | None = None,
     exclude_wrap_modules: Iterable[type] | None = None,
 ) -> bool:
-    """Wrap a module as soon as so many elements in it are not wrapped yet. To be used with ``partial``.
+    """Wrap a module as soon as it has enough elements that are not wrapped yet. To be used with ``partial``.
 
     Args:
-        module: The module asked about.
-        recurse: Whether to look into it, or to wrap it.
+        module: The module.
+        recurse: True: recurse into it? False: wrap it?
         nonwrapped_numel: Elements not wrapped yet.
-        min_num_params: The least number of elements of a unit.
-        force_leaf_modules: Classes not to look into: neither they nor what is in them is wrapped. None:
+        min_num_params: Least number of elements of a unit.
+        force_leaf_modules: Classes not to recurse into: neither they nor their children are wrapped. None:
             ``size_based_auto_wrap_policy.FORCE_LEAF_MODULES``, which is ``{nn.MultiheadAttention}``: that reads
-            the weights of its parts without running them.
-        exclude_wrap_modules: Classes to look into, but not to wrap. None:
+            the weights of its children without running them.
+        exclude_wrap_modules: Classes to recurse into, but not to wrap. None:
             ``size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES``, which is ``{nn.ModuleList, nn.ModuleDict}``:
             these have no forward.
     """
@@ -215,10 +215,10 @@ size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict
 def _or_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[PolicyFunction | Policy]
 ) -> bool:
-    """Yes if any of ``policies`` says yes. To be used with ``partial``."""
+    """Return True if any of ``policies`` does. To be used with ``partial``."""
     # mypy does not know which Policy classes can be called; the others raise by themselves.
-    asked: Iterable[Any] = policies
-    return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in asked)
+    traversal: Iterable[Any] = policies
+    return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in traversal)
 
 
 def plan_for(
@@ -230,23 +230,23 @@ def plan_for(
     root_kwargs: Mapping[str, Any] | None = None,
     sharded: Callable[[nn.Module], bool] | None = None,
 ) -> WrapPlan:
-    """The plan that a policy makes for a model. Nothing is changed.
+    """Plan the units of a model for a policy. Nothing is changed.
 
     Args:
         policy: A :class:`Policy`, or a callable ``policy(module=, recurse=, nonwrapped_numel=)``.
         root: The model. No policy wraps the root itself.
-        ignored_modules: These and all below them are never wrapped, and their parameters held by nobody.
-        ignored_params: Held by nobody, and not counted.
-        root_kwargs: The arguments of the root. Each module gets a shallow copy, which a policy may override.
-        sharded: Whether a front end has a module already. Such modules are left alone, with all below them, so that
-            wrapping by hand and by policy can be mixed. None: there are none.
+        ignored_modules: Modules that are never wrapped, with all their children; their parameters are ignored.
+        ignored_params: Parameters that are not sharded, and not counted.
+        root_kwargs: Arguments of the root. Each module gets a shallow copy, which a policy may override.
+        sharded: Returns True for modules that are already sharded. These are skipped, with all their children, so that
+            wrapping by hand and by policy can be mixed. None: no module is.
 
     Returns:
         The plan; ``print(plan)`` shows it.
 
     Raises:
         TypeError: If ``policy`` is neither, or another argument has the wrong type.
-        ValueError: If a policy answers with something that is no answer.
+        ValueError: If a policy returns an invalid value.
     """
     options = {"ignored_modules": ignored_modules, "ignored_params": ignored_params, "sharded": sharded}
     if isinstance(policy, Policy):
@@ -258,13 +258,13 @@ def plan_for(
         )
     tree = ModuleTree(root, ignored_modules, ignored_params, sharded)
     kwargs = dict(root_kwargs or {})
-    asked = _Asking(policy, tree)
-    asked.look_into(root)
-    return WrapPlan.of(tree, {module: dict(kwargs) for module in asked.chosen}, kwargs)
+    traversal = _PolicyTraversal(policy, tree)
+    traversal.traverse(root)
+    return WrapPlan.of(tree, {module: dict(kwargs) for module in traversal.chosen}, kwargs)
 
 
-class _Asking:
-    """A policy that is a function, being asked about all modules of a tree."""
+class _PolicyTraversal:
+    """Calls a policy function for all modules of a tree."""
 
     chosen: list[nn.Module]
     _policy: PolicyFunction
@@ -277,20 +277,20 @@ class _Asking:
         self.chosen = []
         self._seen, self._wrapped = {tree.root}, set()
 
-    def look_into(self, module: nn.Module) -> None:
+    def traverse(self, module: nn.Module) -> None:
         held = self._tree.inside(module)
-        if not self._yes(module, True, held):
+        if not self._call(module, True, held):
             return
         for child in self._tree.children(module):
             if child not in self._seen and self._tree.wrappable(child):
                 self._seen.add(child)
-                self.look_into(child)
+                self.traverse(child)
         rest = [parameter for parameter in held if parameter not in self._wrapped]
-        if module is not self._tree.root and self._yes(module, False, rest):
+        if module is not self._tree.root and self._call(module, False, rest):
             self.chosen.append(module)
             self._wrapped.update(rest)
 
-    def _yes(self, module: nn.Module, recurse: bool, parameters: list[TreeParameter]) -> bool:
+    def _call(self, module: nn.Module, recurse: bool, parameters: list[TreeParameter]) -> bool:
         numel = sum(parameter.parameter.numel() for parameter in parameters)
         return bool(self._policy(module=module, recurse=recurse, nonwrapped_numel=numel))
 

@@ -1,4 +1,4 @@
-"""A wrap plan as text."""
+"""Format a wrap plan as text."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fullshard.wrap.units import PlannedUnit
 
 __all__ = ["table"]
 
-_HEADER = ("unit", "class", "elements", "to gather", "notes")
+_HEADER = ("unit", "class", "elements", "unsharded", "notes")
 _ABSENT = object()
 _SHOWN = 4  # names in a note
 
 
 def table(units: Sequence[PlannedUnit]) -> str:
-    """The units as a table, the root last, and a line of totals."""
+    """Format the units as a table, the root last, and a line of totals."""
     rows = [_HEADER]
     for unit in units:
         numbers = (f"{unit.numel:,}", _size(unit.gather_bytes))
@@ -38,7 +38,7 @@ def _line(row: tuple[str, ...], widths: list[int]) -> str:
 
 def _notes(unit: PlannedUnit, units: Sequence[PlannedUnit]) -> Iterator[str]:
     yield from (f"tied: {' = '.join(p.names)}" for p in unit.parameters if len(p.names) > 1)
-    for parameter in unit.lifted:
+    for parameter in unit.owned_by_ancestor:
         owner = next(other for other in units if parameter in other.parameters)
         yield f"without {parameter.name}, shared: see {owner.title}"
     if unit.frozen:
@@ -64,7 +64,7 @@ def _differences(kwargs: dict[str, Any], of_root: dict[str, Any]) -> Iterator[st
 def _equal(one: Any, other: Any) -> bool:
     try:
         return bool(one == other)
-    except Exception:  # tensors and the like, whose == says something else
+    except Exception:  # tensors and others with another ==
         return False
 
 
@@ -78,7 +78,7 @@ def _few(names: list[str]) -> str:
 
 
 def _size(count: int) -> str:
-    """Bytes for people."""
+    """Format a number of bytes."""
     amount, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if amount < 1024:

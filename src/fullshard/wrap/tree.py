@@ -1,11 +1,11 @@
-"""A module tree as policies and plans see it: order, names, and what lies on every path to a parameter.
+"""The module tree for policies and plans: order, names, and the modules on every path to a parameter.
 
-[Note: Who holds a shared parameter]
-Modules may be registered in several places and parameters tied, so a "tree" is a graph, and "the lowest common
-ancestor" of a parameter's holders is asked of that graph: it is the lowest unit that *every* path from the root to
-*every* holder goes through. Only such a unit is sure to be gathered whenever the parameter is used. (A unit whose
-subtree merely contains all holders is not: two units may both contain a shared module.) Modules that every path to a
-module goes through are its dominators; they are found in one pass, without listing paths.
+[Note: Owner of a shared parameter]
+Modules may be registered in several places and parameters tied, so the "tree" is a graph. The owner of a parameter is
+the lowest unit that *every* path from the root to *every* module with the parameter goes through. Only such a unit is
+certain to be unsharded whenever the parameter is used. (A unit whose subtree merely contains all these modules is not:
+two units may both contain a shared module.) Modules that every path to a module goes through are its dominators; they
+are found in one pass, without enumerating paths.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, eq=False)
 class TreeParameter:
-    """A parameter and where it is.
+    """A parameter and its location.
 
     Args:
-        parameter: The parameter itself.
+        parameter: The parameter.
         names: All its FQNs below the root, that of ``named_parameters()`` first.
         above: The modules that every path from the root to it goes through, the root first.
-            See [Note: Who holds a shared parameter].
-        ignored: Whether nobody is to shard it.
+            See [Note: Owner of a shared parameter].
+        ignored: True if it is not to be sharded.
     """
 
     parameter: nn.Parameter
@@ -44,11 +44,11 @@ class ModuleTree:
     """The modules and parameters below ``root``, each once.
 
     Args:
-        root: The module to look into.
-        ignored_modules: These and all below them are ignored, with all their parameters. May lie elsewhere.
-        ignored_params: These are ignored as well.
-        sharded: Whether a front end has wrapped or sharded a module already. Such modules (never ``root``), and what
-            is below them, are not part of the tree, except that they still stand where they are. None: no module is.
+        root: Root of the tree.
+        ignored_modules: Modules that are ignored with all their children and parameters. May be outside of the tree.
+        ignored_params: Parameters that are ignored as well.
+        sharded: Returns True for modules that are already wrapped or sharded. Such modules (never ``root``), with all
+            their children, are not part of the tree. None: no module is.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -86,20 +86,20 @@ class ModuleTree:
                 self._inside[module].append(parameter)
 
     def wrappable(self, module: nn.Module) -> bool:
-        """Whether a policy may choose ``module``: in the tree, not its root, not ignored."""
+        """Return True if a policy may select ``module``: in the tree, not its root, not ignored."""
         return module in self._names and module is not self.root and module not in self._ignored
 
     def children(self, module: nn.Module) -> Iterator[nn.Module]:
-        """Its children that belong to the tree, in order of registration. Twice if registered twice."""
+        """Yield the children in the tree, in order of registration; twice if registered twice."""
         for _, child in self._named_children(module):
             yield child
 
     def name(self, module: nn.Module) -> str:
-        """Its name below the root, as ``named_modules()`` has it."""
+        """Return the name below the root, as in ``named_modules()``."""
         return self._names[module][0]
 
     def inside(self, module: nn.Module) -> list[TreeParameter]:
-        """The parameters that are used through ``module`` only, without ignored ones."""
+        """Return the parameters that are used only through ``module``, without ignored ones."""
         return self._inside[module]
 
     def _named_children(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -108,8 +108,8 @@ class ModuleTree:
                 yield name, child
 
     def _post_order(self) -> list[nn.Module]:
-        # Loops with stacks, here and below: a nested function that calls itself is a reference cycle that keeps the
-        # module alive.
+        # Loops with stacks, here and below: a recursive nested function is a reference cycle that keeps the module
+        # alive.
         found: list[nn.Module] = []
         seen = {self.root}
         stack = [(self.root, self.children(self.root))]
@@ -125,7 +125,7 @@ class ModuleTree:
         return found
 
     def _all_names(self) -> dict[nn.Module, list[str]]:
-        """Every name of every module, modules in the order of ``modules()``."""
+        """Return every name of every module, with modules in the order of ``modules()``."""
         names: dict[nn.Module, list[str]] = {}
         start: tuple[str, nn.Module, frozenset[nn.Module]] = ("", self.root, frozenset())
         stack = [start]
@@ -136,7 +136,7 @@ class ModuleTree:
             stack += [
                 (_join(name, key), child, above)
                 for key, child in reversed([*self._named_children(module)])
-                if child not in above  # a module may hold a module above it
+                if child not in above  # a module may contain one of its ancestors
             ]
         return names
 
@@ -147,20 +147,20 @@ class ModuleTree:
                 if parameter is not None:
                     holders.setdefault(parameter, []).append((module, key))
         dominators = self._dominators()
-        for parameter, places in holders.items():
-            names = tuple(_join(name, key) for module, key in places for name in self._names[module])
-            above = _common([dominators[module] for module, _ in places])
+        for parameter, locations in holders.items():
+            names = tuple(_join(name, key) for module, key in locations for name in self._names[module])
+            above = _common([dominators[module] for module, _ in locations])
             yield TreeParameter(parameter, names, above, parameter in ignored)
 
     def _dominators(self) -> dict[nn.Module, tuple[nn.Module, ...]]:
-        """Per module those that every path to it goes through, from the root to itself."""
+        """Return for each module the modules that every path to it goes through, from the root to itself."""
         parents: dict[nn.Module, list[nn.Module]] = {}
         for module in self.modules:
             for child in self.children(module):
                 parents.setdefault(child, []).append(module)
         found: dict[nn.Module, tuple[nn.Module, ...]] = {self.root: (self.root,)}
         changed = True
-        while changed:  # the second pass changes nothing, unless a module holds a module above it
+        while changed:  # the second pass changes nothing, unless a module contains one of its ancestors
             changed = False
             for module in reversed(self.modules[:-1]):  # parents before children
                 new = (*_common([found[parent] for parent in parents[module] if parent in found]), module)

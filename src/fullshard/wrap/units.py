@@ -1,4 +1,4 @@
-"""What a plan says about one unit: plain values, which keep no parameter alive."""
+"""Units of a plan: plain values, which keep no parameter alive."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class PlannedParameter:
     Args:
         names: All its FQNs below the plan's root, that of ``named_parameters()`` first.
         numel: Number of elements.
-        dtype: Its own dtype.
+        dtype: Its dtype.
         requires_grad: False: frozen.
-        reference: The parameter. Weak, because a plan may be kept for longer than the full parameters.
+        reference: The parameter. Weak, because a plan may outlive the unsharded parameters.
     """
 
     names: tuple[str, ...]
@@ -34,12 +34,12 @@ class PlannedParameter:
 
     @property
     def name(self) -> str:
-        """The first of its names."""
+        """First FQN."""
         return self.names[0]
 
     @classmethod
     def of(cls, found: TreeParameter) -> PlannedParameter:
-        """The record of a parameter of a tree."""
+        """Return the record of a parameter of a tree."""
         parameter = found.parameter
         reference = weakref.ref(parameter)
         return cls(found.names, parameter.numel(), parameter.dtype, parameter.requires_grad, reference)
@@ -52,22 +52,22 @@ class PlannedUnit:
     Args:
         name: The module's name below the plan's root; "" is the root.
         class_name: The class of the module.
-        kwargs: What its front end is called with.
-        parameters: Those it holds: in its module, in no unit further down, and used nowhere else.
-        lifted: Those in its module that a unit above it holds, because they are used outside of it as well.
-        ignored: How many parameters it would hold were they not ignored.
+        kwargs: Arguments of its front end.
+        parameters: Parameters that it owns: in its module, in no nested unit, and used nowhere else.
+        owned_by_ancestor: Parameters in its module that an ancestor owns, because they are also used outside of it.
+        ignored: Number of ignored parameters in it.
     """
 
     name: str
     class_name: str
     kwargs: dict[str, Any]
     parameters: tuple[PlannedParameter, ...]
-    lifted: tuple[PlannedParameter, ...]
+    owned_by_ancestor: tuple[PlannedParameter, ...]
     ignored: int
 
     @property
     def title(self) -> str:
-        """Its name for people."""
+        """Name for display."""
         return self.name or "(root)"
 
     @property
@@ -77,12 +77,12 @@ class PlannedUnit:
 
     @property
     def gather_bytes(self) -> int:
-        """Bytes of its parameters when gathered: floating-point ones in the dtype they are computed in."""
+        """Bytes of its unsharded parameters: floating-point ones in the dtype they are computed in."""
         return sum(parameter.numel * self._gather_dtype(parameter).itemsize for parameter in self.parameters)
 
     @property
     def frozen(self) -> tuple[PlannedParameter, ...]:
-        """Those of its parameters that need no gradient."""
+        """Parameters that require no gradient."""
         return tuple(parameter for parameter in self.parameters if not parameter.requires_grad)
 
     def _gather_dtype(self, parameter: PlannedParameter) -> torch.dtype:

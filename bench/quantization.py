@@ -1,0 +1,356 @@
+"""Quantized communication: what it costs in loss, and what it saves in bytes.
+
+    python -m bench.quantization       # the default training job three times: some ten minutes
+    python -m bench.quantization --steps 100 --format none --format int8 --feedback-steps 0
+    python -m bench.quantization --write-document
+
+1. ``fullshard train`` with its defaults, once per format, same seed: validation losses, and bytes as the run counts
+   them.
+2. The replicate axis: a smaller model on two replicas, gradients all-reduced in full precision, as int8 blocks, and as
+   int8 blocks with error feedback, in blocks of 128 and of 2,048 values; for several seeds.
+3. How fast one core quantizes, and what follows for a network: bytes over bandwidth beside the time for that.
+
+Losses are compared, never times: what a slow network would gain is calculated from bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+import typer
+from rich.console import Console
+
+from bench import report
+from bench.environment import REPOSITORY, current_environment
+from fullshard import fully_shard
+from fullshard.comm.quantized.blocks import BlockFormat
+from fullshard.policy import CommQuantization
+from fullshard.train import corpus as texts
+from fullshard.train.config import COMM_QUANTIZATIONS, GPTConfig, TrainConfig, TrainingConfig
+from fullshard.train.evaluation import HeldOut
+from fullshard.train.learning_rate import learning_rate
+from fullshard.train.model import GPT, initialize
+
+DOCUMENT = REPOSITORY / "docs" / "low_bandwidth.md"
+TARGET = 0.01  # of the validation loss in full precision
+FULL = "full precision"
+REPLICATE: dict[str, CommQuantization] = {
+    FULL: CommQuantization(),
+    "int8, block 128": CommQuantization(reduce="int8", min_bytes=4096),
+    "int8, block 128, error feedback": CommQuantization(reduce="int8", min_bytes=4096, error_feedback=True),
+    "int8, block 2048": CommQuantization(reduce="int8", min_bytes=4096, block=2048),
+    "int8, block 2048, error feedback": CommQuantization(
+        reduce="int8", min_bytes=4096, block=2048, error_feedback=True
+    ),
+}
+# Small enough for several seeds: one run of each says little about differences of a few thousandths.
+REPLICATED = TrainConfig(
+    model=GPTConfig(layers=2, width=64, heads=2, sequence=64), training=TrainingConfig(batch=4, warmup=20)
+)
+BANDWIDTHS = {"1 Gbit/s": 0.125e9, "10 Gbit/s": 1.25e9, "25 Gbit/s": 3.125e9, "100 Gbit/s": 12.5e9}
+# Bytes per parameter of gathers (twice a step) and of the reduction: what is usual, and what becomes of it.
+PRECISIONS = {"fp32": (4.0, 4.0), "bf16, gradients in fp32": (2.0, 4.0), "bf16": (2.0, 2.0)}
+
+console = Console(highlight=False)
+
+
+# ------------------------------------------------------------------ the default training job
+
+
+def train_once(name: str, steps: int, folder: Path) -> dict[str, Any]:
+    """Losses and bytes of one run of ``fullshard train``."""
+    line = [sys.executable, "-m", "fullshard.cli", "train", "--comm-quantization", name]
+    line += ["--steps", steps, "--name", name]
+    line += ["--out", folder, "--checkpoint-every", 0, "--generate", 0, "--device", "cpu", "--ranks", 2]
+    done = subprocess.run([str(word) for word in line], capture_output=True, text=True, env=_environment(), check=False)
+    if done.returncode:
+        raise RuntimeError(f"fullshard train --comm-quantization {name} failed: {done.stderr[-2000:]}")
+    records = [json.loads(text) for text in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((folder / name / "summary.json").read_text())
+    between = [(r["step"], r["loss"]) for r in records if r["kind"] == "validation"]
+    norms = [r["grad_norm"] for r in records if r["kind"] == "train"]
+    received = summary.get("comm_quantization")
+    return {"validation": between, "loss": between[-1][1], "received": received, "largest_norm": max(norms)}
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+# ------------------------------------------------------------------ the replicate axis
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """The runs on replicas: for how many steps, and how often each."""
+
+    steps: int
+    seeds: int
+    port: int
+    path: str
+
+
+def replicate_all(steps: int, seeds: int, folder: Path) -> dict[str, list[float]]:
+    """The validation losses after training on two replicas, by policy and seed."""
+    path = folder / "replicate.json"
+    job = Feedback(steps, seeds, 29_000 + os.getpid() % 1000, str(path))
+    mp.start_processes(_replica, (job,), nprocs=2, start_method="spawn")
+    found: dict[str, list[float]] = json.loads(path.read_text())
+    return found
+
+
+def _replica(rank: int, job: Feedback) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{job.port}", rank=rank, world_size=2)
+    corpus = texts.read((), seed=0, sequence=REPLICATED.model.sequence)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    losses: dict[str, list[float]] = {name: [] for name in REPLICATE}
+    for seed in range(job.seeds):
+        for name, policy in REPLICATE.items():
+            losses[name].append(_trained(policy, corpus, mesh, job.steps, seed))
+    if rank == 0:
+        Path(job.path).write_text(json.dumps(losses))
+    dist.destroy_process_group()
+
+
+def _trained(policy: CommQuantization, corpus: texts.Corpus, mesh: dist.DeviceMesh, steps: int, seed: int) -> float:
+    settings, sequence = REPLICATED.training, REPLICATED.model.sequence
+    settings = replace(settings, steps=steps)
+    model = GPT(REPLICATED.model)
+    initialize(model, seed)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh).set_comm_quantization(replicate=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), fused=True)
+    for step in range(1, steps + 1):
+        optimizer.param_groups[0]["lr"] = learning_rate(step, settings)
+        part = (dist.get_rank(), 2)
+        pairs = texts.sample(corpus.train, batch=settings.batch, sequence=sequence, key=(seed, step), part=part)
+        torch.autograd.backward(_loss(model, torch.from_numpy(pairs)))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    held_out = HeldOut.take(corpus.validation, 32 * 1024, sequence)
+    pairs = texts.windows(held_out.text, np.arange(held_out.count) * sequence, sequence)
+    with torch.no_grad():
+        found = [_loss(model, part).item() for part in torch.from_numpy(pairs).split(64)]
+    return sum(found) / len(found)
+
+
+def _loss(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+# ------------------------------------------------------------------ bytes and seconds
+
+
+def rounding_rates(numel: int = 4 * 1024 * 1024) -> dict[str, float]:
+    """Values per second that one core encodes, decodes and adds up, best of three."""
+    values = torch.randn(1, numel)
+    rates = {}
+    for name in ("int8", "fp8"):
+        form = BlockFormat(name, CommQuantization().block)
+        rows = torch.empty(1, form.rows(numel), form.row_bytes, dtype=torch.uint8)
+        calls: dict[str, Callable[[], None]] = {
+            "encode": lambda form=form, rows=rows: form.encode(values, rows),
+            "decode": lambda form=form, rows=rows: form.decode(rows, values),
+            "add": lambda form=form, rows=rows: form.add(rows, values),
+        }
+        for what, call in calls.items():
+            rates[f"{name} {what}"] = numel / min(_seconds(call) for _ in range(3))
+    return rates
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def bytes_per_parameter(gather: float, reduce: float) -> float:
+    """Of a step that gathers twice: what a rank receives per parameter, but for the factor (N - 1) / N."""
+    return 2 * gather + reduce
+
+
+def row_bytes(block: int = CommQuantization().block) -> float:
+    """Bytes of one quantized value: q / 8 + s / k."""
+    return 1 + 4 / block
+
+
+def predictions(parameters: float = 1e9, ranks: int = 8) -> list[dict[str, Any]]:
+    """Seconds that a step's bytes take at several bandwidths, in full precision and quantized."""
+    rows = []
+    for name, (gather, reduce) in PRECISIONS.items():
+        full = bytes_per_parameter(gather, reduce) * parameters * (ranks - 1) / ranks
+        short = bytes_per_parameter(row_bytes(), row_bytes()) * parameters * (ranks - 1) / ranks
+        seconds = {label: (full / speed, short / speed) for label, speed in BANDWIDTHS.items()}
+        rows.append({"precision": name, "full_bytes": full, "bytes": short, "ratio": short / full, "seconds": seconds})
+    return rows
+
+
+# ------------------------------------------------------------------ report
+
+
+def jobs_table(jobs: Mapping[str, Mapping[str, Any]]) -> str:
+    """One row per run of the training job."""
+    header = [
+        "--comm-quantization",
+        "validation loss",
+        "/ none",
+        "bits per byte",
+        "received per rank, MiB",
+        "in full, MiB",
+        "ratio",
+    ]
+    rows = []
+    for name, job in jobs.items():
+        job_bytes = job["received"] or {}
+        got, full = job_bytes.get("bytes_received"), job_bytes.get("bytes_in_full_precision")
+        ratio = job["loss"] / jobs["none"]["loss"] if "none" in jobs else None
+        rows.append(
+            [
+                name,
+                f"{job['loss']:.4f}",
+                "-" if ratio is None else f"{ratio:.4f}",
+                f"{job['loss'] / math.log(2):.3f}",
+                "-" if got is None else f"{got / 2**20:,.0f}",
+                "-" if full is None else f"{full / 2**20:,.0f}",
+                "-" if not full else f"{got / full:.3f}",
+            ]
+        )
+    return report.markdown_table(header, rows)
+
+
+def replicate_table(losses: Mapping[str, Sequence[float]]) -> str:
+    """One row per policy of the replicate axis: the mean over seeds, and each seed's ratio."""
+    rows = []
+    for name, found in losses.items():
+        ratios = [mine / full for mine, full in zip(found, losses[FULL], strict=True)]
+        each = ", ".join(f"{ratio:.4f}" for ratio in ratios)
+        rows.append([name, f"{sum(found) / len(found):.4f}", f"{sum(ratios) / len(ratios):.4f}", each])
+    header = ["all-reduce over two replicas", "validation loss", "/ full precision", "by seed"]
+    return report.markdown_table(header, rows)
+
+
+def predictions_table(found: Sequence[Mapping[str, Any]]) -> str:
+    """One row per precision that quantization replaces."""
+    header = ["gathers and gradients in", "GB per step", "as int8 blocks", "ratio", *BANDWIDTHS]
+    rows = [
+        [
+            row["precision"],
+            f"{row['full_bytes'] / 1e9:.2f}",
+            f"{row['bytes'] / 1e9:.2f}",
+            f"{row['ratio']:.3f}",
+            *(f"{full:.2f} to {short:.2f} s" for full, short in row["seconds"].values()),
+        ]
+        for row in found
+    ]
+    return report.markdown_table(header, rows)
+
+
+def verdict(jobs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Per format: how far its loss is from full precision's, and whether that meets the target."""
+    if "none" not in jobs:
+        return []
+    changes = {name: job["loss"] / jobs["none"]["loss"] - 1 for name, job in jobs.items() if name != "none"}
+    return [
+        f"{name}: loss {100 * change:+.2f}% of at most {100 * TARGET:.0f}%{'' if change <= TARGET else ' (missed)'}"
+        for name, change in changes.items()
+    ]
+
+
+def document_block(result: Mapping[str, Any], provenance: str) -> str:
+    """What stands between the markers."""
+    steps, feedback = result["settings"]["steps"], result["settings"]["feedback_steps"]
+    rates = ", ".join(f"{name} {1e-6 * rate:,.0f}" for name, rate in result["values_per_second"].items())
+    lines = [f"`fullshard train`, two gloo ranks, {steps} steps, the same seed.", "", jobs_table(result["jobs"]), ""]
+    if judged := verdict(result["jobs"]):
+        lines += [f"Against the target: {'; '.join(judged)}.", ""]
+    if result["replicate"]:
+        lines += [
+            f"A smaller model ({REPLICATED.model.parameter_count:,} parameters) on two replicas, {feedback} steps, "
+            "mean over seeds.",
+            "",
+            replicate_table(result["replicate"]),
+            "",
+        ]
+    lines += [
+        "Seconds that the bytes of a step take, in full and quantized, for 10^9 parameters on 8 ranks that gather "
+        "twice and reduce once (calculated):",
+        "",
+        predictions_table(result["predictions"]),
+        "",
+        f"One core quantizes so many million values a second: {rates}.",
+        "",
+        provenance,
+    ]
+    return "\n".join(lines)
+
+
+def main(
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the training job.")] = TrainConfig().training.steps,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option("--format", help=f"Only this of {', '.join(COMM_QUANTIZATIONS)}; repeat."),
+    ] = None,
+    feedback_steps: Annotated[int, typer.Option(min=0, help="Steps on replicas; 0: leave them out.")] = 150,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds on replicas.")] = 3,
+    results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = report.RESULTS,
+    document: Annotated[Path, typer.Option(help="Markdown page with the tables.")] = DOCUMENT,
+    write_document: Annotated[bool, typer.Option(help="Write the tables into the page.")] = False,
+) -> None:
+    """Train with and without quantized communication, and calculate what it saves."""
+    chosen = formats or list(COMM_QUANTIZATIONS)
+    for name in chosen:
+        if name not in COMM_QUANTIZATIONS:
+            raise typer.BadParameter(f"unknown format {name!r}; known are {', '.join(COMM_QUANTIZATIONS)}")
+    torch.set_num_threads(1)
+    jobs: dict[str, dict[str, Any]] = {}
+    replicate: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in chosen:
+            jobs[name] = train_once(name, steps, Path(folder))
+            console.print(f"{name}: validation loss {jobs[name]['loss']:.4f}")
+        if feedback_steps:
+            replicate = replicate_all(feedback_steps, seeds, Path(folder))
+    environment = current_environment()
+    result = {
+        "benchmark": "quantization",
+        "settings": {
+            "steps": steps,
+            "feedback_steps": feedback_steps,
+            "seeds": seeds,
+            "policy": asdict(CommQuantization()),
+        },
+        "environment": environment.as_json(),
+        "jobs": jobs,
+        "replicate": replicate,
+        "predictions": predictions(),
+        "values_per_second": rounding_rates(),
+    }
+    path = results / f"quantization_{environment.name}.json"
+    report.write_json(path, result)
+    block = document_block(result, report.provenance(environment))
+    console.print(f"\n{block}\n", markup=False, soft_wrap=True)
+    if write_document:
+        report.update_document(document, "quantization", block)
+    console.print(f"wrote {path.name}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

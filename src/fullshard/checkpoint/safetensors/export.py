@@ -1,0 +1,395 @@
+"""``fullshard.export_safetensors``: full weights as safetensors files, every rank writing its own shards.
+
+[Note: Export without gathering]
+The byte ranges of all tensors follow from names, shapes and dtypes, which all ranks know. So one rank creates the
+files, headers first and at full length, under temporary names, and then all ranks write their shards into them
+concurrently; weights are not communicated. Replicated shards are written by one rank. At the end the files are renamed
+to their final names, the index last. That needs a folder on a shared file system; otherwise the group's first rank
+writes all, tensor by tensor, as :func:`fullshard.full_tensors` gathers them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.checkpoint.format.host import plain
+from fullshard.checkpoint.safetensors.files import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    FilePlan,
+    TensorKind,
+    index_text,
+    local_path,
+    plan_files,
+    read_index,
+    shortened,
+)
+from fullshard.checkpoint.safetensors.shard_io import ShardFileIO
+from fullshard.checkpoint.safetensors.stream import full_tensors
+from fullshard.checkpoint.state.model import ModelState, model_state
+from fullshard.checkpoint.state.tensor_shards import TensorShard, TensorShards
+from fullshard.errors import CheckpointError, UnmaterializedParameterError
+from fullshard.ranks.barrier import RankBarrier, rank_barrier
+
+__all__ = ["ALIASES", "TEMPORARY", "export_safetensors"]
+
+ALIASES = "aliases"  # metadata key: other names of tied parameters, each with the name in the files
+_LOOKS, _LOOK_S = 5, 0.2  # retries and interval when looking for the folder: a network file system may show it late
+_AGREED_BYTES = 16 * 1024 * 1024  # of one all-gather of digests
+_NUMBERED = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+TEMPORARY = re.compile(r"\.model[-.\w]*\.[0-9a-f]{16}\.tmp")
+
+
+def export_safetensors(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    metadata: Mapping[str, str] | None = None,
+    sync: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write the full weights of ``model`` in the Hugging Face layout. All ranks call it.
+
+    ``model.safetensors``, or with more than ``max_shard_bytes`` files ``model-00001-of-0000N.safetensors`` and
+    ``model.safetensors.index.json``. Parameters and persistent buffers, with their names as before wrapping; a tied
+    parameter is written once; its other names are in the metadata under "aliases", where
+    :func:`fullshard.load_safetensors` finds them. Extra state of modules is left out.
+
+    Every rank writes its own shards into the files, through a few megabytes of memory. If the ranks do not see the same
+    ``folder``, the group's first rank writes alone, which takes longer and needs memory for a group of full tensors, as
+    :func:`full_tensors`.
+
+    Args:
+        model: A model of either front end, DistributedDataParallel or plain; between steps.
+        folder: Created if missing. Existing weights in this layout are replaced; meanwhile readers find the old ones,
+            the new ones, or none, never a mixture.
+        dtype: Convert floating-point tensors to it. None: keep their dtypes.
+        max_shard_bytes: Limit for the tensors in one file; a larger tensor gets a separate file.
+        metadata: Strings to add to the headers of the files.
+        sync: Flush the files to disk, so that they survive a power failure.
+        process_group: The ranks that the model is sharded over. None: all.
+
+    Raises:
+        ValueError: If an argument is invalid, or the format does not support a tensor.
+        CheckpointError: On all ranks, if one of them cannot write (with the rank and the file), or the ranks of
+            ``process_group`` do not hold the whole model. Files written so far are removed.
+        PhaseError: If a unit is in the middle of a step.
+        FullshardError: On the ranks that wait, if others do not call ``export_safetensors``.
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"export_safetensors: dtype: expected a floating-point dtype, found {dtype}")
+    if max_shard_bytes <= 0:
+        raise ValueError(f"export_safetensors: max_shard_bytes: expected a positive number, found {max_shard_bytes}")
+    texts = dict(metadata or {})
+    wrong = [key for key, text in texts.items() if not isinstance(key, str) or not isinstance(text, str)]
+    if wrong or ALIASES in texts:
+        raise ValueError(
+            f"export_safetensors: metadata: expected strings by names other than {ALIASES!r}, found {texts}"
+        )
+    path = local_path("export_safetensors: folder", folder)
+    with rank_barrier(f"export_safetensors {path}", process_group) as barrier:
+        state = barrier.run_on_all("planning", lambda: _exportable_state(model))
+        kinds = {name: _kind(shards, dtype) for name, shards in state.tensors.items()}
+        plans = barrier.run_on_all("planning", lambda: plan_files(kinds, max_shard_bytes, _header_texts(texts, state)))
+        _compare(barrier, kinds)
+        token = barrier.from_first_rank("making the folder", lambda: _make_folder(path))
+        files = _ExportFiles(path, plans, token, sync)
+        try:
+            shared = not barrier.any_rank("looking for the folder", lambda: not files.is_folder_seen())
+            _on_first(barrier, "making files", files.make)
+            if shared:
+                own, partial = _assign_shards(state, process_group)
+                barrier.run_on_all("assigning shards", lambda: _check_complete(partial, state))
+                barrier.run_on_all("writing", lambda: files.write(own))
+            else:
+                error = files.write_stream(full_tensors(model, dtype=dtype), writes=barrier.rank == 0)
+                barrier.run_on_all("writing", lambda: _raise(error))
+            _on_first(barrier, "naming files", lambda: files.publish(texts))
+        finally:
+            if barrier.rank == 0:
+                files.clean_up()
+
+
+def _on_first(barrier: RankBarrier, step: str, function: Callable[[], None]) -> None:
+    barrier.run_on_all(step, function if barrier.rank == 0 else lambda: None)
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+# -------------------------------------------------------------------- shards to write
+
+
+def _exportable_state(model: nn.Module) -> ModelState:
+    """Return the state of a model after checking that all of it can be written."""
+    state = model_state(model)
+    for name, shards in state.tensors.items():
+        if shards.device.type == "meta":
+            raise UnmaterializedParameterError(
+                f"{name} is on the meta device and has no values; load or initialize the model first"
+            )
+        for shard in shards.shards:
+            try:
+                plain(shard.local)
+            except TypeError as error:
+                raise ValueError(f"{name} cannot be written to a safetensors file: {error}") from error
+    return state
+
+
+def _kind(shards: TensorShards, dtype: torch.dtype | None) -> TensorKind:
+    casts = dtype is not None and shards.dtype.is_floating_point
+    return TensorKind(dtype if casts and dtype is not None else shards.dtype, tuple(shards.shape))
+
+
+def _header_texts(texts: Mapping[str, str], state: ModelState) -> dict[str, str]:
+    aliases = {ALIASES: json.dumps(state.aliases)} if state.aliases else {}
+    return {"format": "pt", **texts, **aliases}  # some readers require the format
+
+
+def _compare(barrier: RankBarrier, kinds: Mapping[str, TensorKind]) -> None:
+    """Raise if ranks do not hold shards of the same tensors: pipeline stages, for example."""
+    listed = repr([(name, str(kind.dtype), kind.shape) for name, kind in kinds.items()])
+    digest = hashlib.blake2b(listed.encode(), digest_size=16).hexdigest()
+    expected = barrier.from_first_rank("comparing", lambda: digest)
+
+    def compare() -> None:
+        if digest != expected:
+            raise CheckpointError(
+                f"this rank's model has other tensors than the first rank's ({len(kinds)} tensors, the first is "
+                f"{next(iter(kinds), None)!r}); pass the process_group of the ranks that one model is sharded over"
+            )
+
+    barrier.run_on_all("comparing", compare)
+
+
+ShardList = list[tuple[str, TensorShard]]
+
+
+def _assign_shards(state: ModelState, group: dist.ProcessGroup | None) -> tuple[ShardList, dict[str, int]]:
+    """Return the shards that this rank writes: all that it holds, except replicas that another rank writes. A
+    collective.
+
+    Ranks that hold the same regions of a tensor are assumed to hold the same values; the one that has least to write so
+    far writes them.
+
+    Returns:
+        The shards; and, equal on all ranks, the tensors that all shards together do not cover, with the number of
+        elements that they cover.
+    """
+    shards = [(name, shard) for name, held in state.tensors.items() for shard in held.shards if shard.region.numel]
+    alone = not dist.is_initialized() or dist.get_world_size(group) == 1
+    size, rank = (1, 0) if alone else (dist.get_world_size(group), dist.get_rank(group))
+    own = np.array([_holding_digest(held) for held in state.tensors.values()], dtype=np.int64).reshape(-1, 3)
+    loads, mine, partial = np.zeros(size, dtype=np.int64), set(), {}
+    names, step = list(state.tensors), max(1, _AGREED_BYTES // (own.itemsize * 3 * size))
+    for start in range(0, len(names), step):
+        gathered = [own[start : start + step].tobytes()] * size
+        if not alone:
+            dist.all_gather_object(gathered, gathered[0], group)
+        table = np.stack([np.frombuffer(each, dtype=np.int64).reshape(-1, 3) for each in gathered])
+        for name, column in zip(names[start : start + step], table.transpose(1, 0, 2), strict=True):
+            writers = _writers(column, loads)
+            loads[writers] += column[writers, 1]
+            if rank in writers:
+                mine.add(name)
+            numel = int(column[writers, 2].sum())
+            if numel != state.tensors[name].shape.numel():
+                partial[name] = numel
+    return [(name, shard) for name, shard in shards if name in mine], partial
+
+
+def _check_complete(partial: Mapping[str, int], state: ModelState) -> None:
+    """Raise if some tensors would not be written completely: the rest would be zeros in the files."""
+    if partial:
+        listed = [
+            f"{name} (expected {state.tensors[name].shape.numel()} elements, found {numel})"
+            for name, numel in partial.items()
+        ]
+        raise CheckpointError(
+            f"the ranks that export do not hold all shards of these tensors: {shortened(listed)}; call it on all ranks "
+            "that the model is sharded over, and pass their process_group, or None for all ranks"
+        )
+
+
+def _holding_digest(shards: TensorShards) -> tuple[int, int, int]:
+    """Return a hash of the regions of a tensor that this rank holds (0 if none), their bytes, and their elements."""
+    regions = [(shard.region.offsets, shard.region.sizes) for shard in shards.shards if shard.region.numel]
+    digest = hashlib.blake2b(repr(regions).encode(), digest_size=8).digest()
+    numel = sum(shard.region.numel for shard in shards.shards)
+    return (int.from_bytes(digest, "little", signed=True) | 1 if regions else 0), shards.nbytes, numel
+
+
+def _writers(column: np.ndarray, loads: np.ndarray) -> list[int]:
+    """Return one rank for each distinct set of regions."""
+    order = np.lexsort((np.arange(len(loads)), loads, column[:, 0]))
+    _, first = np.unique(column[order, 0], return_index=True)
+    return [int(rank) for rank in order[first] if column[rank, 0]]
+
+
+# -------------------------------------------------------------------- files
+
+
+def _make_folder(path: Path) -> str:
+    """Create the folder, and a file in it by which other ranks can tell that they see the same folder."""
+    token = secrets.token_hex(8)
+    with _errors_with_path(path):
+        path.mkdir(parents=True, exist_ok=True)
+        _token_file(path, token).touch()
+    return token
+
+
+def _token_file(path: Path, token: str) -> Path:
+    return path / f".model.{token}.tmp"
+
+
+@dataclass(frozen=True)
+class _ExportFiles:
+    """The files of one export.
+
+    Args:
+        folder: Folder of the files.
+        plans: Layout of each file.
+        token: Part of the temporary names.
+        sync: Flush files to disk before they are renamed.
+    """
+
+    folder: Path
+    plans: Sequence[FilePlan]
+    token: str
+    sync: bool
+
+    def is_folder_seen(self) -> bool:
+        """Return True if this rank sees the same folder as the first rank."""
+        for look in range(_LOOKS):
+            if _token_file(self.folder, self.token).exists():
+                return True
+            time.sleep(_LOOK_S if look + 1 < _LOOKS else 0)
+        return False
+
+    def make(self) -> None:
+        """Create all files with their headers and at full length; remove leftovers of interrupted exports."""
+        for left in self.folder.iterdir():
+            if TEMPORARY.fullmatch(left.name) and self.token not in left.name:
+                left.unlink(missing_ok=True)
+        for plan in self.plans:
+            with _errors_with_path(self._temporary(plan)), self._temporary(plan).open("wb") as file:
+                file.write(plan.header)
+                file.truncate(plan.size)
+
+    def write(self, share: ShardList) -> None:
+        """Write shards to their byte ranges."""
+        plan_of = {name: index for index, plan in enumerate(self.plans) for name in plan.tensors}
+        files: dict[int, ShardList] = {}
+        for name, shard in share:
+            files.setdefault(plan_of[name], []).append((name, shard))
+        mover = ShardFileIO()
+        for index in sorted(files):
+            places = self.plans[index].tensors
+            with self._opened(self.plans[index], sync=self.sync) as descriptor:
+                for name, shard in files[index]:
+                    mover.write(descriptor, places[name], shard)
+
+    def write_stream(self, tensors: Iterator[tuple[str, torch.Tensor]], *, writes: bool) -> Exception | None:
+        """Write full tensors as they are gathered. A rank that does not write, or cannot write any more, still takes
+        part in the all-gathers.
+
+        Returns:
+            The error, if this rank cannot write.
+        """
+        error: Exception | None = None
+        mover, plan_of = ShardFileIO(), {name: plan for plan in self.plans for name in plan.tensors}
+        for name, tensor in tensors:
+            if not writes or error is not None or name not in plan_of:  # other names of tied tensors
+                continue
+            try:
+                with self._opened(plan_of[name], sync=False) as descriptor:
+                    mover.write(descriptor, plan_of[name].tensors[name], TensorShards.whole(tensor).shards[0])
+            except Exception as raised:  # any error: other ranks wait for this one in the next all-gather
+                error = raised
+        return error
+
+    def publish(self, texts: Mapping[str, str]) -> None:
+        """Rename the files to their final names, and remove the files that they replace."""
+        with _errors_with_path(self.folder):
+            index, single = self.folder / INDEX_NAME, self.folder / SINGLE_NAME
+            replaced = self._replaced(index)
+            if len(self.plans) > 1:
+                index.unlink(missing_ok=True)  # no index while files of two exports may exist
+            for plan in self.plans:
+                _sync(self._temporary(plan), self.sync)  # written by this rank, also by write_stream
+                self._temporary(plan).replace(self.folder / plan.name)
+            if len(self.plans) > 1:
+                made = _token_file(self.folder, self.token)
+                made.write_text(index_text(self.plans, texts))
+                _sync(made, self.sync)
+                made.replace(index)
+                single.unlink(missing_ok=True)  # last: readers prefer it
+            else:
+                index.unlink(missing_ok=True)
+            for name in replaced:
+                (self.folder / name).unlink(missing_ok=True)
+            _sync(self.folder, self.sync)
+
+    def clean_up(self) -> None:
+        """Remove temporary files."""
+        for path in (_token_file(self.folder, self.token), *map(self._temporary, self.plans)):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def _temporary(self, plan: FilePlan) -> Path:
+        return self.folder / f".{plan.name}.{self.token}.tmp"
+
+    @contextlib.contextmanager
+    def _opened(self, plan: FilePlan, *, sync: bool) -> Iterator[int]:
+        path = self._temporary(plan)
+        with _errors_with_path(self.folder / plan.name):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                yield descriptor
+                if sync:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def _replaced(self, index: Path) -> set[str]:
+        """Return the files of an earlier export that this one does not overwrite."""
+        try:
+            names = set(read_index(index).values())
+        except CheckpointError:  # no earlier export
+            return set()
+        return {name for name in names if _NUMBERED.fullmatch(name)} - {plan.name for plan in self.plans}
+
+
+def _sync(path: Path, sync: bool) -> None:
+    if sync:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _errors_with_path(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error}") from error

@@ -1,0 +1,136 @@
+"""Iterate over the full tensors of a sharded model without ever holding many of them.
+
+Consecutive parameters of a unit that fit into a budget are all-gathered together, by one launch of the unit's own
+transport, into new memory. The modules' parameters are not touched, so the iteration can stop anywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.checkpoint.state.model import ModelState, model_state
+from fullshard.checkpoint.state.parameters import local_parameters, walk_modules
+from fullshard.engine.buckets.base import Bucket
+from fullshard.engine.ownership import nested_units
+from fullshard.engine.parameters.sharded import ShardedParameter
+from fullshard.engine.summoned_parameters import all_gather_now
+from fullshard.engine.unit import Unit
+from fullshard.errors import UnmaterializedParameterError
+
+__all__ = ["GROUP_BYTES", "full_tensors"]
+
+GROUP_BYTES = 256 * 1024 * 1024  # of tensors that are all-gathered together; a larger one is gathered alone
+
+
+def full_tensors(
+    model: nn.Module, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all parameters and persistent buffers of ``model`` as full tensors, with their names as before wrapping.
+
+    A collective: all ranks iterate together, to the end or to the same tensor. Beside the shards, one group of tensors
+        of
+    up to 256 MiB, or one larger tensor, is in memory at a time, unless the caller keeps references.
+
+    Args:
+        model: A model of either front end, or plain; between steps. It must not run, and its parameters must not
+            change, until the iteration ends.
+        dtype: Convert floating-point tensors to it, before they are communicated. None: keep their dtypes.
+        device: Device of the tensors. None: where the model computes.
+
+    Returns:
+        Iterator over name and tensor, unit by unit, then parameters that are in no unit, then buffers. A tied parameter
+        is yielded under each of its names, as the same tensor. Do not write to the tensors: those that were not sharded
+        are the model's own memory.
+
+    Raises:
+        PhaseError: If a unit is in the middle of a step, or its parameters are unsharded by ``summon_full_params``.
+        UnmaterializedParameterError: If a parameter or buffer is on the meta device.
+        ValueError: If ``dtype`` is not a floating-point one.
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"full_tensors: dtype: expected a floating-point dtype, found {dtype}")
+    state = model_state(model)
+    meta = [name for name, shards in state.tensors.items() if shards.device.type == "meta"]
+    if meta:
+        raise UnmaterializedParameterError(
+            f"full_tensors: {meta[0]} (and {len(meta) - 1} more) are on the meta device; give the model memory first, "
+            "with to_empty() or load_safetensors()"
+        )
+    return _named(model, state, dtype, None if device is None else torch.device(device))
+
+
+def _named(
+    model: nn.Module, state: ModelState, dtype: torch.dtype | None, device: torch.device | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    names = {name: [name] for name in state.tensors}
+    for alias, first in state.aliases.items():
+        names[first].append(alias)
+    for first, tensor in itertools.chain(_parameters(model, dtype), _buffers(model, state)):
+        with torch.no_grad():
+            wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            given = tensor.detach().to(tensor.device if device is None else device, wanted)
+        del tensor  # the caller owns the group now: its memory is freed with the last tensor of it
+        for name in names[first]:
+            yield name, given
+        del given
+
+
+def _parameters(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+    parameters = local_parameters(model)
+    names = {id(parameter.sharded): parameter.fqn for parameter in parameters}
+    for unit in nested_units(model):
+        for bucket in unit.buckets:
+            for group in _groups(bucket, dtype):
+                with torch.inference_mode(False), torch.no_grad():
+                    values = _gather(unit, bucket, group, dtype)
+                while group:
+                    yield names[id(group[0])], _whole(group[0].placement.full(values.pop(0)))
+                    del group[0]
+    for parameter in parameters:
+        if parameter.sharded is None:
+            yield parameter.fqn, _whole(parameter.parameter)
+
+
+def _buffers(model: nn.Module, state: ModelState) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in walk_modules(model):
+        for name, buffer in module._buffers.items():
+            if buffer is None or prefix + name not in state.tensors:
+                continue
+            shards = state.tensors[prefix + name]  # in the dtype in which it is saved
+            yield prefix + name, _whole(buffer) if isinstance(buffer, DTensor) else shards.shards[0].local
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor of a DTensor that the user made. A collective on its mesh."""
+    with torch.no_grad():
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _groups(bucket: Bucket, dtype: torch.dtype | None) -> list[list[ShardedParameter]]:
+    """Return groups of parameters to all-gather together, in the order in which they lie in the bucket."""
+    groups: list[list[ShardedParameter]] = []
+    taken = 0
+    for parameter in bucket.parameters:
+        nbytes = parameter.shape.numel * _dtype_of(parameter, dtype).itemsize
+        if not groups or taken + nbytes > GROUP_BYTES:
+            groups.append([])
+            taken = 0
+        groups[-1].append(parameter)
+        taken += nbytes
+    return groups
+
+
+def _dtype_of(parameter: ShardedParameter, dtype: torch.dtype | None) -> torch.dtype:
+    own = parameter.local.dtype
+    return dtype if dtype is not None and own.is_floating_point else own
+
+
+def _gather(unit: Unit, bucket: Bucket, group: list[ShardedParameter], dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """All-gather some parameters of a bucket, into new memory where there are other ranks. A collective."""
+    comm_dtype = _dtype_of(group[0], dtype)
+    return bucket.copies_of(group, comm_dtype, lambda all_gather: all_gather_now(unit, [all_gather]))

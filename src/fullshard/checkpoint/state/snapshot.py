@@ -1,0 +1,269 @@
+"""The state of one save as a flat dictionary, which torch.distributed.checkpoint plans and writes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.checkpoint.agreement import StateFingerprint
+from fullshard.checkpoint.format.host import bytes_of
+from fullshard.checkpoint.format.values import to_bytes
+from fullshard.checkpoint.format.write_plan import TensorTable
+from fullshard.checkpoint.state.extras import random_state, split, state_of
+from fullshard.checkpoint.state.model import model_state
+from fullshard.checkpoint.state.optimizer import fingerprint, optimizer_state
+from fullshard.checkpoint.state.parameters import local_parameters
+from fullshard.checkpoint.state.tensor_shards import TensorShard, TensorShards
+from fullshard.engine.ownership import nested_units
+from fullshard.errors import CheckpointError
+from fullshard.memory import host_buffer, wait_for_stream
+from fullshard.version import __version__
+
+__all__ = [
+    "EXTRA",
+    "GROUPS",
+    "MODEL",
+    "OPTIMIZER",
+    "RANDOM",
+    "STATE",
+    "Component",
+    "Snapshot",
+    "components",
+    "compute_device",
+    "snapshot",
+]
+
+# Prefixes of keys.
+MODEL, OPTIMIZER, EXTRA, RANDOM = "model.", "optimizer.", "extra.", "rng."
+STATE, GROUPS = "state.", "param_groups."  # after an optimizer's prefix
+ARGUMENTS = {"cast", "random", "storage_reader", "storage_writer", "strict"}
+ALIGNMENT_BYTES = 64
+BLOCK_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state to be saved, on this rank.
+
+    Attributes:
+        entries: Tensors and serialized values, by key.
+        aliases: Other keys of tied parameters.
+        about: Description of the save, for the index.
+        fingerprint: Compared between the ranks of the save.
+    """
+
+    entries: dict[str, TensorShards | bytes]
+    aliases: dict[str, str]
+    about: dict[str, Any]
+    fingerprint: StateFingerprint
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors on this rank."""
+        return sum(entry.nbytes for entry in self.entries.values() if isinstance(entry, TensorShards))
+
+    def stage(self) -> Snapshot:
+        """Copy the state to CPU memory, pinned if tensors come from an accelerator."""
+        shards = [shard for e in self.entries.values() if isinstance(e, TensorShards) for shard in e.shards]
+        accelerator = next((p.local.device for p in shards if p.local.device.type != "cpu"), None)
+        memory = _StagingMemory(sum(_aligned(p.local.nbytes) for p in shards), pin=accelerator is not None)
+        entries: dict[str, TensorShards | bytes] = {}
+        for key, entry in self.entries.items():
+            if isinstance(entry, bytes):
+                entries[key] = entry
+                continue
+            copies = [TensorShard(region, memory.like(local)) for region, local in entry.shards]
+            for (_, copy), (_, local) in zip(copies, entry.shards, strict=True):
+                copy.copy_(local, non_blocking=accelerator is not None)
+            entries[key] = TensorShards(entry.shape, entry.dtype, torch.device("cpu"), copies, equal=entry.equal)
+        if accelerator is not None:
+            wait_for_stream(accelerator)
+        return Snapshot(entries, self.aliases, self.about, self.fingerprint)
+
+
+class _StagingMemory:
+    """CPU memory for copies, in blocks: pinned memory is allocated in powers of two, so one block could be twice as
+    large as needed.
+    """
+
+    _left: int  # bytes that are still to be allocated
+    _block: torch.Tensor
+    _pin: bool
+
+    def __init__(self, nbytes: int, *, pin: bool) -> None:
+        self._left, self._pin, self._block = nbytes, pin, torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Allocate a contiguous tensor like another one."""
+        nbytes = _aligned(tensor.nbytes)
+        if nbytes > self._block.numel():
+            size = max(nbytes, min(BLOCK_BYTES, self._left))
+            self._block = host_buffer(size, torch.uint8, pin=self._pin)
+        found, self._block = self._block[: tensor.nbytes], self._block[nbytes:]
+        self._left -= nbytes
+        return found.view(tensor.dtype).view(tensor.shape)
+
+
+class Component(NamedTuple):
+    """A model, or an optimizer on one, that is saved or loaded.
+
+    Attributes:
+        prefix: Prefix of its keys.
+        model: The model.
+        optimizer: The optimizer; None: the component is the model itself.
+    """
+
+    prefix: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+
+
+def components(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any]) -> list[Component]:
+    """Return the models and optimizers to be saved or loaded, including those among the extras.
+
+    Raises:
+        CheckpointError: If the parameters of an optimizer are in none of the models.
+        ValueError: If an extra has the name of an argument of ``save`` or ``load``.
+    """
+    taken = sorted(ARGUMENTS.intersection(extra))
+    if taken:
+        raise ValueError(f"an extra cannot be named {taken[0]!r}: that is an argument of load(); choose another name")
+    found = [Component(MODEL, model)]
+    found += [Component(f"{EXTRA}{name}.", value) for name, value in extra.items() if isinstance(value, nn.Module)]
+    models = [component.model for component in found]
+    if optimizer is not None:
+        found.append(Component(OPTIMIZER, model, optimizer))
+    for name, value in extra.items():
+        if isinstance(value, torch.optim.Optimizer):
+            own = {id(parameter) for group in value.param_groups for parameter in group["params"]}
+            of = next((each for each in models if any(id(p) in own for p in each.parameters())), None)
+            if of is None:
+                raise CheckpointError(
+                    f"{name}: the optimizer's parameters are in none of the models that were passed; pass its model as "
+                    "well"
+                )
+            found.append(Component(f"{EXTRA}{name}.", of, value))
+    return found
+
+
+def snapshot(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any], group: dist.ProcessGroup | None
+) -> Snapshot:
+    """Return the state of this rank. No communication, and no copies.
+
+    Raises:
+        PhaseError: If the model is in the middle of a step.
+        CheckpointError: If a value cannot be serialized.
+    """
+    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    entries: dict[str, TensorShards | bytes] = {}
+    aliases: dict[str, str] = {}
+    keys: list[str] = []
+    states: dict[str, str] = {}
+    local: dict[str, str] = {}
+    for component in components(model, optimizer, extra):
+        if component.optimizer is None:
+            _add_model(entries, aliases, component)
+            keys += [key for key in entries if key.startswith(component.prefix)]
+            local.update(_digests(component))
+        else:
+            found = fingerprint(_add_optimizer(entries, component, component.optimizer))
+            states.update({f"{component.prefix}{fqn}": words for fqn, words in found.items()})
+    count = sum(
+        math.prod(e.shape) for key, e in entries.items() if key.startswith(MODEL) and isinstance(e, TensorShards)
+    )
+    for name, value in extra.items():
+        if not isinstance(value, (nn.Module, torch.optim.Optimizer)):
+            _add_value(entries, EXTRA + name, state_of(value))
+    _add_value(entries, f"{RANDOM}{rank}", random_state(compute_device(model)))
+    about = {
+        "fullshard": __version__,
+        "torch": str(torch.__version__),
+        "saved": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "world_size": size,
+        "model": type(model).__name__,
+        "elements": count,
+        "optimizer": None if optimizer is None else type(optimizer).__name__,
+        "extra": list(extra),
+    }
+    tensors = TensorTable.of({key: entry for key, entry in entries.items() if isinstance(entry, TensorShards)}).digest
+    return Snapshot(entries, aliases, about, StateFingerprint(tuple(keys), states, local, tensors))
+
+
+def _add_model(entries: dict[str, TensorShards | bytes], aliases: dict[str, str], component: Component) -> None:
+    state = model_state(component.model)
+    entries.update({component.prefix + name: shards for name, shards in state.tensors.items()})
+    for name, value in state.extra.items():
+        _add(entries, component.prefix + name, value)
+    aliases.update({component.prefix + name: component.prefix + first for name, first in state.aliases.items()})
+
+
+def _digests(component: Component) -> dict[str, str]:
+    """Return hashes of the parameters that are in no unit of a sharded model: nothing keeps them equal over ranks."""
+    if not nested_units(component.model):
+        return {}
+    loose = [p for p in local_parameters(component.model) if p.sharded is None and not isinstance(p.parameter, DTensor)]
+    found = {}
+    for parameter in loose:
+        host = parameter.parameter.detach().cpu().contiguous()
+        found[component.prefix + parameter.fqn] = xxhash.xxh3_64_hexdigest(bytes_of(host))
+    return found
+
+
+def _add_optimizer(
+    entries: dict[str, TensorShards | bytes], component: Component, optimizer: torch.optim.Optimizer
+) -> Mapping[str, Any]:
+    """Add the state of an optimizer, and return the state, which must be equal on all ranks."""
+    tree = optimizer_state(component.model, optimizer)
+    known = {fqn for options in tree["param_groups"] for fqn in options["params"]}
+    for fqn, values in tree["state"].items():
+        if fqn not in known:  # added by the user, for the optimizer as a whole
+            _add_value(entries, f"{component.prefix}{STATE}{fqn}", values)
+            continue
+        for name, value in values.items():
+            if not isinstance(name, str):
+                raise CheckpointError(
+                    f"the optimizer state of {fqn} has the key {name!r}: keys must be strings to be restored"
+                )
+            _add(entries, f"{component.prefix}{STATE}{fqn}.{name}", value)
+    for index, options in enumerate(tree["param_groups"]):
+        for name, value in options.items():
+            _add(entries, f"{component.prefix}{GROUPS}{index}.{name}", value)
+    state: Mapping[str, Any] = tree["state"]
+    return state
+
+
+def compute_device(model: nn.Module) -> torch.device:
+    """Return the device on which the model computes, by its units or parameters; its shards may be elsewhere."""
+    units = nested_units(model)
+    devices = [unit.mesh.device for unit in units] or [parameter.device for parameter in model.parameters()]
+    near = [device for device in devices if device.type not in ("cpu", "meta")]
+    return near[0] if near else torch.device("cpu")
+
+
+def _add(entries: dict[str, TensorShards | bytes], key: str, value: Any) -> None:
+    if isinstance(value, TensorShards):
+        entries[key] = value
+    elif isinstance(value, torch.Tensor):
+        entries[key] = TensorShards.of(value)
+    else:
+        _add_value(entries, key, value)
+
+
+def _add_value(entries: dict[str, TensorShards | bytes], key: str, value: Any) -> None:
+    tensors: dict[str, TensorShards] = {}
+    entries[key] = to_bytes(key, split(value, tensors, f"{key}.tensor"))
+    entries.update(tensors)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

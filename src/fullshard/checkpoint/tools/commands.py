@@ -1,0 +1,362 @@
+"""Implementation of ``fullshard inspect`` and ``fullshard export``. Options are declared in :mod:`fullshard.cli`.
+
+Exit codes: 0 all good; 1 problems or differences were found, or something could not be written; 2 wrong input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from fullshard.checkpoint.format.index import ITEM_SIZES, TensorEntry
+from fullshard.checkpoint.format.reader import INDEX_FILE
+from fullshard.checkpoint.format.torch_format import METADATA_FILE
+from fullshard.checkpoint.safetensors.consolidate import export as export_files
+from fullshard.checkpoint.safetensors.files import local_path
+from fullshard.checkpoint.tools.offline import Checkpoint, Difference, open_checkpoint
+from fullshard.errors import CheckpointError
+
+__all__ = ["export", "inspect", "parse_size"]
+
+GOOD, FOUND, WRONG_INPUT = 0, 1, 2
+
+_MOST_ROWS = 30  # of a table, unless --names is given
+_MOST_CHARACTERS = 10_000  # of a value that --names selects
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*([A-Za-z]*)\s*")
+
+
+def inspect(path: str, *, verify: bool, other: str | None, names: str | None, console: Console | None = None) -> int:
+    """Print the contents of a checkpoint.
+
+    Args:
+        path: Folder or URL.
+        verify: Read everything and compare it with its checksums.
+        other: A second checkpoint to compare with.
+        names: Pattern with ``*`` and ``?`` of the tensors and values to list. None: list the first ones.
+        console: Output console.
+
+    Returns:
+        Exit code of the command.
+    """
+    console = console or Console()
+    try:
+        checkpoint = open_checkpoint(path)
+        second = open_checkpoint(other) if other is not None else None
+    except CheckpointError as error:
+        return _fail("inspect", f"{error}{_perhaps(path)}{_perhaps(other) if other else ''}", WRONG_INPUT)
+    code = GOOD
+    with checkpoint:
+        if second is None or names is not None:
+            _show_head(checkpoint, console)
+            if not _show_names(checkpoint, names, console):
+                return _fail("inspect", f"no tensor or value of {path} matches {names!r}", WRONG_INPUT)
+        if verify:
+            code = max(code, _verify(checkpoint, console))
+        if second is not None:
+            with second:
+                try:
+                    code = max(code, _diff(checkpoint, second, console))
+                except CheckpointError as error:
+                    return _fail("inspect", str(error), FOUND)
+    return code
+
+
+def export(
+    path: str,
+    out: str | os.PathLike[str],
+    *,
+    prefix: str,
+    dtype: str | None,
+    max_shard_size: str,
+    console: Console | None = None,
+) -> int:
+    """Write the full weights of a checkpoint as safetensors files.
+
+    Args:
+        path: Folder or URL of the checkpoint.
+        out: A ``.safetensors`` file, or a folder.
+        prefix: Prefix of the tensors to write; removed from their names.
+        dtype: Name of the dtype for floating-point tensors. None: keep their dtypes.
+        max_shard_size: Limit per file, such as ``5GB``.
+        console: Output console.
+
+    Returns:
+        Exit code of the command.
+    """
+    console = console or Console()
+    chosen = None if dtype is None else getattr(torch, dtype.removeprefix("torch."), None)
+    if dtype is not None and (not isinstance(chosen, torch.dtype) or not chosen.is_floating_point):
+        return _fail(
+            "export", f"--dtype: expected a floating-point dtype such as bfloat16, found {dtype!r}", WRONG_INPUT
+        )
+    try:
+        most = parse_size(max_shard_size)
+    except ValueError as error:
+        return _fail("export", f"--max-shard-size: {error}", WRONG_INPUT)
+    try:
+        local_path("OUT", out)
+        with open_checkpoint(path) as checkpoint:
+            total = sum(_size(entry) for key, entry in checkpoint.index.tensors.items() if key.startswith(prefix))
+            if not any(key.startswith(prefix) for key in checkpoint.index.tensors):
+                return _fail("export", f"no tensor of {path} has a name that begins with {prefix!r}", WRONG_INPUT)
+    except (CheckpointError, ValueError) as error:
+        return _fail("export", f"{error}{_perhaps(path)}", WRONG_INPUT)
+    try:
+        with _progress(console, "exporting", total) as advance:
+            files = export_files(path, out, prefix=prefix, dtype=chosen, max_shard_bytes=most, progress=advance)
+    except ValueError as error:
+        return _fail("export", str(error), WRONG_INPUT)
+    except CheckpointError as error:
+        return _fail("export", str(error), FOUND)
+    console.print(Text(f"weights of {path}"), soft_wrap=True)
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("file", overflow="fold")
+    table.add_column("size", justify="right")
+    for file in files:
+        table.add_row(escape(str(file)), _bytes(file.stat().st_size))
+    console.print(table)
+    return GOOD
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as ``5GB`` or ``512 MiB``; a plain number is bytes.
+
+    Raises:
+        ValueError: If it is no size, or not positive.
+    """
+    match = _SIZE.fullmatch(text)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or float(match[1]) * unit < 1:
+        raise ValueError(f"expected a size such as 5GB or 512MiB, found {text!r}")
+    return int(float(match[1]) * unit)
+
+
+# -------------------------------------------------------------------- contents
+
+
+def _show_head(checkpoint: Checkpoint, console: Console) -> None:
+    index = checkpoint.index
+    total = sum(_size(entry) for entry in index.tensors.values())
+    elements = sum(entry.numel for entry in index.tensors.values())
+    console.print(Text.assemble(("checkpoint ", "dim"), (checkpoint.path, "bold")), soft_wrap=True)
+    facts = [
+        f"{_count(len(index.tensors), 'tensor')} with {_elements(elements)} elements, {_bytes(total)}",
+        _count(len(index.values), "other value"),
+        _count(len(index.files), "file"),
+    ]
+    console.print(Text(" · ".join(facts)))
+    about = [f"{key} {value}" for key, value in index.about.items() if value not in (None, "", [], {})]
+    if about:
+        console.print(Text(" · ".join(about), style="dim"))
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("part")
+    for column in ("tensors", "elements", "size"):
+        table.add_column(column, justify="right")
+    table.add_column("dtypes")
+    for part, entries in _parts(checkpoint).items():
+        dtypes = Counter(entry.dtype for entry in entries)
+        table.add_row(
+            escape(part),
+            str(len(entries)),
+            _elements(sum(entry.numel for entry in entries)),
+            _bytes(sum(_size(entry) for entry in entries)),
+            ", ".join(f"{dtype}" if len(dtypes) == 1 else f"{dtype} ({n})" for dtype, n in dtypes.most_common()),
+        )
+    if index.tensors:
+        console.print(table)
+
+
+def _parts(checkpoint: Checkpoint) -> dict[str, list[TensorEntry]]:
+    """Group tensors by the beginning of their names; those of an optimizer by the name of the state."""
+    parts: dict[str, list[TensorEntry]] = {}
+    for key, entry in checkpoint.index.tensors.items():
+        head, dot, rest = key.partition(".")
+        if dot and rest.startswith("state."):
+            head = f"{head}.state.*.{key.rpartition('.')[2]}"
+        parts.setdefault(head if dot else "(top)", []).append(entry)
+    return parts
+
+
+def _show_names(checkpoint: Checkpoint, pattern: str | None, console: Console) -> bool:
+    """Print tables of tensors and values. Return False if none matches the pattern."""
+    index = checkpoint.index
+    wanted = "*" if pattern is None else pattern
+    tensors = fnmatch.filter([*index.tensors, *index.aliases], wanted)
+    if pattern is None:
+        tensors = [name for name in tensors if ".state." not in name]  # optimizer state is summarized by part
+    values = fnmatch.filter(list(index.values), wanted)
+    most = _MOST_ROWS if pattern is None else max(len(tensors), len(values), 1)
+    if tensors:
+        table = Table(box=box.SIMPLE, pad_edge=False)
+        table.add_column("tensor", overflow="fold")
+        table.add_column("dtype")
+        table.add_column("shape")
+        for column in ("size", "shards"):
+            table.add_column(column, justify="right")
+        for name in tensors[:most]:
+            entry = index.tensor(name)
+            shape = " x ".join(map(str, entry.shape)) or "scalar"
+            if name in index.aliases:
+                table.add_row(escape(f"{name}\n= {index.aliases[name]}"), entry.dtype, shape, "", "")
+            else:
+                table.add_row(escape(name), entry.dtype, shape, _bytes(_size(entry)), str(len(entry.shards)))
+        console.print(table)
+        every = len(index.tensors) + len(index.aliases) if pattern is None else len(tensors)
+        _show_more(every - min(len(tensors), most), "tensors", console)
+    if values:
+        table = Table(box=box.SIMPLE, pad_edge=False)
+        table.add_column("value", overflow="fold", min_width=_width_of(values[:most], console))
+        table.add_column("contents", overflow="fold")
+        for name in values[:most]:
+            table.add_row(escape(name), _contents(checkpoint, name, limit=100 if pattern is None else _MOST_CHARACTERS))
+        console.print(table)
+        _show_more(len(values) - min(len(values), most), "values", console)
+    return bool(tensors or values or pattern is None)
+
+
+def _show_more(count: int, what: str, console: Console) -> None:
+    if count > 0:
+        console.print(f"[dim]and {count} more {what}; --names '*' lists all, --names 'model.*' some of them[/]\n")
+
+
+def _contents(checkpoint: Checkpoint, name: str, limit: int) -> Text:
+    try:
+        text = " ".join(repr(checkpoint.read(name)).split())
+    except CheckpointError:
+        return Text("cannot be read; run with --verify for the error", style="red")
+    return Text(text if len(text) <= limit else text[: limit - 3] + "...")
+
+
+# -------------------------------------------------------------------- verification and comparison
+
+
+def _verify(checkpoint: Checkpoint, console: Console) -> int:
+    total = sum(_size(entry) for entry in checkpoint.index.tensors.values())
+    with _progress(console, "verifying", total) as advance:
+        problems = checkpoint.verify(advance)
+    for problem in problems:
+        console.print(Text.assemble(("problem: ", "bold red"), problem), soft_wrap=True)
+    if problems:
+        console.print(Text(f"{_count(len(problems), 'problem')} found", style="bold red"))
+        return FOUND
+    has_checksums = checkpoint.index.raw
+    what = "all checksums match" if has_checksums else "everything can be read; the format has no checksums"
+    console.print(Text.assemble(("verified: ", "bold green"), f"{_bytes(total)} of tensors, {what}"))
+    return GOOD
+
+
+def _diff(checkpoint: Checkpoint, other: Checkpoint, console: Console) -> int:
+    total = sum(_size(entry) for entry in checkpoint.index.tensors.values())
+    with _progress(console, "comparing", total) as advance:
+        differences = checkpoint.diff(other, advance)
+    if not differences:
+        console.print(Text.assemble(("equal: ", "bold green"), f"{checkpoint.path} and {other.path} hold the same"))
+        return GOOD
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    width = _width_of([difference.name for difference in differences], console)
+    table.add_column("name", overflow="fold", min_width=width)
+    table.add_column("difference", overflow="fold")
+    table.add_column("max. abs. difference", justify="right")
+    for difference in differences:
+        table.add_row(*_row(difference))
+    console.print(table)
+    both = f"{checkpoint.path} and {other.path}"
+    console.print(Text.assemble((_count(len(differences), "difference"), "bold red"), f" of {both}"), soft_wrap=True)
+    return FOUND
+
+
+def _row(difference: Difference) -> Sequence[str | Text]:
+    here, there = difference.here, difference.there
+    if there is None:
+        text = Text.assemble(("only in the first: ", "yellow"), str(here))
+    elif here is None:
+        text = Text.assemble(("only in the second: ", "yellow"), there)
+    else:
+        text = Text(here if here == there else f"{here} -> {there}")
+    if difference.elements:
+        text.append(f", {difference.elements:,} element{'s' * (difference.elements != 1)}", style="red")
+    at_most = f"{difference.max_abs:.3g}" if difference.elements and difference.max_abs is not None else ""
+    return escape(difference.name), text, at_most
+
+
+# -------------------------------------------------------------------- formatting
+
+
+@contextlib.contextmanager
+def _progress(console: Console, what: str, total: int) -> Iterator[Callable[[int], object] | None]:
+    """Show a progress bar on terminals."""
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda done: progress.advance(task, done)
+
+
+def _perhaps(path: str) -> str:
+    """Suggest the newest checkpoint in the folder of a run or of checkpoints, if the user named that folder."""
+    if _is_checkpoint(Path(path)):
+        return ""
+    found: list[tuple[float, Path]] = []
+    for folder in (Path(path) / "checkpoints", Path(path)):
+        with contextlib.suppress(OSError):
+            found += [(each.stat().st_mtime, each) for each in folder.iterdir() if _is_checkpoint(each)]
+    return f"; did you mean {max(found)[1]}?" if found else ""
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (INDEX_FILE, METADATA_FILE))
+
+
+def _fail(command: str, message: str, code: int) -> int:
+    print(f"fullshard {command}: {message}", file=sys.stderr)
+    return code
+
+
+def _width_of(names: Sequence[str], console: Console) -> int:
+    """Return the width of a column of names: enough for all of them, but at most half of the console."""
+    return min(max(map(len, names)), console.width // 2)
+
+
+def _size(entry: TensorEntry) -> int:
+    return entry.numel * ITEM_SIZES[entry.dtype]
+
+
+def _bytes(count: int) -> str:
+    return _scaled(count, (" B", " kB", " MB", " GB", " TB"))
+
+
+def _elements(count: int) -> str:
+    return _scaled(count, ("", " K", " M", " B"))
+
+
+def _scaled(count: int, units: Sequence[str]) -> str:
+    """Format a number with at most four digits, in units of thousands."""
+    value, power = float(count), 0
+    while value >= 999.95 and power < len(units) - 1:
+        value, power = value / 1000, power + 1
+    return f"{value:.0f}{units[0]}" if power == 0 else f"{value:.1f}{units[power]}"
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _short(path: str) -> str:
+    return path if len(path) <= 30 else os.path.basename(path.rstrip("/")) or path

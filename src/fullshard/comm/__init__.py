@@ -1,0 +1,103 @@
+"""Transports: how the all-gathers and reductions of a bucket are carried out on a given back end and mesh axis.
+
+- ``base.py``         the interface: operands, requests, scaling; recording of collectives
+- ``single_rank.py``  one rank: nothing is sent
+- ``gloo.py``, ``collective.py``, ``python_group.py``  one per kind of back end
+- ``custom.py``, ``pooled.py``, ``hooked.py``  users' collectives, memory and communication hooks
+- ``quantized/``      fewer bytes for slow networks
+- ``mesh.py``         the axes of a mesh with their transports; ``groups.py``: groups made from a group
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.base import (
+    Collective,
+    CommRequest,
+    GradScaling,
+    Operand,
+    Transport,
+    issue_all,
+    launch_all,
+    record,
+)
+from fullshard.comm.collective import CollectiveTransport, NcclTransport
+from fullshard.comm.custom import AllGather, Comm, CustomTransport, ReduceScatter
+from fullshard.comm.gloo import GlooTransport
+from fullshard.comm.groups import part_of
+from fullshard.comm.hooked import HookedTransport
+from fullshard.comm.pooled import (
+    ProcessGroupMemoryAllGather,
+    ProcessGroupMemoryReduceScatter,
+    SymmetricMemoryAllGather,
+    SymmetricMemoryReduceScatter,
+)
+from fullshard.comm.python_group import PythonGroupTransport
+from fullshard.comm.single_rank import SingleRankTransport
+from fullshard.comm.slices import Slice, slices_of
+
+__all__ = [
+    "AllGather",
+    "Collective",
+    "CollectiveTransport",
+    "Comm",
+    "CommRequest",
+    "CustomTransport",
+    "GlooTransport",
+    "GradScaling",
+    "HookedTransport",
+    "NcclTransport",
+    "Operand",
+    "ProcessGroupMemoryAllGather",
+    "ProcessGroupMemoryReduceScatter",
+    "PythonGroupTransport",
+    "ReduceScatter",
+    "SingleRankTransport",
+    "Slice",
+    "SymmetricMemoryAllGather",
+    "SymmetricMemoryReduceScatter",
+    "Transport",
+    "issue_all",
+    "launch_all",
+    "make_transport",
+    "part_of",
+    "record",
+    "slices_of",
+]
+
+
+def make_transport(group: dist.ProcessGroup, device: torch.device, *, reduces: bool = True) -> Transport:
+    """Make the transport for the back end that ``group`` uses on ``device``. Call it on all ranks of the group.
+
+    Args:
+        group: The ranks. A subclass of ``torch.distributed.ProcessGroup`` may be its own back end.
+        device: Where the tensors are.
+        reduces: :meth:`Transport.reduce_scatter` will be used. On NCCL that makes a second communicator, once per
+            group; a transport for all-reduces only can do without.
+
+    Raises:
+        RuntimeError: If the group has no back end for the device.
+    """
+    if group.size() == 1:
+        return SingleRankTransport()
+    try:
+        backend = group._get_backend(device).name().lower()
+    except RuntimeError:
+        if type(group) is dist.ProcessGroup:  # which has back ends, but none for this device
+            raise
+        return PythonGroupTransport(group)
+    if backend == "nccl":
+        return NcclTransport(group, _make_reduce_group(group) if reduces else None)
+    if backend == "gloo" and device.type == "cpu":
+        return GlooTransport(group)
+    return CollectiveTransport(group)  # also gloo's: it stages device memory in its collectives, not in send and recv
+
+
+def _make_reduce_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """The same ranks with another communicator; None, so that reductions share the group's, if these are not in order:
+    a new group sorts its ranks, and they would get each other's shards.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    return part_of(group, ranks, "reduce_scatter") if ranks == sorted(ranks) else None

@@ -1,0 +1,120 @@
+"""State kept per process group: groups made from it, and a count of its exchanges.
+
+Kept here and not on meshes or transports: those may be collected on one rank earlier than on another, and a group, or a
+count, that only some ranks start anew does not match the others'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+__all__ = ["GroupRecord", "part_of", "record_of"]
+
+Part = tuple[tuple[int, ...], str]  # ranks and purpose
+
+
+@dataclass
+class GroupRecord:
+    """The state that all ranks of one process group keep alike.
+
+    Args:
+        exchanges: Number of exchanges on the group so far.
+        parts: Groups made from it, by ranks and purpose.
+        made: Attempts per part. They are in its name, so that a second meets nothing that the first left in the store.
+    """
+
+    exchanges: int = 0
+    parts: dict[Part, dist.ProcessGroup] = field(default_factory=dict)
+    made: Counter[Part] = field(default_factory=Counter)
+
+
+_records: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupRecord] = weakref.WeakKeyDictionary()
+
+
+def record_of(group: dist.ProcessGroup) -> GroupRecord:
+    """The record of ``group``."""
+    return _records.setdefault(group, GroupRecord())
+
+
+def part_of(
+    group: dist.ProcessGroup,
+    ranks: Sequence[int],
+    purpose: str,
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+) -> dist.ProcessGroup:
+    """A group of some ranks of ``group``, with communicators of its own; the one made before if there is one.
+
+    Args:
+        group: Every rank of the part calls this, others need not.
+        ranks: Global ranks, sorted: a new group sorts them.
+        purpose: Keeps parts of the same ranks apart.
+        backend: None for that of the default group.
+        timeout: None for that of ``group``.
+    """
+    record, key = record_of(group), (tuple(ranks), purpose)
+    if key not in record.parts or record.parts[key] not in distributed_c10d._world.pg_map:  # destroyed since
+        world = dist.group.WORLD
+        assert world is not None
+        # A world bound to a device splits communicators off its own, in which all of its ranks have to take part.
+        bound, world.bound_device_id = world.bound_device_id, None
+        record.made[key] += 1  # also if that fails: what it left in the store is not met again
+        try:
+            with _name_of_next_group(f"{group.group_name} {key} {record.made[key]}"):
+                record.parts[key] = dist.new_group(
+                    ranks,
+                    timeout or _timeout_of(group),
+                    backend,
+                    use_local_synchronization=len(ranks) < world.size(),  # else by c10d's count of what all ranks make
+                    group_desc=f"fullshard {purpose}",
+                )
+        finally:
+            world.bound_device_id = bound
+    return record.parts[key]
+
+
+# [Note: Names of groups]
+# A group that only its members make is found by its name, which c10d makes of its ranks and of how many groups a rank
+# is in. So ranks that are in different numbers of groups, because one of them logs or holds an expert, would wait for
+# each other under different names. Parts are named after the group that they are a part of, which all members know.
+_name: ContextVar[str | None] = ContextVar("fullshard_name_of_next_group", default=None)
+
+
+@contextlib.contextmanager
+def _name_of_next_group(name: str) -> Iterator[None]:
+    """Have c10d name a group that this thread makes within the block by ``name``, see [Note: Names of groups]."""
+    if not hasattr(distributed_c10d._hash_ranks_to_str, "by_fullshard"):
+        usual = distributed_c10d._hash_ranks_to_str
+
+        def hashed(ranks: list[int]) -> str:
+            wanted = _name.get()
+            return usual(ranks) if wanted is None else hashlib.sha1(wanted.encode(), usedforsecurity=False).hexdigest()
+
+        hashed.by_fullshard = True  # type: ignore[attr-defined]
+        distributed_c10d._hash_ranks_to_str = hashed
+    token = _name.set(name)
+    try:
+        yield
+    finally:
+        _name.reset(token)
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout of ``group``; None if no back end of it tells."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout: timedelta | None = getattr(options, "_timeout", None)
+        if timeout is not None:
+            return timeout
+    return None

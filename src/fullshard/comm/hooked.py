@@ -1,0 +1,107 @@
+"""Reductions that users do themselves, with a communication hook."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from fullshard.comm.base import CommRequest, Transport, WrappingTransport, issue_all
+from fullshard.memory import Work
+
+__all__ = ["HookedTransport"]
+
+
+class HookedTransport(WrappingTransport):
+    """A transport whose reductions are done by the user's hook, as those of torch.distributed.fsdp are.
+
+    The hook gets the first operand of every request: its gradients. It is called ``hook(state, unsharded, shard)``
+    where gradients are sharded, and has to leave this rank's part of the result in ``shard``; in an all-reduce it is
+    called ``hook(state, tensor)`` and works in place. Both are flat. It scales by itself, and may change
+    ``unsharded``. It may also give its tensors new memory (``shard.data = ...``) of the same size and dtype: the values
+    are copied back.
+
+    The other operands of a request (presence numbers) go to the transport underneath, with the request's scaling, as do
+    all-gathers. ``direct_bytes`` is beyond any size, so that gradients are one operand.
+
+    A hook is done when it returns; on accelerators it may leave work behind on the current stream.
+
+    Args:
+        base: The group's own transport.
+        state: The hook's first argument.
+        hook: Reduces gradients. Has to be the same on all ranks.
+
+    Raises:
+        TypeError: The hook is not callable.
+    """
+
+    direct_bytes: int = sys.maxsize
+    hooked: bool = True
+
+    state: object
+    hook: Callable[..., Any]
+
+    def __init__(self, base: Transport, state: object, hook: Callable[..., Any]) -> None:
+        if not callable(hook):
+            raise TypeError(
+                "a communication hook has to be callable as hook(state, gradient, shard), or as hook(state, gradient) "
+                f"without a shard axis; got {type(hook).__name__}"
+            )
+        super().__init__(base)
+        self.state, self.hook = state, hook
+
+    def allocate(
+        self, kind: Literal["all_gather", "reduce_scatter"], numel: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor | None:
+        """As the transport underneath does, for all-gathers. What the hook gets is in the engine's memory."""
+        return self.base.allocate(kind, numel, dtype, device) if kind == "all_gather" else None
+
+    def _reduce_scatter(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
+        def call(request: CommRequest) -> Sequence[Work]:
+            operand = request.operands[0]
+            self._call(request.unit, [operand.unsharded, operand.shard])
+            return []
+
+        return issue_all(_in_order(requests, self.base._reduce_scatter, call))
+
+    def _all_reduce(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
+        def call(request: CommRequest) -> Sequence[Work]:
+            self._call(request.unit, [request.operands[0].unsharded])
+            return []
+
+        return issue_all(_in_order(requests, self.base._all_reduce, call))
+
+    def _call(self, unit: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Call the hook; bring what it left in the last of ``tensors`` back into the memory of that tensor."""
+        given = [tensor.detach() for tensor in tensors]  # objects of its own, which it may give new memory
+        self.hook(self.state, *given)
+        result, target = given[-1], tensors[-1]
+        if result.dtype is not target.dtype or result.numel() != target.numel():
+            name = getattr(self.hook, "__name__", type(self.hook).__name__)
+            raise TypeError(
+                f"the communication hook {name} left {result.numel()} elements of {result.dtype} for unit {unit!r}, "
+                f"expected {target.numel()} of {target.dtype}; a hook that compresses has to cast back, torch's own "
+                f"with LowPrecisionState(group, parameter_type={target.dtype})"
+            )
+        if result.data_ptr() != target.data_ptr():
+            target.copy_(result.view(-1))
+
+
+def _in_order(
+    requests: Sequence[CommRequest],
+    launch: Callable[[Sequence[CommRequest]], Sequence[Work]],
+    call: Callable[[CommRequest], Sequence[Work]],
+) -> Iterator[Callable[[], Sequence[Work]]]:
+    """The other operands first, in one launch, so that they are sent while the hooks run; then the hooks.
+
+    Should a hook raise on this rank only, the others got all that they wait for from the launch.
+    """
+    others = [CommRequest(unit, operands[1:], scaling) for unit, operands, scaling in requests if len(operands) > 1]
+    if others:
+        yield partial(launch, others)
+    for request in requests:
+        if request.operands and request.operands[0].unsharded.numel():
+            yield partial(call, request)

@@ -1,0 +1,434 @@
+"""A transport that sends large operands as blocks of 8-bit numbers.
+
+[Note: Quantized collectives]
+An all-gather sends this rank's shard as rows (see [Note: Rows]) through the transport underneath, and every rank turns
+the rows of all ranks, its own included, back into values: all have the same bits.
+
+A reduce-scatter sends each rank its part of the operands as rows, all to all, and adds what has arrived in fp32, in the
+order of the ranks; this rank's own part is not quantized. The volume is that of a reduce-scatter of the rows.
+
+An all-reduce deals the rows out in equal shares: all to all, a sum in fp32, and an all-gather of the sums, quantized
+once more. All ranks get the same bits. The all-gather is issued when the first half is waited for, so ranks have to
+wait for several all-reduces in the same order.
+
+[Note: What is never quantized]
+An operand says where parameters lie in it (its ``slices``). Small ones cost few bytes, and would share blocks with
+others. What is in no slice is sent as it is, too: presence numbers, which quantized together with large gradients
+would become 0; padding, in which anything may be by chance; and the data of tensor subclasses, whose meaning only they
+know. What shares an operand with quantized slices is sent beside the rows. Operands of which nothing is quantized go to
+the transport underneath in the same launch. Values that leave the model (checkpoints, ``summon_full_params``, exports)
+are sent by :attr:`ShardMesh.exact_transport`.
+
+Messages are allocated with the launch and freed when it is over; results are written only by the host that waits (on
+accelerators: on the stream that does), never from a thread of the back end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllToAllOptions
+
+from fullshard.comm.base import (
+    Collective,
+    CommRequest,
+    GradScaling,
+    Kind,
+    Operand,
+    Transport,
+    WrappingTransport,
+    _launches,
+    _observers,
+    issue_all,
+)
+from fullshard.comm.quantized.blocks import BlockFormat
+from fullshard.memory import Work
+from fullshard.policy import CommQuantization
+
+__all__ = ["QUANTIZED_DTYPES", "QuantizedTransport", "Traffic"]
+
+QUANTIZED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+_ALIGNMENT = 16  # bytes: of the message for one rank, below which NCCL copies byte by byte
+
+
+@dataclass
+class Traffic:
+    """Bytes received in one kind of collective.
+
+    Args:
+        collectives: Number of operands so far.
+        nbytes: Bytes that this rank has received from others.
+        full_bytes: Bytes that it would have received in full precision.
+        quantized_bytes: Those of ``full_bytes`` that belong to operands of which something was quantized.
+    """
+
+    collectives: int = 0
+    nbytes: int = 0
+    full_bytes: int = 0
+    quantized_bytes: int = 0
+
+
+class QuantizedTransport(WrappingTransport):
+    """Sends large parameters and gradients in fewer bytes, see [Note: Quantized collectives].
+
+    Args:
+        base: The group's own transport.
+        policy: What is quantized, and how. With neither ``all_gather`` nor ``reduce`` bytes are only counted.
+        traffic: Counts bytes, by kind.
+    """
+
+    policy: CommQuantization
+    traffic: dict[Kind, Traffic]
+    _residuals: dict[object, torch.Tensor]  # fp32; what quantization has taken away in the last step, by place
+
+    def __init__(self, base: Transport, policy: CommQuantization, traffic: dict[Kind, Traffic] | None = None) -> None:
+        super().__init__(base)
+        self.policy, self.traffic = policy, {} if traffic is None else traffic
+        self.direct_bytes = base.direct_bytes
+        self.sums_at_once = False  # the sums are quantized and sent when the parts have come
+        self.reads_padding = policy.reduce is not None
+        self._residuals = {}
+
+    def _notify(self, kind: Kind, requests: Sequence[CommRequest]) -> None:
+        """Record nothing yet: :meth:`_sort` records what is really sent."""
+
+    def _all_gather(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
+        layout, plain = self._sort("all_gather", requests)
+        if not layout.places:
+            return self.base._all_gather(plain)
+        with torch.inference_mode(False), torch.no_grad():
+            sent = layout.message(1)
+            layout.write(sent, lambda operand: operand.shard.unsqueeze(0))
+            arrived = layout.message(self.world_size)
+            rows = CommRequest(layout.unit, [Operand(sent.view(-1), arrived.view(-1))])
+        works = self.base._all_gather([*plain, rows])
+        finish = partial(layout.read, arrived, lambda operand: _by_rank(operand, self.world_size))
+        return [*works, _Finish(finish, sent)]
+
+    def _reduce_scatter(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
+        layout, plain = self._sort("reduce_scatter", requests)
+        if not layout.places:
+            return self.base._reduce_scatter(plain)
+        rank, peers = self.rank, self.world_size - 1
+        with torch.inference_mode(False), torch.no_grad():
+            sent, arrived = layout.message(peers), layout.message(peers)
+            layout.write(sent[:rank], lambda operand: _by_rank(operand, peers + 1)[:rank])
+            layout.write(sent[rank:], lambda operand: _by_rank(operand, peers + 1)[rank + 1 :])
+        sizes = [0 if peer == rank else layout.nbytes for peer in range(peers + 1)]
+        works = issue_all(
+            [
+                partial(self.base._reduce_scatter, plain) if plain else list,
+                partial(_all_to_all, self.base.reduce_group, arrived, sent, sizes),
+            ]
+        )
+        return [*works, _Finish(partial(layout.add_up, arrived, rank), sent)]
+
+    def _all_reduce(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
+        layout, plain = self._sort("all_reduce", requests)
+        if not layout.places:
+            return self.base._all_reduce(plain)
+        shares = _QuantizedAllReduce(self, layout)
+        works = issue_all([partial(self.base._all_reduce, plain) if plain else list, shares.deal_out])
+        return [*works, _Finish(shares.finish)]
+
+    # ---------------------------------------------------------------- what is quantized
+
+    def _sort(self, kind: Kind, requests: Sequence[CommRequest]) -> tuple[_MessageLayout, list[CommRequest]]:
+        """Split operands into what is quantized and what is left to the transport underneath; count and record both."""
+        name = self.policy.all_gather if kind == "all_gather" else self.policy.reduce
+        layout = _MessageLayout(BlockFormat(name or "int8", self.policy.block), kind, self.world_size)
+        plain, sent = [], []
+        for unit, operands, scaling in requests:
+            others = []
+            for operand in operands:
+                spans = [] if name is None else self._spans(operand)
+                others += layout.take(unit, operand, scaling, spans) if spans else [operand]
+                sent.append((unit, operand, bool(spans)))
+            if others:
+                plain.append(CommRequest(unit, others, scaling))
+        launch = next(_launches)
+        for unit, operand, quantized in sent:
+            factor = 2 if kind == "all_reduce" else 1
+            full = operand.unsharded.nbytes * (self.world_size - 1) * factor // self.world_size
+            received = layout.received[id(operand)] if quantized else full
+            traffic = self.traffic.setdefault(kind, Traffic())
+            traffic.collectives += 1
+            traffic.nbytes += received
+            traffic.full_bytes += full
+            traffic.quantized_bytes += full if quantized else 0
+            dtype = layout.format.dtype if quantized else operand.shard.dtype
+            for observer in _observers:
+                observer(Collective(kind, unit, dtype, operand.unsharded.numel(), received, launch))
+        return layout, plain
+
+    def _spans(self, operand: Operand) -> list[_Span]:
+        """The shard of an operand cut into spans that are quantized or not; none if nothing is."""
+        if operand.shard.dtype not in QUANTIZED_DTYPES:
+            return []
+        spans: list[_Span] = []
+        end = 0
+        large = [each for each in operand.slices if each.numel and each.nbytes >= self.policy.min_bytes]
+        for offset, numel, _ in large:
+            if offset > end:
+                spans.append(_Span(end, offset - end, False))
+            spans.append(_Span(offset, numel, True))
+            end = offset + numel
+        if large and end < operand.shard.numel():
+            spans.append(_Span(end, operand.shard.numel() - end, False))
+        return spans
+
+    def residual(self, place: object, like: torch.Tensor) -> torch.Tensor:
+        """The quantization error at ``place`` in the last step: zeros at first, of the shape of ``like``."""
+        if place not in self._residuals:
+            self._residuals[place] = torch.zeros_like(like, dtype=torch.float32)
+        return self._residuals[place]
+
+
+class _Span(NamedTuple):
+    """Some elements of a shard. Spans of a shard follow one another and cover it.
+
+    Args:
+        offset: First element.
+        numel: How many.
+        quantized: They are sent as rows; if not, as they are.
+    """
+
+    offset: int
+    numel: int
+    quantized: bool
+
+
+class _Place(NamedTuple):
+    """Where one span lies in a message: from row ``at`` on, or from byte ``at`` behind all rows."""
+
+    operand: Operand
+    span: _Span
+    scaling: GradScaling
+    at: int
+
+
+class _MessageLayout:
+    """Where the spans of one launch lie in the message for one rank: rows, then what is sent in full precision."""
+
+    format: BlockFormat
+    kind: Kind
+    unit: str  # of the first request
+    places: list[_Place]
+    rows: int
+    received: dict[int, int]  # bytes that this rank receives for an operand, by its id
+    _behind: int  # bytes behind the rows
+    _world_size: int
+
+    def __init__(self, format: BlockFormat, kind: Kind, world_size: int) -> None:
+        self.format, self.kind, self.unit, self._world_size = format, kind, "", world_size
+        self.places, self.rows, self.received, self._behind = [], 0, {}, 0
+
+    def take(self, unit: str, operand: Operand, scaling: GradScaling, spans: Sequence[_Span]) -> list[Operand]:
+        """Add an operand. Returns what is left to the transport underneath: of an all-reduce, what is not quantized."""
+        self.unit = self.unit or unit
+        before, left = self._received_in_all(), []
+        for span in spans:
+            if span.quantized:
+                self.places.append(_Place(operand, span, scaling, self.rows))
+                self.rows += self.format.rows(span.numel)
+            elif self.kind == "all_reduce":
+                part = operand.unsharded.narrow(0, span.offset, span.numel)
+                left.append(Operand(part, part))
+            else:
+                self.places.append(_Place(operand, span, scaling, self._behind))
+                self._behind += _aligned(span.numel * operand.shard.element_size(), 4)
+        others = self._world_size - 1
+        beside = sum(2 * part.shard.nbytes * others // self._world_size for part in left)
+        self.received[id(operand)] = self._received_in_all() - before + beside
+        return left
+
+    @property
+    def share(self) -> int:
+        """Rows that each rank adds up in an all-reduce; the last one may be short of some."""
+        return -(-self.rows // self._world_size)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the message for one rank."""
+        return _aligned(self.rows * self.format.row_bytes + self._behind, _ALIGNMENT)
+
+    def _received_in_all(self) -> int:
+        """Bytes that this rank receives for all that was taken."""
+        once = self.share * self.format.row_bytes * 2 if self.kind == "all_reduce" else self.nbytes
+        return once * (self._world_size - 1)
+
+    def message(self, ranks: int) -> torch.Tensor:
+        """Memory for so many ranks' messages: ``(ranks, nbytes)`` of uint8."""
+        return torch.empty((ranks, self.nbytes), dtype=torch.uint8, device=self.places[0].operand.shard.device)
+
+    def write(self, message: torch.Tensor, values: Callable[[Operand], torch.Tensor]) -> None:
+        """Put the operands' ``values``, ``(ranks, numel)``, into messages, ``(ranks, nbytes)``."""
+        for place in self.places:
+            part = values(place.operand).narrow(1, place.span.offset, place.span.numel)
+            if place.span.quantized:
+                self.format.encode(part, self._rows_in(message, place))
+            else:
+                self._bytes_in(message, place).copy_(part)
+
+    def read(self, message: torch.Tensor, values: Callable[[Operand], torch.Tensor]) -> None:
+        """Put what is in messages, ``(ranks, nbytes)``, into the operands' ``values``, ``(ranks, numel)``."""
+        for place in self.places:
+            part = values(place.operand).narrow(1, place.span.offset, place.span.numel)
+            if place.span.quantized:
+                self.format.decode(self._rows_in(message, place), part)
+            else:
+                part.copy_(self._bytes_in(message, place))
+
+    def add_up(self, message: torch.Tensor, rank: int) -> None:
+        """Set all shards to the scaled sums of this rank's own values and those in messages of all others."""
+        for place in self.places:
+            self._add_up(place, message, rank)
+
+    def _add_up(self, place: _Place, message: torch.Tensor, rank: int) -> None:
+        operand, (offset, numel, _), scaling, _ = place
+        target = operand.shard.narrow(0, offset, numel).unsqueeze(0)
+        own = _by_rank(operand, message.shape[0] + 1)[rank : rank + 1].narrow(1, offset, numel)
+        total = target if target.dtype is torch.float32 else torch.empty_like(target, dtype=torch.float32)
+        total.zero_()
+        for term in range(message.shape[0] + 1):
+            if term == rank:
+                total.add_(own)
+                continue
+            sender = message[term - (term > rank)].unsqueeze(0)
+            if place.span.quantized:
+                self.format.add(self._rows_in(sender, place), total)
+            else:
+                total.add_(self._bytes_in(sender, place))
+        factor = scaling.before * scaling.after
+        if factor != 1:
+            total.mul_(1 / factor)
+        if total is not target:
+            target.copy_(total)
+
+    def _rows_in(self, message: torch.Tensor, place: _Place) -> torch.Tensor:
+        """The rows of a span: ``(ranks, rows, row_bytes)``."""
+        size, count = self.format.row_bytes, self.format.rows(place.span.numel)
+        return message.narrow(1, place.at * size, count * size).view(-1, count, size)
+
+    def _bytes_in(self, message: torch.Tensor, place: _Place) -> torch.Tensor:
+        """The values of a span that is sent as it is: ``(ranks, numel)`` of the operand's dtype."""
+        dtype = place.operand.shard.dtype
+        start = self.rows * self.format.row_bytes + place.at
+        return message.narrow(1, start, place.span.numel * dtype.itemsize).view(dtype)
+
+
+class _QuantizedAllReduce:
+    """A quantized all-reduce under way, see [Note: Quantized collectives].
+
+    Args:
+        transport: That carries it out.
+        layout: Of rows only.
+    """
+
+    transport: QuantizedTransport
+    layout: _MessageLayout
+    _sent: torch.Tensor  # (1, bytes): all rows of this rank, and behind them zeros
+    _arrived: torch.Tensor  # the same size: this rank's share of the rows of every rank
+
+    def __init__(self, transport: QuantizedTransport, layout: _MessageLayout) -> None:
+        self.transport, self.layout = transport, layout
+        ranks, size = transport.world_size, layout.format.row_bytes
+        with torch.inference_mode(False), torch.no_grad():
+            device = layout.places[0].operand.shard.device
+            self._sent = torch.empty((1, ranks * layout.share * size), dtype=torch.uint8, device=device)
+            self._sent[:, layout.rows * size :] = 0
+            if transport.policy.error_feedback:
+                self._write_with_feedback()
+            else:
+                layout.write(self._sent, lambda operand: operand.shard.unsqueeze(0))
+            self._arrived = torch.empty_like(self._sent)
+
+    def deal_out(self) -> list[Work]:
+        """Send every rank its share of the rows."""
+        return _all_to_all(self.transport.base.group, self._arrived, self._sent, [])
+
+    def finish(self) -> None:
+        """Add up this rank's share, send the sums to all, and wait for theirs."""
+        form, ranks, layout = self.layout.format, self.transport.world_size, self.layout
+        arrived = self._arrived.view(ranks, layout.share, form.row_bytes)
+        total = torch.zeros((1, layout.share * form.block), dtype=torch.float32, device=arrived.device)
+        for rank in range(ranks):
+            form.add(arrived[rank : rank + 1], total)
+        factor = self._factor()
+        if factor != 1:
+            total.mul_(1 / factor)
+        sent = torch.empty((1, layout.share, form.row_bytes), dtype=torch.uint8, device=arrived.device)
+        if self.transport.policy.error_feedback:
+            self._encode_with_feedback(("sums", layout.rows), total, sent)
+        else:
+            form.encode(total, sent)
+        spread = CommRequest(layout.unit, [Operand(sent.view(-1), self._sent.view(-1))])
+        for work in self.transport.base._all_gather([spread]):
+            work.wait()
+        layout.read(self._sent, lambda operand: operand.unsharded.unsqueeze(0))
+
+    def _factor(self) -> float:
+        """The divisor of sums. A share may have rows of several operands."""
+        factors = {place.scaling.before * place.scaling.after for place in self.layout.places}
+        assert len(factors) == 1, "a quantized transport belongs to one bucket, which scales all its sums alike"
+        return factors.pop()
+
+    def _write_with_feedback(self) -> None:
+        size = self.layout.format.row_bytes
+        for index, (operand, span, _, at) in enumerate(self.layout.places):
+            part = operand.shard.narrow(0, span.offset, span.numel).unsqueeze(0)
+            count = self.layout.format.rows(span.numel)
+            rows = self._sent.narrow(1, at * size, count * size).view(-1, count, size)
+            self._encode_with_feedback((index, span), part, rows)
+
+    def _encode_with_feedback(self, place: object, values: torch.Tensor, rows: torch.Tensor) -> None:
+        """Encode values and what was taken from them in the last step; remember what is taken now."""
+        residual = self.transport.residual(place, values)
+        residual.add_(values)
+        self.layout.format.encode(residual, rows)
+        self.layout.format.add(rows, residual, -1.0)
+        # An overflow is the present step's only: kept, it would come back in every step.
+        residual.nan_to_num_(0.0, 0.0, 0.0)
+
+
+class _Finish:
+    """Turns messages into values, once the works before it in the launch were waited for.
+
+    Args:
+        finish: The function that does it.
+        kept: Memory that those works may still read.
+    """
+
+    __slots__ = ("_finish", "_kept")
+
+    def __init__(self, finish: Callable[[], None], kept: torch.Tensor | None = None) -> None:
+        self._finish, self._kept = finish, kept
+
+    def wait(self) -> None:
+        """Turn messages into values."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._finish()
+
+
+def _by_rank(operand: Operand, world_size: int) -> torch.Tensor:
+    """The unsharded tensor as ``(world_size, numel)``."""
+    return operand.unsharded.view(world_size, -1)
+
+
+def _aligned(nbytes: int, alignment: int) -> int:
+    return -(-nbytes // alignment) * alignment
+
+
+def _all_to_all(
+    group: dist.ProcessGroup, arrived: torch.Tensor, sent: torch.Tensor, sizes: Sequence[int]
+) -> list[Work]:
+    """Exchange messages of so many bytes with every rank; no sizes: equal ones. Rank order on both sides."""
+    options = AllToAllOptions()
+    options.asyncOp = True
+    return [group.alltoall_base(arrived.view(-1), sent.view(-1), list(sizes), list(sizes), options)]

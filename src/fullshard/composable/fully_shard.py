@@ -1,0 +1,258 @@
+"""``fully_shard``, and ``replicate``, which keeps all parameters on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, overload
+
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.allocator import keep_freed_memory_by_default
+from fullshard.comm.mesh import ShardMesh, shard_mesh
+from fullshard.composable.fsdp_module import FSDPModule, ReplicateModule, set_class, sharded_class
+from fullshard.engine.optimizer_steps import watch_optimizers
+from fullshard.engine.ownership import claim_parameters, managed_modules, set_unit, unit_of
+from fullshard.engine.runtime import take_parameters
+from fullshard.engine.settings import UnitPolicy, UnitSettings
+from fullshard.engine.unit import Unit
+from fullshard.frontend.arguments import (
+    PlacementFunction,
+    Placer,
+    check_instance,
+    check_parameters,
+    check_reshard,
+    ignored_parameters,
+    root_modules,
+    shard_mesh_for,
+    warn_if_unpinned,
+)
+from fullshard.frontend.sharded_module import mark_nested
+from fullshard.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.wrap import Policy, PolicyFunction, plan_for
+
+__all__ = ["fully_shard", "replicate"]
+
+_FULL_PRECISION, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFunction | None = ...,
+    mp_policy: MixedPrecisionPolicy | None = ...,
+    offload_policy: OffloadPolicy | None = ...,
+    ignored_params: Iterable[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    policy: Policy | PolicyFunction | None = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFunction | None = ...,
+    mp_policy: MixedPrecisionPolicy | None = ...,
+    offload_policy: OffloadPolicy | None = ...,
+    ignored_params: Iterable[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    policy: None = ...,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module: nn.Module | Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFunction | None = None,
+    mp_policy: MixedPrecisionPolicy | None = _FULL_PRECISION,
+    offload_policy: OffloadPolicy | None = _NO_OFFLOAD,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    policy: Policy | PolicyFunction | None = None,
+) -> Any:
+    """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
+
+    The parameters that are not in a nested unit become one unit: they are all-gathered just before the module's forward
+    and backward and freed after them, and their gradients are averaged over the ranks. Call it bottom-up: on every
+    block, then on the whole model. Afterwards ``module.parameters()`` are ``DTensor`` shards (``Shard(0)``, split as
+    ``torch.chunk`` does; 0-D ones ``Replicate()``); build the optimizer from these.
+
+    The first call has two process-wide effects. On CPU, glibc malloc keeps freed memory:
+    :func:`fullshard.keep_freed_memory` undoes it, ``FULLSHARD_KEEP_FREED_MEMORY=0`` in the environment disables it.
+    And a hook on all optimizers marks parameters that are unsharded during a step as out of date:
+    ``FULLSHARD_WATCH_OPTIMIZERS=0`` disables it. Then call ``reshard()`` after a step on modules that stay unsharded
+    (``set_reshard_after_backward(False)``), or their forwards use the parameters from before it.
+
+    Args:
+        module: Any module with a ``forward``; its class becomes ``FSDP<Class>``, a subclass of both
+            :class:`FSDPModule` and the original class. Or a list of modules, whose parameters become one unit.
+        mesh: The ranks. 1-D: shard over them. 2-D: replicate over the first axis and shard over the second (HSDP).
+            None: all ranks in one dimension (initializes the default process group if necessary).
+        reshard_after_forward: Free the unsharded parameters after forward and all-gather them again for backward (less
+            memory), or keep them in between (less communication). A number of ranks, a divisor of the shard axis:
+            keep a shard over subgroups of so many consecutive ranks, from which backward all-gathers. None: True, but
+            False for the root.
+        shard_placement_fn: Called with each parameter. ``Shard(dim)``: shard that dim, evenly or not.
+            :class:`ShardPlacementResult`: also over another mesh (experts). None: ``Shard(0)`` on ``mesh``.
+        mp_policy: Dtypes of computation, reduction and outputs. None: those of the parameters.
+        offload_policy: :class:`CPUOffloadPolicy` keeps shards, gradients and optimizer state in CPU memory.
+        ignored_params: Parameters that are not sharded, moved or reduced.
+        dp_mesh_dims: Data-parallel axes of ``mesh``, if the parameters are DTensors on all of it already.
+        policy: Selects modules inside of ``module`` to shard first, with the same arguments, or with others that it
+            chooses; see :mod:`fullshard.wrap`. For one module, not for a list.
+
+    Returns:
+        ``module`` itself, which is now also an :class:`FSDPModule`; for a list, the list of modules.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If ``module`` is sharded already or has no forward, or if the mesh or a placement does not fit the
+            module or one of its parameters.
+    """
+    api = "fully_shard"
+    modules = root_modules(api, module)
+    if policy is not None:
+        ignored_params = ignored_parameters(api, ignored_params)  # a generator can be read once
+        arguments: dict[str, Any] = {
+            "mesh": mesh,
+            "reshard_after_forward": reshard_after_forward,
+            "shard_placement_fn": shard_placement_fn,
+            "mp_policy": mp_policy,
+            "offload_policy": offload_policy,
+            "ignored_params": ignored_params,
+            "dp_mesh_dims": dp_mesh_dims,
+        }
+        _shard_inside(api, module, policy, arguments)
+    ranks = shard_mesh_for(api, mesh, dp_mesh_dims)
+    reshard = check_reshard(api, reshard_after_forward, ranks.world_size)
+    settings = UnitSettings(reshard_after_forward=reshard)
+    place = Placer(api, ranks, shard_placement_fn)
+    _make_unit(api, modules, ranks, place, _policy(api, mp_policy, offload_policy), settings, ignored_params)
+    if isinstance(reshard, int) and not isinstance(reshard, bool):
+        ranks.subgroup(reshard)  # makes the process group now, since all ranks call fully_shard
+    for one in modules:
+        set_class(one, sharded_class(type(one)))
+    return module
+
+
+def replicate(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy | None = _FULL_PRECISION,
+    offload_policy: OffloadPolicy | None = _NO_OFFLOAD,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> Any:
+    """Keep all parameters of ``module`` on every rank and average their gradients, overlapped with backward.
+
+    Like DDP, on the engine of :func:`fully_shard`, with the same units, policies and methods. Parameters become
+    DTensors with ``Replicate()``.
+
+    Args:
+        module: As for :func:`fully_shard`, one module.
+        mesh: 1-D mesh of the ranks. None: all ranks.
+        mp_policy: As for :func:`fully_shard`.
+        offload_policy: As for :func:`fully_shard`.
+        ignored_params: As for :func:`fully_shard`.
+        dp_mesh_dims: As for :func:`fully_shard`, naming replicate axes only.
+
+    Returns:
+        ``module`` itself, which is now also a :class:`ReplicateModule`.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: As :func:`fully_shard`; also if the mesh has more than one dimension or ``dp_mesh_dims`` names
+            an axis to shard over, or if ``module`` contains modules that are sharded.
+    """
+    api = "replicate"
+    check_instance(api, module, nn.Module)
+    modules = root_modules(api, module)
+    for name, below in module.named_modules():
+        if unit_of(below) is not None and not isinstance(below, ReplicateModule):
+            by = "fully_shard" if isinstance(below, FSDPModule) else type(below).__name__
+            raise ValueError(f"{api}: {name!r} is sharded by {by} already; expected only replicated modules")
+    check_instance(f"{api}: dp_mesh_dims", dp_mesh_dims, (DataParallelMeshDims, type(None)))
+    if dp_mesh_dims is not None and dp_mesh_dims.shard_names:
+        raise ValueError(f"{api}: dp_mesh_dims: expected replicate axes only, found shard={dp_mesh_dims.shard!r}")
+    if dp_mesh_dims is None and mesh is not None and isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
+        raise ValueError(f"{api}: mesh: expected 1 dimension, found {mesh.ndim} in {mesh}")
+    ranks = shard_mesh_for(api, mesh, dp_mesh_dims)
+    if ranks.replicate is None:
+        ranks = shard_mesh(ranks.device_mesh, None, ranks.device_mesh)
+    policy = _policy(api, mp_policy, offload_policy)
+    settings = UnitSettings(reshard_after_forward=False)
+    _make_unit(api, modules, ranks, Placer(api, ranks, None), policy, settings, ignored_params)
+    set_class(module, sharded_class(type(module), base=ReplicateModule))
+    return module
+
+
+def _shard_inside(
+    api: str, module: nn.Module | Sequence[nn.Module], policy: Policy | PolicyFunction, arguments: dict[str, Any]
+) -> None:
+    """Shard the modules that ``policy`` selects, after checking the arguments of all of them."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{api}: policy: expected one module, found a list of them; call it once for each")
+    plan = plan_for(
+        policy,
+        module,
+        ignored_params=arguments["ignored_params"],
+        root_kwargs=arguments,
+        sharded=lambda found: unit_of(found) is not None,
+    )
+    for entry in plan.entries:
+        unknown = sorted(set(entry.kwargs) - set(arguments))
+        if unknown:
+            raise ValueError(
+                f"{api}: policy: found unknown arguments {unknown} for {entry.name!r}, expected some of "
+                f"{sorted(arguments)}"
+            )
+        root_modules(api, entry.module)
+        ranks = shard_mesh_for(api, entry.kwargs["mesh"], entry.kwargs["dp_mesh_dims"])
+        check_reshard(api, entry.kwargs["reshard_after_forward"], ranks.world_size)
+        _policy(api, entry.kwargs["mp_policy"], entry.kwargs["offload_policy"])
+    plan.apply(lambda inner, chosen, _: fully_shard(inner, **chosen))
+
+
+def _policy(api: str, precision: MixedPrecisionPolicy | None, offload: OffloadPolicy | None) -> UnitPolicy:
+    check_instance(f"{api}: mp_policy", precision, (MixedPrecisionPolicy, type(None)))
+    check_instance(f"{api}: offload_policy", offload, (OffloadPolicy, type(None)))
+    warn_if_unpinned(isinstance(offload, CPUOffloadPolicy) and offload.pin_memory)
+    return UnitPolicy(precision or _FULL_PRECISION, offload or _NO_OFFLOAD)
+
+
+def _make_unit(
+    api: str,
+    modules: list[nn.Module],
+    ranks: ShardMesh,
+    place: Callable[[str, nn.Parameter], Any],
+    policy: UnitPolicy,
+    settings: UnitSettings,
+    ignored_params: Iterable[nn.Parameter] | None,
+) -> None:
+    ignored = ignored_parameters(api, ignored_params)
+    check_parameters(api, modules, ignored)
+    if ranks.device.type == "cpu":
+        keep_freed_memory_by_default()
+    for _, submodule in managed_modules(modules):
+        for name, buffer in submodule._buffers.items():
+            if buffer is not None and buffer.device.type not in (ranks.device.type, "meta"):
+                submodule._buffers[name] = buffer.to(ranks.device)
+    unit = Unit(
+        modules, ranks, claim_parameters(modules, ignored, place, policy.form, take_parameters), policy, settings
+    )
+    for module in modules:
+        set_unit(module, unit)
+        mark_nested(module)
+        # torch's composable DDP ignores modules with this entry.
+        module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+    watch_optimizers()

@@ -1,0 +1,10 @@
+"""Buckets: storage and communication of the parameters of a unit that share a mesh, a device and a dtype.
+
+- ``base.py``           the base class: unshard, reshard, reduce; and what buckets with flat buffers share
+- ``per_parameter.py``  parameters that are cut one by one, as DTensors are
+- ``flat.py``           flattened parameters that are cut into equal slices
+- ``extension.py``      tensor subclasses that say themselves what is all-gathered
+- ``all_gather.py``     filling an unsharded buffer from the shards
+- ``formats.py``        which bucket, parameter class and registration a front end uses
+- ``storage.py``        dtypes and devices of what a bucket holds
+"""

@@ -1,0 +1,257 @@
+"""From shards to unsharded parameters: all-gathers into one buffer, planned once and issued every step.
+
+An all-gather is used in this order: ``allocate`` (memory, on the compute stream), ``copy_in`` and ``request`` (on the
+communication stream: what this rank sends), the collective, ``copy_out`` (on the communication stream), ``arrived``
+(on the compute stream, after the wait).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from fullshard.comm import CommRequest, Operand, Transport, launch_all, slices_of
+from fullshard.layout import FlatLayout, PerParameterLayout, Route, Slot
+from fullshard.memory import Buffer, CommStream, Event, PendingWork, Work, alias
+
+__all__ = ["BucketAllGather", "FlatAllGather", "PerParameterAllGather", "issue_all_gathers"]
+
+
+class BucketAllGather(Protocol):
+    """One unsharded buffer that an all-gather fills."""
+
+    transport: Transport
+
+    def allocate(self) -> None:
+        """Give memory to the unsharded buffer; on the compute stream."""
+
+    def copy_in(self) -> None:
+        """Prepare what this rank sends; on the communication stream."""
+
+    def request(self, unit: str) -> CommRequest:
+        """The operands of the all-gather."""
+
+    def copy_out(self) -> None:
+        """Put what has arrived in its place; on the communication stream."""
+
+    def arrived(self) -> None:
+        """Free the messages; on the compute stream, which has waited."""
+
+    def abandon(self) -> None:
+        """Free the messages after a failure, when nothing has arrived."""
+
+
+def issue_all_gathers(
+    all_gathers: Sequence[tuple[str, BucketAllGather]], comm_stream: CommStream, after: Event | None = None
+) -> PendingWork:
+    """Start filling several buffers, with the names of their units, in one launch per transport."""
+
+    def allocate() -> None:
+        for _, each in all_gathers:
+            each.allocate()
+
+    def launch() -> list[Work]:
+        for _, each in all_gathers:
+            each.copy_in()
+        return launch_all(((each.transport, each.request(unit)) for unit, each in all_gathers), Transport.all_gather)
+
+    def finish() -> None:
+        for _, each in all_gathers:
+            each.copy_out()
+
+    return comm_stream.issue(launch, finish, allocate=allocate, after=after)
+
+
+def _copy_shard(shard: torch.Tensor, target: torch.Tensor) -> None:
+    """Bring a shard into the dtype and onto the device in which it is sent."""
+    if shard.device != target.device and shard.dtype is not target.dtype:
+        shard = shard.to(target.device, non_blocking=True)  # a copy that also casts would cast on the host
+    target.copy_(shard, non_blocking=True)
+
+
+class _View(NamedTuple):
+    """A tensor on a flat buffer, ``offset`` elements from its beginning."""
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def on(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
+
+
+class PerParameterAllGather:
+    """Fills an unsharded buffer from shards that are cut parameter by parameter.
+
+    Large parameters are operands of their own, from the shard straight into the unsharded parameter. The others are
+    packed into one message, and copied out of it.
+
+    Args:
+        layout: Over the ranks of ``transport``.
+        shard: This rank's shard: ``(layout.shard_numel,)``.
+        unsharded: The buffer to fill. If its device is not the shard's, or its dtype and the transport does not cast,
+            the shard is first copied, in one kernel, to an *all-gather input*.
+        transport: Of the shard axis.
+    """
+
+    layout: PerParameterLayout
+    transport: Transport
+    shard: torch.Tensor
+    unsharded: Buffer
+    _input: Buffer | None  # the shard in the dtype in which it is sent; memory only while it is
+    _message: Buffer | None  # the packed shards of all ranks; memory only while they are in flight
+    _foreign: torch.Tensor | None  # the same in the transport's own memory
+    _operands: list[Operand]  # of the parameters in place, and last of the packed ones
+    _sent: torch.Tensor  # the shard, or the all-gather input
+    _targets: list[torch.Tensor]  # in the unsharded buffer, of what is copied out
+    _views: list[_View]  # where it is copied from, on the message
+    _sources: list[torch.Tensor]  # these views on our own message
+
+    def __init__(
+        self, layout: PerParameterLayout, shard: torch.Tensor, unsharded: Buffer, transport: Transport
+    ) -> None:
+        self.layout, self.shard, self.unsharded, self.transport = layout, shard, unsharded, transport
+        self._input = self._message = self._foreign = None
+        self._operands, self._targets, self._views, self._sources = [], [], [], []
+        self._sent = shard
+        sent_dtype = shard.dtype if transport.casts else unsharded.dtype
+        if shard.dtype is not sent_dtype or shard.device != unsharded.device:
+            self._input = Buffer(layout.shard_numel, sent_dtype, unsharded.device)
+            self._sent = self._input.tensor(0, (layout.shard_numel,), (1,))
+        for slot in layout.slots:
+            if slot.in_place:
+                own = alias(self._sent, slot.shard_offset, (slot.shard_numel,), (1,))
+                region = unsharded.tensor(slot.unsharded_offset, (slot.unsharded_numel,), (1,))
+                self._operands.append(Operand.of_parameter(own, region))
+            elif slot.shard_numel:
+                self._plan_copy_out(slot)
+        if self._views:
+            self._message = Buffer(layout.message_numel * layout.world_size, unsharded.dtype, unsharded.device)
+            arrival = self._message.tensor(0, (self._message.numel,), (1,))
+            own = alias(self._sent, layout.message_offset, (layout.message_numel,), (1,))
+            slices = slices_of(layout, layout.message_offset, unsharded.dtype.itemsize)
+            self._operands.append(Operand(own, arrival, slices))
+            self._sources = [view.on(arrival) for view in self._views]
+        self.arrived()
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes held beside the unsharded buffer at the moment."""
+        return sum(buffer.allocated_bytes for buffer in (self._input, self._message) if buffer is not None)
+
+    def allocate(self) -> None:
+        """Give memory to the unsharded buffer and to the messages."""
+        self.unsharded.allocate()
+        if self._input is not None:
+            self._input.allocate()
+        if self._message is not None:
+            dtype, device = self.unsharded.dtype, self.unsharded.device
+            self._foreign = self.transport.allocate("all_gather", self._message.numel, dtype, device)
+            if self._foreign is None:
+                self._message.allocate()
+
+    def copy_in(self) -> None:
+        """Fill the all-gather input, if there is one."""
+        if self._input is not None:
+            _copy_shard(self.shard, self._sent)
+
+    def request(self, unit: str) -> CommRequest:
+        """The operands of the all-gather."""
+        if self._foreign is None:
+            return CommRequest(unit, self._operands)
+        *in_place, packed = self._operands
+        return CommRequest(unit, [*in_place, Operand(packed.shard, self._foreign, packed.slices)])
+
+    def copy_out(self) -> None:
+        """Copy packed parameters from the message to the unsharded buffer."""
+        if not self._targets:
+            return
+        foreign = self._foreign
+        sources = self._sources if foreign is None else [view.on(foreign) for view in self._views]
+        torch._foreach_copy_(self._targets, sources)
+
+    def arrived(self) -> None:
+        """Free the messages."""
+        if self._foreign is not None:
+            self.transport.release("all_gather", self._foreign)
+        self._foreign = None
+        for buffer in (self._input, self._message):
+            if buffer is not None:
+                buffer.free()
+
+    abandon = arrived
+
+    def _plan_copy_out(self, slot: Slot) -> None:
+        """The copies from the message to one parameter: one, or another one for a last shard that is smaller."""
+        world_size, stride = self.layout.world_size, self.layout.message_numel
+        start, numel = slot.shard_offset - self.layout.message_offset, slot.shard_numel
+        own = slot.parameter
+
+        def add(offset: int, target: tuple[tuple[int, ...], tuple[int, ...]], view: _View) -> None:
+            self._targets.append(self.unsharded.tensor(slot.unsharded_offset + offset, *target))
+            self._views.append(view)
+
+        if slot.route is Route.REPLICATED:
+            add(0, ((numel,), (1,)), _View(start, (numel,), (1,)))
+        elif slot.row_major:
+            add(0, ((world_size, numel), (numel, 1)), _View(start, (world_size, numel), (stride, 1)))
+        else:
+            whole, rest = divmod(slot.rows, slot.chunk_rows)
+            step = slot.chunk_rows * own.stride[own.cut]  # from the rows of one rank to those of the next
+            if whole:
+                rows = (whole, *slot.local_shape(0))
+                add(0, (rows, (step, *own.stride)), _View(start, rows, (stride, *slot.local_stride(0))))
+            if rest:
+                rows = slot.local_shape(whole)
+                source = _View(start + whole * stride, rows, slot.local_stride(whole))
+                add(whole * step, (rows, own.stride), source)
+
+
+class FlatAllGather:
+    """Fills an unsharded buffer from one slice per rank, in place.
+
+    Args:
+        layout: Over the ranks of ``transport``.
+        shard: This rank's slice: ``(layout.slice_numel,)``.
+        unsharded: The buffer to fill. If its dtype or device is not the shard's, the shard is copied to its place
+            there first, and sent from it.
+        transport: Of the shard axis.
+    """
+
+    transport: Transport
+    unsharded: Buffer
+    _shard: torch.Tensor
+    _own: torch.Tensor | None  # this rank's part of the unsharded buffer, where it is not sent from the shard
+    _operands: list[Operand]
+
+    def __init__(self, layout: FlatLayout, shard: torch.Tensor, unsharded: Buffer, transport: Transport) -> None:
+        self.transport, self.unsharded, self._shard, self._own = transport, unsharded, shard, None
+        numel = layout.slice_numel
+        if shard.dtype is not unsharded.dtype or shard.device != unsharded.device:
+            self._own = unsharded.tensor(transport.rank * numel, (numel,), (1,))
+        sent = alias(shard, 0, (numel,), (1,)) if self._own is None else self._own
+        whole = unsharded.tensor(0, (layout.unsharded_numel,), (1,))
+        self._operands = [Operand.of_parameter(sent, whole)] if numel else []
+
+    def allocate(self) -> None:
+        """Give memory to the unsharded buffer."""
+        self.unsharded.allocate()
+
+    def copy_in(self) -> None:
+        """Convert the shard to its place in the unsharded buffer, if dtype or device differ."""
+        if self._own is not None:
+            _copy_shard(self._shard, self._own)
+
+    def request(self, unit: str) -> CommRequest:
+        """The operands of the all-gather."""
+        return CommRequest(unit, self._operands)
+
+    def copy_out(self) -> None:
+        """Do nothing: all of it has arrived in place."""
+
+    def arrived(self) -> None:
+        """Do nothing: there are no messages."""
+
+    abandon = arrived

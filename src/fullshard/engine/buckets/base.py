@@ -1,0 +1,403 @@
+"""The base class of buckets: when parameters are unsharded and freed, and when their gradients are reduced."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fullshard.comm.base import Kind
+from fullshard.comm.mesh import ShardMesh
+from fullshard.engine.buckets.all_gather import BucketAllGather
+from fullshard.engine.buckets.storage import Storage
+from fullshard.engine.parameters.flat import FlatParamHandle
+from fullshard.engine.parameters.sharded import ShardedParameter
+from fullshard.engine.reduction.grad_reduction import GradReduction, ReductionTerms
+from fullshard.engine.reduction.per_parameter_plan import PerParameterReductionPlan
+from fullshard.engine.reduction.plan import ReductionPlan
+from fullshard.engine.reduction.sharded_gradients import UnreducedOverReplicas
+from fullshard.errors import FullshardError
+from fullshard.layout import FlatLayout, FlatSlot, PerParameterLayout, Slot
+from fullshard.memory import Buffer, PendingWork, alias, host_buffer
+
+__all__ = [
+    "POST_ALL_GATHER",
+    "PRE_ALL_GATHER",
+    "Bucket",
+    "BufferBucket",
+    "UnshardedCopies",
+    "VisibleFlatParameter",
+    "has_all_gather_hooks",
+]
+
+PRE_ALL_GATHER, POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+def has_all_gather_hooks(value: torch.Tensor, fqn: str) -> bool:
+    """True if ``value``, a parameter or this rank's shard of one, says itself what is all-gathered.
+
+    Raises:
+        TypeError: If it has only one of the two methods of [Note: Extensions], or the first takes a wrong number of
+            arguments.
+    """
+    pre, post = hasattr(value, PRE_ALL_GATHER), hasattr(value, POST_ALL_GATHER)
+    if pre != post:
+        found, missing = (PRE_ALL_GATHER, POST_ALL_GATHER) if pre else (POST_ALL_GATHER, PRE_ALL_GATHER)
+        raise TypeError(f"{fqn}: {type(value).__name__} defines {found} but not {missing}; define both or neither")
+    if pre and (count := len(inspect.signature(getattr(value, PRE_ALL_GATHER)).parameters)) not in (1, 5):
+        raise TypeError(
+            f"{fqn}: {type(value).__name__}.{PRE_ALL_GATHER} takes {count} arguments; expected (mesh) or "
+            "(mesh, outer_size, outer_stride, module, mp_policy)"
+        )
+    return pre
+
+
+class UnshardedCopies(NamedTuple):
+    """Unsharded parameters beside those that modules compute with.
+
+    Args:
+        all_gather: Fills them, once issued.
+        values: One per parameter of the bucket, in its shape.
+        buffer: Their memory. Whoever is done with it frees it.
+    """
+
+    all_gather: BucketAllGather
+    values: list[torch.Tensor]
+    buffer: Buffer
+
+
+class VisibleFlatParameter(NamedTuple):
+    """A flat parameter that users see instead of the original ones.
+
+    Args:
+        handle: Where it is registered.
+        numel: Elements of all ranks together, without the padding at their end.
+        slice_numel: Elements of this rank, padding included.
+    """
+
+    handle: FlatParamHandle
+    numel: int
+    slice_numel: int
+
+
+class Bucket:
+    """Parameters of a unit that share a mesh, a device and a dtype: they are unsharded, and reduced, together.
+
+    Args:
+        parameters: In model order; all of one dtype, on one device and one mesh.
+        mesh: The ranks to shard over.
+        storage: Dtypes and devices of shards, unsharded parameters and gradients.
+    """
+
+    parameters: list[ShardedParameter]
+    mesh: ShardMesh
+    storage: Storage
+    is_unsharded: bool  # the unsharded parameters are there, or on their way
+    unreduced: UnreducedOverReplicas  # sharded gradients that wait for their all-reduce
+    _has_unreduced_grads: set[int]  # indices of parameters that may have gradients of microbatches without sync
+    _pending_work: PendingWork | None  # of the all-gather in flight
+    _in_flight: list[BucketAllGather]
+    _plans: dict[tuple[int, ...], ReductionPlan]  # by the indices of the trainable parameters
+
+    def __init__(self, parameters: Sequence[ShardedParameter], mesh: ShardMesh, storage: Storage) -> None:
+        self.parameters, self.mesh, self.storage = list(parameters), mesh, storage
+        self.unreduced = UnreducedOverReplicas()
+        self.is_unsharded, self._has_unreduced_grads = False, set()
+        self._pending_work, self._in_flight, self._plans = None, [], {}
+
+    # ---------------------------------------------------------------- what kinds of buckets differ in
+
+    def write_back(self) -> None:
+        """Copy the values of replaced parameters into the shards, and register the shards again."""
+        raise NotImplementedError
+
+    @property
+    def materialized(self) -> bool:
+        """False while the parameters are on the meta device."""
+        raise NotImplementedError
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that unsharded parameters hold at the moment, messages in flight included."""
+        raise NotImplementedError
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of all parameters when unsharded."""
+        raise NotImplementedError
+
+    def reshard_to_subgroup(self, size: int) -> None:
+        """Keep this rank's shard of the unsharded parameters over ``size`` consecutive ranks, to unshard from next."""
+        raise NotImplementedError
+
+    def free_subgroup_shard(self) -> None:
+        """Free the shard that :meth:`reshard_to_subgroup` kept."""
+
+    def change_transports(self, mesh: ShardMesh) -> None:
+        """Communicate through ``mesh``, which has the same ranks, from now on. Unsharded parameters stay the same."""
+        raise NotImplementedError
+
+    def copies(self, gradients: bool = False) -> UnshardedCopies:
+        """Copies of the unsharded parameters in the shards' own dtype, to be read or edited.
+
+        Args:
+            gradients: Their gradients instead, zeros where there are none.
+        """
+        raise FullshardError(
+            f"{self.parameters[0].describe()} is a tensor subclass that is all-gathered through hooks of its own; its "
+            "unsharded value is what the module computes with: use fullshard.unsharded"
+        )
+
+    def copies_of(
+        self,
+        parameters: Sequence[ShardedParameter],
+        dtype: torch.dtype,
+        all_gather: Callable[[BucketAllGather], None],
+    ) -> list[torch.Tensor]:
+        """The unsharded values of some parameters, in new memory unless they are on one rank. A collective.
+
+        Args:
+            parameters: Of this bucket, one after another in its order.
+            dtype: In which they are sent and returned.
+            all_gather: Issues an all-gather and waits for it.
+        """
+        if self.mesh.world_size == 1:
+            return [parameter.local.to(self.mesh.device) for parameter in parameters]
+        return self._copies_of(parameters, dtype, all_gather)
+
+    def restore(self) -> None:
+        """Before the parameters are laid out anew, with others: have them hold what every layout can start from.
+
+        A collective, unless the shards are that.
+        """
+
+    def parts(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's parts of unsharded ``values``, one per parameter, in the shapes of the shards."""
+        raise NotImplementedError
+
+    @property
+    def shard_buffer_of_optimizers(self) -> torch.Tensor | None:
+        """The buffer in which the parameters lie that optimizers step one by one; None if they lie in none."""
+        return None
+
+    @property
+    def optimizer_parameters(self) -> list[nn.Parameter]:
+        """The parameter objects that optimizers are given."""
+        return [parameter.sharded for parameter in self.parameters]
+
+    @property
+    def visible_flat_parameter(self) -> VisibleFlatParameter | None:
+        """The flat parameter that users see instead of the original ones; None if they see these."""
+        return None
+
+    def needs_rebuild(self) -> bool:
+        """True if a local tensor has got all-gather hooks since the bucket was made: it needs another bucket."""
+        return any(has_all_gather_hooks(parameter.local, parameter.fqn) for parameter in self.parameters)
+
+    def never_quantized(self, index: int, kind: Kind) -> str:
+        """Why quantized communication leaves a parameter alone, whatever its size and dtype; empty if it does not."""
+        return "" if kind == "all_gather" or self.parameters[index].requires_grad else "frozen"
+
+    def quantized_together(self, index: int) -> tuple[int, str]:
+        """Elements whose size decides if a parameter is quantized, and whose they are if not all its own."""
+        return self.parameters[index].shape.numel, ""
+
+    def _copies_of(
+        self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, all_gather: Callable[[BucketAllGather], None]
+    ) -> list[torch.Tensor]:
+        return self.copies().values  # raises an error that says why there are none
+
+    def _reduced_together(self, trainable: set[int]) -> tuple[int, ...]:
+        """Indices of the parameters that a reduction takes if these have gradients."""
+        return tuple(sorted(trainable))
+
+    def _make_plan(self, parameters: list[ShardedParameter]) -> ReductionPlan:
+        return PerParameterReductionPlan.build(parameters, self.mesh, self.storage)
+
+    def _all_gathers(self, from_subgroup: bool) -> list[BucketAllGather]:
+        """Those that fill the unsharded parameters, which need to exist only once they have arrived."""
+        raise NotImplementedError
+
+    def _free(self) -> None:
+        """Free the memory of the unsharded parameters."""
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------- unshard and reshard
+
+    def begin_unshard(self, from_subgroup: bool) -> list[BucketAllGather]:
+        """The all-gathers to be issued to fill the unsharded parameters; none if that was done.
+
+        Args:
+            from_subgroup: From the subgroup, if :meth:`reshard_to_subgroup` was called since the last reshard.
+        """
+        if self.is_unsharded:
+            return []
+        self.is_unsharded = True
+        return self._all_gathers(from_subgroup)
+
+    def issued(self, pending_work: PendingWork, all_gathers: list[BucketAllGather]) -> None:
+        """Remember all-gathers that were issued, for :meth:`wait_for_unshard`."""
+        self._pending_work, self._in_flight = pending_work, all_gathers
+
+    def wait_for_unshard(self) -> None:
+        """Make the computation see the unsharded parameters."""
+        if self._pending_work is not None:
+            pending_work, self._pending_work = self._pending_work, None
+            pending_work.wait()
+            self._arrive()
+
+    def _arrive(self) -> None:
+        arrived, self._in_flight = self._in_flight, []
+        for all_gather in arrived:
+            all_gather.arrived()
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters."""
+        if not self.is_unsharded:
+            return
+        self.wait_for_unshard()
+        self.is_unsharded = False
+        self._free()
+
+    def abandon_unshard(self) -> None:
+        """Free the unsharded parameters after a failure, when what was in flight may never arrive."""
+        try:
+            self.wait_for_unshard()
+        except RuntimeError:  # the failure that is being recovered from, seen once more
+            for all_gather in self._in_flight:
+                all_gather.abandon()
+            self._in_flight = []
+        self.is_unsharded = False
+        self._free()
+        self.free_subgroup_shard()
+
+    # ---------------------------------------------------------------- reduce
+
+    def begin_reduction(self, terms: ReductionTerms) -> list[GradReduction]:
+        """Take the unsharded gradients of the trainable parameters, and return the reductions to be issued."""
+        expected = self._has_unreduced_grads | {i for i, p in enumerate(self.parameters) if p.requires_grad}
+        trainable = self._reduced_together(expected)
+        self._has_unreduced_grads.clear()
+        pending = []
+        if terms.all_reduce:  # what reductions of other sets of trainable parameters have left
+            left = [p for key, p in self._plans.items() if key != trainable and self.unreduced.needed_by(p)]
+            pending = [GradReduction(plan, [None] * len(plan.parameters), terms, self.unreduced) for plan in left]
+        if trainable:
+            plan = self._plans.get(trainable)
+            if plan is None:
+                plan = self._plans[trainable] = self._make_plan([self.parameters[i] for i in trainable])
+            gradients = [parameter.take_gradient() for parameter in plan.parameters]
+            flags = [i in expected for i in trainable]
+            pending.append(GradReduction(plan, gradients, terms, self.unreduced, flags))
+        return pending
+
+    def note_trainable(self) -> None:
+        """Have the next reduction include the parameters that are trainable now."""
+        self._has_unreduced_grads.update(i for i, p in enumerate(self.parameters) if p.requires_grad)
+
+    def drop_unreduced_grads(self) -> None:
+        """Forget gradients that were not reduced, or not over all axes."""
+        self._has_unreduced_grads.clear()
+        self.unreduced.drop()
+
+    @property
+    def plans(self) -> list[ReductionPlan]:
+        """The plans of reductions that are in use so far."""
+        return list(self._plans.values())
+
+
+class BufferBucket(Bucket):
+    """A bucket with one shard buffer, and at most one unsharded buffer.
+
+    On a single rank, if no dtype or device differs, the unsharded parameters lie in the shard buffer itself: nothing
+    is copied or freed.
+    """
+
+    layout: PerParameterLayout | FlatLayout
+    shard_buffer: torch.Tensor  # flat, for the life of the bucket
+    _unsharded: Buffer | None  # made at the first unshard; memory only while unsharded. None: the shard buffer
+    _all_gather: BucketAllGather | None  # fills it
+    _made: bool  # the unsharded parameters exist
+
+    def __init__(self, parameters: Sequence[ShardedParameter], mesh: ShardMesh, storage: Storage) -> None:
+        super().__init__(parameters, mesh, storage)
+        self._unsharded = self._all_gather = None
+        self._made = False
+
+    def change_transports(self, mesh: ShardMesh) -> None:
+        """Communicate through ``mesh`` from now on: the all-gather, and at the next reduction its plan, are new."""
+        self.mesh, self._plans = mesh, {}
+        if mesh.world_size > 1:
+            self._move_shards()
+        if self._unsharded is not None:
+            self._unsharded.allocate()  # the plan takes tensors on it
+            self._all_gather = self._make_all_gather(self._unsharded)
+            self._unsharded.free()
+
+    @property
+    def materialized(self) -> bool:
+        """False while the shard buffer is on the meta device."""
+        return self.shard_buffer.device.type != "meta"
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that the unsharded buffer holds at the moment."""
+        return 0 if self._unsharded is None else self._unsharded.allocated_bytes
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of the unsharded buffer while it has memory."""
+        return self.layout.unsharded_numel * self.storage.param_dtype.itemsize
+
+    @property
+    def shard_buffer_of_optimizers(self) -> torch.Tensor | None:
+        """The shard buffer."""
+        return self.shard_buffer
+
+    def _new_shard_buffer(self, numel: int, value: torch.Tensor) -> torch.Tensor:
+        """Zeros of the dtype of ``value``: in CPU memory if offloaded, on the meta device if ``value`` is."""
+        if value.device.type == "meta":
+            return torch.zeros(numel, dtype=value.dtype, device="meta")
+        if self.storage.offload:
+            return host_buffer(numel, value.dtype, pin=self.storage.pin_memory).zero_()
+        return torch.zeros(numel, dtype=value.dtype, device=self.mesh.device)
+
+    def _move_shards(self) -> None:
+        """Lay out the shard buffer anew if the layout depends on the transport."""
+
+    def _offset_on_one_rank(self, index: int) -> int:
+        """Where a parameter lies in the shard buffer of a single rank."""
+        raise NotImplementedError
+
+    def _make_all_gather(self, unsharded: Buffer) -> BucketAllGather:
+        raise NotImplementedError
+
+    def _all_gathers(self, from_subgroup: bool) -> list[BucketAllGather]:
+        if not self._made:
+            with torch.inference_mode(False), torch.no_grad():
+                self._make_unsharded()
+        return [] if self._all_gather is None else [self._all_gather]
+
+    def _make_unsharded(self) -> None:
+        """Create the unsharded parameters and the all-gather that fills them."""
+        self._made = True
+        shard, dtype, reduce_dtype = self.shard_buffer, self.storage.param_dtype, self.storage.reduce_dtype
+        if self.mesh.world_size == 1 and dtype is shard.dtype and shard.device == self.mesh.device:
+            for index, parameter in enumerate(self.parameters):
+                shape, offset = parameter.shape, self._offset_on_one_rank(index)
+                parameter.set_unsharded(alias(shard, offset, shape.shape, shape.stride), reduce_dtype)
+            return
+        unsharded = self._unsharded = Buffer(self.layout.unsharded_numel, dtype, self.mesh.device)
+        slots: Sequence[Slot | FlatSlot] = self.layout.slots
+        for parameter, slot in zip(self.parameters, slots, strict=True):
+            shape, offset = parameter.shape, slot.unsharded_offset
+            parameter.set_unsharded(unsharded.tensor(offset, shape.shape, shape.stride), reduce_dtype)
+        self._all_gather = self._make_all_gather(unsharded)
+        unsharded.free()  # its first memory is of the compute stream, whatever an all-gather allocates on
+
+    def _free(self) -> None:
+        if self._unsharded is not None:
+            self._unsharded.free()

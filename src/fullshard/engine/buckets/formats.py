@@ -1,0 +1,235 @@
+"""Sharding formats: which parameter class, which bucket and which registration a front end uses."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from fullshard.comm.mesh import ShardMesh
+from fullshard.engine.buckets.base import Bucket, has_all_gather_hooks
+from fullshard.engine.buckets.extension import ExtensionBucket
+from fullshard.engine.buckets.flat import FlatBucket
+from fullshard.engine.buckets.per_parameter import PerParameterBucket
+from fullshard.engine.buckets.storage import Storage
+from fullshard.engine.parameters.flat import FlatParamHandle, FlatShardedParameter
+from fullshard.engine.parameters.placement import ParameterPlacement
+from fullshard.engine.parameters.registration import Registration
+from fullshard.engine.parameters.sharded import Owner, ShardedParameter, value_of
+from fullshard.policy import MixedPrecisionPolicy
+
+__all__ = ["BucketKey", "FlatShardingFormat", "ShardingFormat"]
+
+FLAT_PARAMETER = "_flat_param"  # name of the first visible flat parameter of a module
+
+
+class BucketKey(NamedTuple):
+    """The properties that the parameters of a bucket share; the last is whatever else the format keeps apart."""
+
+    mesh: ShardMesh
+    dtype: torch.dtype
+    on_meta: bool
+    group: object
+
+
+class ShardingFormat:
+    """Per-parameter sharding: each parameter is a DTensor with ``Shard(0)``, or another dim that the user chose."""
+
+    reduces_gradients_alone: bool = False  # as communication hooks need it: no other numbers in their message
+
+    def parameter(
+        self, parameter: nn.Parameter, owner: Owner, fqn: str, placement: ParameterPlacement
+    ) -> ShardedParameter:
+        """Make the sharded parameter for one that no unit manages yet."""
+        return ShardedParameter.of(parameter, owner, fqn, placement)
+
+    def copy_for(self, memo: dict[int, Any]) -> ShardingFormat:
+        """The same format for a deep copy whose modules are in ``memo``."""
+        return self
+
+    def accepts(self, parameter: ShardedParameter) -> bool:
+        """True if a parameter that another unit has kept is of this format's class."""
+        return type(parameter) is ShardedParameter
+
+    def group(self, parameter: ShardedParameter) -> BucketKey:
+        """The key of the bucket: parameters with equal ones share it."""
+        value = value_of(parameter.sharded)
+        hooked = has_all_gather_hooks(value, parameter.fqn)
+        return BucketKey(parameter.placement.mesh, value.dtype, value.device.type == "meta", hooked)
+
+    def bucket(
+        self,
+        parameters: Sequence[ShardedParameter],
+        mesh: ShardMesh,
+        storage: Storage,
+        precision: MixedPrecisionPolicy,
+    ) -> Bucket:
+        """Make the bucket of such a group, with the parameters' present values."""
+        values = [value_of(parameter.sharded) for parameter in parameters]
+        if has_all_gather_hooks(values[0], parameters[0].fqn):
+            return ExtensionBucket(parameters, values, mesh, storage, precision)
+        return PerParameterBucket(parameters, values, mesh, storage)
+
+    def registration(self, parameters: Sequence[ShardedParameter], buckets: Sequence[Bucket]) -> Registration:
+        """Make the object that puts sharded and unsharded parameters into modules."""
+        return Registration(parameters)
+
+
+class FlatShardingFormat(ShardingFormat):
+    """Flat sharding: 1-D parts of the original parameters, or one ``FlatParameter``, see [Note: Flat shards].
+
+    Args:
+        module: On which visible flat parameters are registered; None: original parameters are what users see.
+    """
+
+    reduces_gradients_alone: bool = True
+    _module: weakref.ref[nn.Module] | None
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self._module = None if module is None else weakref.ref(module)
+
+    def parameter(
+        self, parameter: nn.Parameter, owner: Owner, fqn: str, placement: ParameterPlacement
+    ) -> ShardedParameter:
+        """Make the sharded parameter for one that no unit manages yet.
+
+        Raises:
+            ValueError: If it is a tensor subclass that is all-gathered through hooks of its own.
+        """
+        if has_all_gather_hooks(value_of(parameter), fqn):
+            raise ValueError(
+                f"FullyShardedDataParallel: {fqn} is a {type(value_of(parameter)).__name__}, which brings its own "
+                "all-gather hooks; shard it with fully_shard, which knows them"
+            )
+        return FlatShardedParameter.of(parameter, owner, fqn, placement)
+
+    def copy_for(self, memo: dict[int, Any]) -> ShardingFormat:
+        """The same format for a deep copy whose modules are in ``memo``."""
+        return self if self._module is None else FlatShardingFormat(memo[id(self._module())])
+
+    def accepts(self, parameter: ShardedParameter) -> bool:
+        """True if a parameter that another unit has kept is of this format's class."""
+        return isinstance(parameter, FlatShardedParameter)
+
+    def group(self, parameter: ShardedParameter) -> BucketKey:
+        """Frozen parameters lie apart, for a reduction takes all of a bucket; those that were cut apart stay apart."""
+        value = value_of(parameter.sharded)
+        cut = cast("FlatShardedParameter", parameter).original_layout
+        apart = parameter.requires_grad if cut is None else id(cut)
+        return BucketKey(parameter.placement.mesh, value.dtype, value.device.type == "meta", apart)
+
+    def bucket(
+        self,
+        parameters: Sequence[ShardedParameter],
+        mesh: ShardMesh,
+        storage: Storage,
+        precision: MixedPrecisionPolicy,
+    ) -> Bucket:
+        """Make the bucket of such a group, with the parameters' present values."""
+        return FlatBucket(cast("Sequence[FlatShardedParameter]", parameters), mesh, storage)
+
+    def registration(self, parameters: Sequence[ShardedParameter], buckets: Sequence[Bucket]) -> Registration:
+        """Make the object that puts sharded and unsharded parameters into modules; register flat parameters."""
+        if self._module is None:
+            return FlatRegistration(parameters)
+        module = self._module()
+        assert module is not None, "a unit outlived its module"
+        for name in [name for name in module._parameters if name.startswith(FLAT_PARAMETER)]:
+            del module._parameters[name]
+        handles = []
+        for index, bucket in enumerate(cast("Sequence[FlatBucket]", buckets)):
+            name = FLAT_PARAMETER if index == 0 else f"{FLAT_PARAMETER}_{index}"
+            handle = bucket.flat_parameters[0].handle
+            if handle is not None and handle.sharded_parameters == bucket.flat_parameters:
+                handle.set_shard_buffer(bucket.shard_buffer)
+                handle.name = name
+            else:
+                handle = FlatParamHandle(module, name, bucket.shard_buffer, bucket.flat_parameters)
+            bucket.show(handle)
+            handles.append(handle)
+        return FlatParameterRegistration(parameters, handles)
+
+
+class FlatRegistration(Registration):
+    """Modules hold the 1-D parts as their parameters.
+
+    Args:
+        parameters: With all their owners.
+    """
+
+    _empty: list[ShardedParameter]  # those of which this rank has nothing
+
+    def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
+        super().__init__(parameters)
+        self._empty = [parameter for parameter in parameters if not parameter.local.numel()]
+
+    def is_current(self) -> bool:
+        """True if modules hold our parameters, on the memory that we gave them."""
+        for held, name, parameter in self._plain:
+            sharded, local = parameter.sharded, parameter.local
+            if held.get(name) is not sharded or sharded.data_ptr() != local.data_ptr() or sharded.shape != local.shape:
+                return False
+        return all(parameter.is_current() for parameter in self._empty) and all(
+            parameter.is_current() for _, parameter in self._others
+        )
+
+
+class FlatParameterRegistration(Registration):
+    """Modules hold the 1-D parts as plain attributes; flat parameters are registered instead.
+
+    Args:
+        parameters: With all their owners.
+        handles: Of the flat parameters.
+    """
+
+    _handles: list[FlatParamHandle]
+    _hidden: list[tuple[dict[str, Any], str, ShardedParameter]]  # the modules' own dictionaries
+
+    def __init__(self, parameters: Sequence[ShardedParameter], handles: Sequence[FlatParamHandle]) -> None:
+        super().__init__(parameters)
+        self._handles = list(handles)
+        owned = [(owner.module(), owner.name, parameter) for parameter in parameters for owner in parameter.owners]
+        self._hidden = [(module.__dict__, name, parameter) for module, name, parameter in owned if module is not None]
+
+    def use_sharded(self) -> None:
+        """Register the flat parameters; modules have the 1-D parts as attributes."""
+        self.unsharded = self.copies = False
+        for owner, parameter in self._others:  # what keeps a second list of its weights has to drop the unsharded ones
+            owner.set(parameter.sharded)
+        for attributes, name, parameter in self._hidden:
+            # None keeps the place among the module's parameters, and whoever lists them skips it.
+            attributes["_parameters"][name] = None
+            attributes[name] = parameter.sharded
+        for handle in self._handles:
+            handle.parameters[handle.name] = handle.flat
+
+    def use_unsharded(self) -> None:
+        """Register the unsharded parameters instead of the flat ones."""
+        self._unregister()
+        super().use_unsharded()
+
+    def use_copies(self, copies: Mapping[int, nn.Parameter]) -> None:
+        """Register copies of the original parameters instead of the flat ones."""
+        self._unregister()
+        super().use_copies(copies)
+
+    def remove(self) -> None:
+        """Remove the flat parameters from their module for good."""
+        self._unregister()
+        for handle in self._handles:
+            handle.parameters.pop(handle.name, None)
+
+    def _unregister(self) -> None:
+        for attributes, name, _ in self._hidden:
+            attributes.pop(name, None)
+        for handle in self._handles:
+            handle.parameters[handle.name] = None
+
+    def is_current(self) -> bool:
+        """True if the flat parameters are registered, on the memory that we gave them, and nothing else is."""
+        if not all(handle.is_current() for handle in self._handles):
+            return False
+        return all(attributes["_parameters"].get(name) is None for attributes, name, _ in self._hidden)

@@ -1,0 +1,66 @@
+"""What an optimizer step means to unsharded parameters: they are out of date."""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from typing import Any
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from fullshard.engine.parameters.sharded import managed_by
+from fullshard.engine.runtime import runtime_of
+from fullshard.engine.states import InnerBackward
+from fullshard.engine.unit import Unit
+
+__all__ = ["unshards_by_itself", "watch_optimizers"]
+
+
+# Optimizers that unshard units during the step under way, and so have marked them out of date before.
+unshards_by_itself: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+class _StepHook:
+    """Marks units out of date after a step of an optimizer that has their parameters.
+
+    Only steps are seen, not other writes to sharded parameters, and so all ranks see the same ones; with a version
+    counter they would not (an optimizer does not touch empty shards).
+    """
+
+    _units: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[weakref.ref[Unit]]]]  # beside parameters' ids
+
+    def __init__(self) -> None:
+        self._units = weakref.WeakKeyDictionary()
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer in unshards_by_itself:
+            unshards_by_itself.discard(optimizer)
+            return
+        for unit in (ref() for ref in self._units_of(optimizer)):
+            if unit is None:
+                continue
+            unit.mark_out_of_date()
+            if unit.inner_backward is InnerBackward.ENDED:  # its forward goes on, with what the step has made
+                unit.reshard()
+                runtime_of(unit).unshard(unit)
+
+    def _units_of(self, optimizer: Optimizer) -> list[weakref.ref[Unit]]:
+        ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        known = self._units.get(optimizer)
+        if known is None or known[0] != ids:
+            managed = (managed_by(p) for group in optimizer.param_groups for p in group["params"])
+            units = {id(unit): unit for unit in (p.unit for p in managed if p is not None)}
+            known = self._units[optimizer] = (ids, list(units.values()))
+        return known[1]
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Have unsharded parameters marked out of date by the steps of all optimizers, by a hook on those of the process.
+
+    ``FULLSHARD_WATCH_OPTIMIZERS=0`` in the environment leaves it out. Units whose parameters are still unsharded when
+    an optimizer steps then compute with those from before the step until the user calls ``reshard()``.
+    """
+    if os.environ.get("FULLSHARD_WATCH_OPTIMIZERS", "1") != "0":
+        register_optimizer_step_post_hook(_StepHook())

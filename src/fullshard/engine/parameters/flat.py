@@ -1,0 +1,270 @@
+"""Flat parameters: 1-D shards of the original parameters, or one ``FlatParameter`` for all of a bucket.
+
+[Note: Flat shards]
+With flat parameters, the sharded parameter is the part of the original one that lies in this rank's slice of the
+flattened bucket: 1-D, maybe empty. It is the ``nn.Parameter`` object that the user's module had before, so optimizers
+and parameter groups that were built earlier stay valid; only its data changes. Where nothing is sharded (one rank, or
+replication only) it is the whole parameter and keeps its shape.
+
+If flat parameters are visible (``use_orig_params=False``), modules hold the unsharded parameters as plain attributes
+while they compute, and the :class:`FlatParameter` with all shards is what is registered, optimized and saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.engine.parameters.sharded import (
+    Owner,
+    ShardedParameter,
+    accumulate_gradient,
+    clear_gradient,
+    mark,
+    value_of,
+)
+from fullshard.errors import FullshardError
+from fullshard.layout import FlatLayout, FlatSlot, Piece
+from fullshard.memory import own_storage
+
+__all__ = ["FlatParamHandle", "FlatParameter", "FlatShardedParameter", "shard_view"]
+
+
+NOT_FUNCTIONAL = (
+    ", as torch.func.functional_call does; a sharded module computes with its own parameters, so call it without "
+    "others, assign to their .data, or edit them inside summon_full_params"
+)
+
+
+class FlatParameter(nn.Parameter):
+    """This rank's slice of a bucket as a parameter: 1-D, padding included.
+
+    Attributes:
+        fqns: FQNs of the original parameters, in order.
+        shapes: Unsharded shapes of the original parameters.
+    """
+
+    fqns: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+
+
+class FlatShardedParameter(ShardedParameter):
+    """A parameter whose shard is a 1-D part of this rank's slice of the bucket, see [Note: Flat shards]."""
+
+    piece: Piece | None = None  # the part of the parameter in this rank's slice; None: not sharded yet
+    slot: FlatSlot | None = None  # where the parameter lies in its original layout
+    original_layout: FlatLayout | None = None  # kept for rebuilt buckets: other slices would need an all-gather
+    handle: FlatParamHandle | None = None  # if flat parameters are visible
+    gradient_dtype: torch.dtype | None = None  # of sharded gradients, where it is not the shard's
+
+    @property
+    def requires_grad(self) -> bool:
+        """True if the parameter, or the visible flat parameter that it is in, requires a gradient."""
+        return self.sharded.requires_grad if self.handle is None else self.handle.flat.requires_grad
+
+    def place(self, local: torch.Tensor) -> None:
+        """Point the sharded parameter at ``local``; the parameter object stays the same wherever that is possible."""
+        old, self.local = self.sharded, local
+        if old.grad is not None and old.grad.shape != local.shape:
+            old.grad = None  # unsharded, from before the parameter was sharded
+        if isinstance(old, DTensor) or not torch._has_compatible_shallow_copy_type(old, local):
+            self.sharded = nn.Parameter(local, requires_grad=old.requires_grad)
+        else:
+            old.data = local
+        self.sharded.__dict__.update(self.attributes)
+        self._mark()
+
+    def local_part(self, value: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of ``value``, unsharded or that shard already, in the shape of ``local``."""
+        shape = self.shape
+        if self.local.dim() != 1 or tuple(value.shape) != shape.shape:
+            return value.view(self.local.shape)
+        if tuple(value.stride()) != shape.stride:
+            value = torch.empty_strided(shape.shape, shape.stride, dtype=value.dtype, device=value.device).copy_(value)
+        assert self.piece is not None
+        start, numel, _ = self.piece
+        return value.as_strided((numel,), (1,), int(value.storage_offset()) + start)
+
+    def is_current(self) -> bool:
+        """True if the modules still hold the managed parameter and it still lies in the shard buffer."""
+        if self.handle is not None:
+            return self.handle.is_current() and all(owner.held() is None for owner in self.owners)
+        return self.is_in_place() and all(owner.held() is self.sharded for owner in self.owners)
+
+    def is_in_place(self) -> bool:
+        """True if the data of the parameter object is still its view of the shard buffer."""
+        sharded, local = self.sharded, self.local
+        if sharded.shape != local.shape:
+            return False
+        # Empty tensors have no address. Ranks with a non-empty shard notice replaced data, so all ranks must.
+        if not local.numel():
+            return sharded.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+        return sharded.data_ptr() == local.data_ptr()
+
+    def accept_replacement(self) -> nn.Parameter:
+        """Manage the parameter that the user has put into the module; its value is written back afterwards.
+
+        Raises:
+            FullshardError: If it has neither the shape of this rank's shard nor that of the unsharded parameter.
+        """
+        held = [owner.held() for owner in self.owners]
+        if self.handle is not None:
+            if any(other is not None for other in held):
+                raise FullshardError(
+                    f"cannot write back {self.describe()}: a parameter was assigned to its module although "
+                    "use_orig_params is False; edit it inside summon_full_params"
+                )
+            self.sharded.data = self.handle.registered_shard(self)
+            return self.sharded
+        found = next((other for other in held if other is not self.sharded), self.sharded)
+        if not isinstance(found, nn.Parameter):
+            raise FullshardError(
+                f"cannot write back {self.describe()}: expected an nn.Parameter, found a {type(found).__name__} that "
+                f"is no nn.Parameter{NOT_FUNCTIONAL}"
+            )
+        if found.shape not in (self.local.shape, self.placement.shape):
+            raise FullshardError(
+                f"cannot write back {self.describe()}: its shape was changed to {tuple(found.shape)}; expected the "
+                f"shape of this rank's shard, {tuple(self.local.shape)}, or of the unsharded parameter, "
+                f"{tuple(self.placement.shape)}"
+            )
+        if found is not self.sharded:
+            self.sharded = found
+            self.remember_attributes()
+        return found
+
+    @property
+    def local_gradient(self) -> torch.Tensor | None:
+        """Sharded gradient, or the part of the visible flat parameter's that belongs to this shard."""
+        if self.handle is None or self.piece is None:
+            return self.sharded.grad
+        gradient = self.handle.flat.grad
+        return None if gradient is None else gradient.narrow(0, self.piece.offset, self.piece.numel)
+
+    def clear_gradient(self, *, set_to_none: bool) -> None:
+        """Clear the sharded gradient, or all of the visible flat parameter's, as ``zero_grad`` does."""
+        clear_gradient(self.sharded if self.handle is None else self.handle.flat, set_to_none=set_to_none)
+
+    def set_gradient(self, local: torch.Tensor | None) -> None:
+        """Replace the sharded gradient by a copy; in a visible flat parameter's gradient, None becomes zeros."""
+        if self.handle is None:
+            dtype = self.gradient_dtype or self.local.dtype
+            if local is not None:  # maybe of a copy in CPU memory
+                local = local.to(self.local.device, dtype, copy=True).view(self.local.shape)
+            self.sharded.grad = local
+        elif self.handle.flat.grad is not None and self.piece is not None:
+            target = self.handle.flat.grad.narrow(0, self.piece.offset, self.piece.numel)
+            if local is None:
+                target.zero_()
+            else:
+                target.as_strided(self.local.shape, self.local.stride()).copy_(local)
+
+    def accumulate(self, local: torch.Tensor) -> None:
+        """Set the sharded gradient to ``local``, or add ``local`` to it, and run the user's hooks."""
+        accumulate_gradient(self.sharded, local)
+
+    def memoize(self, memo: dict[int, Any]) -> None:
+        """Put a copy of the sharded parameter, without its gradient, into a deepcopy's memo."""
+        memo[id(self.sharded)] = nn.Parameter(self.local.clone(), requires_grad=self.requires_grad)
+
+    def copy_for(self, memo: dict[int, Any]) -> ShardedParameter:
+        """Make the parameter of a deep copy whose modules and parameters are in ``memo``."""
+        modules = [(memo[id(owner.module())], owner.name) for owner in self.owners]
+        owners = [Owner.of(module, name) for module, name in modules]
+        copied = FlatShardedParameter(memo[id(self.sharded)], owners, list(self.fqns), self.placement, self.shape)
+        copied.piece, copied.slot, copied.original_layout = self.piece, self.slot, self.original_layout
+        return copied
+
+
+class FlatParamHandle:
+    """Owns one visible flat parameter: the module that it is registered on and the shard buffer that it is on.
+
+    Args:
+        module: Module to register the flat parameter on.
+        name: Name to register it under.
+        shard_buffer: Memory of the flat parameter, 1-D.
+        sharded_parameters: Original parameters whose shards lie in the buffer, in order.
+    """
+
+    flat: FlatParameter
+    name: str
+    parameters: dict[str, nn.Parameter | None]  # of the module
+    sharded_parameters: list[FlatShardedParameter]
+    _shard_buffer: torch.Tensor
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        shard_buffer: torch.Tensor,
+        sharded_parameters: Sequence[FlatShardedParameter],
+    ) -> None:
+        self.name, self.parameters = name, module._parameters
+        self.sharded_parameters, self._shard_buffer = list(sharded_parameters), shard_buffer
+        requires_grad = sharded_parameters[0].sharded.requires_grad
+        flat: FlatParameter = torch.Tensor._make_subclass(FlatParameter, shard_buffer.detach(), requires_grad)
+        flat.fqns = tuple(parameter.fqn for parameter in sharded_parameters)
+        flat.shapes = tuple(parameter.placement.shape for parameter in sharded_parameters)
+        self.flat = flat
+        mark(flat, sharded_parameters[0])
+        if any(parameter.sharded.grad is not None for parameter in sharded_parameters):
+            self._move_gradients()
+
+    def _move_gradients(self) -> None:
+        """Move gradients of the original parameters into the gradient of the flat parameter."""
+        dtype = self.sharded_parameters[0].gradient_dtype or self._shard_buffer.dtype
+        self.flat.grad_dtype = dtype
+        self.flat.grad = torch.zeros_like(self._shard_buffer, dtype=dtype)
+        for parameter in self.sharded_parameters:
+            gradient, parameter.sharded.grad = parameter.sharded.grad, None
+            if gradient is not None and parameter.piece is not None:
+                self.flat.grad.narrow(0, parameter.piece.offset, parameter.piece.numel).copy_(gradient.reshape(-1))
+
+    def set_shard_buffer(self, shard_buffer: torch.Tensor) -> None:
+        """Move the flat parameter to another shard buffer."""
+        self._shard_buffer = shard_buffer
+        self.point_at_shard_buffer()
+
+    def point_at_shard_buffer(self) -> None:
+        """Make the shard buffer the data of the flat parameter again."""
+        self.flat.data = self._shard_buffer
+
+    def is_current(self) -> bool:
+        """True if the flat parameter is registered and on the shard buffer."""
+        flat = self.flat
+        return self.parameters.get(self.name) is flat and flat.data_ptr() == self._shard_buffer.data_ptr()
+
+    def registered_shard(self, parameter: FlatShardedParameter) -> torch.Tensor:
+        """Return the shard of one original parameter in the flat parameter that the module holds now.
+
+        Raises:
+            FullshardError: If the module holds no ``nn.Parameter``, or one of another shape.
+        """
+        registered = self.parameters.get(self.name)
+        value = self.flat if registered is None else registered
+        if not isinstance(value, nn.Parameter):
+            raise FullshardError(
+                f"cannot write back the flat parameter {self.name}: it was replaced by a {type(value).__name__} that "
+                f"is no nn.Parameter{NOT_FUNCTIONAL}"
+            )
+        if value.shape != self._shard_buffer.shape:
+            raise FullshardError(
+                f"cannot write back the flat parameter {self.name}: its shape was changed to {tuple(value.shape)}, "
+                f"expected {tuple(self._shard_buffer.shape)}; edit parameters inside summon_full_params"
+            )
+        assert parameter.piece is not None
+        local, flat = parameter.local, value_of(value)
+        start = int(flat.storage_offset()) + parameter.piece.offset
+        return flat.as_strided(local.shape, local.stride(), start)  # a whole parameter keeps its strides
+
+
+def shard_view(buffer: torch.Tensor, piece: Piece, parameter: FlatShardedParameter, *, whole: bool) -> torch.Tensor:
+    """Return the view of a shard buffer that is one parameter's shard: 1-D, or of its own shape if it is ``whole``."""
+    shape, stride = (parameter.shape.shape, parameter.shape.stride) if whole else ((piece.numel,), (1,))
+    if not piece.numel:
+        return buffer.new_empty(1).as_strided(shape, stride)  # with an address, see FlatShardedParameter.is_in_place
+    return own_storage(buffer.as_strided(shape, stride, int(buffer.storage_offset()) + piece.offset))

@@ -1,0 +1,130 @@
+"""DTensor placements of a parameter, sharded and unsharded.
+
+A plain parameter is sharded over the shard axis. If tensor or expert parallelism has made it a DTensor, its local
+tensor is sharded over the shard axis. Its sharded parameter is then a DTensor on the data-parallel axes and its own
+axes; its unsharded parameter is the DTensor that it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
+
+from fullshard.comm.mesh import ShardMesh
+
+__all__ = ["ParameterPlacement", "dtensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPlacement:
+    """Mesh, placements and global shape of one parameter; independent of its dtype.
+
+    Args:
+        mesh: The ranks it is sharded and replicated over.
+        shard_dim: Tensor dim that is sharded over the shard axis; None: replicated on that axis.
+        shape: Global shape.
+        stride: Global strides.
+        own: Spec of the unsharded parameter if that is a DTensor, None for a plain parameter.
+    """
+
+    mesh: ShardMesh
+    shard_dim: int | None
+    shape: torch.Size
+    stride: tuple[int, ...]
+    own: DTensorSpec | None
+
+    def __post_init__(self) -> None:
+        self._sharded_layout()  # raises errors about the meshes now, on all ranks in the same place
+
+    def sharded_spec(self, dtype: torch.dtype) -> DTensorSpec:
+        """Return the DTensor spec of the sharded parameter and its gradient."""
+        mesh, placements = self._sharded_layout()
+        return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(self.shape, self.stride, dtype))
+
+    def full(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the unsharded parameter: ``local`` itself, or the DTensor with that local tensor."""
+        if self.own is None:
+            return local
+        meta = TensorMeta(self.shape, self.stride, local.dtype)
+        return dtensor(local, replace(self.own, tensor_meta=meta))
+
+    def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the local tensor of an unsharded gradient, redistributed to the parameter's own placements."""
+        if isinstance(gradient, DTensor):
+            own = self.own
+            assert own is not None, "a plain parameter got a DTensor as its gradient"
+            placements = own.placements
+            if self.mesh.whole is not None:
+                # Partial() on the data-parallel axes stays: the reduction adds it up.
+                data = self._data_axes(self.mesh.whole.device_mesh)
+                placements = tuple(gradient.placements[i] if i in data else p for i, p in enumerate(placements))
+            if placements != gradient.placements:
+                gradient = gradient.redistribute(placements=placements)
+            gradient = gradient._local_tensor
+        if isinstance(gradient, AsyncCollectiveTensor):
+            gradient = gradient.wait()
+        return gradient
+
+    def _sharded_layout(self) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        if self.own is None:
+            return self.mesh.device_mesh, self.mesh.placements(self._data_placement(()))
+        if self.mesh.whole is not None:
+            return self._on_whole_mesh(self.own)
+        inner = [self.own.mesh.size(i) for i in self._sharding_axes(self.own.placements)]
+        placements = (*self.mesh.placements(self._data_placement(inner)), *self.own.placements)
+        return self.mesh.joined(self.own.mesh), placements
+
+    def _on_whole_mesh(self, own: DTensorSpec) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        assert self.mesh.whole is not None
+        whole, dims = self.mesh.whole
+        names = whole.mesh_dim_names or ()
+        if own.mesh is not whole and own.mesh != whole:
+            raise ValueError(f"expected a DTensor on the mesh passed to fully_shard, {whole}, found one on {own.mesh}")
+        for axis in sorted(self._data_axes(whole)):
+            if not own.placements[axis].is_replicate():
+                raise ValueError(
+                    f"expected Replicate() on the data-parallel axis {names[axis]!r}, found {own.placements[axis]}"
+                )
+        shard = [names.index(name) for name in dims.shard_names]
+        if not shard:
+            return whole, own.placements
+        inner = [whole.size(i) for i in self._sharding_axes(own.placements) if i > shard[0]]
+        placements = list(own.placements)
+        placements[shard[0]] = self._data_placement(inner)
+        if len(shard) == 1:
+            return whole, tuple(placements)
+        assert self.mesh.shard is not None
+        parts = [self.mesh.shard if axis == shard[0] else whole[names[axis]] for axis in range(whole.ndim)]
+        kept = [axis for axis in range(whole.ndim) if axis == shard[0] or axis not in shard]
+        return DeviceMesh._concatenate([parts[i] for i in kept]), tuple(placements[i] for i in kept)
+
+    def _data_axes(self, whole: DeviceMesh) -> set[int]:
+        assert self.mesh.whole is not None
+        dims = self.mesh.whole.dims
+        return {(whole.mesh_dim_names or ()).index(name) for name in dims.shard_names + dims.replicate_names}
+
+    def _sharding_axes(self, placements: Sequence[Placement]) -> list[int]:
+        """Return the axes of the parameter's own mesh that shard the dim that the shard axis shards too."""
+        dim = self.shard_dim
+        return [i for i, p in enumerate(placements) if isinstance(p, (Shard, _StridedShard)) and p.dim == dim]
+
+    def _data_placement(self, inner: Sequence[int]) -> Placement:
+        """Return the placement on the shard axis; shards of ``inner`` shards interleave: ``_StridedShard``."""
+        if self.shard_dim is None:
+            return Replicate()
+        factor = math.prod(inner)
+        return Shard(self.shard_dim) if factor == 1 else _StridedShard(self.shard_dim, split_factor=factor)
+
+
+def dtensor(local: torch.Tensor, spec: Any) -> DTensor:
+    """Make a DTensor on ``local`` without copies. Bypasses ``DTensor.__init__``, which costs ten times as much."""
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)

@@ -1,0 +1,69 @@
+"""Registers sharded or unsharded parameters in the modules. Runs four times per unit and step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from fullshard.engine.parameters.sharded import Owner, ShardedParameter
+
+__all__ = ["Registration"]
+
+
+class Registration:
+    """Registers parameters in their modules, and checks that they are still there.
+
+    Args:
+        parameters: All parameters of a unit, with all their owners.
+    """
+
+    unsharded: bool  # the modules hold the unsharded parameters, or copies of them
+    copies: bool  # the modules hold copies
+    _parameters: list[ShardedParameter]
+    _plain: list[tuple[dict[str, nn.Parameter | None], str, ShardedParameter]]  # see Owner.plain
+    _others: list[tuple[Owner, ShardedParameter]]
+
+    def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
+        owned = [(owner, parameter) for parameter in parameters for owner in parameter.owners]
+        self._parameters, self.unsharded, self.copies = list(parameters), False, False
+        self._plain = [(owner.parameters, owner.name, parameter) for owner, parameter in owned if owner.plain]
+        self._others = [(owner, parameter) for owner, parameter in owned if not owner.plain]
+
+    def use_sharded(self) -> None:
+        """Have the modules hold the sharded parameters."""
+        self.unsharded = self.copies = False
+        for held, name, parameter in self._plain:
+            held[name] = parameter.sharded
+        for owner, parameter in self._others:
+            owner.set(parameter.sharded)
+
+    def use_unsharded(self) -> None:
+        """Have the modules hold the unsharded parameters, which require gradients as the sharded ones do."""
+        self.unsharded = True
+        for parameter in self._parameters:
+            if parameter.full.requires_grad is not parameter.requires_grad:
+                parameter.follow_requires_grad()
+        for held, name, parameter in self._plain:
+            held[name] = parameter.full
+        for owner, parameter in self._others:
+            owner.set(parameter.full)
+
+    def use_copies(self, copies: Mapping[int, nn.Parameter]) -> None:
+        """Have the modules hold ``copies``, a mapping from the ids of parameters."""
+        self.unsharded = self.copies = True
+        for held, name, parameter in self._plain:
+            held[name] = copies[id(parameter)]
+        for owner, parameter in self._others:
+            owner.set(copies[id(parameter)])
+
+    def remove(self) -> None:
+        """Unregister additional parameters, such as flat ones, before the unit is destroyed."""
+
+    def is_current(self) -> bool:
+        """True if the modules hold the sharded parameters, on the shard buffers, see [Note: Write-back]."""
+        for held, name, parameter in self._plain:
+            sharded = parameter.sharded
+            if held.get(name) is not sharded or sharded._local_tensor is not parameter.local:  # type: ignore[attr-defined]
+                return False
+        return all(parameter.is_current() for _, parameter in self._others)

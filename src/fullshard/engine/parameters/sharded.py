@@ -1,0 +1,445 @@
+"""The sharded and the unsharded tensor of one parameter, its gradient, and the modules that hold it.
+
+[Note: Sharded and unsharded parameters]
+For each managed parameter there are three tensors:
+- ``sharded``: an ``nn.Parameter`` that is a ``DTensor`` with ``Shard(0)`` (0-D: ``Replicate()``). The module holds it
+  at rest; optimizers and state dicts see it. Its local tensor is
+- ``local``: this rank's rows, a view of the bucket's shard buffer;
+- ``full``: an ``nn.Parameter`` on the bucket's unsharded buffer: plain, or the DTensor that tensor parallelism made.
+  The module holds it while it computes, and it is the leaf whose ``.grad`` autograd fills. It is created once, so
+  compiled code and saved tensors keep it. A gradient that is reduced at once stays in its dtype until it is packed.
+  Where several accumulate (of microbatches, of tied modules) its ``grad_dtype`` is the reduce dtype, so that autograd
+  casts each gradient and accumulates in that dtype.
+
+[Note: Write-back]
+Users replace registered parameters: ``load_state_dict(assign=True)`` assigns new objects, ``to_empty`` and ``to`` to
+another dtype swap the contents of the old ones. Before an idle unit is unsharded, its registered parameters are
+compared (by identity) with those that the unit knows, and the values of replaced ones are written into the shard
+buffer, or into a new one if dtype or device changed.
+
+[Note: Who owns a gradient]
+A gradient that autograd accumulates may share its memory with any other tensor: the gradients of ``a`` and ``b`` in
+``a.view(1, -1) + b.view(1, -1)`` are one tensor, and so are those of a parameter and an activation that it is added to.
+This cannot be detected: neither tensor need be a view of the other, and a second reference may not show in a reference
+count. So only memory that the engine itself has allocated is ever written. Autograd's gradients are taken off the
+unsharded parameter as soon as they are accumulated, or autograd would add the next one in place (as it does outside of
+fullshard, where the second ``backward()`` of that sum is wrong). The sum of two gradients is a new tensor.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from fullshard.engine import hooks
+from fullshard.engine.parameters.placement import ParameterPlacement, dtensor
+from fullshard.errors import FullshardError
+from fullshard.layout import ParameterShape
+from fullshard.layout.per_parameter import contiguous_stride, is_dense
+
+__all__ = [
+    "Owner",
+    "ShardedParameter",
+    "accumulate_gradient",
+    "clear_gradient",
+    "has_gradient_hooks",
+    "managed_by",
+    "mark",
+    "unmark",
+    "value_of",
+]
+
+_MANAGED_BY = "_fullshard_parameter"  # attribute of parameter objects
+
+
+class Owner(NamedTuple):
+    """A module attribute that holds the parameter; tied parameters have several."""
+
+    module: weakref.ref[nn.Module]  # weak: the module owns the unit, which owns this
+    parameters: dict[str, nn.Parameter | None]  # the module's own ``_parameters``
+    name: str
+    plain: bool  # the module has no __setattr__ of its own: assigning to ``parameters`` is enough
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str) -> Owner:
+        """Make the owner for ``module.name``."""
+        # RNNs, for one, keep a second list of their weights, which only their own __setattr__ updates.
+        plain = type(module).__setattr__ is nn.Module.__setattr__
+        return cls(weakref.ref(module), module._parameters, name, plain)
+
+    def held(self) -> nn.Parameter | None:
+        """Return the parameter that is registered now."""
+        return self.parameters.get(self.name)
+
+    def set(self, parameter: nn.Parameter) -> None:
+        """Register ``parameter``."""
+        if self.plain:
+            self.parameters[self.name] = parameter
+        else:
+            module = self.module()
+            if module is not None:
+                setattr(module, self.name, parameter)
+
+
+class ShardedParameter:
+    """State of one managed parameter, see [Note: Sharded and unsharded parameters]."""
+
+    fqn: str  # the first FQN, below the module that fully_shard was called on (from the first forward: the root)
+    fqns: list[str]  # all FQNs
+    owners: list[Owner]
+    pending_owners: list[Owner]  # tied modules outside the unit, until an ancestor's fully_shard call adds them
+    sharded: nn.Parameter
+    local: torch.Tensor
+    full: nn.Parameter
+    reduce_dtype: torch.dtype  # of its gradients
+    spec: DTensorSpec  # of the sharded parameter
+    placement: ParameterPlacement
+    shape: ParameterShape  # of the unsharded parameter, without its own tensor parallelism
+    unit: weakref.ref[Any]  # that owns the parameter; opaque here
+    on_gradient: Callable[[ShardedParameter], None] | None  # called when autograd has accumulated a gradient
+    attributes: dict[str, Any]  # that users have set on the parameter object
+    unreduced_grad: torch.Tensor | None  # the gradient of ``full`` that is still to be reduced
+    owns_unreduced_grad: bool  # the engine has allocated its memory, see [Note: Who owns a gradient]
+
+    def __init__(
+        self,
+        sharded: nn.Parameter,
+        owners: list[Owner],
+        fqns: list[str],
+        placement: ParameterPlacement,
+        shape: ParameterShape,
+    ) -> None:
+        self.sharded, self.owners, self.fqns, self.placement, self.shape = sharded, owners, fqns, placement, shape
+        self.fqn = fqns[0]
+        self.pending_owners, self.on_gradient = [], None
+        self.unreduced_grad, self.owns_unreduced_grad = None, False
+        self.remember_attributes()
+        self._mark()
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, owner: Owner, fqn: str, placement: ParameterPlacement) -> ShardedParameter:
+        """Make the state of a parameter that no unit manages yet."""
+        value, dim = value_of(parameter), placement.shard_dim
+        stride: tuple[Any, ...] = tuple(value.stride())
+        if not is_dense(tuple(value.shape), stride):
+            stride = contiguous_stride(value.shape)
+        shape = ParameterShape(fqn, tuple(value.shape), stride, replicated=dim is None, cut=dim or 0)
+        return cls(parameter, [owner], [fqn], placement, shape)
+
+    def place(self, local: torch.Tensor) -> None:
+        """Make ``sharded`` the DTensor whose local tensor is ``local``.
+
+        The parameter object that the module holds stays the same if it is such a DTensor already.
+        """
+        old = self.sharded
+        self.spec = self.placement.sharded_spec(local.dtype)
+        self.local = local
+        if (
+            isinstance(old, DTensor)
+            and old.placements == self.spec.placements
+            and old.dtype == local.dtype
+            and old.device == local.device
+        ):
+            old._local_tensor = local
+            old._spec = self.spec
+        else:
+            self.sharded = nn.Parameter(dtensor(local, self.spec), requires_grad=old.requires_grad)
+            self.sharded._local_tensor = local  # type: ignore[attr-defined] # nn.Parameter detaches it
+            if isinstance(old, DTensor) and old.grad is not None and old.placements == self.spec.placements:
+                moved = old.grad.device == old.device  # along with the parameter
+                self.sharded.grad = old.grad.to(local.device) if moved else old.grad
+        self.sharded.__dict__.update(self.attributes)
+        self._mark()
+
+    def set_unsharded(self, tensor: torch.Tensor, reduce_dtype: torch.dtype) -> None:
+        """Make the unsharded parameter on the memory of ``tensor`` (its local tensor, if it is a DTensor)."""
+        full = self.full = nn.Parameter(self.placement.full(tensor), requires_grad=self.sharded.requires_grad)
+        self.reduce_dtype = reduce_dtype if full.dtype.is_floating_point else full.dtype
+        if len(self.owners) > 1:
+            self.keep_gradient()
+        full.__dict__.update(self.attributes)
+        self._collect_gradients()
+
+    def follow_requires_grad(self) -> None:
+        """Have the unsharded parameter require a gradient as the sharded one does."""
+        self.full.requires_grad_(self.requires_grad)
+        self._collect_gradients()
+
+    def _collect_gradients(self) -> None:
+        ref = weakref.ref(self)  # the hook lives as long as the unsharded parameter, which this object holds
+
+        def accumulated(_: torch.Tensor) -> None:
+            parameter = ref()
+            if parameter is not None:
+                parameter.collect_gradient(notify=True)
+
+        hooks.after_accumulation(self.full, accumulated)
+
+    @property
+    def requires_grad(self) -> bool:
+        """True if the parameter requires a gradient."""
+        return self.sharded.requires_grad
+
+    @property
+    def local_gradient(self) -> torch.Tensor | None:
+        """Local tensor of the sharded gradient."""
+        return None if self.sharded.grad is None else value_of(self.sharded.grad)
+
+    def clear_gradient(self, *, set_to_none: bool) -> None:
+        """Clear the sharded gradient as ``zero_grad`` does."""
+        clear_gradient(self.sharded, set_to_none=set_to_none)
+
+    def set_gradient(self, local: torch.Tensor | None) -> None:
+        """Replace the sharded gradient by a copy of this rank's rows ``local``, on whatever device they are."""
+        self.sharded.grad = None if local is None else dtensor(local.to(self.local.device, copy=True), self.spec)
+
+    def accumulate(self, local: torch.Tensor) -> None:
+        """Accumulate this rank's rows ``local`` into the sharded gradient, and run the user's hooks."""
+        accumulate_gradient(self.sharded, dtensor(local, self.spec))
+
+    def collect_gradient(self, *, notify: bool = False) -> None:
+        """Move ``.grad`` of the unsharded parameter, from autograd or from user code, to ``unreduced_grad``.
+
+        Args:
+            notify: Autograd has just accumulated it: call ``on_gradient``, and leave a copy for hooks of users.
+        """
+        gradient = self.full.grad if self.has_unsharded else None
+        if gradient is None:
+            return
+        self.full.grad = None
+        if notify and self.on_gradient is not None:
+            self.on_gradient(self)
+        if notify and len(self.full._post_accumulate_grad_hooks) > 1:
+            self.full.grad = _copy_of(gradient)  # to which autograd may add
+            return
+        earlier, gradient = self.unreduced_grad, gradient.detach()
+        if earlier is None:
+            self.unreduced_grad = gradient
+            return
+        with torch.no_grad():
+            if self.owns_unreduced_grad and not earlier.is_sparse:
+                earlier.add_(gradient)
+            else:
+                total = gradient + earlier if earlier.is_sparse else earlier + gradient  # dense + sparse only
+                self.unreduced_grad, self.owns_unreduced_grad = total, True
+
+    def take_gradient(self) -> torch.Tensor | None:
+        """Return and clear the unsharded gradient (its local tensor, if it is a DTensor); None if there is none."""
+        self.collect_gradient()
+        gradient, self.unreduced_grad, self.owns_unreduced_grad = self.unreduced_grad, None, False
+        if gradient is None:
+            return None
+        if self.full.grad_dtype is not self.full.dtype and len(self.owners) == 1:
+            self.full.grad_dtype = self.full.dtype
+        return gradient if self.placement.own is None else self.placement.local_gradient(gradient)
+
+    def writable_unreduced_gradient(self) -> torch.Tensor | None:
+        """Return the unreduced gradient in memory that may be written to; None if there is none."""
+        self.collect_gradient()
+        if self.unreduced_grad is not None and not self.owns_unreduced_grad:
+            self.unreduced_grad, self.owns_unreduced_grad = _copy_of(self.unreduced_grad), True
+        return self.unreduced_grad
+
+    def keep_gradient(self) -> None:
+        """Accumulate gradients in the reduce dtype from now on."""
+        self.collect_gradient()
+        if not self.has_unsharded or self.full.dtype is self.reduce_dtype:
+            return
+        self.full.grad_dtype = self.reduce_dtype
+        if self.unreduced_grad is not None and self.unreduced_grad.dtype is not self.reduce_dtype:
+            self.unreduced_grad, self.owns_unreduced_grad = self.unreduced_grad.to(self.reduce_dtype), True
+
+    def remember_attributes(self) -> None:
+        """Save the attributes that users have set on the parameter object: ``to()`` drops them, ``place`` restores."""
+        known: Collection[str] = ()
+        if not isinstance(self.sharded, DTensor) and type(self.sharded) is not nn.Parameter:
+            known = vars(self.sharded.detach())  # attributes that belong to a tensor subclass
+        self.attributes = {
+            key: value for key, value in vars(self.sharded).items() if not key.startswith("_") and key not in known
+        }
+
+    def _mark(self) -> None:
+        """Let later ``fully_shard`` calls find this object by the parameter."""
+        mark(self.sharded, self)
+
+    def add_owner(self, owner: Owner, fqn: str) -> None:
+        """Add a module attribute that holds this parameter too (an empty FQN is set at the first forward)."""
+        if owner not in self.owners:
+            self.owners.append(owner)
+            if fqn:
+                self.fqns.append(fqn)
+            self.keep_gradient()
+
+    def is_current(self) -> bool:
+        """True if the modules still hold the sharded parameter and it still lies in the shard buffer.
+
+        Loads with ``assign=True``, ``to_empty`` and changes of dtype replace it, see [Note: Write-back].
+        """
+        sharded = self.sharded
+        for owner in self.owners:
+            if owner.parameters.get(owner.name) is not sharded:
+                return False
+        return sharded._local_tensor is self.local  # type: ignore[attr-defined]
+
+    def accept_replacement(self) -> nn.Parameter:
+        """Manage the parameter that the user has put into the module; its value is written back afterwards.
+
+        Raises:
+            ValueError: If it has another shape, or is a DTensor with other placements.
+            FullshardError: If it is no ``nn.Parameter``.
+        """
+        found = next((held for held in map(Owner.held, self.owners) if held is not self.sharded), self.sharded)
+        if found is None:
+            raise ValueError(
+                f"{self.describe()} was removed from its module, but fully_shard manages it; register it again"
+            )
+        if not isinstance(found, nn.Parameter):
+            raise FullshardError(
+                f"{self.describe()} was replaced by a {type(found).__name__} that is no nn.Parameter, as "
+                "torch.func.functional_call does; a sharded module computes with the parameters that fully_shard "
+                "manages, so call it without others, or load their values with load_state_dict"
+            )
+        if found.shape != self.placement.shape:
+            raise ValueError(
+                f"{self.describe()} was replaced by a parameter of shape {tuple(found.shape)}, expected "
+                f"{tuple(self.placement.shape)}; assign a DTensor with the placements of the old one, or an unsharded "
+                "tensor of its shape"
+            )
+        own = None if self.placement.own is None else self.placement.own.placements
+        known = {self.spec.placements, own}
+        placements = found.placements if isinstance(found, DTensor) else None
+        if placements not in known:
+            raise ValueError(
+                f"{self.describe()} was replaced by a "
+                + ("plain tensor" if placements is None else f"DTensor with placements {placements}")
+                + f", expected a DTensor with {self.spec.placements}; redistribute it first"
+            )
+        if found is not self.sharded:
+            self.sharded = found
+            self.remember_attributes()
+        return found
+
+    @property
+    def owned(self) -> bool:
+        """True if a unit owns the parameter."""
+        return "unit" in self.__dict__
+
+    @property
+    def has_unsharded(self) -> bool:
+        """True if the unsharded parameter has been made."""
+        return "full" in self.__dict__
+
+    def drop_unreduced_gradient(self) -> None:
+        """Drop the unreduced gradient."""
+        self.unreduced_grad, self.owns_unreduced_grad = None, False
+        if self.has_unsharded:
+            self.full.grad = None  # from a backward that raised before its hook ran
+
+    def memoize(self, memo: dict[int, Any]) -> None:
+        """Put a copy of the sharded parameter, without its gradient, into a deepcopy's memo."""
+        old = self.sharded
+        memo[id(old)] = nn.Parameter(dtensor(self.local.clone(), self.spec), requires_grad=old.requires_grad)
+
+    def copy_for(self, memo: dict[int, Any]) -> ShardedParameter:
+        """Make the parameter of a deep copy whose modules and parameters are in ``memo``."""
+        modules = [(memo[id(owner.module())], owner.name) for owner in self.owners]
+        owners = [Owner.of(module, name) for module, name in modules]
+        return ShardedParameter(memo[id(self.sharded)], owners, list(self.fqns), self.placement, self.shape)
+
+    def describe(self) -> str:
+        """Return FQN, global shape and dtype, for errors."""
+        return f"{self.fqn} (shape {tuple(self.placement.shape)}, {self.sharded.dtype})"
+
+
+def _copy_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Clone a gradient. ``DTensor.clone`` would reduce ``Partial`` placements."""
+    if isinstance(gradient, DTensor):
+        return dtensor(gradient._local_tensor.clone(), gradient._spec)
+    return gradient.clone()
+
+
+def value_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor, else the tensor itself, detached."""
+    if isinstance(parameter, DTensor):
+        return parameter._local_tensor
+    return parameter.detach()
+
+
+def accumulate_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """Accumulate ``gradient`` as autograd does: tensor hooks, ``.grad``, post-accumulate hooks."""
+    hooks = parameter._backward_hooks
+    if hooks:
+        for hook in list(hooks.values()):  # hooks may remove themselves
+            replaced = hook(gradient)
+            gradient = gradient if replaced is None else replaced
+    present = parameter.grad
+    if present is None and gradient.device == parameter.device:
+        parameter.grad = gradient
+    elif present is None:  # autograd compares devices only where a gradient is assigned
+        parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype)
+        parameter.grad.data = gradient
+    elif isinstance(present, DTensor) and isinstance(gradient, DTensor) and present.placements == gradient.placements:
+        present._local_tensor.add_(gradient._local_tensor)  # ten times as fast as DTensor.add_
+    else:
+        assert present is not None
+        present.add_(gradient)  # the user may have set another kind of tensor
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    if hooks:
+        for hook in list(hooks.values()):
+            hook(parameter)
+    # torch.distributed.optim's _apply_optimizer_in_backward sets this attribute; the node that it hooks does not run
+    # here.
+    optimizers = getattr(parameter, "_in_backward_optimizers", None)
+    if optimizers:
+        for optimizer in optimizers:
+            optimizer.step()
+        parameter.grad = None
+
+
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """True if :func:`accumulate_gradient` calls functions of users."""
+    hooks = ("_backward_hooks", "_post_accumulate_grad_hooks", "_in_backward_optimizers")
+    return any(getattr(parameter, name, None) for name in hooks)
+
+
+def clear_gradient(parameter: nn.Parameter, *, set_to_none: bool) -> None:
+    """Clear the gradient of one parameter as ``zero_grad`` does."""
+    if set_to_none or parameter.grad is None:
+        parameter.grad = None
+    else:
+        parameter.grad.detach_().zero_()
+
+
+def mark(parameter: nn.Parameter, managed: ShardedParameter) -> None:
+    """Have :func:`managed_by` find ``managed`` for this parameter object."""
+    setattr(parameter, _MANAGED_BY, _Mark(managed))
+
+
+def unmark(parameter: nn.Parameter) -> None:
+    """Undo :func:`mark`: the parameter object is not managed any more."""
+    parameter.__dict__.pop(_MANAGED_BY, None)
+
+
+def managed_by(parameter: torch.Tensor) -> ShardedParameter | None:
+    """Return the state of a parameter that is, or was before it was sharded, managed by a unit; else None."""
+    mark = getattr(parameter, _MANAGED_BY, None)
+    return mark.parameter() if isinstance(mark, _Mark) else None
+
+
+class _Mark:
+    """Refers from a parameter object to its state. Copied or pickled, it becomes an empty, harmless dictionary."""
+
+    __slots__ = ("parameter",)
+
+    def __init__(self, parameter: ShardedParameter) -> None:
+        self.parameter = weakref.ref(parameter)
+
+    def __reduce__(self) -> tuple[type[OrderedDict[Any, Any]], tuple[()]]:
+        return OrderedDict, ()

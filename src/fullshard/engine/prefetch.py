@@ -1,0 +1,281 @@
+"""Chooses the units to prefetch: recorded execution order, and a budget. It issues nothing.
+
+[Note: Order and prefetch]
+The order in which units start their forwards is recorded in every forward of the root and used in the next (the first
+uses the order of ``modules()``). Just before a unit computes, the all-gather of its successor is issued; in backward,
+that of its predecessor in the order in which this step's forwards ended. One unit is prefetched, so that two units are
+unsharded at a time; or as many as fit into a budget in bytes (``set_prefetch_bytes``). All choices depend only on sizes
+and on the order in which units run, which are the same on all ranks.
+
+The unit whose forward ends last is needed first in backward. Unless the user has set when to reshard it, it is kept
+unsharded in between: while the root computes the loss it would be prefetched anyway.
+
+Tiny units, such as a single norm, are all-gathered in the same launch as the unit after them and do not count as
+prefetched; their reductions wait for the next unit's and are issued with it. So a tiny unit costs no extra message.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from itertools import dropwhile, islice
+
+from fullshard.engine.unit import Unit
+from fullshard.ranks.order import OrderCheck
+
+__all__ = ["MAX_TINY_UNITS_TOGETHER", "ExecutionOrder", "Prefetcher"]
+
+# A model of nothing but tiny units should not be unsharded all at once.
+MAX_TINY_UNITS_TOGETHER = 8
+
+# How many forwards may wait for their backward and still be prefetched in the right order (pipelines have many).
+MAX_FORWARDS_REMEMBERED = 64
+
+_UnitRef = weakref.ref[Unit]
+
+
+class ExecutionOrder:
+    """The order in which units start their forwards: recorded in every forward of the root and used in the next.
+
+    Args:
+        guess: The order to use in the first.
+    """
+
+    on_start: Callable[[str], None] | None  # called with the name of each unit whose forward begins
+    checks: list[OrderCheck] | None  # that compare it between ranks; None: not compared yet
+    changed: bool  # the last forward ran other units than the one before
+    _known: list[_UnitRef]
+    _recorded: list[_UnitRef]  # in the forward that runs now
+    _position: int  # of that forward in the known order
+
+    def __init__(self, guess: list[_UnitRef]) -> None:
+        self.on_start = self.checks = None
+        self.changed = False
+        self._known, self._recorded, self._position = list(guess), [], 0
+
+    def begin(self) -> None:
+        """Begin to record a forward."""
+        self._recorded, self._position = [], 0
+
+    def enter(self, unit: Unit) -> None:
+        """Call ``on_start``: a forward of ``unit`` begins."""
+        if self.on_start is not None:
+            self.on_start(unit.name)
+
+    def record(self, unit: Unit) -> None:
+        """Append ``unit`` to the recorded order."""
+        self._recorded.append(unit.ref)
+
+    def keep(self) -> None:
+        """Use the recorded order in the next forward."""
+        self.changed = self._recorded != self._known
+        self._known = self._recorded
+
+    def after(self, unit: Unit) -> Iterable[_UnitRef]:
+        """Return the units after ``unit``, searched from the current position in the known order."""
+        try:
+            self._position = self._known.index(unit.ref, self._position) + 1
+        except ValueError:
+            return ()  # not in the known order from here on
+        return islice(self._known, self._position, None)
+
+    def first(self) -> Iterable[_UnitRef]:
+        """Return all units in the known order."""
+        return iter(self._known)
+
+    def names(self) -> list[str]:
+        """Return the names of the units that the last forward of the root ran."""
+        return [unit.name for unit in (ref() for ref in self._known) if unit is not None]
+
+
+class Prefetcher:
+    """Chooses the units to prefetch, as launches: lists of units that are all-gathered together.
+
+    Args:
+        units: All units of one root, which comes first, in the order of ``modules()``.
+    """
+
+    order: ExecutionOrder
+    budget: int | None  # bytes of unsharded parameters that may be prefetched; None: one unit
+    kept: set[_UnitRef] | None  # units that stay unsharded from forward to backward; None: not known yet
+    ended: list[_UnitRef]  # forwards that wait for their backward, in the order in which they ended
+    passed_by: list[_UnitRef]  # forwards that were skipped: the backward of an earlier one began first
+    _root: _UnitRef
+    _units: list[_UnitRef]
+    _prefetched: dict[int, _UnitRef]  # by id; not used yet
+
+    def __init__(self, units: list[Unit]) -> None:
+        self._root, self._units = units[0].ref, [unit.ref for unit in units]
+        self.order, self.budget, self.kept = ExecutionOrder(self._units), None, None
+        self.ended, self.passed_by, self._prefetched = [], [], {}
+
+    def __contains__(self, unit: Unit) -> bool:
+        return id(unit) in self._prefetched
+
+    def units(self) -> list[Unit]:
+        """Return the prefetched units that still exist."""
+        return [unit for unit in (ref() for ref in self._prefetched.values()) if unit is not None]
+
+    def used(self, unit: Unit) -> None:
+        """Remove ``unit`` from the prefetched units: it is in use now."""
+        self._prefetched.pop(id(unit), None)
+
+    def clear(self) -> None:
+        """Clear the prefetched units."""
+        self._prefetched.clear()
+
+    # ---------------------------------------------------------------- forward
+
+    def begin_forward(self) -> None:
+        """Begin the outermost forward."""
+        self._read_budget()
+        if self.kept is None:
+            self._choose_kept(self._units[:0:-1])
+        self.order.begin()
+
+    def next_in_forward(self, unit: Unit, *, of_root: bool) -> Iterator[list[Unit]]:
+        """Choose the units to prefetch in the forward of ``unit``.
+
+        Args:
+            unit: Unit that is about to compute.
+            of_root: True in a forward of the root, whose order is known.
+        """
+        if unit.settings.forward_prefetch:
+            return self._listed(unit.settings.forward_prefetch)
+        if not of_root:
+            return iter(())
+        successors = self.order.after(unit)
+        if len(unit.modules) > 1:  # it stays unsharded until all of them have run
+            successors = dropwhile(lambda ref: ref is unit.ref, successors)
+        return self._next(successors)
+
+    def forward_ended(self, unit: Unit) -> None:
+        """Append ``unit`` to the forwards that wait for their backward."""
+        self.ended.append(unit.ref)
+        if len(self.ended) > MAX_FORWARDS_REMEMBERED * len(self._units):  # outputs without a backward
+            del self.ended[0]
+
+    def end_forward(self) -> None:
+        """End the outermost forward, of the root."""
+        self.order.keep()
+        if self.ended and self.ended[-1] is self._root:
+            self._choose_kept(self.ended[-2::-1])
+
+    def first_in_forward(self) -> list[list[Unit]]:
+        """Return the first launches of a forward of the root."""
+        self._read_budget()
+        launches = list(self._next(self.order.first()))
+        self.clear()
+        return launches
+
+    def is_kept_by_default(self, unit: Unit) -> bool:
+        """True if ``unit`` stays unsharded from forward to backward unless the user sets otherwise."""
+        return unit.ref is self._root or unit.ref in (self.kept or ())
+
+    # ---------------------------------------------------------------- backward
+
+    def backward_began(self, unit: Unit) -> None:
+        """Remove the last forward of ``unit``, whose backward begins, and skip those that ended after it."""
+        for index in range(len(self.ended) - 1, -1, -1):
+            if self.ended[index] is unit.ref:
+                self.passed_by += self.ended[index + 1 :]
+                del self.ended[index:]
+                return
+
+    def next_in_backward(self, unit: Unit) -> Iterator[list[Unit]]:
+        """Choose the units to prefetch in the backward of ``unit``."""
+        if unit.settings.backward_prefetch:
+            return self._listed(unit.settings.backward_prefetch)
+        return self.last_ended() if unit.settings.backward_order == "before" else iter(())
+
+    def last_ended(self) -> Iterator[list[Unit]]:
+        """Choose units of the last forwards that wait for their backward."""
+        return self._next(ref for ref in reversed(self.ended) if _unshards_in_backward(ref))
+
+    def comes_next_in_backward(self, unit: Unit) -> bool:
+        """True if the forward before the one whose backward runs was of ``unit`` too."""
+        return bool(self.ended) and self.ended[-1] is unit.ref
+
+    # ---------------------------------------------------------------- the choice
+
+    def _next(self, refs: Iterable[_UnitRef]) -> Iterator[list[Unit]]:
+        """Choose one unit, or as many as fit the budget; tiny units go in the launch of the unit after them.
+
+        Units that are prefetched already use the budget too. A unit that is larger than the whole budget is chosen when
+        nothing else is prefetched.
+        """
+        if self.budget == 0:
+            return
+        prefetched = self.units()
+        room = None if self.budget is None else self.budget - sum(unit.unsharded_bytes for unit in prefetched)
+        crowded = any(not unit.tiny for unit in prefetched)
+        together: list[Unit] = []
+        for unit in (ref() for ref in refs):
+            if unit is None:
+                continue  # deleted; maybe not on all ranks at the same time
+            if unit.is_summoned:
+                continue  # its modules compute with copies
+            if unit in self or (unit.is_unsharded and not unit.tiny):
+                if room is None:
+                    break  # the units from here to the next that is not tiny are prefetched already
+                continue
+            if not unit.is_unsharded:
+                together.append(unit)
+            if unit.tiny and len(together) < MAX_TINY_UNITS_TOGETHER:
+                continue
+            if room is not None:
+                room -= sum(each.unsharded_bytes for each in together)
+            if crowded and (room is None or room < 0):
+                return  # tiny units wait for the unit that they go with
+            yield self.note(together)
+            if room is None:
+                return
+            crowded, together = crowded or not unit.tiny, []
+        if room is None or not crowded or room >= sum(unit.unsharded_bytes for unit in together):
+            yield self.note(together)
+
+    def _listed(self, refs: list[_UnitRef]) -> Iterator[list[Unit]]:
+        """Choose the units that the user has listed, at most as many at a time as are listed."""
+        for unit in (ref() for ref in refs):
+            if unit is None or unit.is_unsharded or unit.is_summoned:
+                continue
+            if len(self._prefetched) >= len(refs):
+                return
+            yield self.note([unit])
+
+    def note(self, units: list[Unit]) -> list[Unit]:
+        """Add ``units`` to the prefetched ones, and return them."""
+        self._prefetched.update((id(unit), unit.ref) for unit in units)
+        return units
+
+    def _read_budget(self) -> None:
+        root = self._root()
+        self.budget = None if root is None else root.settings.prefetch_bytes
+
+    def _choose_kept(self, refs: Iterable[_UnitRef]) -> None:
+        """Choose the units that stay unsharded between forward and backward: they would be prefetched at once.
+
+        Args:
+            refs: All units but the root, in the order of their backwards.
+        """
+        root, self.kept = self._root(), None
+        if root is None or root.settings.backward_order != "before" or root.settings.backward_prefetch:
+            return
+        self.kept = set()
+        if self.budget == 0:
+            return
+        room, crowded, tiny = self.budget or 0, False, 0
+        for ref in refs:
+            unit = ref()
+            if unit is None:
+                continue
+            room, tiny = room - unit.unsharded_bytes, tiny + unit.tiny
+            if (crowded and room < 0) or tiny > MAX_TINY_UNITS_TOGETHER:
+                return
+            crowded |= not unit.tiny
+            self.kept.add(ref)
+
+
+def _unshards_in_backward(ref: _UnitRef) -> bool:
+    unit = ref()
+    return unit is None or unit.settings.unshard_in_backward

@@ -1,0 +1,275 @@
+"""One reduction in flight: from the unsharded gradients of a bucket to sharded gradients.
+
+[Note: Stages of a reduction]
+A reduction goes through up to three stages: a reduce-scatter over the shard axis, an all-reduce of this rank's shards
+over replicas, and finalization: into the parameters' own dtype, in CPU memory if they are offloaded; then the shards
+are added to what is in ``.grad``. Without replicas the second stage is skipped, and without a shard axis the first one
+scales gradients in place. Memory for all of it is allocated on the compute stream when the reduction starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from fullshard.comm import CommRequest, GradScaling, Operand, Transport, launch_all
+from fullshard.engine.parameters.sharded import ShardedParameter, has_gradient_hooks
+from fullshard.engine.reduction.plan import Gradients, ReductionPlan
+from fullshard.engine.reduction.sharded_gradients import ShardedGradients, UnreducedOverReplicas
+from fullshard.memory import CommStream, PendingWork, Stream, Work, host_buffer, run_on
+
+__all__ = ["GradReduction", "ReductionTerms", "issue_all_reduces", "issue_reduce_scatters"]
+
+
+class ReductionTerms(NamedTuple):
+    """How a bucket's gradients are reduced, as the user has set it. Equal on all ranks.
+
+    Args:
+        scatter: How sums over the shard axis are scaled.
+        replicas: How sums over the replicate axis are scaled.
+        all_reduce: Reduce over the replicate axis now; if not, this rank's shards are kept for later.
+        zeros_for_missing: Parameters without a gradient on any rank get one of zeros instead of None.
+        hook: Called with each flat tensor of reduced shards, before they are finalized.
+        hook_stream: Where the hook runs; None: where the collectives do.
+        pin_memory: Shards that are copied to CPU memory are in page-locked memory there.
+    """
+
+    scatter: GradScaling
+    replicas: GradScaling
+    all_reduce: bool = True
+    zeros_for_missing: bool = False
+    hook: Callable[[torch.Tensor], object] | None = None
+    hook_stream: Stream | None = None
+    pin_memory: bool = False
+
+
+class GradReduction:
+    """A reduction under way, and what must live until it is over, see [Note: Stages of a reduction].
+
+    Args:
+        plan: Not in use by another reduction that is issued and not through its first stage.
+        gradients: One per parameter of the plan, None where there is none. The list is emptied.
+        terms: How to reduce.
+        unreduced: Of the bucket: where shards are kept that are not all-reduced now.
+        expected: Parameters that may have a gradient on any rank, equal on all; None: all of them.
+    """
+
+    plan: ReductionPlan
+    terms: ReductionTerms
+    reduce_scattered: bool  # the first stage is over
+    _unreduced: UnreducedOverReplicas
+    _earlier: ShardedGradients | None  # that are all-reduced together with these
+    _inputs: Gradients
+    _operands: list[Operand]
+    _packed: list[Operand]  # those of them that are the message
+    _foreign: torch.Tensor | None  # the message, where the transport brings memory of its own
+    _pending_work: PendingWork | None  # of the present stage
+    _shards: ShardedGradients
+    _finalized: list[torch.Tensor]  # the same tensors in the dtype, and on the device, of sharded gradients
+    _leaving: list[torch.Tensor]  # what is being copied to the host: a side stream still reads it
+
+    def __init__(
+        self,
+        plan: ReductionPlan,
+        gradients: Gradients,
+        terms: ReductionTerms,
+        unreduced: UnreducedOverReplicas,
+        expected: Sequence[bool] | None = None,
+    ) -> None:
+        self.plan, self.terms, self.reduce_scattered, self._unreduced = plan, terms, False, unreduced
+        present = [gradient is not None for gradient in gradients]
+        expected = [True] * len(present) if expected is None else list(expected)
+        writable = plan.reduces_in_place or terms.scatter.before != 1
+        self._inputs = plan.inputs(gradients, writable=writable)
+        self._earlier = unreduced.begin(plan, all_reduce=terms.all_reduce)
+        # Hooks may look at what lies between the parameters.
+        tensors = plan.new_shards(self._inputs, zeros=terms.hook is not None)
+        self._operands, self._packed = plan.direct_operands(self._inputs, tensors), []
+        self._shards, self._finalized = ShardedGradients(plan, tensors, present, expected), tensors
+        if plan.dtype is not plan.sharded_dtype and not self.stays_unreduced:
+            self._finalized = [torch.empty_like(each, dtype=plan.sharded_dtype) for each in tensors]
+        self._pending_work, self._foreign, self._leaving = None, None, []
+
+    @property
+    def transport(self) -> Transport:
+        """The transport of the reduce-scatter."""
+        return self.plan.mesh.transport
+
+    @property
+    def stays_unreduced(self) -> bool:
+        """True if it ends after the reduce-scatter although there are replicas: its shards wait for a later one."""
+        return self.plan.all_reduces and not self.terms.all_reduce
+
+    # ---------------------------------------------------------------- first stage: reduce-scatter
+
+    def allocate(self) -> None:
+        """Give memory to the message. Without a shard axis there is none: the first tensor of shards is packed."""
+        message = self.plan.message
+        if not message.numel or self.plan.reduces_in_place:
+            return
+        self._foreign = self.transport.allocate("reduce_scatter", message.numel, message.dtype, message.device)
+        if self._foreign is None:
+            message.allocate()
+        self._packed = self.plan.packed_operands(self._shards.tensors[0], self._message)
+        self._operands += self._packed
+
+    @property
+    def _message(self) -> torch.Tensor:
+        return self.plan.message_tensor if self._foreign is None else self._foreign
+
+    def copy_in(self) -> None:
+        """Pack gradients; on the compute stream, which made them and uses their memory again."""
+        if self.plan.reduces_in_place:
+            self.plan.pack(self._inputs, self._shards.tensors[0])
+        elif self._packed:
+            if self.terms.hook is not None or self.plan.zeroes_message:
+                for operand in self._packed:
+                    operand.unsharded.zero_()
+            self.plan.pack(self._inputs, self._message)
+        self._inputs = []  # what is not packed is held by its operand
+
+    def request(self, unit: str) -> CommRequest:
+        """The operands of the reduce-scatter."""
+        return CommRequest(unit, self._operands, self.terms.scatter)
+
+    def issued(self, pending_work: PendingWork) -> None:
+        """Remember the work of a stage that was issued."""
+        self._pending_work = pending_work
+
+    def copy_out(self) -> None:
+        """Finalize at once if there is no second stage; on the communication stream."""
+        if not self.plan.all_reduces:
+            self.finalize()
+
+    def end_reduce_scatter(self) -> bool:
+        """Wait for the first stage and free the unsharded gradients. True if an all-reduce is to be issued next."""
+        assert self._pending_work is not None and not self.reduce_scattered
+        self._pending_work.wait()
+        self._free_inputs()
+        if self.stays_unreduced:
+            self._unreduced.keep(self._shards)
+        if not self.plan.all_reduces or self.stays_unreduced:
+            return False
+        for earlier in (self._earlier, self._unreduced.take(self.plan)):
+            if earlier is not None:
+                self._shards.add(earlier)
+        self._earlier = None
+        return True
+
+    # ---------------------------------------------------------------- second stage: all-reduce over replicas
+
+    def all_reduce_request(self, unit: str) -> CommRequest:
+        """The operands of the all-reduce."""
+        return CommRequest(unit, self.plan.all_reduce_operands(self._shards.tensors), self.terms.replicas)
+
+    # ---------------------------------------------------------------- third stage: sharded gradients
+
+    def finalize(self) -> None:
+        """Call the user's hook, cast, and copy to the host what belongs there; on the communication stream."""
+        terms = self.terms
+        if terms.hook is not None:
+            with torch.no_grad():
+                for index, shards in enumerate(self._shards.tensors):
+                    seen = shards[: self.plan.presence_offset] if index == 0 else shards
+                    if seen.numel():
+                        run_on(terms.hook_stream, terms.hook, seen)
+        if self._finalized is not self._shards.tensors:
+            torch._foreach_copy_(self._finalized, self._shards.tensors)
+        if self.plan.ends_on_host:
+            hosts = [host_buffer(each.numel(), each.dtype, pin=terms.pin_memory) for each in self._finalized]
+            for host, shards in zip(hosts, self._finalized, strict=True):
+                host.copy_(shards, non_blocking=True)
+            self._finalized, self._leaving = hosts, self._finalized
+
+    def release(self) -> None:
+        """Wait for the last stage and free what only the device needs."""
+        assert self.reduce_scattered and self._pending_work is not None
+        self._pending_work.wait()
+        self._leaving = []
+        self._shards = self._shards.moved_to(self._finalized)
+
+    def accumulate(self) -> None:
+        """Set (or add to) the sharded gradients and run the hooks that users put on parameters."""
+        assert self._pending_work is not None
+        if self.stays_unreduced:
+            return
+        if self.plan.ends_on_host:
+            self._pending_work.synchronize()
+        shards = self._shards
+        present = [True] * len(shards.present) if self.terms.zeros_for_missing else shards.present_anywhere()
+        self.plan.accumulate(shards.tensors, present)
+
+    @property
+    def arriving(self) -> list[tuple[ShardedParameter, torch.Tensor]] | None:
+        """The gradients that parameters will have of it, in memory that is still being written; None if that is not
+        known before, or if users' functions are called then.
+        """
+        plan, mesh = self.plan, self.plan.mesh
+        if self.stays_unreduced:
+            return []
+        hooked = self.terms.hook is not None or any(has_gradient_hooks(p.sharded) for p in plan.parameters)
+        if plan.ends_on_host or hooked or mesh.transport.hooked:
+            return None
+        if not mesh.replica_transport.sums_at_once:
+            return None  # ranks would send the rest at different times
+        return None if self._shards.misses_some else plan.arriving(self._finalized, self._shards.present)
+
+    def abandon(self) -> None:
+        """Drop it after a failure; what is in flight is waited for, because its memory is used again."""
+        if self._pending_work is not None:
+            with contextlib.suppress(RuntimeError):
+                self._pending_work.wait()
+        self._unreduced.drop(self.plan)
+        self._free_inputs()
+
+    def _free_inputs(self) -> None:
+        self.reduce_scattered = True
+        # A side stream may have read the gradients and the message until now.
+        if self._foreign is not None:
+            self.transport.release("reduce_scatter", self._foreign)
+        self._inputs, self._operands, self._packed, self._foreign = [], [], [], None
+        self.plan.message.free()
+
+
+_Named = tuple[str, GradReduction]  # with the name of its unit
+
+
+def issue_reduce_scatters(reductions: Sequence[_Named], comm_stream: CommStream) -> None:
+    """Start the first stage of reductions in one launch per transport."""
+
+    def allocate() -> None:
+        for _, reduction in reductions:
+            reduction.allocate()
+            reduction.copy_in()
+
+    def launch() -> list[Work]:
+        requests = ((reduction.transport, reduction.request(unit)) for unit, reduction in reductions)
+        return launch_all(requests, Transport.reduce_scatter)
+
+    def finish() -> None:
+        for _, reduction in reductions:
+            reduction.copy_out()
+
+    _issued(reductions, comm_stream.issue(launch, finish, allocate=allocate))
+
+
+def issue_all_reduces(reductions: Sequence[_Named], comm_stream: CommStream) -> None:
+    """Start the second stage of reductions in one launch per transport."""
+
+    def launch() -> list[Work]:
+        requests = ((each.plan.mesh.replica_transport, each.all_reduce_request(unit)) for unit, each in reductions)
+        return launch_all(requests, Transport.all_reduce)
+
+    def finish() -> None:
+        for _, reduction in reductions:
+            reduction.finalize()
+
+    _issued(reductions, comm_stream.issue(launch, finish))
+
+
+def _issued(reductions: Sequence[_Named], pending_work: PendingWork) -> None:
+    for _, reduction in reductions:
+        reduction.issued(pending_work)

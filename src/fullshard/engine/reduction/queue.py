@@ -1,0 +1,120 @@
+"""The reductions of one root that are in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from fullshard.engine.reduction.grad_reduction import GradReduction, issue_all_reduces, issue_reduce_scatters
+from fullshard.engine.settings import CommStreams
+from fullshard.profiling import profiled
+
+__all__ = ["ReductionQueue"]
+
+_Batch = list[tuple[str, GradReduction]]  # issued together, with the names of their units
+
+
+class ReductionQueue:
+    """Takes reductions through their stages, see [Note: Stages of a reduction], a bounded number at a time.
+
+    Only those in their first stage hold unsharded gradients, and so many batches of them are bounded by
+    :attr:`max_in_flight`; one more may be in its second stage, so that the all-reduce of one unit overlaps with the
+    reduce-scatter of the next.
+    """
+
+    max_in_flight: int
+    _added: _Batch  # not issued yet
+    _reduce_scatters: deque[_Batch]  # in their first stage
+    _last: _Batch  # in their second stage, or through
+    _copied_to_host: list[GradReduction]  # on their way to the host, which waits for them all at the end
+
+    def __init__(self) -> None:
+        self.max_in_flight = 1
+        self._added, self._reduce_scatters, self._last, self._copied_to_host = [], deque(), [], []
+
+    def add(self, unit: str, reductions: list[GradReduction]) -> int:
+        """Have these go with the next launch. Returns how many will."""
+        self._added += [(unit, reduction) for reduction in reductions]
+        return len(self._added)
+
+    def make_room(self, comm_streams: CommStreams) -> None:
+        """Take earlier ones so far that one more may be in flight."""
+        while self._reduce_scatters and len(self._reduce_scatters) >= self.max_in_flight:
+            self._advance(comm_streams)
+
+    def launch(self, comm_streams: CommStreams) -> None:
+        """Issue all that were added, together, once few enough others are in flight."""
+        added, self._added = self._added, []
+        while added:
+            batch: _Batch = []
+            later: _Batch = []
+            plans: set[int] = set()
+            for named in added:  # a plan has one message: it cannot be in use twice
+                (later if id(named[1].plan) in plans else batch).append(named)
+                plans.add(id(named[1].plan))
+            self.make_room(comm_streams)
+            while any(id(reduction.plan) in plans for issued in self._reduce_scatters for _, reduction in issued):
+                self._advance(comm_streams)
+            scatters = any(reduction.transport.world_size > 1 for _, reduction in batch)
+            with profiled("reduce_scatter" if scatters else "pack_gradients", *_units(batch)):
+                issue_reduce_scatters(batch, comm_streams.reduce_scatter)
+            self._reduce_scatters.append(batch)
+            added = later
+
+    def finish(self, comm_streams: CommStreams) -> None:
+        """Take all that were issued through to the end."""
+        while self._reduce_scatters:
+            self._advance(comm_streams)
+        self._finalize_last()
+        self.finalize_offloaded()
+
+    def leave(self, comm_streams: CommStreams) -> list[GradReduction]:
+        """Issue all that is left to be issued, and return what is in flight then. :meth:`finish` ends it."""
+        while any(named[1].plan.all_reduces for batch in self._reduce_scatters for named in batch):
+            self._advance(comm_streams)
+        self.finalize_offloaded()
+        return [named[1] for batch in (self._last, *self._reduce_scatters) for named in batch]
+
+    def finalize_offloaded(self) -> None:
+        """Have the host wait for gradients that are copied to it, so that they need not be kept beside ``.grad``."""
+        copied, self._copied_to_host = self._copied_to_host, []
+        for reduction in copied:
+            reduction.accumulate()
+
+    def abandon(self) -> None:
+        """Drop them all, after a failure; in the order in which they were issued, as on other ranks."""
+        in_flight = [*self._last, *(named for batch in self._reduce_scatters for named in batch), *self._added]
+        self._added, self._last = [], []
+        self._reduce_scatters.clear()
+        self._copied_to_host.clear()
+        for _, reduction in in_flight:
+            reduction.abandon()
+
+    def _advance(self, comm_streams: CommStreams) -> None:
+        """End the oldest reduce-scatters, and issue the all-reduces that follow them."""
+        self._finalize_last()
+        batch = self._reduce_scatters.popleft()
+        with profiled("wait_for_reduce_scatter", *_units(batch)):
+            to_all_reduce = [named for named in batch if named[1].end_reduce_scatter()]
+        if to_all_reduce:
+            with profiled("all_reduce", *_units(to_all_reduce)):
+                issue_all_reduces(to_all_reduce, comm_streams.all_reduce)
+        self._last = batch
+        if not to_all_reduce:
+            self._finalize_last()
+
+    def _finalize_last(self) -> None:
+        batch, self._last = self._last, []
+        if not batch:
+            return
+        with profiled("wait_for_gradients", *_units(batch)):
+            for _, reduction in batch:
+                reduction.release()
+                if reduction.plan.ends_on_host:
+                    self._copied_to_host.append(reduction)
+                else:
+                    reduction.accumulate()
+
+
+def _units(batch: _Batch) -> Iterator[str]:
+    return (unit for unit, _ in batch)

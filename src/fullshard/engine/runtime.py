@@ -1,0 +1,649 @@
+"""The driver of a step: one runtime per root module says what happens to every unit below it, and when.
+
+Read :meth:`Runtime.pre_forward`, :meth:`Runtime.post_forward`, :meth:`Runtime.pre_backward`,
+:meth:`Runtime.post_backward` and :meth:`Runtime.finish_backward` from top to bottom: they are what happens in a step,
+in this order. All that they call lies below: :mod:`~fullshard.engine.prefetch` chooses what to unshard before its turn,
+a :class:`~fullshard.engine.unit.Unit` unshards, reshards and keeps its states, and the reduction queue takes unsharded
+gradients to sharded ``.grad``.
+
+[Note: Steps inside a forward]
+Some programs run backward, and the optimizer, inside of a module's own forward (Lightning's manual optimization does).
+Units whose forward is open then have no output yet whose gradient could begin their backward. A nested unit tells: if
+the pass comes to it and will accumulate into its parameters (gradients of inputs do not), all units whose forward is
+open are reduced at the pass's end, whatever gradients this rank has in them. (It has to be the same on all ranks
+whether a unit that is run takes part with any of its parameters, as it has to be which units take part.) After the step
+they are unsharded anew, for the rest of their forward. Where no nested unit takes part, post-accumulate hooks tell the
+unit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.engine import hooks
+from fullshard.engine.buckets.all_gather import issue_all_gathers
+from fullshard.engine.containers import map_tensors
+from fullshard.engine.optimizer_overlap import OptimizerOverlap
+from fullshard.engine.ownership import check_owned, nested_units, rename
+from fullshard.engine.parameter_reads import ParameterReads
+from fullshard.engine.parameters.sharded import ShardedParameter
+from fullshard.engine.prefetch import MAX_TINY_UNITS_TOGETHER, Prefetcher
+from fullshard.engine.reduction.queue import ReductionQueue
+from fullshard.engine.settings import CommStreams
+from fullshard.engine.states import GradientState, InnerBackward, OpenForward, Phase
+from fullshard.engine.unit import Unit
+from fullshard.errors import PhaseError, UnmaterializedParameterError
+from fullshard.memory import Event, input_on
+from fullshard.profiling import profiled
+
+__all__ = ["Runtime", "each_runtime", "ensure_idle", "runtime_of", "take_parameters"]
+
+
+class Runtime:
+    """Drives the units of one root. Refers to them weakly; they hold it."""
+
+    root: weakref.ref[Unit]
+    comm_streams: CommStreams
+    prefetcher: Prefetcher
+    is_last_backward: bool  # of several before an optimizer step, see set_is_last_backward
+    overlap: OptimizerOverlap
+    _units: list[weakref.ref[Unit]]  # in the order of modules()
+    _open_forwards: int  # of any unit
+    _root_runs: bool  # the outermost open forward is the root's
+    _backward: hooks.BackwardPass | None  # that has begun and not ended
+    _reads: ParameterReads
+    _reductions: ReductionQueue
+    _unshard_after: Event | None  # what all-gathers wait for instead of all computation, as the root's forward begins
+
+    def __init__(self, units: list[Unit]) -> None:
+        self.root, self._units = units[0].ref, [unit.ref for unit in units]
+        shared = next((unit.settings.comm_streams for unit in units if unit.settings.comm_streams is not None), None)
+        self.comm_streams = shared if shared is not None else CommStreams.on(units[0].mesh.device)
+        self.prefetcher, self._reads = Prefetcher(units), ParameterReads()
+        self._reductions, self.overlap = ReductionQueue(), OptimizerOverlap()
+        self.is_last_backward, self._root_runs, self._open_forwards = True, False, 0
+        self._backward = self._unshard_after = None
+
+    # ---------------------------------------------------------------- forward
+
+    def pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Before a module of ``unit`` computes: unshard it, prefetch the next unit, and watch and cast the inputs.
+
+        Returns:
+            What to call the module with: ``args`` and ``kwargs``.
+        """
+        unit.check_not_summoned("run")
+        self._enter_forward(unit)
+        unit.open_forward()
+        try:
+            if len(unit.open_forwards) == 1:  # else it calls itself, and is unsharded
+                self._reshard_if_left_over(unit)
+                unit.enter_phase(Phase.FORWARD)
+                with hooks.outside_transforms():
+                    self.unshard(unit)
+                    self._prefetch_forward(unit)
+                if self.root() is unit and unit.mesh.device.type != "cpu":
+                    args, kwargs = map_tensors(lambda tensor: input_on(unit.mesh.device, tensor), (args, kwargs))
+                if torch.is_grad_enabled():
+                    args, kwargs = unit.guard_inputs(_BackwardOf(unit), args, kwargs)
+            args, kwargs = unit.cast_inputs(args, kwargs)
+        except BaseException:
+            self.abort_forward(unit)
+            raise
+        return args, kwargs
+
+    def post_forward(self, unit: Unit, module: nn.Module, output: Any) -> Any:
+        """After ``module`` has computed: cast and watch the outputs, and reshard the unit as its settings say."""
+        forward, has_backward = unit.open_forwards.pop(), False
+        try:
+            output = unit.cast_output(output)
+            if torch.is_grad_enabled():
+                has_backward = hooks.watch_outputs(_BackwardOf(unit), output, forward.first_node)
+        finally:
+            if not unit.open_forwards:
+                self._end_forward(unit, module, forward, has_backward=has_backward)
+            self._leave_forward(unit, output if has_backward else None)
+        return output
+
+    def abort_forward(self, unit: Unit) -> None:
+        """The forward raised: leave a state from which the next one starts clean."""
+        forward = unit.open_forwards.pop()
+        if not unit.open_forwards:
+            unit.modules_run.clear()
+            if unit.phase is not forward.resumes:
+                unit.enter_phase(forward.resumes)
+            if not unit.phase.is_backward:
+                self._reshard_after_forward(unit, has_backward=False)
+        self._leave_forward(unit, failed=True)
+
+    def _enter_forward(self, unit: Unit) -> None:
+        """Begin a step, if this is the outermost forward: recover from a failure, and read what the user has set."""
+        if self._open_forwards == 0 and not hooks.in_backward():
+            if self.has_failed:
+                self.recover(drop_gradients=True)
+            self.wait_for_gradients()
+            self._root_runs = self.root() is unit
+            self.prefetcher.begin_forward()
+            if not self.prefetcher.ended:
+                self._reads.begin()
+            self._unshard_after = None  # a forward that raised may have left one
+            if self._root_runs:
+                self._unshard_after, unit.settings.post_optim_event = unit.settings.post_optim_event, None
+        self._open_forwards += 1
+        if not hooks.in_backward():
+            self.prefetcher.order.enter(unit)
+
+    def _prefetch_forward(self, unit: Unit) -> None:
+        """Issue the all-gather of what runs after ``unit``, which is about to compute."""
+        self.prefetcher.used(unit)
+        if hooks.in_backward():
+            return  # recomputation of checkpointed activations; the backward prefetches
+        self._prefetch(self.prefetcher.next_in_forward(unit, of_root=self._root_runs))
+        self._unshard_after = None
+        self.prefetcher.order.record(unit)
+
+    def _end_forward(self, unit: Unit, module: nn.Module, forward: OpenForward, *, has_backward: bool) -> None:
+        """The unit has computed: reshard it, or keep it for backward, and remember the order for backward."""
+        unit.enter_phase(forward.resumes)
+        if not unit.phase.is_backward:  # else recomputed inside of its own backward, which needs it next
+            self._reshard_when_all_have_run(unit, module, has_backward=has_backward)
+        if not has_backward:
+            return
+        unit.expect_backward(forward)
+        if not hooks.in_backward():
+            if unit.awaits_backward:
+                unit.gradients.add_up()
+            unit.awaits_backward = True
+            self.prefetcher.forward_ended(unit)
+
+    def _leave_forward(self, unit: Unit, output: Any = None, *, failed: bool = False) -> None:
+        """End the outermost forward, if this is it. ``output``: what it returns, if that has a backward."""
+        self._open_forwards -= 1
+        if self._open_forwards or hooks.in_backward():
+            return
+        if failed:
+            self._free_after_failure()
+            return
+        if output is not None:
+            self._reads.check(output)
+        for shown in self._reads.end_forward():
+            self._end_reads(shown, has_backward=output is not None)
+        if self._root_runs:
+            self.prefetcher.end_forward()
+        for guessed_wrong in self.prefetcher.units():
+            guessed_wrong.reshard()
+        self.prefetcher.clear()
+        if output is None:
+            self._release_host_memory()
+
+    # ---------------------------------------------------------------- unshard
+
+    def unshard(self, unit: Unit) -> None:
+        """All-gather the parameters unless they were prefetched, wait, and have the modules hold them."""
+        self.overlap.check_unwritten()
+        if not (unit in self.prefetcher and unit.is_current):  # else it was looked at a moment ago
+            self.begin_unshard([unit])
+        with profiled("wait_for_all_gather", unit.name):
+            unit.wait_for_unshard()
+
+    def begin_unshard(self, units: list[Unit]) -> None:
+        """Issue the all-gathers of ``units`` in one launch, as far as they are not unsharded."""
+        self.overlap.check_unwritten()
+        try:
+            begun = [(unit.name, *bucket) for unit in units for bucket in unit.begin_unshard()]
+            if not begun:
+                return
+            all_gathers = [(name, each) for name, _, of_bucket in begun for each in of_bucket]
+            with profiled("all_gather", *(name for name, _, _ in begun)):
+                work = issue_all_gathers(all_gathers, self.comm_streams.all_gather, self._unshard_after)
+        except BaseException:
+            for unit in units:
+                self.prefetcher.used(unit)
+                unit.free_after_failure()
+            raise
+        for _, bucket, of_bucket in begun:
+            bucket.issued(work, of_bucket)
+
+    def _prefetch(self, launches: Iterable[list[Unit]]) -> None:
+        for units in launches:
+            self.begin_unshard(units)
+
+    def begin_unshard_for_next_forward(self, launches: list[list[Unit]]) -> None:
+        """Issue all-gathers during an optimizer step, see [Note: Overlap with the optimizer]."""
+        for units in launches:
+            self.begin_unshard(self.prefetcher.note(units))
+        self.overlap.note_unsharded([unit for units in launches for unit in units])
+
+    def begin_user_unshard(self, unit: Unit) -> None:
+        """Issue the all-gather for :meth:`user_unshard`."""
+        if unit.is_kept and unit.is_idle and not unit.user_unshards:
+            unit.reshard()  # the shards may have been written to since
+        self.begin_unshard([unit])
+
+    def user_unshard(self, unit: Unit) -> None:
+        """Have the modules hold the unsharded parameters until :meth:`end_user_unshard`, whatever runs in between."""
+        self.unshard(unit)
+        unit.user_unshards += 1
+
+    def end_user_unshard(self, unit: Unit) -> None:
+        """End one :meth:`user_unshard`; the last one reshards."""
+        unit.user_unshards -= 1
+        if not unit.user_unshards and unit.is_idle:
+            unit.reshard()
+
+    # ---------------------------------------------------------------- reshard after forward
+
+    def _reshard_if_left_over(self, unit: Unit) -> None:
+        """Reshard what a forward without a backward has kept without being asked to: shards may have been written."""
+        by_default = unit.settings.reshard_after_forward is not False
+        if unit.is_kept and by_default and unit.is_idle and not unit.user_unshards:
+            unit.reshard()
+
+    def _reshard_when_all_have_run(self, unit: Unit, module: nn.Module, *, has_backward: bool) -> None:
+        """Reshard once the last of the unit's modules has run, see [Note: Units of several modules]."""
+        if len(unit.modules) > 1:
+            unit.modules_run[id(module)] = has_backward or unit.modules_run.get(id(module), False)
+            if len(unit.modules_run) < len(unit.modules) and self._show_until_forward_ends(unit):
+                return
+            has_backward = any(unit.modules_run.values())
+            unit.modules_run.clear()
+        self._reshard_after_forward(unit, has_backward=has_backward)
+
+    def _reshard_after_forward(self, unit: Unit, *, has_backward: bool) -> None:
+        if unit.user_unshards:
+            return
+        setting = unit.settings.reshard_after_forward
+        if setting is None:
+            setting = not self.prefetcher.is_kept_by_default(unit)
+        in_backward = hooks.in_backward()
+        if setting is not False and not in_backward:
+            unit.reshard(subgroup=setting if has_backward and setting is not True else 0)
+        elif not self._show_until_forward_ends(unit):
+            self._keep_or_reshard(unit, keep=has_backward or in_backward)
+
+    def _show_until_forward_ends(self, unit: Unit) -> bool:
+        """Have ``unit`` show its unsharded parameters until the outermost forward ends. False if none is open."""
+        if self._open_forwards <= 1 or hooks.in_backward():
+            return False
+        self._reads.until_end(unit)
+        return True
+
+    def _end_reads(self, unit: Unit, *, has_backward: bool) -> None:
+        """Show the sharded parameters again, see [Note: Unsharded until the forward ends]."""
+        unit.modules_run.clear()
+        if not unit.is_idle or unit.user_unshards:
+            return
+        if unit.is_unsharded:
+            # Whether or not its own outputs have a backward: others may have read its parameters.
+            self._keep_or_reshard(unit, keep=has_backward)
+        if has_backward or unit.is_kept:  # also if it is resharded by now: what has read it has no hook
+            self._reads.note_readable(unit)
+
+    def _keep_or_reshard(self, unit: Unit, *, keep: bool) -> None:
+        if keep or unit.is_kept:
+            unit.keep_for_backward()
+        else:
+            unit.reshard()
+
+    # ---------------------------------------------------------------- backward
+
+    def pre_backward(self, unit: Unit) -> None:
+        """Before autograd computes the backward of ``unit``: unshard it, and prefetch the unit before it."""
+        unit.check_not_summoned("run backward")
+        if unit.phase.is_backward:
+            return
+        self._begin_pass()
+        unit.enter_phase(Phase.BACKWARD)
+        if unit.settings.unshard_in_backward:
+            self.unshard(unit)
+        self._prefetch_backward(unit)
+
+    def post_backward(self, unit: Unit) -> None:
+        """After autograd has computed the gradients of the inputs of one call: reshard, and begin the reduction."""
+        if unit.phase is not Phase.BACKWARD:
+            return  # in a double backward only the end of the pass tells
+        if not unit.has_calls_to_run:
+            self.reshard_and_reduce(unit)
+        elif self.prefetcher.comes_next_in_backward(unit):
+            self._prefetch_backward(unit)  # autograd goes on with another call of it
+        else:  # autograd adds up a parameter's gradients over all calls; others may compute until then
+            unit.expect_more_gradients()
+            unit.enter_phase(Phase.IDLE)
+            self._reshard_after_backward(unit)
+
+    def finish_backward(self) -> None:
+        """After autograd is through: reduce what is left, wait for the gradients, and return to idle."""
+        left = self._left_without_backward()
+        for unit in self.units():
+            self._finish_backward_of(unit, ran=unit in left or unit.inner_backward is InnerBackward.RUNS)
+            if unit.inner_backward is InnerBackward.RUNS:
+                unit.open_forwards[0].inner_backward = InnerBackward.ENDED
+        creates_graph, self._backward = self.creates_graph, None
+        self.prefetcher.passed_by.clear()
+        self._reductions.launch(self.comm_streams)
+        if not self.is_last_backward:
+            self._reductions.finalize_offloaded()
+            return
+        self._finish_or_defer_reductions()
+        if self._open_forwards:  # a gradient taken inside of a forward, which goes on
+            return
+        self.prefetcher.clear()
+        self.prefetcher.ended.clear()
+        for unit in self.units() if not creates_graph else ():
+            if unit.is_unsharded and unit.is_idle and unit.settings.reshard_after_backward and not unit.user_unshards:
+                unit.reshard()
+
+    def reshard_and_reduce(self, unit: Unit) -> None:
+        """End the backward of ``unit``: free its unsharded parameters, and begin to reduce its gradients."""
+        unit.end_calls()
+        self._reshard_after_backward(unit)  # before memory for the reduction is taken
+        if unit.settings.requires_gradient_sync:
+            self.reduce(unit)
+        else:
+            unit.keep_gradients()
+        unit.enter_phase(Phase.IDLE)
+        if unit.settings.backward_order == "after":
+            self._prefetch(self.prefetcher.last_ended())
+
+    def pre_double_backward(self, unit: Unit) -> None:
+        """Before autograd computes with the graph of gradients of the unit's inputs, see [Note: Double backward]."""
+        self.pre_backward(unit)
+        if unit.phase is Phase.BACKWARD:
+            unit.enter_phase(Phase.DOUBLE_BACKWARD)
+
+    def gradient_accumulated(self, unit: Unit) -> None:
+        """Have a gradient reduced that autograd has accumulated although no gradient of an output has come."""
+        if unit.phase.is_backward:
+            return
+        self._begin_pass()
+        if unit.phase is Phase.FORWARD:
+            unit.open_forwards[0].inner_backward = InnerBackward.RUNS
+        unit.expect_more_gradients()
+
+    def _begin_pass(self) -> None:
+        """Begin a backward pass, if this is the first unit that it comes to."""
+        if self._backward is not None and not self._backward.runs:
+            self.recover(drop_gradients=True)  # an earlier pass raised, and no forward has come since
+        if self._backward is None:
+            self.wait_for_gradients()
+            self._reductions.max_in_flight = max(unit.settings.reduction.max_in_flight for unit in self.units())
+            self._backward = hooks.BackwardPass(self.finish_backward)
+            self._unshard_readable()
+
+    def _unshard_readable(self) -> None:
+        """Unshard what autograd nodes without hooks may read, see [Note: Unsharded until the forward ends]."""
+        freed = self._reads.freed(self.units())
+        if freed:
+            self.begin_unshard(freed)
+        for unit in freed:
+            for bucket in unit.buckets:
+                bucket.wait_for_unshard()
+
+    def _prefetch_backward(self, unit: Unit) -> None:
+        """Issue the all-gather of what runs backward after ``unit``, which is about to compute."""
+        self.prefetcher.used(unit)
+        unit.awaits_backward = False
+        if self._open_forwards and unit.is_unsharded and unit.gradients.are_coming:
+            for other in self.units():  # see [Note: Steps inside a forward]
+                if other.phase is Phase.FORWARD:
+                    other.open_forwards[0].inner_backward = InnerBackward.RUNS
+        self.prefetcher.backward_began(unit)
+        self._prefetch(self.prefetcher.next_in_backward(unit))
+
+    def _finish_backward_of(self, unit: Unit, *, ran: bool) -> None:
+        """End the pass for one unit. ``ran``: it may have come to its parameters without the unit being told."""
+        settings = unit.settings
+        unreduced = unit.gradient_state is GradientState.UNREDUCED
+        if (ran or unreduced) and not settings.requires_gradient_sync:
+            unit.keep_gradients()
+        if unit.phase.is_backward:
+            self.reshard_and_reduce(unit)
+        elif settings.requires_gradient_sync and (
+            unreduced
+            or ran
+            or (settings.requires_all_reduce and unit.gradients.needs_all_reduce)
+            or (settings.reduction.zeros_for_missing and unit.gradient_state is not GradientState.REDUCED)
+        ):
+            # This pass did not come to the unit, but one without sync did, or its own had no clear end.
+            unit.end_calls()
+            self.reduce(unit)
+        unit.end_pass()
+
+    def _left_without_backward(self) -> list[Unit]:
+        """Return units whose forward ran and whose outputs no loss came from, around ones whose backward ran.
+
+        Parameters that compute what these inner units take, or what they return, have gradients.
+        """
+        if not self.prefetcher.ended and not self.prefetcher.passed_by:
+            return []
+        running = (u for u in self.units() if u.gradient_state is not GradientState.NONE or not u.is_idle)
+        reached = [f"{unit.name}." for unit in running]
+        ended = dict.fromkeys(ref() for ref in (*self.prefetcher.ended, *self.prefetcher.passed_by))
+        return [
+            unit
+            for unit in ended
+            if unit is not None
+            and unit.gradient_state is not GradientState.REDUCED
+            and any(not unit.name or name.startswith(f"{unit.name}.") for name in reached)
+        ]
+
+    def _reshard_after_backward(self, unit: Unit) -> None:
+        if unit.user_unshards:
+            return
+        unit.register_sharded()
+        if self.creates_graph:  # whose backward is to come
+            unit.keep_for_backward()
+        elif unit.settings.reshard_after_backward:
+            unit.reshard()
+
+    # ---------------------------------------------------------------- reductions
+
+    def reduce(self, unit: Unit, *, all_reduce: bool | None = None) -> None:
+        """Begin to reduce the gradients of ``unit``, as soon as few enough reductions are in flight.
+
+        Args:
+            unit: Some of whose parameters may have unsharded gradients.
+            all_reduce: Reduce over the replicate axis, too; None: as the user has set it.
+        """
+        if not unit.tiny:
+            self._reductions.make_room(self.comm_streams)
+        all_reduce = unit.settings.requires_all_reduce if all_reduce is None else all_reduce
+        waiting = self._reductions.add(unit.name, unit.begin_reduction(all_reduce=all_reduce))
+        if not (unit.tiny and self._backward is not None and waiting < MAX_TINY_UNITS_TOGETHER):
+            self._reductions.launch(self.comm_streams)
+
+    def reduce_unreduced(self, unit: Unit) -> None:
+        """Reduce what microbatches without sync have left, over all axes."""
+        if unit.has_unreduced_gradients:
+            self.reduce(unit, all_reduce=True)
+
+    def _finish_or_defer_reductions(self) -> None:
+        """Wait for the reductions, or leave the last ones in flight, see [Note: Overlap with the optimizer]."""
+        root = self.root()
+        if root is not None and root.settings.overlap_optimizer and not self._open_forwards:
+            left = [reduction.arriving for reduction in self._reductions.leave(self.comm_streams)]
+            if all(gradients is not None for gradients in left):
+                self.overlap.defer((each for gradients in left for each in gradients or ()), self.wait_for_gradients)
+                return
+        self._reductions.finish(self.comm_streams)
+
+    def wait_for_gradients(self) -> None:
+        """Have ``.grad`` hold the gradients that a backward has left in flight."""
+        if self.overlap.in_flight:
+            self.overlap.finish(lambda: self._reductions.finish(self.comm_streams))
+
+    def finish_reductions(self) -> None:
+        """Have every sharded gradient hold what was reduced for it."""
+        self.wait_for_gradients()
+        self._reductions.launch(self.comm_streams)
+        self._reductions.finish(self.comm_streams)
+
+    # ---------------------------------------------------------------- state of the step
+
+    def units(self) -> Iterator[Unit]:
+        """Iterate over the units that still exist."""
+        return (unit for unit in (ref() for ref in self._units) if unit is not None)
+
+    @property
+    def busy(self) -> bool:
+        """True while a forward or a backward runs."""
+        return self._open_forwards > 0 or self._backward is not None
+
+    @property
+    def creates_graph(self) -> bool:
+        """True in a backward pass with ``create_graph=True``."""
+        return self._backward is not None and self._backward.creates_graph
+
+    @property
+    def has_failed(self) -> bool:
+        """True if a backward began whose end never came, because it raised."""
+        return self._backward is not None and not hooks.in_backward()
+
+    def ensure_idle(self) -> None:
+        """Return to idle if a backward raised; wait for gradients in flight, and until offloaded shards are read."""
+        if self.has_failed:
+            self.recover(drop_gradients=True)
+        self.wait_for_gradients()
+        self._release_host_memory()
+
+    def recover(self, *, drop_gradients: bool) -> None:
+        """Return to idle from any state, after an exception."""
+        self._free_after_failure()
+        for unit in self.units():
+            unit.reset(drop_gradients=drop_gradients)
+        self.overlap.drop()
+        self._reductions.abandon()
+        self._open_forwards, self._backward = 0, None
+        self.prefetcher.order.begin()
+
+    def _free_after_failure(self) -> None:
+        self.prefetcher.ended.clear()
+        self.prefetcher.passed_by.clear()
+        self.prefetcher.clear()
+        self._reads.forget_forward()
+        for unit in self.units():
+            unit.modules_run.clear()
+            if unit.is_unsharded:
+                unit.free_after_failure()
+
+    def _release_host_memory(self) -> None:
+        """Wait until offloaded shards have been read: from now on the user may write to them, or has asked for them.
+
+        A forward that has a backward is not waited for: its gradients end in host memory, which is waited for.
+        """
+        if any(unit.policy.offloads for unit in self.units()):
+            self.comm_streams.all_gather.synchronize()
+
+    # ---------------------------------------------------------------- roots
+
+    @classmethod
+    def attach(cls, root: Unit) -> Runtime:
+        """Make ``root`` the root of all units below its modules.
+
+        Raises:
+            UnmaterializedParameterError: If parameters are still on the meta device.
+            TiedParameterError: If units share a parameter without a common unit above them.
+            PhaseError: If a unit below is in the middle of a step of its own.
+        """
+        modules = [module for module in (ref() for ref in root.modules) if module is not None]
+        assert modules, "a unit outlived its modules"
+        below = [unit for module in modules for unit in nested_units(module)]
+        units = list({id(unit): unit for unit in [root, *below]}.values())
+        for unit in units:
+            unit.check_not_summoned("run")
+        for unit in units:
+            if unit.runtime is not None:
+                unit.runtime.dissolve(f"{type(modules[0]).__name__} becomes the root")
+        rename(modules, units)
+        for unit in units:
+            if not unit.is_unsharded:
+                unit.refresh()
+        check_owned(units)
+        _check_materialized(units)
+        runtime = cls(units)
+        for unit in units:
+            unit.runtime = runtime
+            for parameter in unit.parameters:
+                parameter.on_gradient = _gradient_accumulated
+        return runtime
+
+    def dissolve(self, reason: str) -> None:
+        """Give up all units, because others will be among them; the next forward makes a new runtime.
+
+        Raises:
+            PhaseError: In the middle of a step.
+        """
+        if self.busy:
+            raise PhaseError(f"{reason} while its units are in the middle of a step; finish the step first")
+        self.wait_for_gradients()
+        for unit in self.units():
+            unit.runtime = None
+
+
+class _BackwardOf:
+    """What autograd calls for one forward of a unit. The runtime may be another one by then."""
+
+    __slots__ = ("unit",)
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def pre_backward(self) -> None:
+        runtime_of(self.unit).pre_backward(self.unit)
+
+    def pre_double_backward(self) -> None:
+        runtime_of(self.unit).pre_double_backward(self.unit)
+
+    def post_backward(self) -> None:
+        if self.unit.phase is Phase.BACKWARD:  # in a double backward only the end of the pass tells
+            runtime_of(self.unit).post_backward(self.unit)
+
+
+def _gradient_accumulated(parameter: ShardedParameter) -> None:
+    unit = parameter.unit()
+    if unit is not None:
+        runtime_of(unit).gradient_accumulated(unit)
+
+
+def _check_materialized(units: list[Unit]) -> None:
+    meta = [p.describe() for unit in units for b in unit.buckets if not b.materialized for p in b.parameters]
+    if meta:
+        more = f" and {len(meta) - 20} more" if len(meta) > 20 else ""
+        raise UnmaterializedParameterError(
+            "these parameters are on the meta device and have no values: " + ", ".join(meta[:20]) + f"{more}; call "
+            "model.to_empty(device=...) and initialize them, or load a state dict with assign=True"
+        )
+
+
+def runtime_of(unit: Unit) -> Runtime:
+    """Return the runtime of ``unit``; one that is run before it has one becomes the root of its own module tree."""
+    runtime: Runtime | None = unit.runtime
+    return Runtime.attach(unit) if runtime is None else runtime
+
+
+def ensure_idle(unit: Unit) -> None:
+    """Return to idle if a backward raised and nothing ran since, and wait for what is in flight."""
+    if unit.runtime is not None:
+        unit.runtime.ensure_idle()
+
+
+def take_parameters(unit: Unit, parameters: list[ShardedParameter]) -> None:
+    """Take ``parameters`` away from ``unit``, for another one that reads their values from the shards they have now.
+
+    Raises:
+        PhaseError: In the middle of a step.
+    """
+    if unit.runtime is not None:
+        unit.runtime.dissolve(f"unit {unit.described} gives up parameters")
+    taken = {id(parameter) for parameter in parameters}
+    unit.rebuild([parameter for parameter in unit.parameters if id(parameter) not in taken])
+
+
+def each_runtime(units: Iterable[Unit]) -> list[Runtime]:
+    """Return the runtimes of ``units``, each once; units that have not run have none."""
+    return list({id(unit.runtime): unit.runtime for unit in units if unit.runtime is not None}.values())

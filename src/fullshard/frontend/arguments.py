@@ -1,0 +1,355 @@
+"""Checks of arguments, and the meshes and placements that they describe. All ranks raise the same errors."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
+
+from fullshard.comm.mesh import ShardMesh, axis_of, shard_mesh
+from fullshard.engine.ownership import managed_modules, unit_of
+from fullshard.engine.parameters.placement import ParameterPlacement
+from fullshard.engine.parameters.sharded import managed_by
+from fullshard.policy import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+
+__all__ = [
+    "PlacementFunction",
+    "Placer",
+    "check_bool",
+    "check_instance",
+    "check_modules",
+    "check_parameters",
+    "check_reshard",
+    "default_mesh",
+    "ignored_parameters",
+    "root_modules",
+    "shard_mesh_for",
+    "warn_if_unpinned",
+]
+
+TORCHS_ENGINE = ("torch.distributed.fsdp", "torch.distributed._composable.replicate_with_fsdp")
+
+PlacementFunction = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise ValueError unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: expected True or False, found {value!r} of type {type(value).__name__}")
+
+
+def check_instance(name: str, value: object, expected: type | tuple[type, ...]) -> None:
+    """Raise TypeError unless ``value`` is of an ``expected`` type."""
+    if not isinstance(value, expected):
+        types = expected if isinstance(expected, tuple) else (expected,)
+        names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in types)
+        found, owner = type(value).__name__, type(value).__module__
+        if owner.startswith(TORCHS_ENGINE):  # often of the same name
+            found = f"torch's {owner}.{found}; import it from fullshard"
+        raise TypeError(f"{name}: expected {names}, found {found}")
+
+
+def root_modules(api: str, module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules that become one unit: those given, without those nested in others of them.
+
+    Raises:
+        TypeError: If ``module`` is neither a module nor a list of modules.
+        ValueError: If a list is empty, or a module is sharded already or has no forward.
+    """
+    modules = [module] if isinstance(module, nn.Module) else module
+    if not isinstance(modules, (list, tuple)):
+        raise TypeError(f"{api}: expected an nn.Module or a list of them, found {type(module).__name__}")
+    if not modules:
+        raise ValueError(f"{api}: expected at least one module, found an empty list")
+    for index, one in enumerate(modules):
+        if not isinstance(one, nn.Module):
+            raise TypeError(f"{api}: expected modules, found a {type(one).__name__} at index {index}")
+    inside = {id(below) for one in modules for below in one.modules() if below is not one}
+    roots = list({id(one): one for one in modules if id(one) not in inside}.values())
+    for one in roots:
+        _check_module(api, one)
+    return roots
+
+
+def _check_module(api: str, module: nn.Module) -> None:
+    if unit_of(module) is not None:
+        plain = getattr(type(module), "_fullshard_class", (type(module),))[0]
+        raise ValueError(f"{api}: this {plain.__name__} is sharded already, by an earlier call; shard each module once")
+    # torch.compile, and programs that patch models, set a forward on the instance.
+    if "forward" not in module.__dict__ and type(module).forward in (
+        nn.Module.forward,
+        nn.ModuleList.forward,
+        nn.ModuleDict.forward,
+    ):
+        raise ValueError(
+            f"{api}: {type(module).__name__} has no forward of its own, so its parameters would never be unsharded; "
+            f"call {api} on each of its modules and on the module that contains it"
+        )
+
+
+def check_reshard(api: str, value: bool | int | None, world_size: int) -> bool | int | None:
+    """Check ``reshard_after_forward``, and return a subgroup size of all ranks as True, of one rank as False.
+
+    Raises:
+        ValueError: If it is not a bool, None or a divisor of ``world_size``.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, int):
+        raise ValueError(
+            f"{api}: reshard_after_forward: expected True, False, None or a number of ranks, found {value!r} of type "
+            f"{type(value).__name__}"
+        )
+    if value < 1 or world_size % value:
+        raise ValueError(
+            f"{api}: reshard_after_forward: expected a divisor of the {world_size} ranks of the shard axis, "
+            f"found {value}"
+        )
+    if value == 1:
+        return False  # every rank keeps the unsharded parameters
+    return True if value == world_size else value
+
+
+def ignored_parameters(api: str, ignored: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
+    """Return ``ignored_params`` as a list.
+
+    Raises:
+        TypeError: If it is not an iterable of parameters.
+    """
+    if isinstance(ignored, torch.Tensor) or not isinstance(ignored, (Iterable, type(None))):
+        raise TypeError(f"{api}: ignored_params: expected a set or list of parameters, found {type(ignored).__name__}")
+    found = list(ignored or ())
+    for parameter in found:
+        if not isinstance(parameter, nn.Parameter):
+            raise TypeError(
+                f"{api}: ignored_params: expected parameters, found a {type(parameter).__name__}; "
+                "pass module.parameters() to ignore a module"
+            )
+    return found
+
+
+def check_parameters(api: str, modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]) -> None:
+    """Raise ValueError if a parameter is uninitialized (lazy), or a module is sharded by torch."""
+    _check_engine(api, modules)
+    ignored_ids = {id(parameter) for parameter in ignored}
+    for prefix, submodule in managed_modules(modules):
+        for name, parameter in submodule._parameters.items():
+            if parameter is not None and id(parameter) not in ignored_ids and nn.parameter.is_lazy(parameter):
+                fqn = f"{prefix}.{name}" if prefix else name
+                raise ValueError(f"{api}: {fqn} is uninitialized (lazy); run a forward first so that it gets its shape")
+
+
+def _check_engine(api: str, modules: Sequence[nn.Module]) -> None:
+    """Raise ValueError if torch's FSDP has sharded one of ``modules`` or a module in them."""
+    for root in modules:
+        for name, module in root.named_modules():
+            # By name: fullshard does not import torch's FSDP. Modules with a unit are sharded by fullshard, whatever
+            # their base classes.
+            owners = (base.__module__ for base in type(module).__mro__) if unit_of(module) is None else ()
+            if any(owner.startswith(TORCHS_ENGINE) for owner in owners):
+                which = f"the module {name!r}" if name else "this module"
+                raise ValueError(
+                    f"{api}: {which}, a {type(module).__name__}, is sharded by torch.distributed.fsdp; expected "
+                    "modules that are not sharded, or sharded by fullshard. Import fully_shard from fullshard "
+                    "everywhere, or call fullshard.dropin.install() before the model is built"
+                )
+
+
+def warn_if_unpinned(pin: bool) -> None:
+    """Warn, once per process, if memory is to be pinned but there is no accelerator."""
+    if pin and not torch.accelerator.is_available():
+        _warn_unpinned()
+
+
+@functools.cache
+def _warn_unpinned() -> None:
+    warnings.warn(
+        "CPU offloading without an accelerator has no effect: parameters are in CPU memory already, which is not "
+        "pinned",
+        stacklevel=4,
+    )
+
+
+def check_modules(api: str, modules: Iterable[Any], expected: type[nn.Module]) -> list[nn.Module]:
+    """Return ``modules`` as a list of sharded modules.
+
+    Raises:
+        TypeError: If it is not a list of modules.
+        ValueError: If a module is not sharded.
+    """
+    if isinstance(modules, nn.Module) or not isinstance(modules, Iterable):
+        raise TypeError(f"{api}: expected a list of modules, found {type(modules).__name__}")
+    found = list(modules)
+    for index, module in enumerate(found):
+        if not isinstance(module, expected):
+            raise ValueError(
+                f"{api}: expected modules that fully_shard was called on, found {type(module).__name__} at "
+                f"index {index}"
+            )
+    return found
+
+
+class Placer:
+    """Determines the placement of each parameter of one call.
+
+    Args:
+        api: Name of the function that was called.
+        mesh: Mesh of parameters for which ``choose`` returns no other.
+        choose: The user's ``shard_placement_fn``.
+
+    Raises:
+        TypeError: If ``choose`` is not callable.
+    """
+
+    _api: str
+    _mesh: ShardMesh
+    _choose: PlacementFunction | None
+
+    def __init__(self, api: str, mesh: ShardMesh, choose: PlacementFunction | None) -> None:
+        if choose is not None and not callable(choose):
+            raise TypeError(f"{api}: shard_placement_fn: expected a function, found {type(choose).__name__}")
+        self._api, self._mesh, self._choose = api, mesh, choose
+
+    def __call__(self, fqn: str, parameter: nn.Parameter) -> ParameterPlacement:
+        """Return the placement of ``parameter``.
+
+        Raises:
+            ValueError: If the user's choice, or the mesh of a DTensor, does not fit it.
+        """
+        chosen = self._choose(parameter) if self._choose is not None else None
+        mesh, dim = self._mesh, 0
+        if isinstance(chosen, ShardPlacementResult):
+            mesh, chosen = self._mesh_of(fqn, chosen), chosen.placement
+        if chosen is not None:
+            dim = self._shard_dim(fqn, parameter, chosen)
+        own = parameter._spec if isinstance(parameter, DTensor) and managed_by(parameter) is None else None
+        if own is None and mesh.whole is not None:
+            mesh = self._mesh_of_plain(fqn, mesh)
+        try:
+            return ParameterPlacement(
+                mesh, dim if parameter.ndim else None, parameter.shape, tuple(parameter.stride()), own
+            )
+        except ValueError as error:
+            raise ValueError(f"{self._api}: {fqn}: {error}") from error
+
+    def _mesh_of_plain(self, fqn: str, mesh: ShardMesh) -> ShardMesh:
+        """Return the mesh for plain tensors, which ``dp_mesh_dims`` allow only if they name all axes."""
+        assert mesh.whole is not None
+        whole, dims = mesh.whole
+        others = [name for name in whole.mesh_dim_names or () if name not in dims.shard_names + dims.replicate_names]
+        if others:
+            raise ValueError(
+                f"{self._api}: with dp_mesh_dims all parameters have to be DTensors on the mesh; {fqn} is a plain "
+                f"tensor without placements on {others}; use torch.distributed.tensor.distribute_module, or pass the "
+                "data-parallel mesh alone"
+            )
+        return mesh.for_plain()
+
+    def _shard_dim(self, fqn: str, parameter: nn.Parameter, chosen: object) -> int:
+        if not isinstance(chosen, Shard):
+            raise ValueError(
+                f"{self._api}: shard_placement_fn returned {chosen!r} for {fqn}; expected Shard(dim), "
+                "ShardPlacementResult or None"
+            )
+        ndim = parameter.ndim
+        if not -ndim <= chosen.dim < ndim:
+            raise ValueError(
+                f"{self._api}: shard_placement_fn returned Shard({chosen.dim}) for {fqn}, which has {ndim} dims "
+                f"(shape {tuple(parameter.shape)})"
+            )
+        return chosen.dim % ndim
+
+    def _mesh_of(self, fqn: str, chosen: ShardPlacementResult) -> ShardMesh:
+        info = chosen.mesh_info
+        if isinstance(info, DeviceMesh):
+            return shard_mesh_for(self._api, info, None)
+        if not isinstance(info, FSDPMeshInfo):
+            raise ValueError(
+                f"{self._api}: shard_placement_fn returned a mesh_info of type {type(info).__name__} for {fqn}; "
+                "expected FSDPMeshInfo, HSDPMeshInfo or a DeviceMesh"
+            )
+        if info.spmd_mesh is not None:
+            return shard_mesh_for(self._api, info.spmd_mesh, info.dp_mesh_dims)
+        shard = _axis(info.mesh, info.shard_mesh_dim)
+        replicate = _axis(info.mesh, info.replicate_mesh_dim) if isinstance(info, HSDPMeshInfo) else None
+        parts = [part for part in (replicate, shard) if part is not None]
+        if not parts:
+            raise ValueError(f"{self._api}: {fqn}: mesh_info names no axis of {info.mesh}; pass shard_mesh_dim")
+        return shard_mesh(info.mesh, shard, replicate)
+
+
+def _axis(mesh: DeviceMesh, axis: int | None) -> DeviceMesh | None:
+    if axis is None:
+        return None
+    return mesh if mesh.ndim == 1 else axis_of(mesh, axis)
+
+
+def shard_mesh_for(api: str, mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> ShardMesh:
+    """Return the shard mesh for the arguments ``mesh`` (None: all ranks) and ``dp_mesh_dims``, cached per mesh.
+
+    Raises:
+        TypeError: If ``mesh`` is not a DeviceMesh, or ``dims`` is not a DataParallelMeshDims.
+        ValueError: If the mesh does not have one or two axes, or lacks an axis that ``dims`` names.
+    """
+    check_instance(f"{api}: mesh", mesh, (DeviceMesh, type(None)))
+    check_instance(f"{api}: dp_mesh_dims", dims, (DataParallelMeshDims, type(None)))
+    if mesh is None:
+        mesh = default_mesh()
+    if dims is None:
+        if mesh.ndim > 2:
+            raise ValueError(
+                f"{api}: mesh: expected 1 dimension, or 2 (replicate, shard), found {mesh.ndim} in {mesh}; pass a "
+                "submesh such as mesh['dp'], or dp_mesh_dims"
+            )
+        if mesh.ndim == 1:
+            return shard_mesh(mesh, mesh, None)
+        return shard_mesh(mesh, axis_of(mesh, 1), axis_of(mesh, 0))
+    names = mesh.mesh_dim_names or ()
+    unknown = [name for name in dims.shard_names + dims.replicate_names if name not in names]
+    if unknown:
+        raise ValueError(f"{api}: dp_mesh_dims names {unknown}, but the axes of the mesh are {list(names)}")
+    return shard_mesh(mesh, dims=dims)
+
+
+# By default process group, of which there are several if ranks are threads, and by device type.
+_default_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = weakref.WeakKeyDictionary()
+
+
+def default_mesh(device_type: str | None = None) -> DeviceMesh:
+    """Return the 1-D mesh of all ranks, on devices of this type; None: on the accelerator if there is one.
+
+    Initializes the default process group if necessary.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if not dist.is_initialized():
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group()
+        else:  # a plain `python script.py` without torchrun: a single rank
+            dist.init_process_group(store=HashStore(), rank=0, world_size=1)
+    group = dist.distributed_c10d._get_default_group()
+    if device_type is None:
+        on_accelerator = accelerator is not None and _has_backend(group, accelerator)
+        device_type = accelerator.type if accelerator is not None and on_accelerator else "cpu"
+    known = _default_meshes.setdefault(group, {})
+    if device_type not in known:
+        known[device_type] = init_device_mesh(device_type, (group.size(),))
+    return known[device_type]
+
+
+def _has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
+    try:
+        group._get_backend(device)
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,321 @@
+"""Base class of sharded modules: pending gradients, prefetch, quantized communication, moves and copies."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fullshard.comm.quantized.mesh import MeshQuantization
+from fullshard.engine.ownership import nested_units, set_unit, unit_of
+from fullshard.engine.quantized_report import QuantizationReport
+from fullshard.engine.runtime import each_runtime, ensure_idle, runtime_of
+from fullshard.engine.unit import Unit
+from fullshard.errors import FullshardError, PhaseError
+from fullshard.frontend.arguments import check_bool
+from fullshard.policy import CommQuantization
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = [
+    "PendingGradient",
+    "ShardedModule",
+    "computes_on_copies",
+    "mark_nested",
+    "outside_graph",
+    "unit_at",
+    "units_at",
+]
+
+
+def unit_at(module: nn.Module) -> Unit:
+    """Return the unit of a sharded module.
+
+    Raises:
+        FullshardError: If it has none.
+    """
+    unit = unit_of(module)
+    if unit is None:
+        raise FullshardError(f"{type(module).__name__} has lost its sharding state; was its __dict__ replaced?")
+    return unit
+
+
+def units_at(module: nn.Module, recurse: bool) -> list[Unit]:
+    """Return the unit of a sharded module, and with ``recurse`` all nested units."""
+    check_bool("recurse", recurse)
+    return nested_units(module) if recurse else [unit_at(module)]
+
+
+def computes_on_copies(unit: Unit) -> bool:
+    """True if a forward now uses the copies of ``summon_full_params``: without unshard and casts.
+
+    Only without gradients, which would accumulate into the copies.
+    """
+    return unit.registration.copies and not torch.is_grad_enabled()
+
+
+def mark_nested(module: nn.Module) -> None:
+    """Mark the sharded modules below ``module`` as nested: they are not roots any more."""
+    for below in module.modules():
+        if below is not module and isinstance(below, ShardedModule):
+            below._is_nested = True
+
+
+class ShardedModule(nn.Module):
+    """Base class of modules that ``fully_shard`` was called on, and of wrappers."""
+
+    _is_nested: bool = False  # another sharded module contains it
+
+    def get_pending_gradients(self) -> dict[nn.Parameter, PendingGradient]:
+        """Return the gradients, of this module's and all nested units, that are not in ``.grad`` yet.
+
+        No communication.
+
+        Returns:
+            Pending gradients by sharded parameter, where there are any. The tensors are not copies: they may be changed
+            in place. Gradients in flight, as after a backward with :meth:`set_is_last_backward` False, are neither here
+            nor in ``.grad``.
+        """
+        ensure_idle(unit_at(self))
+        return {
+            parameter.sharded: PendingGradient(unreduced, partial)
+            for unit in nested_units(self)
+            for parameter, unreduced, partial in unit.gradients.pending()
+        }
+
+    def synchronize_gradients(self) -> None:
+        """Reduce gradients of microbatches without sync, of this module's and all nested units, into ``.grad``.
+
+        Call it on all ranks. No-op if there are none.
+        """
+        ensure_idle(unit_at(self))
+        units = nested_units(self)
+        runtimes = each_runtime(units)
+        for runtime in runtimes:
+            runtime.finish_reductions()
+        for unit in units:
+            if unit.has_unreduced_gradients:  # also one that has lost its runtime: others have joined its model
+                runtime_of(unit).reduce_unreduced(unit)
+        for runtime in each_runtime(units):
+            runtime.finish_reductions()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients as ``nn.Module`` does, and unreduced gradients of earlier microbatches."""
+        for runtime in each_runtime(nested_units(self)):
+            runtime.finish_reductions()  # gradients in flight would be added afterwards
+        super().zero_grad(set_to_none)
+        for unit in nested_units(self):
+            if unit.user_unshards:  # inside `unsharded`, nn.Module has cleared those of unsharded parameters
+                unit.gradients.zero_sharded(set_to_none=set_to_none)
+            if set_to_none:
+                unit.drop_gradients()
+            else:
+                unit.gradients.zero_pending()
+
+    def set_prefetch_bytes(self, budget: int | None) -> None:
+        """Set how many bytes to prefetch, in forward and in backward. Only the root's budget is used.
+
+        A larger budget hides latency, and units of different sizes: the all-gather of a large unit may take longer than
+        the computation of the small one before it. Units with lists of modules to prefetch
+        (``set_modules_to_forward_prefetch``) prefetch these instead.
+
+        Args:
+            budget: Bytes of unsharded parameters, in the dtype of the all-gather, that may be unsharded and not in use
+                yet: as many of the next units as fit, but at least one. None (default): one unit. 0: no prefetch.
+
+        Raises:
+            TypeError: If it is neither an int nor None.
+            ValueError: If it is negative.
+        """
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int)):
+            raise TypeError(f"set_prefetch_bytes: expected a number of bytes or None, found {budget!r}")
+        if budget is not None and budget < 0:
+            raise ValueError(f"set_prefetch_bytes: expected at least 0 bytes, found {budget}")
+        unit_at(self).settings.prefetch_bytes = budget
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        runtime = unit_at(self).runtime
+        if runtime is not None:
+            runtime.overlap.discard_unsharded()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield parameters as ``nn.Module`` does; after a backward that raised, the sharded ones."""
+        ensure_idle(unit_at(self))
+        return super().named_parameters(*args, **kwargs)
+
+    def set_comm_quantization(
+        self, shard: CommQuantization | None = None, replicate: CommQuantization | None = None, *, recurse: bool = True
+    ) -> None:
+        """Send large parameters and gradients in fewer bytes than they have, for slow networks.
+
+        Off at first; without arguments, off again. Call it between steps, on all ranks alike. Bytes are counted from
+        here on, see :meth:`comm_quantization_report`.
+
+        Args:
+            shard: How over the axis that parameters are sharded over. None: in full precision.
+            replicate: How over the replicate axis of a 2-D mesh, where nothing is gathered. None: in full precision.
+            recurse: Set all units below as well.
+
+        Raises:
+            TypeError: If one is not a :class:`~fullshard.policy.CommQuantization`.
+            ValueError: If one asks for what its axis does not have, or a unit has custom collectives or a
+                communication hook.
+            FullshardError: If a unit is in the middle of a step, or holds gradients that wait for the replicate axis.
+        """
+        _check_quantization(shard, replicate)
+        units = units_at(self, recurse)
+        for unit in units:
+            _check_may_change_quantization(unit)
+        for unit in units:
+            off = shard is None and replicate is None
+            unit.settings.collectives.quantization = None if off else MeshQuantization(shard, replicate)
+            unit.change_transports()
+
+    def comm_quantization_report(self) -> QuantizationReport:
+        """Bytes communicated since :meth:`set_comm_quantization`, and which parameters are quantized, or why not.
+
+        For this module and all below, on this rank; no communication. ``print`` it for a table.
+        """
+        return QuantizationReport.of(nested_units(self))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        unit = unit_at(self)
+        for nested in nested_units(self):  # check all before moving one
+            nested.check_not_summoned("moved")
+            if any(_changes(fn, parameter.sharded) for parameter in nested.parameters):
+                nested.check_no_unreduced_gradients()
+        ensure_idle(unit)
+        unit.reshard()
+        for parameter in unit.parameters:
+            parameter.remember_attributes()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        unit.write_back()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the module with separate shards; the copy is idle and has no gradients."""
+        unit = unit_at(self)
+        unit.check_not_summoned("copied")
+        ensure_idle(unit)
+        unit.reshard()
+        unit.refresh()
+        for parameter in unit.parameters:  # DTensor's own copies would copy the mesh too
+            if id(parameter.sharded) not in memo:
+                parameter.memoize(memo)
+        copied: Self = object.__new__(type(self))
+        memo[id(self)] = copied
+        memo.update((id(shared), shared) for shared in self._shared_with_copies())
+        getstate: Any = getattr(type(self), "__getstate__", None)  # Lightning's modules drop their Trainer there
+        is_default = getstate is getattr(object, "__getstate__", None)  # which Python 3.10 does not have
+        picked: Any = self.__dict__ if is_default else getstate(self)
+        state = dict(picked if isinstance(picked, dict) else self.__dict__)
+        state.pop("_fullshard_unit", None)
+        copied.__setstate__(copy.deepcopy(state, memo))  # type: ignore[no-untyped-call]
+        members = [module for module in (ref() for ref in unit.modules) if module is not None]
+        for module in members:
+            copy.deepcopy(module, memo)  # no-op for those that are copied already
+        if unit_of(memo[id(members[-1])]) is None:  # else the copy of another member has set it
+            copied_unit = _copy_of(unit, [memo[id(module)] for module in members], memo)
+            for module in members:
+                set_unit(memo[id(module)], copied_unit)
+        copied._is_nested = False
+        mark_nested(copied)
+        return copied
+
+    def _shared_with_copies(self) -> list[object]:
+        """Return objects that a deep copy shares, because they belong to process groups."""
+        return []
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise FullshardError(
+            f"{type(self).__name__} cannot be pickled: its shards belong to a process group; "
+            "save model.state_dict() with fullshard.save or torch.distributed.checkpoint instead"
+        )
+
+
+class PendingGradient(NamedTuple):
+    """Unreduced gradients of one parameter; each is None if there is none.
+
+    Args:
+        unreduced: This rank's unsharded gradient, of the parameter's unsharded shape, in the reduce dtype.
+        partial: This rank's rows, reduced over the shard axis and not yet over the replicate axis.
+    """
+
+    unreduced: torch.Tensor | None
+    partial: torch.Tensor | None
+
+
+def _check_quantization(shard: CommQuantization | None, replicate: CommQuantization | None) -> None:
+    for axis, policy in (("shard", shard), ("replicate", replicate)):
+        if policy is not None and not isinstance(policy, CommQuantization):
+            raise TypeError(
+                f"set_comm_quantization: {axis}: expected a fullshard.CommQuantization or None, "
+                f"found {type(policy).__name__}"
+            )
+    if shard is not None and shard.error_feedback:
+        raise ValueError(
+            "set_comm_quantization: shard: expected no error_feedback, found True; it would keep a copy of all "
+            "unsharded gradients on every rank, which is what sharding is there to avoid"
+        )
+    if replicate is not None and replicate.all_gather is not None:
+        raise ValueError(
+            f"set_comm_quantization: replicate: expected all_gather=None, found {replicate.all_gather!r}; nothing is "
+            "all-gathered over the replicate axis, and reduce says how its all-reduce is sent"
+        )
+
+
+def _check_may_change_quantization(unit: Unit) -> None:
+    name, settings = unit.name or "<root>", unit.settings
+    if settings.comm_hook is not None:
+        raise ValueError(
+            f"set_comm_quantization: unit {name!r} has a communication hook, which reduces by itself; a unit can have "
+            "a hook or quantized communication"
+        )
+    if settings.collectives.all_gather is not None or settings.collectives.reduce_scatter is not None:
+        raise ValueError(f"set_comm_quantization: unit {name!r} has custom collectives; set those to None first")
+    unit.check_not_summoned("given other communication")
+    if not unit.is_idle or unit.user_unshards:
+        raise PhaseError(
+            f"set_comm_quantization: unit {name!r} is in the middle of a step, or held unsharded; call it between steps"
+        )
+    if unit.gradients.needs_all_reduce:
+        raise FullshardError(
+            f"set_comm_quantization: unit {name!r} holds gradients that are still to be reduced over the replicate "
+            "axis; call synchronize_gradients() first"
+        )
+
+
+def _changes(fn: Callable[[torch.Tensor], torch.Tensor], parameter: torch.Tensor) -> bool:
+    """True if ``fn`` would move a tensor like the parameter to another dtype or device."""
+    before = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    after = fn(before)
+    return after.dtype is not before.dtype or after.device != before.device
+
+
+def _copy_of(unit: Unit, modules: Sequence[nn.Module], memo: dict[int, Any]) -> Unit:
+    """Make the unit of deep copies of a unit's modules; the copies are in ``memo`` already."""
+    settings = replace(
+        unit.settings, forward_prefetch=[], backward_prefetch=[], comm_streams=None, post_optim_event=None
+    )
+    settings.reduction = replace(settings.reduction)
+    quantization = settings.collectives.quantization
+    own = None if quantization is None else quantization.copy()
+    settings.collectives = replace(settings.collectives, quantization=own)
+    policy = unit.policy._replace(form=unit.policy.form.copy_for(memo))
+    return Unit(modules, unit.mesh, [p.copy_for(memo) for p in unit.parameters], policy, settings)
+
+
+_outside: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def outside_graph(function: Callable[..., Any], recursive: bool = True) -> Callable[..., Any]:
+    """Exclude ``function``, and if ``recursive`` everything it calls, from graphs of torch.compile."""
+    if function not in _outside:
+        _outside[function] = torch.compiler.disable(function, recursive=recursive)  # type: ignore[no-untyped-call]
+    return _outside[function]

@@ -1,0 +1,226 @@
+"""Make stock optimizers step plain local tensors, or runs of them, in place of DTensors.
+
+[Note: Localized optimizers]
+A localized optimizer is the same object with another class: a subclass of its own, of the same name, that overrides
+``step`` and ``_init_group`` and nothing else. ``param_groups`` and ``state`` remain the optimizer's own; they are
+replaced by those of the local tensors only while its arithmetic runs in ``step()``. The alternative was a second
+optimizer object on local tensors, kept in sync with the user's: every method that reads or writes state would have had
+to be translated, including those of libraries.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import optim
+from torch.optim import Optimizer
+
+from fullshard.optim.local.step import LocalStep
+
+__all__ = ["delocalize", "local_step_of", "localize"]
+
+_O = TypeVar("_O", bound=Optimizer)
+
+ELEMENTWISE = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.NAdam,
+    optim.RAdam,
+    optim.Adamax,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.ASGD,
+)
+REASONS = {
+    "LBFGS": "it treats all parameters as one vector and takes inner products",
+    "Adafactor": "its state has means over rows and columns of full matrices",
+    "Muon": "it orthogonalizes full matrices",
+    "SparseAdam": "it requires sparse gradients",
+}
+
+_SUBCLASS, _ORIGINAL = "_fullshard_localized", "_fullshard_original"  # attributes of classes
+_STEP = "_fullshard_local_step"  # attribute of a localized optimizer
+
+
+def localize(optimizer: _O, *, flatten: bool = True, elementwise: bool | None = None) -> _O:
+    """Make an optimizer step plain local tensors from now on, in place of the DTensors that it was built from.
+
+    The results are the same, bit for bit with the same of torch's implementations (``foreach``, ``fused`` or neither;
+    by default, torch uses ``foreach`` for plain tensors on a GPU and never for DTensors). There is no DTensor dispatch
+    in the step. Everything else stays as it is: ``param_groups``, ``state``, ``state_dict()``, hooks, schedulers,
+    scalers, copying, pickling.
+
+    Args:
+        optimizer: A ``torch.optim`` optimizer of parameters of :func:`fullshard.fully_shard` models or wrappers, and
+            any others. With or without state; changed in place.
+        flatten: Step parameters that are adjacent in a shard buffer, in the same group and with adjacent gradients, as
+            one flat tensor.
+        elementwise: True if each element of a parameter is updated from the same element of gradient and state and from
+            scalars only, and everything that the optimizer reads and writes is in ``param_groups`` and ``state``.
+            None: known for torch's own classes, and for subclasses that change neither ``step`` nor ``_init_group``.
+
+    Returns:
+        The same object. If it cannot be localized it is left unchanged, with a warning that gives the reason.
+
+    Raises:
+        TypeError: If ``optimizer`` is not a ``torch.optim.Optimizer``.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"localize: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    original: type[Optimizer] = _original(type(optimizer))
+    reason = None if _STEP in vars(optimizer) else _unsupported_reason(optimizer, original, elementwise)
+    if reason is not None:
+        warnings.warn(f"localize: {original.__name__} is left unchanged: {reason}", stacklevel=2)
+    else:
+        _attach(optimizer, original, flatten=flatten)
+    return optimizer
+
+
+def delocalize(optimizer: _O) -> _O:
+    """Undo :func:`localize`. The state stays.
+
+    Args:
+        optimizer: Any optimizer; one that is not localized is left unchanged.
+
+    Returns:
+        The same object.
+    """
+    if _STEP in vars(optimizer):
+        del vars(optimizer)[_STEP]
+        was_wrapped = _unwrap_from_scheduler(optimizer)
+        optimizer.__class__ = _original(type(optimizer))  # type: ignore[assignment]
+        if was_wrapped:
+            _wrap_for_scheduler(optimizer)
+    return optimizer
+
+
+def local_step_of(optimizer: Optimizer) -> LocalStep | None:
+    """Return the :class:`LocalStep` of a localized optimizer; None for others."""
+    step: LocalStep | None = vars(optimizer).get(_STEP)
+    return step
+
+
+def _attach(optimizer: Optimizer, original: type[Optimizer], *, flatten: bool) -> None:
+    inner = original.step
+    inner = getattr(inner, "__wrapped__", inner) if getattr(inner, "hooked", False) else inner
+    before = local_step_of(optimizer)
+    made = vars(optimizer)[_STEP] = LocalStep(inner, flatten=flatten, is_known=_is_torch_elementwise(original))
+    made.schedule = None if before is None else before.schedule
+    was_wrapped = _unwrap_from_scheduler(optimizer)
+    optimizer.__class__ = _localized(original)
+    if was_wrapped:
+        _wrap_for_scheduler(optimizer)
+
+
+def _is_torch_elementwise(kind: type[Any]) -> bool:
+    """Return True if the arithmetic is that of one of torch's elementwise optimizers."""
+    bases: tuple[type[Any], ...] = ELEMENTWISE
+    return any(
+        issubclass(kind, base) and kind.step is base.step and kind._init_group is base._init_group for base in bases
+    )
+
+
+def _unsupported_reason(optimizer: Optimizer, original: type[Optimizer], elementwise: bool | None) -> str | None:
+    """Return why an optimizer cannot be localized; None if it can."""
+    if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        return "its step method was replaced by something other than a learning rate scheduler; localize it before that"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "differentiable=True requires autograd through the parameters themselves"
+    if elementwise is None:
+        elementwise = _is_torch_elementwise(original)
+    if elementwise:
+        return None
+    for kind in original.__mro__:
+        if kind.__module__.startswith("torch.optim") and kind.__name__ in REASONS:
+            return REASONS[kind.__name__]
+    return "it is not known to be elementwise; if it is, pass elementwise=True"
+
+
+# ---------------------------------------------------------------- the class
+
+
+def _localized(original: type[Optimizer]) -> type[Optimizer]:
+    """Return the subclass of ``original`` that steps local tensors. See [Note: Localized optimizers]."""
+    made: type[Optimizer] | None = vars(original).get(_SUBCLASS)
+    if made is None:
+        made = _subclass(original)
+        setattr(original, _SUBCLASS, made)  # on the class itself, so that both have the same lifetime
+    return made
+
+
+def _subclass(original: type[Optimizer]) -> type[Optimizer]:
+    @functools.wraps(getattr(original.step, "__wrapped__", original.step))
+    def step(self: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        returned = vars(self)[_STEP].step(self, *args, **kwargs)
+        return returned if closure is None else loss
+
+    @functools.wraps(original.__reduce_ex__)
+    def reduce(self: Optimizer, protocol: Any) -> Any:
+        return _rebuild, (original, vars(self)[_STEP].flatten), self.__getstate__()
+
+    names: dict[str, Any] = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "__reduce_ex__": reduce,
+        _ORIGINAL: original,
+    }
+    if hasattr(original, "_init_group"):
+        own: Any = original
+
+        def fill(self: Optimizer, group: dict[str, Any], *lists: Any, **named: Any) -> Any:
+            local: LocalStep | None = vars(self).get(_STEP)
+            if local is None or named or len(lists) < 2:
+                return own._init_group(self, group, *lists, **named)
+            return local.init_group(group, lists, functools.partial(own._init_group, self))
+
+        names["_init_group"] = fill
+    names["step"] = Optimizer.profile_hook_step(step)
+    names["step"].hooked = True  # as torch marks step methods that call hooks
+    return type(original.__name__, (original,), names)
+
+
+def _original(kind: type[Any]) -> type[Optimizer]:
+    original: type[Optimizer] = vars(kind).get(_ORIGINAL, kind)
+    return original
+
+
+def _rebuild(original: type[Optimizer], flatten: bool) -> Optimizer:
+    """Create an empty localized optimizer, for copying and unpickling."""
+    optimizer = original.__new__(original)
+    _attach(optimizer, original, flatten=flatten)
+    return optimizer
+
+
+# ---------------------------------------------------------------- learning rate schedulers
+
+
+def _unwrap_from_scheduler(optimizer: Optimizer) -> bool:
+    """Remove a learning rate scheduler's wrapper of the step method, which would call the old method."""
+    return vars(optimizer).pop("step", None) is not None
+
+
+def _wrap_for_scheduler(optimizer: Optimizer) -> None:
+    """Wrap the new step method as learning rate schedulers do: they check that a step came before theirs."""
+    ref, called = weakref.ref(optimizer), type(optimizer).step
+
+    @functools.wraps(called)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        found: Any = ref()
+        found._opt_called = True
+        return called(found, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # checked by schedulers
+    vars(optimizer)["step"] = step

@@ -1,0 +1,193 @@
+"""A sharded matrix: the shards that all ranks hold of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fullshard.checkpoint.state.tensor_shards import region_at
+from fullshard.comm import part_of
+from fullshard.engine.parameters.flat import FlatParameter, FlatShardedParameter
+from fullshard.engine.parameters.sharded import managed_by
+from fullshard.layout import Region
+
+__all__ = ["ShardGroup", "ShardedMatrix", "is_sharded_twice", "matrix_name", "matrix_shape"]
+
+
+@dataclass(frozen=True)
+class ShardGroup:
+    """The ranks that a matrix is sharded over.
+
+    Args:
+        ranks: Global ranks, in the order of the group.
+        device: Device on which they compute and communicate.
+        group: The first process group found of these ranks, of any mesh.
+    """
+
+    ranks: tuple[int, ...]
+    device: torch.device
+    group: dist.ProcessGroup = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class _FlatRange:
+    """Range of a matrix's memory: ``numel`` elements from ``start`` on."""
+
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class ShardedMatrix:
+    """One matrix and its shards on all ranks.
+
+    Args:
+        name: FQN, or a description.
+        shape: Shape of the full matrix.
+        stride: Strides of the full matrix when assembled.
+        shard_group: Ranks that it is sharded over; None: not sharded.
+        shards: Regions or ranges of these ranks, in their order.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    stride: tuple[int, ...]
+    shard_group: ShardGroup | None
+    shards: tuple[Region | _FlatRange, ...]
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, name: str) -> ShardedMatrix:
+        """Return the sharding of the matrix of which ``parameter`` is this rank's shard.
+
+        Args:
+            parameter: 2-D when unsharded: plain, DTensor, or an original parameter of the wrapper, unless
+                :func:`is_sharded_twice`.
+            name: Result of :func:`matrix_name`.
+        """
+        rows, columns = matrix_shape(parameter)
+        managed = managed_by(parameter)
+        if isinstance(managed, FlatShardedParameter) and managed.sharded is parameter:
+            return cls._of_flat(managed, name)
+        if not isinstance(parameter, DTensor):
+            return cls(name, (rows, columns), tuple(parameter.stride()), None, ())
+        mesh, placements = parameter.device_mesh, parameter.placements
+        sharded_axes = [axis for axis, p in enumerate(placements) if not p.is_replicate() and mesh.size(axis) > 1]
+        stride = tuple(parameter.stride())
+        if not sharded_axes:
+            return cls(name, (rows, columns), stride, None, ())
+        coordinates = _sharing_ranks(mesh, sharded_axes)
+        shard_group = _shard_group(mesh, sharded_axes, coordinates)
+        regions = (region_at(parameter, coordinates[rank]) for rank in shard_group.ranks)
+        return cls(name, (rows, columns), stride, shard_group, tuple(regions))
+
+    @classmethod
+    def _of_flat(cls, flat: FlatShardedParameter, name: str) -> ShardedMatrix:
+        mesh, slot = flat.placement.mesh, flat.slot
+        rows, columns = flat.placement.shape
+        stride = flat.shape.stride
+        if mesh.shard is None or mesh.world_size == 1:
+            return cls(name, (rows, columns), stride, None, ())
+        assert slot is not None, f"{name} was not laid out"
+        coordinates = _sharing_ranks(mesh.shard, [0])
+        shard_group = _shard_group(mesh.shard, [0], coordinates)
+        ranges = (slot.piece(coordinates[rank][0]) for rank in shard_group.ranks)
+        return cls(name, (rows, columns), stride, shard_group, tuple(_FlatRange(r.start, r.numel) for r in ranges))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full matrix."""
+        return math.prod(self.shape)
+
+    def shard_numel(self, index: int) -> int:
+        """Return the number of elements on rank ``index`` of the group."""
+        return self.shards[index].numel
+
+    def shard_shape(self, index: int) -> tuple[int, ...]:
+        """Return the shape of the shard on rank ``index`` of the group."""
+        shard = self.shards[index]
+        return shard.sizes if isinstance(shard, Region) else (shard.numel,)
+
+    def shard(self, full: torch.Tensor, index: int) -> torch.Tensor:
+        """Return the shard of rank ``index`` of the group in ``full``, a view.
+
+        Args:
+            full: A tensor of :attr:`shape` and :attr:`stride`.
+            index: Index of the rank in the group.
+        """
+        shard = self.shards[index]
+        if isinstance(shard, _FlatRange):
+            return full.as_strided((shard.numel,), (1,), int(full.storage_offset()) + shard.start)
+        return full[tuple(slice(start, end) for start, end in zip(shard.offsets, shard.ends, strict=True))]
+
+    def empty_full(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Allocate a full matrix."""
+        return torch.empty_strided(self.shape, self.stride, dtype=dtype, device=device)
+
+    def in_memory_order(self, full: torch.Tensor) -> torch.Tensor:
+        """Return ``full`` with :attr:`stride`: itself, or a copy."""
+        if full.stride() == self.stride:
+            return full
+        return self.empty_full(full.dtype, full.device).copy_(full)
+
+
+def matrix_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of the full ``parameter``, which is 1-D if it is an original parameter of the wrapper."""
+    managed = managed_by(parameter)
+    if (
+        isinstance(managed, FlatShardedParameter)
+        and managed.sharded is parameter
+        and not isinstance(parameter, FlatParameter)
+    ):
+        return tuple(managed.placement.shape)
+    return tuple(parameter.shape)
+
+
+def is_sharded_twice(parameter: torch.Tensor) -> bool:
+    """Return True for an original parameter of the wrapper that tensor parallelism had sharded before: a range of a
+    shard.
+    """
+    managed = managed_by(parameter)
+    own = managed.placement.own if isinstance(managed, FlatShardedParameter) else None
+    if own is None:
+        return False
+    return any(
+        not placement.is_replicate() and own.mesh.size(axis) > 1 for axis, placement in enumerate(own.placements)
+    )
+
+
+def matrix_name(parameter: torch.Tensor, default: str) -> str:
+    """Return the FQN of ``parameter`` if a unit manages it, else ``default``."""
+    managed = managed_by(parameter)
+    if isinstance(parameter, FlatParameter):
+        return f"the FlatParameter of {', '.join(parameter.fqns) if hasattr(parameter, 'fqns') else default}"
+    return default if managed is None else managed.fqn
+
+
+def _sharing_ranks(mesh: DeviceMesh, sharded_axes: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """Return the coordinates of the ranks that differ from this one only on ``sharded_axes``."""
+    here = mesh.get_coordinate()
+    assert here is not None, "this rank is not on the parameter's mesh"
+    ranks = mesh.mesh
+    every = itertools.product(
+        *(range(mesh.size(axis)) if axis in sharded_axes else (here[axis],) for axis in range(mesh.ndim))
+    )
+    return {int(ranks[coordinate]): coordinate for coordinate in every}
+
+
+def _shard_group(mesh: DeviceMesh, sharded_axes: Sequence[int], ranks: Iterable[int]) -> ShardGroup:
+    kind = mesh.device_type
+    device = torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+    if len(sharded_axes) == 1:
+        group = mesh.get_group(sharded_axes[0])
+    else:
+        world, wanted = dist.group.WORLD, sorted(ranks)
+        assert world is not None
+        group = world if wanted == sorted(dist.get_process_group_ranks(world)) else part_of(world, wanted, "matrices")
+    return ShardGroup(tuple(dist.get_process_group_ranks(group)), device, group)

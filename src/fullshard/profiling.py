@@ -1,0 +1,55 @@
+"""Names for what runs, in profiles: ``fullshard::all_gather (layers.3)``.
+
+They are ``record_function`` ranges wherever a profiler of torch's runs (also ``torch.autograd.profiler.emit_nvtx``),
+and cost one question where none does. Under NVIDIA Nsight Systems, which torch does not know of, they are NVTX ranges;
+the environment variable ``FULLSHARD_NVTX=1`` makes these without it, and ``0`` never.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+
+import torch
+from torch.profiler import record_function
+
+__all__ = ["profiled"]
+
+_NOTHING = contextlib.nullcontext()
+
+
+def profiled(operation: str, *units: str) -> contextlib.AbstractContextManager[object]:
+    """Return a context whose contents a profile shows under the name of an operation and of units.
+
+    Args:
+        operation: Such as ``"all_gather"``.
+        units: FQNs of the units that it is done for, ``""`` for the root; none if it is done for no unit.
+    """
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        return record_function(_name(operation, units))
+    if _nvtx_wanted():
+        return _nvtx_range(_name(operation, units))
+    return _NOTHING
+
+
+def _name(operation: str, units: tuple[str, ...]) -> str:
+    names = ", ".join(dict.fromkeys(unit or "root" for unit in units))
+    return f"fullshard::{operation} ({names})" if names else f"fullshard::{operation}"
+
+
+@functools.cache
+def _nvtx_wanted() -> bool:
+    chosen = os.environ.get("FULLSHARD_NVTX")
+    wanted = "NSYS_PROFILING_SESSION_ID" in os.environ if chosen is None else chosen != "0"
+    return wanted and torch.cuda.is_available()
+
+
+@contextlib.contextmanager
+def _nvtx_range(name: str) -> Iterator[None]:
+    torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]

@@ -1,0 +1,36 @@
+"""Process groups of saves and loads, with a separate communicator for coordination."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from fullshard.comm import part_of
+from fullshard.ranks.barrier import STEP_TIMEOUT_S, STEP_TIMEOUT_VARIABLE
+
+__all__ = ["coordination_group", "resolve_group"]
+
+
+def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the default group for None; None if there are no process groups."""
+    if group is None and dist.is_initialized():
+        return dist.group.WORLD
+    return group
+
+
+def coordination_group(group: dist.ProcessGroup | None, *, background: bool = False) -> dist.ProcessGroup | None:
+    """Return a gloo process group of the same ranks, created in the first call. A collective.
+
+    Training may continue in the other group meanwhile; plans do not need an accelerator; and its timeout is that of
+    saving, where ranks may write very different amounts, and not that of a collective in a step. For a subset of all
+    ranks, a group is created only for ``background`` saves, which require one.
+    """
+    found = resolve_group(group)
+    if found is None:
+        return None
+    if found is not dist.group.WORLD and not background:
+        return found
+    limit = timedelta(seconds=float(os.environ.get(STEP_TIMEOUT_VARIABLE, STEP_TIMEOUT_S)))
+    return part_of(found, dist.get_process_group_ranks(found), "checkpoint", backend="gloo", timeout=limit)

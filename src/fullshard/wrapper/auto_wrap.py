@@ -1,0 +1,108 @@
+"""Apply an ``auto_wrap_policy``: plan and check all wrappers inside of a module before the first is created."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fullshard.engine.ownership import unit_of
+from fullshard.policy import MixedPrecision
+from fullshard.wrap import Policy, PolicyFunction, WrapPlan, plan_for
+from fullshard.wrap.tree import ModuleTree
+from fullshard.wrapper.options import API, WrapperOptions
+
+__all__ = ["WrapperPlan", "plan_wrappers"]
+
+
+class WrapperPlan(NamedTuple):
+    """The wrappers to create.
+
+    Args:
+        plan: Modules to wrap.
+        options: Options of each wrapper, by its module.
+        full_precision: Modules that run in full precision within mixed precision.
+    """
+
+    plan: WrapPlan
+    options: dict[nn.Module, WrapperOptions]
+    full_precision: set[nn.Module]
+
+
+def plan_wrappers(
+    policy: Policy | PolicyFunction,
+    module: nn.Module,
+    arguments: Mapping[str, Any],
+    ignored_modules: set[nn.Module],
+    ignored_parameters: set[nn.Parameter],
+    root_options: WrapperOptions,
+) -> WrapperPlan:
+    """Plan the wrappers that a policy selects. Nothing is changed yet.
+
+    Args:
+        policy: The ``auto_wrap_policy``.
+        module: The root, which is not in the plan.
+        arguments: Constructor arguments of the root; a policy may choose others for some modules.
+        ignored_modules: Modules that are not wrapped.
+        ignored_parameters: Parameters that are not sharded.
+        root_options: Checked arguments of the root.
+
+    Raises:
+        TypeError, ValueError: If the policy or the arguments that it chose are invalid.
+    """
+
+    def is_sharded(found: nn.Module) -> bool:
+        return unit_of(found) is not None
+
+    chosen = plan_for(
+        policy,
+        module,
+        ignored_modules=ignored_modules,
+        ignored_params=ignored_parameters,
+        root_kwargs=arguments,
+        sharded=is_sharded,
+    )
+    targets = chosen.modules
+    full_precision = _in_full_precision(module, arguments["mixed_precision"], targets)
+    if full_precision:
+        names = sorted({type(found).__name__ for found in full_precision})
+        warnings.warn(
+            f"{API}: with mixed precision, the modules of {names} run in full precision and become separate units; "
+            "pass MixedPrecision(_module_classes_to_ignore=()) to change that",
+            stacklevel=3,
+        )
+        targets.update((found, {**targets.get(found, arguments), "mixed_precision": None}) for found in full_precision)
+        tree = ModuleTree(module, ignored_modules, ignored_parameters, is_sharded)
+        chosen = WrapPlan.of(tree, targets, arguments)
+    for unit, names in chosen.mixed_frozen().items():
+        warnings.warn(
+            f"{API}: unit {unit or '<root>'!r} has both frozen and trainable parameters (frozen: {', '.join(names)}); "
+            "they are all-gathered in a separate message; wrap them separately to avoid that",
+            stacklevel=3,
+        )
+    options = {}
+    for entry in chosen.entries:
+        unknown = sorted(set(entry.kwargs) - set(arguments))
+        if unknown:
+            raise ValueError(f"{API}: the policy chose {unknown} for {entry.name!r}, expected of {sorted(arguments)}")
+        same = all(entry.kwargs.get(name, value) is value for name, value in arguments.items())
+        options[entry.module] = root_options if same else WrapperOptions.of(entry.module, {**arguments, **entry.kwargs})
+    return WrapperPlan(chosen, options, full_precision)
+
+
+def _in_full_precision(
+    module: nn.Module, precision: MixedPrecision | None, targets: Mapping[nn.Module, Mapping[str, Any]]
+) -> set[nn.Module]:
+    """Return the modules to run in full precision, except those whose precision the policy itself chose."""
+    if precision is None or precision.param_dtype is None or not precision._module_classes_to_ignore:
+        return set()
+    classes = tuple(precision._module_classes_to_ignore)
+    return {
+        found
+        for found in module.modules()
+        if found is not module
+        and isinstance(found, classes)
+        and (found not in targets or targets[found].get("mixed_precision") is precision)
+    }

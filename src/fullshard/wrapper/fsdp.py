@@ -1,0 +1,505 @@
+"""``FullyShardedDataParallel``, which translates its arguments to units with flat parameters on the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.allocator import keep_freed_memory_by_default
+from fullshard.engine.buckets.formats import FlatShardingFormat
+from fullshard.engine.containers import cast_tensors, iterate_tensors
+from fullshard.engine.hooks import in_backward
+from fullshard.engine.optimizer_steps import watch_optimizers
+from fullshard.engine.ownership import claim_parameters, managed_modules, nested_units, set_unit, unit_of
+from fullshard.engine.parameters.names import CHECKPOINTED, clean_name
+from fullshard.engine.runtime import each_runtime, runtime_of, take_parameters
+from fullshard.engine.settings import UnitPolicy
+from fullshard.engine.states import ParameterState
+from fullshard.engine.unit import Unit
+from fullshard.errors import FullshardError, PhaseError
+from fullshard.frontend.arguments import Placer, check_instance, check_parameters
+from fullshard.frontend.sharded_module import ShardedModule, computes_on_copies, mark_nested, outside_graph, unit_at
+from fullshard.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fullshard.wrap import Policy, PolicyFunction
+from fullshard.wrapper import summon as wrapper_summon
+from fullshard.wrapper.auto_wrap import plan_wrappers
+from fullshard.wrapper.clip import clip_gradients
+from fullshard.wrapper.initialization import Initializer, raise_on_all, sync_states
+from fullshard.wrapper.options import API, Groups, WrapperOptions, ignored_states
+from fullshard.wrapper.order import checked_execution_order
+from fullshard.wrapper.rollback import rollback_on_failure
+from fullshard.wrapper.state_dict.model import WrapperState
+from fullshard.wrapper.state_dict.optimizer import WrapperOptim
+
+__all__ = ["FullyShardedDataParallel"]
+
+
+class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
+    """Wraps a module: its parameters are sharded as one flat parameter, unsharded for forward and backward, and freed.
+
+    The parameters that are not in a nested unit become one unit, as with :func:`fullshard.fully_shard`, on the same
+    engine. Each rank keeps one slice of the flat parameter. Build the optimizer from ``parameters()`` afterwards, or
+    with ``use_orig_params=True`` before or afterwards.
+
+    The first wrapper sets for the whole process what the first call of :func:`fullshard.fully_shard` sets, see there:
+    the C allocator on CPU (``FULLSHARD_KEEP_FREED_MEMORY=0``: not) and a hook on all optimizers
+    (``FULLSHARD_WATCH_OPTIMIZERS=0``: not). The functions of ``torch.distributed.checkpoint.state_dict`` raise
+    :class:`FullshardError` on wrappers until :func:`fullshard.dropin.enable_torch_state_dict_functions` was called.
+
+    Args:
+        module: Any module. With ``auto_wrap_policy``, modules inside of it are replaced by wrappers of themselves.
+        process_group: The ranks; for hybrid strategies two groups, to shard over and to replicate over. None: all
+            ranks, and for hybrid strategies the machines of torchrun.
+        sharding_strategy: A :class:`ShardingStrategy`. None: FULL_SHARD.
+        cpu_offload: Offload parameters and gradients to CPU memory.
+        auto_wrap_policy: Selects modules inside that become separate units; see :mod:`fullshard.wrap`.
+        backward_prefetch: When to prefetch the next unit in backward. None: no prefetching.
+        mixed_precision: Dtypes of computation, reduction and buffers.
+        ignored_modules: Modules that are ignored with all their children: not sharded, moved, cast or reduced.
+        param_init_fn: Called with each module that has meta tensors. None: allocate the module's own parameters and
+            buffers, and call its ``reset_parameters()``.
+        device_id: Compute device, which becomes the current one; CPU parameters are moved there.
+        sync_module_states: Broadcast rank 0's parameters and buffers first.
+        forward_prefetch: For compatibility: the next unit of a forward is always prefetched.
+        limit_all_gathers: For compatibility: never more than two units are unsharded at a time.
+        use_orig_params: ``parameters()`` are the original parameters, with this rank's 1-D shards of them, instead of
+            one :class:`FlatParameter` per unit (and dtype).
+        ignored_states: Modules or parameters, instead of ``ignored_modules``.
+        device_mesh: Mesh instead of ``process_group``: 1-D, or for hybrid strategies 2-D (replicate, shard).
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If arguments contradict each other or the module. The module is then unchanged.
+    """
+
+    _fsdp_wrapped_module: nn.Module
+    _options: WrapperOptions
+    _ignored_modules: set[nn.Module]
+    _ignored_parameters: set[nn.Parameter]  # including those of nested units
+    _casts_around: bool  # cast inputs to full precision and outputs back, see MixedPrecision
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Groups = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Policy | PolicyFunction | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], object] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        arguments = {
+            "process_group": process_group,
+            "sharding_strategy": sharding_strategy,
+            "cpu_offload": cpu_offload,
+            "backward_prefetch": backward_prefetch,
+            "mixed_precision": mixed_precision,
+            "param_init_fn": param_init_fn,
+            "device_id": device_id,
+            "sync_module_states": sync_module_states,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+            "use_orig_params": use_orig_params,
+            "device_mesh": device_mesh,
+        }
+        super().__init__()
+        check_instance(f"{API}: module", module, nn.Module)
+        if unit_of(module) is not None:
+            raise ValueError(f"{API}: this {type(module).__name__} is already wrapped; wrap each module once")
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+            warnings.warn(
+                f"{API}: {type(module).__name__} has no forward, so its own parameters are never unsharded; wrap its "
+                "modules, and the module that contains it",
+                stacklevel=2,
+            )
+        modules, parameters = _ignored(module, ignored_modules, ignored_states)
+        options = WrapperOptions.of(module, arguments)
+        check_parameters(API, [module], parameters)
+        planned = None
+        if auto_wrap_policy is not None:
+            planned = plan_wrappers(auto_wrap_policy, module, arguments, modules, parameters, options)
+        initializer = Initializer(module, modules)
+
+        with rollback_on_failure(module) as made:
+
+            def wrap(inner: nn.Module, _: dict[str, Any], left_out: frozenset[nn.Parameter]) -> nn.Module:
+                assert planned is not None
+                child = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+                nn.Module.__init__(child)
+                made.append(child)
+                child._set_up(inner, planned.options[inner], modules, parameters, initializer, left_out)
+                child._casts_around = inner in planned.full_precision
+                return child
+
+            if planned is not None:
+                planned.plan.apply(wrap)
+            made.append(self)
+            self._set_up(module, options, modules, parameters, initializer, frozenset())
+
+    def _set_up(
+        self,
+        module: nn.Module,
+        options: WrapperOptions,
+        ignored_modules: set[nn.Module],
+        ignored_parameters: set[nn.Parameter],
+        initializer: Initializer,
+        left_out: frozenset[nn.Parameter],
+    ) -> None:
+        """Initialize the wrapper of ``module``, after the wrappers of modules inside of it."""
+        self._options, self._ignored_modules, self._casts_around = options, ignored_modules, False
+        self._fsdp_wrapped_module = module
+        mesh = options.mesh
+        managed = [m for _, m in managed_modules([self]) if m not in ignored_modules and m is not self]
+        failure: Exception | None = None
+        try:
+            initializer.materialize(managed, options.param_init_fn, mesh.device)
+        except Exception as error:
+            failure = error
+        if options.param_init_fn is not None or options.sync_module_states:  # user code, or a collective follows
+            raise_on_all(failure, mesh)
+        elif failure is not None:
+            raise failure
+        self._ignored_parameters = initializer.current(ignored_parameters)
+        ignored = self._ignored_parameters | initializer.current(left_out)
+        owned_by_ancestor = initializer.unclaimed - ignored
+        if options.sync_module_states:
+            sync_states(
+                managed,
+                ignored,
+                [p for p in dict.fromkeys(_registered_parameters(module)) if p in owned_by_ancestor],
+                mesh,
+            )
+        if mesh.device.type == "cpu":
+            keep_freed_memory_by_default()
+        for submodule in managed:
+            for name, buffer in submodule._buffers.items():
+                if buffer is not None and buffer.device != mesh.device:
+                    submodule._buffers[name] = buffer.to(mesh.device)
+        form = FlatShardingFormat(None if options.use_orig_params else module)
+        place = Placer(API, mesh, None)
+        claimed = claim_parameters([self], ignored, place, form, take_parameters, owned_by_ancestor)
+        policy = UnitPolicy(
+            options.precision_policy,
+            options.offload_policy,
+            form,
+            options.offload.offload_grads,
+            options.precision is not None and options.precision.keep_low_precision_grads,
+        )
+        set_unit(self, Unit([self], mesh, claimed, policy, options.settings()))
+        initializer.add_unclaimed(left_out)
+        mark_nested(self)
+        watch_optimizers()
+        self._prepare_state()
+
+    # ---------------------------------------------------------------- running
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module with unsharded parameters.
+
+        The first training forward of the root compares the order of units between all ranks.
+
+        Raises:
+            FullshardError: On all ranks, if ranks run different units.
+        """
+        if computes_on_copies(unit_at(self)):
+            return self._fsdp_wrapped_module(*args, **kwargs)
+        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not in_backward():
+            runtime = runtime_of(unit_at(self))
+            if runtime.root() is unit_of(self) and not runtime.busy:
+                with checked_execution_order(runtime):
+                    return self._run(args, kwargs)
+        return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outside = outside_graph if torch.compiler.is_compiling() else _identity
+        dtype = _dtype_of((args, kwargs)) if self._casts_around else None
+        args, kwargs = outside(FullyShardedDataParallel._before)(self, args, kwargs)
+        try:
+            output = self._fsdp_wrapped_module(*args, **kwargs)
+            if dtype is not None:
+                output = cast_tensors(dtype, output)
+        except BaseException:
+            outside(FullyShardedDataParallel._failed)(self)
+            raise
+        return outside(FullyShardedDataParallel._after)(self, output)
+
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        unit = unit_at(self)
+        self._cast_buffers()
+        precision = self._options.precision
+        if self._casts_around:
+            args, kwargs = cast_tensors(torch.float32, (args, kwargs))
+        elif precision is not None and precision.param_dtype is not None:
+            root = runtime_of(unit).root() is unit
+            if precision.cast_root_forward_inputs if root else precision.cast_forward_inputs:
+                args, kwargs = cast_tensors(precision.param_dtype, (args, kwargs))
+        return runtime_of(unit).pre_forward(unit, args, kwargs)
+
+    def _after(self, output: Any) -> Any:
+        unit = unit_at(self)
+        return runtime_of(unit).post_forward(unit, self, output)
+
+    def _failed(self) -> None:
+        unit = unit_at(self)
+        runtime_of(unit).abort_forward(unit)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Accumulate gradients without reducing them, for backwards in the ``with`` block: no gradient communication.
+
+        They stay unsharded, in the reduce dtype. With strategies that keep unsharded parameters until backward, these
+        stay unsharded after it, too.
+
+        Raises:
+            PhaseError: In the middle of a step.
+        """
+        units = nested_units(self)
+        if any(unit.runtime is not None and unit.runtime.busy for unit in units):
+            raise PhaseError("no_sync was entered in the middle of a step; enter it between steps")
+        before = [(unit, replace(unit.settings)) for unit in units]
+        for unit in units:
+            settings = unit.settings
+            settings.requires_gradient_sync = settings.requires_all_reduce = False
+            settings.reshard_after_backward &= settings.reshard_after_forward is not False
+        try:
+            yield
+        finally:
+            for unit, old in before:
+                settings = unit.settings
+                settings.requires_gradient_sync = old.requires_gradient_sync
+                settings.requires_all_reduce = old.requires_all_reduce
+                settings.reshard_after_backward = old.reshard_after_backward
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
+        """Scale all gradients down so that their norm, over all ranks and units, is at most ``max_norm``.
+
+        Args:
+            max_norm: Largest norm to allow.
+            norm_type: Order p of the norm; ``float("inf")``: the largest absolute value.
+
+        Returns:
+            The norm before scaling, 0-D, in the dtype that the gradients' dtypes promote to, and the same on all ranks,
+            as from :func:`fullshard.clip_grad_norm_`.
+        """
+        self._finish_reductions()
+        return clip_gradients(self, float(max_norm), float(norm_type))
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Have ``hook`` reduce the gradients of all nested units, instead of the engine.
+
+        The hook also divides. ``fullshard.comm_hooks`` has some.
+
+        Args:
+            state: First argument of the hook.
+            hook: ``hook(state, gradient, shard)``: reduce-scatter the flat ``gradient`` into ``shard``. Without
+                sharding ``hook(state, gradient)``: all-reduce it in place.
+
+        Raises:
+            ValueError: If it is not callable, or gradients are both sharded and replicated.
+            FullshardError: If this is not the root, or a hook is already registered.
+        """
+        if not callable(hook):
+            raise ValueError(f"register_comm_hook: expected a function, found {hook!r}")
+        if not self.check_is_root():
+            raise FullshardError("register_comm_hook: call it on the outermost FullyShardedDataParallel")
+        units = nested_units(self)
+        if any(unit.settings.comm_hook is not None for unit in units):
+            raise FullshardError("register_comm_hook: a hook is already registered; a model can have only one")
+        if any(unit.settings.collectives.quantization is not None for unit in units):
+            raise ValueError(
+                "register_comm_hook: quantized communication is enabled, which has its own reduction; disable it with "
+                "set_comm_quantization() first"
+            )
+        others = [
+            unit.name or type(unit.modules[0]()).__name__
+            for unit in units
+            if not unit.policy.form.reduces_gradients_alone
+        ]
+        if others:
+            raise ValueError(
+                f"register_comm_hook: units {others} were made by fully_shard; use their set_custom_reduce_scatter or "
+                "set_all_reduce_hook"
+            )
+        waiting = [
+            unit.name for unit in units if unit.gradients.needs_all_reduce or (unit.runtime and unit.runtime.busy)
+        ]
+        if waiting:
+            raise PhaseError(
+                f"register_comm_hook: units {waiting} are in the middle of a step; register the hook between steps"
+            )
+        if any(unit.mesh.world_size > 1 and unit.mesh.replicas > 1 for unit in units):
+            raise ValueError(
+                "register_comm_hook: hybrid strategies reduce twice and do not support hooks; use another strategy"
+            )
+        for unit in units:
+            unit.settings.comm_hook = (state, hook)
+            unit.change_transports()
+
+    def _finish_reductions(self) -> None:
+        for runtime in each_runtime(nested_units(self)):
+            runtime.finish_reductions()
+
+    # ---------------------------------------------------------------- inspection
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module, inside of a checkpoint wrapper if there is one."""
+        inner = self._fsdp_wrapped_module
+        return inner._modules.get(CHECKPOINTED) or inner
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """Return all wrappers in ``module``, itself included; with ``root_only`` those that are not nested."""
+        found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        return [m for m in found if not m._is_nested] if root_only else found
+
+    def check_is_root(self) -> bool:
+        """Return True if this unit is not nested in another one. Changes nothing."""
+        unit = unit_at(self)
+        return unit.runtime.root() is unit if unit.runtime is not None else not self._is_nested
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Unshard parameters, in the shards' dtype, inside the ``with`` block. All ranks enter it.
+
+        With gradients disabled, modules can run inside the block, on these parameters and without casts.
+
+        Args:
+            module: Module of a unit of either front end.
+            recurse: Include the units of all nested modules.
+            writeback: Write edits back to the shards, unless the block raises.
+            rank0_only: Only the first rank of the shard axis gets unsharded parameters; with ``writeback``, its edits
+                are sent to the others.
+            offload_to_cpu: Keep the unsharded parameters in CPU memory.
+            with_grads: Unshard gradients, too.
+
+        Raises:
+            PhaseError: In forward or backward, or if a unit is already unsharded by the user.
+        """
+        return wrapper_summon.summon(
+            module,
+            recurse=recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        )
+
+    def apply(self, fn: Callable[[nn.Module], object]) -> FullyShardedDataParallel:
+        """Apply ``fn`` as ``nn.Module.apply`` does, to unsharded parameters; changes are written back."""
+        with self.summon_full_params(self, recurse=False):
+            return super().apply(fn)  # type: ignore[arg-type]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield parameters as ``nn.Module`` does; inside :meth:`summon_full_params` with their FQNs before wrapping."""
+        summoned = unit_at(self).parameter_state is ParameterState.SUMMONED
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield clean_name(name) if summoned else name, parameter
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield buffers as ``nn.Module`` does; inside :meth:`summon_full_params` with their FQNs before wrapping."""
+        summoned = unit_at(self).parameter_state is ParameterState.SUMMONED
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield clean_name(name) if summoned else name, buffer
+
+    def __getattr__(self, name: str) -> Any:
+        """Return attributes that only the wrapped module has."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_fsdp_wrapped_module":
+                raise
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: int | str | slice) -> Any:
+        """Index the wrapped module (``nn.Sequential``)."""
+        return self._fsdp_wrapped_module[key]  # type: ignore[index]
+
+    def _shared_with_copies(self) -> list[object]:
+        return [self._options]
+
+    # Attributes that programs written for torch.distributed.fsdp read.
+
+    @property
+    def process_group(self) -> Any:
+        """Process group that parameters are sharded over; without sharding, that gradients are averaged over."""
+        mesh = self._options.mesh
+        part = mesh.shard if mesh.shard is not None else mesh.replicate
+        return None if part is None else part.get_group()
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """Sharding strategy, as given."""
+        return self._options.strategy
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
+        """Mixed precision, as given; if none was given, one that casts nothing."""
+        return self._options.precision or MixedPrecision()
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Device of unsharded parameters."""
+        return self._options.mesh.device
+
+    @property
+    def rank(self) -> int:
+        """Rank in :attr:`process_group`."""
+        group = self.process_group
+        return 0 if group is None else int(group.rank())
+
+    @property
+    def world_size(self) -> int:
+        """Size of :attr:`process_group`."""
+        group = self.process_group
+        return 1 if group is None else int(group.size())
+
+
+def _ignored(
+    module: nn.Module, modules: Iterable[nn.Module] | None, states: Iterable[Any] | None
+) -> tuple[set[nn.Module], set[nn.Parameter]]:
+    """Return ignored modules and parameters, including those that nested wrappers ignore."""
+    ignored_modules, ignored_parameters = ignored_states(module, modules, states)
+    for below in module.modules():
+        if isinstance(below, FullyShardedDataParallel):
+            ignored_modules |= below._ignored_modules
+            ignored_parameters |= below._ignored_parameters
+    return ignored_modules, ignored_parameters
+
+
+def _registered_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of all modules, including wrappers, in order and with duplicates."""
+    return (p for m in module.modules() for p in m._parameters.values() if p is not None)
+
+
+def _identity(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+def _dtype_of(inputs: Any) -> torch.dtype | None:
+    """Return the dtype of the first floating-point tensor."""
+    return next((t.dtype for t in iterate_tensors(inputs) if t.is_floating_point()), None)

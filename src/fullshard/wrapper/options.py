@@ -1,0 +1,296 @@
+"""Constructor arguments of ``FullyShardedDataParallel``, checked, and their translation to settings of a unit."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fullshard.comm.mesh import ShardMesh, axis_of, shard_mesh
+from fullshard.engine.ownership import unit_of
+from fullshard.engine.settings import UnitSettings
+from fullshard.frontend.arguments import check_bool, check_instance, default_mesh, warn_if_unpinned
+from fullshard.memory import allows_cpu_gradients
+from fullshard.policy import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
+
+__all__ = ["API", "Groups", "WrapperOptions"]
+
+API = "FullyShardedDataParallel"
+
+Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+
+
+@dataclass(frozen=True)
+class WrapperOptions:
+    """The checked arguments of one wrapper. Equal on all ranks.
+
+    Args:
+        mesh: Ranks to shard and replicate over.
+        strategy: Sharding strategy.
+        offload: CPU offloading.
+        prefetch: Backward prefetch.
+        precision: Mixed precision; None: the parameters' dtypes.
+        param_init_fn: Initializes modules on the meta device; None: their ``reset_parameters``.
+        sync_module_states: Broadcast rank 0's parameters and buffers.
+        use_orig_params: Users see the original parameters.
+    """
+
+    mesh: ShardMesh
+    strategy: ShardingStrategy
+    offload: CPUOffload
+    prefetch: BackwardPrefetch | None
+    precision: MixedPrecision | None
+    param_init_fn: Callable[[nn.Module], object] | None
+    sync_module_states: bool
+    use_orig_params: bool
+
+    @classmethod
+    def of(cls, module: nn.Module, arguments: Mapping[str, Any]) -> WrapperOptions:
+        """Check the arguments of the constructor, given by name.
+
+        Raises:
+            TypeError: If an argument has the wrong type.
+            ValueError: If arguments contradict each other.
+        """
+        given = dict(arguments)
+        strategy = given["sharding_strategy"]
+        check_instance(f"{API}: sharding_strategy", strategy, (ShardingStrategy, type(None)))
+        strategy = strategy or ShardingStrategy.FULL_SHARD
+        check_instance(f"{API}: cpu_offload", given["cpu_offload"], (CPUOffload, type(None)))
+        check_instance(f"{API}: backward_prefetch", given["backward_prefetch"], (BackwardPrefetch, type(None)))
+        check_instance(f"{API}: mixed_precision", given["mixed_precision"], (MixedPrecision, type(None)))
+        for flag in ("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params"):
+            check_bool(f"{API}: {flag}", given[flag])
+        init = given["param_init_fn"]
+        if init is not None and not callable(init):
+            raise ValueError(f"{API}: param_init_fn: expected a function of a module, found {init!r}")
+        warn_if_unpinned(given["cpu_offload"] is not None and given["cpu_offload"].offload_params)
+        device_type = _device_type(module, given["device_id"])
+        mesh = _mesh(strategy, given["process_group"], given["device_mesh"], device_type)
+        if device_type not in (None, mesh.device.type):
+            raise ValueError(
+                f"{API}: the module or device_id is on {device_type}, but the device mesh has {mesh.device.type} "
+                "devices; pass a mesh of the devices to compute on"
+            )
+        offload = given["cpu_offload"] or CPUOffload()
+        if offload.offload_grads and not offload.offload_params and not allows_cpu_gradients(mesh.device):
+            raise ValueError(
+                f"{API}: cpu_offload: offload_grads=True requires offload_params=True: in torch, a parameter on a "
+                f"{mesh.device.type} device cannot have a gradient in CPU memory"
+            )
+        return cls(
+            mesh=mesh,
+            strategy=strategy,
+            offload=offload,
+            prefetch=given["backward_prefetch"],
+            precision=given["mixed_precision"],
+            param_init_fn=init,
+            sync_module_states=given["sync_module_states"],
+            use_orig_params=given["use_orig_params"],
+        )
+
+    @functools.cached_property
+    def precision_policy(self) -> MixedPrecisionPolicy:
+        """The part of the mixed precision that the engine implements; the wrapper casts inputs itself."""
+        if self.precision is None:
+            return MixedPrecisionPolicy(cast_forward_inputs=False)
+        return MixedPrecisionPolicy(self.precision.param_dtype, self.precision.reduce_dtype, None, False)
+
+    @functools.cached_property
+    def offload_policy(self) -> OffloadPolicy:
+        """Offload policy of the shards."""
+        return CPUOffloadPolicy() if self.offload.offload_params else OffloadPolicy()
+
+    def settings(self) -> UnitSettings:
+        """Return the settings of a unit for the sharding strategy."""
+        order = {BackwardPrefetch.BACKWARD_PRE: "before", BackwardPrefetch.BACKWARD_POST: "after", None: "none"}
+        return UnitSettings(
+            reshard_after_forward=False if self.strategy.keeps_unsharded else None,
+            backward_order=order[self.prefetch],  # type: ignore[arg-type]
+        )
+
+
+def _device_type(module: nn.Module, device_id: int | torch.device | None) -> str | None:
+    """Return the type of the compute device; None if it is not specified. A device with an index becomes the current
+    one.
+    """
+    check_instance(f"{API}: device_id", device_id, (int, torch.device, type(None)))
+    types = sorted({t.device.type for t in (*module.parameters(), *module.buffers())} - {"cpu", "meta"})
+    if len(types) > 1:
+        raise ValueError(f"{API}: expected a module on one type of accelerator, found {types}; move it to one type")
+    if device_id is None:
+        return types[0] if types else None
+    if isinstance(device_id, int):
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = torch.device("cpu") if accelerator is None else torch.device(accelerator.type, device_id)
+    else:
+        device = device_id
+    if device.type == "cpu":
+        if types:
+            raise ValueError(f"{API}: device_id is {device_id}, but the module has parameters on {types[0]}")
+        return "cpu"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or device.type != accelerator.type:
+        available = "no accelerator" if accelerator is None else accelerator.type
+        raise ValueError(f"{API}: device_id is {device}, but this machine has {available}; pass an available device")
+    if device.index is None:
+        current = torch.accelerator.current_device_index()
+        warnings.warn(f"{API}: device_id {device} has no index; using the current device, {current}", stacklevel=4)
+    else:
+        found = {t.device for t in (*module.parameters(), *module.buffers())} - {
+            torch.device("cpu"),
+            torch.device("meta"),
+        }
+        if found - {device}:
+            raise ValueError(
+                f"{API}: device_id is {device}, but the module has parameters on {sorted(map(str, found))}"
+            )
+        torch.accelerator.set_device_index(device.index)
+    return device.type
+
+
+def _mesh(strategy: ShardingStrategy, groups: Groups, mesh: DeviceMesh | None, device_type: str | None) -> ShardMesh:
+    check_instance(f"{API}: device_mesh", mesh, (DeviceMesh, type(None)))
+    if groups is not None and mesh is not None:
+        raise ValueError(f"{API}: expected process_group or device_mesh, found both; pass only one")
+    if groups is not None:
+        mesh = _mesh_of(strategy, groups, device_type)
+    elif mesh is None:
+        mesh = _hybrid_mesh(device_type) if strategy.hybrid else default_mesh(device_type)
+    if strategy.hybrid:
+        if mesh.ndim != 2:
+            raise ValueError(
+                f"{API}: {strategy.name} requires a 2-D device_mesh (replicate, shard), found {mesh.ndim} dimensions "
+                f"in {mesh}"
+            )
+        return shard_mesh(mesh, axis_of(mesh, 1), axis_of(mesh, 0))
+    if mesh.ndim != 1:
+        raise ValueError(f"{API}: {strategy.name} requires a 1-D device_mesh, found {mesh.ndim} dimensions in {mesh}")
+    return shard_mesh(mesh, None, mesh) if strategy is ShardingStrategy.NO_SHARD else shard_mesh(mesh, mesh, None)
+
+
+# For groups: by the first group, and the names of all; for the default group: by ranks per machine.
+_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, DeviceMesh]] = weakref.WeakKeyDictionary()
+
+
+def _mesh_of(strategy: ShardingStrategy, groups: Groups, device_type: str | None) -> DeviceMesh:
+    """Return a mesh on process groups; the same mesh for the same groups, so that units share transports."""
+    if strategy.hybrid:
+        if not isinstance(groups, tuple) or len(groups) != 2 or not all(map(_is_group, groups)):
+            raise ValueError(
+                f"{API}: {strategy.name} requires process_group=None or a tuple of two process groups (shard, "
+                f"replicate); found {groups!r}"
+            )
+    elif not _is_group(groups):
+        raise TypeError(f"{API}: process_group: expected a process group, found {type(groups).__name__}")
+    members = cast("tuple[dist.ProcessGroup, ...]", groups if isinstance(groups, tuple) else (groups,))
+    device_type = device_type or _served_by(members[0])
+    key = (tuple(member.group_name for member in members), device_type)
+    known = _meshes.setdefault(members[0], {})
+    if key in known:
+        return known[key]
+    if len(members) == 1:
+        mesh = DeviceMesh.from_group(members[0], device_type)
+    else:
+        shard, replicate = members
+        rows: list[Any] = [None] * replicate.size()
+        dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
+        mesh = DeviceMesh.from_group(
+            [replicate, shard],
+            device_type,
+            mesh=torch.tensor(rows, dtype=torch.int, device="cpu"),
+            mesh_dim_names=("replicate", "shard"),
+        )
+    known[key] = mesh
+    return mesh
+
+
+def _is_group(value: object) -> bool:
+    return isinstance(value, dist.ProcessGroup)
+
+
+def _served_by(group: Any) -> str:
+    """Return the accelerator type if the group has a back end for it, else "cpu"."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        try:
+            group._get_backend(accelerator)
+        except RuntimeError:
+            return "cpu"
+        return accelerator.type
+    return "cpu"
+
+
+def _hybrid_mesh(device_type: str | None) -> DeviceMesh:
+    """Return a mesh that shards within a machine and replicates over machines, from torchrun's LOCAL_WORLD_SIZE."""
+    world = default_mesh(device_type)
+    ranks = world.size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if not local:
+        local = min(torch.accelerator.device_count(), ranks) if world.device_type != "cpu" else ranks
+    if ranks % local:
+        raise ValueError(
+            f"{API}: cannot determine the machines: {ranks} ranks are not a multiple of the {local} on this machine; "
+            "pass device_mesh=init_device_mesh(type, (machines, ranks per machine))"
+        )
+    group = dist.distributed_c10d._get_default_group()
+    known, key = _meshes.setdefault(group, {}), (local, world.device_type)
+    if key not in known:
+        names = ("replicate", "shard")
+        known[key] = init_device_mesh(world.device_type, (ranks // local, local), mesh_dim_names=names)
+    return known[key]
+
+
+def ignored_states(
+    module: nn.Module, modules: Iterable[nn.Module] | None, states: Iterable[Any] | None
+) -> tuple[set[nn.Module], set[nn.Parameter]]:
+    """Return the modules, with all their children, and parameters of ``ignored_modules`` or ``ignored_states``.
+
+    Raises:
+        TypeError: If an element is neither a module nor a parameter.
+        ValueError: If both are given, or ``ignored_states`` mixes modules and parameters.
+    """
+    if modules is not None and states is not None:
+        raise ValueError(f"{API}: expected ignored_modules or ignored_states, found both; pass only one")
+    name = "ignored_modules" if states is None else "ignored_states"
+    given = modules if states is None else states
+    if given is None:
+        return set(), set()
+    if isinstance(given, torch.Tensor) or not hasattr(given, "__iter__"):  # nn.ModuleList is a list of modules too
+        raise TypeError(f"{API}: {name}: expected a list of modules or parameters, found {type(given).__name__}")
+    found = list(given)
+    parameters = {p for p in found if isinstance(p, nn.Parameter)}
+    roots = [m for m in found if isinstance(m, nn.Module)]
+    allowed = (nn.Module,) if states is None else (nn.Module, nn.Parameter)
+    wrong = sorted({type(x).__name__ for x in found if not isinstance(x, allowed)})
+    if wrong:
+        expected = "modules" if states is None else "modules or parameters"
+        raise TypeError(f"{API}: {name}: expected {expected}, found {wrong}")
+    if parameters and roots:
+        kinds = sorted({type(x).__name__ for x in found})
+        raise ValueError(f"{API}: ignored_states: expected all parameters or all modules, found {kinds}")
+    below: set[nn.Module] = set()
+    for root in roots:
+        if unit_of(root) is not None:
+            raise ValueError(f"{API}: {name}: expected modules that are not sharded, found a {type(root).__name__}")
+        if root is module:
+            warnings.warn(f"{API}: the wrapped module itself is ignored, so nothing in it is sharded", stacklevel=4)
+        below.update(root.modules())
+    return below, parameters | {p for m in below for p in m._parameters.values() if p is not None}

@@ -1,0 +1,349 @@
+"""State dicts of wrappers: parameters under their FQNs before wrapping, and buffers in their original dtypes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fullshard.checkpoint.state.types import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from fullshard.engine.ownership import managed_modules
+from fullshard.engine.parameters.names import CHECKPOINTED, WRAPPED, clean_name
+from fullshard.engine.parameters.sharded import managed_by
+from fullshard.errors import FullshardError
+from fullshard.frontend.sharded_module import unit_at
+from fullshard.wrapper.state_dict.loading import StateDictLoad, load_into_full, load_into_slices
+from fullshard.wrapper.state_dict.saving import SaveFormat, owned_names, registered_for_saving, visible_slices
+
+__all__ = ["WrapperState"]
+
+CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+
+
+class _Metadata(dict[str, Any]):
+    """Versions of modules, with lookup by the names inside of wrappers too."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        super().__init__((clean_name(key), value) for key, value in metadata.items())  # the innermost module comes last
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return super().get(clean_name(key), default)
+
+
+class WrapperState(nn.Module):
+    """Saving and loading of a wrapper: its ``state_dict`` methods and their settings."""
+
+    _buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] | None  # dtypes before the cast; None: not cast yet
+    _ignored_modules: set[nn.Module]
+    _load: StateDictLoad | None  # while a state dict is being loaded
+    _messages: list[str]  # its error messages
+    _options: Any
+    _state_settings: StateDictSettings
+
+    @property
+    def _managed(self) -> list[nn.Module]:
+        """Modules of this wrapper and of no nested one."""
+        return [m for _, m in managed_modules([self]) if m is not self and m not in self._ignored_modules]
+
+    def _prepare_state(self) -> None:
+        self._buffer_dtypes = self._load = None
+        self._state_settings = StateDictSettings()
+        self.register_load_state_dict_post_hook(WrapperState._end_load)  # type: ignore[no-untyped-call]
+
+    def _cast_buffers(self) -> None:
+        """Cast buffers to the dtype of the mixed precision before the first forward."""
+        if self._load is not None:
+            self._close_load(writeback=False)
+        if self._buffer_dtypes is not None:
+            return
+        _check_ddp(self)
+        self._buffer_dtypes = {}
+        precision = self._options.precision
+        dtype = None if precision is None else precision.buffer_dtype
+        if dtype is None:
+            return
+        for module in self._managed:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    # In place, once: modules and users may share a buffer.
+                    original = buffer.__dict__.setdefault("_fullshard_dtype", buffer.dtype)
+                    self._buffer_dtypes[module, name] = original
+                    buffer.data = buffer.to(dtype)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Refuse the functions of ``torch.distributed.checkpoint.state_dict``, all of which call this before anything
+        else. Where they know wrappers, they get another answer: see [Note: torch's state dict functions].
+        """
+        raise FullshardError(
+            "the functions of torch.distributed.checkpoint.state_dict would take this rank's 1-D shards of parameters "
+            "of fullshard.FullyShardedDataParallel for full parameters; call "
+            "fullshard.dropin.enable_torch_state_dict_functions() before them (it changes torch's module for the whole "
+            "process, and can be undone), or use fullshard.save and fullshard.load, or the wrapper's own state_dict, "
+            "load_state_dict, optim_state_dict and optim_state_dict_to_load"
+        )
+
+    # ---------------------------------------------------------------- settings
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Set the state dict type and configs of the wrappers in ``module``.
+
+        Args:
+            module: Root of the wrappers to set, itself included. There may be none.
+            state_dict_type: Type of the values.
+            state_dict_config: Config of the class that belongs to the type. None: its defaults.
+            optim_state_dict_config: The same for optimizer state.
+
+        Returns:
+            The previous settings.
+
+        Raises:
+            TypeError: If ``state_dict_type`` is not a :class:`StateDictType`.
+            FullshardError: If a config belongs to another type, or wrappers had different settings. Nothing is changed
+                then.
+        """
+        settings = _settings(state_dict_type, state_dict_config, optim_state_dict_config)
+        before = WrapperState.get_state_dict_type(module)
+        for _, wrapper in _wrappers(module):
+            wrapper._state_settings = settings
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """Return the state dict settings of the wrappers in ``module``; the defaults if there are none.
+
+        Raises:
+            FullshardError: If they have different settings.
+        """
+        found: list[tuple[StateDictSettings, list[str]]] = []
+        for name, wrapper in _wrappers(module):
+            same_names = next((names for settings, names in found if settings == wrapper._state_settings), None)
+            if same_names is None:
+                found.append((wrapper._state_settings, same_names := []))
+            same_names.append(name or "<root>")
+        if len(found) > 1:
+            described = "; ".join(f"{settings} in {', '.join(names)}" for settings, names in found)
+            raise FullshardError(
+                f"expected the same state dict settings in all wrappers, found {described}; call "
+                "set_state_dict_type on each of these modules first, or use state_dict_type, which restores them"
+            )
+        return found[0][0] if found else StateDictSettings()
+
+    @staticmethod
+    @contextlib.contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Generator[None, None, None]:
+        """Set the state dict type within a ``with`` block, and restore each wrapper's settings afterwards."""
+        settings = _settings(state_dict_type, state_dict_config, optim_state_dict_config)
+        before = [(wrapper, wrapper._state_settings) for _, wrapper in _wrappers(module)]
+        try:
+            for wrapper, _ in before:
+                wrapper._state_settings = settings
+            yield
+        finally:
+            for wrapper, old in before:
+                wrapper._state_settings = old
+
+    # ---------------------------------------------------------------- saving
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state dict that ``nn.Module`` would have before wrapping. All ranks call it.
+
+        The type set by :meth:`set_state_dict_type` determines the values: full parameters (the default), all-gathered
+        unit by unit; this rank's shards as DTensors, like those of ``fully_shard``; or the live flat parameters. With
+        ``NO_SHARD`` they are always full. Values have separate memory, except live ones.
+
+        Raises:
+            FullshardError: For LOCAL_STATE_DICT with ``use_orig_params=True``.
+            PhaseError: In the middle of a step, or inside ``summon_full_params``.
+        """
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        keep_vars = kwargs.get("keep_vars", args[2] if len(args) > 2 else False)
+        unit = unit_at(self)
+        save_format = self._save_format()
+        if self._load is not None:  # an earlier load raised
+            self._close_load(writeback=False)
+        grad = torch.is_grad_enabled()
+        with (
+            torch.inference_mode(False),  # DTensors cannot be detached in it; and it enables grad
+            torch.set_grad_enabled(grad),
+            registered_for_saving(unit, save_format, keep_vars=keep_vars),
+            self._saved_buffers(save_format, keep_vars=keep_vars),
+        ):
+            state = super().state_dict(*args, **kwargs)
+        _rename(state, f"{prefix}{WRAPPED}.", prefix)
+        if save_format.kind is StateDictType.LOCAL_STATE_DICT:
+            for each in visible_slices(unit):
+                state[prefix + each.home.name] = each.as_dtensor(offload=save_format.offload)
+        if not save_format.saves:
+            for name in self._saved_names():
+                state.pop(prefix + name, None)
+        metadata = getattr(state, "_metadata", None)
+        if metadata is not None:
+            own = metadata.pop(f"{prefix}{WRAPPED}", None)
+            if own is not None:  # absent if the module customizes its state dict
+                metadata[prefix.removesuffix(".")] = own
+            _rename(metadata, f"{prefix}{WRAPPED}.", prefix)
+        return state
+
+    def _save_format(self) -> SaveFormat:
+        unit = unit_at(self)
+        save_format = SaveFormat.of(unit, self._state_settings)
+        if save_format.kind is StateDictType.LOCAL_STATE_DICT and unit.parameters and self._options.use_orig_params:
+            raise FullshardError(
+                f"LOCAL_STATE_DICT requires flat parameters, but unit {unit.name or '<root>'!r} has "
+                "use_orig_params=True; use SHARDED_STATE_DICT, or wrap with use_orig_params=False"
+            )
+        return save_format
+
+    @contextlib.contextmanager
+    def _saved_buffers(self, save_format: SaveFormat, *, keep_vars: bool) -> Iterator[None]:
+        buffers = [(m, name, b) for m in self._managed for name, b in m._buffers.items() if b is not None]
+        live = keep_vars or save_format.kind is StateDictType.LOCAL_STATE_DICT or not save_format.saves
+        try:
+            for module, name, buffer in buffers:
+                dtype = (self._buffer_dtypes or {}).get((module, name), buffer.dtype)
+                device = torch.device("cpu") if save_format.offload else buffer.device
+                module._buffers[name] = buffer.to(device, dtype, copy=not live)
+            yield
+        finally:
+            for module, name, buffer in buffers:
+                module._buffers[name] = buffer
+
+    def _saved_names(self) -> Iterator[str]:
+        """Yield the keys that this wrapper, and no nested one, has in a state dict."""
+        unit = unit_at(self)
+        yield from (name for name, _ in owned_names(self, unit))
+        yield from (each.home.name for each in visible_slices(unit))
+        managed = set(self._managed)
+        for prefix, module in self.named_modules(remove_duplicate=False):
+            if module in managed:
+                yield from (clean_name(f"{prefix}.{name}") for name in module._buffers)
+
+    # ---------------------------------------------------------------- loading
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state dict as ``nn.Module`` would before wrapping. All ranks call it, with the same values.
+
+        With any state dict type, values may be full, or DTensors of any mesh, as saved by a wrapper or ``fully_shard``.
+        Only flat parameters require ``LOCAL_STATE_DICT``, and the same wrapping.
+
+        Raises:
+            RuntimeError: As in ``nn.Module``.
+            FullshardError: If a key is missing on some ranks, or has values of different kinds.
+        """
+        metadata = getattr(state_dict, "_metadata", None)
+        if metadata is not None:
+            state_dict = OrderedDict(state_dict)
+            state_dict._metadata = _Metadata(metadata)  # type: ignore[attr-defined]
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except BaseException:
+            for module in self.modules():
+                if isinstance(module, WrapperState):
+                    module._close_load(writeback=False)
+            raise
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        save_format = self._save_format()
+        if self._load is not None:  # an earlier load raised
+            self._close_load(writeback=False)
+        self._messages = args[-1] if args else kwargs["error_msgs"]
+        _rename(state_dict, prefix, f"{prefix}{WRAPPED}.")
+        if save_format.kind is StateDictType.LOCAL_STATE_DICT:
+            self._load = load_into_slices(unit_at(self), state_dict, prefix)
+        else:
+            self._load = load_into_full(self, unit_at(self), state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _end_load(self, incompatible: Any) -> None:
+        for names in incompatible:
+            names[:] = [clean_name(name) for name in names]
+        self._messages[:] = [
+            message.replace(f"{WRAPPED}.", "").replace(f"{CHECKPOINTED}.", "") for message in self._messages
+        ]
+        self._close_load(writeback=True)
+
+    def _close_load(self, *, writeback: bool) -> None:
+        loading, self._load = self._load, None
+        if loading is not None:
+            loading.close(writeback=writeback)
+
+
+def _check_ddp(module: nn.Module) -> None:
+    """Raise FullshardError if a running DistributedDataParallel has registered the sharded parameters: it would
+    all-reduce shards of different parameters.
+    """
+    ddp = DistributedDataParallel._active_ddp_module
+    if ddp is None:
+        return
+    taken = {id(parameter) for parameter in ddp._module_parameters}
+    named = module.named_parameters()
+    names = [clean_name(name) for name, p in named if id(p) in taken and managed_by(p) is not None]
+    if names:
+        raise FullshardError(
+            f"{names[0]} (and {len(names) - 1} more) are sharded, but DistributedDataParallel also reduces them, and "
+            "has overwritten them; have it ignore them: before DistributedDataParallel(model), call "
+            "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)"
+        )
+
+
+def _wrappers(module: nn.Module) -> list[tuple[str, WrapperState]]:
+    """Return the wrappers in ``module`` with their names."""
+    return [(clean_name(name), m) for name, m in module.named_modules() if isinstance(m, WrapperState)]
+
+
+def _settings(
+    kind: StateDictType, config: StateDictConfig | None, optim_config: OptimStateDictConfig | None
+) -> StateDictSettings:
+    if not isinstance(kind, StateDictType):
+        raise TypeError(f"state_dict_type: expected a fullshard.StateDictType, found {kind!r}")
+    made: list[Any] = []
+    for name, given, expected in (
+        ("state_dict_config", config, CONFIGS[kind][0]),
+        ("optim_state_dict_config", optim_config, CONFIGS[kind][1]),
+    ):
+        if given is not None and type(given) is not expected:
+            raise FullshardError(
+                f"{name}: expected a {expected.__name__} for {kind.name}, found a {type(given).__name__}"
+            )
+        made.append(expected() if given is None else replace(given))  # a copy: later assignments have no effect
+    return StateDictSettings(kind, *made)
+
+
+def _rename(state: Any, old: str, new: str) -> None:
+    """Replace the prefix of all keys that have it, in place and in order."""
+    if not isinstance(state, (dict, OrderedDict)):
+        return
+    for key in [key for key in state if key.startswith(old)]:
+        state[new + key.removeprefix(old)] = state.pop(key)

@@ -1,0 +1,261 @@
+"""State dicts of the optimizers of wrapped models, by FQN."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.checkpoint.state.optimizer_entries import optimized_groups
+from fullshard.checkpoint.state.types import OptimStateKeyType, StateDictType
+from fullshard.frontend.arguments import check_instance
+from fullshard.wrapper.state_dict.model import WrapperState
+from fullshard.wrapper.state_dict.optimizer_conversion import (
+    OptimStateFormat,
+    ParameterGroups,
+    load_local,
+    save_local,
+    saved_state,
+    state_to_load,
+)
+
+__all__ = ["WrapperOptim"]
+
+State = dict[str, Any]
+Input = list[dict[str, Any]] | Iterable[nn.Parameter] | None
+
+
+class WrapperOptim:
+    """Saving and loading of optimizers of wrapped models.
+
+    State dicts are portable between all kinds of wrapping and numbers of ranks:
+    ``{"state": {FQN: {name: value}}, "param_groups": [{"params": [FQN, ...], ...}]}``. ``fully_shard`` units may be
+    among the wrappers. No step is run.
+
+    Migration from fairscale: ``gather_full_optim_state_dict(optim)`` is ``full_optim_state_dict(model, optim)``, with
+    ``rank0_only=False`` if every rank needs it, and ``state_dict_on_rank_0_only`` is ``rank0_only``;
+    ``get_shard_from_optim_state_dict(state)`` is ``shard_full_optim_state_dict(state, model, optim=optim)``.
+    """
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: State | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> State:
+        """Return the state of ``optim``, of the type that :meth:`set_state_dict_type` has set. All ranks call it.
+
+        Gathered tensor by tensor, with memory for the result and one more tensor.
+
+        Args:
+            model: The model that it optimizes.
+            optim: Any optimizer. All ranks must have state for the same parameters, also where their shard is empty.
+            optim_state_dict: Its state dict, if that was edited; without ``param_groups`` to leave them out.
+            group: Process group whose first rank gets the result with ``rank0_only``. None: the ranks of the model.
+
+        Returns:
+            FULL: full tensors, in separate memory; with ``rank0_only`` empty on other ranks. SHARDED: DTensors with
+            Shard(0); those of ``fully_shard`` units are live; before the first step, its initial state, as a target for
+            loading. LOCAL: the live state, by the names of registered parameters. Tied parameters have their first FQN.
+
+        Raises:
+            ValueError: If the optimizer has parameters that are not in the model.
+            FullshardError: On all ranks that share parameters, if their state differs.
+            PhaseError: In the middle of a step.
+        """
+        state_format = OptimStateFormat.of(WrapperState.get_state_dict_type(model))
+        if state_format.type is StateDictType.LOCAL_STATE_DICT:
+            return save_local(model, optim, optim_state_dict)
+        return saved_state(model, optim, optim_state_dict, state_format, group)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: State,
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> State:
+        """Convert a result of :meth:`optim_state_dict` to a state dict that ``optim`` can load. All ranks call it.
+
+        Parameters are matched by FQN; wrapping, order and groups may have changed.
+
+        Args:
+            model: The model that it optimizes.
+            optim: The optimizer to load into; its state need not exist yet, and does not change.
+            optim_state_dict: State with full tensors, DTensors, or torch's ``ShardedTensor``. With ``rank0_only``, only
+                the first rank's is used, which must not have ``ShardedTensor``, and is sent to the others tensor by
+                tensor.
+            is_named_optimizer: Key the result by names instead of indices.
+            load_directly: Also load it into ``optim``.
+            group: Process group of the broadcast with ``rank0_only``. None: the ranks of the model.
+
+        Raises:
+            ValueError: If parameters are missing or unexpected, a shape does not match, or parameters of one group were
+                saved with different options.
+            FullshardError: If parameters in one flat parameter were saved with different numbers of steps.
+        """
+        state_format = OptimStateFormat.of(WrapperState.get_state_dict_type(model))
+        if state_format.type is StateDictType.LOCAL_STATE_DICT:
+            result = load_local(model, optim, optim_state_dict, named=is_named_optimizer)
+        else:
+            result = state_to_load(
+                model,
+                optim,
+                optim_state_dict,
+                named=is_named_optimizer,
+                rank0_only=state_format.rank0_only,
+                group=group,
+            )
+        if load_directly:
+            optim.load_state_dict(result)
+        return result
+
+    # ---------------------------------------------------------------- older methods
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: Input = None,
+        rank0_only: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> State:
+        """Return the full state, in CPU memory. ``optim_input`` is not needed."""
+        return saved_state(
+            model, optim, None, OptimStateFormat(StateDictType.FULL_STATE_DICT, rank0_only=rank0_only), group
+        )
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+    ) -> State:
+        """Return the sharded state, in CPU memory."""
+        return saved_state(model, optim, None, OptimStateFormat(StateDictType.SHARDED_STATE_DICT), group)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: State,
+        model: nn.Module,
+        optim_input: Input = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> State:
+        """Convert a result of :meth:`full_optim_state_dict` to this rank's state dict for the optimizer to load.
+
+        Args:
+            full_optim_state_dict: The full state, on every rank.
+            model: The model that is optimized.
+            optim_input: Parameters or groups of the optimizer, if it does not exist yet. None: ``model.parameters()``.
+            optim: The optimizer.
+        """
+        optimizer = _optimizer(model, optim_input, optim)
+        return state_to_load(model, optimizer, full_optim_state_dict, named=False, rank0_only=False, group=None)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: State, model: nn.Module, optim: torch.optim.Optimizer
+    ) -> State:
+        """Convert a result of :meth:`sharded_optim_state_dict` to this rank's state dict. All ranks call it."""
+        return state_to_load(model, optim, sharded_optim_state_dict, named=False, rank0_only=False, group=None)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: State | None,
+        model: nn.Module,
+        optim_input: Input = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> State:
+        """Convert a full state that only the first rank has to each rank's state dict. All ranks of ``group`` call
+        it.
+        """
+        optimizer = _optimizer(model, optim_input, optim)
+        return state_to_load(model, optimizer, full_optim_state_dict, named=False, rank0_only=True, group=group)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: State,
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: Input = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> State:
+        """Convert the keys of a state dict from indices of parameters to FQNs, or the reverse.
+
+        For optimizers of models without flat parameters, mostly plain ones. Tensors are not copied.
+
+        Args:
+            optim_state_dict: State dict with either keys.
+            optim_state_key_type: Type of the result's keys.
+            model: The model that is optimized.
+            optim_input: Parameters or groups of the optimizer. None: ``model.parameters()``.
+            optim: The optimizer, instead of ``optim_input``.
+
+        Raises:
+            ValueError: If keys are of both types, or unknown.
+        """
+        check_instance("rekey_optim_state_dict: optim_state_key_type", optim_state_key_type, OptimStateKeyType)
+        named = optim_state_key_type is OptimStateKeyType.PARAM_NAME
+        keys = [*optim_state_dict["state"]]
+        keys += [key for group in optim_state_dict.get("param_groups", []) for key in group["params"]]
+        kinds = {type(key) for key in keys}
+        if not kinds <= {str} and not kinds <= {int}:
+            raise ValueError(
+                "rekey_optim_state_dict: expected either names or indices of parameters as keys, found both: "
+                f"{keys[:8]}"
+            )
+        if not kinds or kinds == {str if named else int}:
+            return optim_state_dict
+        names = _names(model, _optimizer(model, optim_input, optim))
+        if named:
+            return _rekeyed(optim_state_dict, dict(enumerate(found[0] for found in names)))
+        result = _rekeyed(optim_state_dict, {name: n for n, found in enumerate(names) for name in found})
+        for group in result.get("param_groups", []):
+            group["params"].sort()  # indices are in the order of the groups
+        result.get("param_groups", []).sort(key=lambda group: group["params"][:1])
+        return result
+
+
+def _optimizer(model: nn.Module, given: Input, optimizer: torch.optim.Optimizer | None) -> Any:
+    if optimizer is not None:
+        return optimizer
+    return ParameterGroups(model.parameters() if given is None else given)
+
+
+def _names(model: nn.Module, optimizer: Any) -> list[tuple[str, ...]]:
+    """Return all FQNs of each parameter of an optimizer, in its order."""
+    members = [member for group in optimized_groups(model, optimizer.param_groups) for member in group]
+    flat = [member for member in members if member.flat]
+    if flat:
+        raise ValueError(
+            f"rekey_optim_state_dict: {', '.join(flat[0].fqns)} share a flat parameter, so their state cannot be keyed "
+            "by indices; use optim_state_dict and optim_state_dict_to_load"
+        )
+    return [member.originals[0].fqns for member in members]
+
+
+def _rekeyed(state_dict: Mapping[str, Any], keys: Mapping[Any, Any]) -> State:
+    groups = state_dict.get("param_groups", [])
+    used = [*state_dict["state"], *(key for group in groups for key in group["params"])]
+    unknown = [key for key in used if key not in keys]
+    if unknown:
+        raise ValueError(
+            f"rekey_optim_state_dict: expected the parameters of this optimizer, {list(keys)[:8]} ..., also found "
+            f"{unknown[:8]}; pass the model and optimizer that the state dict belongs to"
+        )
+    result: State = {"state": {keys[key]: value for key, value in state_dict["state"].items()}}
+    if "param_groups" in state_dict:
+        result["param_groups"] = [
+            {
+                **copy.deepcopy({k: v for k, v in group.items() if k != "params"}),
+                "params": [keys[k] for k in group["params"]],
+            }
+            for group in groups
+        ]
+    return result

@@ -1,0 +1,455 @@
+"""Convert state dicts of optimizers to and from each :class:`~fullshard.checkpoint.state.types.StateDictType`."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fullshard.checkpoint.state.initial_optimizer import give_initial_state
+from fullshard.checkpoint.state.optimizer import agree_on_state, state_by_fqn
+from fullshard.checkpoint.state.optimizer_entries import (
+    NAMELESS,
+    OptimizedParameter,
+    Path,
+    TensorSpec,
+    group_options,
+    leaves_of,
+    map_leaves,
+    optimized_groups,
+    to_specs,
+)
+from fullshard.checkpoint.state.optimizer_gather import full_state, gather_groups, sharded_state
+from fullshard.checkpoint.state.optimizer_target import OptimizerTarget
+from fullshard.checkpoint.state.parameters import LocalParameter, local_parameters
+from fullshard.checkpoint.state.sharded_tensor import ShardedTensor, gather_sharded_tensor
+from fullshard.checkpoint.state.tensor_shards import TensorShards
+from fullshard.checkpoint.state.types import OptimStateDictConfig, StateDictSettings, StateDictType
+from fullshard.engine.ownership import nested_units
+from fullshard.engine.parameters.names import clean_name
+
+__all__ = ["OptimStateFormat", "ParameterGroups", "load_local", "save_local", "saved_state", "state_to_load"]
+
+
+@dataclass(frozen=True)
+class OptimStateFormat:
+    """Format of a saved optimizer state.
+
+    Args:
+        type: Type of the tensors.
+        offload: Tensors are in CPU memory.
+        rank0_only: Only the first rank gets the state.
+    """
+
+    type: StateDictType
+    offload: bool = True
+    rank0_only: bool = False
+
+    @classmethod
+    def of(cls, settings: StateDictSettings) -> OptimStateFormat:
+        """Return the format for a wrapper's settings."""
+        config: OptimStateDictConfig = settings.optim_state_dict_config
+        return cls(settings.state_dict_type, config.offload_to_cpu, getattr(config, "rank0_only", False))
+
+
+class ParameterGroups:
+    """Parameter groups of an optimizer that does not exist yet.
+
+    Args:
+        given: Arguments of the optimizer: parameters, or groups.
+    """
+
+    param_groups: list[dict[str, Any]]
+    state: dict[Any, Any]
+
+    def __init__(self, given: Iterable[Any]) -> None:
+        entries = list(given)
+        groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
+        self.param_groups = [{**group, "params": _to_list(group["params"])} for group in groups]
+        self.state = {}
+
+
+def _to_list(parameters: Any) -> list[Any]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+# ---------------------------------------------------------------- saving
+
+
+def saved_state(
+    model: nn.Module,
+    optimizer: Any,
+    given: Mapping[str, Any] | None,
+    state_format: OptimStateFormat,
+    group: dist.ProcessGroup | None,
+) -> dict[str, Any]:
+    """Return the state of ``optimizer`` by FQN, in full tensors or DTensors with Shard(0). All ranks call it.
+
+    Args:
+        model: The model that it optimizes.
+        optimizer: Any optimizer, also a named one.
+        given: Its state dict, maybe edited. None: its present state.
+        state_format: FULL or SHARDED.
+        group: Process group of ``rank0_only``. None: the ranks of the model.
+    """
+    state, options = _state_and_groups(model, optimizer, given)
+    groups = optimized_groups(model, optimizer.param_groups)
+    members = [member for group_ in groups for member in group_]
+    _check_same_state(model, members, state)
+    if not state and given is None and state_format.type is StateDictType.SHARDED_STATE_DICT:
+        state = _initial_state(optimizer)  # torch.distributed.checkpoint only loads into existing entries
+    target = _first_rank(model, group) if state_format.rank0_only and dist.is_initialized() else None
+    receives = target is None or dist.get_rank() == target
+
+    def leaf(original: LocalParameter, value: torch.Tensor, is_sharded: bool) -> torch.Tensor | None:
+        if state_format.type is StateDictType.FULL_STATE_DICT:
+            full = full_state(original, value, is_sharded, target)
+            return None if full is None or not receives else full.cpu() if state_format.offload else full
+        rows = sharded_state(original, value, is_sharded)
+        rows = rows if isinstance(rows, DTensor) else rows.clone()
+        return rows.cpu() if state_format.offload else rows
+
+    with torch.inference_mode(False), torch.no_grad():  # in this order: the first enables grad
+        saved: dict[str, Any] = dict(state_by_fqn(members, state, leaf))
+    if not receives:
+        return {}
+    for key, value in state.items():
+        if not isinstance(key, torch.Tensor):
+            warnings.warn(
+                f"the optimizer's state has the key {key!r}, which is not a parameter; it is copied", stacklevel=4
+            )
+            saved[key] = copy.deepcopy(value)
+    result: dict[str, Any] = {"state": saved}
+    if options is not None:
+        result["param_groups"] = [
+            {**copy.deepcopy(group_options(own)), "params": [fqn for member in found for fqn in member.fqns]}
+            for own, found in zip(options, groups, strict=True)
+        ]
+    return result
+
+
+def _mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """Return the mesh that a model is sharded over, tensor parallelism included; None if it has no units."""
+    placements = (parameter.placement for unit in nested_units(model) for parameter in unit.parameters)
+    meshes = [placement.sharded_spec(torch.float32).mesh for placement in placements]
+    return max(meshes, key=DeviceMesh.size, default=None)
+
+
+def _first_rank(model: nn.Module, group: dist.ProcessGroup | None) -> int:
+    """Return the global rank of the group's or model's first rank."""
+    if group is not None:
+        return dist.get_global_rank(group, 0)
+    mesh = _mesh_of(model)
+    return 0 if mesh is None else int(mesh.mesh.flatten()[0])
+
+
+def _sending_group(model: nn.Module, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the process group of the broadcast from the first rank.
+
+    Raises:
+        ValueError: If there is no process group of these ranks.
+    """
+    mesh = _mesh_of(model)
+    if group is not None or mesh is None or mesh.size() == dist.get_world_size():
+        return group
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    raise ValueError(
+        f"the model is sharded over a multi-dimensional mesh of some ranks, {mesh}; pass the process group of these "
+        "ranks for the broadcast from its first rank"
+    )
+
+
+def _state_and_groups(
+    model: nn.Module, optimizer: Any, given: Mapping[str, Any] | None
+) -> tuple[dict[Any, Any], Sequence[Mapping[str, Any]] | None]:
+    """Return the state by parameter object (or other key), and the groups; None if groups were not given."""
+    if given is None:
+        return dict(optimizer.state), optimizer.param_groups
+    parameters: dict[Any, nn.Parameter] = dict(
+        enumerate(parameter for group in optimizer.param_groups for parameter in group["params"])
+    )
+    parameters |= {name: p for p in parameters.values() for name in _names_of(model).get(id(p), ())}
+    state = {}
+    for key, value in given["state"].items():
+        name = clean_name(key) if isinstance(key, str) else key
+        state[parameters.get(name, key)] = value
+    groups = given.get("param_groups")
+    if groups is not None and len(groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"expected {len(optimizer.param_groups)} parameter groups in the optimizer's state dict, found "
+            f"{len(groups)}"
+        )
+    return state, groups
+
+
+def _initial_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """Return the state that the first step of a fresh optimizer would begin with. The optimizer stays fresh."""
+    give_initial_state(optimizer)
+    state = dict(optimizer.state)
+    optimizer.state.clear()
+    return state
+
+
+def _names_of(model: nn.Module) -> dict[int, list[str]]:
+    """Return the names of registered parameters, flat ones included, by their ids, without prefixes of wrappers."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(clean_name(name))
+    return names
+
+
+def _check_same_state(model: nn.Module, members: Sequence[OptimizedParameter], state: Mapping[Any, Any]) -> None:
+    """Raise if ranks that gather together hold different state."""
+    if not dist.is_initialized():
+        return
+    prints = state_by_fqn(
+        members, state, lambda original, value, is_sharded: original.shards_of(value) if is_sharded else value
+    )
+    groups: dict[dist.ProcessGroup, dict[str, Any]] = {}
+    for original in local_parameters(model):  # including those that only this rank does not optimize
+        for group in gather_groups(original):
+            groups.setdefault(group, {})[original.fqn] = prints.get(original.fqn, {})
+    for group, own in groups.items():
+        agree_on_state(own, group)
+
+
+def save_local(model: nn.Module, optimizer: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return this rank's state by the names of registered parameters. No communication, and no copies."""
+    state, options = _state_and_groups(model, optimizer, given)
+    names = _names_of(model)
+    saved = {names[id(key)][0] if isinstance(key, torch.Tensor) else key: value for key, value in state.items()}
+    result: dict[str, Any] = {"state": saved}
+    if options is not None:
+        result["param_groups"] = [
+            {**group_options(own), "params": [names[id(parameter)][0] for parameter in group["params"]]}
+            for own, group in zip(options, optimizer.param_groups, strict=True)
+        ]
+    return result
+
+
+# ---------------------------------------------------------------- loading
+
+
+def state_to_load(
+    model: nn.Module,
+    optimizer: Any,
+    given: Mapping[str, Any] | None,
+    *,
+    named: bool,
+    rank0_only: bool,
+    group: dist.ProcessGroup | None,
+) -> dict[str, Any]:
+    """Convert a result of :func:`saved_state` to a state dict for ``optimizer``.
+
+    Args:
+        model: The model that it optimizes; wrapping may differ from the saved model's.
+        optimizer: Any optimizer, or :class:`ParameterGroups`.
+        given: State by FQN, in full tensors or any DTensors.
+        named: Key the result by names, for named optimizers.
+        rank0_only: Use the first rank's state and broadcast it. All ranks call it.
+        group: Process group of the broadcast. None: the ranks of the model.
+
+    Raises:
+        ValueError: If the state does not match the model and optimizer.
+    """
+    rank0_only = rank0_only and dist.is_initialized()
+    group = _sending_group(model, group) if rank0_only else group
+    tensors, specs, groups = _receive_specs(given, rank0_only=rank0_only, group=group)
+    found = local_parameters(model)
+    groups_of_collectives: list[dist.ProcessGroup | None] = [group] if rank0_only else []
+    if tensors is not None and any(isinstance(t, DTensor) for leaves in tensors.values() for t in leaves.values()):
+        groups_of_collectives += dict.fromkeys(each for original in found for each in gather_groups(original))
+    groups_of_collectives += dict.fromkeys(
+        leaf._process_group
+        for leaves in (tensors or {}).values()
+        for leaf in leaves.values()
+        if isinstance(leaf, ShardedTensor)
+    )
+    target = _plan_target(model, optimizer, specs, groups, groups_of_collectives)
+    originals = {fqn: original for original in found for fqn in original.fqns}
+    with torch.inference_mode(False), torch.no_grad():  # in this order: the first enables grad
+        for key, state in specs.items():
+            targets = leaves_of(target.tree["state"].get(key, {}))
+            for path, leaf in leaves_of(state).items():
+                if isinstance(leaf, TensorSpec):
+                    value = tensors[key][path] if tensors is not None else None
+                    if rank0_only:
+                        value = _broadcast(leaf, value, group)
+                    assert value is not None
+                    _fill(targets.get(path), value, originals.get(key))
+        result = target.state_dict(_keys(model, optimizer) if named else None)
+    if groups is None:
+        del result["param_groups"]
+    return result
+
+
+def _plan_target(
+    model: nn.Module,
+    optimizer: Any,
+    specs: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]] | None,
+    groups_of_collectives: Sequence[dist.ProcessGroup | None],
+) -> OptimizerTarget:
+    """Return a target without problems. A problem of one rank in the groups raises on all."""
+    target, problems = None, []
+    try:
+        target = OptimizerTarget(model, optimizer, specs, groups, reuse=False)
+        problems = target.problems
+    except ValueError as error:
+        problems = [str(error)]
+    for group in groups_of_collectives:
+        problems_of_ranks: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(problems_of_ranks, problems, group=group)
+        problems = list(dict.fromkeys(problem for found in problems_of_ranks for problem in found))
+    if problems or target is None:
+        raise ValueError(f"cannot load the optimizer state: {'; '.join(problems)}")
+    return target
+
+
+def _receive_specs(
+    given: Mapping[str, Any] | None, *, rank0_only: bool, group: dist.ProcessGroup | None
+) -> tuple[dict[str, dict[Path, Any]] | None, dict[str, Any], list[dict[str, Any]] | None]:
+    """Return tensors by key and path (None if the first rank will send them), their specs, and the groups."""
+    if rank0_only and dist.get_rank(group) != 0:
+        received: list[Any] = [None]
+        dist.broadcast_object_list(received, group=group, group_src=0)
+        if isinstance(received[0], Exception):
+            raise received[0]
+        return None, *received[0]
+    try:
+        state = _by_clean_names(given or {})
+        leaves = (leaf for value in state.values() for leaf in leaves_of(value).values())
+        if rank0_only and any(isinstance(leaf, ShardedTensor) for leaf in leaves):
+            raise ValueError(
+                "rank0_only: expected full tensors on the first rank, found ShardedTensors, which all ranks must "
+                "gather; load the state without rank0_only, on every rank"
+            )
+    except Exception as error:
+        if rank0_only:
+            dist.broadcast_object_list([error], group=group, group_src=0)
+        raise
+    specs = {key: to_specs(value) for key, value in state.items()}
+    groups = (given or {}).get("param_groups")
+    if groups is not None:
+        groups = [{**own, "params": [clean_name(fqn) for fqn in own["params"]]} for own in groups]
+    if rank0_only:
+        dist.broadcast_object_list([(specs, groups)], group=group, group_src=0)
+    return {key: leaves_of(value) for key, value in state.items()}, specs, groups
+
+
+def _by_clean_names(given: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
+    if given and "state" not in given:
+        raise ValueError(
+            f'expected a state dict of an optimizer, with the key "state"; found the keys {list(given)[:8]}; if it was '
+            "saved only on the first rank, load it with FullOptimStateDictConfig(rank0_only=True)"
+        )
+    keys = [*given.get("state", {}), *(key for group in given.get("param_groups", []) for key in group["params"])]
+    numbers = [key for key in keys if not isinstance(key, str)]
+    if numbers:
+        raise ValueError(
+            f"expected names of parameters as keys, found {numbers[0]!r}; convert a result of optimizer.state_dict() "
+            "with FullyShardedDataParallel.rekey_optim_state_dict(..., OptimStateKeyType.PARAM_NAME, ...)"
+        )
+    return {
+        clean_name(key): value if isinstance(value, dict) else {NAMELESS: value}
+        for key, value in given.get("state", {}).items()
+    }
+
+
+def _broadcast(leaf: TensorSpec, value: torch.Tensor | None, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Broadcast a full tensor from the first rank."""
+    device = dist.distributed_c10d._get_pg_default_device(group)
+    if value is None:
+        buffer = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+    else:
+        buffer = (value.full_tensor() if isinstance(value, DTensor) else value).detach().to(device).contiguous()
+    dist.broadcast(buffer, group=group, group_src=0)
+    return buffer
+
+
+def _fill(target_tensor: Any, value: torch.Tensor, original: LocalParameter | None) -> None:
+    """Copy this rank's shard of a saved tensor. If it is sharded differently, it is gathered first: a collective."""
+    if isinstance(value, DTensor):
+        parameter = None if original is None else original.parameter
+        alike = isinstance(parameter, DTensor) and value.shape == parameter.shape
+        if alike and value.placements == parameter.placements and value.device_mesh == parameter.device_mesh:  # type: ignore[union-attr]
+            _copy(target_tensor, TensorShards.of(value))
+            return
+        if value._local_tensor.device.type != value.device_mesh.device_type:  # offloaded
+            value = value.to(value.device_mesh.device_type)
+        value = value.full_tensor()  # type: ignore[attr-defined]
+    elif isinstance(value, ShardedTensor):
+        value = gather_sharded_tensor(value)
+    if isinstance(target_tensor, TensorShards):
+        for region, local in target_tensor.shards:
+            local.copy_(value[tuple(map(slice, region.offsets, _ends(region.offsets, region.sizes)))])
+    elif target_tensor is not None:
+        target_tensor.copy_(value)
+
+
+def _copy(target_tensor: Any, value: TensorShards) -> None:
+    if target_tensor is not None:
+        for (_, to), (_, local) in zip(target_tensor.shards, value.shards, strict=True):
+            to.copy_(local)
+
+
+def _ends(offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    return [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+
+
+def _keys(model: nn.Module, optimizer: Any) -> dict[int, str]:
+    """Return the names of parameters in a named optimizer, by their ids."""
+    names = {key: found[0] for key, found in _names_of(model).items()}
+    own = [key for group in optimizer.state_dict()["param_groups"] for key in group["params"]]
+    raw = {clean_name(key): key for key in own if isinstance(key, str)}
+    return {key: raw.get(name, name) for key, name in names.items()}
+
+
+def load_local(model: nn.Module, optimizer: Any, given: Mapping[str, Any], *, named: bool) -> dict[str, Any]:
+    """Convert a result of :func:`save_local` to a state dict for ``optimizer``: same wrapping, same ranks.
+
+    Raises:
+        ValueError: If the parameters or shapes differ.
+    """
+    names = _names_of(model)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    keys: dict[str, Any] = {names[id(p)][0]: number for number, p in enumerate(parameters)}
+    if named:
+        by_id = _keys(model, optimizer)
+        keys = {name: by_id[id(parameters[number])] for name, number in keys.items()}
+    groups = given.get("param_groups", [])
+    unknown = [fqn for group in groups for fqn in group["params"] if fqn not in keys]
+    missing = set(keys) - {fqn for group in groups for fqn in group["params"]} if groups else set()
+    if unknown or missing:
+        raise ValueError(
+            "LOCAL_STATE_DICT: expected state of the same flat parameters, saved with the same wrapping; unexpected: "
+            f"{unknown[:8]}, missing: {sorted(missing)[:8]}; use FULL_STATE_DICT or SHARDED_STATE_DICT instead"
+        )
+    _check_local(parameters, names, given["state"])
+    result: dict[str, Any] = {"state": {keys.get(fqn, fqn): value for fqn, value in given["state"].items()}}
+    if "param_groups" in given:
+        result["param_groups"] = [{**group, "params": [keys[fqn] for fqn in group["params"]]} for group in groups]
+    return result
+
+
+def _check_local(parameters: Sequence[nn.Parameter], names: Mapping[int, list[str]], state: Mapping[str, Any]) -> None:
+    for parameter in parameters:
+        fqn = names[id(parameter)][0]
+
+        def check(path: Path, value: Any, fqn: str = fqn, parameter: nn.Parameter = parameter) -> None:
+            if isinstance(value, torch.Tensor) and value.dim() == parameter.dim() and value.shape != parameter.shape:
+                raise ValueError(
+                    f"LOCAL_STATE_DICT: {fqn}: this rank's shard has shape {tuple(parameter.shape)}, but {path[0]} was "
+                    f"saved with {tuple(value.shape)}; load it on the same number of ranks"
+                )
+
+        map_leaves(state.get(fqn, {}), check)

@@ -1,0 +1,531 @@
+"""Quantized communication: what models compute with, what becomes of gradients, and what stays exact."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from packed_tensor import PackedWeight
+from test_quantized_blocks import quantized
+from torch import nn
+from torch.distributed.tensor import DTensor
+from user_collectives import Gather
+
+from compare import assert_close, assert_equal, assert_models_equal
+from fullshard import (
+    CPUOffloadPolicy,
+    FullshardError,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+    unsharded,
+)
+from fullshard.checkpoint import full_tensors
+from fullshard.checkpoint.safetensors import stream
+from fullshard.comm import record
+from fullshard.comm_hooks import DefaultState, reduce_scatter_hook
+from fullshard.engine.ownership import unit_of
+from fullshard.policy import CommQuantization
+from fullshard.wrap import ModuleWrapPolicy
+from models import Block, Branch, Mlp, Stack, batch, reference_backward, shard_blocks, square_loss
+from ranks import Rank, on_ranks
+
+BLOCK = 16
+DIM = 9  # neither two nor four ranks divide it
+INT8 = CommQuantization(all_gather="int8", reduce="int8", block=BLOCK, min_bytes=100)
+LOSS = square_loss(0, 4, DIM)
+
+
+def build(dim: int = DIM) -> Stack:
+    torch.manual_seed(3)
+    return Stack(2, dim)
+
+
+def is_large(parameter: torch.Tensor, itemsize: int = 4) -> bool:
+    """Whether :data:`INT8` quantizes it."""
+    return parameter.numel() * itemsize >= INT8.min_bytes
+
+
+def by_rows(full: torch.Tensor, ranks: int, own: int | None = None, name: str = "int8") -> torch.Tensor:
+    """``full`` with every rank's rows quantized, but for those of rank ``own``."""
+    chunks = torch.chunk(full, ranks)
+    return torch.cat([c if r == own else quantized(c.flatten(), name, BLOCK).view_as(c) for r, c in enumerate(chunks)])
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def held_in_forward(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The full parameters that the modules hold in one forward."""
+    with unsharded(model):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_on_all_ranks(tensor: torch.Tensor, rank: Rank, what: str) -> None:
+    found = [torch.empty_like(tensor) for _ in range(rank.world_size)]
+    dist.all_gather(found, tensor.contiguous())
+    for other in found:
+        assert_equal(other, tensor, what)
+
+
+# What is computed with, and gradients
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_full_parameters(rank: Rank, name: Any) -> None:
+    """Large parameters are every rank's rows quantized, the same bits on all; small ones, and shards, are exact."""
+    reference = build()
+    model = shard_blocks(copy.deepcopy(reference), rank)
+    model.set_comm_quantization(CommQuantization(all_gather=name, block=BLOCK, min_bytes=100))
+    for fqn, held in held_in_forward(model).items():
+        exact = reference.get_parameter(fqn).detach()
+        expected = by_rows(exact, rank.world_size, name=name) if is_large(exact) else exact
+        assert_close(held, expected, fqn, rtol=1e-6, atol=1e-7)
+        assert torch.equal(held, exact) != is_large(exact), fqn
+        assert_on_all_ranks(held, rank, fqn)
+    assert_models_equal(model, reference)
+
+
+@on_ranks(2, 4)
+def test_gradients(rank: Rank) -> None:
+    """Those of the quantized model; each rank adds its own part exactly to the quantized ones of the others."""
+    world = rank.world_size
+    reference = build()
+    model = shard_blocks(copy.deepcopy(reference), rank)
+    model.set_comm_quantization(INT8)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            if is_large(parameter):
+                parameter.copy_(by_rows(parameter, world))
+    own = []
+    for sender in range(world):
+        reference.zero_grad()
+        LOSS(reference, sender).backward()
+        own.append({name: p.grad for name, p in reference.named_parameters()})
+    LOSS(model, rank.rank).backward()
+    for name, parameter in model.named_parameters():
+        parts = [own[sender][name] for sender in range(world)]
+        if is_large(parts[0]):
+            chunks = [by_rows(part, world, own=sender) for sender, part in enumerate(parts)]
+        else:
+            chunks = parts
+        found = full(parameter.grad)
+        assert_close(found, sum(chunks) / world, name, rtol=1e-4, atol=2e-6)
+        bound = sum(part.abs().max() for part in parts) / world / 254
+        assert (found - sum(parts) / world).abs().max() <= 1.01 * bound + 1e-6, name
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", ["bf16", "bf16 reduced", "offload", "no_sync", "hybrid", "replicas", "int reshard"])
+def test_modes(rank: Rank, case: str) -> None:
+    """Each mode trains close to an unsharded model, and quantization is active."""
+    options: dict[str, Any] = {}
+    mesh = rank.mesh
+    if case.startswith("bf16"):
+        reduce_dtype = torch.bfloat16 if case == "bf16 reduced" else torch.float32
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
+    elif case == "offload":
+        options["offload_policy"] = CPUOffloadPolicy()
+    elif case in ("hybrid", "replicas"):
+        mesh = rank.make_mesh(*((1, 2) if case == "hybrid" else (2, 1)), names=("replicate", "shard"))
+    elif case == "int reshard":
+        options["reshard_after_forward"] = 1
+    reference = build()
+    model = copy.deepcopy(reference)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    model.set_comm_quantization(INT8, CommQuantization(reduce="int8", block=BLOCK, min_bytes=100, error_feedback=True))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    for step in range(3):
+        loss_of = square_loss(step, 4, DIM)
+        if case == "no_sync":
+            model.set_requires_gradient_sync(False)
+            loss_of(model, rank.rank).backward()
+            reference_backward(reference, 2, loss_of)
+            model.set_requires_gradient_sync(True)
+        loss_of(model, rank.rank).backward()
+        reference_backward(reference, 2, loss_of)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, found), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert_on_all_ranks(full(found).detach(), rank, name)
+        change = (full(found).to(expected.device) - expected).abs().max()
+        assert change < 0.02 * expected.abs().max() + 0.01, f"{name}: {change}"
+    report = model.comm_quantization_report()
+    assert report.active and report.ratio < (1.0 if case.startswith("bf16") else 0.8), str(report)
+
+
+@on_ranks(4)
+def test_hsdp(rank: Rank) -> None:
+    """On a (2, 2) mesh both axes round; replicas stay equal bit by bit, and gradients are within the bound."""
+    mesh = rank.make_mesh(2, 2, names=("replicate", "shard"))
+    reference = build()
+    model = copy.deepcopy(reference)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh).set_comm_quantization(
+        INT8, CommQuantization(reduce="int8", block=BLOCK, min_bytes=100)
+    )
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            if is_large(parameter):
+                parameter.copy_(by_rows(parameter, 2))
+    with record() as seen:
+        LOSS(model, rank.rank).backward()
+    largest = {name: 0.0 for name, _ in reference.named_parameters()}
+    for sender in range(4):
+        reference.zero_grad()
+        LOSS(reference, sender).backward()
+        for name, parameter in reference.named_parameters():
+            largest[name] = max(largest[name], float(parameter.grad.abs().max()))
+    reference.zero_grad()
+    reference_backward(reference, 4, LOSS)
+    for name, parameter in model.named_parameters():
+        gradient = full(parameter.grad)  # of the replicas of this rank
+        assert_on_all_ranks(gradient, rank, name)
+        error = (gradient - reference.get_parameter(name).grad).abs().max()
+        assert error <= 1.01 * 3 * largest[name] / 254 + 1e-6, name
+        assert is_large(parameter) or error < 1e-6, name
+    reduced = [c for c in seen if c.kind == "all_reduce"]
+    assert reduced and all(c.dtype is torch.int8 for c in reduced)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mesh_shape", [(1, 2), (2, 1)], ids=["shard", "replicate"])
+def test_gradients_of_some_ranks_only(rank: Rank, mesh_shape: tuple[int, int]) -> None:
+    """Whether there is a gradient is not quantized away, however large others are and small the block of numbers."""
+    torch.manual_seed(0)
+    model = Branch()
+    model.rank = rank.rank
+    fully_shard(model, mesh=rank.make_mesh(*mesh_shape, names=("replicate", "shard")))
+    every = CommQuantization(reduce="int8", block=BLOCK, min_bytes=0)
+    model.set_comm_quantization(every, every)
+    (1e6 * model(batch(rank.rank, 0, 4, 6)).square().mean()).backward()
+    assert model.even.weight.grad is not None and model.odd.weight.grad is not None
+    assert model.never.weight.grad is None
+    bucket = unit_of(model).buckets[0]
+    (plan,) = bucket.plans
+    (operand,) = plan.all_reduce_operands([torch.zeros(plan.shards_numel)])
+    start = plan.presence_offset
+    if rank.world_size == mesh_shape[1]:
+        start -= plan.layout.message_offset
+        (operand,) = plan.packed_operands(torch.zeros(plan.shards_numel), plan.message_tensor)
+    slices = operand.slices
+    assert slices and all(each.offset + each.numel <= start for each in slices)
+    for layer in (model.even, model.odd):
+        gradient = full(layer.weight.grad)
+        assert_on_all_ranks(gradient, rank, "gradient")
+        assert gradient.abs().max() > 0
+
+
+@on_ranks(2)
+def test_overflow_is_seen(rank: Rank) -> None:
+    """An inf in one rank's loss makes gradients of both ranks not finite, so that a scaler skips the step."""
+    model = shard_blocks(build(), rank)
+    model.set_comm_quantization(INT8)
+    factor = math.inf if rank.rank == 1 else 1.0
+    (LOSS(model, rank.rank) * factor).backward()
+    assert not full(model.blocks[0].up.weight.grad).isfinite().any()
+    assert not math.isfinite(full(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+
+
+# The wrapper
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+def test_wrapper(rank: Rank, orig: bool) -> None:
+    """Slices are quantized; what it summons, saves and loads is exact all the same."""
+    reference = build()
+    model = FullyShardedDataParallel(
+        copy.deepcopy(reference), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=orig
+    )
+    model.set_comm_quantization(INT8)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    for step in range(2):
+        loss_of = square_loss(step, 4, DIM)
+        with record() as seen:
+            loss_of(model, rank.rank).backward()
+        reference_backward(reference, 2, loss_of)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert {c.dtype for c in seen if c.kind == "all_gather"} == {torch.int8}
+    assert {c.dtype for c in seen if c.kind == "reduce_scatter"} == {torch.int8, torch.float32}  # who has gradients
+    report = model.comm_quantization_report()
+    assert report.active and report.ratio < 0.4
+    with record() as seen, FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        summoned = [parameter.detach().clone() for parameter in model.module.parameters()]
+    assert {c.dtype for c in seen} == {torch.float32}
+    assert model.comm_quantization_report() == report, "exact gathers are not counted"
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        state = model.state_dict()
+    for found, saved, expected in zip(summoned, state.values(), reference.parameters(), strict=True):
+        assert_equal(saved, found, "saved")
+        assert (found - expected).abs().max() < 0.02 * expected.abs().max() + 0.01
+
+
+@on_ranks(2)
+def test_replicas_of_the_wrapper(rank: Rank) -> None:
+    """NO_SHARD has a replicate axis only; numbers that say who has gradients are not quantized with them."""
+    model = Branch()
+    model.rank = rank.rank
+    wrapped = FullyShardedDataParallel(model, sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=True)
+    wrapped.set_comm_quantization(replicate=CommQuantization(reduce="int8", block=BLOCK, min_bytes=0))
+    with record() as seen:
+        (1e6 * wrapped(batch(rank.rank, 0, 4, 6)).square().mean()).backward()
+    assert [c.dtype for c in seen] == [torch.int8]
+    for name in ("even", "odd"):
+        gradient = wrapped.module.get_submodule(name).weight.grad
+        assert gradient.abs().max() > 0
+        assert_on_all_ranks(gradient, rank, name)
+    assert wrapped.module.never.weight.grad is None
+
+
+# What stays exact
+
+
+@on_ranks(2, 4)
+def test_what_leaves_the_model_is_exact(rank: Rank) -> None:
+    """Exports and state dicts have the very values, before, between and after quantized forwards."""
+    reference = build()
+    model = shard_blocks(copy.deepcopy(reference), rank)
+    model.set_comm_quantization(INT8)
+    for _ in range(2):
+        with record() as seen:
+            exported = dict(full_tensors(model))
+        assert {c.dtype for c in seen} == {torch.float32}
+        for name, expected in reference.named_parameters():
+            assert_equal(exported[name], expected.detach(), name)
+        LOSS(model, rank.rank)
+    assert_models_equal(model, reference)
+
+
+@on_ranks(2)
+def test_what_is_taken_between_forwards_is_exact(rank: Rank) -> None:
+    """Values that are asked for one by one stay exact while the model is used, and has units gathered, in between."""
+    reference = build()
+    model = shard_blocks(copy.deepcopy(reference), rank)
+    model.set_comm_quantization(INT8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "GROUP_BYTES", 1)  # each parameter by itself
+        for name, value in full_tensors(model):
+            assert_equal(value, reference.get_parameter(name).detach(), name)
+            LOSS(model, rank.rank)
+
+
+@on_ranks(2)
+def test_subclasses_are_not_quantized(rank: Rank) -> None:
+    """What a tensor subclass sends is not quantized, whatever its size; other parameters are."""
+
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(5)
+            self.packed = nn.Parameter(PackedWeight.pack(torch.randn(64, 8)), requires_grad=False)
+            self.plain = nn.Linear(64, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.plain(x @ self.packed.unpacked().T)
+
+    reference = Packed()
+    expected = reference.packed.unpacked()
+    model = fully_shard(reference, mesh=rank.mesh)
+    model.set_comm_quantization(CommQuantization(all_gather="int8", reduce="int8", block=BLOCK, min_bytes=0))
+    seen: list[torch.Tensor] = []
+    model.plain.register_forward_pre_hook(lambda *_: seen.append(model.packed.unpacked().clone()))
+    model(batch(rank.rank, 0, 3, 8)).sum().backward()
+    assert_equal(seen[0], expected, "packed")
+    by_name = {parameter.fqn: parameter for parameter in model.comm_quantization_report().parameters}
+    assert by_name["packed"].all_gather == "(a tensor subclass that says itself what is all-gathered)"
+    assert by_name["plain.weight"].all_gather == by_name["plain.weight"].reduce_scatter == "int8"
+
+
+# Setting it
+
+
+@on_ranks(2)
+def test_switched_on_and_off(rank: Rank) -> None:
+    """It may change between steps, optimizers go on, and without arguments all is exact again."""
+    reference = build()
+    model = shard_blocks(copy.deepcopy(reference), rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    dtypes = []
+    for arguments in ({}, {"shard": INT8}, {"shard": CommQuantization(reduce="int8", min_bytes=100)}, {}):
+        model.set_comm_quantization(**arguments)
+        with record() as seen:
+            LOSS(model, rank.rank).backward()
+        dtypes.append(
+            [torch.int8 in {c.dtype for c in seen if c.kind == kind} for kind in ("all_gather", "reduce_scatter")]
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+    assert dtypes == [[False, False], [True, True], [False, True], [False, False]]
+    values = dict(full_tensors(model))
+    for name, held in held_in_forward(model).items():
+        assert_equal(held, values[name], name)
+    assert not model.comm_quantization_report().active and "nothing was communicated" in str(
+        model.comm_quantization_report()
+    )
+
+
+@on_ranks(2)
+def test_units(rank: Rank) -> None:
+    """``recurse=False`` sets one unit; a deep copy counts bytes of its own."""
+    model = shard_blocks(build(), rank)
+    model.blocks[0].set_comm_quantization(INT8, recurse=False)
+    twin = copy.deepcopy(model)
+    with record() as seen:
+        LOSS(twin, rank.rank).backward()
+    assert {c.unit for c in seen if c.dtype is torch.int8} == {"blocks.0"}
+    assert twin.comm_quantization_report().active and not model.comm_quantization_report().active
+    assert not twin.blocks[1].comm_quantization_report().active and twin.blocks[0].comm_quantization_report().active
+
+
+@on_ranks(2)
+def test_report(rank: Rank) -> None:
+    """Bytes are those that were recorded; full ones those of the same step in full precision; and it says why not."""
+    model = shard_blocks(build(), rank)
+    with record() as plain:
+        LOSS(model, rank.rank).backward()
+    model.set_comm_quantization(INT8)
+    with record() as seen:
+        LOSS(model, rank.rank).backward()
+    report = model.comm_quantization_report()
+    assert [(t.axis, t.kind) for t in report.traffic] == [("shard", "all_gather"), ("shard", "reduce_scatter")]
+    for traffic in report.traffic:
+        assert traffic.nbytes == sum(c.nbytes for c in seen if c.kind == traffic.kind)
+        assert traffic.full_bytes == sum(c.nbytes for c in plain if c.kind == traffic.kind)
+        assert traffic.collectives == sum(c.kind == traffic.kind for c in seen)
+    assert report.ratio == report.nbytes / report.full_bytes < 0.6
+    large = {name for name, parameter in model.named_parameters() if is_large(parameter)}
+    assert {p.fqn for p in report.parameters if p.quantized} == large
+    by_name = {parameter.fqn: parameter for parameter in report.parameters}
+    assert by_name["blocks.0.up.weight"].all_reduce == "(no other ranks on the replicate axis)"
+    assert by_name["blocks.0.up.bias"].all_gather == "(72 bytes, below 100)"
+    text = str(report)
+    assert "shard      all_gather" in text and f"{len(large)} of {len(by_name)} parameters are quantized" in text
+
+
+@on_ranks(2)
+def test_bytes_are_those_of_the_formula(rank: Rank) -> None:
+    """q / 8 + s / k bytes per value: for large even parameters nothing else travels."""
+    model = fully_shard(nn.Linear(128, 256, bias=False), mesh=rank.mesh)
+    model.set_comm_quantization(CommQuantization(all_gather="fp8", reduce="int8", block=64))
+    model(torch.ones(2, 128)).sum().backward()
+    traffic = {t.kind: t for t in model.comm_quantization_report().traffic}
+    values = 128 * 256 // 2
+    assert traffic["all_gather"].nbytes == values * (1 + 4 / 64)
+    assert traffic["all_gather"].full_bytes == values * 4
+    assert abs(traffic["reduce_scatter"].nbytes - values * (1 + 4 / 64)) < 200  # and who has gradients
+
+
+@on_ranks(2)
+def test_refusals(rank: Rank) -> None:
+    """What cannot be together says so on all ranks, and leaves the model as it was."""
+    model = shard_blocks(build(), rank)
+    LOSS(model, rank.rank)  # units have names now
+    with pytest.raises(TypeError, match=r"expected a fullshard\.CommQuantization or None, found str"):
+        model.set_comm_quantization("int8")
+    with pytest.raises(ValueError, match="expected no error_feedback"):
+        model.set_comm_quantization(CommQuantization(reduce="int8", error_feedback=True))
+    with pytest.raises(ValueError, match="nothing is all-gathered over the replicate axis"):
+        model.set_comm_quantization(replicate=CommQuantization(all_gather="int8"))
+    model.blocks[1].set_custom_all_gather(Gather())
+    with pytest.raises(ValueError, match=r"unit 'blocks\.1' has custom collectives"):
+        model.set_comm_quantization(INT8)
+    assert not model.comm_quantization_report().active
+    model.blocks[1].set_custom_all_gather(None)
+    model.set_comm_quantization(INT8)
+    with pytest.raises(ValueError, match="has quantized communication"):
+        model.blocks[1].set_custom_all_gather(Gather())
+    with pytest.raises(FullshardError, match="in the middle of a step"), unsharded(model):
+        model.set_comm_quantization()
+    LOSS(model, rank.rank).backward()
+    assert model.comm_quantization_report().active
+
+
+@on_ranks(2)
+def test_hooks_and_quantization_refuse_each_other(rank: Rank) -> None:
+    """Whichever of a communication hook and quantized communication comes second is refused, and the first goes on."""
+    wrapped = FullyShardedDataParallel(build())
+    wrapped.set_comm_quantization(INT8)
+    with pytest.raises(ValueError, match="quantized communication is enabled"):
+        wrapped.register_comm_hook(DefaultState(rank.group), reduce_scatter_hook)
+    LOSS(wrapped, rank.rank).backward()
+    assert wrapped.comm_quantization_report().active
+    wrapped.set_comm_quantization()
+    wrapped.register_comm_hook(DefaultState(rank.group), reduce_scatter_hook)
+    with pytest.raises(ValueError, match="has a communication hook"):
+        wrapped.set_comm_quantization(INT8)
+
+
+@on_ranks(1)
+def test_one_rank(rank: Rank) -> None:
+    """Alone there is nothing to send: the values are exact and the report says so."""
+    reference = build()
+    model = shard_blocks(copy.deepcopy(reference), rank)
+    model.set_comm_quantization(INT8)
+    LOSS(model, 0).backward()
+    LOSS(reference, 0).backward()
+    assert_models_equal(model, reference, grads=True, rtol=1e-6, atol=1e-7)
+    report = model.comm_quantization_report()
+    assert not report.active and report.ratio == 1.0
+    assert report.parameters[0].all_gather == "(no other ranks on the shard axis)"
+
+
+@on_ranks(1)
+def test_one_rank_after_steps(rank: Rank) -> None:
+    """Where unsharded parameters lie in the shards, they still do after the communication was changed."""
+    reference = build()
+    model = shard_blocks(copy.deepcopy(reference), rank)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)]
+    for step in range(3):
+        if step == 1:
+            model.set_comm_quantization(INT8)
+        for each, optimizer in zip((reference, model), optimizers, strict=True):
+            LOSS(each, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_models_equal(model, reference, rtol=1e-6, atol=1e-7)
+
+
+# Convergence
+
+
+@on_ranks(2)
+def test_training_converges_alike(rank: Rank) -> None:
+    """Sixty steps on a regression end within 1% of the loss in full precision, far below where they began."""
+    torch.manual_seed(1)
+    teacher = Mlp(16, 32, 4)
+    torch.manual_seed(2)
+    start = Mlp(16, 64, 64, 4)
+    finals = {}
+    for policy in (None, INT8):
+        model = shard_blocks(copy.deepcopy(start), rank)
+        model.set_comm_quantization(policy)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        losses = []
+        for step in range(60):
+            x = batch(rank.rank, step, 64, 16)
+            loss = (model(x) - teacher(x).detach()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        x = batch(0, 1000, 512, 16)
+        with torch.no_grad():
+            finals[policy] = (model(x) - teacher(x)).square().mean().item()
+    assert finals[None] < 0.3 * losses[0]
+    assert finals[INT8] == pytest.approx(finals[None], rel=0.01)
+    assert finals[INT8] != finals[None]
