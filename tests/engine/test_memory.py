@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from compare import assert_close
 from fullshard import fully_shard
 from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.memory import Buffer, alias
@@ -143,6 +144,24 @@ def test_units_kept_after_backward_serve_until_the_optimizer_steps(rank: Rank) -
     for block in model:
         block.reshard()
     assert all_full_bytes(model) == 0
+
+
+@on_ranks(2)
+def test_steps_are_seen_by_units_that_parameters_move_to(rank: Rank) -> None:
+    """An optimizer that has stepped before marks the unit out of date that has its parameters now."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    fully_shard(model[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(2, 4)
+    model[0](x).sum().backward()
+    optimizer.step()
+    fully_shard(model, reshard_after_forward=False)  # takes the tied weight
+    model(x)  # and stays unsharded
+    optimizer.step()
+    with torch.no_grad():
+        weight = model[0].weight.full_tensor()
+        assert_close(model(x), x @ weight.t() @ weight.t(), "output", rtol=1e-5, atol=1e-5)
 
 
 @on_ranks(2, 4)

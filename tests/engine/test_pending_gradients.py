@@ -282,6 +282,23 @@ def test_synchronize_equals_a_synced_backward(rank: Rank) -> None:
     assert_equal(grads[1], grads[0], "gradients")
 
 
+@on_ranks(2)
+def test_backward_after_synchronize(rank: Rank) -> None:
+    """A backward that does not come to a unit treats it as any backward does, although it was just reduced by call."""
+    model, _ = on_mesh(rank)
+    model.set_reduce_scatter_unused_params(True)
+    accumulate(model, rank, 0)
+    model.synchronize_gradients()
+    model.set_requires_gradient_sync(True)
+    model.zero_grad()
+    model(batch(rank.rank, 1, 4, 6), run=[0]).sum().backward()
+    for parameter in model.blocks[1].parameters():
+        assert parameter.grad is not None
+        assert_equal(
+            parameter.grad.to_local(), torch.zeros_like(parameter.to_local()), "gradient of an unused parameter"
+        )
+
+
 @on_ranks(1, 2, 4)
 def test_synchronize_in_the_middle(rank: Rank) -> None:
     """Microbatches before and after the call add up, by sharded parameter, and its hooks run once per reduction."""

@@ -258,3 +258,29 @@ def test_weight_read_between_the_modules_of_a_unit(rank: Rank, fused: bool, pref
     fully_shard([model.norm, model.head], reshard_after_forward=True)
     fully_shard(model).set_prefetch_bytes(prefetch)
     compare_steps(rank, model, reference)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("between", ["evaluation", "training"])
+@pytest.mark.parametrize("graphs", [1, 2], ids=["retained graph", "two graphs"])
+def test_forward_between_two_backwards(rank: Rank, graphs: int, between: str) -> None:
+    """A weight that was read is unsharded for the second backward, whatever has run since the first."""
+    model = Language()
+    reference = copy.deepcopy(model)
+    fully_shard(model.block)
+    fully_shard([model.norm, model.head])
+    fully_shard(model)
+    losses = [model(tokens(rank.rank, step)) for step in range(graphs)]
+    losses[0].backward(retain_graph=graphs == 1)
+    with torch.set_grad_enabled(between == "training"):
+        model(tokens(rank.rank, 7))
+    losses[-1].backward()
+    for index in (0, graphs - 1):
+        torch.stack([reference(tokens(each, index)) for each in range(2)]).mean().backward()
+    for name, parameter in reference.named_parameters():
+        found = model.get_parameter(name).grad
+        assert isinstance(found, DTensor)
+        assert_close(found.full_tensor(), parameter.grad, name, rtol=1e-5, atol=1e-6)
+    del losses
+    model(tokens(rank.rank, 8)).backward()
+    assert gathered(model) == []

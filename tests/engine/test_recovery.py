@@ -14,7 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compare import assert_models_equal
 from fullshard import fully_shard
+from fullshard.engine.reduction.grad_reduction import GradReduction
+from fullshard.engine.runtime import runtime_of
 from fullshard.errors import FullshardError
+from fullshard.frontend.sharded_module import unit_at
 from models import (
     Stack,
     assert_at_rest,
@@ -228,6 +231,122 @@ def test_reset_between_forward_and_backward(rank: Rank) -> None:
     square_loss()(model, rank.rank).backward()
     reference_backward(reference, rank.world_size, square_loss())
     assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("unit", ["first.bias", "blocks.2.down.weight"], ids=["at the end", "during the pass"])
+def test_hook_on_a_gradient_that_raises(rank: Rank, unit: str) -> None:
+    """It is raised by ``backward()``, and nothing of the step is left: no phase, no message, no reduction."""
+    model, reference = with_reference(Stack(), rank)
+    handle = model.get_parameter(unit).register_post_accumulate_grad_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        square_loss(1)(model, rank.rank).backward()
+    assert not runtime_of(unit_at(model)).busy
+    assert_at_rest(model)
+    handle.remove()
+    model.zero_grad()
+    square_loss()(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, square_loss())
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+class Searching(Stack):
+    """Runs two backwards in its forward, of which the first may fail in a block, and goes on with all of its layers."""
+
+    fails: int | None = None
+    is_reference = False
+
+    def forward(self, x: torch.Tensor, run: Any = None) -> torch.Tensor:
+        x = self.first(x)
+        for step in range(2):
+            inner = x.detach().requires_grad_()
+            found = self.blocks[0](inner)
+            if self.fails is not None and step == 0:
+                handle = self.blocks[self.fails].down.register_forward_hook(fail_in_backward)
+                with pytest.raises(ZeroDivisionError):
+                    self.blocks[1](self.blocks[2](found)).sum().backward()
+                handle.remove()
+                if self.is_reference:  # a sharded model drops the gradients of a backward that raised
+                    self.blocks.zero_grad()
+            else:
+                (gradient,) = torch.autograd.grad(found.square().sum(), inner)
+                x = x - 0.01 * gradient
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("setting", [None, False], ids=["default", "keep"])
+@pytest.mark.parametrize("fails", [None, 1, 2], ids=["none", "first block", "second block"])
+def test_backward_inside_a_forward_that_fails(rank: Rank, fails: int | None, setting: Any) -> None:
+    """The forward that it lies in goes on, with its own parameters, and so does its backward."""
+    model, reference = with_reference(Searching(), rank, reshard_after_forward=setting)
+    model.fails = reference.fails = fails
+    reference.is_reference = True
+    for step in range(2):
+        square_loss(step)(model, rank.rank).backward()
+        reference_backward(reference, rank.world_size, square_loss(step))
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+        assert_at_rest(model)
+
+
+@on_ranks(2)
+def test_failure_as_a_forward_begins(rank: Rank) -> None:
+    """What raises before the unit computes, such as a check of the order of units, leaves no forward open."""
+    model, reference = with_reference(Stack(), rank)
+    square_loss(1)(model, rank.rank).backward()
+    runtime = runtime_of(unit_at(model))
+    runtime.prefetcher.order.on_start = fail
+    with pytest.raises(ZeroDivisionError):
+        square_loss(1)(model, rank.rank)
+    runtime.prefetcher.order.on_start = None
+    assert not runtime.busy
+    model.zero_grad()
+    square_loss()(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, square_loss())
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(2)
+def test_memory_that_a_reduction_does_not_get(rank: Rank) -> None:
+    """An error between the allocation of a message and its launch frees the message."""
+    model, reference = with_reference(Stack(), rank)
+    square_loss(1)(model, rank.rank).backward()
+    messages = [b._plans for m in model.modules() if hasattr(m, "_fullshard_unit") for b in unit_at(m).buckets]
+    usual = GradReduction.copy_in
+    GradReduction.copy_in = fail  # type: ignore[method-assign,assignment]
+    try:
+        with pytest.raises(ZeroDivisionError):
+            square_loss(1)(model, rank.rank).backward()
+    finally:
+        GradReduction.copy_in = usual  # type: ignore[method-assign]
+    model.zero_grad()
+    assert not any(plan.message.allocated_bytes for plans in messages for plan in plans.values())
+    square_loss()(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, square_loss())
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("before", ["backward that is not the last", "failed backward"])
+def test_new_root_above_a_model(rank: Rank, before: str) -> None:
+    """A larger model takes over what the last backward left: its gradients, or nothing if it raised."""
+    model, reference = with_reference(Stack(), rank)
+    if before == "failed backward":
+        run_failing_step(model, rank, "backward of a block")
+        model.zero_grad()
+    else:
+        model.set_is_last_backward(False)
+        square_loss(1)(model, rank.rank).backward()
+        reference_backward(reference, rank.world_size, square_loss(1))
+    larger = fully_shard(nn.Sequential(model, nn.Linear(3, 3)))
+    larger[1].requires_grad_(False)
+    square_loss()(larger, rank.rank).backward()
+    reference = nn.Sequential(reference, nn.Linear(3, 3))
+    reference[1].load_state_dict({k: v.full_tensor() for k, v in larger[1].state_dict().items()})
+    reference_backward(reference, rank.world_size, square_loss())
+    assert_models_equal(larger[0], reference[0], grads=True, **CLOSE)
 
 
 # ---------------------------------------------------------------- one rank alone fails

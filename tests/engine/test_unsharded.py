@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -412,3 +413,28 @@ def test_leaves_nothing_behind(rank: Rank) -> None:
     assert gathered(model) == []
     assert all(unit.user_unshards == 0 for unit in nested_units(model))
     train(rank, model, reference)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("by", ["unshard", "unsharded"])
+def test_prefetched_unit_that_a_forward_unshards_and_does_not_run(rank: Rank, by: str) -> None:
+    """What the user unshards inside of a forward stays, although the prefetch that came before it was in vain."""
+    model, reference = with_reference(Stack(), rank)
+    train(rank, model, reference, steps=1)
+    held = contextlib.ExitStack()
+
+    def hold(*_: Any) -> None:
+        if by == "unshard":
+            model.blocks[1].unshard()
+        else:
+            held.enter_context(unsharded(model.blocks[1]))
+
+    handle = model.blocks[0].register_forward_hook(hold)
+    with torch.no_grad():
+        model(batch(0, 0, 2, DIM), run=[0])
+    handle.remove()
+    assert gathered(model) == ["blocks.1"]
+    assert_equal(model.blocks[1].up.weight.detach(), reference.blocks[1].up.weight.detach(), "held weight")
+    held.close()
+    model.blocks[1].reshard()
+    train(rank, model, reference, first=1)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fullshard.engine.parameters.sharded import managed_by
+from fullshard.engine.parameters.sharded import ShardedParameter, managed_by
 from fullshard.engine.runtime import runtime_of
 from fullshard.engine.states import InnerBackward
 from fullshard.engine.unit import Unit
@@ -28,31 +28,30 @@ class _StepHook:
     counter they would not (an optimizer does not touch empty shards).
     """
 
-    _units: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[weakref.ref[Unit]]]]  # beside parameters' ids
+    _managed: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[ShardedParameter]]]  # beside ids of all
 
     def __init__(self) -> None:
-        self._units = weakref.WeakKeyDictionary()
+        self._managed = weakref.WeakKeyDictionary()
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer in unshards_by_itself:
             unshards_by_itself.discard(optimizer)
             return
-        for unit in (ref() for ref in self._units_of(optimizer)):
-            if unit is None:
-                continue
+        for unit in self._units_of(optimizer):
             unit.mark_out_of_date()
             if unit.inner_backward is InnerBackward.ENDED:  # its forward goes on, with what the step has made
                 unit.reshard()
                 runtime_of(unit).unshard(unit)
 
-    def _units_of(self, optimizer: Optimizer) -> list[weakref.ref[Unit]]:
+    def _units_of(self, optimizer: Optimizer) -> list[Unit]:
+        """The units that have the optimizer's parameters now: wrapping may move a parameter to another unit."""
         ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
-        known = self._units.get(optimizer)
+        known = self._managed.get(optimizer)
         if known is None or known[0] != ids:
             managed = (managed_by(p) for group in optimizer.param_groups for p in group["params"])
-            units = {id(unit): unit for unit in (p.unit for p in managed if p is not None)}
-            known = self._units[optimizer] = (ids, list(units.values()))
-        return known[1]
+            known = self._managed[optimizer] = (ids, [p for p in managed if p is not None and p.owned])
+        refs = dict.fromkeys(parameter.unit for parameter in known[1])
+        return [unit for unit in (ref() for ref in refs) if unit is not None]
 
 
 @functools.cache

@@ -3,7 +3,8 @@
 [Note: Unsharded until the forward ends]
 While a unit stays unsharded after its own forward, its modules keep the unsharded parameters registered until the
 outermost forward is over: the gradient of an unsharded parameter is reduced wherever it was used. Autograd nodes that
-have read one have no pre-backward hook, so such a unit is unsharded from the beginning of every backward pass.
+have read one have no pre-backward hook, so such a unit is unsharded from the beginning of every backward pass, for as
+long as the graph of that forward exists: it may be retained, or wait while other forwards run.
 
 [Note: Units of several modules]
 A unit may belong to several modules. It is unsharded when the first of them runs, and resharded when all have run. If
@@ -37,7 +38,7 @@ from fullshard.engine.containers import tensors_within
 from fullshard.engine.parameters.sharded import ShardedParameter, managed_by
 from fullshard.engine.unit import Unit
 
-__all__ = ["ParameterReads"]
+__all__ = ["ForwardGraph", "ParameterReads"]
 
 # Nodes that are linear in their inputs that require gradients.
 _LINEAR = (
@@ -60,43 +61,58 @@ class _Below(NamedTuple):
     data: bool
 
 
+class ForwardGraph:
+    """Lives as long as the autograd graph of one outermost forward: the hooks on its nodes hold it.
+
+    Args:
+        read: Units whose unsharded parameters the forward may have read outside of their own forwards.
+    """
+
+    __slots__ = ("__weakref__", "read")
+
+    def __init__(self) -> None:
+        self.read = weakref.WeakSet[Unit]()
+
+
 class ParameterReads:
     """Tracks the units of one root that forwards may read, and searches for sharded parameters that they have read."""
 
+    graph: ForwardGraph | None  # of the forward that runs now
     _open: list[weakref.ref[Unit]]  # units with unsharded parameters registered until the outermost forward ends
-    _readable: weakref.WeakSet[Unit]  # such units of forwards that may wait for their backward
+    _graphs: weakref.WeakSet[ForwardGraph]
     _forwards: int
     _warned: weakref.WeakSet[ShardedParameter]
 
     def __init__(self) -> None:
-        self._open, self._readable = [], weakref.WeakSet()
+        self.graph, self._open, self._graphs = None, [], weakref.WeakSet()
         self._forwards, self._warned = 0, weakref.WeakSet()
 
-    def begin(self) -> None:
-        """Clear the units that earlier forwards may have read: none of them waits for its backward."""
-        self._readable.clear()
+    def begin_forward(self) -> None:
+        """Begin the outermost forward. What hooks its nodes refers to :attr:`graph`."""
+        self.graph = ForwardGraph()
 
     def until_end(self, unit: Unit) -> None:
         """Leave the unsharded parameters of ``unit`` registered until :meth:`end_forward`."""
         self._open.append(unit.ref)
 
     def end_forward(self) -> list[Unit]:
-        """Return, and clear, the units that have unsharded parameters registered: the outermost forward is over."""
+        """End the outermost forward, also after a failure.
+
+        Returns:
+            The units that have unsharded parameters registered, which it may have read.
+        """
+        graph, self.graph = self.graph, None
         units = [unit for unit in (ref() for ref in self._open) if unit is not None]
         self._open.clear()
+        if graph is not None and units:
+            graph.read.update(units)
+            self._graphs.add(graph)
         return units
 
-    def note_readable(self, unit: Unit) -> None:
-        """Note that the forward may have read parameters of ``unit``, which is kept for its backward."""
-        self._readable.add(unit)
-
-    def forget_forward(self) -> None:
-        """Clear the units that have unsharded parameters registered, after a forward that raised."""
-        self._open.clear()
-
     def freed(self, units: Iterable[Unit]) -> list[Unit]:
-        """Return those of ``units`` that a forward may have read and an earlier backward has freed."""
-        readable = (unit for unit in units if unit in self._readable and unit.settings.unshard_in_backward)
+        """Return those of ``units`` that a forward whose graph exists may have read, and that are not unsharded."""
+        read = {id(unit) for graph in self._graphs for unit in graph.read}
+        readable = (unit for unit in units if id(unit) in read and unit.settings.unshard_in_backward) if read else ()
         return [unit for unit in readable if unit.is_idle and not unit.is_unsharded]
 
     def check(self, output: Any) -> None:

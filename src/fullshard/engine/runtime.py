@@ -30,7 +30,7 @@ from fullshard.engine.buckets.all_gather import issue_all_gathers
 from fullshard.engine.containers import map_tensors
 from fullshard.engine.optimizer_overlap import OptimizerOverlap
 from fullshard.engine.ownership import check_owned, nested_units, rename
-from fullshard.engine.parameter_reads import ParameterReads
+from fullshard.engine.parameter_reads import ForwardGraph, ParameterReads
 from fullshard.engine.parameters.sharded import ShardedParameter
 from fullshard.engine.prefetch import MAX_TINY_UNITS_TOGETHER, Prefetcher
 from fullshard.engine.reduction.queue import ReductionQueue
@@ -80,7 +80,10 @@ class Runtime:
         unit.check_not_summoned("run")
         self._enter_forward(unit)
         unit.open_forward()
+        self._open_forwards += 1
         try:
+            if not hooks.in_backward():
+                self.prefetcher.order.enter(unit)
             if len(unit.open_forwards) == 1:  # else it calls itself, and is unsharded
                 self._reshard_if_left_over(unit)
                 unit.enter_phase(Phase.FORWARD)
@@ -90,7 +93,7 @@ class Runtime:
                 if self.root() is unit and unit.mesh.device.type != "cpu":
                     args, kwargs = map_tensors(lambda tensor: input_on(unit.mesh.device, tensor), (args, kwargs))
                 if torch.is_grad_enabled():
-                    args, kwargs = unit.guard_inputs(_BackwardOf(unit), args, kwargs)
+                    args, kwargs = unit.guard_inputs(_BackwardOf(unit, self._reads.graph), args, kwargs)
             args, kwargs = unit.cast_inputs(args, kwargs)
         except BaseException:
             self.abort_forward(unit)
@@ -99,15 +102,19 @@ class Runtime:
 
     def post_forward(self, unit: Unit, module: nn.Module, output: Any) -> Any:
         """After ``module`` has computed: cast and watch the outputs, and reshard the unit as its settings say."""
-        forward, has_backward = unit.open_forwards.pop(), False
+        forward, has_backward = unit.open_forwards[-1], False
         try:
             output = unit.cast_output(output)
             if torch.is_grad_enabled():
-                has_backward = hooks.watch_outputs(_BackwardOf(unit), output, forward.first_node)
-        finally:
-            if not unit.open_forwards:
+                events = _BackwardOf(unit, self._reads.graph)
+                has_backward = hooks.watch_outputs(events, output, forward.first_node)
+            if len(unit.open_forwards) == 1:
                 self._end_forward(unit, module, forward, has_backward=has_backward)
-            self._leave_forward(unit, output if has_backward else None)
+        except BaseException:
+            self.abort_forward(unit)
+            raise
+        unit.open_forwards.pop()
+        self._leave_forward(output if has_backward else None)
         return output
 
     def abort_forward(self, unit: Unit) -> None:
@@ -119,28 +126,23 @@ class Runtime:
                 unit.enter_phase(forward.resumes)
             if not unit.phase.is_backward:
                 self._reshard_after_forward(unit, has_backward=False)
-        self._leave_forward(unit, failed=True)
+        self._leave_forward(failed=True)
 
     def _enter_forward(self, unit: Unit) -> None:
         """Begin a step, if this is the outermost forward: recover from a failure, and read what the user has set."""
         if self._open_forwards == 0 and not hooks.in_backward():
             if self.has_failed:
-                self.recover(drop_gradients=True)
+                self.recover()
             self.wait_for_gradients()
             self._root_runs = self.root() is unit
             self.prefetcher.begin_forward()
-            if not self.prefetcher.ended:
-                self._reads.begin()
+            self._reads.begin_forward()
             self._unshard_after = None  # a forward that raised may have left one
             if self._root_runs:
                 self._unshard_after, unit.settings.post_optim_event = unit.settings.post_optim_event, None
-        self._open_forwards += 1
-        if not hooks.in_backward():
-            self.prefetcher.order.enter(unit)
 
     def _prefetch_forward(self, unit: Unit) -> None:
         """Issue the all-gather of what runs after ``unit``, which is about to compute."""
-        self.prefetcher.used(unit)
         if hooks.in_backward():
             return  # recomputation of checkpointed activations; the backward prefetches
         self._prefetch(self.prefetcher.next_in_forward(unit, of_root=self._root_runs))
@@ -161,13 +163,17 @@ class Runtime:
             unit.awaits_backward = True
             self.prefetcher.forward_ended(unit)
 
-    def _leave_forward(self, unit: Unit, output: Any = None, *, failed: bool = False) -> None:
+    def _leave_forward(self, output: Any = None, *, failed: bool = False) -> None:
         """End the outermost forward, if this is it. ``output``: what it returns, if that has a backward."""
         self._open_forwards -= 1
         if self._open_forwards or hooks.in_backward():
             return
         if failed:
-            self._free_after_failure()
+            self._forget_forwards()
+            for unit in self.units():
+                unit.modules_run.clear()
+                if unit.is_unsharded:
+                    unit.free_after_failure()
             return
         if output is not None:
             self._reads.check(output)
@@ -188,6 +194,7 @@ class Runtime:
         self.overlap.check_unwritten()
         if not (unit in self.prefetcher and unit.is_current):  # else it was looked at a moment ago
             self.begin_unshard([unit])
+        self.prefetcher.used(unit)
         with profiled("wait_for_all_gather", unit.name):
             unit.wait_for_unshard()
 
@@ -281,8 +288,6 @@ class Runtime:
         if unit.is_unsharded:
             # Whether or not its own outputs have a backward: others may have read its parameters.
             self._keep_or_reshard(unit, keep=has_backward)
-        if has_backward or unit.is_kept:  # also if it is resharded by now: what has read it has no hook
-            self._reads.note_readable(unit)
 
     def _keep_or_reshard(self, unit: Unit, *, keep: bool) -> None:
         if keep or unit.is_kept:
@@ -301,7 +306,7 @@ class Runtime:
         unit.enter_phase(Phase.BACKWARD)
         if unit.settings.unshard_in_backward:
             self.unshard(unit)
-        self._prefetch_backward(unit)
+        self._begin_call(unit)
 
     def post_backward(self, unit: Unit) -> None:
         """After autograd has computed the gradients of the inputs of one call: reshard, and begin the reduction."""
@@ -310,7 +315,7 @@ class Runtime:
         if not unit.has_calls_to_run:
             self.reshard_and_reduce(unit)
         elif self.prefetcher.comes_next_in_backward(unit):
-            self._prefetch_backward(unit)  # autograd goes on with another call of it
+            self._begin_call(unit)  # autograd goes on with another call of it
         else:  # autograd adds up a parameter's gradients over all calls; others may compute until then
             unit.expect_more_gradients()
             unit.enter_phase(Phase.IDLE)
@@ -318,6 +323,13 @@ class Runtime:
 
     def finish_backward(self) -> None:
         """After autograd is through: reduce what is left, wait for the gradients, and return to idle."""
+        try:
+            self._finish_backward()
+        except BaseException:  # of a user's hook on gradients, or of a collective
+            self.recover()
+            raise
+
+    def _finish_backward(self) -> None:
         left = self._left_without_backward()
         for unit in self.units():
             self._finish_backward_of(unit, ran=unit in left or unit.inner_backward is InnerBackward.RUNS)
@@ -368,7 +380,7 @@ class Runtime:
     def _begin_pass(self) -> None:
         """Begin a backward pass, if this is the first unit that it comes to."""
         if self._backward is not None and not self._backward.runs:
-            self.recover(drop_gradients=True)  # an earlier pass raised, and no forward has come since
+            self.recover()  # an earlier pass raised, and no forward has come since
         if self._backward is None:
             self.wait_for_gradients()
             self._reductions.max_in_flight = max(unit.settings.reduction.max_in_flight for unit in self.units())
@@ -384,9 +396,8 @@ class Runtime:
             for bucket in unit.buckets:
                 bucket.wait_for_unshard()
 
-    def _prefetch_backward(self, unit: Unit) -> None:
-        """Issue the all-gather of what runs backward after ``unit``, which is about to compute."""
-        self.prefetcher.used(unit)
+    def _begin_call(self, unit: Unit) -> None:
+        """Begin the backward of one call of ``unit``: note what it comes to, and prefetch what runs backward after."""
         unit.awaits_backward = False
         if self._open_forwards and unit.is_unsharded and unit.gradients.are_coming:
             for other in self.units():  # see [Note: Steps inside a forward]
@@ -398,14 +409,14 @@ class Runtime:
     def _finish_backward_of(self, unit: Unit, *, ran: bool) -> None:
         """End the pass for one unit. ``ran``: it may have come to its parameters without the unit being told."""
         settings = unit.settings
-        unreduced = unit.gradient_state is GradientState.UNREDUCED
-        if (ran or unreduced) and not settings.requires_gradient_sync:
-            unit.keep_gradients()
+        has_gradients = ran or unit.gradient_state is GradientState.UNREDUCED
         if unit.phase.is_backward:
             self.reshard_and_reduce(unit)
-        elif settings.requires_gradient_sync and (
-            unreduced
-            or ran
+        elif not settings.requires_gradient_sync:
+            if has_gradients:
+                unit.keep_gradients()
+        elif (
+            has_gradients
             or (settings.requires_all_reduce and unit.gradients.needs_all_reduce)
             or (settings.reduction.zeros_for_missing and unit.gradient_state is not GradientState.REDUCED)
         ):
@@ -461,6 +472,8 @@ class Runtime:
         """Reduce what microbatches without sync have left, over all axes."""
         if unit.has_unreduced_gradients:
             self.reduce(unit, all_reduce=True)
+            if self._backward is None:
+                unit.end_pass()
 
     def _finish_or_defer_reductions(self) -> None:
         """Wait for the reductions, or leave the last ones in flight, see [Note: Overlap with the optimizer]."""
@@ -507,29 +520,30 @@ class Runtime:
     def ensure_idle(self) -> None:
         """Return to idle if a backward raised; wait for gradients in flight, and until offloaded shards are read."""
         if self.has_failed:
-            self.recover(drop_gradients=True)
+            self.recover()
         self.wait_for_gradients()
         self._release_host_memory()
 
-    def recover(self, *, drop_gradients: bool) -> None:
-        """Return to idle from any state, after an exception."""
-        self._free_after_failure()
+    def recover(self) -> None:
+        """After an exception, drop unreduced gradients and return to idle, or to the forwards that are still open."""
+        self._backward = None
+        if not self._open_forwards:
+            self._forget_forwards()
+            self.prefetcher.order.begin()
         for unit in self.units():
-            unit.reset(drop_gradients=drop_gradients)
+            if self._open_forwards and not unit.phase.is_backward:
+                unit.abandon_pass()  # it computes in the forward that goes on, or waits for the backward of that
+            else:
+                unit.reset()
+            unit.drop_gradients()
         self.overlap.drop()
         self._reductions.abandon()
-        self._open_forwards, self._backward = 0, None
-        self.prefetcher.order.begin()
 
-    def _free_after_failure(self) -> None:
+    def _forget_forwards(self) -> None:
         self.prefetcher.ended.clear()
         self.prefetcher.passed_by.clear()
         self.prefetcher.clear()
-        self._reads.forget_forward()
-        for unit in self.units():
-            unit.modules_run.clear()
-            if unit.is_unsharded:
-                unit.free_after_failure()
+        self._reads.end_forward()
 
     def _release_host_memory(self) -> None:
         """Wait until offloaded shards have been read: from now on the user may write to them, or has asked for them.
@@ -578,20 +592,27 @@ class Runtime:
         Raises:
             PhaseError: In the middle of a step.
         """
+        if self.has_failed:
+            self.recover()
         if self.busy:
             raise PhaseError(f"{reason} while its units are in the middle of a step; finish the step first")
-        self.wait_for_gradients()
+        self.finish_reductions()
         for unit in self.units():
             unit.runtime = None
 
 
 class _BackwardOf:
-    """What autograd calls for one forward of a unit. The runtime may be another one by then."""
+    """What autograd calls for one forward of a unit. The runtime may be another one by then.
 
-    __slots__ = ("unit",)
+    Args:
+        unit: Whose module runs.
+        graph: Of the outermost forward; held as long as autograd may call.
+    """
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
+    __slots__ = ("graph", "unit")
+
+    def __init__(self, unit: Unit, graph: ForwardGraph | None) -> None:
+        self.unit, self.graph = unit, graph
 
     def pre_backward(self) -> None:
         runtime_of(self.unit).pre_backward(self.unit)

@@ -351,7 +351,7 @@ class Unit:
         self.calls = [call for call in self.calls if not call.ends_with_pass]
 
     def end_pass(self) -> None:
-        """End a backward pass."""
+        """End a backward pass, or a reduction outside of one."""
         if self.gradient_state is GradientState.REDUCED:
             self.gradient_state = GradientState.NONE
 
@@ -391,12 +391,19 @@ class Unit:
 
     # ---------------------------------------------------------------- recovery
 
-    def reset(self, *, drop_gradients: bool) -> None:
-        """Return to idle after a failure, and forget what was going on."""
-        self.phase, self.awaits_backward = Phase.IDLE, False
-        self.open_forwards, self.calls = [], []
-        self.modules_run.clear()
+    def abandon_pass(self) -> None:
+        """End a backward pass that has raised."""
         self.end_pass()
+        for forward in self.open_forwards:
+            forward.inner_backward = InnerBackward.NONE
+
+    def reset(self) -> None:
+        """After a failure, return to idle, or to its own forward if that is open, and forget what else was going on."""
+        self.abandon_pass()
+        self.awaits_backward, self.calls = False, [f.call for f in self.open_forwards if f.call is not None]
+        if self.open_forwards:
+            self.phase = Phase.FORWARD
+            return
+        self.phase = Phase.IDLE
+        self.modules_run.clear()
         self.free_after_failure()
-        if drop_gradients:
-            self.drop_gradients()

@@ -44,22 +44,21 @@ class ReductionQueue:
 
     def launch(self, comm_streams: CommStreams) -> None:
         """Issue all that were added, together, once few enough others are in flight."""
-        added, self._added = self._added, []
-        while added:
+        while self._added:
             batch: _Batch = []
             later: _Batch = []
             plans: set[int] = set()
-            for named in added:  # a plan has one message: it cannot be in use twice
+            for named in self._added:  # a plan has one message: it cannot be in use twice
                 (later if id(named[1].plan) in plans else batch).append(named)
                 plans.add(id(named[1].plan))
             self.make_room(comm_streams)
             while any(id(reduction.plan) in plans for issued in self._reduce_scatters for _, reduction in issued):
                 self._advance(comm_streams)
+            self._added = later
+            self._reduce_scatters.append(batch)  # before it is issued: if that raises, its messages are to be freed
             scatters = any(reduction.transport.world_size > 1 for _, reduction in batch)
             with profiled("reduce_scatter" if scatters else "pack_gradients", *_units(batch)):
                 issue_reduce_scatters(batch, comm_streams.reduce_scatter)
-            self._reduce_scatters.append(batch)
-            added = later
 
     def finish(self, comm_streams: CommStreams) -> None:
         """Take all that were issued through to the end."""
