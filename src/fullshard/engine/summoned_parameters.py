@@ -97,7 +97,7 @@ class SummonedParameters:
         self, parameter: ShardedParameter, value: torch.Tensor, gradient: torch.Tensor | None, offload_to_cpu: bool
     ) -> None:
         def unsharded(tensor: torch.Tensor) -> torch.Tensor:
-            return parameter.placement.full(tensor.cpu() if offload_to_cpu else tensor)
+            return parameter.placement.unsharded(tensor.cpu() if offload_to_cpu else tensor)
 
         copy = nn.Parameter(unsharded(value), requires_grad=parameter.requires_grad)
         copy.__dict__.update(parameter.attributes)
@@ -203,7 +203,7 @@ class SummonedParameters:
                 if mesh.rank == 0:
                     value.copy_(value_of(held[id(parameter)]))
                 else:
-                    held[id(parameter)] = nn.Parameter(parameter.placement.full(value), requires_grad=False)
+                    held[id(parameter)] = nn.Parameter(parameter.placement.unsharded(value), requires_grad=False)
             whole = copies.buffer.tensor(0, (copies.buffer.numel,), (1,))
             if mesh.rank == 0 and mesh.replicate is not None and mesh.replicas > 1:
                 dist.broadcast(whole, group=mesh.replicate.get_group(), group_src=0)
@@ -211,7 +211,7 @@ class SummonedParameters:
                 dist.broadcast(whole, group=mesh.shard.get_group(), group_src=0)
             if mesh.rank == 0:
                 for parameter, value in zip(bucket.parameters, copies.values, strict=True):
-                    held[id(parameter)] = nn.Parameter(parameter.placement.full(value), requires_grad=False)
+                    held[id(parameter)] = nn.Parameter(parameter.placement.unsharded(value), requires_grad=False)
 
     def keep_memory(self) -> None:
         """Do not free the buffers at :meth:`close`: references to the copies keep them alive."""

@@ -243,7 +243,7 @@ class ExtensionAllGather:
                 self._pool = current_stream(self.mesh.device)
                 for tensor, nbytes in self._inner:
                     refill_storage(tensor, nbytes)
-                post(out=parameter.full)
+                post(out=parameter.unsharded)
                 return
             self._pool = current_stream(self.mesh.device)
             tensor, inner = post()

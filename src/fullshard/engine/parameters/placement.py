@@ -50,7 +50,7 @@ class ParameterPlacement:
         mesh, placements = self._sharded_layout()
         return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(self.shape, self.stride, dtype))
 
-    def full(self, local: torch.Tensor) -> torch.Tensor:
+    def unsharded(self, local: torch.Tensor) -> torch.Tensor:
         """Return the unsharded parameter: ``local`` itself, or the DTensor with that local tensor."""
         if self.own is None:
             return local

@@ -42,12 +42,12 @@ class Registration:
         """Have the modules hold the unsharded parameters, which require gradients as the sharded ones do."""
         self.unsharded = True
         for parameter in self._parameters:
-            if parameter.full.requires_grad is not parameter.requires_grad:
+            if parameter.unsharded.requires_grad is not parameter.requires_grad:
                 parameter.follow_requires_grad()
         for held, name, parameter in self._plain:
-            held[name] = parameter.full
+            held[name] = parameter.unsharded
         for owner, parameter in self._others:
-            owner.set(parameter.full)
+            owner.set(parameter.unsharded)
 
     def use_copies(self, copies: Mapping[int, nn.Parameter]) -> None:
         """Have the modules hold ``copies``, a mapping from the ids of parameters."""

@@ -58,7 +58,7 @@ class UnitGradients:
     @property
     def are_coming(self) -> bool:
         """True if the backward pass that runs now accumulates any."""
-        return any(accumulates(p.full) for p in self._parameters if p.has_unsharded and p.requires_grad)
+        return any(accumulates(p.unsharded) for p in self._parameters if p.has_unsharded and p.requires_grad)
 
     @property
     def needs_all_reduce(self) -> bool:
