@@ -166,14 +166,14 @@ class FlatRegistration(Registration):
         super().__init__(parameters)
         self._empty = [parameter for parameter in parameters if not parameter.local.numel()]
 
-    def is_current(self) -> bool:
+    def is_registered(self) -> bool:
         """True if modules hold our parameters, on the memory that we gave them."""
         for held, name, parameter in self._plain:
             sharded, local = parameter.sharded, parameter.local
             if held.get(name) is not sharded or sharded.data_ptr() != local.data_ptr() or sharded.shape != local.shape:
                 return False
-        return all(parameter.is_current() for parameter in self._empty) and all(
-            parameter.is_current() for _, parameter in self._others
+        return all(parameter.is_registered() for parameter in self._empty) and all(
+            parameter.is_registered() for _, parameter in self._others
         )
 
 
@@ -228,8 +228,8 @@ class FlatParameterRegistration(Registration):
         for handle in self._handles:
             handle.parameters[handle.name] = None
 
-    def is_current(self) -> bool:
+    def is_registered(self) -> bool:
         """True if the flat parameters are registered, on the memory that we gave them, and nothing else is."""
-        if not all(handle.is_current() for handle in self._handles):
+        if not all(handle.is_registered() for handle in self._handles):
             return False
         return all(attributes["_parameters"].get(name) is None for attributes, name, _ in self._hidden)

@@ -89,10 +89,10 @@ class FlatShardedParameter(ShardedParameter):
         start, numel, _ = self.piece
         return value.as_strided((numel,), (1,), int(value.storage_offset()) + start)
 
-    def is_current(self) -> bool:
+    def is_registered(self) -> bool:
         """True if the modules still hold the managed parameter and it still lies in the shard buffer."""
         if self.handle is not None:
-            return self.handle.is_current() and all(owner.held() is None for owner in self.owners)
+            return self.handle.is_registered() and all(owner.held() is None for owner in self.owners)
         return self.is_in_place() and all(owner.held() is self.sharded for owner in self.owners)
 
     def is_in_place(self) -> bool:
@@ -233,7 +233,7 @@ class FlatParamHandle:
         """Make the shard buffer the data of the flat parameter again."""
         self.flat.data = self._shard_buffer
 
-    def is_current(self) -> bool:
+    def is_registered(self) -> bool:
         """True if the flat parameter is registered and on the shard buffer."""
         flat = self.flat
         return self.parameters.get(self.name) is flat and flat.data_ptr() == self._shard_buffer.data_ptr()

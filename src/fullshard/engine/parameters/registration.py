@@ -60,10 +60,10 @@ class Registration:
     def remove(self) -> None:
         """Unregister additional parameters, such as flat ones, before the unit is destroyed."""
 
-    def is_current(self) -> bool:
+    def is_registered(self) -> bool:
         """True if the modules hold the sharded parameters, on the shard buffers, see [Note: Write-back]."""
         for held, name, parameter in self._plain:
             sharded = parameter.sharded
             if held.get(name) is not sharded or sharded._local_tensor is not parameter.local:  # type: ignore[attr-defined]
                 return False
-        return all(parameter.is_current() for _, parameter in self._others)
+        return all(parameter.is_registered() for _, parameter in self._others)

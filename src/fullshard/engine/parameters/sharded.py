@@ -278,7 +278,7 @@ class ShardedParameter:
                 self.fqns.append(fqn)
             self.keep_gradient()
 
-    def is_current(self) -> bool:
+    def is_registered(self) -> bool:
         """True if the modules still hold the sharded parameter and it still lies in the shard buffer.
 
         Loads with ``assign=True``, ``to_empty`` and changes of dtype replace it, see [Note: Write-back].
