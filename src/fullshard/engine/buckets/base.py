@@ -16,7 +16,7 @@ from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.flat import FlatParamHandle
 from fullshard.engine.parameters.sharded import ShardedParameter
 from fullshard.engine.reduction.grad_reduction import GradReduction, ReductionTerms
-from fullshard.engine.reduction.per_parameter_plan import PerParameterReductionPlan
+from fullshard.engine.reduction.per_parameter_plan import plan_per_parameter
 from fullshard.engine.reduction.plan import ReductionPlan
 from fullshard.engine.reduction.sharded_gradients import UnreducedOverReplicas
 from fullshard.errors import FullshardError
@@ -215,7 +215,7 @@ class Bucket:
         return tuple(sorted(trainable))
 
     def _make_plan(self, parameters: list[ShardedParameter]) -> ReductionPlan:
-        return PerParameterReductionPlan.build(parameters, self.mesh, self.storage)
+        return plan_per_parameter(parameters, self.mesh, self.storage)
 
     def _all_gathers(self, from_subgroup: bool) -> list[BucketAllGather]:
         """Those that fill the unsharded parameters, which need to exist only once they have arrived."""

@@ -145,7 +145,7 @@ class ExtensionBucket(Bucket):
             each.free()
 
 
-class ExtensionAllGather:
+class ExtensionAllGather(BucketAllGather):
     """Fills one unsharded parameter from the inner tensors of all ranks, see [Note: Extensions]."""
 
     parameter: ShardedParameter
@@ -213,9 +213,6 @@ class ExtensionAllGather:
         for buffer in self.buffers:
             buffer.allocate()
 
-    def copy_in(self) -> None:
-        """Do nothing: the inner tensors are sent as they are."""
-
     def request(self, unit: str) -> CommRequest:
         """One operand per inner tensor. On a single rank they are copied too: the unsharded parameter frees its own."""
         pairs = zip(self._inputs, self.buffers, strict=True)
@@ -223,9 +220,6 @@ class ExtensionAllGather:
             Operand(tensor, buffer.tensor(0, (buffer.numel,), (1,))) for tensor, buffer in pairs if buffer.numel
         ]
         return CommRequest(unit, operands)
-
-    def copy_out(self) -> None:
-        """Do nothing: no message is packed."""
 
     def arrived(self) -> None:
         """Make the unsharded parameter, or fill it."""

@@ -14,7 +14,7 @@ from fullshard.engine.buckets.base import BufferBucket, UnshardedCopies, Visible
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.flat import FlatParamHandle, FlatShardedParameter, shard_view
 from fullshard.engine.parameters.sharded import ShardedParameter, value_of
-from fullshard.engine.reduction.flat_plan import FlatReductionPlan
+from fullshard.engine.reduction.flat_plan import plan_flat
 from fullshard.engine.reduction.plan import ReductionPlan
 from fullshard.layout import FlatLayout
 from fullshard.memory import Buffer, make_comm_stream
@@ -174,7 +174,7 @@ class FlatBucket(BufferBucket):
         return tuple(range(len(self.parameters))) if trainable else ()
 
     def _make_plan(self, parameters: list[ShardedParameter]) -> ReductionPlan:
-        return FlatReductionPlan.build(parameters, self.mesh, self.storage, self.layout, self.handle)
+        return plan_flat(parameters, self.mesh, self.storage, self.layout, self.handle)
 
     def _offset_on_one_rank(self, index: int) -> int:
         return self.layout.slots[index].unsharded_offset

@@ -118,17 +118,17 @@ class GradReduction:
 
     @property
     def _message(self) -> torch.Tensor:
-        return self.plan.message_tensor if self._foreign is None else self._foreign
+        return self.plan.message.whole if self._foreign is None else self._foreign
 
     def copy_in(self) -> None:
         """Pack gradients; on the compute stream, which made them and uses their memory again."""
         if self.plan.reduces_in_place:
-            self.plan.pack(self._inputs, self._shards.tensors[0])
+            self.plan.message.pack(self._inputs, self._shards.tensors[0])
         elif self._packed:
             if self.terms.hook is not None or self.plan.zeroes_message:
                 for operand in self._packed:
                     operand.unsharded.zero_()
-            self.plan.pack(self._inputs, self._message)
+            self.plan.message.pack(self._inputs, self._message)
         self._inputs = []  # what is not packed is held by its operand
 
     def request(self, unit: str) -> CommRequest:

@@ -48,13 +48,13 @@ class ShardedGradients:
         presence = self.plan.presence
         if presence is None or not self.misses_some:
             return self.present  # nobody has what is missing: it is frozen
-        elsewhere = presence.on(self.tensors).tolist()
+        elsewhere = presence.on(self.tensors[0]).tolist()
         return [here or abs(somewhere) > 0 for here, somewhere in zip(self.present, elsewhere, strict=True)]
 
     def by_parameter(self) -> list[tuple[ShardedParameter, torch.Tensor]]:
         """The parameters that have a gradient, with this rank's shard of it."""
         found = zip(self.plan.parameters, self.plan.views, self.present_anywhere(), strict=True)
-        return [(parameter, view.on(self.tensors)) for parameter, view, is_there in found if is_there]
+        return [(p, view.on(self.tensors[tensor])) for p, (tensor, view), is_there in found if is_there]
 
 
 class UnreducedOverReplicas:
