@@ -79,7 +79,7 @@ class SummonedParameters:
         require_idle(unit, "its unsharded parameters")
         with torch.inference_mode(False), torch.no_grad():
             self._copies = [bucket.copies() for bucket in unit.buckets]
-            self._fill(self._copies)
+            all_gather_now(unit, [copies.all_gather for copies in self._copies])
             gradients = self._gradients() if with_grads else {}
             for bucket, copies in zip(unit.buckets, self._copies, strict=True):
                 for parameter, value in zip(bucket.parameters, copies.values, strict=True):
@@ -107,9 +107,6 @@ class SummonedParameters:
             copy.grad = unsharded(gradient)
         self.parameters[id(parameter)] = copy
 
-    def _fill(self, copies: list[UnshardedCopies]) -> None:
-        all_gather_now(self.unit, [each.all_gather for each in copies])
-
     def _gradients(self) -> dict[int, torch.Tensor]:
         """Return unsharded gradients by the ids of parameters; ranks first agree on which parameters have one."""
         unit = self.unit
@@ -122,7 +119,7 @@ class SummonedParameters:
         if not some:
             return {}
         copies = [bucket.copies(gradients=True) for bucket in unit.buckets]
-        self._fill(copies)
+        all_gather_now(unit, [each.all_gather for each in copies])
         there = {id(p) for p, flag in zip(unit.parameters, each, strict=True) if flag}
         return {
             id(parameter): value
@@ -187,11 +184,8 @@ class SummonedParameters:
             if not with_grads:
                 continue
             gradients = [held[id(parameter)].grad for parameter in bucket.parameters]
-            filled = [
-                value_of(gradient) if gradient is not None else torch.zeros_like(value)
-                for gradient, value in zip(gradients, values, strict=True)
-            ]
-            for parameter, gradient, part in zip(bucket.parameters, gradients, bucket.parts(filled), strict=True):
+            known = [v if g is None else value_of(g) for g, v in zip(gradients, values, strict=True)]
+            for parameter, gradient, part in zip(bucket.parameters, gradients, bucket.parts(known), strict=True):
                 parameter.set_gradient(None if gradient is None else part)
 
     def _broadcast(self, held: dict[int, nn.Parameter]) -> None:
@@ -199,19 +193,16 @@ class SummonedParameters:
         mesh = self.unit.mesh
         for bucket, copies in zip(self.unit.buckets, self._copies, strict=True):
             copies.buffer.allocate()
-            for parameter, value in zip(bucket.parameters, copies.values, strict=True):
-                if mesh.rank == 0:
+            if mesh.rank == 0:
+                for parameter, value in zip(bucket.parameters, copies.values, strict=True):
                     value.copy_(value_of(held[id(parameter)]))
-                else:
-                    held[id(parameter)] = nn.Parameter(parameter.placement.unsharded(value), requires_grad=False)
             whole = copies.buffer.tensor(0, (copies.buffer.numel,), (1,))
             if mesh.rank == 0 and mesh.replicate is not None and mesh.replicas > 1:
                 dist.broadcast(whole, group=mesh.replicate.get_group(), group_src=0)
             if mesh.shard is not None and mesh.world_size > 1:
                 dist.broadcast(whole, group=mesh.shard.get_group(), group_src=0)
-            if mesh.rank == 0:
-                for parameter, value in zip(bucket.parameters, copies.values, strict=True):
-                    held[id(parameter)] = nn.Parameter(parameter.placement.unsharded(value), requires_grad=False)
+            for parameter, value in zip(bucket.parameters, copies.values, strict=True):
+                held[id(parameter)] = nn.Parameter(parameter.placement.unsharded(value), requires_grad=False)
 
     def keep_memory(self) -> None:
         """Do not free the buffers at :meth:`close`: references to the copies keep them alive."""
