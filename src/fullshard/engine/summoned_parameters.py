@@ -76,6 +76,7 @@ class SummonedParameters:
     ) -> None:
         self.unit, self.parameters, self._copies = unit, {}, []
         offload_to_cpu = offload_to_cpu and unit.mesh.device.type != "cpu"
+        keep = not rank0_only or unit.mesh.rank == 0
         require_idle(unit, "its unsharded parameters")
         with torch.inference_mode(False), torch.no_grad():
             self._copies = [bucket.copies() for bucket in unit.buckets]
@@ -84,14 +85,13 @@ class SummonedParameters:
             for bucket, copies in zip(unit.buckets, self._copies, strict=True):
                 for parameter, value in zip(bucket.parameters, copies.values, strict=True):
                     self._add(parameter, value, gradients.get(id(parameter)), offload_to_cpu)
-        if offload_to_cpu:
-            self._free_buffers()
-        if rank0_only and unit.mesh.rank != 0:
-            self.parameters = {}
+        if offload_to_cpu or not keep:
             self._free_buffers()
         unit.mark_summoned(True)
-        if not rank0_only or unit.mesh.rank == 0:
+        if keep:
             unit.registration.use_copies(self.parameters)
+        else:
+            self.parameters = {}
 
     def _add(
         self, parameter: ShardedParameter, value: torch.Tensor, gradient: torch.Tensor | None, offload_to_cpu: bool
@@ -128,14 +128,6 @@ class SummonedParameters:
             if id(parameter) in there
         }
 
-    def check(self) -> None:
-        """Check that the parameters that the modules hold now can be written back.
-
-        Raises:
-            FullshardError: If a parameter was replaced by one of another shape.
-        """
-        self._registered()
-
     def close(self, *, writeback: bool, rank0_only: bool = False, with_grads: bool = False) -> None:
         """Register the shards again and free the copies.
 
@@ -151,7 +143,7 @@ class SummonedParameters:
         try:
             if writeback:
                 with torch.inference_mode(False), torch.no_grad():
-                    held = self._registered()
+                    held = self.check()
                     if rank0_only:
                         self._broadcast(held)
                     self._write(held, with_grads=with_grads and not rank0_only)
@@ -161,8 +153,12 @@ class SummonedParameters:
             self._free_buffers()
             self.parameters = {}
 
-    def _registered(self) -> dict[int, nn.Parameter]:
-        """Return the parameters that the modules hold now, by ids: users may have replaced the copies."""
+    def check(self) -> dict[int, nn.Parameter]:
+        """Return the parameters that the modules hold now, by ids: users may have replaced the copies.
+
+        Raises:
+            FullshardError: If one was replaced by one of another shape, which cannot be written back.
+        """
         held = {}
         for parameter in self.unit.parameters if self.parameters else []:
             copy = self.parameters[id(parameter)]

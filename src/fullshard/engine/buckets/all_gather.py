@@ -80,18 +80,13 @@ class PerParameterAllGather(BucketAllGather):
     Large parameters are operands of their own, from the shard straight into the unsharded parameter. The others are
     packed into one message, and copied out of it.
 
-    Args:
-        layout: Over the ranks of ``transport``.
-        shard: This rank's shard: ``(layout.shard_numel,)``.
-        unsharded: The buffer to fill. If its device is not the shard's, or its dtype and the transport does not cast,
-            the shard is first copied, in one kernel, to an *all-gather input*.
-        transport: Of the shard axis.
+    If the device of the unsharded buffer is not the shard's, or its dtype and the transport does not cast, the shard is
+    first copied, in one kernel, to an *all-gather input*.
     """
 
-    layout: PerParameterLayout
-    transport: Transport
-    shard: torch.Tensor
-    unsharded: Buffer
+    layout: PerParameterLayout  # over the ranks of the transport
+    shard: torch.Tensor  # this rank's: ``(layout.shard_numel,)``
+    unsharded: Buffer  # to be filled
     _input: Buffer | None  # the shard in the dtype in which it is sent; memory only while it is
     _message: Buffer | None  # the packed shards of all ranks; memory only while they are in flight
     _foreign: torch.Tensor | None  # the same in the transport's own memory
@@ -180,17 +175,11 @@ class PerParameterAllGather(BucketAllGather):
 class FlatAllGather(BucketAllGather):
     """Fills an unsharded buffer from one slice per rank, in place.
 
-    Args:
-        layout: Over the ranks of ``transport``.
-        shard: This rank's slice: ``(layout.slice_numel,)``.
-        unsharded: The buffer to fill. If its dtype or device is not the shard's, the shard is copied to its place
-            there first, and sent from it.
-        transport: Of the shard axis.
+    If its dtype or device is not the shard's, the shard is copied to its place there first, and sent from it.
     """
 
-    transport: Transport
     unsharded: Buffer
-    _shard: torch.Tensor
+    _shard: torch.Tensor  # this rank's slice: ``(layout.slice_numel,)``
     _own: torch.Tensor | None  # this rank's part of the unsharded buffer, where it is not sent from the shard
     _operands: list[Operand]
 

@@ -12,11 +12,7 @@ __all__ = ["Registration"]
 
 
 class Registration:
-    """Registers parameters in their modules, and checks that they are still there.
-
-    Args:
-        parameters: All parameters of a unit, with all their owners.
-    """
+    """Registers the parameters of a unit in all their modules, and checks that they are still there."""
 
     unsharded: bool  # the modules hold the unsharded parameters, or copies of them
     copies: bool  # the modules hold copies

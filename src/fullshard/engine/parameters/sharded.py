@@ -121,7 +121,7 @@ class ShardedParameter:
         self.pending_owners, self.on_gradient = [], None
         self.unreduced_grad, self.owns_unreduced_grad = None, False
         self.remember_attributes()
-        self._mark()
+        mark(self.sharded, self)
 
     @classmethod
     def of(cls, parameter: nn.Parameter, owner: Owner, fqn: str, placement: ParameterPlacement) -> ShardedParameter:
@@ -156,7 +156,7 @@ class ShardedParameter:
                 moved = old.grad.device == old.device  # along with the parameter
                 self.sharded.grad = old.grad.to(local.device) if moved else old.grad
         self.sharded.__dict__.update(self.attributes)
-        self._mark()
+        mark(self.sharded, self)
 
     def set_unsharded(self, tensor: torch.Tensor, reduce_dtype: torch.dtype) -> None:
         """Make the unsharded parameter on the memory of ``tensor`` (its local tensor, if it is a DTensor)."""
@@ -266,10 +266,6 @@ class ShardedParameter:
             key: value for key, value in vars(self.sharded).items() if not key.startswith("_") and key not in known
         }
 
-    def _mark(self) -> None:
-        """Let later ``fully_shard`` calls find this object by the parameter."""
-        mark(self.sharded, self)
-
     def add_owner(self, owner: Owner, fqn: str) -> None:
         """Add a module attribute that holds this parameter too (an empty FQN is set at the first forward)."""
         if owner not in self.owners:
@@ -350,9 +346,8 @@ class ShardedParameter:
 
     def copy_for(self, memo: dict[int, Any]) -> ShardedParameter:
         """Make the parameter of a deep copy whose modules and parameters are in ``memo``."""
-        modules = [(memo[id(owner.module())], owner.name) for owner in self.owners]
-        owners = [Owner.of(module, name) for module, name in modules]
-        return ShardedParameter(memo[id(self.sharded)], owners, list(self.fqns), self.placement, self.shape)
+        owners = [Owner.of(memo[id(owner.module())], owner.name) for owner in self.owners]
+        return type(self)(memo[id(self.sharded)], owners, list(self.fqns), self.placement, self.shape)
 
     def describe(self) -> str:
         """Return FQN, global shape and dtype, for errors."""

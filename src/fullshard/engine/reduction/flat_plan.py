@@ -23,15 +23,7 @@ def plan_flat(
     layout: FlatLayout,
     handle: FlatParamHandle | None,
 ) -> ReductionPlan:
-    """Plan the reduction of all parameters of a bucket; presence numbers are an operand of their own behind them.
-
-    Args:
-        parameters: Of the bucket.
-        mesh: The ranks to reduce over.
-        storage: Of the bucket.
-        layout: Of the bucket.
-        handle: Of the visible flat parameter, if there is one.
-    """
+    """Plan the reduction of all parameters of a bucket; presence numbers are an operand of their own behind them."""
     ranks, numel, sent = mesh.world_size, layout.slice_numel, layout.unsharded_numel
     communicates = ranks > 1 or mesh.replicas > 1
     count = len(parameters) if communicates else 0

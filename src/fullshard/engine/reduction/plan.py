@@ -54,17 +54,12 @@ class PackedShards(NamedTuple):
 class ReductionMessage(Buffer):
     """The packed gradients of all ranks. It has memory only while a reduction is in flight.
 
-    Args:
-        numel: Of all ranks; 0 without a shard axis, where gradients are packed into the tensor of shards.
-        dtype: In which gradients are sent.
-        device: Where they are computed.
-        copies: Fill it.
-        gaps: What no copy fills and has to be zero.
+    Without a shard axis it is empty, and gradients are packed into the first tensor of shards.
     """
 
     whole: torch.Tensor
-    _copies: Sequence[PackCopy]
-    _gaps: Sequence[View]
+    _copies: Sequence[PackCopy]  # what fills it
+    _gaps: Sequence[View]  # what no copy fills and has to be zero
     _places: tuple[list[torch.Tensor], list[torch.Tensor]]  # targets of the copies and gaps, in our own memory
 
     def __init__(
@@ -103,37 +98,23 @@ class ReductionPlan:
     gradients are reduced in place: then it is one with all packed gradients, and each direct gradient itself.
 
     A plan is used by one reduction at a time, for it has one message.
-
-    Args:
-        parameters: Of the bucket, in model order.
-        mesh: The ranks to reduce over.
-        storage: Of the bucket.
-        views: Where the shards of gradients lie: the index of a tensor of shards, and the view of it.
-        presence: The presence numbers, which come last in the first tensor of shards; None: there are no other ranks.
-        shards_numel: Elements of the first tensor of shards.
-        slices: Where gradients lie in it, for a transport that quantizes.
-        direct: The parameters whose gradients are operands of their own, by index.
-        packed: What the message is reduced into; the operands lie one after another in it.
-        message: The packed gradients.
-        zeroes_message: What is not packed has to be zero in the message, because a transport quantizes padding
-            together with gradients. It also gets into the shards that are reduced over replicas.
-        dtensors: Sharded gradients are DTensors; if not, 1-D parts of flattened parameters.
-        handle: Of the visible flat parameter, which gets all gradients, if there is one.
     """
 
-    parameters: tuple[ShardedParameter, ...]
+    parameters: tuple[ShardedParameter, ...]  # of one bucket, in model order
     mesh: ShardMesh
     storage: Storage
-    views: tuple[tuple[int, View], ...]
-    presence: View | None
-    shards_numel: int
-    slices: tuple[Slice, ...]
-    direct: Mapping[int, Slot]
-    packed: tuple[PackedShards, ...]
+    views: tuple[tuple[int, View], ...]  # where shards of gradients lie: index of a tensor of shards, and view of it
+    presence: View | None  # of the presence numbers, last in the first tensor of shards; None: there are no other ranks
+    shards_numel: int  # of the first tensor of shards
+    slices: tuple[Slice, ...]  # where gradients lie in it, for a transport that quantizes
+    direct: Mapping[int, Slot]  # the parameters whose gradients are operands of their own, by index
+    packed: tuple[PackedShards, ...]  # what the message is reduced into, in the order in which it lies there
     message: ReductionMessage
+    # What is not packed has to be zero in the message, because a transport quantizes padding together with gradients.
+    # What is there also gets into the shards that are reduced over replicas.
     zeroes_message: bool = False
-    dtensors: bool = True
-    handle: FlatParamHandle | None = None
+    dtensors: bool = True  # sharded gradients are DTensors; if not, 1-D parts of flattened parameters
+    handle: FlatParamHandle | None = None  # of the visible flat parameter, which gets all gradients
     _presence_numbers: dict[tuple[bool, ...], torch.Tensor] = field(default_factory=dict, repr=False)  # sent of late
 
     # ---------------------------------------------------------------- where, over which axes, in which dtypes

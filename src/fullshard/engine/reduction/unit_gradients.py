@@ -17,12 +17,7 @@ __all__ = ["UnitGradients"]
 
 
 class UnitGradients:
-    """Takes, looks at and clears the gradients that autograd and the buckets of a unit hold.
-
-    Args:
-        parameters: Of the unit.
-        buckets: Of the unit.
-    """
+    """Takes, looks at and clears the gradients that autograd and the buckets of a unit hold."""
 
     _parameters: Sequence[ShardedParameter]
     _buckets: Sequence[Bucket]
