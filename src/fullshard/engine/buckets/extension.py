@@ -193,20 +193,15 @@ class ExtensionAllGather(BucketAllGather):
             self._own_sizes = sizes
             world_size = self.mesh.world_size
             self.buffers = [Buffer(size.numel() * world_size, dtype, self.mesh.device) for size, dtype in self._sizes]
-        self._inputs = [
-            _padded(tensor.contiguous().view(-1), size.numel())
-            for tensor, (size, _) in zip(inputs, self._sizes, strict=True)
-        ]
+        pairs = zip(inputs, self._sizes, strict=True)
+        self._inputs = [_padded(tensor.contiguous().view(-1), size.numel()) for tensor, (size, _) in pairs]
         for buffer in self.buffers:
             buffer.allocate()
 
     def request(self, unit: str) -> CommRequest:
         """One operand per inner tensor. On a single rank they are copied too: the unsharded parameter frees its own."""
         pairs = zip(self._inputs, self.buffers, strict=True)
-        operands = [
-            Operand(tensor, buffer.tensor(0, (buffer.numel,), (1,))) for tensor, buffer in pairs if buffer.numel
-        ]
-        return CommRequest(unit, operands)
+        return CommRequest(unit, [Operand(sent, b.tensor(0, (b.numel,), (1,))) for sent, b in pairs if b.numel])
 
     def arrived(self) -> None:
         """Make the unsharded parameter, or fill it."""
