@@ -365,7 +365,7 @@ def _pack_on_lane(pending: Any, comm_stream: Any) -> None:
 
     def finish() -> None:
         for _, each in pending:
-            each.copy_out()
+            each.finalize()
 
     reduction._issued(pending, comm_stream.issue(launch, finish, allocate=allocate))
 

@@ -187,8 +187,8 @@ def watched(model: nn.Module) -> dict[str, weakref.ref[Any]]:
             found[f"shard buffer {number}/{index}"] = weakref.ref(bucket.shard_buffer)
         for parameter in unit.parameters:
             found[f"sharded {number}/{parameter.fqn}"] = weakref.ref(parameter.sharded)
-            if "full" in vars(parameter):
-                found[f"full {number}/{parameter.fqn}"] = weakref.ref(parameter.full)
+            if parameter.has_unsharded:
+                found[f"unsharded {number}/{parameter.fqn}"] = weakref.ref(parameter.unsharded)
     return found
 
 

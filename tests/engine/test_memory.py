@@ -199,12 +199,12 @@ def test_full_gradients_are_freed_as_backward_goes(rank: Rank) -> None:
 
     for unit in nested_units(model):
         for parameter in unit.parameters:
-            parameter.full.register_post_accumulate_grad_hook(remember)
+            parameter.unsharded.register_post_accumulate_grad_hook(remember)
     backward(model(inputs()))
     assert len(alive) == 2 * BLOCKS
     assert most <= 2 * 2
     assert all(gradient() is None for gradient in alive)
-    assert all(parameter.full.grad is None for unit in nested_units(model) for parameter in unit.parameters)
+    assert all(parameter.unsharded.grad is None for unit in nested_units(model) for parameter in unit.parameters)
 
 
 @on_ranks(2)

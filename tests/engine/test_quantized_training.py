@@ -218,8 +218,8 @@ def test_gradients_of_some_ranks_only(rank: Rank, mesh_shape: tuple[int, int]) -
     (operand,) = plan.all_reduce_operands([torch.zeros(plan.shards_numel)])
     start = plan.presence_offset
     if rank.world_size == mesh_shape[1]:
-        start -= plan.layout.message_offset
-        (operand,) = plan.packed_operands(torch.zeros(plan.shards_numel), plan.message_tensor)
+        start -= plan.packed[0].offset
+        (operand,) = plan.packed_operands(torch.zeros(plan.shards_numel), torch.zeros(plan.message.numel))
     slices = operand.slices
     assert slices and all(each.offset + each.numel <= start for each in slices)
     for layer in (model.even, model.odd):

@@ -405,7 +405,7 @@ def test_gradients_wait_no_longer_than_for_the_next_large_unit(rank: Rank) -> No
 
     units: list[Any] = nested_units(model)
     for parameter in (parameter for unit in units for parameter in unit.parameters):
-        parameter.full.register_post_accumulate_grad_hook(remember)
+        parameter.unsharded.register_post_accumulate_grad_hook(remember)
     run_step(model, rank)
     assert len(alive) == 2 * len(model.parts)
     assert most <= 2 * 4  # two pairs of a large and a tiny unit

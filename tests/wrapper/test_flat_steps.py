@@ -117,9 +117,9 @@ def test_nothing_stays_allocated(rank: Rank, original: bool, strategy: ShardingS
         assert_at_rest(model)
         for unit in nested_units(model):
             for parameter in unit.parameters:
-                assert parameter.full.grad is None
+                assert parameter.unsharded.grad is None
                 if strategy is not ShardingStrategy.NO_SHARD:
-                    assert parameter.full.untyped_storage().nbytes() == 0
+                    assert parameter.unsharded.untyped_storage().nbytes() == 0
             for bucket in unit.buckets:
                 assert all(plan.message.allocated_bytes == 0 for plan in bucket.plans)
         held = sum(bucket.shard_buffer.numel() for unit in nested_units(model) for bucket in unit.buckets)

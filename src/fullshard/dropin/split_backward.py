@@ -78,14 +78,14 @@ def _accumulating(units: list[Unit]) -> Iterator[None]:
     """Accumulate gradients that torch assigns to unsharded parameters inside, as backward without sync does."""
     parameters = [p for unit in units for p in unit.parameters]
     for parameter in parameters:
-        parameter.full.grad_dtype = parameter.full.dtype
+        parameter.unsharded.grad_dtype = parameter.unsharded.dtype
     try:
         yield
     finally:
         for parameter in parameters:
-            gradient, parameter.full.grad = parameter.full.grad, None
+            gradient, parameter.unsharded.grad = parameter.unsharded.grad, None
             parameter.keep_gradient()
-            parameter.full.grad = None if gradient is None else gradient.to(parameter.full.grad_dtype)
+            parameter.unsharded.grad = None if gradient is None else gradient.to(parameter.unsharded.grad_dtype)
             parameter.collect_gradient()
     for unit in units:  # all of them: which units are reduced must not depend on the gradients of this rank
         unit.expect_more_gradients()

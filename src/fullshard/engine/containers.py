@@ -58,9 +58,14 @@ def _items(value: Any) -> Iterable[Any]:
     if node is not None:
         items: list[Any] = node.flatten_fn(value)[0]
         return items
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    return ()
+    return _fields(value).values()
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by name; none if the value is no dataclass."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return {}
+    return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
 
 
 def _attributes(value: Any) -> list[Any]:
@@ -76,52 +81,34 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     """Apply ``function`` to every tensor in ``value``; containers are copied only if a tensor in them changed."""
     if isinstance(value, torch.Tensor):
         return function(value)
+    items = list(_items(value))
+    if not items:
+        return value
+    mapped = [map_tensors(function, item) for item in items]
+    if all(new is old for new, old in zip(mapped, items, strict=True)):
+        return value
+    return _with_items(value, mapped)
+
+
+def _with_items(value: Any, items: list[Any]) -> Any:
+    """Return a container like ``value`` with other items, in the order of :func:`_items`."""
     if isinstance(value, Mapping):
-        items = {key: map_tensors(function, item) for key, item in value.items()}
-        return _with_items(value, items) if any(items[k] is not value[k] for k in items) else value
+        changed: Any = {} if type(value) is dict else copy.copy(value)  # which keeps the state of subclasses
+        for key, item in zip(value, items, strict=True):
+            changed[key] = item
+        return changed
+    if isinstance(value, PackedSequence):  # its batch sizes have to stay on the CPU
+        return PackedSequence(items[0], value.batch_sizes, *items[2:])
     if isinstance(value, (list, tuple, set, frozenset)):
-        mapped = [map_tensors(function, item) for item in value]
-        if all(new is old for new, old in zip(mapped, value, strict=True)):
-            return value
-        if isinstance(value, PackedSequence):  # its batch sizes have to stay on the CPU
-            return PackedSequence(mapped[0], value.batch_sizes, *mapped[2:])
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*mapped)
-        return type(value)(mapped)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     node = SUPPORTED_NODES.get(type(value))
     if node is not None:
-        children, context = node.flatten_fn(value)
-        mapped = [map_tensors(function, item) for item in children]
-        if all(new is old for new, old in zip(mapped, children, strict=True)):
-            return value
-        return node.unflatten_fn(mapped, context)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _with_fields(function, value)
-    return value
-
-
-def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if type(mapping) is dict:
-        return items
-    changed = copy.copy(mapping)  # keeps the state of subclasses (default factories, class, order)
-    for key, item in items.items():
-        changed[key] = item  # type: ignore[index]
-    return changed
-
-
-def _with_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    changed: dict[str, Any] = {}
-    for field in dataclasses.fields(value):
-        old = getattr(value, field.name, None)
-        new = map_tensors(function, old)
+        return node.unflatten_fn(items, node.flatten_fn(value)[1])
+    changed = copy.copy(value)  # not dataclasses.replace: that runs __init__ and __post_init__ again
+    for (name, old), new in zip(_fields(value).items(), items, strict=True):
         if new is not old:
-            changed[field.name] = new
-    if not changed:
-        return value
-    result = copy.copy(value)  # not dataclasses.replace: that runs __init__ and __post_init__ again
-    for name, new in changed.items():
-        object.__setattr__(result, name, new)
-    return result
+            object.__setattr__(changed, name, new)
+    return changed
 
 
 def cast_tensors(dtype: torch.dtype, value: Any) -> Any:

@@ -194,7 +194,7 @@ class OptimizerOverlap:
         written = []
         for ref, versions in early:
             unit = ref()
-            if unit is None or not unit.is_current or not unit.registration.is_current():
+            if unit is None or not unit.is_current or not unit.registration.is_registered():
                 continue  # it is unsharded anew
             if _versions(unit) != versions:
                 unit.reshard()

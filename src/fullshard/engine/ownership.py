@@ -78,6 +78,14 @@ class _Holder(NamedTuple):
     parameter: nn.Parameter
 
 
+def _holders(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[_Holder]:
+    """Yield the parameters that named modules hold themselves, in model order."""
+    for prefix, module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield _Holder(clean_name(f"{prefix}.{name}" if prefix else name), module, name, parameter)
+
+
 def claim_parameters(
     modules: Sequence[nn.Module],
     ignored: Iterable[nn.Parameter],
@@ -99,27 +107,26 @@ def claim_parameters(
     Raises:
         TiedParameterError: If a tied parameter is owned by a unit with another sharding format.
     """
-    ignored_ids = {id(p) for p in ignored}
-    inside = _Inside(modules)
+    ignored_ids = set(map(id, ignored))
+    inside = _tests_inside(modules)
     nested = {id(unit): unit for module in modules for unit in nested_units(module)}
     claimed: dict[int, ShardedParameter] = {}
     left_ids = {id(p) for p in owned_by_ancestor}
-    below = (holder for holder in _all_holders(modules) if id(holder.parameter) in left_ids) if left_ids else ()
-    for holder in (*_holders(modules), *below):
+    everything = [named for module in modules for named in module.named_modules()] if left_ids else []
+    below = (holder for holder in _holders(everything) if id(holder.parameter) in left_ids)
+    for holder in (*_holders(managed_modules(modules)), *below):
         if id(holder.parameter) in ignored_ids:
             continue
         owner = Owner.of(holder.module, holder.name)
         existing = managed_by(holder.parameter)
-        if existing is not None and not existing.owned and id(existing) not in claimed:
-            existing = None  # marked by a call that failed
-        if existing is not None:
-            _check_form(existing, form)
-        if existing is None:
+        if existing is None or (not existing.owned and id(existing) not in claimed):  # marked by a call that failed
             new = form.parameter(holder.parameter, owner, holder.fqn, place(holder.fqn, holder.parameter))
             claimed[id(new)] = new
-        elif id(existing) in claimed or (
+            continue
+        _check_form(existing, form)
+        if id(existing) in claimed or (
             # Of a nested unit only: a module may contain a shared module without being on every path to it.
-            id(existing.unit()) in nested and all(owner in inside for owner in existing.owners)
+            id(existing.unit()) in nested and all(map(inside, existing.owners))
         ):
             existing.add_owner(owner, holder.fqn)
             claimed[id(existing)] = existing
@@ -127,7 +134,7 @@ def claim_parameters(
             existing.pending_owners.append(owner)
     for unit in nested.values():
         for parameter in unit.parameters:
-            if any(owner in inside for owner in parameter.pending_owners):
+            if any(map(inside, parameter.pending_owners)):
                 _check_form(parameter, form)
                 claimed[id(parameter)] = parameter
     _take_from_owners(claimed, inside, take)
@@ -139,25 +146,22 @@ def claim_parameters(
     return list(claimed.values())
 
 
-class _Inside:
-    """Tests if an owner is below one of some modules; the modules are enumerated at the first test."""
+def _tests_inside(modules: Sequence[nn.Module]) -> Callable[[Owner], bool]:
+    """Return a test if an owner is below one of some modules, which are enumerated at the first test."""
+    below: set[int] = set()
 
-    _roots: Sequence[nn.Module]
-    _modules: set[int] | None
+    def inside(owner: Owner) -> bool:
+        if not below:
+            below.update(id(submodule) for module in modules for submodule in module.modules())
+        return id(owner.module()) in below
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._roots, self._modules = modules, None
-
-    def __contains__(self, owner: Owner) -> bool:
-        if self._modules is None:
-            self._modules = {id(submodule) for module in self._roots for submodule in module.modules()}
-        return id(owner.module()) in self._modules
+    return inside
 
 
 def _is_owned_by_ancestor(parameter: ShardedParameter, module: nn.Module) -> bool:
     """True if the unit that owns the parameter contains ``module``: then it unshards the parameter for it."""
     unit = parameter.unit()
-    ancestors = [] if unit is None else [ref() for ref in unit.modules]
+    ancestors = () if unit is None else (ref() for ref in unit.modules)
     return any(module is submodule for m in ancestors if m is not None for submodule in m.modules())
 
 
@@ -171,27 +175,25 @@ def _check_form(parameter: ShardedParameter, form: ShardingFormat) -> None:
 
 
 def _take_from_owners(
-    claimed: dict[int, ShardedParameter], inside: _Inside, take: Callable[[Unit, list[ShardedParameter]], None]
+    claimed: dict[int, ShardedParameter],
+    inside: Callable[[Owner], bool],
+    take: Callable[[Unit, list[ShardedParameter]], None],
 ) -> None:
     """Remove claimed parameters from the units that own them, and add the pending owners that are inside."""
     owners = {id(unit): unit for unit in (p.unit() for p in claimed.values() if p.owned) if unit is not None}
     for unit in owners.values():
         take(unit, [p for p in unit.parameters if id(p) in claimed])
     for parameter in claimed.values():
-        still_pending = []
-        for owner in parameter.pending_owners:
-            if owner in inside:
-                parameter.add_owner(owner, "")
-            else:
-                still_pending.append(owner)
-        parameter.pending_owners = still_pending
+        for owner in filter(inside, parameter.pending_owners):
+            parameter.add_owner(owner, "")
+        parameter.pending_owners = [owner for owner in parameter.pending_owners if not inside(owner)]
 
 
 def check_owned(units: list[Unit]) -> None:
     """Raise TiedParameterError if no unit contains all modules of a tied parameter."""
     waiting = {id(p): p for unit in units for p in unit.parameters if p.pending_owners}
     for unit in units:
-        for holder in _holders([module for module in (ref() for ref in unit.modules) if module is not None]):
+        for holder in _holders(managed_modules([module for ref in unit.modules if (module := ref()) is not None])):
             parameter = managed_by(holder.parameter)
             if parameter is not None and parameter.pending_owners:  # of a unit elsewhere
                 waiting[id(parameter)] = parameter
@@ -231,18 +233,3 @@ def _name(parameter: ShardedParameter, names: dict[int, list[str]]) -> None:
     ]
     parameter.fqns = found or parameter.fqns  # its modules may be gone, or outside of the roots
     parameter.fqn = parameter.fqns[0]
-
-
-def _all_holders(modules: Sequence[nn.Module]) -> Iterator[_Holder]:
-    return _holders_in([named for module in modules for named in module.named_modules()])
-
-
-def _holders(modules: Sequence[nn.Module]) -> Iterator[_Holder]:
-    return _holders_in(managed_modules(modules))
-
-
-def _holders_in(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[_Holder]:
-    for prefix, submodule in modules:
-        for name, parameter in submodule._parameters.items():
-            if parameter is not None:
-                yield _Holder(clean_name(f"{prefix}.{name}" if prefix else name), submodule, name, parameter)

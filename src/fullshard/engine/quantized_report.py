@@ -99,7 +99,7 @@ class QuantizationReport:
     @property
     def nbytes(self) -> int:
         """Bytes received in all."""
-        return sum(traffic.nbytes for traffic in self.traffic)
+        return sum(each.nbytes for each in self.traffic)
 
     @property
     def full_bytes(self) -> int:
@@ -141,14 +141,8 @@ def _mib(nbytes: int) -> str:
 def _traffic(units: Iterable[Unit], axis: Axis, kind: Kind) -> QuantizationTraffic:
     chosen = (unit.settings.collectives.quantization for unit in units)
     seen = [each.traffic[axis][kind] for each in chosen if each is not None and kind in each.traffic[axis]]
-    return QuantizationTraffic(
-        axis,
-        kind,
-        sum(each.collectives for each in seen),
-        sum(each.nbytes for each in seen),
-        sum(each.full_bytes for each in seen),
-        sum(each.quantized_bytes for each in seen),
-    )
+    counted = ("collectives", "nbytes", "full_bytes", "quantized_bytes")
+    return QuantizationTraffic(axis, kind, *(sum(getattr(each, name) for each in seen) for name in counted))
 
 
 def _parameters(unit: Unit) -> Iterator[QuantizedParameter]:

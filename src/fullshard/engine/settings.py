@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -72,23 +73,31 @@ class ReductionSettings:
 
     def terms(self, mesh: ShardMesh, storage: Storage, *, all_reduce: bool) -> ReductionTerms:
         """The terms of a reduction of one bucket."""
-        scatter, replicas = float(mesh.world_size), float(mesh.replicas)
-        if self.divide_factor is not None and self.divide_factor != scatter * replicas:
-            scatter, replicas = self.divide_factor, 1.0
-        native = not self.force_sum
-        if storage.reduce_dtype is torch.float16 and (total := scatter * replicas) > 1:
-            # Sums over many ranks overflow: divide by about the root of the factor before, by the rest at the end.
-            before = 2.0 ** (int(total).bit_length() // 2)
-            rest = total / before
-            first = GradScaling(before, 1.0 if mesh.replicas > 1 else rest, native=False)
-            last = GradScaling(1.0, rest if mesh.replicas > 1 else 1.0, native=False)
-        else:
-            first, last = GradScaling(1.0, scatter, native), GradScaling(1.0, replicas, native)
+        half = storage.reduce_dtype is torch.float16
+        first, last = _scalings(mesh.world_size, mesh.replicas, self.divide_factor, half, native=not self.force_sum)
         if mesh.world_size == 1 and mesh.replica_transport.hooked:
             first = GradScaling()  # the communication hook scales by itself
-        return ReductionTerms(
-            first, last, all_reduce, self.zeros_for_missing, self.hook, self.hook_stream, storage.pin_memory
-        )
+        hook, stream = self.hook, self.hook_stream
+        return ReductionTerms(first, last, all_reduce, self.zeros_for_missing, hook, stream, storage.pin_memory)
+
+
+@lru_cache
+def _scalings(
+    ranks: int, copies: int, factor: float | None, half: bool, native: bool
+) -> tuple[GradScaling, GradScaling]:
+    """How sums over the shard axis, of so many ranks, and then over the replicate axis are scaled."""
+    scatter, replicas = float(ranks), float(copies)
+    if factor is not None and factor != scatter * replicas:
+        scatter, replicas = factor, 1.0
+    total = scatter * replicas
+    if not half or total <= 1:
+        return GradScaling(1.0, scatter, native), GradScaling(1.0, replicas, native)
+    # Sums over many ranks overflow: divide by about the root of the factor before, by the rest at the end.
+    before = 2.0 ** (int(total).bit_length() // 2)
+    rest = total / before
+    if copies > 1:
+        return GradScaling(before, 1.0, native=False), GradScaling(1.0, rest, native=False)
+    return GradScaling(before, rest, native=False), GradScaling(1.0, 1.0, native=False)
 
 
 @dataclass(slots=True)
@@ -104,9 +113,7 @@ class CollectiveSettings:
 class UnitSettings:
     """Choices that may change between steps."""
 
-    reshard_after_forward: bool | int | None = (
-        None  # None: True, but False for the root; int: see Bucket.reshard_to_subgroup
-    )
+    reshard_after_forward: bool | int | None = None  # None: all but the root; int: see Bucket.reshard_to_subgroup
     reshard_after_backward: bool = True
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True

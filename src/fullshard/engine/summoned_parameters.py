@@ -76,28 +76,28 @@ class SummonedParameters:
     ) -> None:
         self.unit, self.parameters, self._copies = unit, {}, []
         offload_to_cpu = offload_to_cpu and unit.mesh.device.type != "cpu"
+        keep = not rank0_only or unit.mesh.rank == 0
         require_idle(unit, "its unsharded parameters")
         with torch.inference_mode(False), torch.no_grad():
             self._copies = [bucket.copies() for bucket in unit.buckets]
-            self._fill(self._copies)
+            all_gather_now(unit, [copies.all_gather for copies in self._copies])
             gradients = self._gradients() if with_grads else {}
             for bucket, copies in zip(unit.buckets, self._copies, strict=True):
                 for parameter, value in zip(bucket.parameters, copies.values, strict=True):
                     self._add(parameter, value, gradients.get(id(parameter)), offload_to_cpu)
-        if offload_to_cpu:
-            self._free_buffers()
-        if rank0_only and unit.mesh.rank != 0:
-            self.parameters = {}
+        if offload_to_cpu or not keep:
             self._free_buffers()
         unit.mark_summoned(True)
-        if not rank0_only or unit.mesh.rank == 0:
+        if keep:
             unit.registration.use_copies(self.parameters)
+        else:
+            self.parameters = {}
 
     def _add(
         self, parameter: ShardedParameter, value: torch.Tensor, gradient: torch.Tensor | None, offload_to_cpu: bool
     ) -> None:
         def unsharded(tensor: torch.Tensor) -> torch.Tensor:
-            return parameter.placement.full(tensor.cpu() if offload_to_cpu else tensor)
+            return parameter.placement.unsharded(tensor.cpu() if offload_to_cpu else tensor)
 
         copy = nn.Parameter(unsharded(value), requires_grad=parameter.requires_grad)
         copy.__dict__.update(parameter.attributes)
@@ -106,9 +106,6 @@ class SummonedParameters:
                 copy.grad_dtype = gradient.dtype
             copy.grad = unsharded(gradient)
         self.parameters[id(parameter)] = copy
-
-    def _fill(self, copies: list[UnshardedCopies]) -> None:
-        all_gather_now(self.unit, [each.all_gather for each in copies])
 
     def _gradients(self) -> dict[int, torch.Tensor]:
         """Return unsharded gradients by the ids of parameters; ranks first agree on which parameters have one."""
@@ -122,7 +119,7 @@ class SummonedParameters:
         if not some:
             return {}
         copies = [bucket.copies(gradients=True) for bucket in unit.buckets]
-        self._fill(copies)
+        all_gather_now(unit, [each.all_gather for each in copies])
         there = {id(p) for p, flag in zip(unit.parameters, each, strict=True) if flag}
         return {
             id(parameter): value
@@ -130,14 +127,6 @@ class SummonedParameters:
             for parameter, value in zip(bucket.parameters, copied.values, strict=True)
             if id(parameter) in there
         }
-
-    def check(self) -> None:
-        """Check that the parameters that the modules hold now can be written back.
-
-        Raises:
-            FullshardError: If a parameter was replaced by one of another shape.
-        """
-        self._registered()
 
     def close(self, *, writeback: bool, rank0_only: bool = False, with_grads: bool = False) -> None:
         """Register the shards again and free the copies.
@@ -154,7 +143,7 @@ class SummonedParameters:
         try:
             if writeback:
                 with torch.inference_mode(False), torch.no_grad():
-                    held = self._registered()
+                    held = self.check()
                     if rank0_only:
                         self._broadcast(held)
                     self._write(held, with_grads=with_grads and not rank0_only)
@@ -164,8 +153,12 @@ class SummonedParameters:
             self._free_buffers()
             self.parameters = {}
 
-    def _registered(self) -> dict[int, nn.Parameter]:
-        """Return the parameters that the modules hold now, by ids: users may have replaced the copies."""
+    def check(self) -> dict[int, nn.Parameter]:
+        """Return the parameters that the modules hold now, by ids: users may have replaced the copies.
+
+        Raises:
+            FullshardError: If one was replaced by one of another shape, which cannot be written back.
+        """
         held = {}
         for parameter in self.unit.parameters if self.parameters else []:
             copy = self.parameters[id(parameter)]
@@ -187,11 +180,8 @@ class SummonedParameters:
             if not with_grads:
                 continue
             gradients = [held[id(parameter)].grad for parameter in bucket.parameters]
-            filled = [
-                value_of(gradient) if gradient is not None else torch.zeros_like(value)
-                for gradient, value in zip(gradients, values, strict=True)
-            ]
-            for parameter, gradient, part in zip(bucket.parameters, gradients, bucket.parts(filled), strict=True):
+            known = [v if g is None else value_of(g) for g, v in zip(gradients, values, strict=True)]
+            for parameter, gradient, part in zip(bucket.parameters, gradients, bucket.parts(known), strict=True):
                 parameter.set_gradient(None if gradient is None else part)
 
     def _broadcast(self, held: dict[int, nn.Parameter]) -> None:
@@ -199,19 +189,16 @@ class SummonedParameters:
         mesh = self.unit.mesh
         for bucket, copies in zip(self.unit.buckets, self._copies, strict=True):
             copies.buffer.allocate()
-            for parameter, value in zip(bucket.parameters, copies.values, strict=True):
-                if mesh.rank == 0:
+            if mesh.rank == 0:
+                for parameter, value in zip(bucket.parameters, copies.values, strict=True):
                     value.copy_(value_of(held[id(parameter)]))
-                else:
-                    held[id(parameter)] = nn.Parameter(parameter.placement.full(value), requires_grad=False)
             whole = copies.buffer.tensor(0, (copies.buffer.numel,), (1,))
             if mesh.rank == 0 and mesh.replicate is not None and mesh.replicas > 1:
                 dist.broadcast(whole, group=mesh.replicate.get_group(), group_src=0)
             if mesh.shard is not None and mesh.world_size > 1:
                 dist.broadcast(whole, group=mesh.shard.get_group(), group_src=0)
-            if mesh.rank == 0:
-                for parameter, value in zip(bucket.parameters, copies.values, strict=True):
-                    held[id(parameter)] = nn.Parameter(parameter.placement.full(value), requires_grad=False)
+            for parameter, value in zip(bucket.parameters, copies.values, strict=True):
+                held[id(parameter)] = nn.Parameter(parameter.placement.unsharded(value), requires_grad=False)
 
     def keep_memory(self) -> None:
         """Do not free the buffers at :meth:`close`: references to the copies keep them alive."""

@@ -212,7 +212,7 @@ class Unit:
         """
         rebuild = False
         for parameter in self.parameters:
-            if parameter.is_current():
+            if parameter.is_registered():
                 continue
             value, local = value_of(parameter.accept_replacement()), parameter.local
             if self.policy.offloads and value.device.type not in ("cpu", "meta"):
@@ -233,7 +233,7 @@ class Unit:
         """Write replaced parameters back, and find methods of [Note: Extensions] put on local tensors since."""
         if any(bucket.needs_rebuild() for bucket in self.buckets):
             self.rebuild()
-        if not self.registration.is_current():
+        if not self.registration.is_registered():
             self.write_back()
 
     # ---------------------------------------------------------------- unshard and reshard
@@ -241,7 +241,7 @@ class Unit:
     def begin_unshard(self) -> list[tuple[Bucket, list[BucketAllGather]]]:
         """Prepare the all-gathers that unshard the parameters; none if they are unsharded and current."""
         self.check_not_summoned("run")
-        current = self.registration.unsharded or self.registration.is_current()
+        current = self.registration.unsharded or self.registration.is_registered()
         if self.is_unsharded:
             if current and self.is_current:
                 return []

@@ -89,7 +89,7 @@ def _parameters(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[s
                 with torch.inference_mode(False), torch.no_grad():
                     values = _gather(unit, bucket, group, dtype)
                 while group:
-                    yield names[id(group[0])], _whole(group[0].placement.full(values.pop(0)))
+                    yield names[id(group[0])], _whole(group[0].placement.unsharded(values.pop(0)))
                     del group[0]
     for parameter in parameters:
         if parameter.sharded is None:

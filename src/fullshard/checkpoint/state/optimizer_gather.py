@@ -58,7 +58,7 @@ def full_state(
             original.sharded, original.local_of(value), None
         )  # ranks along its other mesh axes take part in the next collective
         assert whole is not None
-        return _full_tensor(original.sharded.placement.full(whole))
+        return _full_tensor(original.sharded.placement.unsharded(whole))
     return _full_tensor(_like_parameter(original.parameter, value)).clone()
 
 
@@ -83,7 +83,7 @@ def sharded_state(original: LocalParameter, value: torch.Tensor, is_sharded: boo
     placement = original.sharded.placement
     mesh, rows = placement.mesh, whole
     if mesh.shard is None:
-        return placement.full(whole)  # not sharded: full in the model's own state dict as well
+        return placement.unsharded(whole)  # not sharded: whole in the model's own state dict as well
     if placement.shard_dim is not None:
         chunks = torch.chunk(whole, mesh.world_size, placement.shard_dim)
         rows = chunks[mesh.rank] if mesh.rank < len(chunks) else whole.narrow(placement.shard_dim, 0, 0)

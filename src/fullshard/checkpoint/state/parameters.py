@@ -83,7 +83,7 @@ class LocalParameter:
 
     def _flat_shards(self, flat: FlatShardedParameter, local: torch.Tensor) -> TensorShards:
         shape = flat.shape
-        full = flat.placement.full(local)
+        full = flat.placement.unsharded(local)
         outer = region_of(full) if isinstance(full, DTensor) else Region.whole(self.shape)
         assert outer is not None, f"{self.fqn} is on a mesh that this rank is not part of"
         if tuple(local.shape) == shape.shape:

@@ -5,6 +5,7 @@
 - ``flat.py``           flattened parameters that are cut into equal slices
 - ``extension.py``      tensor subclasses that say themselves what is all-gathered
 - ``all_gather.py``     filling an unsharded buffer from the shards
+- ``message.py``        where small parameters, or their gradients, lie in the packed message
 - ``formats.py``        which bucket, parameter class and registration a front end uses
 - ``storage.py``        dtypes and devices of what a bucket holds
 """

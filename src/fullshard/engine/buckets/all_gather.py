@@ -8,30 +8,32 @@ communication stream: what this rank sends), the collective, ``copy_out`` (on th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
 
 import torch
 
 from fullshard.comm import CommRequest, Operand, Transport, launch_all, slices_of
-from fullshard.layout import FlatLayout, PerParameterLayout, Route, Slot
+from fullshard.engine.buckets.message import View, message_copies
+from fullshard.layout import FlatLayout, PerParameterLayout
 from fullshard.memory import Buffer, CommStream, Event, PendingWork, Work, alias
 
 __all__ = ["BucketAllGather", "FlatAllGather", "PerParameterAllGather", "issue_all_gathers"]
 
 
-class BucketAllGather(Protocol):
+class BucketAllGather:
     """One unsharded buffer that an all-gather fills."""
 
     transport: Transport
 
     def allocate(self) -> None:
         """Give memory to the unsharded buffer; on the compute stream."""
+        raise NotImplementedError
 
     def copy_in(self) -> None:
         """Prepare what this rank sends; on the communication stream."""
 
     def request(self, unit: str) -> CommRequest:
         """The operands of the all-gather."""
+        raise NotImplementedError
 
     def copy_out(self) -> None:
         """Put what has arrived in its place; on the communication stream."""
@@ -41,6 +43,7 @@ class BucketAllGather(Protocol):
 
     def abandon(self) -> None:
         """Free the messages after a failure, when nothing has arrived."""
+        self.arrived()
 
 
 def issue_all_gathers(
@@ -71,42 +74,26 @@ def _copy_shard(shard: torch.Tensor, target: torch.Tensor) -> None:
     target.copy_(shard, non_blocking=True)
 
 
-class _View(NamedTuple):
-    """A tensor on a flat buffer, ``offset`` elements from its beginning."""
-
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def on(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
-
-
-class PerParameterAllGather:
+class PerParameterAllGather(BucketAllGather):
     """Fills an unsharded buffer from shards that are cut parameter by parameter.
 
     Large parameters are operands of their own, from the shard straight into the unsharded parameter. The others are
     packed into one message, and copied out of it.
 
-    Args:
-        layout: Over the ranks of ``transport``.
-        shard: This rank's shard: ``(layout.shard_numel,)``.
-        unsharded: The buffer to fill. If its device is not the shard's, or its dtype and the transport does not cast,
-            the shard is first copied, in one kernel, to an *all-gather input*.
-        transport: Of the shard axis.
+    If the device of the unsharded buffer is not the shard's, or its dtype and the transport does not cast, the shard is
+    first copied, in one kernel, to an *all-gather input*.
     """
 
-    layout: PerParameterLayout
-    transport: Transport
-    shard: torch.Tensor
-    unsharded: Buffer
+    layout: PerParameterLayout  # over the ranks of the transport
+    shard: torch.Tensor  # this rank's: ``(layout.shard_numel,)``
+    unsharded: Buffer  # to be filled
     _input: Buffer | None  # the shard in the dtype in which it is sent; memory only while it is
     _message: Buffer | None  # the packed shards of all ranks; memory only while they are in flight
     _foreign: torch.Tensor | None  # the same in the transport's own memory
     _operands: list[Operand]  # of the parameters in place, and last of the packed ones
     _sent: torch.Tensor  # the shard, or the all-gather input
     _targets: list[torch.Tensor]  # in the unsharded buffer, of what is copied out
-    _views: list[_View]  # where it is copied from, on the message
+    _views: list[View]  # where it is copied from, on the message
     _sources: list[torch.Tensor]  # these views on our own message
 
     def __init__(
@@ -126,7 +113,10 @@ class PerParameterAllGather:
                 region = unsharded.tensor(slot.unsharded_offset, (slot.unsharded_numel,), (1,))
                 self._operands.append(Operand.of_parameter(own, region))
             elif slot.shard_numel:
-                self._plan_copy_out(slot)
+                for own_view, view in message_copies(slot, layout, unpack=True):
+                    offset = slot.unsharded_offset + own_view.offset
+                    self._targets.append(unsharded.tensor(offset, own_view.shape, own_view.stride))
+                    self._views.append(view)
         if self._views:
             self._message = Buffer(layout.message_numel * layout.world_size, unsharded.dtype, unsharded.device)
             arrival = self._message.tensor(0, (self._message.numel,), (1,))
@@ -181,48 +171,15 @@ class PerParameterAllGather:
             if buffer is not None:
                 buffer.free()
 
-    abandon = arrived
 
-    def _plan_copy_out(self, slot: Slot) -> None:
-        """The copies from the message to one parameter: one, or another one for a last shard that is smaller."""
-        world_size, stride = self.layout.world_size, self.layout.message_numel
-        start, numel = slot.shard_offset - self.layout.message_offset, slot.shard_numel
-        own = slot.parameter
-
-        def add(offset: int, target: tuple[tuple[int, ...], tuple[int, ...]], view: _View) -> None:
-            self._targets.append(self.unsharded.tensor(slot.unsharded_offset + offset, *target))
-            self._views.append(view)
-
-        if slot.route is Route.REPLICATED:
-            add(0, ((numel,), (1,)), _View(start, (numel,), (1,)))
-        elif slot.row_major:
-            add(0, ((world_size, numel), (numel, 1)), _View(start, (world_size, numel), (stride, 1)))
-        else:
-            whole, rest = divmod(slot.rows, slot.chunk_rows)
-            step = slot.chunk_rows * own.stride[own.cut]  # from the rows of one rank to those of the next
-            if whole:
-                rows = (whole, *slot.local_shape(0))
-                add(0, (rows, (step, *own.stride)), _View(start, rows, (stride, *slot.local_stride(0))))
-            if rest:
-                rows = slot.local_shape(whole)
-                source = _View(start + whole * stride, rows, slot.local_stride(whole))
-                add(whole * step, (rows, own.stride), source)
-
-
-class FlatAllGather:
+class FlatAllGather(BucketAllGather):
     """Fills an unsharded buffer from one slice per rank, in place.
 
-    Args:
-        layout: Over the ranks of ``transport``.
-        shard: This rank's slice: ``(layout.slice_numel,)``.
-        unsharded: The buffer to fill. If its dtype or device is not the shard's, the shard is copied to its place
-            there first, and sent from it.
-        transport: Of the shard axis.
+    If its dtype or device is not the shard's, the shard is copied to its place there first, and sent from it.
     """
 
-    transport: Transport
     unsharded: Buffer
-    _shard: torch.Tensor
+    _shard: torch.Tensor  # this rank's slice: ``(layout.slice_numel,)``
     _own: torch.Tensor | None  # this rank's part of the unsharded buffer, where it is not sent from the shard
     _operands: list[Operand]
 
@@ -247,11 +204,3 @@ class FlatAllGather:
     def request(self, unit: str) -> CommRequest:
         """The operands of the all-gather."""
         return CommRequest(unit, self._operands)
-
-    def copy_out(self) -> None:
-        """Do nothing: all of it has arrived in place."""
-
-    def arrived(self) -> None:
-        """Do nothing: there are no messages."""
-
-    abandon = arrived

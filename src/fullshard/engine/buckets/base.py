@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from fullshard.comm.base import Kind
+from fullshard.comm.base import Kind, Transport
 from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.buckets.all_gather import BucketAllGather
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.flat import FlatParamHandle
 from fullshard.engine.parameters.sharded import ShardedParameter
 from fullshard.engine.reduction.grad_reduction import GradReduction, ReductionTerms
-from fullshard.engine.reduction.per_parameter_plan import PerParameterReductionPlan
+from fullshard.engine.reduction.per_parameter_plan import plan_per_parameter
 from fullshard.engine.reduction.plan import ReductionPlan
 from fullshard.engine.reduction.sharded_gradients import UnreducedOverReplicas
-from fullshard.errors import FullshardError
 from fullshard.layout import FlatLayout, FlatSlot, PerParameterLayout, Slot
 from fullshard.memory import Buffer, PendingWork, alias, host_buffer
 
-__all__ = [
-    "POST_ALL_GATHER",
-    "PRE_ALL_GATHER",
-    "Bucket",
-    "BufferBucket",
-    "UnshardedCopies",
-    "VisibleFlatParameter",
-    "has_all_gather_hooks",
-]
+__all__ = ["POST_ALL_GATHER", "PRE_ALL_GATHER", "Bucket", "BufferBucket", "UnshardedCopies", "has_all_gather_hooks"]
 
 PRE_ALL_GATHER, POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -56,31 +47,11 @@ def has_all_gather_hooks(value: torch.Tensor, fqn: str) -> bool:
 
 
 class UnshardedCopies(NamedTuple):
-    """Unsharded parameters beside those that modules compute with.
+    """Unsharded parameters beside those that modules compute with."""
 
-    Args:
-        all_gather: Fills them, once issued.
-        values: One per parameter of the bucket, in its shape.
-        buffer: Their memory. Whoever is done with it frees it.
-    """
-
-    all_gather: BucketAllGather
-    values: list[torch.Tensor]
-    buffer: Buffer
-
-
-class VisibleFlatParameter(NamedTuple):
-    """A flat parameter that users see instead of the original ones.
-
-    Args:
-        handle: Where it is registered.
-        numel: Elements of all ranks together, without the padding at their end.
-        slice_numel: Elements of this rank, padding included.
-    """
-
-    handle: FlatParamHandle
-    numel: int
-    slice_numel: int
+    all_gather: BucketAllGather  # fills them, once issued
+    values: list[torch.Tensor]  # one per parameter of the bucket, in its shape
+    buffer: Buffer  # their memory; whoever is done with it frees it
 
 
 class Bucket:
@@ -95,6 +66,7 @@ class Bucket:
     parameters: list[ShardedParameter]
     mesh: ShardMesh
     storage: Storage
+    handle: FlatParamHandle | None  # of the flat parameter that users see instead of the original ones
     is_unsharded: bool  # the unsharded parameters are there, or on their way
     unreduced: UnreducedOverReplicas  # sharded gradients that wait for their all-reduce
     _has_unreduced_grads: set[int]  # indices of parameters that may have gradients of microbatches without sync
@@ -104,7 +76,7 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[ShardedParameter], mesh: ShardMesh, storage: Storage) -> None:
         self.parameters, self.mesh, self.storage = list(parameters), mesh, storage
-        self.unreduced = UnreducedOverReplicas()
+        self.unreduced, self.handle = UnreducedOverReplicas(), None
         self.is_unsharded, self._has_unreduced_grads = False, set()
         self._pending_work, self._in_flight, self._plans = None, [], {}
 
@@ -116,8 +88,8 @@ class Bucket:
 
     @property
     def materialized(self) -> bool:
-        """False while the parameters are on the meta device."""
-        raise NotImplementedError
+        """False while a parameter is on the meta device."""
+        return all(parameter.local.device.type != "meta" for parameter in self.parameters)
 
     @property
     def allocated_bytes(self) -> int:
@@ -126,12 +98,14 @@ class Bucket:
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of all parameters when unsharded."""
-        raise NotImplementedError
+        """Bytes of all parameters when unsharded; of tensor subclasses, as they would be without."""
+        return sum(parameter.shape.numel for parameter in self.parameters) * self.storage.param_dtype.itemsize
 
     def reshard_to_subgroup(self, size: int) -> None:
-        """Keep this rank's shard of the unsharded parameters over ``size`` consecutive ranks, to unshard from next."""
-        raise NotImplementedError
+        """Keep this rank's shard of the unsharded parameters over ``size`` consecutive ranks, to unshard from next.
+
+        Without effect where no front end asks for it, or a subclass has no parts of parts.
+        """
 
     def free_subgroup_shard(self) -> None:
         """Free the shard that :meth:`reshard_to_subgroup` kept."""
@@ -146,16 +120,10 @@ class Bucket:
         Args:
             gradients: Their gradients instead, zeros where there are none.
         """
-        raise FullshardError(
-            f"{self.parameters[0].describe()} is a tensor subclass that is all-gathered through hooks of its own; its "
-            "unsharded value is what the module computes with: use fullshard.unsharded"
-        )
+        raise NotImplementedError
 
     def copies_of(
-        self,
-        parameters: Sequence[ShardedParameter],
-        dtype: torch.dtype,
-        all_gather: Callable[[BucketAllGather], None],
+        self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, all_gather: Callable[[BucketAllGather], None]
     ) -> list[torch.Tensor]:
         """The unsharded values of some parameters, in new memory unless they are on one rank. A collective.
 
@@ -185,13 +153,8 @@ class Bucket:
 
     @property
     def optimizer_parameters(self) -> list[nn.Parameter]:
-        """The parameter objects that optimizers are given."""
-        return [parameter.sharded for parameter in self.parameters]
-
-    @property
-    def visible_flat_parameter(self) -> VisibleFlatParameter | None:
-        """The flat parameter that users see instead of the original ones; None if they see these."""
-        return None
+        """The parameter objects that optimizers are given: the original ones, or the visible flat parameter."""
+        return [parameter.sharded for parameter in self.parameters] if self.handle is None else [self.handle.flat]
 
     def needs_rebuild(self) -> bool:
         """True if a local tensor has got all-gather hooks since the bucket was made: it needs another bucket."""
@@ -208,14 +171,14 @@ class Bucket:
     def _copies_of(
         self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, all_gather: Callable[[BucketAllGather], None]
     ) -> list[torch.Tensor]:
-        return self.copies().values  # raises an error that says why there are none
+        raise NotImplementedError
 
     def _reduced_together(self, trainable: set[int]) -> tuple[int, ...]:
         """Indices of the parameters that a reduction takes if these have gradients."""
         return tuple(sorted(trainable))
 
     def _make_plan(self, parameters: list[ShardedParameter]) -> ReductionPlan:
-        return PerParameterReductionPlan.build(parameters, self.mesh, self.storage)
+        return plan_per_parameter(parameters, self.mesh, self.storage)
 
     def _all_gathers(self, from_subgroup: bool) -> list[BucketAllGather]:
         """Those that fill the unsharded parameters, which need to exist only once they have arrived."""
@@ -282,13 +245,14 @@ class Bucket:
         trainable = self._reduced_together(expected)
         self._has_unreduced_grads.clear()
         pending = []
-        if terms.all_reduce:  # what reductions of other sets of trainable parameters have left
-            left = [p for key, p in self._plans.items() if key != trainable and self.unreduced.needed_by(p)]
-            pending = [GradReduction(plan, [None] * len(plan.parameters), terms, self.unreduced) for plan in left]
+        for key, plan in self._plans.items():  # what reductions of other sets of trainable parameters have left
+            if terms.all_reduce and key != trainable and self.unreduced.needed_by(plan):
+                count = len(plan.parameters)
+                pending.append(GradReduction(plan, [None] * count, terms, self.unreduced, [True] * count))
         if trainable:
-            plan = self._plans.get(trainable)
-            if plan is None:
-                plan = self._plans[trainable] = self._make_plan([self.parameters[i] for i in trainable])
+            if trainable not in self._plans:
+                self._plans[trainable] = self._make_plan([self.parameters[i] for i in trainable])
+            plan = self._plans[trainable]
             gradients = [parameter.take_gradient() for parameter in plan.parameters]
             flags = [i in expected for i in trainable]
             pending.append(GradReduction(plan, gradients, terms, self.unreduced, flags))
@@ -334,13 +298,8 @@ class BufferBucket(Bucket):
             self._move_shards()
         if self._unsharded is not None:
             self._unsharded.allocate()  # the plan takes tensors on it
-            self._all_gather = self._make_all_gather(self._unsharded)
+            self._all_gather = self._make_all_gather(self.layout, self.shard_buffer, self._unsharded, mesh.transport)
             self._unsharded.free()
-
-    @property
-    def materialized(self) -> bool:
-        """False while the shard buffer is on the meta device."""
-        return self.shard_buffer.device.type != "meta"
 
     @property
     def allocated_bytes(self) -> int:
@@ -354,8 +313,8 @@ class BufferBucket(Bucket):
 
     @property
     def shard_buffer_of_optimizers(self) -> torch.Tensor | None:
-        """The shard buffer."""
-        return self.shard_buffer
+        """The shard buffer; None if optimizers step the flat parameter that is all of it."""
+        return self.shard_buffer if self.handle is None else None
 
     def _new_shard_buffer(self, numel: int, value: torch.Tensor) -> torch.Tensor:
         """Zeros of the dtype of ``value``: in CPU memory if offloaded, on the meta device if ``value`` is."""
@@ -368,12 +327,27 @@ class BufferBucket(Bucket):
     def _move_shards(self) -> None:
         """Lay out the shard buffer anew if the layout depends on the transport."""
 
-    def _offset_on_one_rank(self, index: int) -> int:
-        """Where a parameter lies in the shard buffer of a single rank."""
+    def _make_all_gather(self, layout: Any, shard: torch.Tensor, unsharded: Buffer, transport: Transport) -> Any:
+        """The all-gather that fills ``unsharded`` from ``shard``, by a layout of this bucket's kind."""
         raise NotImplementedError
 
-    def _make_all_gather(self, unsharded: Buffer) -> BucketAllGather:
+    def _gradient_shards(self) -> torch.Tensor:
+        """The sharded gradients as they lie in the shard buffer, zeros where there are none."""
         raise NotImplementedError
+
+    def copies(self, gradients: bool = False) -> UnshardedCopies:
+        """Copies of the unsharded parameters, or of their gradients, in the dtype of the shards."""
+        shard = self._gradient_shards() if gradients else self.shard_buffer
+        return self._copies(self.layout, shard, shard.dtype)
+
+    def _copies(
+        self, layout: PerParameterLayout | FlatLayout, shard: torch.Tensor, dtype: torch.dtype
+    ) -> UnshardedCopies:
+        buffer = Buffer(layout.unsharded_numel, dtype, self.mesh.device)
+        all_gather = self._make_all_gather(layout, shard, buffer, self.mesh.exact_transport)
+        slots: Sequence[Slot | FlatSlot] = layout.slots
+        values = [buffer.tensor(s.unsharded_offset, s.parameter.shape, s.parameter.stride) for s in slots]
+        return UnshardedCopies(all_gather, values, buffer)
 
     def _all_gathers(self, from_subgroup: bool) -> list[BucketAllGather]:
         if not self._made:
@@ -386,16 +360,16 @@ class BufferBucket(Bucket):
         self._made = True
         shard, dtype, reduce_dtype = self.shard_buffer, self.storage.param_dtype, self.storage.reduce_dtype
         if self.mesh.world_size == 1 and dtype is shard.dtype and shard.device == self.mesh.device:
-            for index, parameter in enumerate(self.parameters):
-                shape, offset = parameter.shape, self._offset_on_one_rank(index)
-                parameter.set_unsharded(alias(shard, offset, shape.shape, shape.stride), reduce_dtype)
+            for parameter in self.parameters:
+                shape = parameter.shape
+                parameter.set_unsharded(alias(parameter.local, 0, shape.shape, shape.stride), reduce_dtype)
             return
         unsharded = self._unsharded = Buffer(self.layout.unsharded_numel, dtype, self.mesh.device)
         slots: Sequence[Slot | FlatSlot] = self.layout.slots
         for parameter, slot in zip(self.parameters, slots, strict=True):
             shape, offset = parameter.shape, slot.unsharded_offset
             parameter.set_unsharded(unsharded.tensor(offset, shape.shape, shape.stride), reduce_dtype)
-        self._all_gather = self._make_all_gather(unsharded)
+        self._all_gather = self._make_all_gather(self.layout, shard, unsharded, self.mesh.transport)
         unsharded.free()  # its first memory is of the compute stream, whatever an all-gather allocates on
 
     def _free(self) -> None:

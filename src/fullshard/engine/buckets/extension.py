@@ -14,19 +14,18 @@ Sizes are compared on all ranks together at the first all-gather, so that all of
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from fullshard.comm import CommRequest, Operand, Transport
 from fullshard.comm.base import Kind
 from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.buckets.all_gather import BucketAllGather
-from fullshard.engine.buckets.base import PRE_ALL_GATHER, Bucket
+from fullshard.engine.buckets.base import PRE_ALL_GATHER, Bucket, UnshardedCopies
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.sharded import ShardedParameter, value_of
 from fullshard.errors import FullshardError
@@ -40,12 +39,8 @@ __all__ = ["ExtensionBucket"]
 class ExtensionBucket(Bucket):
     """Parameters with all-gather hooks of their own: each is unsharded by itself, see [Note: Extensions].
 
-    Args:
-        parameters: In model order.
-        values: Their present values: whole tensors, or this rank's rows of them.
-        mesh: The ranks to shard over.
-        storage: Dtypes and devices; ``param_dtype`` is passed to the subclasses.
-        policy: Passed to the subclasses.
+    It is made with their present values: whole tensors, or this rank's rows of them. ``storage.param_dtype`` and
+    ``policy`` are passed to the subclasses.
     """
 
     all_gathers: list[ExtensionAllGather]
@@ -76,12 +71,11 @@ class ExtensionBucket(Bucket):
             return self._placed(value)
         try:
             chunks = torch.chunk(value, self.mesh.world_size, dim=cut)
-            reserved = (*shape[:cut], slot.chunk_rows, *shape[cut + 1 :])
-            padded = value.new_zeros(reserved)
+            local = value.new_zeros((*shape[:cut], slot.chunk_rows, *shape[cut + 1 :]))
+            if shape[cut] != slot.chunk_rows:
+                local = local.narrow(cut, 0, shape[cut])
             if shape[cut]:
-                target = padded if shape == reserved else padded.narrow(cut, 0, shape[cut])
-                target.copy_(chunks[rank])
-            local = padded if shape == reserved else padded.narrow(cut, 0, shape[cut])
+                local.copy_(chunks[rank])
         except (NotImplementedError, AssertionError) as error:
             raise ValueError(
                 f"{parameter.describe()}: {type(value).__name__} cannot be cut into {self.mesh.world_size} parts of "
@@ -110,22 +104,21 @@ class ExtensionBucket(Bucket):
             each.mesh, each.transport = mesh, mesh.transport
 
     @property
-    def materialized(self) -> bool:
-        """False while a local tensor is on the meta device."""
-        return all(parameter.local.device.type != "meta" for parameter in self.parameters)
-
-    @property
     def allocated_bytes(self) -> int:
         """Bytes that gathered inner tensors hold; what subclasses allocate themselves is not known."""
         return sum(buffer.allocated_bytes for each in self.all_gathers for buffer in each.buffers)
 
-    @property
-    def unsharded_bytes(self) -> int:
-        """Bytes of all parameters as they would be without subclasses."""
-        return sum(p.shape.numel * self.storage.param_dtype.itemsize for p in self.parameters)
+    def copies(self, gradients: bool = False) -> UnshardedCopies:
+        """Raise FullshardError: only the subclass knows what an unsharded value is beside the one computed with."""
+        raise FullshardError(
+            f"{self.parameters[0].describe()} is a tensor subclass that is all-gathered through hooks of its own; its "
+            "unsharded value is what the module computes with: use fullshard.unsharded"
+        )
 
-    def reshard_to_subgroup(self, size: int) -> None:
-        """Do nothing: subclasses have no parts of parts, and backward gathers from all ranks."""
+    def _copies_of(
+        self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, all_gather: Callable[[BucketAllGather], None]
+    ) -> list[torch.Tensor]:
+        return self.copies().values  # raises an error that says why there are none
 
     def needs_rebuild(self) -> bool:
         """False: it has all-gather hooks already."""
@@ -145,7 +138,7 @@ class ExtensionBucket(Bucket):
             each.free()
 
 
-class ExtensionAllGather:
+class ExtensionAllGather(BucketAllGather):
     """Fills one unsharded parameter from the inner tensors of all ranks, see [Note: Extensions]."""
 
     parameter: ShardedParameter
@@ -165,12 +158,7 @@ class ExtensionAllGather:
     _made: bool  # the unsharded parameter exists
 
     def __init__(
-        self,
-        parameter: ShardedParameter,
-        slot: Slot,
-        mesh: ShardMesh,
-        storage: Storage,
-        policy: MixedPrecisionPolicy,
+        self, parameter: ShardedParameter, slot: Slot, mesh: ShardMesh, storage: Storage, policy: MixedPrecisionPolicy
     ) -> None:
         self.parameter, self.mesh, self.transport = parameter, mesh, mesh.transport
         self._slot, self._storage, self._policy = slot, storage, policy
@@ -205,27 +193,15 @@ class ExtensionAllGather:
             self._own_sizes = sizes
             world_size = self.mesh.world_size
             self.buffers = [Buffer(size.numel() * world_size, dtype, self.mesh.device) for size, dtype in self._sizes]
-            self._made = False
-        self._inputs = [
-            _padded(tensor.contiguous().view(-1), size.numel())
-            for tensor, (size, _) in zip(inputs, self._sizes, strict=True)
-        ]
+        pairs = zip(inputs, self._sizes, strict=True)
+        self._inputs = [_padded(tensor.contiguous().view(-1), size.numel()) for tensor, (size, _) in pairs]
         for buffer in self.buffers:
             buffer.allocate()
-
-    def copy_in(self) -> None:
-        """Do nothing: the inner tensors are sent as they are."""
 
     def request(self, unit: str) -> CommRequest:
         """One operand per inner tensor. On a single rank they are copied too: the unsharded parameter frees its own."""
         pairs = zip(self._inputs, self.buffers, strict=True)
-        operands = [
-            Operand(tensor, buffer.tensor(0, (buffer.numel,), (1,))) for tensor, buffer in pairs if buffer.numel
-        ]
-        return CommRequest(unit, operands)
-
-    def copy_out(self) -> None:
-        """Do nothing: no message is packed."""
+        return CommRequest(unit, [Operand(sent, b.tensor(0, (b.numel,), (1,))) for sent, b in pairs if b.numel])
 
     def arrived(self) -> None:
         """Make the unsharded parameter, or fill it."""
@@ -235,19 +211,15 @@ class ExtensionAllGather:
             buffer.tensor(0, (buffer.numel,), (1,)).view(-1, *size[1:]) if size.numel() else buffer.tensor(0, size, ())
             for buffer, (size, _) in zip(self.buffers, self._sizes, strict=True)
         )
-        metadata, self._metadata = self._metadata, None
-        self._inputs = []
-        post = partial(local.fsdp_post_all_gather, outputs, metadata, self._storage.param_dtype)
+        post = partial(local.fsdp_post_all_gather, outputs, self._metadata, self._storage.param_dtype)
+        self._inputs, self._metadata, self._pool = [], None, current_stream(self.mesh.device)
         with torch.no_grad():
             if self._made:
-                self._pool = current_stream(self.mesh.device)
                 for tensor, nbytes in self._inner:
                     refill_storage(tensor, nbytes)
-                post(out=parameter.full)
-                return
-            self._pool = current_stream(self.mesh.device)
-            tensor, inner = post()
-            self._make_unsharded(tensor, inner)
+                post(out=parameter.unsharded)
+            else:
+                self._make_unsharded(*post())
 
     def abandon(self) -> None:
         """Forget what was to be sent."""
@@ -274,10 +246,9 @@ class ExtensionAllGather:
         if self._arguments == 1:
             result = local.fsdp_pre_all_gather(self.mesh.shard)
         else:
-            shape = self.parameter.shape
-            result = local.fsdp_pre_all_gather(
-                self.mesh.shard, torch.Size(shape.shape), shape.stride, self._module(), self._policy
-            )
+            shape, module = self.parameter.shape, self.parameter.owners[0].module()
+            size = torch.Size(shape.shape)
+            result = local.fsdp_pre_all_gather(self.mesh.shard, size, shape.stride, module, self._policy)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], (tuple, list)):
             raise TypeError(f"expected (tensors, metadata), found {_kind(result)}")
         inputs, self._metadata = result
@@ -285,9 +256,6 @@ class ExtensionAllGather:
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"expected tensors to send, found {_kind(inputs)}")
         return tuple(inputs)
-
-    def _module(self) -> nn.Module | None:
-        return self.parameter.owners[0].module()
 
     def _agree(self, own: list[tuple[torch.Size, torch.dtype]], error: Exception | None) -> None:
         """Find out, on all ranks together, what each of them sends, and raise on all if it does not fit."""

@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
+from fullshard.comm.base import Transport
 from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.buckets.all_gather import BucketAllGather, FlatAllGather, issue_all_gathers
-from fullshard.engine.buckets.base import BufferBucket, UnshardedCopies, VisibleFlatParameter
+from fullshard.engine.buckets.base import BufferBucket
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.flat import FlatParamHandle, FlatShardedParameter, shard_view
 from fullshard.engine.parameters.sharded import ShardedParameter, value_of
-from fullshard.engine.reduction.flat_plan import FlatReductionPlan
+from fullshard.engine.reduction.flat_plan import plan_flat
 from fullshard.engine.reduction.plan import ReductionPlan
 from fullshard.layout import FlatLayout
 from fullshard.memory import Buffer, make_comm_stream
@@ -23,21 +23,14 @@ __all__ = ["FlatBucket"]
 
 
 class FlatBucket(BufferBucket):
-    """One slice of the flattened parameters per rank, and one collective each way.
-
-    Args:
-        parameters: In model order; all of one dtype and on one device.
-        mesh: The ranks to shard over.
-        storage: Dtypes and devices of shards, unsharded parameters and gradients.
-    """
+    """One slice of the flattened parameters per rank, and one collective each way."""
 
     layout: FlatLayout
-    handle: FlatParamHandle | None  # of the visible flat parameter, if there is one
     flat_parameters: list[FlatShardedParameter]  # the parameters, by their type
 
     def __init__(self, parameters: Sequence[FlatShardedParameter], mesh: ShardMesh, storage: Storage) -> None:
         super().__init__(parameters, mesh, storage)
-        self.flat_parameters, self.handle = list(parameters), None
+        self.flat_parameters = list(parameters)
         values = [value_of(parameter.sharded) for parameter in parameters]
         self.layout = self._make_layout(min(values[0].dtype.itemsize, storage.param_dtype.itemsize))
         self.shard_buffer = self._new_shard_buffer(self.layout.slice_numel, values[0])
@@ -69,6 +62,10 @@ class FlatBucket(BufferBucket):
         self.handle = handle
         for parameter in self.flat_parameters:
             parameter.handle = handle
+        layout, last = self.layout, self.layout.slots[-1]
+        end = last.unsharded_offset + last.parameter.numel
+        # DTensors are cut as torch.chunk cuts: only where that gives our slices can the padding be left out.
+        handle.numel = end if -(-end // layout.world_size) == layout.slice_numel else layout.unsharded_numel
         if self.storage.keep_reduced:
             _set_gradient_dtype(handle.flat, self.storage.reduce_dtype)
 
@@ -79,7 +76,7 @@ class FlatBucket(BufferBucket):
                 parameter.local.copy_(parameter.local_part(value_of(parameter.sharded)))
                 parameter.place(parameter.local)
         if self.handle is not None:
-            self.handle.point_at_shard_buffer()
+            self.handle.point_at(self.shard_buffer)
 
     def restore(self) -> None:
         """Make the parameters whole: a slice cuts them at places that depend on what else lies in the bucket."""
@@ -92,25 +89,12 @@ class FlatBucket(BufferBucket):
             parameter.place(value.clone() if device == value.device else value.to(device))
         copies.buffer.free()
 
-    def reshard_to_subgroup(self, size: int) -> None:
-        """Do nothing: the wrapper has no such setting."""
-
-    def copies(self, gradients: bool = False) -> UnshardedCopies:
-        """Copies of the unsharded parameters, or of their gradients, in the dtype of the shards."""
-        shard = self._gradient_slice() if gradients else self.shard_buffer
-        return self._copies(Buffer(self.layout.unsharded_numel, shard.dtype, self.mesh.device), shard)
-
-    def _copies(self, buffer: Buffer, shard: torch.Tensor) -> UnshardedCopies:
-        values = [buffer.tensor(s.unsharded_offset, s.parameter.shape, s.parameter.stride) for s in self.layout.slots]
-        all_gather = FlatAllGather(self.layout, shard, buffer, self.mesh.exact_transport)
-        return UnshardedCopies(all_gather, values, buffer)
-
     def _copies_of(
         self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, all_gather: Callable[[BucketAllGather], None]
     ) -> list[torch.Tensor]:
         """All of the bucket by an all-gather; a part of it by broadcasts of the ranks on whose slices it lies."""
         if len(parameters) == len(self.parameters):
-            copies = self._copies(Buffer(self.layout.unsharded_numel, dtype, self.mesh.device), self.shard_buffer)
+            copies = self._copies(self.layout, self.shard_buffer, dtype)
             all_gather(copies.all_gather)
             return copies.values
         wanted = {id(parameter) for parameter in parameters}
@@ -131,7 +115,7 @@ class FlatBucket(BufferBucket):
             work.wait()
         return [buffer.tensor(s.unsharded_offset - begin, s.parameter.shape, s.parameter.stride) for s in slots]
 
-    def _gradient_slice(self) -> torch.Tensor:
+    def _gradient_shards(self) -> torch.Tensor:
         if self.handle is not None and self.handle.flat.grad is not None:
             return self.handle.flat.grad
         slice_ = torch.zeros_like(self.shard_buffer, dtype=self.flat_parameters[0].gradient_dtype)
@@ -145,27 +129,6 @@ class FlatBucket(BufferBucket):
         """This rank's parts of unsharded ``values``, as they lie in its slice."""
         return [p.local_part(value) for p, value in zip(self.flat_parameters, values, strict=True)]
 
-    @property
-    def shard_buffer_of_optimizers(self) -> torch.Tensor | None:
-        """The slice; None if optimizers step the flat parameter that is all of it."""
-        return self.shard_buffer if self.handle is None else None
-
-    @property
-    def optimizer_parameters(self) -> list[nn.Parameter]:
-        """The original parameters, or the visible flat parameter."""
-        return super().optimizer_parameters if self.handle is None else [self.handle.flat]
-
-    @property
-    def visible_flat_parameter(self) -> VisibleFlatParameter | None:
-        """The flat parameter that users see instead of the original ones; None if they see these."""
-        if self.handle is None:
-            return None
-        layout, last = self.layout, self.layout.slots[-1]
-        end = last.unsharded_offset + last.parameter.numel
-        # DTensors are cut as torch.chunk cuts: only where that gives our slices can the padding be left out.
-        numel = end if -(-end // layout.world_size) == layout.slice_numel else layout.unsharded_numel
-        return VisibleFlatParameter(self.handle, numel, layout.slice_numel)
-
     def quantized_together(self, index: int) -> tuple[int, str]:
         """Elements of the whole bucket, which is sent as one."""
         return self.layout.unsharded_numel, "all of its unit: "
@@ -174,13 +137,12 @@ class FlatBucket(BufferBucket):
         return tuple(range(len(self.parameters))) if trainable else ()
 
     def _make_plan(self, parameters: list[ShardedParameter]) -> ReductionPlan:
-        return FlatReductionPlan.build(parameters, self.mesh, self.storage, self.layout, self.handle)
+        return plan_flat(parameters, self.mesh, self.storage, self.layout, self.handle)
 
-    def _offset_on_one_rank(self, index: int) -> int:
-        return self.layout.slots[index].unsharded_offset
-
-    def _make_all_gather(self, unsharded: Buffer) -> FlatAllGather:
-        return FlatAllGather(self.layout, self.shard_buffer, unsharded, self.mesh.transport)
+    def _make_all_gather(
+        self, layout: FlatLayout, shard: torch.Tensor, unsharded: Buffer, transport: Transport
+    ) -> FlatAllGather:
+        return FlatAllGather(layout, shard, unsharded, transport)
 
 
 def _set_gradient_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> None:

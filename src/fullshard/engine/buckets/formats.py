@@ -39,12 +39,13 @@ class ShardingFormat:
     """Per-parameter sharding: each parameter is a DTensor with ``Shard(0)``, or another dim that the user chose."""
 
     reduces_gradients_alone: bool = False  # as communication hooks need it: no other numbers in their message
+    _parameter_class: type[ShardedParameter] = ShardedParameter
 
     def parameter(
         self, parameter: nn.Parameter, owner: Owner, fqn: str, placement: ParameterPlacement
     ) -> ShardedParameter:
         """Make the sharded parameter for one that no unit manages yet."""
-        return ShardedParameter.of(parameter, owner, fqn, placement)
+        return self._parameter_class.of(parameter, owner, fqn, placement)
 
     def copy_for(self, memo: dict[int, Any]) -> ShardingFormat:
         """The same format for a deep copy whose modules are in ``memo``."""
@@ -52,20 +53,19 @@ class ShardingFormat:
 
     def accepts(self, parameter: ShardedParameter) -> bool:
         """True if a parameter that another unit has kept is of this format's class."""
-        return type(parameter) is ShardedParameter
+        return type(parameter) is self._parameter_class
 
     def group(self, parameter: ShardedParameter) -> BucketKey:
         """The key of the bucket: parameters with equal ones share it."""
         value = value_of(parameter.sharded)
-        hooked = has_all_gather_hooks(value, parameter.fqn)
-        return BucketKey(parameter.placement.mesh, value.dtype, value.device.type == "meta", hooked)
+        apart = self._kept_apart(parameter, value)
+        return BucketKey(parameter.placement.mesh, value.dtype, value.device.type == "meta", apart)
+
+    def _kept_apart(self, parameter: ShardedParameter, value: torch.Tensor) -> object:
+        return has_all_gather_hooks(value, parameter.fqn)
 
     def bucket(
-        self,
-        parameters: Sequence[ShardedParameter],
-        mesh: ShardMesh,
-        storage: Storage,
-        precision: MixedPrecisionPolicy,
+        self, parameters: Sequence[ShardedParameter], mesh: ShardMesh, storage: Storage, precision: MixedPrecisionPolicy
     ) -> Bucket:
         """Make the bucket of such a group, with the parameters' present values."""
         values = [value_of(parameter.sharded) for parameter in parameters]
@@ -86,6 +86,7 @@ class FlatShardingFormat(ShardingFormat):
     """
 
     reduces_gradients_alone: bool = True
+    _parameter_class: type[ShardedParameter] = FlatShardedParameter
     _module: weakref.ref[nn.Module] | None
 
     def __init__(self, module: nn.Module | None) -> None:
@@ -104,31 +105,21 @@ class FlatShardingFormat(ShardingFormat):
                 f"FullyShardedDataParallel: {fqn} is a {type(value_of(parameter)).__name__}, which brings its own "
                 "all-gather hooks; shard it with fully_shard, which knows them"
             )
-        return FlatShardedParameter.of(parameter, owner, fqn, placement)
+        return super().parameter(parameter, owner, fqn, placement)
 
     def copy_for(self, memo: dict[int, Any]) -> ShardingFormat:
         """The same format for a deep copy whose modules are in ``memo``."""
         return self if self._module is None else FlatShardingFormat(memo[id(self._module())])
 
-    def accepts(self, parameter: ShardedParameter) -> bool:
-        """True if a parameter that another unit has kept is of this format's class."""
-        return isinstance(parameter, FlatShardedParameter)
-
-    def group(self, parameter: ShardedParameter) -> BucketKey:
+    def _kept_apart(self, parameter: ShardedParameter, value: torch.Tensor) -> object:
         """Frozen parameters lie apart, for a reduction takes all of a bucket; those that were cut apart stay apart."""
-        value = value_of(parameter.sharded)
         cut = cast("FlatShardedParameter", parameter).original_layout
-        apart = parameter.requires_grad if cut is None else id(cut)
-        return BucketKey(parameter.placement.mesh, value.dtype, value.device.type == "meta", apart)
+        return parameter.requires_grad if cut is None else id(cut)
 
     def bucket(
-        self,
-        parameters: Sequence[ShardedParameter],
-        mesh: ShardMesh,
-        storage: Storage,
-        precision: MixedPrecisionPolicy,
+        self, parameters: Sequence[ShardedParameter], mesh: ShardMesh, storage: Storage, precision: MixedPrecisionPolicy
     ) -> Bucket:
-        """Make the bucket of such a group, with the parameters' present values."""
+        """Make the flat bucket of such a group, with the parameters' present values."""
         return FlatBucket(cast("Sequence[FlatShardedParameter]", parameters), mesh, storage)
 
     def registration(self, parameters: Sequence[ShardedParameter], buckets: Sequence[Bucket]) -> Registration:
@@ -144,7 +135,7 @@ class FlatShardingFormat(ShardingFormat):
             name = FLAT_PARAMETER if index == 0 else f"{FLAT_PARAMETER}_{index}"
             handle = bucket.flat_parameters[0].handle
             if handle is not None and handle.sharded_parameters == bucket.flat_parameters:
-                handle.set_shard_buffer(bucket.shard_buffer)
+                handle.point_at(bucket.shard_buffer)
                 handle.name = name
             else:
                 handle = FlatParamHandle(module, name, bucket.shard_buffer, bucket.flat_parameters)
@@ -154,36 +145,26 @@ class FlatShardingFormat(ShardingFormat):
 
 
 class FlatRegistration(Registration):
-    """Modules hold the 1-D parts as their parameters.
+    """Modules hold the 1-D parts as their parameters."""
 
-    Args:
-        parameters: With all their owners.
-    """
-
-    _empty: list[ShardedParameter]  # those of which this rank has nothing
+    _rest: list[ShardedParameter]  # those of which this rank has nothing, and those of modules with a __setattr__
 
     def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
         super().__init__(parameters)
-        self._empty = [parameter for parameter in parameters if not parameter.local.numel()]
+        empty = [parameter for parameter in parameters if not parameter.local.numel()]
+        self._rest = [*empty, *(parameter for _, parameter in self._others)]
 
-    def is_current(self) -> bool:
+    def is_registered(self) -> bool:
         """True if modules hold our parameters, on the memory that we gave them."""
         for held, name, parameter in self._plain:
             sharded, local = parameter.sharded, parameter.local
             if held.get(name) is not sharded or sharded.data_ptr() != local.data_ptr() or sharded.shape != local.shape:
                 return False
-        return all(parameter.is_current() for parameter in self._empty) and all(
-            parameter.is_current() for _, parameter in self._others
-        )
+        return all(parameter.is_registered() for parameter in self._rest)
 
 
 class FlatParameterRegistration(Registration):
-    """Modules hold the 1-D parts as plain attributes; flat parameters are registered instead.
-
-    Args:
-        parameters: With all their owners.
-        handles: Of the flat parameters.
-    """
+    """Modules hold the 1-D parts as plain attributes; flat parameters are registered instead."""
 
     _handles: list[FlatParamHandle]
     _hidden: list[tuple[dict[str, Any], str, ShardedParameter]]  # the modules' own dictionaries
@@ -192,7 +173,7 @@ class FlatParameterRegistration(Registration):
         super().__init__(parameters)
         self._handles = list(handles)
         owned = [(owner.module(), owner.name, parameter) for parameter in parameters for owner in parameter.owners]
-        self._hidden = [(module.__dict__, name, parameter) for module, name, parameter in owned if module is not None]
+        self._hidden = [(vars(module), name, parameter) for module, name, parameter in owned if module is not None]
 
     def use_sharded(self) -> None:
         """Register the flat parameters; modules have the 1-D parts as attributes."""
@@ -228,8 +209,8 @@ class FlatParameterRegistration(Registration):
         for handle in self._handles:
             handle.parameters[handle.name] = None
 
-    def is_current(self) -> bool:
+    def is_registered(self) -> bool:
         """True if the flat parameters are registered, on the memory that we gave them, and nothing else is."""
-        if not all(handle.is_current() for handle in self._handles):
+        if not all(handle.is_registered() for handle in self._handles):
             return False
         return all(attributes["_parameters"].get(name) is None for attributes, name, _ in self._hidden)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fullshard.comm.base import Kind
+from fullshard.comm.base import Kind, Transport
 from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.buckets.all_gather import BucketAllGather, PerParameterAllGather
-from fullshard.engine.buckets.base import BufferBucket, UnshardedCopies
+from fullshard.engine.buckets.base import BufferBucket
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.sharded import ShardedParameter, value_of
 from fullshard.layout import PerParameterLayout, Route, Slot
@@ -21,24 +21,17 @@ __all__ = ["PerParameterBucket"]
 class PerParameterBucket(BufferBucket):
     """A shard buffer in which the shards of all parameters lie one after another.
 
-    Args:
-        parameters: In model order; all of one dtype and on one device.
-        values: Their present values: whole tensors, or this rank's rows of them.
-        mesh: The ranks to shard over.
-        storage: Dtypes and devices of shards, unsharded parameters and gradients.
+    It is made with their present values: whole tensors, or this rank's rows of them.
     """
 
     layout: PerParameterLayout
     _all_gather: PerParameterAllGather | None
     _subgroup_all_gather: PerParameterAllGather | None  # fills the unsharded buffer from a subgroup
     _subgroup_shard: Buffer | None  # what this rank keeps for it
+    _subgroup_copies: tuple[list[torch.Tensor], list[torch.Tensor]]  # into that, from the unsharded buffer
 
     def __init__(
-        self,
-        parameters: Sequence[ShardedParameter],
-        values: Sequence[torch.Tensor],
-        mesh: ShardMesh,
-        storage: Storage,
+        self, parameters: Sequence[ShardedParameter], values: Sequence[torch.Tensor], mesh: ShardMesh, storage: Storage
     ) -> None:
         super().__init__(parameters, mesh, storage)
         self._subgroup_all_gather = self._subgroup_shard = None
@@ -76,20 +69,12 @@ class PerParameterBucket(BufferBucket):
         all_gathers = (self._all_gather, self._subgroup_all_gather)
         return super().allocated_bytes + sum(each.in_flight_bytes for each in all_gathers if each is not None)
 
-    def copies(self, gradients: bool = False) -> UnshardedCopies:
-        """Copies of the unsharded parameters, or of their gradients, in the dtype of the shards."""
-        shard = self.shard_buffer
-        if gradients:
-            shard = torch.zeros_like(shard)
-            for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
-                if parameter.sharded.grad is not None:
-                    _shard_of(shard, slot, self.mesh.rank).copy_(value_of(parameter.sharded.grad))
-        return self._copies(self.layout, shard)
-
-    def _copies(self, layout: PerParameterLayout, shard: torch.Tensor) -> UnshardedCopies:
-        buffer = Buffer(layout.unsharded_numel, shard.dtype, self.mesh.device)
-        values = [buffer.tensor(s.unsharded_offset, s.parameter.shape, s.parameter.stride) for s in layout.slots]
-        return UnshardedCopies(PerParameterAllGather(layout, shard, buffer, self.mesh.exact_transport), values, buffer)
+    def _gradient_shards(self) -> torch.Tensor:
+        shard = torch.zeros_like(self.shard_buffer)
+        for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
+            if parameter.sharded.grad is not None:
+                _shard_of(shard, slot, self.mesh.rank).copy_(value_of(parameter.sharded.grad))
+        return shard
 
     def _copies_of(
         self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, all_gather: Callable[[BucketAllGather], None]
@@ -104,7 +89,7 @@ class PerParameterBucket(BufferBucket):
         shard = torch.empty(layout.shard_numel, dtype=dtype, device=mesh.device)
         for parameter, slot in zip(parameters, layout.slots, strict=True):
             _shard_of(shard, slot, mesh.rank).copy_(parameter.local)
-        copies = self._copies(layout, shard)
+        copies = self._copies(layout, shard, dtype)
         all_gather(copies.all_gather)
         return copies.values
 
@@ -117,11 +102,10 @@ class PerParameterBucket(BufferBucket):
         reason = super().never_quantized(index, kind)
         return reason or ("on every rank anyway" if self.layout.slots[index].route is Route.REPLICATED else "")
 
-    def _offset_on_one_rank(self, index: int) -> int:
-        return self.layout.slots[index].shard_offset
-
-    def _make_all_gather(self, unsharded: Buffer) -> PerParameterAllGather:
-        return PerParameterAllGather(self.layout, self.shard_buffer, unsharded, self.mesh.transport)
+    def _make_all_gather(
+        self, layout: PerParameterLayout, shard: torch.Tensor, unsharded: Buffer, transport: Transport
+    ) -> PerParameterAllGather:
+        return PerParameterAllGather(layout, shard, unsharded, transport)
 
     # ---------------------------------------------------------------- reshard to a subgroup
 
@@ -136,17 +120,9 @@ class PerParameterBucket(BufferBucket):
             return
         if self._subgroup_all_gather is None or self._subgroup_all_gather.layout.world_size != size:
             self._plan_subgroup(size, self._unsharded)
-        all_gather, shard, unsharded = self._subgroup_all_gather, self._subgroup_shard, self._unsharded
-        assert all_gather is not None and shard is not None
-        shard.allocate()
-        rank = self.mesh.subgroup(size).rank
-        targets, sources = [], []
-        for slot in all_gather.layout.slots:
-            own, rows = slot.parameter, slot.local_shape(rank)
-            start = slot.local_rows(rank)[0] * (own.stride[own.cut] if rows else 0)
-            targets.append(_shard_of(all_gather.shard, slot, rank))
-            sources.append(unsharded.tensor(slot.unsharded_offset + start, rows, own.stride))
-        torch._foreach_copy_(targets, sources)
+        assert self._subgroup_shard is not None
+        self._subgroup_shard.allocate()
+        torch._foreach_copy_(*self._subgroup_copies)
 
     def free_subgroup_shard(self) -> None:
         """Free the rows that :meth:`reshard_to_subgroup` kept."""
@@ -154,7 +130,7 @@ class PerParameterBucket(BufferBucket):
             self._subgroup_shard.free()
 
     def _plan_subgroup(self, size: int, unsharded: Buffer) -> None:
-        transport = self.mesh.subgroup(size).transport
+        rank, transport = self.mesh.subgroup(size)
         layout = PerParameterLayout.build(
             [p.shape for p in self.parameters],
             world_size=size,
@@ -166,6 +142,12 @@ class PerParameterBucket(BufferBucket):
         self._subgroup_shard = Buffer(layout.shard_numel, unsharded.dtype, unsharded.device)
         shard = self._subgroup_shard.tensor(0, (layout.shard_numel,), (1,))
         self._subgroup_all_gather = PerParameterAllGather(layout, shard, unsharded, transport)
+        targets, sources = self._subgroup_copies = [], []
+        for slot in layout.slots:
+            own, rows = slot.parameter, slot.local_shape(rank)
+            start = slot.local_rows(rank)[0] * (own.stride[own.cut] if rows else 0)
+            targets.append(_shard_of(shard, slot, rank))
+            sources.append(unsharded.tensor(slot.unsharded_offset + start, rows, own.stride))
         self._subgroup_shard.free()
 
 

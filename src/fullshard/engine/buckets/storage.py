@@ -10,20 +10,11 @@ __all__ = ["Storage"]
 
 
 class Storage(NamedTuple):
-    """Dtypes and devices of a bucket. Shards keep the parameters' own dtype.
+    """Dtypes and devices of a bucket. Shards keep the parameters' own dtype."""
 
-    Args:
-        param_dtype: Of unsharded parameters, and of shards as they are sent.
-        reduce_dtype: Of unsharded gradients, and of gradients as they are sent.
-        offload: Shards and their gradients are kept in CPU memory.
-        pin_memory: That memory is page-locked.
-        offload_gradients: Sharded gradients are kept in CPU memory, wherever the shards are.
-        keep_reduced: Sharded gradients stay in ``reduce_dtype`` instead of the shards' dtype.
-    """
-
-    param_dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    offload: bool
-    pin_memory: bool
-    offload_gradients: bool = False
-    keep_reduced: bool = False
+    param_dtype: torch.dtype  # of unsharded parameters, and of shards as they are sent
+    reduce_dtype: torch.dtype  # of unsharded gradients, and of gradients as they are sent
+    offload: bool  # shards and their gradients are kept in CPU memory
+    pin_memory: bool  # that memory is page-locked
+    offload_gradients: bool = False  # sharded gradients are kept in CPU memory, wherever the shards are
+    keep_reduced: bool = False  # sharded gradients stay in ``reduce_dtype`` instead of the shards' dtype

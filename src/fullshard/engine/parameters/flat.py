@@ -19,14 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.engine.parameters.sharded import (
-    Owner,
-    ShardedParameter,
-    accumulate_gradient,
-    clear_gradient,
-    mark,
-    value_of,
-)
+from fullshard.engine.parameters.sharded import ShardedParameter, accumulate_gradient, clear_gradient, mark, value_of
 from fullshard.errors import FullshardError
 from fullshard.layout import FlatLayout, FlatSlot, Piece
 from fullshard.memory import own_storage
@@ -76,7 +69,7 @@ class FlatShardedParameter(ShardedParameter):
         else:
             old.data = local
         self.sharded.__dict__.update(self.attributes)
-        self._mark()
+        mark(self.sharded, self)
 
     def local_part(self, value: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of ``value``, unsharded or that shard already, in the shape of ``local``."""
@@ -89,10 +82,10 @@ class FlatShardedParameter(ShardedParameter):
         start, numel, _ = self.piece
         return value.as_strided((numel,), (1,), int(value.storage_offset()) + start)
 
-    def is_current(self) -> bool:
+    def is_registered(self) -> bool:
         """True if the modules still hold the managed parameter and it still lies in the shard buffer."""
         if self.handle is not None:
-            return self.handle.is_current() and all(owner.held() is None for owner in self.owners)
+            return self.handle.is_registered() and all(owner.held() is None for owner in self.owners)
         return self.is_in_place() and all(owner.held() is self.sharded for owner in self.owners)
 
     def is_in_place(self) -> bool:
@@ -173,28 +166,21 @@ class FlatShardedParameter(ShardedParameter):
 
     def copy_for(self, memo: dict[int, Any]) -> ShardedParameter:
         """Make the parameter of a deep copy whose modules and parameters are in ``memo``."""
-        modules = [(memo[id(owner.module())], owner.name) for owner in self.owners]
-        owners = [Owner.of(module, name) for module, name in modules]
-        copied = FlatShardedParameter(memo[id(self.sharded)], owners, list(self.fqns), self.placement, self.shape)
+        copied = super().copy_for(memo)
+        assert isinstance(copied, FlatShardedParameter)
         copied.piece, copied.slot, copied.original_layout = self.piece, self.slot, self.original_layout
         return copied
 
 
 class FlatParamHandle:
-    """Owns one visible flat parameter: the module that it is registered on and the shard buffer that it is on.
-
-    Args:
-        module: Module to register the flat parameter on.
-        name: Name to register it under.
-        shard_buffer: Memory of the flat parameter, 1-D.
-        sharded_parameters: Original parameters whose shards lie in the buffer, in order.
-    """
+    """Owns one visible flat parameter: the module that it is registered on and the shard buffer that it is on."""
 
     flat: FlatParameter
-    name: str
+    numel: int  # elements of all ranks together, without the padding at their end
+    name: str  # under which it is registered
     parameters: dict[str, nn.Parameter | None]  # of the module
-    sharded_parameters: list[FlatShardedParameter]
-    _shard_buffer: torch.Tensor
+    sharded_parameters: list[FlatShardedParameter]  # the original ones, whose shards lie in the buffer, in order
+    _shard_buffer: torch.Tensor  # 1-D
 
     def __init__(
         self,
@@ -224,16 +210,11 @@ class FlatParamHandle:
             if gradient is not None and parameter.piece is not None:
                 self.flat.grad.narrow(0, parameter.piece.offset, parameter.piece.numel).copy_(gradient.reshape(-1))
 
-    def set_shard_buffer(self, shard_buffer: torch.Tensor) -> None:
-        """Move the flat parameter to another shard buffer."""
-        self._shard_buffer = shard_buffer
-        self.point_at_shard_buffer()
+    def point_at(self, shard_buffer: torch.Tensor) -> None:
+        """Make a shard buffer, the present one or another, the data of the flat parameter (again)."""
+        self.flat.data = self._shard_buffer = shard_buffer
 
-    def point_at_shard_buffer(self) -> None:
-        """Make the shard buffer the data of the flat parameter again."""
-        self.flat.data = self._shard_buffer
-
-    def is_current(self) -> bool:
+    def is_registered(self) -> bool:
         """True if the flat parameter is registered and on the shard buffer."""
         flat = self.flat
         return self.parameters.get(self.name) is flat and flat.data_ptr() == self._shard_buffer.data_ptr()

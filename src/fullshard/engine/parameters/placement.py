@@ -26,21 +26,13 @@ __all__ = ["ParameterPlacement", "dtensor"]
 
 @dataclass(frozen=True, slots=True)
 class ParameterPlacement:
-    """Mesh, placements and global shape of one parameter; independent of its dtype.
+    """Mesh, placements and global shape of one parameter; independent of its dtype."""
 
-    Args:
-        mesh: The ranks it is sharded and replicated over.
-        shard_dim: Tensor dim that is sharded over the shard axis; None: replicated on that axis.
-        shape: Global shape.
-        stride: Global strides.
-        own: Spec of the unsharded parameter if that is a DTensor, None for a plain parameter.
-    """
-
-    mesh: ShardMesh
-    shard_dim: int | None
-    shape: torch.Size
-    stride: tuple[int, ...]
-    own: DTensorSpec | None
+    mesh: ShardMesh  # the ranks that it is sharded and replicated over
+    shard_dim: int | None  # tensor dim that is sharded over the shard axis; None: replicated on that axis
+    shape: torch.Size  # global
+    stride: tuple[int, ...]  # global
+    own: DTensorSpec | None  # spec of the unsharded parameter if that is a DTensor, None for a plain parameter
 
     def __post_init__(self) -> None:
         self._sharded_layout()  # raises errors about the meshes now, on all ranks in the same place
@@ -50,7 +42,7 @@ class ParameterPlacement:
         mesh, placements = self._sharded_layout()
         return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(self.shape, self.stride, dtype))
 
-    def full(self, local: torch.Tensor) -> torch.Tensor:
+    def unsharded(self, local: torch.Tensor) -> torch.Tensor:
         """Return the unsharded parameter: ``local`` itself, or the DTensor with that local tensor."""
         if self.own is None:
             return local

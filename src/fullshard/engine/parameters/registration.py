@@ -12,11 +12,7 @@ __all__ = ["Registration"]
 
 
 class Registration:
-    """Registers parameters in their modules, and checks that they are still there.
-
-    Args:
-        parameters: All parameters of a unit, with all their owners.
-    """
+    """Registers the parameters of a unit in all their modules, and checks that they are still there."""
 
     unsharded: bool  # the modules hold the unsharded parameters, or copies of them
     copies: bool  # the modules hold copies
@@ -42,12 +38,12 @@ class Registration:
         """Have the modules hold the unsharded parameters, which require gradients as the sharded ones do."""
         self.unsharded = True
         for parameter in self._parameters:
-            if parameter.full.requires_grad is not parameter.requires_grad:
+            if parameter.unsharded.requires_grad is not parameter.requires_grad:
                 parameter.follow_requires_grad()
         for held, name, parameter in self._plain:
-            held[name] = parameter.full
+            held[name] = parameter.unsharded
         for owner, parameter in self._others:
-            owner.set(parameter.full)
+            owner.set(parameter.unsharded)
 
     def use_copies(self, copies: Mapping[int, nn.Parameter]) -> None:
         """Have the modules hold ``copies``, a mapping from the ids of parameters."""
@@ -60,10 +56,10 @@ class Registration:
     def remove(self) -> None:
         """Unregister additional parameters, such as flat ones, before the unit is destroyed."""
 
-    def is_current(self) -> bool:
+    def is_registered(self) -> bool:
         """True if the modules hold the sharded parameters, on the shard buffers, see [Note: Write-back]."""
         for held, name, parameter in self._plain:
             sharded = parameter.sharded
             if held.get(name) is not sharded or sharded._local_tensor is not parameter.local:  # type: ignore[attr-defined]
                 return False
-        return all(parameter.is_current() for _, parameter in self._others)
+        return all(parameter.is_registered() for _, parameter in self._others)

@@ -5,9 +5,9 @@ For each managed parameter there are three tensors:
 - ``sharded``: an ``nn.Parameter`` that is a ``DTensor`` with ``Shard(0)`` (0-D: ``Replicate()``). The module holds it
   at rest; optimizers and state dicts see it. Its local tensor is
 - ``local``: this rank's rows, a view of the bucket's shard buffer;
-- ``full``: an ``nn.Parameter`` on the bucket's unsharded buffer: plain, or the DTensor that tensor parallelism made.
-  The module holds it while it computes, and it is the leaf whose ``.grad`` autograd fills. It is created once, so
-  compiled code and saved tensors keep it. A gradient that is reduced at once stays in its dtype until it is packed.
+- ``unsharded``: an ``nn.Parameter`` on the bucket's unsharded buffer: plain, or the DTensor that tensor parallelism
+  made. The module holds it while it computes, and it is the leaf whose ``.grad`` autograd fills. It is created once,
+  so compiled code and saved tensors keep it. A gradient that is reduced at once stays in its dtype until it is packed.
   Where several accumulate (of microbatches, of tied modules) its ``grad_dtype`` is the reduce dtype, so that autograd
   casts each gradient and accumulates in that dtype.
 
@@ -97,7 +97,7 @@ class ShardedParameter:
     pending_owners: list[Owner]  # tied modules outside the unit, until an ancestor's fully_shard call adds them
     sharded: nn.Parameter
     local: torch.Tensor
-    full: nn.Parameter
+    unsharded: nn.Parameter
     reduce_dtype: torch.dtype  # of its gradients
     spec: DTensorSpec  # of the sharded parameter
     placement: ParameterPlacement
@@ -105,7 +105,7 @@ class ShardedParameter:
     unit: weakref.ref[Any]  # that owns the parameter; opaque here
     on_gradient: Callable[[ShardedParameter], None] | None  # called when autograd has accumulated a gradient
     attributes: dict[str, Any]  # that users have set on the parameter object
-    unreduced_grad: torch.Tensor | None  # the gradient of ``full`` that is still to be reduced
+    unreduced_grad: torch.Tensor | None  # the gradient of ``unsharded`` that is still to be reduced
     owns_unreduced_grad: bool  # the engine has allocated its memory, see [Note: Who owns a gradient]
 
     def __init__(
@@ -121,7 +121,7 @@ class ShardedParameter:
         self.pending_owners, self.on_gradient = [], None
         self.unreduced_grad, self.owns_unreduced_grad = None, False
         self.remember_attributes()
-        self._mark()
+        mark(self.sharded, self)
 
     @classmethod
     def of(cls, parameter: nn.Parameter, owner: Owner, fqn: str, placement: ParameterPlacement) -> ShardedParameter:
@@ -156,20 +156,21 @@ class ShardedParameter:
                 moved = old.grad.device == old.device  # along with the parameter
                 self.sharded.grad = old.grad.to(local.device) if moved else old.grad
         self.sharded.__dict__.update(self.attributes)
-        self._mark()
+        mark(self.sharded, self)
 
     def set_unsharded(self, tensor: torch.Tensor, reduce_dtype: torch.dtype) -> None:
         """Make the unsharded parameter on the memory of ``tensor`` (its local tensor, if it is a DTensor)."""
-        full = self.full = nn.Parameter(self.placement.full(tensor), requires_grad=self.sharded.requires_grad)
-        self.reduce_dtype = reduce_dtype if full.dtype.is_floating_point else full.dtype
+        value = self.placement.unsharded(tensor)
+        unsharded = self.unsharded = nn.Parameter(value, requires_grad=self.sharded.requires_grad)
+        self.reduce_dtype = reduce_dtype if unsharded.dtype.is_floating_point else unsharded.dtype
         if len(self.owners) > 1:
             self.keep_gradient()
-        full.__dict__.update(self.attributes)
+        unsharded.__dict__.update(self.attributes)
         self._collect_gradients()
 
     def follow_requires_grad(self) -> None:
         """Have the unsharded parameter require a gradient as the sharded one does."""
-        self.full.requires_grad_(self.requires_grad)
+        self.unsharded.requires_grad_(self.requires_grad)
         self._collect_gradients()
 
     def _collect_gradients(self) -> None:
@@ -180,7 +181,7 @@ class ShardedParameter:
             if parameter is not None:
                 parameter.collect_gradient(notify=True)
 
-        hooks.after_accumulation(self.full, accumulated)
+        hooks.after_accumulation(self.unsharded, accumulated)
 
     @property
     def requires_grad(self) -> bool:
@@ -210,14 +211,14 @@ class ShardedParameter:
         Args:
             notify: Autograd has just accumulated it: call ``on_gradient``, and leave a copy for hooks of users.
         """
-        gradient = self.full.grad if self.has_unsharded else None
+        gradient = self.unsharded.grad if self.has_unsharded else None
         if gradient is None:
             return
-        self.full.grad = None
+        self.unsharded.grad = None
         if notify and self.on_gradient is not None:
             self.on_gradient(self)
-        if notify and len(self.full._post_accumulate_grad_hooks) > 1:
-            self.full.grad = _copy_of(gradient)  # to which autograd may add
+        if notify and len(self.unsharded._post_accumulate_grad_hooks) > 1:
+            self.unsharded.grad = _copy_of(gradient)  # to which autograd may add
             return
         earlier, gradient = self.unreduced_grad, gradient.detach()
         if earlier is None:
@@ -236,8 +237,8 @@ class ShardedParameter:
         gradient, self.unreduced_grad, self.owns_unreduced_grad = self.unreduced_grad, None, False
         if gradient is None:
             return None
-        if self.full.grad_dtype is not self.full.dtype and len(self.owners) == 1:
-            self.full.grad_dtype = self.full.dtype
+        if self.unsharded.grad_dtype is not self.unsharded.dtype and len(self.owners) == 1:
+            self.unsharded.grad_dtype = self.unsharded.dtype
         return gradient if self.placement.own is None else self.placement.local_gradient(gradient)
 
     def writable_unreduced_gradient(self) -> torch.Tensor | None:
@@ -250,9 +251,9 @@ class ShardedParameter:
     def keep_gradient(self) -> None:
         """Accumulate gradients in the reduce dtype from now on."""
         self.collect_gradient()
-        if not self.has_unsharded or self.full.dtype is self.reduce_dtype:
+        if not self.has_unsharded or self.unsharded.dtype is self.reduce_dtype:
             return
-        self.full.grad_dtype = self.reduce_dtype
+        self.unsharded.grad_dtype = self.reduce_dtype
         if self.unreduced_grad is not None and self.unreduced_grad.dtype is not self.reduce_dtype:
             self.unreduced_grad, self.owns_unreduced_grad = self.unreduced_grad.to(self.reduce_dtype), True
 
@@ -265,10 +266,6 @@ class ShardedParameter:
             key: value for key, value in vars(self.sharded).items() if not key.startswith("_") and key not in known
         }
 
-    def _mark(self) -> None:
-        """Let later ``fully_shard`` calls find this object by the parameter."""
-        mark(self.sharded, self)
-
     def add_owner(self, owner: Owner, fqn: str) -> None:
         """Add a module attribute that holds this parameter too (an empty FQN is set at the first forward)."""
         if owner not in self.owners:
@@ -277,7 +274,7 @@ class ShardedParameter:
                 self.fqns.append(fqn)
             self.keep_gradient()
 
-    def is_current(self) -> bool:
+    def is_registered(self) -> bool:
         """True if the modules still hold the sharded parameter and it still lies in the shard buffer.
 
         Loads with ``assign=True``, ``to_empty`` and changes of dtype replace it, see [Note: Write-back].
@@ -334,13 +331,13 @@ class ShardedParameter:
     @property
     def has_unsharded(self) -> bool:
         """True if the unsharded parameter has been made."""
-        return "full" in self.__dict__
+        return "unsharded" in self.__dict__
 
     def drop_unreduced_gradient(self) -> None:
         """Drop the unreduced gradient."""
         self.unreduced_grad, self.owns_unreduced_grad = None, False
         if self.has_unsharded:
-            self.full.grad = None  # from a backward that raised before its hook ran
+            self.unsharded.grad = None  # from a backward that raised before its hook ran
 
     def memoize(self, memo: dict[int, Any]) -> None:
         """Put a copy of the sharded parameter, without its gradient, into a deepcopy's memo."""
@@ -349,9 +346,8 @@ class ShardedParameter:
 
     def copy_for(self, memo: dict[int, Any]) -> ShardedParameter:
         """Make the parameter of a deep copy whose modules and parameters are in ``memo``."""
-        modules = [(memo[id(owner.module())], owner.name) for owner in self.owners]
-        owners = [Owner.of(module, name) for module, name in modules]
-        return ShardedParameter(memo[id(self.sharded)], owners, list(self.fqns), self.placement, self.shape)
+        owners = [Owner.of(memo[id(owner.module())], owner.name) for owner in self.owners]
+        return type(self)(memo[id(self.sharded)], owners, list(self.fqns), self.placement, self.shape)
 
     def describe(self) -> str:
         """Return FQN, global shape and dtype, for errors."""

@@ -5,5 +5,4 @@
 - ``grad_reduction.py``     one reduction in flight, stage by stage; ``queue.py``: all of a root's
 - ``sharded_gradients.py``  its result, and results that wait for an all-reduce over replicas
 - ``unit_gradients.py``     the gradients of one unit
-- ``optimizer_overlap.py``  what overlaps with the optimizer's step
 """

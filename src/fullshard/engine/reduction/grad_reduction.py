@@ -25,42 +25,30 @@ __all__ = ["GradReduction", "ReductionTerms", "issue_all_reduces", "issue_reduce
 
 
 class ReductionTerms(NamedTuple):
-    """How a bucket's gradients are reduced, as the user has set it. Equal on all ranks.
+    """How a bucket's gradients are reduced, as the user has set it. Equal on all ranks."""
 
-    Args:
-        scatter: How sums over the shard axis are scaled.
-        replicas: How sums over the replicate axis are scaled.
-        all_reduce: Reduce over the replicate axis now; if not, this rank's shards are kept for later.
-        zeros_for_missing: Parameters without a gradient on any rank get one of zeros instead of None.
-        hook: Called with each flat tensor of reduced shards, before they are finalized.
-        hook_stream: Where the hook runs; None: where the collectives do.
-        pin_memory: Shards that are copied to CPU memory are in page-locked memory there.
-    """
-
-    scatter: GradScaling
-    replicas: GradScaling
-    all_reduce: bool = True
-    zeros_for_missing: bool = False
-    hook: Callable[[torch.Tensor], object] | None = None
-    hook_stream: Stream | None = None
-    pin_memory: bool = False
+    scatter: GradScaling  # of sums over the shard axis
+    replicas: GradScaling  # of sums over the replicate axis
+    all_reduce: bool  # over the replicate axis now; if not, this rank's shards are kept for later
+    zeros_for_missing: bool  # parameters without a gradient on any rank get one of zeros instead of None
+    hook: Callable[[torch.Tensor], object] | None  # called with each flat tensor of reduced shards, before finalization
+    hook_stream: Stream | None  # where the hook runs; None: where the collectives do
+    pin_memory: bool  # shards that are copied to CPU memory are in page-locked memory there
 
 
 class GradReduction:
     """A reduction under way, and what must live until it is over, see [Note: Stages of a reduction].
 
-    Args:
-        plan: Not in use by another reduction that is issued and not through its first stage.
-        gradients: One per parameter of the plan, None where there is none. The list is emptied.
-        terms: How to reduce.
-        unreduced: Of the bucket: where shards are kept that are not all-reduced now.
-        expected: Parameters that may have a gradient on any rank, equal on all; None: all of them.
+    It takes one gradient per parameter of its plan, None where there is none, and empties their list. ``expected``
+    are the parameters that may have a gradient on any rank, equal on all.
     """
 
-    plan: ReductionPlan
+    plan: ReductionPlan  # not in use by another reduction that is issued and not through its first stage
     terms: ReductionTerms
+    transport: Transport  # of the reduce-scatter
+    stays_unreduced: bool  # ends after the reduce-scatter although there are replicas: its shards wait for a later one
     reduce_scattered: bool  # the first stage is over
-    _unreduced: UnreducedOverReplicas
+    _unreduced: UnreducedOverReplicas  # of the bucket: where shards are kept that are not all-reduced now
     _earlier: ShardedGradients | None  # that are all-reduced together with these
     _inputs: Gradients
     _operands: list[Operand]
@@ -77,13 +65,12 @@ class GradReduction:
         gradients: Gradients,
         terms: ReductionTerms,
         unreduced: UnreducedOverReplicas,
-        expected: Sequence[bool] | None = None,
+        expected: list[bool],
     ) -> None:
-        self.plan, self.terms, self.reduce_scattered, self._unreduced = plan, terms, False, unreduced
+        self.plan, self.terms, self.transport, self._unreduced = plan, terms, plan.mesh.transport, unreduced
+        self.stays_unreduced, self.reduce_scattered = plan.all_reduces and not terms.all_reduce, False
         present = [gradient is not None for gradient in gradients]
-        expected = [True] * len(present) if expected is None else list(expected)
-        writable = plan.reduces_in_place or terms.scatter.before != 1
-        self._inputs = plan.inputs(gradients, writable=writable)
+        self._inputs = plan.inputs(gradients, writable=plan.reduces_in_place or terms.scatter.before != 1)
         self._earlier = unreduced.begin(plan, all_reduce=terms.all_reduce)
         # Hooks may look at what lies between the parameters.
         tensors = plan.new_shards(self._inputs, zeros=terms.hook is not None)
@@ -93,56 +80,38 @@ class GradReduction:
             self._finalized = [torch.empty_like(each, dtype=plan.sharded_dtype) for each in tensors]
         self._pending_work, self._foreign, self._leaving = None, None, []
 
-    @property
-    def transport(self) -> Transport:
-        """The transport of the reduce-scatter."""
-        return self.plan.mesh.transport
-
-    @property
-    def stays_unreduced(self) -> bool:
-        """True if it ends after the reduce-scatter although there are replicas: its shards wait for a later one."""
-        return self.plan.all_reduces and not self.terms.all_reduce
-
     # ---------------------------------------------------------------- first stage: reduce-scatter
 
     def allocate(self) -> None:
         """Give memory to the message. Without a shard axis there is none: the first tensor of shards is packed."""
         message = self.plan.message
-        if not message.numel or self.plan.reduces_in_place:
+        if not message.numel:
             return
         self._foreign = self.transport.allocate("reduce_scatter", message.numel, message.dtype, message.device)
         if self._foreign is None:
             message.allocate()
-        self._packed = self.plan.packed_operands(self._shards.tensors[0], self._message)
+        self._packed = self.plan.packed_operands(self._shards.tensors[0], self._memory)
         self._operands += self._packed
 
     @property
-    def _message(self) -> torch.Tensor:
-        return self.plan.message_tensor if self._foreign is None else self._foreign
+    def _memory(self) -> torch.Tensor:
+        """What gradients are packed into."""
+        if self.plan.reduces_in_place:
+            return self._shards.tensors[0]
+        return self.plan.message.whole if self._foreign is None else self._foreign
 
     def copy_in(self) -> None:
         """Pack gradients; on the compute stream, which made them and uses their memory again."""
-        if self.plan.reduces_in_place:
-            self.plan.pack(self._inputs, self._shards.tensors[0])
-        elif self._packed:
+        if self._packed or self.plan.reduces_in_place:
             if self.terms.hook is not None or self.plan.zeroes_message:
                 for operand in self._packed:
                     operand.unsharded.zero_()
-            self.plan.pack(self._inputs, self._message)
+            self.plan.message.pack(self._inputs, self._memory)
         self._inputs = []  # what is not packed is held by its operand
 
     def request(self, unit: str) -> CommRequest:
         """The operands of the reduce-scatter."""
         return CommRequest(unit, self._operands, self.terms.scatter)
-
-    def issued(self, pending_work: PendingWork) -> None:
-        """Remember the work of a stage that was issued."""
-        self._pending_work = pending_work
-
-    def copy_out(self) -> None:
-        """Finalize at once if there is no second stage; on the communication stream."""
-        if not self.plan.all_reduces:
-            self.finalize()
 
     def end_reduce_scatter(self) -> bool:
         """Wait for the first stage and free the unsharded gradients. True if an all-reduce is to be issued next."""
@@ -189,7 +158,7 @@ class GradReduction:
         assert self.reduce_scattered and self._pending_work is not None
         self._pending_work.wait()
         self._leaving = []
-        self._shards = self._shards.moved_to(self._finalized)
+        self._shards.tensors = self._finalized
 
     def accumulate(self) -> None:
         """Set (or add to) the sharded gradients and run the hooks that users put on parameters."""
@@ -211,11 +180,10 @@ class GradReduction:
         if self.stays_unreduced:
             return []
         hooked = self.terms.hook is not None or any(has_gradient_hooks(p.sharded) for p in plan.parameters)
-        if plan.ends_on_host or hooked or mesh.transport.hooked:
+        late = not mesh.replica_transport.sums_at_once  # ranks would send the rest at different times
+        if plan.ends_on_host or hooked or mesh.transport.hooked or late or self._shards.misses_some:
             return None
-        if not mesh.replica_transport.sums_at_once:
-            return None  # ranks would send the rest at different times
-        return None if self._shards.misses_some else plan.arriving(self._finalized, self._shards.present)
+        return plan.arriving(self._finalized, self._shards.present)
 
     def abandon(self) -> None:
         """Drop it after a failure; what is in flight is waited for, because its memory is used again."""
@@ -251,7 +219,8 @@ def issue_reduce_scatters(reductions: Sequence[_Named], comm_stream: CommStream)
 
     def finish() -> None:
         for _, reduction in reductions:
-            reduction.copy_out()
+            if not reduction.plan.all_reduces:  # there is no second stage
+                reduction.finalize()
 
     _issued(reductions, comm_stream.issue(launch, finish, allocate=allocate))
 
@@ -272,4 +241,4 @@ def issue_all_reduces(reductions: Sequence[_Named], comm_stream: CommStream) -> 
 
 def _issued(reductions: Sequence[_Named], pending_work: PendingWork) -> None:
     for _, reduction in reductions:
-        reduction.issued(pending_work)
+        reduction._pending_work = pending_work

@@ -11,20 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from fullshard.comm import Operand, Slice
 from fullshard.comm.mesh import ShardMesh
+from fullshard.engine.buckets.message import View
 from fullshard.engine.buckets.storage import Storage
+from fullshard.engine.parameters.flat import FlatParamHandle
 from fullshard.engine.parameters.placement import dtensor
-from fullshard.engine.parameters.sharded import ShardedParameter
+from fullshard.engine.parameters.sharded import ShardedParameter, accumulate_gradient
 from fullshard.layout import ParameterShape, Slot
 from fullshard.layout.per_parameter import contiguous_stride
 from fullshard.memory import Buffer, empty
 
-__all__ = ["Gradients", "ReductionPlan", "ShardView"]
+__all__ = ["Gradients", "PackCopy", "PackedShards", "ReductionMessage", "ReductionPlan"]
 
 Gradients = list["torch.Tensor | None"]
 
@@ -32,17 +35,59 @@ Gradients = list["torch.Tensor | None"]
 MAX_PRESENCES_KEPT = 8
 
 
-class ShardView(NamedTuple):
-    """Where this rank's shard of one gradient lies: in which of the tensors of shards, and where in it."""
+class PackCopy(NamedTuple):
+    """One copy from a gradient, or from the presence numbers, into the message."""
 
-    tensor: int
+    gradient: int  # index of the parameter; the presence numbers come behind all of them
+    source: View
+    target: View
+
+
+class PackedShards(NamedTuple):
+    """The part of the first tensor of shards that one operand of the message is reduced into."""
+
     offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    numel: int
+    slices: tuple[Slice, ...]  # where gradients lie in it, for a transport that quantizes
 
-    def on(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The shard, on these tensors of shards."""
-        return tensors[self.tensor].as_strided(self.shape, self.stride, self.offset)
+
+class ReductionMessage(Buffer):
+    """The packed gradients of all ranks. It has memory only while a reduction is in flight.
+
+    Without a shard axis it is empty, and gradients are packed into the first tensor of shards.
+    """
+
+    whole: torch.Tensor
+    _copies: Sequence[PackCopy]  # what fills it
+    _gaps: Sequence[View]  # what no copy fills and has to be zero
+    _places: tuple[list[torch.Tensor], list[torch.Tensor]]  # targets of the copies and gaps, in our own memory
+
+    def __init__(
+        self, numel: int, dtype: torch.dtype, device: torch.device, copies: Sequence[PackCopy], gaps: Sequence[View]
+    ) -> None:
+        super().__init__(numel, dtype, device)
+        self._copies, self._gaps, self.whole = copies, gaps, self.tensor(0, (numel,), (1,))
+        self._places = self._places_in(self.whole) if numel else ([], [])
+        self.free()
+
+    def _places_in(self, memory: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return [copy.target.on(memory) for copy in self._copies], [gap.on(memory) for gap in self._gaps]
+
+    def pack(self, inputs: Gradients, memory: torch.Tensor) -> None:
+        """Copy gradients, zeros for missing ones, and presence numbers into ``memory``: our own, or another one."""
+        places, gaps = self._places if memory is self.whole else self._places_in(memory)
+        zeros, targets, sources = list(gaps), [], []
+        for copy, place in zip(self._copies, places, strict=True):
+            gradient = inputs[copy.gradient]
+            if gradient is None:
+                zeros.append(place)
+            else:
+                targets.append(place)
+                sources.append(copy.source.on(gradient))
+        if zeros:
+            torch._foreach_zero_(zeros)
+        if targets:  # on one rank there may be neither gradients nor presence numbers
+            torch._foreach_copy_(targets, sources)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -52,65 +97,25 @@ class ReductionPlan:
     The result is some flat *tensors of shards*: one with this rank's shards of all gradients. Without a shard axis
     gradients are reduced in place: then it is one with all packed gradients, and each direct gradient itself.
 
-    Args:
-        parameters: Of the bucket, in model order.
-        mesh: The ranks to reduce over.
-        storage: Of the bucket.
-        views: The shards of the parameters' gradients on the tensors of shards.
-        presence: The presence numbers, which come last in the first tensor of shards; None: there are no other ranks.
-        shards_numel: Elements of the first tensor of shards.
-        slices: Where gradients lie in it, for a transport that quantizes.
-        direct: The parameters whose gradients are operands of their own, by index.
-        message: The packed gradients of all ranks. It has memory only while a reduction is in flight, so that a plan
-            is used by one at a time.
-        message_tensor: All of it.
+    A plan is used by one reduction at a time, for it has one message.
     """
 
-    parameters: tuple[ShardedParameter, ...]
+    parameters: tuple[ShardedParameter, ...]  # of one bucket, in model order
     mesh: ShardMesh
     storage: Storage
-    views: tuple[ShardView, ...]
-    presence: ShardView | None
-    shards_numel: int
-    slices: tuple[Slice, ...]
-    direct: Mapping[int, Slot]
-    message: Buffer
-    message_tensor: torch.Tensor
+    views: tuple[tuple[int, View], ...]  # where shards of gradients lie: index of a tensor of shards, and view of it
+    presence: View | None  # of the presence numbers, last in the first tensor of shards; None: there are no other ranks
+    shards_numel: int  # of the first tensor of shards
+    slices: tuple[Slice, ...]  # where gradients lie in it, for a transport that quantizes
+    direct: Mapping[int, Slot]  # the parameters whose gradients are operands of their own, by index
+    packed: tuple[PackedShards, ...]  # what the message is reduced into, in the order in which it lies there
+    message: ReductionMessage
+    # What is not packed has to be zero in the message, because a transport quantizes padding together with gradients.
+    # What is there also gets into the shards that are reduced over replicas.
+    zeroes_message: bool = False
+    dtensors: bool = True  # sharded gradients are DTensors; if not, 1-D parts of flattened parameters
+    handle: FlatParamHandle | None = None  # of the visible flat parameter, which gets all gradients
     _presence_numbers: dict[tuple[bool, ...], torch.Tensor] = field(default_factory=dict, repr=False)  # sent of late
-
-    # ---------------------------------------------------------------- what kinds of plans differ in
-
-    def pack(self, inputs: Gradients, target: torch.Tensor) -> None:
-        """Copy what is not direct into ``target``: the message, or without a shard axis the first tensor of shards."""
-        raise NotImplementedError
-
-    def packed_operands(self, shards: torch.Tensor, message: torch.Tensor) -> list[Operand]:
-        """The operands that reduce-scatter the message into the first tensor of shards."""
-        raise NotImplementedError
-
-    @property
-    def zeroes_message(self) -> bool:
-        """True if what :meth:`pack` does not write in the message has to be zero."""
-        return False
-
-    def all_reduce_operands(self, shards: Sequence[torch.Tensor]) -> list[Operand]:
-        """The operands that all-reduce the tensors of shards over replicas."""
-        first, *direct = shards
-        operands = [Operand(first, first, self.slices), *(Operand.of_parameter(each, each) for each in direct)]
-        return [operand for operand in operands if operand.shard.numel()]
-
-    def accumulate(self, shards: Sequence[torch.Tensor], present: Sequence[bool]) -> None:
-        """Set (or add to) the sharded gradients, and run the hooks that users put on parameters."""
-        for index, parameter in enumerate(self.parameters):
-            if present[index]:
-                parameter.accumulate(self.views[index].on(shards))
-
-    def arriving(
-        self, shards: Sequence[torch.Tensor], present: Sequence[bool]
-    ) -> list[tuple[ShardedParameter, torch.Tensor]] | None:
-        """The gradients that :meth:`accumulate` will set where there are none; None if that is not its way."""
-        named = zip(self.parameters, self.views, present, strict=True)
-        return [(p, dtensor(view.on(shards), p.spec)) for p, view, is_there in named if is_there]
 
     # ---------------------------------------------------------------- where, over which axes, in which dtypes
 
@@ -129,12 +134,12 @@ class ReductionPlan:
         """The dtype in which gradients are sent and summed."""
         return self.storage.reduce_dtype
 
-    @property
+    @cached_property
     def sharded_dtype(self) -> torch.dtype:
         """The dtype of sharded gradients."""
         return self.dtype if self.storage.keep_reduced else self.parameters[0].local.dtype
 
-    @property
+    @cached_property
     def ends_on_host(self) -> bool:
         """True if sharded gradients are in CPU memory, away from where they were computed."""
         device = self.mesh.device
@@ -147,25 +152,6 @@ class ReductionPlan:
         return self.shards_numel if self.presence is None else self.presence.offset
 
     # ---------------------------------------------------------------- gradients as they are sent
-
-    def new_shards(self, inputs: Gradients, *, zeros: bool) -> list[torch.Tensor]:
-        """The tensors of shards, contents undefined unless ``zeros``."""
-        first = self._new_empty(self.shards_numel)
-        if zeros:
-            first.zero_()
-        direct = [inputs[index] for index in self.direct] if self.reduces_in_place else []
-        return [first, *(each for each in direct if each is not None)]
-
-    def direct_operands(self, inputs: Gradients, shards: Sequence[torch.Tensor]) -> list[Operand]:
-        """The operands of the reduce-scatter that need no packing; without a shard axis, all of them."""
-        if self.reduces_in_place:
-            return [Operand(each, each) for each in shards]
-        slots = ((inputs[index], slot) for index, slot in self.direct.items())
-        return [
-            Operand.of_parameter(shards[0].narrow(0, slot.shard_offset, slot.shard_numel), gradient)
-            for gradient, slot in slots
-            if gradient is not None
-        ]
 
     def inputs(self, gradients: Gradients, *, writable: bool) -> Gradients:
         """Gradients (unsharded, one per parameter, None where there are none) as they are sent, and presence numbers.
@@ -193,7 +179,7 @@ class ReductionPlan:
         return [*inputs, *presence]
 
     def _own_copy(self, gradient: torch.Tensor | None, shape: ParameterShape, slot: Slot) -> torch.Tensor:
-        copy = self._new_empty(slot.unsharded_numel)
+        copy = empty(slot.unsharded_numel, self.dtype, self.mesh.device)
         if gradient is None or slot.padded:
             copy.zero_()
         if gradient is not None:
@@ -209,9 +195,68 @@ class ReductionPlan:
             kept[present] = torch.tensor(present, dtype=self.dtype, device=self.mesh.device)
         return kept[present]
 
-    def _new_empty(self, numel: int) -> torch.Tensor:
-        """A flat tensor where gradients are computed."""
-        return empty(numel, self.dtype, self.mesh.device)
+    # ---------------------------------------------------------------- operands
+
+    def new_shards(self, inputs: Gradients, *, zeros: bool) -> list[torch.Tensor]:
+        """The tensors of shards, contents undefined unless ``zeros``."""
+        first = empty(self.shards_numel, self.dtype, self.mesh.device)
+        if zeros:
+            first.zero_()
+        direct = [inputs[index] for index in self.direct] if self.reduces_in_place else []
+        return [first, *(each for each in direct if each is not None)]
+
+    def direct_operands(self, inputs: Gradients, shards: Sequence[torch.Tensor]) -> list[Operand]:
+        """The operands of the reduce-scatter that need no packing; without a shard axis, all of them."""
+        if self.reduces_in_place:
+            return [Operand(each, each) for each in shards]
+        slots = ((inputs[index], slot) for index, slot in self.direct.items())
+        return [
+            Operand.of_parameter(shards[0].narrow(0, slot.shard_offset, slot.shard_numel), gradient)
+            for gradient, slot in slots
+            if gradient is not None
+        ]
+
+    def packed_operands(self, shards: torch.Tensor, message: torch.Tensor) -> list[Operand]:
+        """The operands that reduce-scatter the message into the first tensor of shards."""
+        operands, start = [], 0
+        for offset, numel, slices in self.packed:
+            sent = numel * self.mesh.world_size
+            operands.append(Operand(shards.narrow(0, offset, numel), message.narrow(0, start, sent), slices))
+            start += sent
+        return operands
+
+    def all_reduce_operands(self, shards: Sequence[torch.Tensor]) -> list[Operand]:
+        """The operands that all-reduce the tensors of shards over replicas."""
+        first, *direct = shards
+        if self.mesh.replica_transport.hooked:  # the first operand is for the hook: gradients only
+            parts = first[: self.presence_offset], first[self.presence_offset :]
+            operands = [Operand(part, part) for part in parts]
+        else:
+            operands = [Operand(first, first, self.slices), *(Operand.of_parameter(each, each) for each in direct)]
+        return [operand for operand in operands if operand.shard.numel()]
+
+    # ---------------------------------------------------------------- sharded gradients
+
+    def accumulate(self, shards: Sequence[torch.Tensor], present: Sequence[bool]) -> None:
+        """Set (or add to) the sharded gradients, and run the hooks that users put on parameters."""
+        if self.handle is not None:
+            if any(present):
+                accumulate_gradient(self.handle.flat, shards[0].narrow(0, 0, self.presence_offset))
+            return
+        for parameter, (tensor, view), is_there in zip(self.parameters, self.views, present, strict=True):
+            if is_there:
+                parameter.accumulate(view.on(shards[tensor]))
+
+    def arriving(
+        self, shards: Sequence[torch.Tensor], present: Sequence[bool]
+    ) -> list[tuple[ShardedParameter, torch.Tensor]] | None:
+        """The gradients that :meth:`accumulate` will set where there are none; None if they are no DTensors, for which
+        gradients in flight stand.
+        """
+        if not self.dtensors:
+            return None
+        named = zip(self.parameters, self.views, present, strict=True)
+        return [(p, dtensor(view.on(shards[tensor]), p.spec)) for p, (tensor, view), is_there in named if is_there]
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

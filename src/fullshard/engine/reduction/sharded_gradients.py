@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -14,29 +14,18 @@ __all__ = ["ShardedGradients", "UnreducedOverReplicas"]
 
 @dataclass
 class ShardedGradients:
-    """This rank's shards of the gradients of a plan's parameters.
+    """This rank's shards of the gradients of a plan's parameters."""
 
-    Args:
-        plan: Says where each lies.
-        tensors: The tensors of shards.
-        present: Parameters that have a gradient on this rank.
-        expected: Parameters that may have one on any rank; equal on all.
-    """
-
-    plan: ReductionPlan
-    tensors: list[torch.Tensor]
-    present: list[bool]
-    expected: list[bool]
+    plan: ReductionPlan  # says where each lies
+    tensors: list[torch.Tensor]  # the tensors of shards
+    present: list[bool]  # parameters that have a gradient on this rank
+    expected: list[bool]  # parameters that may have one on any rank; equal on all
 
     def add(self, other: ShardedGradients) -> None:
         """Add the gradients of other microbatches, by the same plan."""
         torch._foreach_add_(self.tensors, other.tensors)
         self.present = [a or b for a, b in zip(self.present, other.present, strict=True)]
         self.expected = [a or b for a, b in zip(self.expected, other.expected, strict=True)]
-
-    def moved_to(self, tensors: list[torch.Tensor]) -> ShardedGradients:
-        """The same gradients in other tensors of shards."""
-        return replace(self, tensors=tensors)
 
     @property
     def misses_some(self) -> bool:
@@ -48,13 +37,13 @@ class ShardedGradients:
         presence = self.plan.presence
         if presence is None or not self.misses_some:
             return self.present  # nobody has what is missing: it is frozen
-        elsewhere = presence.on(self.tensors).tolist()
+        elsewhere = presence.on(self.tensors[0]).tolist()
         return [here or abs(somewhere) > 0 for here, somewhere in zip(self.present, elsewhere, strict=True)]
 
     def by_parameter(self) -> list[tuple[ShardedParameter, torch.Tensor]]:
         """The parameters that have a gradient, with this rank's shard of it."""
         found = zip(self.plan.parameters, self.plan.views, self.present_anywhere(), strict=True)
-        return [(parameter, view.on(self.tensors)) for parameter, view, is_there in found if is_there]
+        return [(p, view.on(self.tensors[tensor])) for p, (tensor, view), is_there in found if is_there]
 
 
 class UnreducedOverReplicas:

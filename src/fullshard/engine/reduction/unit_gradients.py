@@ -17,12 +17,7 @@ __all__ = ["UnitGradients"]
 
 
 class UnitGradients:
-    """Takes, looks at and clears the gradients that autograd and the buckets of a unit hold.
-
-    Args:
-        parameters: Of the unit.
-        buckets: Of the unit.
-    """
+    """Takes, looks at and clears the gradients that autograd and the buckets of a unit hold."""
 
     _parameters: Sequence[ShardedParameter]
     _buckets: Sequence[Bucket]
@@ -58,7 +53,7 @@ class UnitGradients:
     @property
     def are_coming(self) -> bool:
         """True if the backward pass that runs now accumulates any."""
-        return any(accumulates(p.full) for p in self._parameters if p.has_unsharded and p.requires_grad)
+        return any(accumulates(p.unsharded) for p in self._parameters if p.has_unsharded and p.requires_grad)
 
     @property
     def needs_all_reduce(self) -> bool:

@@ -179,9 +179,9 @@ def visible_slices(unit: Unit) -> list[VisibleSlice]:
     """Return the flat parameters of a unit that users see; none with ``use_orig_params=True``."""
     found = []
     for bucket in unit.buckets:
-        visible = bucket.visible_flat_parameter
+        visible = bucket.handle
         if visible is not None:
-            found.append(VisibleSlice(visible.handle, unit, visible.numel, visible.slice_numel))
+            found.append(VisibleSlice(visible, unit, visible.numel, visible.flat.numel()))
     return found
 
 
