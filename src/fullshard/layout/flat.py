@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 from fullshard.layout.per_parameter import ParameterShape
 
-__all__ = ["FlatLayout", "FlatSlot", "Piece"]
+__all__ = ["FlatLayout", "FlatShard", "FlatSlot"]
 
 
-class Piece(NamedTuple):
+class FlatShard(NamedTuple):
     """The part of one parameter that one rank holds.
 
     Args:
@@ -48,13 +48,13 @@ class FlatSlot:
     unsharded_offset: int
     slice_numel: int  # of every rank
 
-    def piece(self, rank: int) -> Piece:
+    def shard(self, rank: int) -> FlatShard:
         """The part that ``rank`` holds."""
         first, end = rank * self.slice_numel, (rank + 1) * self.slice_numel
         start = min(max(first - self.unsharded_offset, 0), self.parameter.numel)
         stop = min(max(end - self.unsharded_offset, 0), self.parameter.numel)
         offset = min(max(self.unsharded_offset - first, 0), self.slice_numel)
-        return Piece(start, stop - start, offset)
+        return FlatShard(start, stop - start, offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class FlatLayout:
         for slot in self.slots:
             fqn, numel = slot.parameter.fqn, slot.parameter.numel
             column = [f"{fqn} {_span(slot.unsharded_offset, numel)}"]
-            for start, held, offset in map(slot.piece, range(self.world_size)):
+            for start, held, offset in map(slot.shard, range(self.world_size)):
                 column.append(f"{fqn}[{start}:{start + held}] {_span(offset, held)}" if held else f"{fqn} empty")
             cells.append(column)
         heads = ["unsharded", *(f"rank {rank} shard" for rank in range(self.world_size))]

@@ -55,7 +55,7 @@ class FlatReductionPlan(ReductionPlan):
         count, numel = len(parameters) if communicates else 0, layout.slice_numel
         views = []
         for parameter, slot in zip(parameters, layout.slots, strict=True):
-            offset = slot.piece(mesh.rank).offset
+            offset = slot.shard(mesh.rank).offset
             views.append(ShardView(0, offset, tuple(parameter.local.shape), parameter.local.stride()))
         size = 0 if mesh.world_size == 1 else (numel + count) * mesh.world_size
         message = Buffer(size, storage.reduce_dtype, mesh.device)
