@@ -160,8 +160,7 @@ class PerParameterBucket(BufferBucket):
             world_size=size,
             itemsize=unsharded.dtype.itemsize,
             direct_bytes=transport.direct_bytes,
-            unsharded_offsets=[slot.unsharded_offset for slot in self.layout.slots],
-            unsharded_numel=self.layout.unsharded_numel,
+            within=self.layout,
         )
         self._subgroup_shard = Buffer(layout.shard_numel, unsharded.dtype, unsharded.device)
         shard = self._subgroup_shard.tensor(0, (layout.shard_numel,), (1,))
