@@ -242,7 +242,7 @@ class ExtensionAllGather:
             if self._made:
                 self._pool = current_stream(self.mesh.device)
                 for tensor, nbytes in self._inner:
-                    refill_storage(tensor, nbytes)
+                    refill_storage(tensor.untyped_storage(), nbytes)
                 post(out=parameter.full)
                 return
             self._pool = current_stream(self.mesh.device)
@@ -258,7 +258,7 @@ class ExtensionAllGather:
         for buffer in self.buffers:
             buffer.free()
         for tensor, _ in self._inner:
-            free_storage(tensor, self._pool)
+            free_storage(tensor.untyped_storage(), self._pool)
 
     def _make_unsharded(self, tensor: torch.Tensor, inner: Sequence[torch.Tensor]) -> None:
         shape, stride = self.parameter.shape.shape, self.parameter.shape.stride
