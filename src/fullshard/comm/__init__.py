@@ -2,7 +2,7 @@
 
 - ``base.py``         the interface: operands, requests, scaling; recording of collectives
 - ``single_rank.py``  one rank: nothing is sent
-- ``gloo.py``, ``collective.py``, ``python_group.py``  one per kind of back end
+- ``gloo.py``, ``collective.py``  gloo, and all other back ends: NCCL, groups written in Python
 - ``custom.py``, ``pooled.py``, ``hooked.py``  users' collectives, memory and communication hooks
 - ``quantized/``      fewer bytes for slow networks
 - ``mesh.py``         the axes of a mesh with their transports; ``groups.py``: groups made from a group
@@ -18,12 +18,13 @@ from fullshard.comm.base import (
     CommRequest,
     GradScaling,
     Operand,
+    Slice,
     Transport,
-    issue_all,
     launch_all,
     record,
+    slices_of,
 )
-from fullshard.comm.collective import CollectiveTransport, NcclTransport
+from fullshard.comm.collective import CollectiveTransport, NcclTransport, PythonGroupTransport
 from fullshard.comm.custom import AllGather, Comm, CustomTransport, ReduceScatter
 from fullshard.comm.gloo import GlooTransport
 from fullshard.comm.groups import part_of
@@ -34,9 +35,7 @@ from fullshard.comm.pooled import (
     SymmetricMemoryAllGather,
     SymmetricMemoryReduceScatter,
 )
-from fullshard.comm.python_group import PythonGroupTransport
 from fullshard.comm.single_rank import SingleRankTransport
-from fullshard.comm.slices import Slice, slices_of
 
 __all__ = [
     "AllGather",
@@ -59,7 +58,6 @@ __all__ = [
     "SymmetricMemoryAllGather",
     "SymmetricMemoryReduceScatter",
     "Transport",
-    "issue_all",
     "launch_all",
     "make_transport",
     "part_of",
