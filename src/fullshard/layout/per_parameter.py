@@ -36,7 +36,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 __all__ = ["ALIGNMENT_BYTES", "ParameterShape", "PerParameterLayout", "Route", "Slot"]
 
@@ -283,11 +282,9 @@ class PerParameterLayout:
         )
 
     def __post_init__(self) -> None:
-        unsharded = [
-            _Extent(s.unsharded_offset, s.unsharded_numel, s.parameter.fqn, self.alignment) for s in self.slots
-        ]
+        unsharded = [(s.unsharded_offset, s.unsharded_numel, s.parameter.fqn, self.alignment) for s in self.slots]
         shard = [
-            _Extent(s.shard_offset, s.shard_numel, s.parameter.fqn, _shard_alignment(s.shard_numel, self.alignment))
+            (s.shard_offset, s.shard_numel, s.parameter.fqn, _shard_alignment(s.shard_numel, self.alignment))
             for s in self.slots
         ]
         _check_disjoint(unsharded, self.unsharded_numel, "unsharded buffer")
@@ -364,17 +361,10 @@ def _shard_alignment(numel: int, alignment: int) -> int:
     return alignment if numel >= alignment else min(alignment, 1 << max(numel - 1, 0).bit_length())
 
 
-class _Extent(NamedTuple):
-    offset: int
-    numel: int
-    name: str
-    alignment: int
-
-
-def _check_disjoint(spans: Sequence[_Extent], size: int, buffer: str) -> None:
-    """Raise unless all of them are aligned, within ``size`` and without overlap."""
+def _check_disjoint(extents: Sequence[tuple[int, int, str, int]], size: int, buffer: str) -> None:
+    """Raise unless all extents (offset, elements, name, alignment) are aligned, within ``size`` and without overlap."""
     end, previous = 0, "its start"
-    for offset, numel, name, alignment in sorted(span for span in spans if span.numel):
+    for offset, numel, name, alignment in sorted(extent for extent in extents if extent[1]):
         if offset % alignment:
             raise ValueError(f"{buffer}: {name} starts at {offset}, not a multiple of {alignment}")
         if offset < end:

@@ -210,7 +210,7 @@ class QuantizedTransport(WrappingTransport):
         return layout, plain
 
     def _spans(self, operand: Operand) -> list[_Span]:
-        """The shard of an operand cut into spans that are quantized or not; none if nothing is."""
+        """The shard of an operand cut into spans that follow one another and cover it; none if none is quantized."""
         if operand.shard.dtype not in QUANTIZED_DTYPES:
             return []
         spans: list[_Span] = []
@@ -218,38 +218,27 @@ class QuantizedTransport(WrappingTransport):
         large = [each for each in operand.slices if each.numel and each.nbytes >= self.policy.min_bytes]
         for offset, numel, _ in large:
             if offset > end:
-                spans.append(_Span(end, offset - end, False))
-            spans.append(_Span(offset, numel, True))
+                spans.append((end, offset - end, False))
+            spans.append((offset, numel, True))
             end = offset + numel
         if large and end < operand.shard.numel():
-            spans.append(_Span(end, operand.shard.numel() - end, False))
+            spans.append((end, operand.shard.numel() - end, False))
         return spans
 
 
+_Span = tuple[int, int, bool]  # of a shard: first element, number of elements, sent as rows or as they are
 _Encode = Callable[[BlockFormat, object, torch.Tensor, torch.Tensor], None]  # format, key, values, rows
 
 
-class _Span(NamedTuple):
-    """Some elements of a shard. Spans of a shard follow one another and cover it.
-
-    Args:
-        offset: First element.
-        numel: How many.
-        quantized: They are sent as rows; if not, as they are.
-    """
-
-    offset: int
-    numel: int
-    quantized: bool
-
-
 class _Place(NamedTuple):
-    """Where one span lies in a message: from row ``at`` on, or from byte ``at`` behind all rows."""
+    """Where some elements of a shard lie in a message: as rows, or as they are behind all rows."""
 
     operand: Operand
-    span: _Span
+    offset: int  # of the first element in the shard
+    numel: int
+    quantized: bool
     scaling: GradScaling
-    at: int
+    at: int  # row, or byte behind all rows
 
 
 class _MessageLayout:
@@ -272,16 +261,16 @@ class _MessageLayout:
         """Add an operand. Returns what is left to the transport underneath: of an all-reduce, what is not quantized."""
         self.unit = self.unit or unit
         before, left = self._received_in_all(), []
-        for span in spans:
-            if span.quantized:
-                self.places.append(_Place(operand, span, scaling, self.rows))
-                self.rows += self.format.rows(span.numel)
+        for offset, numel, quantized in spans:
+            if quantized:
+                self.places.append(_Place(operand, offset, numel, True, scaling, self.rows))
+                self.rows += self.format.rows(numel)
             elif self.kind == "all_reduce":
-                part = operand.unsharded.narrow(0, span.offset, span.numel)
+                part = operand.unsharded.narrow(0, offset, numel)
                 left.append(Operand(part, part))
             else:
-                self.places.append(_Place(operand, span, scaling, self._behind))
-                self._behind += _aligned(span.numel * operand.shard.element_size(), 4)
+                self.places.append(_Place(operand, offset, numel, False, scaling, self._behind))
+                self._behind += _aligned(numel * operand.shard.element_size(), 4)
         beside = sum(received_bytes(self.kind, part.shard.nbytes, self._world_size) for part in left)
         self.received[id(operand)] = self._received_in_all() - before + beside
         return left
@@ -322,19 +311,19 @@ class _MessageLayout:
                 format does.
         """
         for index, place in enumerate(self.places):
-            part = values(place.operand).narrow(1, place.span.offset, place.span.numel)
-            if not place.span.quantized:
+            part = values(place.operand).narrow(1, place.offset, place.numel)
+            if not place.quantized:
                 self._bytes_in(message, place).copy_(part)
             elif encode is None:
                 self.format.encode(part, self._rows_in(message, place))
             else:
-                encode(self.format, (index, place.span), part, self._rows_in(message, place))
+                encode(self.format, (index, place.offset, place.numel), part, self._rows_in(message, place))
 
     def read(self, message: torch.Tensor, values: Callable[[Operand], torch.Tensor]) -> None:
         """Put what is in messages, ``(ranks, nbytes)``, into the operands' ``values``, ``(ranks, numel)``."""
         for place in self.places:
-            part = values(place.operand).narrow(1, place.span.offset, place.span.numel)
-            if place.span.quantized:
+            part = values(place.operand).narrow(1, place.offset, place.numel)
+            if place.quantized:
                 self.format.decode(self._rows_in(message, place), part)
             else:
                 part.copy_(self._bytes_in(message, place))
@@ -345,7 +334,7 @@ class _MessageLayout:
             self._add_up(place, message, rank)
 
     def _add_up(self, place: _Place, message: torch.Tensor, rank: int) -> None:
-        operand, (offset, numel, _), scaling, _ = place
+        operand, offset, numel, quantized, scaling, _ = place
         target = operand.shard.narrow(0, offset, numel).unsqueeze(0)
         own = _by_rank(operand, message.shape[0] + 1)[rank : rank + 1].narrow(1, offset, numel)
         total = target if target.dtype is torch.float32 else torch.empty_like(target, dtype=torch.float32)
@@ -355,7 +344,7 @@ class _MessageLayout:
                 total.add_(own)
                 continue
             sender = message[term - (term > rank)].unsqueeze(0)
-            if place.span.quantized:
+            if quantized:
                 self.format.add(self._rows_in(sender, place), total)
             else:
                 total.add_(self._bytes_in(sender, place))
@@ -367,14 +356,14 @@ class _MessageLayout:
 
     def _rows_in(self, message: torch.Tensor, place: _Place) -> torch.Tensor:
         """The rows of a span: ``(ranks, rows, row_bytes)``."""
-        size, count = self.format.row_bytes, self.format.rows(place.span.numel)
+        size, count = self.format.row_bytes, self.format.rows(place.numel)
         return message.narrow(1, place.at * size, count * size).view(-1, count, size)
 
     def _bytes_in(self, message: torch.Tensor, place: _Place) -> torch.Tensor:
         """The values of a span that is sent as it is: ``(ranks, numel)`` of the operand's dtype."""
         dtype = place.operand.shard.dtype
         start = self.rows * self.format.row_bytes + place.at
-        return message.narrow(1, start, place.span.numel * dtype.itemsize).view(dtype)
+        return message.narrow(1, start, place.numel * dtype.itemsize).view(dtype)
 
 
 class _Finish:

@@ -154,7 +154,7 @@ class PerParameterBucket(BufferBucket):
             self._subgroup_shard.free()
 
     def _plan_subgroup(self, size: int, unsharded: Buffer) -> None:
-        transport = self.mesh.subgroup(size).transport
+        transport = self.mesh.subgroup(size)
         layout = PerParameterLayout.build(
             [p.shape for p in self.parameters],
             world_size=size,
