@@ -186,27 +186,25 @@ class QuantizedTransport(WrappingTransport):
         """Split operands into what is quantized and what is left to the transport underneath; count and record both."""
         name = self.policy.all_gather if kind == "all_gather" else self.policy.reduce
         layout = _MessageLayout(BlockFormat(name or "int8", self.policy.block), kind, self.world_size)
-        plain, sent = [], []
+        traffic, launch, plain = self.traffic.setdefault(kind, Traffic()), next(_launches), []
         for unit, operands, scaling in requests:
             others = []
             for operand in operands:
+                left, dtype = [operand], operand.shard.dtype
+                received = full = received_bytes(kind, operand.unsharded.nbytes, self.world_size)
                 spans = [] if name is None else self._spans(operand)
-                others += layout.take(unit, operand, scaling, spans) if spans else [operand]
-                sent.append((unit, operand, bool(spans)))
+                if spans:
+                    left, received = layout.take(unit, operand, scaling, spans)
+                    dtype = layout.format.dtype
+                    traffic.quantized_bytes += full
+                others += left
+                traffic.collectives += 1
+                traffic.nbytes += received
+                traffic.full_bytes += full
+                for observer in _observers:
+                    observer(Collective(kind, unit, dtype, operand.unsharded.numel(), received, launch))
             if others:
                 plain.append(CommRequest(unit, others, scaling))
-        launch = next(_launches)
-        for unit, operand, quantized in sent:
-            full = received_bytes(kind, operand.unsharded.nbytes, self.world_size)
-            received = layout.received[id(operand)] if quantized else full
-            traffic = self.traffic.setdefault(kind, Traffic())
-            traffic.collectives += 1
-            traffic.nbytes += received
-            traffic.full_bytes += full
-            traffic.quantized_bytes += full if quantized else 0
-            dtype = layout.format.dtype if quantized else operand.shard.dtype
-            for observer in _observers:
-                observer(Collective(kind, unit, dtype, operand.unsharded.numel(), received, launch))
         return layout, plain
 
     def _spans(self, operand: Operand) -> list[_Span]:
@@ -249,16 +247,22 @@ class _MessageLayout:
     unit: str  # of the first request
     places: list[_Place]
     rows: int
-    received: dict[int, int]  # bytes that this rank receives for an operand, by its id
     _behind: int  # bytes behind the rows
     _world_size: int
 
     def __init__(self, format: BlockFormat, kind: Kind, world_size: int) -> None:
         self.format, self.kind, self.unit, self._world_size = format, kind, "", world_size
-        self.places, self.rows, self.received, self._behind = [], 0, {}, 0
+        self.places, self.rows, self._behind = [], 0, 0
 
-    def take(self, unit: str, operand: Operand, scaling: GradScaling, spans: Sequence[_Span]) -> list[Operand]:
-        """Add an operand. Returns what is left to the transport underneath: of an all-reduce, what is not quantized."""
+    def take(
+        self, unit: str, operand: Operand, scaling: GradScaling, spans: Sequence[_Span]
+    ) -> tuple[list[Operand], int]:
+        """Add an operand.
+
+        Returns:
+            What is left to the transport underneath: of an all-reduce, what is not quantized. And the bytes that this
+            rank receives for the operand.
+        """
         self.unit = self.unit or unit
         before, left = self._received_in_all(), []
         for offset, numel, quantized in spans:
@@ -272,8 +276,7 @@ class _MessageLayout:
                 self.places.append(_Place(operand, offset, numel, False, scaling, self._behind))
                 self._behind += _aligned(numel * operand.shard.element_size(), 4)
         beside = sum(received_bytes(self.kind, part.shard.nbytes, self._world_size) for part in left)
-        self.received[id(operand)] = self._received_in_all() - before + beside
-        return left
+        return left, self._received_in_all() - before + beside
 
     @property
     def device(self) -> torch.device:
