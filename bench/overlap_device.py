@@ -258,7 +258,7 @@ class SimulatedLane:
         allocate: Callable[[], None] | None = None,
         after: Any = None,
     ) -> _Ticket:
-        """See ``fullshard.memory.CommStream``."""
+        """See ``fullshard.memory.DeviceCommStream.issue``."""
         if allocate is not None:
             allocate()
         self._stream.wait_event(after if after is not None else self._device.current.record_event())

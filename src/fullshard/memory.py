@@ -15,6 +15,7 @@ waits for that one: only then may the next allocation of the pool reuse the bloc
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +30,7 @@ __all__ = [
     "DeviceCommStream",
     "Event",
     "HostCommStream",
+    "HostWork",
     "PendingWork",
     "Stream",
     "Work",
@@ -45,6 +47,7 @@ __all__ = [
     "refill_storage",
     "run_on",
     "to_host",
+    "wait_for_all",
     "wait_for_stream",
 ]
 
@@ -68,15 +71,14 @@ def poison(enabled: bool) -> None:
 
 
 def _fill_with_poison(storage: torch.UntypedStorage) -> None:
-    if storage.size() and storage.device.type != "meta":
+    if _poisoned and storage.size() and storage.device.type != "meta":
         torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(_POISON)
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocate a flat tensor, contents undefined."""
     made = torch.empty(numel, dtype=dtype, device=device)
-    if _poisoned:
-        _fill_with_poison(made.untyped_storage())
+    _fill_with_poison(made.untyped_storage())
     return made
 
 
@@ -102,31 +104,27 @@ class Buffer:
     numel: int
     dtype: torch.dtype
     device: torch.device
-    _storage: torch.UntypedStorage  # 0 bytes at rest
+    _flat: torch.Tensor  # all of it
+    _storage: torch.UntypedStorage  # of that; 0 bytes at rest
     _nbytes: int
     _pool: torch.Stream | None  # on which the memory was allocated
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.numel, self.dtype, self.device = numel, dtype, device
         self._pool = current_stream(device)
-        self._storage = torch.empty(numel, dtype=dtype, device=device).untyped_storage()
+        self._flat = torch.empty(numel, dtype=dtype, device=device)
+        self._storage = self._flat.untyped_storage()
         self._nbytes = self._storage.nbytes()
 
     def allocate(self) -> None:
         """Allocate the memory (contents undefined); no-op if it is allocated."""
         if self._storage.size() != self._nbytes:
             self._pool = current_stream(self.device)
-            self._storage.resize_(self._nbytes)
-            if _poisoned:
-                _fill_with_poison(self._storage)
+            refill_storage(self._storage, self._nbytes)
 
     def free(self) -> None:
         """Free the memory."""
-        if _poisoned:
-            _fill_with_poison(self._storage)
-        if self._storage.size():
-            _order_before_free(self._pool)
-        self._storage.resize_(0)
+        free_storage(self._storage, self._pool)
 
     @property
     def allocated_bytes(self) -> int:
@@ -135,7 +133,7 @@ class Buffer:
 
     def tensor(self, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
         """Make a tensor on this buffer, which must be allocated; ``offset`` in elements; see [Note: Alias tensors]."""
-        return _tensor_on(self._storage, self.dtype, self.device, offset, shape, stride)
+        return alias(self._flat, offset, shape, stride)
 
 
 def alias(tensor: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
@@ -146,7 +144,9 @@ def alias(tensor: torch.Tensor, offset: int, shape: Sequence[int], stride: Seque
     from its own thread when it writes an output; autograd would then reject tensors saved in forward.
     """
     start = int(tensor.storage_offset()) + offset
-    return _tensor_on(tensor.untyped_storage(), tensor.dtype, tensor.device, start, shape, stride)
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    with torch.no_grad():
+        return made.set_(tensor.untyped_storage(), start, tuple(shape), tuple(stride))
 
 
 def own_storage(view: torch.Tensor) -> torch.Tensor:
@@ -168,30 +168,25 @@ def own_storage(view: torch.Tensor) -> torch.Tensor:
     return own.as_strided(view.shape, view.stride(), 0)  # DLPack drops strides of dims of size 1
 
 
-def free_storage(tensor: torch.Tensor, pool: torch.Stream | None) -> int:
-    """Free the memory of a tensor, for :func:`refill_storage` to allocate again. Returns the freed bytes.
+def free_storage(storage: torch.UntypedStorage, pool: torch.Stream | None) -> None:
+    """Free the memory of a storage, for :func:`refill_storage` to allocate again.
 
     Args:
-        tensor: Tensor whose storage is resized to 0.
-        pool: The stream that was current when the memory was allocated.
+        storage: Is resized to 0 bytes.
+        pool: The stream that was current when the memory was allocated; it waits for the current one, which has used
+            the memory.
     """
-    storage = tensor.untyped_storage()
-    nbytes = storage.nbytes()
-    if _poisoned:
-        _fill_with_poison(storage)
-    if nbytes:
-        _order_before_free(pool)
+    _fill_with_poison(storage)
+    if storage.size() and pool is not None and (current := torch.accelerator.current_stream(pool.device)) != pool:
+        _order(current, pool)
     storage.resize_(0)
-    return nbytes
 
 
-def refill_storage(tensor: torch.Tensor, nbytes: int) -> None:
+def refill_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
     """Allocate the memory that :func:`free_storage` freed (contents undefined); no-op if it is allocated."""
-    storage = tensor.untyped_storage()
-    if storage.nbytes() != nbytes:
+    if storage.size() != nbytes:
         storage.resize_(nbytes)
-        if _poisoned:
-            _fill_with_poison(storage)
+        _fill_with_poison(storage)
 
 
 def host_buffer(numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
@@ -228,19 +223,6 @@ def input_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def _tensor_on(
-    storage: torch.UntypedStorage,
-    dtype: torch.dtype,
-    device: torch.device,
-    offset: int,
-    shape: Sequence[int],
-    stride: Sequence[int],
-) -> torch.Tensor:
-    empty = torch.empty(0, dtype=dtype, device=device)
-    with torch.no_grad():
-        return empty.set_(storage, offset, tuple(shape), tuple(stride))
-
-
 class PendingWork(Protocol):
     """Work issued on a communication stream."""
 
@@ -251,31 +233,25 @@ class PendingWork(Protocol):
         """Block the host until the work is done."""
 
 
-class CommStream(Protocol):
-    """A stream of collectives that run beside the computation."""
-
-    def issue(
-        self,
-        launch: Callable[[], Iterable[Work]],
-        finish: Callable[[], None],
-        *,
-        allocate: Callable[[], None] | None = None,
-        after: torch.Event | None = None,
-    ) -> PendingWork:
-        """Run ``launch`` after all computation enqueued so far, and ``finish`` once its works are done.
-
-        Args:
-            launch: Starts collectives and returns their works.
-            finish: Uses the results.
-            allocate: Allocates the memory of the results, see [Note: Memory of unsharded buffers].
-            after: Event to wait for instead of all computation; earlier uses of the memory must be ordered before it.
-        """
-
-    def synchronize(self) -> None:
-        """Block the host until all issued work is done."""
+def wait_for_all(works: Iterable[Work]) -> None:
+    """Wait for every work, also after one has failed: they write to memory that is reused. Raises the first error."""
+    first: RuntimeError | None = None
+    for work in works:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            first = first or error
+    if first is not None:
+        raise first
 
 
-class _HostWork:
+class HostWork:
+    """Works that the host waits for, and what it does once they are done.
+
+    Several may wait for it: the works, of which gloo's must not be asked twice, are waited for once, and if one of them
+    failed, every :meth:`wait` raises its error.
+    """
+
     __slots__ = ("_error", "_finish", "_works")
 
     def __init__(self, works: Iterable[Work], finish: Callable[[], None]) -> None:
@@ -284,28 +260,28 @@ class _HostWork:
         self._error: RuntimeError | None = None
 
     def wait(self) -> None:
-        if self._works:
-            self._wait_for_all()
-        if self._error is not None:  # for all that wait for this work
+        """Wait for the works and finish, unless that was done."""
+        works, self._works = self._works, []
+        try:
+            wait_for_all(works)
+        except RuntimeError as error:
+            self._error = error
+        if self._error is not None:
             raise self._error
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
 
-    synchronize = wait
 
-    def _wait_for_all(self) -> None:
-        """Wait for all works, also after a failure: they write to memory that is reused."""
-        works, self._works = self._works, []
-        for work in works:
-            try:
-                work.wait()
-            except RuntimeError as caught:
-                self._error = self._error or caught
+class _HostLaunch(HostWork):
+    __slots__ = ()
+
+    synchronize = HostWork.wait
 
     def __del__(self) -> None:
         # If the model is deleted with an all-gather in flight, its messages must not reach the group's next users.
-        self._wait_for_all()
+        with contextlib.suppress(RuntimeError):
+            wait_for_all(self._works)
 
 
 class HostCommStream:
@@ -319,12 +295,15 @@ class HostCommStream:
         allocate: Callable[[], None] | None = None,
         after: torch.Event | None = None,
     ) -> PendingWork:
-        """Run ``launch`` now; waiting for the pending work waits for its works and runs ``finish``."""
+        """Run ``launch`` now; waiting for the pending work waits for its works and runs ``finish``.
+
+        The arguments are those of :meth:`DeviceCommStream.issue`.
+        """
         if after is not None:
             after.synchronize()
         if allocate is not None:
             allocate()
-        return _HostWork(launch(), finish)
+        return _HostLaunch(launch(), finish)
 
     def synchronize(self) -> None:
         """Do nothing: only collectives read host memory, and their pending work waits for them."""
@@ -375,7 +354,16 @@ class DeviceCommStream:
         allocate: Callable[[], None] | None = None,
         after: torch.Event | None = None,
     ) -> PendingWork:
-        """Run ``launch`` and ``finish`` on the side stream, without blocking the host."""
+        """Run ``launch`` after all computation enqueued so far, and ``finish`` once its works are done.
+
+        Both run on the side stream, without blocking the host.
+
+        Args:
+            launch: Starts collectives and returns their works.
+            finish: Uses the results.
+            allocate: Allocates the memory of the results, see [Note: Memory of unsharded buffers].
+            after: Event to wait for instead of all computation; earlier uses of the memory must be ordered before it.
+        """
         compute = torch.accelerator.current_stream(self.device)
         if after is None:
             if allocate is not None:
@@ -434,12 +422,6 @@ def wait_for_stream(device: torch.device) -> None:
     torch.accelerator.current_stream(device).synchronize()
 
 
-def _order_before_free(pool: torch.Stream | None) -> None:
-    """Make the stream that memory was allocated on wait for the current one, which has used it."""
-    if pool is not None and (current := torch.accelerator.current_stream(pool.device)) != pool:
-        _order(current, pool)
-
-
 def _is_capturing(device: torch.device) -> bool:
     """True if the current stream is captured into a graph."""
     query = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
@@ -461,6 +443,9 @@ def run_on(stream: torch.Stream | None, function: Callable[[torch.Tensor], objec
             function(tensor)
     finally:
         _order(stream, current)
+
+
+CommStream = HostCommStream | DeviceCommStream
 
 
 def make_comm_stream(device: torch.device, priority: int = 0) -> CommStream:

@@ -185,8 +185,7 @@ def test_a_smaller_group_gathers_into_the_buffer_of_a_larger(
         world_size=ranks,
         itemsize=2,
         direct_bytes=direct_bytes,
-        unsharded_offsets=[slot.unsharded_offset for slot in larger.slots],
-        unsharded_numel=larger.unsharded_numel,
+        within=larger,
     )
     assert layout.unsharded_numel == larger.unsharded_numel
     values = [values_of(parameter, torch.int16) for parameter in parameters]
@@ -198,19 +197,12 @@ def test_a_smaller_group_gathers_into_the_buffer_of_a_larger(
 
 @given(parameter_shapes(), WORLDS)
 def test_own_offsets_change_nothing(parameters: list[ParameterShape], world_size: int) -> None:
-    """A layout that takes its full offsets from an equal layout is equal to it."""
+    """A layout within an equal layout is equal to it."""
 
-    def build(offsets: list[int] | None = None, numel: int | None = None) -> PerParameterLayout:
-        return PerParameterLayout.build(
-            parameters,
-            world_size=world_size,
-            itemsize=4,
-            direct_bytes=16,
-            unsharded_offsets=offsets,
-            unsharded_numel=numel,
-        )
+    def build(within: PerParameterLayout | None = None) -> PerParameterLayout:
+        return PerParameterLayout.build(parameters, world_size=world_size, itemsize=4, direct_bytes=16, within=within)
 
-    assert build([slot.unsharded_offset for slot in build().slots], build().unsharded_numel) == build()
+    assert build(build()) == build()
 
 
 @given(layouts())
@@ -223,7 +215,6 @@ def test_padding_is_bounded(drawn: tuple[PerParameterLayout, torch.dtype]) -> No
         share = slot.parameter.numel if slot.route is Route.REPLICATED else slot.parameter.numel / layout.world_size
         bound += share + slot.row_numel * (slot.route is not Route.REPLICATED) + layout.alignment
     assert layout.shard_numel <= bound
-    assert layout.padding_factor >= 0 or not layout.shard_numel
 
 
 @given(layouts())
@@ -393,22 +384,21 @@ def test_parameters_without_elements(shape: tuple[int, int], cut: int, world_siz
     assert slot.local_shape(0)[1 - cut] == shape[1 - cut]
 
 
-@pytest.mark.parametrize(
-    ("offsets", "numel", "message"),
-    [
-        ([0, 512, 528], None, "expected both unsharded_offsets and unsharded_numel"),
-        (None, 544, "expected both unsharded_offsets and unsharded_numel"),
-        ([0, 512], 544, "expected 3 unsharded_offsets, one per parameter, found 2"),
-        ([0, 512, 528], 512, "unsharded buffer: s ends at 529, beyond the buffer's 512 elements"),
-        ([0, 256, 528], 544, "unsharded buffer: b at 256 overlaps w"),
-        ([0, 513, 528], 544, "unsharded buffer: b starts at 513"),
-    ],
-)
-def test_full_offsets_that_do_not_fit_are_refused(offsets: list[int] | None, numel: int | None, message: str) -> None:
-    """Full offsets come with the size of their buffer, one per parameter, and must hold every region."""
-    with pytest.raises(ValueError, match=message):
-        make(unsharded_offsets=offsets, unsharded_numel=numel)
-    assert make(unsharded_offsets=[0, 512, 528], unsharded_numel=544) == make()
+def test_a_buffer_that_does_not_fit_is_refused() -> None:
+    """The layout that another one is built within has the same parameters, aligned alike, and room for all of them."""
+
+    def build(world_size: int, *rows: int, **options: Any) -> PerParameterLayout:
+        shapes = [ParameterShape(f"p{i}", (size, 16), (16, 1)) for i, size in enumerate(rows)]
+        return PerParameterLayout.build(shapes, world_size=world_size, itemsize=4, direct_bytes=0, **options)
+
+    with pytest.raises(ValueError, match="expected a layout of the same 2 parameters, found one of 1"):
+        build(2, 4, 4, within=build(4, 4))
+    with pytest.raises(ValueError, match="unsharded buffer: p1 at 48 overlaps p0"):
+        build(2, 3, 3, within=build(1, 3, 3))
+    with pytest.raises(ValueError, match="unsharded buffer: p0 ends at 64, beyond the buffer's 48 elements"):
+        build(2, 3, within=build(1, 3))
+    with pytest.raises(ValueError, match="unsharded buffer: p1 starts at 16"):
+        build(1, 1, 1, alignment_bytes=128, within=build(1, 1, 1))
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,7 @@ def test_a_dropped_gradient_says_so(rank: Rank) -> None:
     model, _ = build(rank)
     backward(rank, model)
     held = model.first.weight.grad
-    unit_at(model).runtime.recover(drop_gradients=True)
+    unit_at(model).runtime.recover()
     assert model.first.weight.grad is None
     with pytest.raises(PhaseError, match="was dropped"):
         held.sum()

@@ -94,7 +94,7 @@ def test_near_shard_outlives_the_gather_that_sends_from_it(rank: Rank) -> None:
         (bucket,) = unit_at(model.blocks[1]).buckets
         assert isinstance(bucket, PerParameterBucket) and bucket._subgroup_shard is not None
         kept = bucket._subgroup_shard.allocated_bytes
-        with watched(bucket.mesh.subgroup(2).transport, bucket) as seen:
+        with watched(bucket.mesh.subgroup(2), bucket) as seen:
             loss.backward()
         assert kept > 0 and seen and set(seen) == {kept}
         assert bucket._subgroup_shard.allocated_bytes == 0

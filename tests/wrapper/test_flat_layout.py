@@ -1,4 +1,4 @@
-"""The flat layout, without ranks: aligned concatenation, one padding, equal slices, pieces that reassemble."""
+"""The flat layout, without ranks: aligned concatenation, one padding, equal slices, shards that reassemble."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def whole(numels: list[int], world_size: int, alignment: int) -> list[tuple[int,
 @given(layouts())
 @settings(max_examples=150)
 def test_slices_are_those_of_the_concatenation(drawn: tuple[FlatLayout, int]) -> None:
-    """Cutting the aligned, once padded concatenation into equal slices gives exactly the pieces of every rank."""
+    """Cutting the aligned, once padded concatenation into equal slices gives exactly the shards of every rank."""
     layout, alignment = drawn
     numels = [math.prod(slot.parameter.shape) for slot in layout.slots]
     elements = whole(numels, layout.world_size, alignment)
@@ -70,9 +70,9 @@ def test_slices_are_those_of_the_concatenation(drawn: tuple[FlatLayout, int]) ->
     for rank in range(layout.world_size):
         mine: list[tuple[int, int] | None] = [None] * layout.slice_numel
         for index, slot in enumerate(layout.slots):
-            start, numel, offset = slot.piece(rank)
+            start, numel, offset = slot.shard(rank)
             for i in range(numel):
-                assert mine[offset + i] is None, "two pieces in one place"
+                assert mine[offset + i] is None, "two shards in one place"
                 mine[offset + i] = (index, start + i)
         assert mine == elements[rank * layout.slice_numel : (rank + 1) * layout.slice_numel]
 
@@ -80,7 +80,7 @@ def test_slices_are_those_of_the_concatenation(drawn: tuple[FlatLayout, int]) ->
 @given(layouts())
 @settings(max_examples=150)
 def test_gathered_slices_are_the_parameters(drawn: tuple[FlatLayout, int]) -> None:
-    """Filling every rank's slice by its pieces, then joining slices, gives each parameter with its own strides."""
+    """Filling every rank's slice by its shards, then joining slices, gives each parameter with its own strides."""
     layout, _ = drawn
     values = []
     for index, slot in enumerate(layout.slots):
@@ -91,7 +91,7 @@ def test_gathered_slices_are_the_parameters(drawn: tuple[FlatLayout, int]) -> No
     for rank in range(layout.world_size):
         shard = torch.zeros(layout.slice_numel, dtype=torch.float64)
         for slot, value in zip(layout.slots, values, strict=True):
-            start, numel, offset = slot.piece(rank)
+            start, numel, offset = slot.shard(rank)
             shard[offset : offset + numel] = value.as_strided((value.numel(),), (1,))[start : start + numel]
         slices.append(shard)
     full = torch.cat(slices)
@@ -118,12 +118,12 @@ def test_parameters_start_aligned_in_order(drawn: tuple[FlatLayout, int]) -> Non
 
 
 @given(layouts())
-def test_pieces_stay_inside_the_slice(drawn: tuple[FlatLayout, int]) -> None:
-    """Also an empty piece begins inside the slice, or at its end, so that it can be cut out of it."""
+def test_shards_stay_inside_the_slice(drawn: tuple[FlatLayout, int]) -> None:
+    """Also an empty shard begins inside the slice, or at its end, so that it can be cut out of it."""
     layout, _ = drawn
     for slot in layout.slots:
         for rank in range(layout.world_size):
-            start, numel, offset = slot.piece(rank)
+            start, numel, offset = slot.shard(rank)
             assert 0 <= start <= start + numel <= slot.parameter.numel
             assert 0 <= offset <= offset + numel <= layout.slice_numel
 
@@ -140,7 +140,7 @@ def test_layouts_are_values(drawn: tuple[FlatLayout, int]) -> None:
 
 
 @given(layouts())
-def test_picture_tells_every_piece(drawn: tuple[FlatLayout, int]) -> None:
+def test_picture_tells_every_shard(drawn: tuple[FlatLayout, int]) -> None:
     """The picture has one line for the full buffer and one per rank, with what each rank holds of each parameter."""
     layout, _ = drawn
     head, *lines = layout.picture().split("\n")
@@ -148,13 +148,13 @@ def test_picture_tells_every_piece(drawn: tuple[FlatLayout, int]) -> None:
     assert len(lines) == layout.world_size
     for rank, line in enumerate(lines):
         held = {name: (int(a), int(b)) for name, a, b in re.findall(r"(p\d)\[(\d+):(\d+)\]", line)}
-        pieces = {slot.parameter.fqn: slot.piece(rank) for slot in layout.slots}
-        assert held == {fqn: (p.start, p.start + p.numel) for fqn, p in pieces.items() if p.numel}
+        shards = {slot.parameter.fqn: slot.shard(rank) for slot in layout.slots}
+        assert held == {fqn: (p.start, p.start + p.numel) for fqn, p in shards.items() if p.numel}
         assert line.count("empty") == len(layout.slots) - len(held)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "slice_numel", "pieces"),
+    ("sizes", "slice_numel", "shards"),
     [
         # A square of 25 over two ranks: 13 and 12 elements, and one of padding.
         ([(5, 5)], 13, [[(0, 13, 0)], [(13, 12, 0)]]),
@@ -165,19 +165,19 @@ def test_picture_tells_every_piece(drawn: tuple[FlatLayout, int]) -> None:
     ],
 )
 def test_worked_examples(
-    sizes: list[tuple[int, ...]], slice_numel: int, pieces: list[list[tuple[int, int, int]]]
+    sizes: list[tuple[int, ...]], slice_numel: int, shards: list[list[tuple[int, int, int]]]
 ) -> None:
     """Examples worked out by hand, for two ranks and 4-byte elements."""
     layout = FlatLayout.build(shapes(*sizes), world_size=2)
     assert layout.slice_numel == slice_numel
-    assert [[tuple(slot.piece(rank)) for slot in layout.slots] for rank in range(2)] == pieces
+    assert [[tuple(slot.shard(rank)) for slot in layout.slots] for rank in range(2)] == shards
 
 
 def test_few_elements_over_many_ranks() -> None:
     """One element over eight ranks: the first holds it, all have a slice of one."""
     layout = FlatLayout.build(shapes((1,)), world_size=8)
     assert layout.slice_numel == 1 and layout.padding == 7
-    assert [layout.slots[0].piece(rank).numel for rank in range(8)] == [1] + [0] * 7
+    assert [layout.slots[0].shard(rank).numel for rank in range(8)] == [1] + [0] * 7
 
 
 def test_nothing_to_lay_out() -> None:
@@ -185,7 +185,7 @@ def test_nothing_to_lay_out() -> None:
     for parameters in ([], shapes((0, 3), (4, 0))):
         layout = FlatLayout.build(parameters, world_size=4)
         assert (layout.slice_numel, layout.unsharded_numel, layout.padding) == (0, 0, 0)
-        assert [slot.piece(3).numel for slot in layout.slots] == [0] * len(parameters)
+        assert [slot.shard(3).numel for slot in layout.slots] == [0] * len(parameters)
 
 
 def test_invalid_layouts_are_refused() -> None:

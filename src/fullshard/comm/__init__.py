@@ -2,7 +2,7 @@
 
 - ``base.py``         the interface: operands, requests, scaling; recording of collectives
 - ``single_rank.py``  one rank: nothing is sent
-- ``gloo.py``, ``collective.py``, ``python_group.py``  one per kind of back end
+- ``gloo.py``, ``collective.py``  gloo, and all other back ends: NCCL, groups written in Python
 - ``custom.py``, ``pooled.py``, ``hooked.py``  users' collectives, memory and communication hooks
 - ``quantized/``      fewer bytes for slow networks
 - ``mesh.py``         the axes of a mesh with their transports; ``groups.py``: groups made from a group
@@ -18,12 +18,13 @@ from fullshard.comm.base import (
     CommRequest,
     GradScaling,
     Operand,
+    Slice,
     Transport,
-    issue_all,
     launch_all,
     record,
+    slices_of,
 )
-from fullshard.comm.collective import CollectiveTransport, NcclTransport
+from fullshard.comm.collective import CollectiveTransport, NcclTransport, PythonGroupTransport
 from fullshard.comm.custom import AllGather, Comm, CustomTransport, ReduceScatter
 from fullshard.comm.gloo import GlooTransport
 from fullshard.comm.groups import part_of
@@ -34,9 +35,7 @@ from fullshard.comm.pooled import (
     SymmetricMemoryAllGather,
     SymmetricMemoryReduceScatter,
 )
-from fullshard.comm.python_group import PythonGroupTransport
 from fullshard.comm.single_rank import SingleRankTransport
-from fullshard.comm.slices import Slice, slices_of
 
 __all__ = [
     "AllGather",
@@ -59,7 +58,6 @@ __all__ = [
     "SymmetricMemoryAllGather",
     "SymmetricMemoryReduceScatter",
     "Transport",
-    "issue_all",
     "launch_all",
     "make_transport",
     "part_of",
@@ -75,7 +73,7 @@ def make_transport(group: dist.ProcessGroup, device: torch.device, *, reduces: b
         group: The ranks. A subclass of ``torch.distributed.ProcessGroup`` may be its own back end.
         device: Where the tensors are.
         reduces: :meth:`Transport.reduce_scatter` will be used. On NCCL that makes a second communicator, once per
-            group; a transport for all-reduces only can do without.
+            group whose ranks are in order; a transport for all-reduces only can do without.
 
     Raises:
         RuntimeError: If the group has no back end for the device.
@@ -89,15 +87,10 @@ def make_transport(group: dist.ProcessGroup, device: torch.device, *, reduces: b
             raise
         return PythonGroupTransport(group)
     if backend == "nccl":
-        return NcclTransport(group, _make_reduce_group(group) if reduces else None)
+        ranks = dist.get_process_group_ranks(group)
+        # A new group sorts its ranks: if these are not in order, they would get each other's shards.
+        separate = reduces and ranks == sorted(ranks)
+        return NcclTransport(group, part_of(group, ranks, "reduce_scatter") if separate else None)
     if backend == "gloo" and device.type == "cpu":
         return GlooTransport(group)
     return CollectiveTransport(group)  # also gloo's: it stages device memory in its collectives, not in send and recv
-
-
-def _make_reduce_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """The same ranks with another communicator; None, so that reductions share the group's, if these are not in order:
-    a new group sorts its ranks, and they would get each other's shards.
-    """
-    ranks = dist.get_process_group_ranks(group)
-    return part_of(group, ranks, "reduce_scatter") if ranks == sorted(ranks) else None

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.slices import Slice
+from fullshard.layout import PerParameterLayout, Route
 from fullshard.memory import Work
 
 __all__ = [
@@ -21,11 +21,14 @@ __all__ = [
     "GradScaling",
     "Kind",
     "Operand",
+    "Slice",
     "Transport",
     "WrappingTransport",
     "issue_all",
     "launch_all",
+    "received_bytes",
     "record",
+    "slices_of",
 ]
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -45,6 +48,32 @@ class GradScaling:
     before: float = 1.0
     after: float = 1.0
     native: bool = True
+
+
+class Slice(NamedTuple):
+    """The elements of a shard that belong to one parameter, or to parameters that are sent as one.
+
+    Args:
+        offset: First element.
+        numel: Number of elements, padding included.
+        nbytes: Size of all of it, unsharded, in the dtype in which it is sent. Quantization depends on it.
+    """
+
+    offset: int
+    numel: int
+    nbytes: int
+
+
+def slices_of(layout: PerParameterLayout, start: int, itemsize: int) -> tuple[Slice, ...]:
+    """The slices of a layout's shard buffer from element ``start`` on: parameters that are cut over the ranks.
+
+    Args:
+        layout: Of the buffer.
+        start: Offsets are counted from here; what lies before is left out.
+        itemsize: Bytes per element in the dtype in which it is sent.
+    """
+    sent = [s for s in layout.slots if s.shard_offset >= start and s.shard_numel and s.route is not Route.REPLICATED]
+    return tuple(sorted(Slice(s.shard_offset - start, s.shard_numel, s.parameter.numel * itemsize) for s in sent))
 
 
 @dataclass(frozen=True)
@@ -91,8 +120,7 @@ class Collective:
         unit: Name of the unit it was issued for.
         dtype: Element type in which it was sent.
         numel: Elements of the unsharded tensor (all ranks' shards).
-        nbytes: Bytes that this rank receives from others, with N ranks and B unsharded bytes: ``B * (N - 1) / N``;
-            in an all-reduce twice that, rounded down.
+        nbytes: Bytes that this rank receives from others, see :func:`received_bytes`.
         launch: Number of the launch it was part of: launches of all transports of the process, counted from 0.
     """
 
@@ -102,6 +130,14 @@ class Collective:
     numel: int
     nbytes: int
     launch: int
+
+
+def received_bytes(kind: Kind, nbytes: int, world_size: int) -> int:
+    """Bytes that a rank receives from others, of ``nbytes`` unsharded ones: ``nbytes * (N - 1) / N`` over N ranks.
+
+    In an all-reduce twice as many, rounded down.
+    """
+    return (2 if kind == "all_reduce" else 1) * nbytes * (world_size - 1) // world_size
 
 
 _observers: list[Callable[[Collective], None]] = []
@@ -208,16 +244,14 @@ class Transport:
         self._notify("all_reduce", requests)
         return self._all_reduce(requests)
 
-    def allocate(
-        self, kind: Literal["all_gather", "reduce_scatter"], numel: int, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor | None:
+    def allocate(self, kind: Kind, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
         """Memory for the unsharded tensor of a packed operand, flat, where the transport brings its own.
 
         None, as on every built-in back end: the caller uses memory of its own.
         """
         return None
 
-    def release(self, kind: Literal["all_gather", "reduce_scatter"], memory: torch.Tensor) -> None:
+    def release(self, kind: Kind, memory: torch.Tensor) -> None:
         """The message in memory that :meth:`allocate` gave is over. Called in the same order on all ranks."""
 
     def separate_reduce_group(self, enable: bool) -> None:
@@ -242,9 +276,7 @@ class Transport:
             return
         for unit, operands, _ in requests:
             for operand in operands:
-                received = operand.unsharded.nbytes * (self.world_size - 1) // self.world_size
-                if kind == "all_reduce":
-                    received = 2 * operand.unsharded.nbytes * (self.world_size - 1) // self.world_size
+                received = received_bytes(kind, operand.unsharded.nbytes, self.world_size)
                 for observer in _observers:
                     observer(Collective(kind, unit, operand.shard.dtype, operand.unsharded.numel(), received, launch))
 
@@ -253,7 +285,7 @@ class WrappingTransport(Transport):
     """A transport that replaces some collectives of another one, and leaves the others to it.
 
     Args:
-        base: The transport underneath.
+        base: The group's own transport.
     """
 
     base: Transport
@@ -261,16 +293,6 @@ class WrappingTransport(Transport):
     def __init__(self, base: Transport) -> None:
         super().__init__(base.group)
         self.base, self.reduce_group, self.tiny_bytes = base, base.reduce_group, base.tiny_bytes
-
-    def allocate(
-        self, kind: Literal["all_gather", "reduce_scatter"], numel: int, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor | None:
-        """Memory of the transport underneath, if it brings its own."""
-        return self.base.allocate(kind, numel, dtype, device)
-
-    def release(self, kind: Literal["all_gather", "reduce_scatter"], memory: torch.Tensor) -> None:
-        """Tell the transport underneath that a message in its memory is over."""
-        self.base.release(kind, memory)
 
     def separate_reduce_group(self, enable: bool) -> None:
         """Give reduce-scatters of the transport underneath a communicator of their own, or take it away."""

@@ -1,11 +1,15 @@
-"""Back ends that bring good collectives of their own: NCCL, c10d's fake group, and whatever else is registered."""
+"""Back ends that bring good collectives of their own: NCCL, c10d's fake group, and whatever else is registered.
+
+Also process groups that have no back end of c10d's underneath, such as those written in Python.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,10 +24,66 @@ from torch._C._distributed_c10d import (
 from fullshard.comm.base import CommRequest, GradScaling, Operand, Transport, issue_all
 from fullshard.memory import Work
 
-__all__ = ["CollectiveTransport", "NcclTransport", "Reduction", "Scaled", "nccl_reduction"]
+__all__ = [
+    "CollectiveTransport",
+    "NcclTransport",
+    "PythonGroupTransport",
+    "Reduction",
+    "Scaled",
+    "all_gather_base",
+    "all_gather_flat",
+    "nccl_reduction",
+    "reduce_scatter_base",
+]
 
 # Dtypes that every back end can all-gather. NCCL knows neither int16 nor uint16, some versions no float8.
 _GATHERED_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.uint8})
+
+# Renamed between torch 2.11 and 2.13; the old names warn in the new ones.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@functools.cache
+def _all_gather_options(async_op: bool) -> AllgatherOptions:
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    return options
+
+
+# The groups' own methods: they are the same in all versions of torch, and cost half the host time of the functions of
+# torch.distributed.
+def all_gather_base(
+    group: dist.ProcessGroup, unsharded: torch.Tensor, shard: torch.Tensor, *, async_op: bool = True
+) -> dist.Work:
+    """Start an all-gather of ``shard`` into ``unsharded``, both flat, on a group with a back end of c10d's."""
+    return group._allgather_base(unsharded, shard, _all_gather_options(async_op))
+
+
+def reduce_scatter_base(
+    group: dist.ProcessGroup,
+    shard: torch.Tensor,
+    unsharded: torch.Tensor,
+    op: ReduceOp | ReduceOp.RedOpType,
+    *,
+    async_op: bool = True,
+) -> dist.Work:
+    """Start a reduce-scatter of ``unsharded`` into ``shard``, both flat, on a group with a back end of c10d's."""
+    options = ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = op if isinstance(op, ReduceOp) else ReduceOp(op), async_op
+    return group._reduce_scatter_base(shard, unsharded, options)
+
+
+def all_gather_flat(group: dist.ProcessGroup, unsharded: torch.Tensor, shard: torch.Tensor) -> Work:
+    """Start an all-gather on any process group.
+
+    Args:
+        group: The ranks.
+        unsharded: Is filled: ``world_size * numel`` elements, flat.
+        shard: This rank's, ``numel`` elements of the same dtype, flat.
+    """
+    work: Work = _all_gather(unsharded, shard, group=group, async_op=True)
+    return work
 
 
 class Reduction(NamedTuple):
@@ -70,13 +130,6 @@ class CollectiveTransport(Transport):
 
     direct_bytes: int = 64 * 1024
 
-    _gather_options: AllgatherOptions
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group)
-        self._gather_options = AllgatherOptions()
-        self._gather_options.asyncOp = True
-
     def _all_gather(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         operands = [operand for request in requests for operand in request.operands if operand.unsharded.numel()]
         return self._together(self.group, operands, self._issue_gather)
@@ -85,25 +138,21 @@ class CollectiveTransport(Transport):
         shard, unsharded = operand.shard, operand.unsharded
         if shard.dtype not in _GATHERED_DTYPES:
             shard, unsharded = shard.view(torch.uint8), unsharded.view(torch.uint8)
-        # The group's own method: the functions of torch.distributed were renamed between 2.11 and 2.13 and
-        # cost twice the host time; this one is the same in all of them.
-        return self.group._allgather_base(unsharded, shard, self._gather_options)
+        return all_gather_base(self.group, unsharded, shard)
 
     def _reduce_scatter(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
-        def issue(operand: Operand, op: ReduceOp) -> Work:
-            options = ReduceScatterOptions()
-            options.reduceOp, options.asyncOp = op, True
-            return self.reduce_group._reduce_scatter_base(_real(operand.shard), _real(operand.unsharded), options)
+        return self._summed(self.reduce_group, requests, self._issue_reduce_scatter)
 
-        return self._summed(self.reduce_group, requests, issue)
+    def _issue_reduce_scatter(self, operand: Operand, op: ReduceOp) -> Work:
+        return reduce_scatter_base(self.reduce_group, _real(operand.shard), _real(operand.unsharded), op)
 
     def _all_reduce(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
-        def issue(operand: Operand, op: ReduceOp) -> Work:
-            options = AllreduceOptions()
-            options.reduceOp, options.asyncOp = op, True
-            return self.group.allreduce([_real(operand.unsharded)], options)
+        return self._summed(self.group, requests, self._issue_all_reduce)
 
-        return self._summed(self.group, requests, issue)
+    def _issue_all_reduce(self, operand: Operand, op: ReduceOp) -> Work:
+        options = AllreduceOptions()
+        options.reduceOp, options.asyncOp = op, True
+        return self.group.allreduce([_real(operand.unsharded)], options)
 
     def _summed(
         self, group: dist.ProcessGroup, requests: Sequence[CommRequest], issue: Callable[[Operand, ReduceOp], Work]
@@ -143,6 +192,17 @@ class CollectiveTransport(Transport):
 
 def _issue_one(issue: Callable[[Operand], Work], operand: Operand) -> list[Work]:
     return [issue(operand)]
+
+
+class PythonGroupTransport(CollectiveTransport):
+    """A group without a back end: the functions of ``torch.distributed`` know the methods that it overrides."""
+
+    def _issue_gather(self, operand: Operand) -> Work:
+        return all_gather_flat(self.group, operand.unsharded.view(torch.uint8), operand.shard.view(torch.uint8))
+
+    def _issue_reduce_scatter(self, operand: Operand, op: ReduceOp) -> Work:
+        work: Work = _reduce_scatter(operand.shard, operand.unsharded, op, self.reduce_group, async_op=True)
+        return work
 
 
 class NcclTransport(CollectiveTransport):

@@ -10,13 +10,12 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ReduceOp
 
-from fullshard.comm.base import CommRequest, GradScaling, Operand, Transport, WrappingTransport, issue_all
+from fullshard.comm.base import CommRequest, GradScaling, Kind, Operand, Transport, WrappingTransport, issue_all
 from fullshard.comm.collective import Scaled
 from fullshard.memory import Work
 
@@ -24,7 +23,11 @@ __all__ = ["AllGather", "Comm", "CustomTransport", "ReduceScatter"]
 
 
 class Comm(ABC):
-    """A collective with memory of its own choice."""
+    """A collective with memory of its own choice.
+
+    An object that wants its memory back has a method ``release(memory)`` besides. It is called, in the same order on
+    all ranks, when the message in ``memory``, which ``allocate`` returned, is over.
+    """
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -74,14 +77,6 @@ class ReduceScatter(Comm):
         """
 
 
-@runtime_checkable
-class Releases(Protocol):
-    """An all-gather or reduce-scatter that wants its memory back."""
-
-    def release(self, memory: torch.Tensor) -> None:
-        """The message in ``memory``, which ``allocate`` returned, is over. Called in the same order on all ranks."""
-
-
 class CustomTransport(WrappingTransport):
     """A transport with some collectives replaced by the user's.
 
@@ -121,17 +116,15 @@ class CustomTransport(WrappingTransport):
                 )
         self.custom_all_gather, self.custom_reduce_scatter = all_gather, reduce_scatter
 
-    def allocate(
-        self, kind: Literal["all_gather", "reduce_scatter"], numel: int, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor | None:
-        """Memory from the user's object.
+    def allocate(self, kind: Kind, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+        """Memory from the user's object; None for a collective that is not replaced.
 
         Raises:
             ValueError: It returned a tensor of another size, dtype or device.
         """
         comm = self.custom_all_gather if kind == "all_gather" else self.custom_reduce_scatter
         if comm is None:
-            return super().allocate(kind, numel, dtype, device)
+            return None
         memory = comm.allocate((numel,), dtype=dtype, device=device)
         if memory.numel() != numel or memory.dtype is not dtype or memory.device.type != device.type:
             raise ValueError(
@@ -140,13 +133,12 @@ class CustomTransport(WrappingTransport):
             )
         return memory.view(-1)
 
-    def release(self, kind: Literal["all_gather", "reduce_scatter"], memory: torch.Tensor) -> None:
+    def release(self, kind: Kind, memory: torch.Tensor) -> None:
         """Tell the user's object, if it wants to know."""
         comm = self.custom_all_gather if kind == "all_gather" else self.custom_reduce_scatter
-        if comm is None:
-            super().release(kind, memory)
-        elif isinstance(comm, Releases):
-            comm.release(memory)
+        release = getattr(comm, "release", None)
+        if release is not None:
+            release(memory)
 
     def _all_gather(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         all_gather = self.custom_all_gather
@@ -166,15 +158,13 @@ class CustomTransport(WrappingTransport):
         if reduce_scatter is None:
             return self.base._reduce_scatter(requests)
 
-        def issue(operand: Operand, scaling: GradScaling) -> Sequence[Work]:
-            work = self._issue(reduce_scatter, operand, scaling)
-            return [] if work is None else [work]
-
         return issue_all(
-            partial(issue, operand, request.scaling) for request in requests for operand in request.operands
+            partial(self._issue, reduce_scatter, operand, request.scaling)
+            for request in requests
+            for operand in request.operands
         )
 
-    def _issue(self, reduce_scatter: ReduceScatter, operand: Operand, scaling: GradScaling) -> Work | None:
+    def _issue(self, reduce_scatter: ReduceScatter, operand: Operand, scaling: GradScaling) -> Sequence[Work]:
         averages = self.base.averages and scaling.native and scaling.before == 1 and scaling.after == self.world_size
         if scaling.before != 1:
             operand.unsharded.mul_(1 / scaling.before)
@@ -185,9 +175,10 @@ class CustomTransport(WrappingTransport):
             op=ReduceOp.AVG if averages else ReduceOp.SUM,
             async_op=True,
         )
-        if averages or scaling.after == 1:
-            return work
-        if work is None:
+        if work is not None and (averages or scaling.after == 1):
+            return [work]
+        if work is not None:
+            return [Scaled(work, [(operand.shard, 1 / scaling.after)])]
+        if not averages and scaling.after != 1:
             operand.shard.mul_(1 / scaling.after)
-            return None
-        return Scaled(work, [(operand.shard, 1 / scaling.after)])
+        return []

@@ -16,7 +16,10 @@ work out the same offsets, for sizes and dtypes are equal on all ranks. A shard 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +27,7 @@ import torch.distributed as dist
 from fullshard.comm.base import CommRequest, GradScaling, Kind, Operand, Transport
 from fullshard.comm.groups import GroupRecord, record_of
 from fullshard.comm.summation import fold
-from fullshard.memory import Work
+from fullshard.memory import HostWork, Work, wait_for_all
 
 __all__ = ["GlooTransport"]
 
@@ -32,8 +35,6 @@ __all__ = ["GlooTransport"]
 # is for and 16 of how many there were: ranks that got out of step, after a failure on some of them, then time out
 # instead of taking another unit's weights for this one's.
 _TAG, _COUNTED = 0x40000000, 0x10000
-
-_Copy = tuple[torch.Tensor, torch.Tensor]  # target and source, in bytes
 
 
 class GlooTransport(Transport):
@@ -54,12 +55,9 @@ class GlooTransport(Transport):
         self._record = record_of(group)
 
     def _all_gather(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
-        operands = [operand for operand, _ in _operands(requests)]
+        operands = [operand for request in requests for operand in request.operands]
         exchange = self._exchange("all_gather", requests)
-        messages = exchange.pack([operand.shard for operand in operands])  # the same for every peer
-        for peer in self._peers():
-            exchange.send(peer, messages)
-            exchange.receive(peer, [_part(operand, peer) for operand in operands])
+        self._send_to_all(exchange, [operand.shard for operand in operands], operands, _part)
         for operand in operands:
             own = _part(operand, self.rank)
             if own.data_ptr() != operand.shard.data_ptr():
@@ -67,23 +65,13 @@ class GlooTransport(Transport):
         return [*exchange.arrivals, *exchange.sends]
 
     def _reduce_scatter(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
-        operands = _operands(requests)
+        operands = _scaled_before(requests)
         exchange = self._exchange("reduce_scatter", requests)
-        # Of the others' parts the first is received in the output itself, the rest beside it.
-        first, *rest = self._others()
-        parts = [
-            {first: m.shard, **{peer: torch.empty_like(m.shard) for peer in rest}, self.rank: _part(m, self.rank)}
-            for m, _ in operands
-        ]
-        for operand, scaling in operands:
-            _scale_before(operand.unsharded, scaling)
-        for peer in self._peers():
-            exchange.send(peer, exchange.pack([_part(operand, peer) for operand, _ in operands]))
-            exchange.receive(peer, [part[peer] for part in parts])
-        sums = [
-            _Sum(part, operand.shard, scaling, exchange.arrivals_of(index))
-            for index, ((operand, scaling), part) in enumerate(zip(operands, parts, strict=True))
-        ]
+        own, targets = (
+            [_part(operand, self.rank) for operand, _ in operands],
+            [operand.shard for operand, _ in operands],
+        )
+        sums = self._sums(exchange, operands, own, targets, _part)
         return [*sums, *exchange.sends]
 
     @property
@@ -100,28 +88,63 @@ class GlooTransport(Transport):
         wait() notices that. So wait() *issues* messages, and ranks have to wait for several all-reduces in the same
         order. Its tag is taken here, where the order of calls is the same on all ranks.
         """
-        operands = _operands(requests)
-        for operand, scaling in operands:
-            _scale_before(operand.unsharded, scaling)
-        shares = [_Shares(operand.unsharded, self.world_size) for operand, _ in operands]
+        operands = _scaled_before(requests)
         exchange = self._exchange("all_reduce", requests)
-        whole = self.world_size == 2
-        own = [share.whole if whole else share.of(self.rank) for share in shares]
-        parts = [{self.rank: mine} for mine in own]
-        for peer in self._peers():
-            for part, mine in zip(parts, own, strict=True):
-                part[peer] = torch.empty_like(mine)
-            exchange.send(peer, exchange.pack([share.whole if whole else share.of(peer) for share in shares]))
-            exchange.receive(peer, [part[peer] for part in parts])
-        sums = [
-            _Sum(part, mine, scaling, exchange.arrivals_of(index))
-            for index, ((_, scaling), mine, part) in enumerate(zip(operands, own, parts, strict=True))
-        ]
+        own = [self._share(operand, self.rank) for operand, _ in operands]
+        sums = self._sums(exchange, operands, own, own, self._share)
         # Sums and second exchange overwrite what was sent: it has to be gone first.
         works = [*exchange.sends, *sums]
-        if whole:
+        if self.sums_at_once:
             return works
-        return [_Spread(works, self._exchange("all_reduce", requests), shares, self._peers(), self.rank)]
+        spread = partial(
+            self._spread, self._exchange("all_reduce", requests), own, [operand for operand, _ in operands]
+        )
+        return [HostWork(works, spread)]
+
+    def _spread(self, exchange: _Exchange, sums: Sequence[torch.Tensor], operands: Sequence[Operand]) -> None:
+        """Second half of an all-reduce: send the sums of this rank's shares to all, and wait for theirs."""
+        self._send_to_all(exchange, sums, operands, self._share)
+        wait_for_all([*exchange.arrivals, *exchange.sends])
+
+    def _share(self, operand: Operand, rank: int) -> torch.Tensor:
+        """What ``rank`` adds up of an all-reduced tensor."""
+        tensor, numel = operand.unsharded, operand.unsharded.numel()
+        if self.sums_at_once:
+            return tensor
+        size = -(-numel // self.world_size)
+        start = min(rank * size, numel)
+        return tensor.narrow(0, start, min(size, numel - start))
+
+    def _send_to_all(
+        self, exchange: _Exchange, sent: Sequence[torch.Tensor], operands: Sequence[Operand], part: _PartOf
+    ) -> None:
+        """Send the same to every rank, and receive each rank's part of the operands in its place."""
+        messages = exchange.pack(sent)
+        for peer in self._peers():
+            exchange.send(peer, messages)
+            exchange.receive(peer, [part(operand, peer) for operand in operands])
+
+    def _sums(
+        self,
+        exchange: _Exchange,
+        operands: Sequence[tuple[Operand, GradScaling]],
+        own: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        part: _PartOf,
+    ) -> list[HostWork]:
+        """Send every rank its part of the operands; add up what arrives, and this rank's ``own``, in ``targets``."""
+        terms = [{self.rank: mine} for mine in own]
+        for peer in self._peers():
+            for term, mine, target in zip(terms, own, targets, strict=True):
+                # The first of the others' is received in the target itself, unless this rank's own lies there.
+                is_first = peer == (0 if self.rank else 1) and target is not mine
+                term[peer] = target if is_first else torch.empty_like(target)
+            exchange.send(peer, exchange.pack([part(operand, peer) for operand, _ in operands]))
+            exchange.receive(peer, [term[peer] for term in terms])
+        return [
+            HostWork(exchange.arrivals_of[index], partial(_add_up, term, target, scaling))
+            for index, ((_, scaling), term, target) in enumerate(zip(operands, terms, targets, strict=True))
+        ]
 
     def _exchange(self, kind: Kind, requests: Sequence[CommRequest]) -> _Exchange:
         """A new exchange with the next tag, which ranks have in common only if kind, units and count are the same."""
@@ -134,35 +157,41 @@ class GlooTransport(Transport):
         """The other ranks, nearest first, so that not all ranks send to the same one at once."""
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
-    def _others(self) -> list[int]:
-        """The other ranks in rank order."""
-        return [rank for rank in range(self.world_size) if rank != self.rank]
+
+class _Message(NamedTuple):
+    """The bytes of one tensor, or of several that are copied into it, see [Note: Joined messages]."""
+
+    memory: torch.Tensor
+    indices: Sequence[int]  # of the tensors
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()  # each tensor in bytes, and its place in the memory
+
+    def unpack(self) -> None:
+        """Copy what has arrived to the tensors."""
+        for tensor, place in self.copies:
+            tensor.copy_(place)
 
 
 class _Exchange:
     """The messages of one launch between this rank and its peers, all with one tag and all in flight together."""
 
-    arrivals: list[_Arrival]
+    arrivals: list[HostWork]
+    arrivals_of: defaultdict[int, list[HostWork]]  # by the index of the tensor received, from all peers
     sends: list[Work]
     _group: dist.ProcessGroup
     _tag: int
     _small: int  # tensors of fewer bytes are joined
-    _by_index: dict[int, list[_Arrival]]
 
     def __init__(self, group: dist.ProcessGroup, tag: int, small: int) -> None:
         self._group, self._tag, self._small = group, tag, small
-        self.arrivals, self.sends, self._by_index = [], [], {}
+        self.arrivals, self.arrivals_of, self.sends = [], defaultdict(list), []
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The messages that carry ``tensors``, small ones together, see [Note: Joined messages]."""
-        joined, alone = self._sort(tensors)
-        messages = [_bytes(tensors[index]) for index in alone]
-        if joined:
-            message, places = _join([tensors[index] for index in joined])
-            for index, place in zip(joined, places, strict=True):
-                place.copy_(_bytes(tensors[index]))
-            messages.append(message)
-        return messages
+        """The messages that carry ``tensors``."""
+        messages = self._messages(tensors)
+        for message in messages:
+            for tensor, place in message.copies:
+                place.copy_(tensor)
+        return [message.memory for message in messages]
 
     def send(self, peer: int, messages: Sequence[torch.Tensor]) -> None:
         """Start sending what :meth:`pack` made."""
@@ -170,131 +199,30 @@ class _Exchange:
 
     def receive(self, peer: int, tensors: Sequence[torch.Tensor]) -> None:
         """Start receiving what ``peer`` packed of tensors of the same sizes."""
-        joined, alone = self._sort(tensors)
-        for index in alone:
-            self._arrive(peer, _bytes(tensors[index]), [index], [])
+        for message in self._messages(tensors):
+            work = self._group.recv([message.memory], peer, self._tag)
+            arrival = HostWork([work], message.unpack)
+            self.arrivals.append(arrival)
+            for index in message.indices:
+                self.arrivals_of[index].append(arrival)
+
+    def _messages(self, tensors: Sequence[torch.Tensor]) -> list[_Message]:
+        """Large tensors one by one, then small ones together, unless there is only one. Empty ones are not sent."""
+        sizes = [tensor.nbytes for tensor in tensors]
+        small = [index for index, size in enumerate(sizes) if 0 < size < self._small]
+        joined = small if len(small) > 1 else []
+        alone = sorted({index for index, size in enumerate(sizes) if size} - set(joined))
+        # As bytes, which gloo sends whatever they mean.
+        messages = [_Message(tensors[index].view(torch.uint8), [index]) for index in alone]
         if joined:
-            message, places = _join([tensors[index] for index in joined])
-            copies = [(_bytes(tensors[i]), place) for i, place in zip(joined, places, strict=True)]
-            self._arrive(peer, message, joined, copies)
-
-    def arrivals_of(self, index: int) -> Sequence[_Arrival]:
-        """The messages with the tensors received at ``index``, from all peers."""
-        return self._by_index.get(index, [])
-
-    def _arrive(self, peer: int, message: torch.Tensor, indices: Sequence[int], copies: Sequence[_Copy]) -> None:
-        arrival = _Arrival(self._group.recv([message], peer, self._tag), copies)
-        self.arrivals.append(arrival)
-        for index in indices:
-            self._by_index.setdefault(index, []).append(arrival)
-
-    def _sort(self, tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-        """Indices of those that share a message, and of those that have their own. Empty ones are not sent."""
-        joined = [index for index, tensor in enumerate(tensors) if 0 < tensor.nbytes < self._small]
-        if len(joined) < 2:
-            joined = []
-        together = set(joined)
-        return joined, [index for index, t in enumerate(tensors) if t.nbytes and index not in together]
+            memory = torch.empty(sum(sizes[index] for index in joined), dtype=torch.uint8, device="cpu")
+            places = memory.split_with_sizes([sizes[index] for index in joined])
+            copies = [(tensors[index].view(torch.uint8), place) for index, place in zip(joined, places, strict=True)]
+            messages.append(_Message(memory, joined, copies))
+        return messages
 
 
-class _Arrival:
-    """One message on its way here. Several may wait for it: asked twice, gloo would wait for a second message."""
-
-    __slots__ = ("_copies", "_error", "_work")
-
-    def __init__(self, work: Work, copies: Sequence[_Copy]) -> None:
-        self._work: Work | None = work
-        self._copies = copies
-        self._error: RuntimeError | None = None
-
-    def wait(self) -> None:
-        """Wait and unpack; if it failed, raise, every time."""
-        if self._work is not None:
-            work, self._work = self._work, None
-            try:
-                work.wait()
-            except RuntimeError as error:
-                self._error = error
-            else:
-                for target, place in self._copies:
-                    target.copy_(place)
-            self._copies = ()
-        if self._error is not None:
-            raise self._error
-
-
-class _Sum:
-    """Waits for all parts of one operand, by rank, and adds them in the order of the ranks."""
-
-    __slots__ = ("_arrivals", "_parts", "_scaling", "_target")
-
-    def __init__(
-        self,
-        parts: dict[int, torch.Tensor],
-        target: torch.Tensor,
-        scaling: GradScaling,
-        arrivals: Sequence[_Arrival],
-    ) -> None:
-        self._parts, self._target, self._scaling, self._arrivals = parts, target, scaling, arrivals
-
-    def wait(self) -> None:
-        """Finish the receives, sum and scale."""
-        _wait_for_all(self._arrivals)
-        terms = [self._parts[rank] for rank in sorted(self._parts)]
-        fold(terms, self._target, 1 / self._scaling.after)
-
-
-class _Shares:
-    """A flat tensor cut into one share per rank: equal ones, but that the last may be shorter or empty."""
-
-    __slots__ = ("_size", "whole")
-
-    def __init__(self, whole: torch.Tensor, world_size: int) -> None:
-        self.whole, self._size = whole, -(-whole.numel() // world_size)
-
-    def of(self, rank: int) -> torch.Tensor:
-        """The share of ``rank``."""
-        start = min(rank * self._size, self.whole.numel())
-        return self.whole.narrow(0, start, min(self._size, self.whole.numel() - start))
-
-
-class _Spread:
-    """Second half of an all-reduce: once the own shares are summed, sends them to all. It issues when waited for."""
-
-    __slots__ = ("_exchange", "_peers", "_rank", "_shares", "_works")
-
-    def __init__(
-        self, works: Sequence[Work], exchange: _Exchange, shares: Sequence[_Shares], peers: Sequence[int], rank: int
-    ) -> None:
-        self._works, self._exchange, self._shares = works, exchange, shares
-        self._peers, self._rank = peers, rank
-
-    def wait(self) -> None:
-        """Finish both halves; if the first failed, the second is not started, and the others time out."""
-        _wait_for_all(self._works)
-        exchange = self._exchange
-        messages = exchange.pack([shares.of(self._rank) for shares in self._shares])
-        for peer in self._peers:
-            exchange.send(peer, messages)
-            exchange.receive(peer, [shares.of(peer) for shares in self._shares])
-        _wait_for_all([*exchange.arrivals, *exchange.sends])
-
-
-def _wait_for_all(works: Sequence[Work]) -> None:
-    """Wait for every work, also after a failure, for they write to memory that is used again; raise the first one."""
-    first: RuntimeError | None = None
-    for work in works:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            first = first or error
-    if first is not None:
-        raise first
-
-
-def _operands(requests: Sequence[CommRequest]) -> list[tuple[Operand, GradScaling]]:
-    """All operands of a launch with how their sums are scaled."""
-    return [(operand, request.scaling) for request in requests for operand in request.operands]
+_PartOf = Callable[[Operand, int], torch.Tensor]  # of an operand, for a rank
 
 
 def _part(operand: Operand, rank: int) -> torch.Tensor:
@@ -302,21 +230,15 @@ def _part(operand: Operand, rank: int) -> torch.Tensor:
     return operand.unsharded.narrow(0, rank * numel, numel)
 
 
-def _scale_before(unsharded: torch.Tensor, scaling: GradScaling) -> None:
-    if scaling.before != 1:
-        unsharded.mul_(1 / scaling.before)
+def _scaled_before(requests: Sequence[CommRequest]) -> list[tuple[Operand, GradScaling]]:
+    """All operands of a launch, scaled as they are before the sum, with how the sum is scaled."""
+    operands = [(operand, request.scaling) for request in requests for operand in request.operands]
+    for operand, scaling in operands:
+        if scaling.before != 1:
+            operand.unsharded.mul_(1 / scaling.before)
+    return operands
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes, which gloo sends whatever they mean."""
-    return tensor.view(torch.uint8)
-
-
-def _join(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A message with room for all ``tensors``, and each one's place in it, in bytes."""
-    offsets, end = [], 0
-    for tensor in tensors:
-        offsets.append(end)
-        end += tensor.nbytes
-    message = torch.empty(end, dtype=torch.uint8, device="cpu")
-    return message, [message.narrow(0, start, t.nbytes) for start, t in zip(offsets, tensors, strict=True)]
+def _add_up(terms: dict[int, torch.Tensor], target: torch.Tensor, scaling: GradScaling) -> None:
+    """Add the ranks' terms in the order of the ranks, so that the result does not depend on which came first."""
+    fold([terms[rank] for rank in sorted(terms)], target, 1 / scaling.after)

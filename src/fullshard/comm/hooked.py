@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from fullshard.comm.base import CommRequest, Transport, WrappingTransport, issue_all
+from fullshard.comm.base import CommRequest, Operand, Transport, WrappingTransport, issue_all
 from fullshard.memory import Work
 
 __all__ = ["HookedTransport"]
@@ -53,28 +53,30 @@ class HookedTransport(WrappingTransport):
         super().__init__(base)
         self.state, self.hook = state, hook
 
-    def allocate(
-        self, kind: Literal["all_gather", "reduce_scatter"], numel: int, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor | None:
-        """As the transport underneath does, for all-gathers. What the hook gets is in the engine's memory."""
-        return self.base.allocate(kind, numel, dtype, device) if kind == "all_gather" else None
-
     def _reduce_scatter(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
-        def call(request: CommRequest) -> Sequence[Work]:
-            operand = request.operands[0]
-            self._call(request.unit, [operand.unsharded, operand.shard])
-            return []
-
-        return issue_all(_in_order(requests, self.base._reduce_scatter, call))
+        return self._reduce(requests, self.base._reduce_scatter, lambda operand: [operand.unsharded, operand.shard])
 
     def _all_reduce(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
-        def call(request: CommRequest) -> Sequence[Work]:
-            self._call(request.unit, [request.operands[0].unsharded])
-            return []
+        return self._reduce(requests, self.base._all_reduce, lambda operand: [operand.unsharded])
 
-        return issue_all(_in_order(requests, self.base._all_reduce, call))
+    def _reduce(
+        self,
+        requests: Sequence[CommRequest],
+        launch: Callable[[Sequence[CommRequest]], Sequence[Work]],
+        tensors_of: Callable[[Operand], list[torch.Tensor]],
+    ) -> Sequence[Work]:
+        """The other operands first, in one launch, so that they are sent while the hooks run; then the hooks.
 
-    def _call(self, unit: str, tensors: Sequence[torch.Tensor]) -> None:
+        Should a hook raise on this rank only, the others got all that they wait for from the launch.
+        """
+        others = [CommRequest(unit, operands[1:], scaling) for unit, operands, scaling in requests if len(operands) > 1]
+        calls: list[Callable[[], Sequence[Work]]] = [partial(launch, others)] if others else []
+        for unit, operands, _ in requests:
+            if operands and operands[0].unsharded.numel():
+                calls.append(partial(self._call, unit, tensors_of(operands[0])))
+        return issue_all(calls)
+
+    def _call(self, unit: str, tensors: Sequence[torch.Tensor]) -> Sequence[Work]:
         """Call the hook; bring what it left in the last of ``tensors`` back into the memory of that tensor."""
         given = [tensor.detach() for tensor in tensors]  # objects of its own, which it may give new memory
         self.hook(self.state, *given)
@@ -88,20 +90,4 @@ class HookedTransport(WrappingTransport):
             )
         if result.data_ptr() != target.data_ptr():
             target.copy_(result.view(-1))
-
-
-def _in_order(
-    requests: Sequence[CommRequest],
-    launch: Callable[[Sequence[CommRequest]], Sequence[Work]],
-    call: Callable[[CommRequest], Sequence[Work]],
-) -> Iterator[Callable[[], Sequence[Work]]]:
-    """The other operands first, in one launch, so that they are sent while the hooks run; then the hooks.
-
-    Should a hook raise on this rank only, the others got all that they wait for from the launch.
-    """
-    others = [CommRequest(unit, operands[1:], scaling) for unit, operands, scaling in requests if len(operands) > 1]
-    if others:
-        yield partial(launch, others)
-    for request in requests:
-        if request.operands and request.operands[0].unsharded.numel():
-            yield partial(call, request)
+        return []

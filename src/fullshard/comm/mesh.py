@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 from fullshard.comm import SingleRankTransport, Transport, make_transport, part_of
 from fullshard.policy import DataParallelMeshDims
 
-__all__ = ["ShardMesh", "Subgroup", "WholeMesh", "axis_of", "shard_mesh"]
+__all__ = ["ShardMesh", "WholeMesh", "axis_of", "shard_mesh"]
 
 
 class WholeMesh(NamedTuple):
@@ -22,13 +22,6 @@ class WholeMesh(NamedTuple):
 
     device_mesh: DeviceMesh
     dims: DataParallelMeshDims
-
-
-class Subgroup(NamedTuple):
-    """A part of the shard axis, from which backward all-gathers (``reshard_after_forward=<int>``)."""
-
-    rank: int
-    transport: Transport
 
 
 class ShardMesh:
@@ -57,7 +50,7 @@ class ShardMesh:
     transport: Transport  # of the shard axis
     replica_transport: Transport  # of the replicate axis
     exact_transport: Transport  # of the shard axis, for values that leave the model: ``transport`` may quantize
-    _subgroups: dict[int, Subgroup]
+    _subgroups: dict[int, Transport]  # by size
     _joined: dict[DeviceMesh, DeviceMesh]
     _plain: ShardMesh | None  # for parameters that are no DTensors
 
@@ -121,15 +114,17 @@ class ShardMesh:
             self._plain.whole = None
         return self._plain
 
-    def subgroup(self, size: int) -> Subgroup:
-        """The ``size`` consecutive ranks of the shard axis that this rank belongs to. All ranks must call it."""
+    def subgroup(self, size: int) -> Transport:
+        """The transport of the ``size`` consecutive ranks of the shard axis that this rank belongs to.
+
+        Backward all-gathers from them with ``reshard_after_forward=<int>``. All ranks must call it.
+        """
         if size not in self._subgroups:
             assert self.shard is not None
             ranks = dist.get_process_group_ranks(self.shard.get_group())
             first = self.rank // size * size
             group = part_of(self.shard.get_group(), ranks[first : first + size], "subgroup")
-            transport = make_transport(group, self.device, reduces=False)
-            self._subgroups[size] = Subgroup(self.rank - first, transport)
+            self._subgroups[size] = make_transport(group, self.device, reduces=False)
         return self._subgroups[size]
 
 

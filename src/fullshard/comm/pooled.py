@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, ReduceOp, ReduceScatterOptions
+from torch._C._distributed_c10d import ReduceOp
 
+from fullshard.comm.collective import all_gather_base, reduce_scatter_base
 from fullshard.comm.custom import AllGather, ReduceScatter
 
 __all__ = [
@@ -56,7 +57,7 @@ class ProcessGroupMemoryAllGather(ProcessGroupMemory, AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather with the group's back end."""
-        return _all_gather(output_tensor, input_tensor, group, async_op)
+        return _started(all_gather_base(group, output_tensor, input_tensor, async_op=async_op), async_op)
 
 
 class ProcessGroupMemoryReduceScatter(ProcessGroupMemory, ReduceScatter):
@@ -71,7 +72,7 @@ class ProcessGroupMemoryReduceScatter(ProcessGroupMemory, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce-scatter with the group's back end."""
-        return _reduce_scatter(output_tensor, input_tensor, group, op, async_op)
+        return _started(reduce_scatter_base(group, output_tensor, input_tensor, op, async_op=async_op), async_op)
 
 
 class SymmetricMemory:
@@ -142,7 +143,7 @@ class SymmetricMemoryAllGather(SymmetricMemory, AllGather):
         own = output_tensor.narrow(0, group.rank() * input_tensor.numel(), input_tensor.numel())
         if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor)  # both ends have to be symmetric
-        return _all_gather(output_tensor, own, group, async_op)
+        return _started(all_gather_base(group, output_tensor, own, async_op=async_op), async_op)
 
 
 class SymmetricMemoryReduceScatter(SymmetricMemory, ReduceScatter):
@@ -159,30 +160,10 @@ class SymmetricMemoryReduceScatter(SymmetricMemory, ReduceScatter):
         """Reduce-scatter in symmetric memory. Always done for the current stream: returns None."""
         # Both ends have to be symmetric, and the output is a gradient that outlives the message.
         output = self.allocate(output_tensor.shape, dtype=output_tensor.dtype, device=output_tensor.device)
-        _reduce_scatter(output, input_tensor, group, op, async_op=False)
+        reduce_scatter_base(group, output, input_tensor, op, async_op=False).wait()
         output_tensor.copy_(output)
         self.release(output)
         return None
-
-
-def _all_gather(
-    output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool
-) -> dist.Work | None:
-    options = AllgatherOptions()
-    options.asyncOp = async_op
-    return _started(group._allgather_base(output, shard, options), async_op)
-
-
-def _reduce_scatter(
-    output: torch.Tensor,
-    unsharded: torch.Tensor,
-    group: dist.ProcessGroup,
-    op: ReduceOp | ReduceOp.RedOpType,
-    async_op: bool,
-) -> dist.Work | None:
-    options = ReduceScatterOptions()
-    options.reduceOp, options.asyncOp = op if isinstance(op, ReduceOp) else ReduceOp(op), async_op
-    return _started(group._reduce_scatter_base(output, unsharded, options), async_op)
 
 
 def _started(work: dist.Work, async_op: bool) -> dist.Work | None:

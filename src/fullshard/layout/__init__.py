@@ -1,15 +1,15 @@
 """Layouts: where every parameter lies in a bucket's buffers. Pure values without tensors or process groups."""
 
-from fullshard.layout.flat import FlatLayout, FlatSlot, Piece
+from fullshard.layout.flat import FlatLayout, FlatShard, FlatSlot
 from fullshard.layout.per_parameter import ParameterShape, PerParameterLayout, Route, Slot
 from fullshard.layout.regions import Region, chunk_of, regions_of_range
 
 __all__ = [
     "FlatLayout",
+    "FlatShard",
     "FlatSlot",
     "ParameterShape",
     "PerParameterLayout",
-    "Piece",
     "Region",
     "Route",
     "Slot",

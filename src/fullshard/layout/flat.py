@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fullshard.layout.per_parameter import ParameterShape
+from fullshard.layout.per_parameter import ParameterShape, picture_lines, span
 
-__all__ = ["FlatLayout", "FlatSlot", "Piece"]
+__all__ = ["FlatLayout", "FlatShard", "FlatSlot"]
 
 
-class Piece(NamedTuple):
+class FlatShard(NamedTuple):
     """The part of one parameter that one rank holds.
 
     Args:
@@ -48,13 +48,13 @@ class FlatSlot:
     unsharded_offset: int
     slice_numel: int  # of every rank
 
-    def piece(self, rank: int) -> Piece:
+    def shard(self, rank: int) -> FlatShard:
         """The part that ``rank`` holds."""
         first, end = rank * self.slice_numel, (rank + 1) * self.slice_numel
         start = min(max(first - self.unsharded_offset, 0), self.parameter.numel)
         stop = min(max(end - self.unsharded_offset, 0), self.parameter.numel)
         offset = min(max(self.unsharded_offset - first, 0), self.slice_numel)
-        return Piece(start, stop - start, offset)
+        return FlatShard(start, stop - start, offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +120,10 @@ class FlatLayout:
         cells = []
         for slot in self.slots:
             fqn, numel = slot.parameter.fqn, slot.parameter.numel
-            column = [f"{fqn} {_span(slot.unsharded_offset, numel)}"]
-            for start, held, offset in map(slot.piece, range(self.world_size)):
-                column.append(f"{fqn}[{start}:{start + held}] {_span(offset, held)}" if held else f"{fqn} empty")
+            column = [f"{fqn} {span(slot.unsharded_offset, numel)}"]
+            for start, held, offset in map(slot.shard, range(self.world_size)):
+                column.append(f"{fqn}[{start}:{start + held}] {span(offset, held)}" if held else f"{fqn} empty")
             cells.append(column)
-        heads = ["unsharded", *(f"rank {rank} shard" for rank in range(self.world_size))]
-        lines = [
-            f"{head:<15}| " + " | ".join(f"{column[i]:<18}" for column in cells) + " |" for i, head in enumerate(heads)
-        ]
+        lines = picture_lines(self.world_size, cells)
         lines[0] += f" {self.unsharded_numel} elements, {self.padding} of them padding"
         return "\n".join(lines)
-
-
-def _span(offset: int, held: int) -> str:
-    return f"{offset}..{offset + held - 1}" if held else "empty"

@@ -35,8 +35,7 @@ import enum
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 __all__ = ["ALIGNMENT_BYTES", "ParameterShape", "PerParameterLayout", "Route", "Slot"]
 
@@ -225,15 +224,9 @@ class PerParameterLayout:
         itemsize: int,
         direct_bytes: int,
         alignment_bytes: int = ALIGNMENT_BYTES,
-        unsharded_offsets: Sequence[int] | None = None,
-        unsharded_numel: int | None = None,
+        within: PerParameterLayout | None = None,
     ) -> PerParameterLayout:
         """Lay out ``parameters``.
-
-        A smaller group gathers into the unsharded buffer of a larger one by taking ``unsharded_offsets`` and
-        ``unsharded_numel`` from the layout over the larger group. Its parameters fit there if the ranks of the larger
-        group are a multiple of ``world_size``: each layout rounds a parameter's rows up to the next
-        multiple of its ranks.
 
         Args:
             parameters: In model order.
@@ -245,43 +238,41 @@ class PerParameterLayout:
                 smaller shard starts at a multiple of the power of two that it fills: among thousands of ranks most
                 shards of norms and biases are one element, and aligned to 64 bytes they would make the message that
                 all ranks gather sixteen times as large.
-            unsharded_offsets: Where each parameter starts in the unsharded buffer; None: one after another.
-            unsharded_numel: Elements of the unsharded buffer; goes with ``unsharded_offsets``.
+            within: A layout of the same parameters over a larger group, into whose unsharded buffer this smaller one
+                gathers. They fit there if its ranks are a multiple of ``world_size``: each layout rounds a
+                parameter's rows up to the next multiple of its ranks. None: a buffer of its own.
 
         Raises:
-            ValueError: If only one of the last two is given, or they are not of a layout that fits.
+            ValueError: If ``within`` has another number of parameters, or they do not fit into its buffer.
         """
         alignment = max(1, alignment_bytes // itemsize)
         routes = [_route(p, world_size, itemsize, direct_bytes) for p in parameters]
 
-        def slot(index: int, shard_offset: int, unsharded_offset: int) -> Slot:
-            return Slot(parameters[index], routes[index], world_size, shard_offset, unsharded_offset)
-
-        if unsharded_offsets is None or unsharded_numel is None:
-            if unsharded_offsets is not None or unsharded_numel is not None:
-                raise ValueError(
-                    "expected both unsharded_offsets and unsharded_numel, or neither; take both from one layout"
-                )
-            sizes = [slot(index, 0, 0).unsharded_numel for index in range(len(parameters))]
-            unsharded_offsets, unsharded_numel = _one_after_another(sizes, alignment)
-        elif len(unsharded_offsets) != len(parameters):
+        slots = [Slot(p, route, world_size, 0, 0) for p, route in zip(parameters, routes, strict=True)]
+        if within is None:
+            ends = [0, *itertools.accumulate(_aligned(slot.unsharded_numel, alignment) for slot in slots)]
+            unsharded_offsets, unsharded_numel = ends[:-1], ends[-1]
+        else:
+            unsharded_offsets = [slot.unsharded_offset for slot in within.slots]
+            unsharded_numel = within.unsharded_numel
+        if len(unsharded_offsets) != len(parameters):
             raise ValueError(
-                f"expected {len(parameters)} unsharded_offsets, one per parameter, found {len(unsharded_offsets)}"
+                f"expected a layout of the same {len(parameters)} parameters, found one of {len(unsharded_offsets)}"
             )
 
         direct = [i for i, route in enumerate(routes) if route is Route.DIRECT]
         packed = [i for i, route in enumerate(routes) if route is not Route.DIRECT]
-        slots: dict[int, Slot] = {}
         offset = message_offset = 0
         for index in direct + packed:
-            numel = slot(index, 0, 0).shard_numel
+            numel = slots[index].shard_numel
             if packed and index == packed[0]:
                 message_offset = offset = _aligned(offset, alignment)
-            slots[index] = slot(index, _aligned(offset, _shard_alignment(numel, alignment)), unsharded_offsets[index])
-            offset = slots[index].shard_offset + numel
+            offset = _aligned(offset, _shard_alignment(numel, alignment))
+            slots[index] = replace(slots[index], shard_offset=offset, unsharded_offset=unsharded_offsets[index])
+            offset += numel
         offset = _aligned(offset, min(alignment, max(1, MESSAGE_ALIGNMENT_BYTES // itemsize)))  # the message's end
         return cls(
-            slots=tuple(slots[i] for i in range(len(parameters))),
+            slots=tuple(slots),
             world_size=world_size,
             alignment=alignment,
             message_offset=message_offset if packed else offset,
@@ -291,11 +282,9 @@ class PerParameterLayout:
         )
 
     def __post_init__(self) -> None:
-        unsharded = [
-            _Extent(s.unsharded_offset, s.unsharded_numel, s.parameter.fqn, self.alignment) for s in self.slots
-        ]
+        unsharded = [(s.unsharded_offset, s.unsharded_numel, s.parameter.fqn, self.alignment) for s in self.slots]
         shard = [
-            _Extent(s.shard_offset, s.shard_numel, s.parameter.fqn, _shard_alignment(s.shard_numel, self.alignment))
+            (s.shard_offset, s.shard_numel, s.parameter.fqn, _shard_alignment(s.shard_numel, self.alignment))
             for s in self.slots
         ]
         _check_disjoint(unsharded, self.unsharded_numel, "unsharded buffer")
@@ -311,34 +300,34 @@ class PerParameterLayout:
             if slot.shard_numel and inside == (slot.route is Route.DIRECT):
                 raise ValueError(f"{slot.parameter.fqn}: {slot.route} on the wrong side of the packed message")
 
-    @property
-    def padding_factor(self) -> float:
-        """Elements kept on all ranks over elements of the parameters, minus one (replicas counted once)."""
-        needed = sum(slot.parameter.numel for slot in self.slots)
-        replicas = sum(
-            slot.parameter.numel * (self.world_size - 1) for slot in self.slots if slot.route is Route.REPLICATED
-        )
-        return (self.shard_numel * self.world_size - replicas) / needed - 1 if needed else 0.0
-
     def picture(self) -> str:
         """Draw the unsharded buffer and every rank's shard buffer, one cell per parameter."""
         cells = [
-            [f"{s.parameter.fqn} {_span(s.unsharded_offset, s.parameter.numel, s.unsharded_numel)}"] for s in self.slots
+            [f"{s.parameter.fqn} {span(s.unsharded_offset, s.parameter.numel, s.unsharded_numel)}"] for s in self.slots
         ]
         for rank in range(self.world_size):
             for column, s in zip(cells, self.slots, strict=True):
                 start, stop = s.local_rows(rank)
                 rows = "" if s.route is Route.REPLICATED else f"[{':, ' * s.parameter.cut}{start}:{stop}]"
                 held = math.prod(s.local_shape(rank))
-                column.append(f"{s.parameter.fqn}{rows} {_span(s.shard_offset, held, s.shard_numel)}")
-        heads = ["unsharded", *(f"rank {rank} shard" for rank in range(self.world_size))]
-        lines = [
-            f"{head:<15}| " + " | ".join(f"{column[i]:<18}" for column in cells) + " |" for i, head in enumerate(heads)
-        ]
+                column.append(f"{s.parameter.fqn}{rows} {span(s.shard_offset, held, s.shard_numel)}")
         direct = [s.parameter.fqn for s in self.slots if s.route is Route.DIRECT]
         packed = [s.parameter.fqn for s in self.slots if s.route is not Route.DIRECT]
         footer = f"direct: {', '.join(direct) or 'none'}    packed: {', '.join(packed) or 'none'}"
-        return "\n".join([*lines, f"{footer} ({self.message_numel} elements per rank)"])
+        return "\n".join([*picture_lines(self.world_size, cells), f"{footer} ({self.message_numel} elements per rank)"])
+
+
+def picture_lines(world_size: int, columns: Sequence[Sequence[str]]) -> list[str]:
+    """Draw one column per parameter: what it takes in the unsharded buffer, and in the shard of every rank."""
+    heads = ["unsharded", *(f"rank {rank} shard" for rank in range(world_size))]
+    return [
+        f"{head:<15}| " + " | ".join(f"{column[i]:<18}" for column in columns) + " |" for i, head in enumerate(heads)
+    ]
+
+
+def span(offset: int, held: int, reserved: int = 0) -> str:
+    """Return the first and the last of ``held`` elements as text, with a dash if more are reserved."""
+    return (f"{offset}..{offset + held - 1}" if held else "empty") + (" -" if held < reserved else "")
 
 
 def _route(parameter: ParameterShape, world_size: int, itemsize: int, direct_bytes: int) -> Route:
@@ -363,19 +352,8 @@ def _replaced(values: Sequence[int], dim: int, value: int) -> tuple[int, ...]:
     return (*values[:dim], value, *values[dim + 1 :])
 
 
-def _one_after_another(numels: Sequence[int], alignment: int) -> tuple[list[int], int]:
-    """Aligned offsets of blocks of these sizes, and where the last one ends."""
-    ends = [0, *itertools.accumulate(_aligned(numel, alignment) for numel in numels)]
-    return ends[:-1], ends[-1]
-
-
 def _aligned(numel: int, alignment: int) -> int:
     return -(-numel // alignment) * alignment
-
-
-def _span(offset: int, held: int, reserved: int) -> str:
-    span = f"{offset}..{offset + held - 1}" if held else "empty"
-    return span + (" -" if held < reserved else "")
 
 
 def _shard_alignment(numel: int, alignment: int) -> int:
@@ -383,17 +361,10 @@ def _shard_alignment(numel: int, alignment: int) -> int:
     return alignment if numel >= alignment else min(alignment, 1 << max(numel - 1, 0).bit_length())
 
 
-class _Extent(NamedTuple):
-    offset: int
-    numel: int
-    name: str
-    alignment: int
-
-
-def _check_disjoint(spans: Sequence[_Extent], size: int, buffer: str) -> None:
-    """Raise unless all of them are aligned, within ``size`` and without overlap."""
+def _check_disjoint(extents: Sequence[tuple[int, int, str, int]], size: int, buffer: str) -> None:
+    """Raise unless all extents (offset, elements, name, alignment) are aligned, within ``size`` and without overlap."""
     end, previous = 0, "its start"
-    for offset, numel, name, alignment in sorted(span for span in spans if span.numel):
+    for offset, numel, name, alignment in sorted(extent for extent in extents if extent[1]):
         if offset % alignment:
             raise ValueError(f"{buffer}: {name} starts at {offset}, not a multiple of {alignment}")
         if offset < end:

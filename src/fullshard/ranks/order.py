@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from fullshard.comm.python_group import all_gather_flat
+from fullshard.comm.collective import all_gather_flat
 from fullshard.errors import FullshardError
 
 __all__ = ["TIMEOUT_VARIABLE", "OrderCheck", "OrderWatchdog", "UnitOrder", "explain_difference"]

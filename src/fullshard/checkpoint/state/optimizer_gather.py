@@ -139,7 +139,7 @@ def _gather(flat: FlatShardedParameter, local: torch.Tensor, only_on: int | None
     receiver = ranks.index(only_on)
     receives = mesh.rank == receiver
     elements = make().as_strided((shape.numel,), (1,)) if receives else local.new_empty(0)
-    held = [flat.slot.piece(rank)[1] * local.itemsize for rank in range(mesh.world_size)]
+    held = [flat.slot.shard(rank)[1] * local.itemsize for rank in range(mesh.world_size)]
     # All ranks take part, also those with nothing to send: the first operation of a group on NCCL needs all of its
     # ranks. As bytes, because NCCL does not support every dtype.
     dist.all_to_all_single(
@@ -153,7 +153,7 @@ def _gather(flat: FlatShardedParameter, local: torch.Tensor, only_on: int | None
 
 
 def _slice_of_rank(slot: FlatSlot, rank: int) -> slice:
-    start, numel, _ = slot.piece(rank)
+    start, numel, _ = slot.shard(rank)
     return slice(start, start + numel)
 
 

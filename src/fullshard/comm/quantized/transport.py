@@ -45,6 +45,7 @@ from fullshard.comm.base import (
     _launches,
     _observers,
     issue_all,
+    received_bytes,
 )
 from fullshard.comm.quantized.blocks import BlockFormat
 from fullshard.memory import Work
@@ -133,9 +134,51 @@ class QuantizedTransport(WrappingTransport):
         layout, plain = self._sort("all_reduce", requests)
         if not layout.places:
             return self.base._all_reduce(plain)
-        shares = _QuantizedAllReduce(self, layout)
-        works = issue_all([partial(self.base._all_reduce, plain) if plain else list, shares.deal_out])
-        return [*works, _Finish(shares.finish)]
+        size = layout.format.row_bytes
+        with torch.inference_mode(False), torch.no_grad():
+            # All rows of this rank, zeros behind them; and of every rank the rows that this one adds up.
+            sent = torch.empty((1, self.world_size * layout.share * size), dtype=torch.uint8, device=layout.device)
+            sent[:, layout.rows * size :] = 0
+            layout.write(sent, lambda operand: operand.shard.unsqueeze(0), self._encode)
+            arrived = torch.empty_like(sent)
+        works = issue_all(
+            [
+                partial(self.base._all_reduce, plain) if plain else list,
+                partial(_all_to_all, self.base.group, arrived, sent, []),
+            ]
+        )
+        return [*works, _Finish(partial(self._spread_sums, layout, arrived, sent))]
+
+    def _spread_sums(self, layout: _MessageLayout, arrived: torch.Tensor, sums: torch.Tensor) -> None:
+        """Second half of an all-reduce: add up this rank's share, send it to all, and wait for ``sums`` of all."""
+        form, shape = layout.format, (self.world_size, layout.share, layout.format.row_bytes)
+        total = torch.zeros((1, layout.share * form.block), dtype=torch.float32, device=arrived.device)
+        for rank in range(self.world_size):
+            form.add(arrived.view(shape)[rank : rank + 1], total)
+        factors = {place.scaling.before * place.scaling.after for place in layout.places}
+        assert len(factors) == 1, "a quantized transport belongs to one bucket, which scales all its sums alike"
+        factor = factors.pop()
+        if factor != 1:
+            total.mul_(1 / factor)
+        sent = torch.empty((1, *shape[1:]), dtype=torch.uint8, device=arrived.device)
+        self._encode(form, ("sums", layout.rows), total, sent)
+        for work in self.base._all_gather([CommRequest(layout.unit, [Operand(sent.view(-1), sums.view(-1))])]):
+            work.wait()
+        layout.read(sums, lambda operand: operand.unsharded.unsqueeze(0))
+
+    def _encode(self, form: BlockFormat, key: object, values: torch.Tensor, rows: torch.Tensor) -> None:
+        """Encode values of an all-reduce; with error feedback and what was taken from those of this key before."""
+        if not self.policy.error_feedback:
+            form.encode(values, rows)
+            return
+        residual = self._residuals.get(key)
+        if residual is None:
+            residual = self._residuals[key] = torch.zeros_like(values, dtype=torch.float32)
+        residual.add_(values)
+        form.encode(residual, rows)
+        form.add(rows, residual, -1.0)
+        # An overflow is the present step's only: kept, it would come back in every step.
+        residual.nan_to_num_(0.0, 0.0, 0.0)
 
     # ---------------------------------------------------------------- what is quantized
 
@@ -143,32 +186,29 @@ class QuantizedTransport(WrappingTransport):
         """Split operands into what is quantized and what is left to the transport underneath; count and record both."""
         name = self.policy.all_gather if kind == "all_gather" else self.policy.reduce
         layout = _MessageLayout(BlockFormat(name or "int8", self.policy.block), kind, self.world_size)
-        plain, sent = [], []
+        traffic, launch, plain = self.traffic.setdefault(kind, Traffic()), next(_launches), []
         for unit, operands, scaling in requests:
             others = []
             for operand in operands:
+                left, dtype = [operand], operand.shard.dtype
+                received = full = received_bytes(kind, operand.unsharded.nbytes, self.world_size)
                 spans = [] if name is None else self._spans(operand)
-                others += layout.take(unit, operand, scaling, spans) if spans else [operand]
-                sent.append((unit, operand, bool(spans)))
+                if spans:
+                    left, received = layout.take(unit, operand, scaling, spans)
+                    dtype = layout.format.dtype
+                    traffic.quantized_bytes += full
+                others += left
+                traffic.collectives += 1
+                traffic.nbytes += received
+                traffic.full_bytes += full
+                for observer in _observers:
+                    observer(Collective(kind, unit, dtype, operand.unsharded.numel(), received, launch))
             if others:
                 plain.append(CommRequest(unit, others, scaling))
-        launch = next(_launches)
-        for unit, operand, quantized in sent:
-            factor = 2 if kind == "all_reduce" else 1
-            full = operand.unsharded.nbytes * (self.world_size - 1) * factor // self.world_size
-            received = layout.received[id(operand)] if quantized else full
-            traffic = self.traffic.setdefault(kind, Traffic())
-            traffic.collectives += 1
-            traffic.nbytes += received
-            traffic.full_bytes += full
-            traffic.quantized_bytes += full if quantized else 0
-            dtype = layout.format.dtype if quantized else operand.shard.dtype
-            for observer in _observers:
-                observer(Collective(kind, unit, dtype, operand.unsharded.numel(), received, launch))
         return layout, plain
 
     def _spans(self, operand: Operand) -> list[_Span]:
-        """The shard of an operand cut into spans that are quantized or not; none if nothing is."""
+        """The shard of an operand cut into spans that follow one another and cover it; none if none is quantized."""
         if operand.shard.dtype not in QUANTIZED_DTYPES:
             return []
         spans: list[_Span] = []
@@ -176,41 +216,27 @@ class QuantizedTransport(WrappingTransport):
         large = [each for each in operand.slices if each.numel and each.nbytes >= self.policy.min_bytes]
         for offset, numel, _ in large:
             if offset > end:
-                spans.append(_Span(end, offset - end, False))
-            spans.append(_Span(offset, numel, True))
+                spans.append((end, offset - end, False))
+            spans.append((offset, numel, True))
             end = offset + numel
         if large and end < operand.shard.numel():
-            spans.append(_Span(end, operand.shard.numel() - end, False))
+            spans.append((end, operand.shard.numel() - end, False))
         return spans
 
-    def residual(self, place: object, like: torch.Tensor) -> torch.Tensor:
-        """The quantization error at ``place`` in the last step: zeros at first, of the shape of ``like``."""
-        if place not in self._residuals:
-            self._residuals[place] = torch.zeros_like(like, dtype=torch.float32)
-        return self._residuals[place]
 
-
-class _Span(NamedTuple):
-    """Some elements of a shard. Spans of a shard follow one another and cover it.
-
-    Args:
-        offset: First element.
-        numel: How many.
-        quantized: They are sent as rows; if not, as they are.
-    """
-
-    offset: int
-    numel: int
-    quantized: bool
+_Span = tuple[int, int, bool]  # of a shard: first element, number of elements, sent as rows or as they are
+_Encode = Callable[[BlockFormat, object, torch.Tensor, torch.Tensor], None]  # format, key, values, rows
 
 
 class _Place(NamedTuple):
-    """Where one span lies in a message: from row ``at`` on, or from byte ``at`` behind all rows."""
+    """Where some elements of a shard lie in a message: as rows, or as they are behind all rows."""
 
     operand: Operand
-    span: _Span
+    offset: int  # of the first element in the shard
+    numel: int
+    quantized: bool
     scaling: GradScaling
-    at: int
+    at: int  # row, or byte behind all rows
 
 
 class _MessageLayout:
@@ -221,32 +247,41 @@ class _MessageLayout:
     unit: str  # of the first request
     places: list[_Place]
     rows: int
-    received: dict[int, int]  # bytes that this rank receives for an operand, by its id
     _behind: int  # bytes behind the rows
     _world_size: int
 
     def __init__(self, format: BlockFormat, kind: Kind, world_size: int) -> None:
         self.format, self.kind, self.unit, self._world_size = format, kind, "", world_size
-        self.places, self.rows, self.received, self._behind = [], 0, {}, 0
+        self.places, self.rows, self._behind = [], 0, 0
 
-    def take(self, unit: str, operand: Operand, scaling: GradScaling, spans: Sequence[_Span]) -> list[Operand]:
-        """Add an operand. Returns what is left to the transport underneath: of an all-reduce, what is not quantized."""
+    def take(
+        self, unit: str, operand: Operand, scaling: GradScaling, spans: Sequence[_Span]
+    ) -> tuple[list[Operand], int]:
+        """Add an operand.
+
+        Returns:
+            What is left to the transport underneath: of an all-reduce, what is not quantized. And the bytes that this
+            rank receives for the operand.
+        """
         self.unit = self.unit or unit
         before, left = self._received_in_all(), []
-        for span in spans:
-            if span.quantized:
-                self.places.append(_Place(operand, span, scaling, self.rows))
-                self.rows += self.format.rows(span.numel)
+        for offset, numel, quantized in spans:
+            if quantized:
+                self.places.append(_Place(operand, offset, numel, True, scaling, self.rows))
+                self.rows += self.format.rows(numel)
             elif self.kind == "all_reduce":
-                part = operand.unsharded.narrow(0, span.offset, span.numel)
+                part = operand.unsharded.narrow(0, offset, numel)
                 left.append(Operand(part, part))
             else:
-                self.places.append(_Place(operand, span, scaling, self._behind))
-                self._behind += _aligned(span.numel * operand.shard.element_size(), 4)
-        others = self._world_size - 1
-        beside = sum(2 * part.shard.nbytes * others // self._world_size for part in left)
-        self.received[id(operand)] = self._received_in_all() - before + beside
-        return left
+                self.places.append(_Place(operand, offset, numel, False, scaling, self._behind))
+                self._behind += _aligned(numel * operand.shard.element_size(), 4)
+        beside = sum(received_bytes(self.kind, part.shard.nbytes, self._world_size) for part in left)
+        return left, self._received_in_all() - before + beside
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the operands."""
+        return self.places[0].operand.shard.device
 
     @property
     def share(self) -> int:
@@ -265,22 +300,33 @@ class _MessageLayout:
 
     def message(self, ranks: int) -> torch.Tensor:
         """Memory for so many ranks' messages: ``(ranks, nbytes)`` of uint8."""
-        return torch.empty((ranks, self.nbytes), dtype=torch.uint8, device=self.places[0].operand.shard.device)
+        return torch.empty((ranks, self.nbytes), dtype=torch.uint8, device=self.device)
 
-    def write(self, message: torch.Tensor, values: Callable[[Operand], torch.Tensor]) -> None:
-        """Put the operands' ``values``, ``(ranks, numel)``, into messages, ``(ranks, nbytes)``."""
-        for place in self.places:
-            part = values(place.operand).narrow(1, place.span.offset, place.span.numel)
-            if place.span.quantized:
+    def write(
+        self, message: torch.Tensor, values: Callable[[Operand], torch.Tensor], encode: _Encode | None = None
+    ) -> None:
+        """Put the operands' ``values``, ``(ranks, numel)``, into messages, ``(ranks, nbytes)``.
+
+        Args:
+            message: Is filled.
+            values: Of an operand.
+            encode: Writes values into rows, given the format and a key that is the same in every step; None: as the
+                format does.
+        """
+        for index, place in enumerate(self.places):
+            part = values(place.operand).narrow(1, place.offset, place.numel)
+            if not place.quantized:
+                self._bytes_in(message, place).copy_(part)
+            elif encode is None:
                 self.format.encode(part, self._rows_in(message, place))
             else:
-                self._bytes_in(message, place).copy_(part)
+                encode(self.format, (index, place.offset, place.numel), part, self._rows_in(message, place))
 
     def read(self, message: torch.Tensor, values: Callable[[Operand], torch.Tensor]) -> None:
         """Put what is in messages, ``(ranks, nbytes)``, into the operands' ``values``, ``(ranks, numel)``."""
         for place in self.places:
-            part = values(place.operand).narrow(1, place.span.offset, place.span.numel)
-            if place.span.quantized:
+            part = values(place.operand).narrow(1, place.offset, place.numel)
+            if place.quantized:
                 self.format.decode(self._rows_in(message, place), part)
             else:
                 part.copy_(self._bytes_in(message, place))
@@ -291,7 +337,7 @@ class _MessageLayout:
             self._add_up(place, message, rank)
 
     def _add_up(self, place: _Place, message: torch.Tensor, rank: int) -> None:
-        operand, (offset, numel, _), scaling, _ = place
+        operand, offset, numel, quantized, scaling, _ = place
         target = operand.shard.narrow(0, offset, numel).unsqueeze(0)
         own = _by_rank(operand, message.shape[0] + 1)[rank : rank + 1].narrow(1, offset, numel)
         total = target if target.dtype is torch.float32 else torch.empty_like(target, dtype=torch.float32)
@@ -301,7 +347,7 @@ class _MessageLayout:
                 total.add_(own)
                 continue
             sender = message[term - (term > rank)].unsqueeze(0)
-            if place.span.quantized:
+            if quantized:
                 self.format.add(self._rows_in(sender, place), total)
             else:
                 total.add_(self._bytes_in(sender, place))
@@ -313,97 +359,18 @@ class _MessageLayout:
 
     def _rows_in(self, message: torch.Tensor, place: _Place) -> torch.Tensor:
         """The rows of a span: ``(ranks, rows, row_bytes)``."""
-        size, count = self.format.row_bytes, self.format.rows(place.span.numel)
+        size, count = self.format.row_bytes, self.format.rows(place.numel)
         return message.narrow(1, place.at * size, count * size).view(-1, count, size)
 
     def _bytes_in(self, message: torch.Tensor, place: _Place) -> torch.Tensor:
         """The values of a span that is sent as it is: ``(ranks, numel)`` of the operand's dtype."""
         dtype = place.operand.shard.dtype
         start = self.rows * self.format.row_bytes + place.at
-        return message.narrow(1, start, place.span.numel * dtype.itemsize).view(dtype)
-
-
-class _QuantizedAllReduce:
-    """A quantized all-reduce under way, see [Note: Quantized collectives].
-
-    Args:
-        transport: That carries it out.
-        layout: Of rows only.
-    """
-
-    transport: QuantizedTransport
-    layout: _MessageLayout
-    _sent: torch.Tensor  # (1, bytes): all rows of this rank, and behind them zeros
-    _arrived: torch.Tensor  # the same size: this rank's share of the rows of every rank
-
-    def __init__(self, transport: QuantizedTransport, layout: _MessageLayout) -> None:
-        self.transport, self.layout = transport, layout
-        ranks, size = transport.world_size, layout.format.row_bytes
-        with torch.inference_mode(False), torch.no_grad():
-            device = layout.places[0].operand.shard.device
-            self._sent = torch.empty((1, ranks * layout.share * size), dtype=torch.uint8, device=device)
-            self._sent[:, layout.rows * size :] = 0
-            if transport.policy.error_feedback:
-                self._write_with_feedback()
-            else:
-                layout.write(self._sent, lambda operand: operand.shard.unsqueeze(0))
-            self._arrived = torch.empty_like(self._sent)
-
-    def deal_out(self) -> list[Work]:
-        """Send every rank its share of the rows."""
-        return _all_to_all(self.transport.base.group, self._arrived, self._sent, [])
-
-    def finish(self) -> None:
-        """Add up this rank's share, send the sums to all, and wait for theirs."""
-        form, ranks, layout = self.layout.format, self.transport.world_size, self.layout
-        arrived = self._arrived.view(ranks, layout.share, form.row_bytes)
-        total = torch.zeros((1, layout.share * form.block), dtype=torch.float32, device=arrived.device)
-        for rank in range(ranks):
-            form.add(arrived[rank : rank + 1], total)
-        factor = self._factor()
-        if factor != 1:
-            total.mul_(1 / factor)
-        sent = torch.empty((1, layout.share, form.row_bytes), dtype=torch.uint8, device=arrived.device)
-        if self.transport.policy.error_feedback:
-            self._encode_with_feedback(("sums", layout.rows), total, sent)
-        else:
-            form.encode(total, sent)
-        spread = CommRequest(layout.unit, [Operand(sent.view(-1), self._sent.view(-1))])
-        for work in self.transport.base._all_gather([spread]):
-            work.wait()
-        layout.read(self._sent, lambda operand: operand.unsharded.unsqueeze(0))
-
-    def _factor(self) -> float:
-        """The divisor of sums. A share may have rows of several operands."""
-        factors = {place.scaling.before * place.scaling.after for place in self.layout.places}
-        assert len(factors) == 1, "a quantized transport belongs to one bucket, which scales all its sums alike"
-        return factors.pop()
-
-    def _write_with_feedback(self) -> None:
-        size = self.layout.format.row_bytes
-        for index, (operand, span, _, at) in enumerate(self.layout.places):
-            part = operand.shard.narrow(0, span.offset, span.numel).unsqueeze(0)
-            count = self.layout.format.rows(span.numel)
-            rows = self._sent.narrow(1, at * size, count * size).view(-1, count, size)
-            self._encode_with_feedback((index, span), part, rows)
-
-    def _encode_with_feedback(self, place: object, values: torch.Tensor, rows: torch.Tensor) -> None:
-        """Encode values and what was taken from them in the last step; remember what is taken now."""
-        residual = self.transport.residual(place, values)
-        residual.add_(values)
-        self.layout.format.encode(residual, rows)
-        self.layout.format.add(rows, residual, -1.0)
-        # An overflow is the present step's only: kept, it would come back in every step.
-        residual.nan_to_num_(0.0, 0.0, 0.0)
+        return message.narrow(1, start, place.numel * dtype.itemsize).view(dtype)
 
 
 class _Finish:
-    """Turns messages into values, once the works before it in the launch were waited for.
-
-    Args:
-        finish: The function that does it.
-        kept: Memory that those works may still read.
-    """
+    """Turns messages into values, once the works before it in the launch, which may read ``kept``, were waited for."""
 
     __slots__ = ("_finish", "_kept")
 

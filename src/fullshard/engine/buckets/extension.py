@@ -216,7 +216,7 @@ class ExtensionAllGather(BucketAllGather):
         with torch.no_grad():
             if self._made:
                 for tensor, nbytes in self._inner:
-                    refill_storage(tensor, nbytes)
+                    refill_storage(tensor.untyped_storage(), nbytes)
                 post(out=parameter.unsharded)
             else:
                 self._make_unsharded(*post())
@@ -230,7 +230,7 @@ class ExtensionAllGather(BucketAllGather):
         for buffer in self.buffers:
             buffer.free()
         for tensor, _ in self._inner:
-            free_storage(tensor, self._pool)
+            free_storage(tensor.untyped_storage(), self._pool)
 
     def _make_unsharded(self, tensor: torch.Tensor, inner: Sequence[torch.Tensor]) -> None:
         shape, stride = self.parameter.shape.shape, self.parameter.shape.stride

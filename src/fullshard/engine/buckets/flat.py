@@ -37,7 +37,7 @@ class FlatBucket(BufferBucket):
         for parameter, slot, value in zip(parameters, self.layout.slots, values, strict=True):
             if parameter.piece is None:
                 parameter.sharded.grad = None  # from before: this rank's own, of the whole parameter
-            parameter.piece, parameter.slot = slot.piece(mesh.rank), slot
+            parameter.piece, parameter.slot = slot.shard(mesh.rank), slot
             parameter.original_layout = parameter.original_layout or self.layout
             local = shard_view(self.shard_buffer, parameter.piece, parameter, whole=mesh.world_size == 1)
             parameter.local = local

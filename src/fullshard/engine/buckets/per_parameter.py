@@ -130,23 +130,22 @@ class PerParameterBucket(BufferBucket):
             self._subgroup_shard.free()
 
     def _plan_subgroup(self, size: int, unsharded: Buffer) -> None:
-        rank, transport = self.mesh.subgroup(size)
+        transport = self.mesh.subgroup(size)
         layout = PerParameterLayout.build(
             [p.shape for p in self.parameters],
             world_size=size,
             itemsize=unsharded.dtype.itemsize,
             direct_bytes=transport.direct_bytes,
-            unsharded_offsets=[slot.unsharded_offset for slot in self.layout.slots],
-            unsharded_numel=self.layout.unsharded_numel,
+            within=self.layout,
         )
         self._subgroup_shard = Buffer(layout.shard_numel, unsharded.dtype, unsharded.device)
         shard = self._subgroup_shard.tensor(0, (layout.shard_numel,), (1,))
         self._subgroup_all_gather = PerParameterAllGather(layout, shard, unsharded, transport)
         targets, sources = self._subgroup_copies = [], []
         for slot in layout.slots:
-            own, rows = slot.parameter, slot.local_shape(rank)
-            start = slot.local_rows(rank)[0] * (own.stride[own.cut] if rows else 0)
-            targets.append(_shard_of(shard, slot, rank))
+            own, rows = slot.parameter, slot.local_shape(transport.rank)
+            start = slot.local_rows(transport.rank)[0] * (own.stride[own.cut] if rows else 0)
+            targets.append(_shard_of(shard, slot, transport.rank))
             sources.append(unsharded.tensor(slot.unsharded_offset + start, rows, own.stride))
         self._subgroup_shard.free()
 

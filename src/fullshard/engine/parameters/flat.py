@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.engine.parameters.sharded import ShardedParameter, accumulate_gradient, clear_gradient, mark, value_of
 from fullshard.errors import FullshardError
-from fullshard.layout import FlatLayout, FlatSlot, Piece
+from fullshard.layout import FlatLayout, FlatShard, FlatSlot
 from fullshard.memory import own_storage
 
 __all__ = ["FlatParamHandle", "FlatParameter", "FlatShardedParameter", "shard_view"]
@@ -48,7 +48,7 @@ class FlatParameter(nn.Parameter):
 class FlatShardedParameter(ShardedParameter):
     """A parameter whose shard is a 1-D part of this rank's slice of the bucket, see [Note: Flat shards]."""
 
-    piece: Piece | None = None  # the part of the parameter in this rank's slice; None: not sharded yet
+    piece: FlatShard | None = None  # the part of the parameter in this rank's slice; None: not sharded yet
     slot: FlatSlot | None = None  # where the parameter lies in its original layout
     original_layout: FlatLayout | None = None  # kept for rebuilt buckets: other slices would need an all-gather
     handle: FlatParamHandle | None = None  # if flat parameters are visible
@@ -243,7 +243,7 @@ class FlatParamHandle:
         return flat.as_strided(local.shape, local.stride(), start)  # a whole parameter keeps its strides
 
 
-def shard_view(buffer: torch.Tensor, piece: Piece, parameter: FlatShardedParameter, *, whole: bool) -> torch.Tensor:
+def shard_view(buffer: torch.Tensor, piece: FlatShard, parameter: FlatShardedParameter, *, whole: bool) -> torch.Tensor:
     """Return the view of a shard buffer that is one parameter's shard: 1-D, or of its own shape if it is ``whole``."""
     shape, stride = (parameter.shape.shape, parameter.shape.stride) if whole else ((piece.numel,), (1,))
     if not piece.numel:

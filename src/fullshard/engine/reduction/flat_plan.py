@@ -29,7 +29,7 @@ def plan_flat(
     count = len(parameters) if communicates else 0
     views, copies, gaps, end = [], [], [], 0
     for index, (parameter, slot) in enumerate(zip(parameters, layout.slots, strict=True)):
-        offset, local = slot.piece(mesh.rank).offset, parameter.local
+        offset, local = slot.shard(mesh.rank).offset, parameter.local
         views.append((0, View(offset, tuple(local.shape), local.stride())))
         start, size = slot.unsharded_offset, (slot.parameter.numel,)
         copies.append(PackCopy(index, View(0, size, (1,)), View(start, size, (1,))))

@@ -97,7 +97,7 @@ class ShardedMatrix:
         assert slot is not None, f"{name} was not laid out"
         coordinates = _sharing_ranks(mesh.shard, [0])
         shard_group = _shard_group(mesh.shard, [0], coordinates)
-        ranges = (slot.piece(coordinates[rank][0]) for rank in shard_group.ranks)
+        ranges = (slot.shard(coordinates[rank][0]) for rank in shard_group.ranks)
         return cls(name, (rows, columns), stride, shard_group, tuple(_FlatRange(r.start, r.numel) for r in ranges))
 
     @property
