@@ -28,7 +28,6 @@ from fullshard.frontend.arguments import Placer, check_instance, check_parameter
 from fullshard.frontend.sharded_module import ShardedModule, computes_on_copies, mark_nested, outside_graph, unit_at
 from fullshard.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fullshard.wrap import Policy, PolicyFunction
-from fullshard.wrapper import summon as wrapper_summon
 from fullshard.wrapper.auto_wrap import plan_wrappers
 from fullshard.wrapper.clip import clip_gradients
 from fullshard.wrapper.initialization import Initializer, raise_on_all, sync_states
@@ -37,6 +36,7 @@ from fullshard.wrapper.order import checked_execution_order
 from fullshard.wrapper.rollback import rollback_on_failure
 from fullshard.wrapper.state_dict.model import WrapperState
 from fullshard.wrapper.state_dict.optimizer import WrapperOptim
+from fullshard.wrapper.summon import summon_full_params
 
 __all__ = ["FullyShardedDataParallel"]
 
@@ -375,39 +375,7 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
         unit = unit_at(self)
         return unit.runtime.root() is unit if unit.runtime is not None else not self._is_nested
 
-    @staticmethod
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> contextlib.AbstractContextManager[None]:
-        """Unshard parameters, in the shards' dtype, inside the ``with`` block. All ranks enter it.
-
-        With gradients disabled, modules can run inside the block, on these parameters and without casts.
-
-        Args:
-            module: Module of a unit of either front end.
-            recurse: Include the units of all nested modules.
-            writeback: Write edits back to the shards, unless the block raises.
-            rank0_only: Only the first rank of the shard axis gets unsharded parameters; with ``writeback``, its edits
-                are sent to the others.
-            offload_to_cpu: Keep the unsharded parameters in CPU memory.
-            with_grads: Unshard gradients, too.
-
-        Raises:
-            PhaseError: In forward or backward, or if a unit is already unsharded by the user.
-        """
-        return wrapper_summon.summon(
-            module,
-            recurse=recurse,
-            writeback=writeback,
-            rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu,
-            with_grads=with_grads,
-        )
+    summon_full_params = staticmethod(summon_full_params)
 
     def apply(self, fn: Callable[[nn.Module], object]) -> FullyShardedDataParallel:
         """Apply ``fn`` as ``nn.Module.apply`` does, to unsharded parameters; changes are written back."""

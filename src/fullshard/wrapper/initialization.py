@@ -11,6 +11,7 @@ from torch import nn
 from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.parameters.sharded import value_of
 from fullshard.errors import FullshardError
+from fullshard.ranks.groups import any_rank, data_parallel_groups
 from fullshard.wrapper.options import API
 
 __all__ = ["Initializer", "raise_on_all", "sync_states"]
@@ -120,9 +121,8 @@ def sync_states(
                 found[id(buffer)] = buffer
     states = list(found.values())
     # Replicas first: then the first rank of every shard group has the first rank's values.
-    for axis, size in ((mesh.replicate, mesh.replicas), (mesh.shard, mesh.world_size)):
-        if axis is not None and size > 1 and states:
-            _broadcast(states, axis.get_group(), mesh.device)
+    for group in reversed(data_parallel_groups(mesh)):
+        _broadcast(states, group, mesh.device)
 
 
 def _broadcast(states: list[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
@@ -148,12 +148,7 @@ def raise_on_all(failure: Exception | None, mesh: ShardMesh) -> None:
     Raises:
         FullshardError: If another rank has a failure.
     """
-    failed = failure is not None
-    for axis, size in ((mesh.shard, mesh.world_size), (mesh.replicate, mesh.replicas)):
-        if axis is not None and size > 1:
-            flag = torch.tensor([failed], dtype=torch.int32, device=mesh.device)
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=axis.get_group())
-            failed = bool(flag.item())
+    failed = any_rank(failure is not None, mesh)
     if failure is not None:
         raise failure
     if failed:
