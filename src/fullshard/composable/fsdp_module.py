@@ -47,17 +47,7 @@ class FSDPModule(Controls, ShardedModule):
         """Run the module with its unsharded parameters."""
         if torch.compiler.is_compiling():
             return outside_graph(_call_module, recursive=False)(self, args, kwargs)
-        unit: Unit = self.__dict__["_fullshard_unit"]
-        if computes_on_copies(unit):
-            return super().__call__(*args, **kwargs)
-        runtime = runtime_of(unit)
-        args, kwargs = runtime.pre_forward(unit, args, kwargs)
-        try:
-            output = super().__call__(*args, **kwargs)
-        except BaseException:
-            runtime.abort_forward(unit)
-            raise
-        return runtime.post_forward(unit, self, output)
+        return _run_unsharded(self, super().__call__, args, kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather this unit's parameters (not those of nested units) and register the unsharded ones.
@@ -263,19 +253,25 @@ def _plain_class(sharded: type) -> type[nn.Module]:
 def _as_forward(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
-        unit = unit_at(self)
-        if computes_on_copies(unit):
-            return method(self, *args, **kwargs)
-        runtime = runtime_of(unit)
-        args, kwargs = runtime.pre_forward(unit, args, kwargs)
-        try:
-            output = method(self, *args, **kwargs)
-        except BaseException:
-            runtime.abort_forward(unit)
-            raise
-        return runtime.post_forward(unit, self, output)
+        return _run_unsharded(self, functools.partial(method, self), args, kwargs)
 
     return run
+
+
+def _run_unsharded(
+    module: FSDPModule, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    unit = unit_at(module)
+    if computes_on_copies(unit):
+        return forward(*args, **kwargs)
+    runtime = runtime_of(unit)
+    args, kwargs = runtime.pre_forward(unit, args, kwargs)
+    try:
+        output = forward(*args, **kwargs)
+    except BaseException:
+        runtime.abort_forward(unit)
+        raise
+    return runtime.post_forward(unit, module, output)
 
 
 def _call_module(module: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -9,14 +9,10 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.allocator import keep_freed_memory_by_default
 from fullshard.comm.mesh import ShardMesh, shard_mesh
 from fullshard.composable.fsdp_module import FSDPModule, ReplicateModule, set_class, sharded_class
-from fullshard.engine.optimizer_steps import watch_optimizers
-from fullshard.engine.ownership import claim_parameters, managed_modules, set_unit, unit_of
-from fullshard.engine.runtime import take_parameters
+from fullshard.engine.ownership import unit_of
 from fullshard.engine.settings import UnitPolicy, UnitSettings
-from fullshard.engine.unit import Unit
 from fullshard.frontend.arguments import (
     PlacementFunction,
     Placer,
@@ -28,7 +24,7 @@ from fullshard.frontend.arguments import (
     shard_mesh_for,
     warn_if_unpinned,
 )
-from fullshard.frontend.sharded_module import mark_nested
+from fullshard.frontend.sharded_module import make_unit
 from fullshard.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.wrap import Policy, PolicyFunction, plan_for
 
@@ -136,7 +132,7 @@ def fully_shard(
     reshard = check_reshard(api, reshard_after_forward, ranks.world_size)
     settings = UnitSettings(reshard_after_forward=reshard)
     place = Placer(api, ranks, shard_placement_fn)
-    _make_unit(api, modules, ranks, place, _policy(api, mp_policy, offload_policy), settings, ignored_params)
+    _shard(api, modules, ranks, place, _policy(api, mp_policy, offload_policy), settings, ignored_params)
     if isinstance(reshard, int) and not isinstance(reshard, bool):
         ranks.subgroup(reshard)  # makes the process group now, since all ranks call fully_shard
     for one in modules:
@@ -191,7 +187,7 @@ def replicate(
         ranks = shard_mesh(ranks.device_mesh, None, ranks.device_mesh)
     policy = _policy(api, mp_policy, offload_policy)
     settings = UnitSettings(reshard_after_forward=False)
-    _make_unit(api, modules, ranks, Placer(api, ranks, None), policy, settings, ignored_params)
+    _shard(api, modules, ranks, Placer(api, ranks, None), policy, settings, ignored_params)
     set_class(module, sharded_class(type(module), base=ReplicateModule))
     return module
 
@@ -230,7 +226,7 @@ def _policy(api: str, precision: MixedPrecisionPolicy | None, offload: OffloadPo
     return UnitPolicy(precision or _FULL_PRECISION, offload or _NO_OFFLOAD)
 
 
-def _make_unit(
+def _shard(
     api: str,
     modules: list[nn.Module],
     ranks: ShardMesh,
@@ -241,18 +237,7 @@ def _make_unit(
 ) -> None:
     ignored = ignored_parameters(api, ignored_params)
     check_parameters(api, modules, ignored)
-    if ranks.device.type == "cpu":
-        keep_freed_memory_by_default()
-    for _, submodule in managed_modules(modules):
-        for name, buffer in submodule._buffers.items():
-            if buffer is not None and buffer.device.type not in (ranks.device.type, "meta"):
-                submodule._buffers[name] = buffer.to(ranks.device)
-    unit = Unit(
-        modules, ranks, claim_parameters(modules, ignored, place, policy.form, take_parameters), policy, settings
-    )
+    make_unit(modules, ranks, place, policy, settings, ignored)
     for module in modules:
-        set_unit(module, unit)
-        mark_nested(module)
         # torch's composable DDP ignores modules with this entry.
         module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
-    watch_optimizers()

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
+from fullshard.allocator import keep_freed_memory_by_default
+from fullshard.comm.mesh import ShardMesh
 from fullshard.comm.quantized.mesh import MeshQuantization
-from fullshard.engine.ownership import nested_units, set_unit, unit_of
+from fullshard.engine.optimizer_steps import watch_optimizers
+from fullshard.engine.ownership import claim_parameters, managed_modules, nested_units, set_unit, unit_of
+from fullshard.engine.parameters.placement import ParameterPlacement
 from fullshard.engine.quantized_report import QuantizationReport
-from fullshard.engine.runtime import each_runtime, ensure_idle, runtime_of
+from fullshard.engine.runtime import each_runtime, ensure_idle, runtime_of, take_parameters
+from fullshard.engine.settings import UnitPolicy, UnitSettings
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError, PhaseError
 from fullshard.frontend.arguments import check_bool
@@ -26,7 +31,7 @@ __all__ = [
     "PendingGradient",
     "ShardedModule",
     "computes_on_copies",
-    "mark_nested",
+    "make_unit",
     "outside_graph",
     "unit_at",
     "units_at",
@@ -57,6 +62,46 @@ def computes_on_copies(unit: Unit) -> bool:
     Only without gradients, which would accumulate into the copies.
     """
     return unit.registration.copies and not torch.is_grad_enabled()
+
+
+def make_unit(
+    modules: Sequence[nn.Module],
+    mesh: ShardMesh,
+    place: Callable[[str, nn.Parameter], ParameterPlacement],
+    policy: UnitPolicy,
+    settings: UnitSettings,
+    ignored: Iterable[nn.Parameter],
+    *,
+    ignored_modules: Collection[nn.Module] = (),
+    owned_by_ancestor: Iterable[nn.Parameter] = (),
+) -> None:
+    """Move buffers to the device of ``mesh``, and shard the parameters of ``modules`` as one unit.
+
+    Args:
+        modules: Modules of the unit.
+        mesh: Ranks to shard and replicate over.
+        place: Returns the placement of a parameter, by FQN and parameter.
+        policy: Policy of the unit.
+        settings: Its first settings.
+        ignored: Parameters that are not sharded.
+        ignored_modules: Modules whose buffers stay where they are.
+        owned_by_ancestor: Parameters of modules in nested units that belong to this unit.
+
+    Raises:
+        TiedParameterError, ValueError: If a parameter cannot be sharded in this way.
+    """
+    if mesh.device.type == "cpu":
+        keep_freed_memory_by_default()
+    for _, managed in managed_modules(modules):
+        for name, buffer in managed._buffers.items() if managed not in ignored_modules else ():
+            if buffer is not None and not buffer.is_meta and buffer.device != mesh.device:
+                managed._buffers[name] = buffer.to(mesh.device)
+    claimed = claim_parameters(modules, ignored, place, policy.form, take_parameters, owned_by_ancestor)
+    unit = Unit(modules, mesh, claimed, policy, settings)
+    for module in modules:
+        set_unit(module, unit)
+        mark_nested(module)
+    watch_optimizers()
 
 
 def mark_nested(module: nn.Module) -> None:
@@ -210,7 +255,6 @@ class ShardedModule(nn.Module):
                 parameter.memoize(memo)
         copied: Self = object.__new__(type(self))
         memo[id(self)] = copied
-        memo.update((id(shared), shared) for shared in self._shared_with_copies())
         getstate: Any = getattr(type(self), "__getstate__", None)  # Lightning's modules drop their Trainer there
         is_default = getstate is getattr(object, "__getstate__", None)  # which Python 3.10 does not have
         picked: Any = self.__dict__ if is_default else getstate(self)
@@ -227,10 +271,6 @@ class ShardedModule(nn.Module):
         copied._is_nested = False
         mark_nested(copied)
         return copied
-
-    def _shared_with_copies(self) -> list[object]:
-        """Return objects that a deep copy shares, because they belong to process groups."""
-        return []
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise FullshardError(

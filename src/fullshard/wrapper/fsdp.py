@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
@@ -12,24 +13,19 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.allocator import keep_freed_memory_by_default
-from fullshard.engine.buckets.formats import FlatShardingFormat
 from fullshard.engine.containers import cast_tensors, iterate_tensors
 from fullshard.engine.hooks import in_backward
-from fullshard.engine.optimizer_steps import watch_optimizers
-from fullshard.engine.ownership import claim_parameters, managed_modules, nested_units, set_unit, unit_of
+from fullshard.engine.ownership import managed_modules, nested_units, unit_of
 from fullshard.engine.parameters.names import CHECKPOINTED, clean_name
-from fullshard.engine.runtime import each_runtime, runtime_of, take_parameters
-from fullshard.engine.settings import UnitPolicy
+from fullshard.engine.runtime import each_runtime, runtime_of
 from fullshard.engine.states import ParameterState
-from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError, PhaseError
 from fullshard.frontend.arguments import Placer, check_instance, check_parameters
-from fullshard.frontend.sharded_module import ShardedModule, computes_on_copies, mark_nested, outside_graph, unit_at
+from fullshard.frontend.sharded_module import ShardedModule, computes_on_copies, make_unit, outside_graph, unit_at
+from fullshard.optim.norms import clip_grad_norm_
 from fullshard.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fullshard.wrap import Policy, PolicyFunction
 from fullshard.wrapper.auto_wrap import plan_wrappers
-from fullshard.wrapper.clip import clip_gradients
 from fullshard.wrapper.initialization import Initializer, raise_on_all, sync_states
 from fullshard.wrapper.options import API, Groups, WrapperOptions, ignored_states
 from fullshard.wrapper.order import checked_execution_order
@@ -179,32 +175,19 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
         ignored = self._ignored_parameters | initializer.current(left_out)
         owned_by_ancestor = initializer.unclaimed - ignored
         if options.sync_module_states:
-            sync_states(
-                managed,
-                ignored,
-                [p for p in dict.fromkeys(_registered_parameters(module)) if p in owned_by_ancestor],
-                mesh,
-            )
-        if mesh.device.type == "cpu":
-            keep_freed_memory_by_default()
-        for submodule in managed:
-            for name, buffer in submodule._buffers.items():
-                if buffer is not None and buffer.device != mesh.device:
-                    submodule._buffers[name] = buffer.to(mesh.device)
-        form = FlatShardingFormat(None if options.use_orig_params else module)
-        place = Placer(API, mesh, None)
-        claimed = claim_parameters([self], ignored, place, form, take_parameters, owned_by_ancestor)
-        policy = UnitPolicy(
-            options.precision_policy,
-            options.offload_policy,
-            form,
-            options.offload.offload_grads,
-            options.precision is not None and options.precision.keep_low_precision_grads,
+            registered = (p for m in module.modules() for p in m._parameters.values())  # in the order of all ranks
+            sync_states(managed, ignored, [p for p in registered if p in owned_by_ancestor], mesh)
+        make_unit(
+            [self],
+            mesh,
+            Placer(API, mesh, None),
+            options.policy(module),
+            options.settings(),
+            ignored,
+            ignored_modules=ignored_modules,
+            owned_by_ancestor=owned_by_ancestor,
         )
-        set_unit(self, Unit([self], mesh, claimed, policy, options.settings()))
         initializer.add_unclaimed(left_out)
-        mark_nested(self)
-        watch_optimizers()
         self._prepare_state()
 
     # ---------------------------------------------------------------- running
@@ -298,8 +281,19 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
             The norm before scaling, 0-D, in the dtype that the gradients' dtypes promote to, and the same on all ranks,
             as from :func:`fullshard.clip_grad_norm_`.
         """
-        self._finish_reductions()
-        return clip_gradients(self, float(max_norm), float(norm_type))
+        max_norm, norm_type = float(max_norm), float(norm_type)
+        if not norm_type > 0:
+            raise ValueError(f"clip_grad_norm_: norm_type: expected a positive number, found {norm_type}")
+        units = nested_units(self)
+        for runtime in each_runtime(units):
+            runtime.finish_reductions()
+        parameters = list(self.parameters())
+        total = clip_grad_norm_(parameters, max_norm, norm_type).to(units[0].mesh.device)
+        dtypes = [parameter.grad.dtype for parameter in parameters if parameter.grad is not None]
+        if not dtypes:
+            warnings.warn("clip_grad_norm_: this rank has no gradients", stacklevel=3)
+            return total.float()
+        return total.to(functools.reduce(torch.promote_types, dtypes))
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Have ``hook`` reduce the gradients of all nested units, instead of the engine.
@@ -352,10 +346,6 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
             unit.settings.comm_hook = (state, hook)
             unit.change_transports()
 
-    def _finish_reductions(self) -> None:
-        for runtime in each_runtime(nested_units(self)):
-            runtime.finish_reductions()
-
     # ---------------------------------------------------------------- inspection
 
     @property
@@ -407,9 +397,6 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
         """Index the wrapped module (``nn.Sequential``)."""
         return self._fsdp_wrapped_module[key]  # type: ignore[index]
 
-    def _shared_with_copies(self) -> list[object]:
-        return [self._options]
-
     # Attributes that programs written for torch.distributed.fsdp read.
 
     @property
@@ -457,11 +444,6 @@ def _ignored(
             ignored_modules |= below._ignored_modules
             ignored_parameters |= below._ignored_parameters
     return ignored_modules, ignored_parameters
-
-
-def _registered_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of all modules, including wrappers, in order and with duplicates."""
-    return (p for m in module.modules() for p in m._parameters.values() if p is not None)
 
 
 def _identity(function: Callable[..., Any]) -> Callable[..., Any]:

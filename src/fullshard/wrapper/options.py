@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 import weakref
@@ -16,8 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.comm.mesh import ShardMesh, axis_of, shard_mesh
+from fullshard.engine.buckets.formats import FlatShardingFormat
 from fullshard.engine.ownership import unit_of
-from fullshard.engine.settings import UnitSettings
+from fullshard.engine.settings import UnitPolicy, UnitSettings
 from fullshard.frontend.arguments import check_bool, check_instance, default_mesh, warn_if_unpinned
 from fullshard.memory import allows_cpu_gradients
 from fullshard.policy import (
@@ -106,17 +106,20 @@ class WrapperOptions:
             use_orig_params=given["use_orig_params"],
         )
 
-    @functools.cached_property
-    def precision_policy(self) -> MixedPrecisionPolicy:
-        """The part of the mixed precision that the engine implements; the wrapper casts inputs itself."""
-        if self.precision is None:
-            return MixedPrecisionPolicy(cast_forward_inputs=False)
-        return MixedPrecisionPolicy(self.precision.param_dtype, self.precision.reduce_dtype, None, False)
+    def __deepcopy__(self, memo: dict[int, Any]) -> WrapperOptions:
+        """Return the same options: they belong to process groups, which copies share."""
+        return self
 
-    @functools.cached_property
-    def offload_policy(self) -> OffloadPolicy:
-        """Offload policy of the shards."""
-        return CPUOffloadPolicy() if self.offload.offload_params else OffloadPolicy()
+    def policy(self, module: nn.Module) -> UnitPolicy:
+        """Return the policy of the unit of a wrapped module; the wrapper casts inputs itself."""
+        precision = self.precision or MixedPrecision()
+        return UnitPolicy(
+            MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype, cast_forward_inputs=False),
+            CPUOffloadPolicy() if self.offload.offload_params else OffloadPolicy(),
+            FlatShardingFormat(None if self.use_orig_params else module),
+            self.offload.offload_grads,
+            precision.keep_low_precision_grads,
+        )
 
     def settings(self) -> UnitSettings:
         """Return the settings of a unit for the sharding strategy."""
