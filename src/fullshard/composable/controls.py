@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -209,7 +210,8 @@ class Controls(nn.Module):
         transport = self._own_memory(api, own)
         if transport.world_size > 1:
             made = own[0](transport.group), own[1](transport.reduce_group)
-            self._set_custom(api, *(made if enable else (None, None)))
+            gather, scatter = made if enable else (None, None)
+            self._set_custom(api, all_gather=gather, reduce_scatter=scatter)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Allocate communication buffers of this unit in symmetric memory.
@@ -227,7 +229,8 @@ class Controls(nn.Module):
             scatter = None
             if unit.settings.reduction.force_sum:
                 scatter = SymmetricMemoryReduceScatter(transport.reduce_group, backend)
-            self._set_custom(api, SymmetricMemoryAllGather(transport.group, backend), scatter)
+            gather = SymmetricMemoryAllGather(transport.group, backend)
+            self._set_custom(api, all_gather=gather, reduce_scatter=scatter)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Set if reduce-scatters use a separate communicator, so that they overlap with all-gathers.
@@ -250,31 +253,28 @@ class Controls(nn.Module):
                 )
         return unit.mesh.transport
 
-    def _set_custom(self, api: str, all_gather: Any = None, reduce_scatter: Any = None) -> None:
+    def _set_custom(self, api: str, **collectives: Any) -> None:
+        """Set ``all_gather``, ``reduce_scatter`` or both; None: the default."""
         unit = unit_at(self)
         _check_one_mesh(api, unit)
-        for comm in (all_gather, reduce_scatter):
+        for comm in collectives.values():
             if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
                 raise TypeError(f"{api}: expected an object with __call__ and allocate, found {type(comm).__name__}")
         if not unit.is_idle:
             raise FullshardError(
                 f"{api}: unit {unit.name!r} is in the middle of its {unit.phase.value}; call it between steps"
             )
-        custom = unit.settings.collectives
-        if custom.quantization is not None:
+        before = unit.settings.collectives
+        if before.quantization is not None:
             raise ValueError(
                 f"{api}: unit {unit.name!r} has quantized communication; call set_comm_quantization() without "
                 "arguments first"
             )
-        before = custom.all_gather, custom.reduce_scatter
-        if api != "set_custom_reduce_scatter":
-            custom.all_gather = all_gather
-        if api != "set_custom_all_gather":
-            custom.reduce_scatter = reduce_scatter
+        unit.settings.collectives = replace(before, **collectives)
         try:
             unit.change_transports()
         except FullshardError:
-            custom.all_gather, custom.reduce_scatter = before
+            unit.settings.collectives = before
             raise
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
 from torch import nn
@@ -14,12 +14,13 @@ from fullshard.composable.fsdp_module import FSDPModule, ReplicateModule, set_cl
 from fullshard.engine.ownership import unit_of
 from fullshard.engine.settings import UnitPolicy, UnitSettings
 from fullshard.frontend.arguments import (
+    Place,
     PlacementFunction,
-    Placer,
     check_instance,
     check_parameters,
     check_reshard,
     ignored_parameters,
+    placer,
     root_modules,
     shard_mesh_for,
     warn_if_unpinned,
@@ -131,7 +132,7 @@ def fully_shard(
     ranks = shard_mesh_for(api, mesh, dp_mesh_dims)
     reshard = check_reshard(api, reshard_after_forward, ranks.world_size)
     settings = UnitSettings(reshard_after_forward=reshard)
-    place = Placer(api, ranks, shard_placement_fn)
+    place = placer(api, ranks, shard_placement_fn)
     _shard(api, modules, ranks, place, _policy(api, mp_policy, offload_policy), settings, ignored_params)
     if isinstance(reshard, int) and not isinstance(reshard, bool):
         ranks.subgroup(reshard)  # makes the process group now, since all ranks call fully_shard
@@ -187,7 +188,7 @@ def replicate(
         ranks = shard_mesh(ranks.device_mesh, None, ranks.device_mesh)
     policy = _policy(api, mp_policy, offload_policy)
     settings = UnitSettings(reshard_after_forward=False)
-    _shard(api, modules, ranks, Placer(api, ranks, None), policy, settings, ignored_params)
+    _shard(api, modules, ranks, placer(api, ranks), policy, settings, ignored_params)
     set_class(module, sharded_class(type(module), base=ReplicateModule))
     return module
 
@@ -230,7 +231,7 @@ def _shard(
     api: str,
     modules: list[nn.Module],
     ranks: ShardMesh,
-    place: Callable[[str, nn.Parameter], Any],
+    place: Place,
     policy: UnitPolicy,
     settings: UnitSettings,
     ignored_params: Iterable[nn.Parameter] | None,

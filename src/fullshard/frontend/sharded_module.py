@@ -15,13 +15,12 @@ from fullshard.comm.mesh import ShardMesh
 from fullshard.comm.quantized.mesh import MeshQuantization
 from fullshard.engine.optimizer_steps import watch_optimizers
 from fullshard.engine.ownership import claim_parameters, managed_modules, nested_units, set_unit, unit_of
-from fullshard.engine.parameters.placement import ParameterPlacement
 from fullshard.engine.quantized_report import QuantizationReport
 from fullshard.engine.runtime import each_runtime, ensure_idle, runtime_of, take_parameters
 from fullshard.engine.settings import UnitPolicy, UnitSettings
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError, PhaseError
-from fullshard.frontend.arguments import check_bool
+from fullshard.frontend.arguments import Place, check_bool
 from fullshard.policy import CommQuantization
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def computes_on_copies(unit: Unit) -> bool:
 def make_unit(
     modules: Sequence[nn.Module],
     mesh: ShardMesh,
-    place: Callable[[str, nn.Parameter], ParameterPlacement],
+    place: Place,
     policy: UnitPolicy,
     settings: UnitSettings,
     ignored: Iterable[nn.Parameter],
@@ -77,15 +76,8 @@ def make_unit(
 ) -> None:
     """Move buffers to the device of ``mesh``, and shard the parameters of ``modules`` as one unit.
 
-    Args:
-        modules: Modules of the unit.
-        mesh: Ranks to shard and replicate over.
-        place: Returns the placement of a parameter, by FQN and parameter.
-        policy: Policy of the unit.
-        settings: Its first settings.
-        ignored: Parameters that are not sharded.
-        ignored_modules: Modules whose buffers stay where they are.
-        owned_by_ancestor: Parameters of modules in nested units that belong to this unit.
+    Parameters in ``ignored``, and buffers of ``ignored_modules``, stay as they are. ``owned_by_ancestor`` are
+    parameters of modules in nested units that belong to this unit.
 
     Raises:
         TiedParameterError, ValueError: If a parameter cannot be sharded in this way.

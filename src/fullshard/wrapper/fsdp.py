@@ -15,16 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.engine.containers import cast_tensors, iterate_tensors
 from fullshard.engine.hooks import in_backward
-from fullshard.engine.ownership import managed_modules, nested_units, unit_of
+from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.engine.parameters.names import CHECKPOINTED, clean_name
 from fullshard.engine.runtime import each_runtime, runtime_of
 from fullshard.engine.states import ParameterState
 from fullshard.errors import FullshardError, PhaseError
-from fullshard.frontend.arguments import Placer, check_instance, check_parameters
+from fullshard.frontend.arguments import check_instance, check_parameters, placer
 from fullshard.frontend.sharded_module import ShardedModule, computes_on_copies, make_unit, outside_graph, unit_at
 from fullshard.optim.norms import clip_grad_norm_
 from fullshard.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from fullshard.wrap import Policy, PolicyFunction
+from fullshard.wrap import Policy, PolicyFunction, WrapPlan
 from fullshard.wrapper.auto_wrap import plan_wrappers
 from fullshard.wrapper.initialization import Initializer, raise_on_all, sync_states
 from fullshard.wrapper.options import API, Groups, WrapperOptions, ignored_states
@@ -79,7 +79,6 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
     _options: WrapperOptions
     _ignored_modules: set[nn.Module]
     _ignored_parameters: set[nn.Parameter]  # including those of nested units
-    _casts_around: bool  # cast inputs to full precision and outputs back, see MixedPrecision
 
     def __init__(
         self,
@@ -127,41 +126,33 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
         modules, parameters = _ignored(module, ignored_modules, ignored_states)
         options = WrapperOptions.of(module, arguments)
         check_parameters(API, [module], parameters)
-        planned = None
+        plan: WrapPlan | None = None
+        chosen: dict[nn.Module, WrapperOptions] = {}
         if auto_wrap_policy is not None:
-            planned = plan_wrappers(auto_wrap_policy, module, arguments, modules, parameters, options)
-        initializer = Initializer(module, modules)
+            plan, chosen = plan_wrappers(auto_wrap_policy, module, arguments, modules, parameters, options)
+        initializer = Initializer(module, modules, parameters)
 
         with rollback_on_failure(module) as made:
 
             def wrap(inner: nn.Module, _: dict[str, Any], left_out: frozenset[nn.Parameter]) -> nn.Module:
-                assert planned is not None
                 child = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
                 nn.Module.__init__(child)
                 made.append(child)
-                child._set_up(inner, planned.options[inner], modules, parameters, initializer, left_out)
-                child._casts_around = inner in planned.full_precision
+                child._set_up(inner, chosen[inner], initializer, left_out)
                 return child
 
-            if planned is not None:
-                planned.plan.apply(wrap)
+            if plan is not None:
+                plan.apply(wrap)
             made.append(self)
-            self._set_up(module, options, modules, parameters, initializer, frozenset())
+            self._set_up(module, options, initializer, frozenset())
 
     def _set_up(
-        self,
-        module: nn.Module,
-        options: WrapperOptions,
-        ignored_modules: set[nn.Module],
-        ignored_parameters: set[nn.Parameter],
-        initializer: Initializer,
-        left_out: frozenset[nn.Parameter],
+        self, module: nn.Module, options: WrapperOptions, initializer: Initializer, left_out: frozenset[nn.Parameter]
     ) -> None:
         """Initialize the wrapper of ``module``, after the wrappers of modules inside of it."""
-        self._options, self._ignored_modules, self._casts_around = options, ignored_modules, False
+        self._options, self._ignored_modules = options, initializer.ignored_modules
         self._fsdp_wrapped_module = module
-        mesh = options.mesh
-        managed = [m for _, m in managed_modules([self]) if m not in ignored_modules and m is not self]
+        mesh, managed = options.mesh, self._managed
         failure: Exception | None = None
         try:
             initializer.materialize(managed, options.param_init_fn, mesh.device)
@@ -171,7 +162,7 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
             raise_on_all(failure, mesh)
         elif failure is not None:
             raise failure
-        self._ignored_parameters = initializer.current(ignored_parameters)
+        self._ignored_parameters = initializer.current(initializer.ignored_parameters)
         ignored = self._ignored_parameters | initializer.current(left_out)
         owned_by_ancestor = initializer.unclaimed - ignored
         if options.sync_module_states:
@@ -180,11 +171,11 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
         make_unit(
             [self],
             mesh,
-            Placer(API, mesh, None),
+            placer(API, mesh),
             options.policy(module),
             options.settings(),
             ignored,
-            ignored_modules=ignored_modules,
+            ignored_modules=self._ignored_modules,
             owned_by_ancestor=owned_by_ancestor,
         )
         initializer.add_unclaimed(left_out)
@@ -211,7 +202,7 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outside = outside_graph if torch.compiler.is_compiling() else _identity
-        dtype = _dtype_of((args, kwargs)) if self._casts_around else None
+        dtype = _dtype_of((args, kwargs)) if self._options.casts_around else None
         args, kwargs = outside(FullyShardedDataParallel._before)(self, args, kwargs)
         try:
             output = self._fsdp_wrapped_module(*args, **kwargs)
@@ -226,7 +217,7 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
         unit = unit_at(self)
         self._cast_buffers()
         precision = self._options.precision
-        if self._casts_around:
+        if self._options.casts_around:
             args, kwargs = cast_tensors(torch.float32, (args, kwargs))
         elif precision is not None and precision.param_dtype is not None:
             root = runtime_of(unit).root() is unit

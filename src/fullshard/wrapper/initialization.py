@@ -21,20 +21,17 @@ BROADCAST_BYTES = 250 * 1024 * 1024
 
 
 class Initializer:
-    """Materializes the modules of a tree unit by unit, and keeps tied parameters tied.
+    """Materializes the modules below ``root`` unit by unit, except ignored ones, and keeps tied parameters tied."""
 
-    Args:
-        root: Root of the tree.
-        ignored: Modules that are not initialized.
-    """
-
+    ignored_modules: set[nn.Module]
+    ignored_parameters: set[nn.Parameter]  # as they were before any was materialized
     unclaimed: set[nn.Parameter]  # parameters that nested units left to an ancestor
     _root: nn.Module
-    _ignored: set[nn.Module]
     _replacements: dict[nn.Parameter, nn.Parameter]  # meta parameter -> the parameter that replaced it
 
-    def __init__(self, root: nn.Module, ignored: set[nn.Module]) -> None:
-        self._root, self._ignored, self._replacements, self.unclaimed = root, ignored, {}, set()
+    def __init__(self, root: nn.Module, ignored_modules: set[nn.Module], ignored_parameters: set[nn.Parameter]) -> None:
+        self.ignored_modules, self.ignored_parameters = ignored_modules, ignored_parameters
+        self._root, self._replacements, self.unclaimed = root, {}, set()
 
     def current(self, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
         """Return the parameter objects that modules hold now for these parameters."""
@@ -49,15 +46,13 @@ class Initializer:
     ) -> None:
         """Allocate and initialize the meta tensors of ``modules`` themselves, not of their children.
 
-        Args:
-            modules: Modules of one unit.
-            init: Called with each module that has meta tensors; None: allocate and call ``reset_parameters()``.
-            device: Device of the new tensors.
+        ``init`` is called with each module that has meta tensors. None: allocate them on ``device``, and call the
+        module's ``reset_parameters()``.
 
         Raises:
             ValueError: If a module has no ``reset_parameters``, or still has meta tensors afterwards.
         """
-        waiting = [module for module in modules if module not in self._ignored and _on_meta(module)]
+        waiting = [module for module in modules if _on_meta(module)]
         if not waiting:
             return
         owners_by_parameter: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -103,13 +98,9 @@ def _on_meta(module: nn.Module) -> bool:
 def sync_states(
     modules: Iterable[nn.Module], ignored: set[nn.Parameter], others: Iterable[nn.Parameter], mesh: ShardMesh
 ) -> None:
-    """Broadcast the parameters and buffers of the first rank to all ranks. A collective.
+    """Broadcast parameters and buffers of the first rank of ``mesh`` to all ranks. A collective.
 
-    Args:
-        modules: Modules whose own parameters and buffers are sent.
-        ignored: Parameters that are not sent.
-        others: Parameters of other modules, in the same order on all ranks.
-        mesh: The ranks.
+    Sends those of ``modules`` themselves, except ``ignored`` ones, and ``others``, in the same order on all ranks.
     """
     found: dict[int, torch.Tensor] = {id(parameter): value_of(parameter) for parameter in others}
     for module in modules:

@@ -34,12 +34,6 @@ def load_into_full(wrapper: nn.Module, unit: Unit, state: dict[str, Any], prefix
     on the values, so ranks first compare the kinds of values under each key. Missing keys stay missing, and are
     reported by the modules.
 
-    Args:
-        wrapper: The module that the unit belongs to.
-        unit: An idle unit.
-        state: The state dict, with this wrapper's own prefix; changed in place.
-        prefix: Prefix of its keys.
-
     Raises:
         FullshardError: On all ranks, if they have different kinds of values under a key.
     """

@@ -13,13 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fullshard.checkpoint.state.types import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
+    CONFIGS,
     OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
@@ -33,12 +28,6 @@ from fullshard.wrapper.state_dict.loading import EndLoad, load_into_full, load_i
 from fullshard.wrapper.state_dict.saving import SaveFormat, owned_names, registered_for_saving, visible_slices
 
 __all__ = ["WrapperState"]
-
-CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
-    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
-    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
-}
 
 
 class _Metadata(dict[str, Any]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -196,8 +196,8 @@ class WrapperOptim:
         """
         check_instance("rekey_optim_state_dict: optim_state_key_type", optim_state_key_type, OptimStateKeyType)
         named = optim_state_key_type is OptimStateKeyType.PARAM_NAME
-        keys = [*optim_state_dict["state"]]
-        keys += [key for group in optim_state_dict.get("param_groups", []) for key in group["params"]]
+        groups = optim_state_dict.get("param_groups", [])
+        keys = [*optim_state_dict["state"], *(key for group in groups for key in group["params"])]
         kinds = {type(key) for key in keys}
         if not kinds <= {str} and not kinds <= {int}:
             raise ValueError(
@@ -207,12 +207,23 @@ class WrapperOptim:
         if not kinds or kinds == {str if named else int}:
             return optim_state_dict
         names = _names(model, _optimizer(model, optim_input, optim))
+        new_keys: dict[Any, Any] = {name: index for index, found in enumerate(names) for name in found}
         if named:
-            return _rekeyed(optim_state_dict, dict(enumerate(found[0] for found in names)))
-        result = _rekeyed(optim_state_dict, {name: n for n, found in enumerate(names) for name in found})
-        for group in result.get("param_groups", []):
-            group["params"].sort()  # indices are in the order of the groups
-        result.get("param_groups", []).sort(key=lambda group: group["params"][:1])
+            new_keys = dict(enumerate(found[0] for found in names))
+        unknown = [key for key in keys if key not in new_keys]
+        if unknown:
+            raise ValueError(
+                f"rekey_optim_state_dict: expected the parameters of this optimizer, {list(new_keys)[:8]} ..., also "
+                f"found {unknown[:8]}; pass the model and optimizer that the state dict belongs to"
+            )
+        result: State = {"state": {new_keys[key]: value for key, value in optim_state_dict["state"].items()}}
+        if "param_groups" in optim_state_dict:
+            rekeyed = [{**group, "params": [new_keys[key] for key in group["params"]]} for group in groups]
+            if not named:
+                for group in rekeyed:
+                    group["params"].sort()  # indices are in the order of the groups
+                rekeyed.sort(key=lambda group: group["params"][:1])
+            result["param_groups"] = copy.deepcopy(rekeyed)
         return result
 
 
@@ -238,20 +249,3 @@ def _names(model: nn.Module, optimizer: Any) -> list[tuple[str, ...]]:
             "by indices; use optim_state_dict and optim_state_dict_to_load"
         )
     return [member.originals[0].fqns for member in members]
-
-
-def _rekeyed(state_dict: Mapping[str, Any], keys: Mapping[Any, Any]) -> State:
-    groups = state_dict.get("param_groups", [])
-    used = [*state_dict["state"], *(key for group in groups for key in group["params"])]
-    unknown = [key for key in used if key not in keys]
-    if unknown:
-        raise ValueError(
-            f"rekey_optim_state_dict: expected the parameters of this optimizer, {list(keys)[:8]} ..., also found "
-            f"{unknown[:8]}; pass the model and optimizer that the state dict belongs to"
-        )
-    result: State = {"state": {keys[key]: value for key, value in state_dict["state"].items()}}
-    if "param_groups" in state_dict:
-        result["param_groups"] = copy.deepcopy(
-            [{**group, "params": [keys[key] for key in group["params"]]} for group in groups]
-        )
-    return result

@@ -22,7 +22,6 @@ from fullshard.checkpoint.state.optimizer_entries import (
     TensorSpec,
     group_options,
     leaves_of,
-    map_leaves,
     optimized_groups,
     to_specs,
 )
@@ -50,12 +49,8 @@ def saved_state(
 ) -> dict[str, Any]:
     """Return the state of ``optimizer`` by FQN, in full tensors or DTensors with Shard(0). All ranks call it.
 
-    Args:
-        model: The model that it optimizes.
-        optimizer: Any optimizer, also a named one.
-        given: Its state dict, maybe edited. None: its present state.
-        settings: Of type FULL or SHARDED.
-        group: Process group of ``rank0_only``. None: the ranks of the model.
+    ``given`` is its state dict, which may have been edited, or None. The first rank of ``group``, or of the model, is
+    the one that gets the state with ``rank0_only``.
     """
     is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     config = settings.optim_state_dict_config
@@ -210,15 +205,10 @@ def state_to_load(
     rank0_only: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Convert a result of :func:`saved_state` to a state dict for ``optimizer``.
+    """Convert a result of :func:`saved_state`, maybe of a model wrapped otherwise, to a state dict for ``optimizer``.
 
-    Args:
-        model: The model that it optimizes; wrapping may differ from the saved model's.
-        optimizer: Any optimizer, or an object with the ``param_groups`` and ``state`` of one.
-        given: State by FQN, in full tensors or any DTensors.
-        named: Key the result by names, for named optimizers.
-        rank0_only: Use the first rank's state and broadcast it. All ranks call it.
-        group: Process group of the broadcast. None: the ranks of the model.
+    With ``rank0_only``, the state of the first rank of ``group``, or of the model, is broadcast, and all ranks call it.
+    The result is keyed by names if ``named``, else by indices.
 
     Raises:
         ValueError: If the state does not match the model and optimizer.
@@ -227,15 +217,11 @@ def state_to_load(
     group = _sending_group(model, group) if rank0_only else group
     tensors, specs, groups = _receive_specs(given, rank0_only=rank0_only, group=group)
     found = local_parameters(model)
+    leaves = [leaf for state in (tensors or {}).values() for leaf in state.values()]
     groups_of_collectives: list[dist.ProcessGroup | None] = [group] if rank0_only else []
-    if tensors is not None and any(isinstance(t, DTensor) for leaves in tensors.values() for t in leaves.values()):
+    if any(isinstance(leaf, DTensor) for leaf in leaves):
         groups_of_collectives += dict.fromkeys(each for original in found for each in gather_groups(original))
-    groups_of_collectives += dict.fromkeys(
-        leaf._process_group
-        for leaves in (tensors or {}).values()
-        for leaf in leaves.values()
-        if isinstance(leaf, ShardedTensor)
-    )
+    groups_of_collectives += dict.fromkeys(leaf._process_group for leaf in leaves if isinstance(leaf, ShardedTensor))
     target = _plan_target(model, optimizer, specs, groups, groups_of_collectives)
     originals = {fqn: original for original in found for fqn in original.fqns}
     with torch.inference_mode(False), torch.no_grad():  # in this order: the first enables grad
@@ -400,12 +386,9 @@ def load_local(model: nn.Module, optimizer: Any, given: Mapping[str, Any], *, na
 def _check_local(parameters: Sequence[nn.Parameter], names: Mapping[int, list[str]], state: Mapping[str, Any]) -> None:
     for parameter in parameters:
         fqn = names[id(parameter)][0]
-
-        def check(path: Path, value: Any, fqn: str = fqn, parameter: nn.Parameter = parameter) -> None:
+        for path, value in leaves_of(state.get(fqn, {})).items():
             if isinstance(value, torch.Tensor) and value.dim() == parameter.dim() and value.shape != parameter.shape:
                 raise ValueError(
                     f"LOCAL_STATE_DICT: {fqn}: this rank's shard has shape {tuple(parameter.shape)}, but {path[0]} was "
                     f"saved with {tuple(value.shape)}; load it on the same number of ranks"
                 )
-
-        map_leaves(state.get(fqn, {}), check)
