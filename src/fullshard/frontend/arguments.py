@@ -7,7 +7,6 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,6 @@ __all__ = [
     "PlacementFunction",
     "check_bool",
     "check_instance",
-    "check_modules",
     "check_parameters",
     "check_reshard",
     "default_mesh",
@@ -183,25 +181,6 @@ def _warn_unpinned() -> None:
         "pinned",
         stacklevel=4,
     )
-
-
-def check_modules(api: str, modules: Iterable[Any], expected: type[nn.Module]) -> list[nn.Module]:
-    """Return ``modules`` as a list of sharded modules.
-
-    Raises:
-        TypeError: If it is not a list of modules.
-        ValueError: If a module is not sharded.
-    """
-    if isinstance(modules, nn.Module) or not isinstance(modules, Iterable):
-        raise TypeError(f"{api}: expected a list of modules, found {type(modules).__name__}")
-    found = list(modules)
-    for index, module in enumerate(found):
-        if not isinstance(module, expected):
-            raise ValueError(
-                f"{api}: expected modules that fully_shard was called on, found {type(module).__name__} at "
-                f"index {index}"
-            )
-    return found
 
 
 def placer(api: str, mesh: ShardMesh, choose: PlacementFunction | None = None) -> Place:
