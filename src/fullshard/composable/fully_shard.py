@@ -131,13 +131,10 @@ def fully_shard(
         _shard_inside(api, module, policy, arguments)
     ranks = shard_mesh_for(api, mesh, dp_mesh_dims)
     reshard = check_reshard(api, reshard_after_forward, ranks.world_size)
-    settings = UnitSettings(reshard_after_forward=reshard)
-    place = placer(api, ranks, shard_placement_fn)
-    _shard(api, modules, ranks, place, _policy(api, mp_policy, offload_policy), settings, ignored_params)
+    place, policy_of_unit = placer(api, ranks, shard_placement_fn), _policy(api, mp_policy, offload_policy)
+    _shard(api, modules, ranks, place, policy_of_unit, reshard, ignored_params, FSDPModule)
     if isinstance(reshard, int) and not isinstance(reshard, bool):
         ranks.subgroup(reshard)  # makes the process group now, since all ranks call fully_shard
-    for one in modules:
-        set_class(one, sharded_class(type(one)))
     return module
 
 
@@ -158,9 +155,7 @@ def replicate(
     Args:
         module: As for :func:`fully_shard`, one module.
         mesh: 1-D mesh of the ranks. None: all ranks.
-        mp_policy: As for :func:`fully_shard`.
-        offload_policy: As for :func:`fully_shard`.
-        ignored_params: As for :func:`fully_shard`.
+        mp_policy, offload_policy, ignored_params: As for :func:`fully_shard`.
         dp_mesh_dims: As for :func:`fully_shard`, naming replicate axes only.
 
     Returns:
@@ -181,15 +176,13 @@ def replicate(
     check_instance(f"{api}: dp_mesh_dims", dp_mesh_dims, (DataParallelMeshDims, type(None)))
     if dp_mesh_dims is not None and dp_mesh_dims.shard_names:
         raise ValueError(f"{api}: dp_mesh_dims: expected replicate axes only, found shard={dp_mesh_dims.shard!r}")
-    if dp_mesh_dims is None and mesh is not None and isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
+    if dp_mesh_dims is None and isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
         raise ValueError(f"{api}: mesh: expected 1 dimension, found {mesh.ndim} in {mesh}")
     ranks = shard_mesh_for(api, mesh, dp_mesh_dims)
     if ranks.replicate is None:
         ranks = shard_mesh(ranks.device_mesh, None, ranks.device_mesh)
     policy = _policy(api, mp_policy, offload_policy)
-    settings = UnitSettings(reshard_after_forward=False)
-    _shard(api, modules, ranks, placer(api, ranks), policy, settings, ignored_params)
-    set_class(module, sharded_class(type(module), base=ReplicateModule))
+    _shard(api, modules, ranks, placer(api, ranks), policy, False, ignored_params, ReplicateModule)
     return module
 
 
@@ -233,12 +226,14 @@ def _shard(
     ranks: ShardMesh,
     place: Place,
     policy: UnitPolicy,
-    settings: UnitSettings,
+    reshard: bool | int | None,
     ignored_params: Iterable[nn.Parameter] | None,
+    base: type[FSDPModule],
 ) -> None:
     ignored = ignored_parameters(api, ignored_params)
     check_parameters(api, modules, ignored)
-    make_unit(modules, ranks, place, policy, settings, ignored)
+    make_unit(modules, ranks, place, policy, UnitSettings(reshard_after_forward=reshard), ignored)
     for module in modules:
         # torch's composable DDP ignores modules with this entry.
         module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+        set_class(module, sharded_class(type(module), base=base))

@@ -30,6 +30,7 @@ __all__ = [
     "PendingGradient",
     "ShardedModule",
     "computes_on_copies",
+    "finish_reductions",
     "make_unit",
     "outside_graph",
     "unit_at",
@@ -103,6 +104,12 @@ def mark_nested(module: nn.Module) -> None:
             below._is_nested = True
 
 
+def finish_reductions(module: nn.Module) -> None:
+    """Wait for the reductions in flight of all units in ``module``, and put the gradients into ``.grad``."""
+    for runtime in each_runtime(nested_units(module)):
+        runtime.finish_reductions()
+
+
 class ShardedModule(nn.Module):
     """Base class of modules that ``fully_shard`` was called on, and of wrappers."""
 
@@ -131,20 +138,15 @@ class ShardedModule(nn.Module):
         Call it on all ranks. No-op if there are none.
         """
         ensure_idle(unit_at(self))
-        units = nested_units(self)
-        runtimes = each_runtime(units)
-        for runtime in runtimes:
-            runtime.finish_reductions()
-        for unit in units:
+        finish_reductions(self)
+        for unit in nested_units(self):
             if unit.has_unreduced_gradients:  # also one that has lost its runtime: others have joined its model
                 runtime_of(unit).reduce_unreduced(unit)
-        for runtime in each_runtime(units):
-            runtime.finish_reductions()
+        finish_reductions(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients as ``nn.Module`` does, and unreduced gradients of earlier microbatches."""
-        for runtime in each_runtime(nested_units(self)):
-            runtime.finish_reductions()  # gradients in flight would be added afterwards
+        finish_reductions(self)  # gradients in flight would be added afterwards
         super().zero_grad(set_to_none)
         for unit in nested_units(self):
             if unit.user_unshards:  # inside `unsharded`, nn.Module has cleared those of unsharded parameters

@@ -17,11 +17,18 @@ from fullshard.engine.containers import cast_tensors, iterate_tensors
 from fullshard.engine.hooks import in_backward
 from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.engine.parameters.names import CHECKPOINTED, clean_name
-from fullshard.engine.runtime import each_runtime, runtime_of
+from fullshard.engine.runtime import runtime_of
 from fullshard.engine.states import ParameterState
 from fullshard.errors import FullshardError, PhaseError
 from fullshard.frontend.arguments import check_instance, check_parameters, placer
-from fullshard.frontend.sharded_module import ShardedModule, computes_on_copies, make_unit, outside_graph, unit_at
+from fullshard.frontend.sharded_module import (
+    ShardedModule,
+    computes_on_copies,
+    finish_reductions,
+    make_unit,
+    outside_graph,
+    unit_at,
+)
 from fullshard.optim.norms import clip_grad_norm_
 from fullshard.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fullshard.wrap import Policy, PolicyFunction, WrapPlan
@@ -275,11 +282,9 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
         max_norm, norm_type = float(max_norm), float(norm_type)
         if not norm_type > 0:
             raise ValueError(f"clip_grad_norm_: norm_type: expected a positive number, found {norm_type}")
-        units = nested_units(self)
-        for runtime in each_runtime(units):
-            runtime.finish_reductions()
+        finish_reductions(self)
         parameters = list(self.parameters())
-        total = clip_grad_norm_(parameters, max_norm, norm_type).to(units[0].mesh.device)
+        total = clip_grad_norm_(parameters, max_norm, norm_type).to(self.compute_device)
         dtypes = [parameter.grad.dtype for parameter in parameters if parameter.grad is not None]
         if not dtypes:
             warnings.warn("clip_grad_norm_: this rank has no gradients", stacklevel=3)

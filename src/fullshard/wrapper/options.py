@@ -66,14 +66,13 @@ class WrapperOptions:
     casts_around: bool = False  # cast inputs to full precision and outputs back, see MixedPrecision
 
     @classmethod
-    def of(cls, module: nn.Module, arguments: Mapping[str, Any]) -> WrapperOptions:
+    def of(cls, module: nn.Module, given: Mapping[str, Any]) -> WrapperOptions:
         """Check the arguments of the constructor, given by name.
 
         Raises:
             TypeError: If an argument has the wrong type.
             ValueError: If arguments contradict each other.
         """
-        given = dict(arguments)
         for name, kind in EXPECTED.items():
             check_instance(f"{API}: {name}", given[name], (kind, type(None)))
         for flag in ("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params"):
