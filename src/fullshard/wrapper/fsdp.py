@@ -33,7 +33,7 @@ from fullshard.optim.norms import clip_grad_norm_
 from fullshard.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fullshard.wrap import Policy, PolicyFunction, WrapPlan
 from fullshard.wrapper.auto_wrap import plan_wrappers
-from fullshard.wrapper.initialization import Initializer, raise_on_all, sync_states
+from fullshard.wrapper.initialization import Initializer, raised_on_all, sync_states
 from fullshard.wrapper.options import API, Groups, WrapperOptions, ignored_states
 from fullshard.wrapper.order import checked_execution_order
 from fullshard.wrapper.rollback import rollback_on_failure
@@ -160,15 +160,9 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
         self._options, self._ignored_modules = options, initializer.ignored_modules
         self._fsdp_wrapped_module = module
         mesh, managed = options.mesh, self._managed
-        failure: Exception | None = None
-        try:
+        ranks_agree = options.param_init_fn is not None or options.sync_module_states  # user code; a collective follows
+        with raised_on_all(mesh) if ranks_agree else contextlib.nullcontext():
             initializer.materialize(managed, options.param_init_fn, mesh.device)
-        except Exception as error:
-            failure = error
-        if options.param_init_fn is not None or options.sync_module_states:  # user code, or a collective follows
-            raise_on_all(failure, mesh)
-        elif failure is not None:
-            raise failure
         self._ignored_parameters = initializer.current(initializer.ignored_parameters)
         ignored = self._ignored_parameters | initializer.current(left_out)
         owned_by_ancestor = initializer.unclaimed - ignored

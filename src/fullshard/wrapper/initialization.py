@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from fullshard.errors import FullshardError
 from fullshard.ranks.groups import any_rank, data_parallel_groups
 from fullshard.wrapper.options import API
 
-__all__ = ["Initializer", "raise_on_all", "sync_states"]
+__all__ = ["Initializer", "raised_on_all", "sync_states"]
 
 # Large enough to hide latency, small enough for memory.
 BROADCAST_BYTES = 250 * 1024 * 1024
@@ -133,12 +134,18 @@ def _broadcast(states: list[torch.Tensor], group: dist.ProcessGroup, device: tor
                 state.copy_(received)
 
 
-def raise_on_all(failure: Exception | None, mesh: ShardMesh) -> None:
-    """Raise ``failure`` if there is one, and an error about it on the other ranks. A collective.
+@contextlib.contextmanager
+def raised_on_all(mesh: ShardMesh) -> Iterator[None]:
+    """Raise an error of the ``with`` block on this rank, and one about it on the other ranks. A collective.
 
     Raises:
-        FullshardError: If another rank has a failure.
+        FullshardError: If the block failed on another rank only.
     """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
     failed = any_rank(failure is not None, mesh)
     if failure is not None:
         raise failure

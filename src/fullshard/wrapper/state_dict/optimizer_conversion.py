@@ -319,7 +319,7 @@ def _broadcast(leaf: TensorSpec, value: torch.Tensor | None, group: dist.Process
     if value is None:
         buffer = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
     else:
-        buffer = (value.full_tensor() if isinstance(value, DTensor) else value).detach().to(device).contiguous()
+        buffer = full_tensor(value).detach().to(device).contiguous()
     dist.broadcast(buffer, group=group, group_src=0)
     return buffer
 
