@@ -26,7 +26,7 @@ MAX_FUNCTION_LINES = 60
 
 # file -> why it may name CUDA. All else takes devices as torch.accelerator, or the mesh, says.
 CUDA_ALLOWED = {
-    "composable/controls.py": "documents what needs NCCL",
+    "composable/fsdp_module.py": "documents what needs NCCL",
     "optim/grad_scaler.py": "the default of torch's own argument",
     "comm/pooled.py": "NCCL's symmetric memory",
     "profiling.py": "NVTX ranges",

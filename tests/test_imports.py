@@ -292,7 +292,7 @@ def test_upward_imports_are_found(path: str, text: str) -> None:
         ("__init__.py", "from fullshard.composable.fully_shard import fully_shard\nfrom .policy import OffloadPolicy"),
         ("cli.py", "from fullshard.train import loop\nfrom fullshard.plan import report"),
         ("train/loop.py", "from fullshard import fully_shard\nfrom .data import Corpus"),
-        ("wrapper/fsdp.py", "from fullshard.wrapper.clip import x\nfrom fullshard.composable.controls import y"),
+        ("wrapper/fsdp.py", "from fullshard.wrapper.summon import x\nfrom fullshard.composable.fsdp_module import y"),
         (
             "engine/unit.py",
             "from .bucket import Bucket\nfrom ..layout import flat\nfrom .. import errors, memory",

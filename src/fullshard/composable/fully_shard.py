@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.allocator import keep_freed_memory_by_default
 from fullshard.comm.mesh import ShardMesh, shard_mesh
 from fullshard.composable.fsdp_module import FSDPModule, ReplicateModule, set_class, sharded_class
-from fullshard.engine.optimizer_steps import watch_optimizers
-from fullshard.engine.ownership import claim_parameters, managed_modules, set_unit, unit_of
-from fullshard.engine.runtime import take_parameters
+from fullshard.engine.ownership import unit_of
 from fullshard.engine.settings import UnitPolicy, UnitSettings
-from fullshard.engine.unit import Unit
 from fullshard.frontend.arguments import (
+    Place,
     PlacementFunction,
-    Placer,
     check_instance,
     check_parameters,
     check_reshard,
     ignored_parameters,
+    placer,
     root_modules,
     shard_mesh_for,
     warn_if_unpinned,
 )
-from fullshard.frontend.sharded_module import mark_nested
+from fullshard.frontend.sharded_module import make_unit
 from fullshard.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.wrap import Policy, PolicyFunction, plan_for
 
@@ -134,13 +131,10 @@ def fully_shard(
         _shard_inside(api, module, policy, arguments)
     ranks = shard_mesh_for(api, mesh, dp_mesh_dims)
     reshard = check_reshard(api, reshard_after_forward, ranks.world_size)
-    settings = UnitSettings(reshard_after_forward=reshard)
-    place = Placer(api, ranks, shard_placement_fn)
-    _make_unit(api, modules, ranks, place, _policy(api, mp_policy, offload_policy), settings, ignored_params)
+    place, policy_of_unit = placer(api, ranks, shard_placement_fn), _policy(api, mp_policy, offload_policy)
+    _shard(api, modules, ranks, place, policy_of_unit, reshard, ignored_params, FSDPModule)
     if isinstance(reshard, int) and not isinstance(reshard, bool):
         ranks.subgroup(reshard)  # makes the process group now, since all ranks call fully_shard
-    for one in modules:
-        set_class(one, sharded_class(type(one)))
     return module
 
 
@@ -161,9 +155,7 @@ def replicate(
     Args:
         module: As for :func:`fully_shard`, one module.
         mesh: 1-D mesh of the ranks. None: all ranks.
-        mp_policy: As for :func:`fully_shard`.
-        offload_policy: As for :func:`fully_shard`.
-        ignored_params: As for :func:`fully_shard`.
+        mp_policy, offload_policy, ignored_params: As for :func:`fully_shard`.
         dp_mesh_dims: As for :func:`fully_shard`, naming replicate axes only.
 
     Returns:
@@ -184,15 +176,13 @@ def replicate(
     check_instance(f"{api}: dp_mesh_dims", dp_mesh_dims, (DataParallelMeshDims, type(None)))
     if dp_mesh_dims is not None and dp_mesh_dims.shard_names:
         raise ValueError(f"{api}: dp_mesh_dims: expected replicate axes only, found shard={dp_mesh_dims.shard!r}")
-    if dp_mesh_dims is None and mesh is not None and isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
+    if dp_mesh_dims is None and isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
         raise ValueError(f"{api}: mesh: expected 1 dimension, found {mesh.ndim} in {mesh}")
     ranks = shard_mesh_for(api, mesh, dp_mesh_dims)
     if ranks.replicate is None:
         ranks = shard_mesh(ranks.device_mesh, None, ranks.device_mesh)
     policy = _policy(api, mp_policy, offload_policy)
-    settings = UnitSettings(reshard_after_forward=False)
-    _make_unit(api, modules, ranks, Placer(api, ranks, None), policy, settings, ignored_params)
-    set_class(module, sharded_class(type(module), base=ReplicateModule))
+    _shard(api, modules, ranks, placer(api, ranks), policy, False, ignored_params, ReplicateModule)
     return module
 
 
@@ -230,29 +220,20 @@ def _policy(api: str, precision: MixedPrecisionPolicy | None, offload: OffloadPo
     return UnitPolicy(precision or _FULL_PRECISION, offload or _NO_OFFLOAD)
 
 
-def _make_unit(
+def _shard(
     api: str,
     modules: list[nn.Module],
     ranks: ShardMesh,
-    place: Callable[[str, nn.Parameter], Any],
+    place: Place,
     policy: UnitPolicy,
-    settings: UnitSettings,
+    reshard: bool | int | None,
     ignored_params: Iterable[nn.Parameter] | None,
+    base: type[FSDPModule],
 ) -> None:
     ignored = ignored_parameters(api, ignored_params)
     check_parameters(api, modules, ignored)
-    if ranks.device.type == "cpu":
-        keep_freed_memory_by_default()
-    for _, submodule in managed_modules(modules):
-        for name, buffer in submodule._buffers.items():
-            if buffer is not None and buffer.device.type not in (ranks.device.type, "meta"):
-                submodule._buffers[name] = buffer.to(ranks.device)
-    unit = Unit(
-        modules, ranks, claim_parameters(modules, ignored, place, policy.form, take_parameters), policy, settings
-    )
+    make_unit(modules, ranks, place, policy, UnitSettings(reshard_after_forward=reshard), ignored)
     for module in modules:
-        set_unit(module, unit)
-        mark_nested(module)
         # torch's composable DDP ignores modules with this entry.
         module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
-    watch_optimizers()
+        set_class(module, sharded_class(type(module), base=base))

@@ -7,7 +7,6 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,22 +16,24 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
-from fullshard.comm.mesh import ShardMesh, axis_of, shard_mesh
+from fullshard.comm.mesh import ShardMesh, WholeMesh, axis_of, shard_mesh
 from fullshard.engine.ownership import managed_modules, unit_of
 from fullshard.engine.parameters.placement import ParameterPlacement
 from fullshard.engine.parameters.sharded import managed_by
 from fullshard.policy import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
 __all__ = [
+    "Place",
     "PlacementFunction",
-    "Placer",
     "check_bool",
     "check_instance",
-    "check_modules",
     "check_parameters",
     "check_reshard",
     "default_mesh",
+    "device_type_of",
     "ignored_parameters",
+    "mesh_once",
+    "placer",
     "root_modules",
     "shard_mesh_for",
     "warn_if_unpinned",
@@ -41,6 +42,7 @@ __all__ = [
 TORCHS_ENGINE = ("torch.distributed.fsdp", "torch.distributed._composable.replicate_with_fsdp")
 
 PlacementFunction = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
+Place = Callable[[str, nn.Parameter], ParameterPlacement]
 
 
 def check_bool(name: str, value: object) -> None:
@@ -181,27 +183,8 @@ def _warn_unpinned() -> None:
     )
 
 
-def check_modules(api: str, modules: Iterable[Any], expected: type[nn.Module]) -> list[nn.Module]:
-    """Return ``modules`` as a list of sharded modules.
-
-    Raises:
-        TypeError: If it is not a list of modules.
-        ValueError: If a module is not sharded.
-    """
-    if isinstance(modules, nn.Module) or not isinstance(modules, Iterable):
-        raise TypeError(f"{api}: expected a list of modules, found {type(modules).__name__}")
-    found = list(modules)
-    for index, module in enumerate(found):
-        if not isinstance(module, expected):
-            raise ValueError(
-                f"{api}: expected modules that fully_shard was called on, found {type(module).__name__} at "
-                f"index {index}"
-            )
-    return found
-
-
-class Placer:
-    """Determines the placement of each parameter of one call.
+def placer(api: str, mesh: ShardMesh, choose: PlacementFunction | None = None) -> Place:
+    """Return the function that determines the placement of each parameter of one call, by FQN and parameter.
 
     Args:
         api: Name of the function that was called.
@@ -209,84 +192,76 @@ class Placer:
         choose: The user's ``shard_placement_fn``.
 
     Raises:
-        TypeError: If ``choose`` is not callable.
+        TypeError: If ``choose`` is not callable. The result raises ValueError if the user's choice, or the mesh of a
+            DTensor, does not fit a parameter.
     """
+    if choose is not None and not callable(choose):
+        raise TypeError(f"{api}: shard_placement_fn: expected a function, found {type(choose).__name__}")
 
-    _api: str
-    _mesh: ShardMesh
-    _choose: PlacementFunction | None
-
-    def __init__(self, api: str, mesh: ShardMesh, choose: PlacementFunction | None) -> None:
-        if choose is not None and not callable(choose):
-            raise TypeError(f"{api}: shard_placement_fn: expected a function, found {type(choose).__name__}")
-        self._api, self._mesh, self._choose = api, mesh, choose
-
-    def __call__(self, fqn: str, parameter: nn.Parameter) -> ParameterPlacement:
-        """Return the placement of ``parameter``.
-
-        Raises:
-            ValueError: If the user's choice, or the mesh of a DTensor, does not fit it.
-        """
-        chosen = self._choose(parameter) if self._choose is not None else None
-        mesh, dim = self._mesh, 0
+    def place(fqn: str, parameter: nn.Parameter) -> ParameterPlacement:
+        chosen = choose(parameter) if choose is not None else None
+        own_mesh, dim = mesh, 0
         if isinstance(chosen, ShardPlacementResult):
-            mesh, chosen = self._mesh_of(fqn, chosen), chosen.placement
+            own_mesh, chosen = _chosen_mesh(api, fqn, chosen), chosen.placement
         if chosen is not None:
-            dim = self._shard_dim(fqn, parameter, chosen)
+            dim = _chosen_dim(api, fqn, parameter, chosen)
         own = parameter._spec if isinstance(parameter, DTensor) and managed_by(parameter) is None else None
-        if own is None and mesh.whole is not None:
-            mesh = self._mesh_of_plain(fqn, mesh)
+        if own is None and own_mesh.whole is not None:
+            own_mesh = _mesh_of_plain(api, fqn, own_mesh, own_mesh.whole)
         try:
             return ParameterPlacement(
-                mesh, dim if parameter.ndim else None, parameter.shape, tuple(parameter.stride()), own
+                own_mesh, dim if parameter.ndim else None, parameter.shape, tuple(parameter.stride()), own
             )
         except ValueError as error:
-            raise ValueError(f"{self._api}: {fqn}: {error}") from error
+            raise ValueError(f"{api}: {fqn}: {error}") from error
 
-    def _mesh_of_plain(self, fqn: str, mesh: ShardMesh) -> ShardMesh:
-        """Return the mesh for plain tensors, which ``dp_mesh_dims`` allow only if they name all axes."""
-        assert mesh.whole is not None
-        whole, dims = mesh.whole
-        others = [name for name in whole.mesh_dim_names or () if name not in dims.shard_names + dims.replicate_names]
-        if others:
-            raise ValueError(
-                f"{self._api}: with dp_mesh_dims all parameters have to be DTensors on the mesh; {fqn} is a plain "
-                f"tensor without placements on {others}; use torch.distributed.tensor.distribute_module, or pass the "
-                "data-parallel mesh alone"
-            )
-        return mesh.for_plain()
+    return place
 
-    def _shard_dim(self, fqn: str, parameter: nn.Parameter, chosen: object) -> int:
-        if not isinstance(chosen, Shard):
-            raise ValueError(
-                f"{self._api}: shard_placement_fn returned {chosen!r} for {fqn}; expected Shard(dim), "
-                "ShardPlacementResult or None"
-            )
-        ndim = parameter.ndim
-        if not -ndim <= chosen.dim < ndim:
-            raise ValueError(
-                f"{self._api}: shard_placement_fn returned Shard({chosen.dim}) for {fqn}, which has {ndim} dims "
-                f"(shape {tuple(parameter.shape)})"
-            )
-        return chosen.dim % ndim
 
-    def _mesh_of(self, fqn: str, chosen: ShardPlacementResult) -> ShardMesh:
-        info = chosen.mesh_info
-        if isinstance(info, DeviceMesh):
-            return shard_mesh_for(self._api, info, None)
-        if not isinstance(info, FSDPMeshInfo):
-            raise ValueError(
-                f"{self._api}: shard_placement_fn returned a mesh_info of type {type(info).__name__} for {fqn}; "
-                "expected FSDPMeshInfo, HSDPMeshInfo or a DeviceMesh"
-            )
-        if info.spmd_mesh is not None:
-            return shard_mesh_for(self._api, info.spmd_mesh, info.dp_mesh_dims)
-        shard = _axis(info.mesh, info.shard_mesh_dim)
-        replicate = _axis(info.mesh, info.replicate_mesh_dim) if isinstance(info, HSDPMeshInfo) else None
-        parts = [part for part in (replicate, shard) if part is not None]
-        if not parts:
-            raise ValueError(f"{self._api}: {fqn}: mesh_info names no axis of {info.mesh}; pass shard_mesh_dim")
-        return shard_mesh(info.mesh, shard, replicate)
+def _mesh_of_plain(api: str, fqn: str, mesh: ShardMesh, whole: WholeMesh) -> ShardMesh:
+    """Return the mesh for plain tensors, which ``dp_mesh_dims`` allow only if they name all axes."""
+    used = whole.dims.shard_names + whole.dims.replicate_names
+    others = [name for name in whole.device_mesh.mesh_dim_names or () if name not in used]
+    if others:
+        raise ValueError(
+            f"{api}: with dp_mesh_dims all parameters have to be DTensors on the mesh; {fqn} is a plain "
+            f"tensor without placements on {others}; use torch.distributed.tensor.distribute_module, or pass the "
+            "data-parallel mesh alone"
+        )
+    return mesh.for_plain()
+
+
+def _chosen_dim(api: str, fqn: str, parameter: nn.Parameter, chosen: object) -> int:
+    if not isinstance(chosen, Shard):
+        raise ValueError(
+            f"{api}: shard_placement_fn returned {chosen!r} for {fqn}; expected Shard(dim), ShardPlacementResult or "
+            "None"
+        )
+    ndim = parameter.ndim
+    if not -ndim <= chosen.dim < ndim:
+        raise ValueError(
+            f"{api}: shard_placement_fn returned Shard({chosen.dim}) for {fqn}, which has {ndim} dims "
+            f"(shape {tuple(parameter.shape)})"
+        )
+    return chosen.dim % ndim
+
+
+def _chosen_mesh(api: str, fqn: str, chosen: ShardPlacementResult) -> ShardMesh:
+    info = chosen.mesh_info
+    if isinstance(info, DeviceMesh):
+        return shard_mesh_for(api, info, None)
+    if not isinstance(info, FSDPMeshInfo):
+        raise ValueError(
+            f"{api}: shard_placement_fn returned a mesh_info of type {type(info).__name__} for {fqn}; "
+            "expected FSDPMeshInfo, HSDPMeshInfo or a DeviceMesh"
+        )
+    if info.spmd_mesh is not None:
+        return shard_mesh_for(api, info.spmd_mesh, info.dp_mesh_dims)
+    shard = _axis(info.mesh, info.shard_mesh_dim)
+    replicate = _axis(info.mesh, info.replicate_mesh_dim) if isinstance(info, HSDPMeshInfo) else None
+    if shard is None and replicate is None:
+        raise ValueError(f"{api}: {fqn}: mesh_info names no axis of {info.mesh}; pass shard_mesh_dim")
+    return shard_mesh(info.mesh, shard, replicate)
 
 
 def _axis(mesh: DeviceMesh, axis: int | None) -> DeviceMesh | None:
@@ -322,8 +297,16 @@ def shard_mesh_for(api: str, mesh: DeviceMesh | None, dims: DataParallelMeshDims
     return shard_mesh(mesh, dims=dims)
 
 
-# By default process group, of which there are several if ranks are threads, and by device type.
-_default_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = weakref.WeakKeyDictionary()
+# By process group: there are several default ones if ranks are threads.
+_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, DeviceMesh]] = weakref.WeakKeyDictionary()
+
+
+def mesh_once(group: dist.ProcessGroup, key: object, make: Callable[[], DeviceMesh]) -> DeviceMesh:
+    """Return the mesh that ``make`` makes: the same for the same group and key, so that units share transports."""
+    known = _meshes.setdefault(group, {})
+    if key not in known:
+        known[key] = make()
+    return known[key]
 
 
 def default_mesh(device_type: str | None = None) -> DeviceMesh:
@@ -331,25 +314,23 @@ def default_mesh(device_type: str | None = None) -> DeviceMesh:
 
     Initializes the default process group if necessary.
     """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if not dist.is_initialized():
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             dist.init_process_group()
         else:  # a plain `python script.py` without torchrun: a single rank
             dist.init_process_group(store=HashStore(), rank=0, world_size=1)
     group = dist.distributed_c10d._get_default_group()
-    if device_type is None:
-        on_accelerator = accelerator is not None and _has_backend(group, accelerator)
-        device_type = accelerator.type if accelerator is not None and on_accelerator else "cpu"
-    known = _default_meshes.setdefault(group, {})
-    if device_type not in known:
-        known[device_type] = init_device_mesh(device_type, (group.size(),))
-    return known[device_type]
+    kind = device_type or device_type_of(group)
+    return mesh_once(group, kind, lambda: init_device_mesh(kind, (group.size(),)))
 
 
-def _has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
+def device_type_of(group: dist.ProcessGroup) -> str:
+    """Return the type of the accelerator if there is one and ``group`` has a back end for it, else "cpu"."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return "cpu"
     try:
-        group._get_backend(device)
+        group._get_backend(accelerator)
     except RuntimeError:
-        return False
-    return True
+        return "cpu"
+    return accelerator.type

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
+from fullshard.allocator import keep_freed_memory_by_default
+from fullshard.comm.mesh import ShardMesh
 from fullshard.comm.quantized.mesh import MeshQuantization
-from fullshard.engine.ownership import nested_units, set_unit, unit_of
+from fullshard.engine.optimizer_steps import watch_optimizers
+from fullshard.engine.ownership import claim_parameters, managed_modules, nested_units, set_unit, unit_of
 from fullshard.engine.quantized_report import QuantizationReport
-from fullshard.engine.runtime import each_runtime, ensure_idle, runtime_of
+from fullshard.engine.runtime import each_runtime, ensure_idle, runtime_of, take_parameters
+from fullshard.engine.settings import UnitPolicy, UnitSettings
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError, PhaseError
-from fullshard.frontend.arguments import check_bool
+from fullshard.frontend.arguments import Place, check_bool
 from fullshard.policy import CommQuantization
 
 if TYPE_CHECKING:
@@ -26,7 +30,8 @@ __all__ = [
     "PendingGradient",
     "ShardedModule",
     "computes_on_copies",
-    "mark_nested",
+    "finish_reductions",
+    "make_unit",
     "outside_graph",
     "unit_at",
     "units_at",
@@ -59,11 +64,50 @@ def computes_on_copies(unit: Unit) -> bool:
     return unit.registration.copies and not torch.is_grad_enabled()
 
 
+def make_unit(
+    modules: Sequence[nn.Module],
+    mesh: ShardMesh,
+    place: Place,
+    policy: UnitPolicy,
+    settings: UnitSettings,
+    ignored: Iterable[nn.Parameter],
+    *,
+    ignored_modules: Collection[nn.Module] = (),
+    owned_by_ancestor: Iterable[nn.Parameter] = (),
+) -> None:
+    """Move buffers to the device of ``mesh``, and shard the parameters of ``modules`` as one unit.
+
+    Parameters in ``ignored``, and buffers of ``ignored_modules``, stay as they are. ``owned_by_ancestor`` are
+    parameters of modules in nested units that belong to this unit.
+
+    Raises:
+        TiedParameterError, ValueError: If a parameter cannot be sharded in this way.
+    """
+    if mesh.device.type == "cpu":
+        keep_freed_memory_by_default()
+    for _, managed in managed_modules(modules):
+        for name, buffer in managed._buffers.items() if managed not in ignored_modules else ():
+            if buffer is not None and not buffer.is_meta and buffer.device != mesh.device:
+                managed._buffers[name] = buffer.to(mesh.device)
+    claimed = claim_parameters(modules, ignored, place, policy.form, take_parameters, owned_by_ancestor)
+    unit = Unit(modules, mesh, claimed, policy, settings)
+    for module in modules:
+        set_unit(module, unit)
+        mark_nested(module)
+    watch_optimizers()
+
+
 def mark_nested(module: nn.Module) -> None:
     """Mark the sharded modules below ``module`` as nested: they are not roots any more."""
     for below in module.modules():
         if below is not module and isinstance(below, ShardedModule):
             below._is_nested = True
+
+
+def finish_reductions(module: nn.Module) -> None:
+    """Wait for the reductions in flight of all units in ``module``, and put the gradients into ``.grad``."""
+    for runtime in each_runtime(nested_units(module)):
+        runtime.finish_reductions()
 
 
 class ShardedModule(nn.Module):
@@ -94,20 +138,15 @@ class ShardedModule(nn.Module):
         Call it on all ranks. No-op if there are none.
         """
         ensure_idle(unit_at(self))
-        units = nested_units(self)
-        runtimes = each_runtime(units)
-        for runtime in runtimes:
-            runtime.finish_reductions()
-        for unit in units:
+        finish_reductions(self)
+        for unit in nested_units(self):
             if unit.has_unreduced_gradients:  # also one that has lost its runtime: others have joined its model
                 runtime_of(unit).reduce_unreduced(unit)
-        for runtime in each_runtime(units):
-            runtime.finish_reductions()
+        finish_reductions(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients as ``nn.Module`` does, and unreduced gradients of earlier microbatches."""
-        for runtime in each_runtime(nested_units(self)):
-            runtime.finish_reductions()  # gradients in flight would be added afterwards
+        finish_reductions(self)  # gradients in flight would be added afterwards
         super().zero_grad(set_to_none)
         for unit in nested_units(self):
             if unit.user_unshards:  # inside `unsharded`, nn.Module has cleared those of unsharded parameters
@@ -210,7 +249,6 @@ class ShardedModule(nn.Module):
                 parameter.memoize(memo)
         copied: Self = object.__new__(type(self))
         memo[id(self)] = copied
-        memo.update((id(shared), shared) for shared in self._shared_with_copies())
         getstate: Any = getattr(type(self), "__getstate__", None)  # Lightning's modules drop their Trainer there
         is_default = getstate is getattr(object, "__getstate__", None)  # which Python 3.10 does not have
         picked: Any = self.__dict__ if is_default else getstate(self)
@@ -227,10 +265,6 @@ class ShardedModule(nn.Module):
         copied._is_nested = False
         mark_nested(copied)
         return copied
-
-    def _shared_with_copies(self) -> list[object]:
-        """Return objects that a deep copy shares, because they belong to process groups."""
-        return []
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise FullshardError(

@@ -1,16 +1,32 @@
-"""Process groups of saves and loads, with a separate communicator for coordination."""
+"""Process groups of meshes, and of saves and loads, with a separate communicator for coordination."""
 
 from __future__ import annotations
 
 import os
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from fullshard.comm import part_of
+from fullshard.comm.mesh import ShardMesh
 from fullshard.ranks.barrier import STEP_TIMEOUT_S, STEP_TIMEOUT_VARIABLE
 
-__all__ = ["coordination_group", "resolve_group"]
+__all__ = ["any_rank", "coordination_group", "data_parallel_groups", "resolve_group"]
+
+
+def data_parallel_groups(mesh: ShardMesh) -> list[dist.ProcessGroup]:
+    """Return the process groups of the shard and of the replicate axis that have more than one rank, in this order."""
+    return [axis.get_group() for axis in (mesh.shard, mesh.replicate) if axis is not None and axis.size() > 1]
+
+
+def any_rank(flag: bool, mesh: ShardMesh) -> bool:
+    """Return True if ``flag`` is true on any rank of ``mesh``. A collective."""
+    for group in data_parallel_groups(mesh):
+        anywhere = torch.tensor([flag], dtype=torch.int32, device=mesh.device)
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
+        flag = bool(anywhere.item())
+    return flag
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -14,21 +15,7 @@ from fullshard.wrap import Policy, PolicyFunction, WrapPlan, plan_for
 from fullshard.wrap.tree import ModuleTree
 from fullshard.wrapper.options import API, WrapperOptions
 
-__all__ = ["WrapperPlan", "plan_wrappers"]
-
-
-class WrapperPlan(NamedTuple):
-    """The wrappers to create.
-
-    Args:
-        plan: Modules to wrap.
-        options: Options of each wrapper, by its module.
-        full_precision: Modules that run in full precision within mixed precision.
-    """
-
-    plan: WrapPlan
-    options: dict[nn.Module, WrapperOptions]
-    full_precision: set[nn.Module]
+__all__ = ["plan_wrappers"]
 
 
 def plan_wrappers(
@@ -38,16 +25,11 @@ def plan_wrappers(
     ignored_modules: set[nn.Module],
     ignored_parameters: set[nn.Parameter],
     root_options: WrapperOptions,
-) -> WrapperPlan:
-    """Plan the wrappers that a policy selects. Nothing is changed yet.
+) -> tuple[WrapPlan, dict[nn.Module, WrapperOptions]]:
+    """Plan the wrappers that a policy selects below ``module``, and their options. Nothing is changed yet.
 
-    Args:
-        policy: The ``auto_wrap_policy``.
-        module: The root, which is not in the plan.
-        arguments: Constructor arguments of the root; a policy may choose others for some modules.
-        ignored_modules: Modules that are not wrapped.
-        ignored_parameters: Parameters that are not sharded.
-        root_options: Checked arguments of the root.
+    ``arguments`` are the constructor arguments of the root, of which a policy may choose others for some modules, and
+    ``root_options`` the same after checks.
 
     Raises:
         TypeError, ValueError: If the policy or the arguments that it chose are invalid.
@@ -88,8 +70,9 @@ def plan_wrappers(
         if unknown:
             raise ValueError(f"{API}: the policy chose {unknown} for {entry.name!r}, expected of {sorted(arguments)}")
         same = all(entry.kwargs.get(name, value) is value for name, value in arguments.items())
-        options[entry.module] = root_options if same else WrapperOptions.of(entry.module, {**arguments, **entry.kwargs})
-    return WrapperPlan(chosen, options, full_precision)
+        own = root_options if same else WrapperOptions.of(entry.module, {**arguments, **entry.kwargs})
+        options[entry.module] = replace(own, casts_around=True) if entry.module in full_precision else own
+    return chosen, options
 
 
 def _in_full_precision(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
@@ -12,31 +13,33 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.allocator import keep_freed_memory_by_default
-from fullshard.engine.buckets.formats import FlatShardingFormat
 from fullshard.engine.containers import cast_tensors, iterate_tensors
 from fullshard.engine.hooks import in_backward
-from fullshard.engine.optimizer_steps import watch_optimizers
-from fullshard.engine.ownership import claim_parameters, managed_modules, nested_units, set_unit, unit_of
+from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.engine.parameters.names import CHECKPOINTED, clean_name
-from fullshard.engine.runtime import each_runtime, runtime_of, take_parameters
-from fullshard.engine.settings import UnitPolicy
+from fullshard.engine.runtime import runtime_of
 from fullshard.engine.states import ParameterState
-from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError, PhaseError
-from fullshard.frontend.arguments import Placer, check_instance, check_parameters
-from fullshard.frontend.sharded_module import ShardedModule, computes_on_copies, mark_nested, outside_graph, unit_at
+from fullshard.frontend.arguments import check_instance, check_parameters, placer
+from fullshard.frontend.sharded_module import (
+    ShardedModule,
+    computes_on_copies,
+    finish_reductions,
+    make_unit,
+    outside_graph,
+    unit_at,
+)
+from fullshard.optim.norms import clip_grad_norm_
 from fullshard.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from fullshard.wrap import Policy, PolicyFunction
-from fullshard.wrapper import summon as wrapper_summon
+from fullshard.wrap import Policy, PolicyFunction, WrapPlan
 from fullshard.wrapper.auto_wrap import plan_wrappers
-from fullshard.wrapper.clip import clip_gradients
-from fullshard.wrapper.initialization import Initializer, raise_on_all, sync_states
+from fullshard.wrapper.initialization import Initializer, raised_on_all, sync_states
 from fullshard.wrapper.options import API, Groups, WrapperOptions, ignored_states
 from fullshard.wrapper.order import checked_execution_order
 from fullshard.wrapper.rollback import rollback_on_failure
 from fullshard.wrapper.state_dict.model import WrapperState
 from fullshard.wrapper.state_dict.optimizer import WrapperOptim
+from fullshard.wrapper.summon import summon_full_params
 
 __all__ = ["FullyShardedDataParallel"]
 
@@ -83,7 +86,6 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
     _options: WrapperOptions
     _ignored_modules: set[nn.Module]
     _ignored_parameters: set[nn.Parameter]  # including those of nested units
-    _casts_around: bool  # cast inputs to full precision and outputs back, see MixedPrecision
 
     def __init__(
         self,
@@ -131,80 +133,53 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
         modules, parameters = _ignored(module, ignored_modules, ignored_states)
         options = WrapperOptions.of(module, arguments)
         check_parameters(API, [module], parameters)
-        planned = None
+        plan: WrapPlan | None = None
+        chosen: dict[nn.Module, WrapperOptions] = {}
         if auto_wrap_policy is not None:
-            planned = plan_wrappers(auto_wrap_policy, module, arguments, modules, parameters, options)
-        initializer = Initializer(module, modules)
+            plan, chosen = plan_wrappers(auto_wrap_policy, module, arguments, modules, parameters, options)
+        initializer = Initializer(module, modules, parameters)
 
         with rollback_on_failure(module) as made:
 
             def wrap(inner: nn.Module, _: dict[str, Any], left_out: frozenset[nn.Parameter]) -> nn.Module:
-                assert planned is not None
                 child = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
                 nn.Module.__init__(child)
                 made.append(child)
-                child._set_up(inner, planned.options[inner], modules, parameters, initializer, left_out)
-                child._casts_around = inner in planned.full_precision
+                child._set_up(inner, chosen[inner], initializer, left_out)
                 return child
 
-            if planned is not None:
-                planned.plan.apply(wrap)
+            if plan is not None:
+                plan.apply(wrap)
             made.append(self)
-            self._set_up(module, options, modules, parameters, initializer, frozenset())
+            self._set_up(module, options, initializer, frozenset())
 
     def _set_up(
-        self,
-        module: nn.Module,
-        options: WrapperOptions,
-        ignored_modules: set[nn.Module],
-        ignored_parameters: set[nn.Parameter],
-        initializer: Initializer,
-        left_out: frozenset[nn.Parameter],
+        self, module: nn.Module, options: WrapperOptions, initializer: Initializer, left_out: frozenset[nn.Parameter]
     ) -> None:
         """Initialize the wrapper of ``module``, after the wrappers of modules inside of it."""
-        self._options, self._ignored_modules, self._casts_around = options, ignored_modules, False
+        self._options, self._ignored_modules = options, initializer.ignored_modules
         self._fsdp_wrapped_module = module
-        mesh = options.mesh
-        managed = [m for _, m in managed_modules([self]) if m not in ignored_modules and m is not self]
-        failure: Exception | None = None
-        try:
+        mesh, managed = options.mesh, self._managed
+        ranks_agree = options.param_init_fn is not None or options.sync_module_states  # user code; a collective follows
+        with raised_on_all(mesh) if ranks_agree else contextlib.nullcontext():
             initializer.materialize(managed, options.param_init_fn, mesh.device)
-        except Exception as error:
-            failure = error
-        if options.param_init_fn is not None or options.sync_module_states:  # user code, or a collective follows
-            raise_on_all(failure, mesh)
-        elif failure is not None:
-            raise failure
-        self._ignored_parameters = initializer.current(ignored_parameters)
+        self._ignored_parameters = initializer.current(initializer.ignored_parameters)
         ignored = self._ignored_parameters | initializer.current(left_out)
         owned_by_ancestor = initializer.unclaimed - ignored
         if options.sync_module_states:
-            sync_states(
-                managed,
-                ignored,
-                [p for p in dict.fromkeys(_registered_parameters(module)) if p in owned_by_ancestor],
-                mesh,
-            )
-        if mesh.device.type == "cpu":
-            keep_freed_memory_by_default()
-        for submodule in managed:
-            for name, buffer in submodule._buffers.items():
-                if buffer is not None and buffer.device != mesh.device:
-                    submodule._buffers[name] = buffer.to(mesh.device)
-        form = FlatShardingFormat(None if options.use_orig_params else module)
-        place = Placer(API, mesh, None)
-        claimed = claim_parameters([self], ignored, place, form, take_parameters, owned_by_ancestor)
-        policy = UnitPolicy(
-            options.precision_policy,
-            options.offload_policy,
-            form,
-            options.offload.offload_grads,
-            options.precision is not None and options.precision.keep_low_precision_grads,
+            registered = (p for m in module.modules() for p in m._parameters.values())  # in the order of all ranks
+            sync_states(managed, ignored, [p for p in registered if p in owned_by_ancestor], mesh)
+        make_unit(
+            [self],
+            mesh,
+            placer(API, mesh),
+            options.policy(module),
+            options.settings(),
+            ignored,
+            ignored_modules=self._ignored_modules,
+            owned_by_ancestor=owned_by_ancestor,
         )
-        set_unit(self, Unit([self], mesh, claimed, policy, options.settings()))
         initializer.add_unclaimed(left_out)
-        mark_nested(self)
-        watch_optimizers()
         self._prepare_state()
 
     # ---------------------------------------------------------------- running
@@ -228,7 +203,7 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outside = outside_graph if torch.compiler.is_compiling() else _identity
-        dtype = _dtype_of((args, kwargs)) if self._casts_around else None
+        dtype = _dtype_of((args, kwargs)) if self._options.casts_around else None
         args, kwargs = outside(FullyShardedDataParallel._before)(self, args, kwargs)
         try:
             output = self._fsdp_wrapped_module(*args, **kwargs)
@@ -243,7 +218,7 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
         unit = unit_at(self)
         self._cast_buffers()
         precision = self._options.precision
-        if self._casts_around:
+        if self._options.casts_around:
             args, kwargs = cast_tensors(torch.float32, (args, kwargs))
         elif precision is not None and precision.param_dtype is not None:
             root = runtime_of(unit).root() is unit
@@ -298,8 +273,17 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
             The norm before scaling, 0-D, in the dtype that the gradients' dtypes promote to, and the same on all ranks,
             as from :func:`fullshard.clip_grad_norm_`.
         """
-        self._finish_reductions()
-        return clip_gradients(self, float(max_norm), float(norm_type))
+        max_norm, norm_type = float(max_norm), float(norm_type)
+        if not norm_type > 0:
+            raise ValueError(f"clip_grad_norm_: norm_type: expected a positive number, found {norm_type}")
+        finish_reductions(self)
+        parameters = list(self.parameters())
+        total = clip_grad_norm_(parameters, max_norm, norm_type).to(self.compute_device)
+        dtypes = [parameter.grad.dtype for parameter in parameters if parameter.grad is not None]
+        if not dtypes:
+            warnings.warn("clip_grad_norm_: this rank has no gradients", stacklevel=3)
+            return total.float()
+        return total.to(functools.reduce(torch.promote_types, dtypes))
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Have ``hook`` reduce the gradients of all nested units, instead of the engine.
@@ -352,10 +336,6 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
             unit.settings.comm_hook = (state, hook)
             unit.change_transports()
 
-    def _finish_reductions(self) -> None:
-        for runtime in each_runtime(nested_units(self)):
-            runtime.finish_reductions()
-
     # ---------------------------------------------------------------- inspection
 
     @property
@@ -375,39 +355,7 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
         unit = unit_at(self)
         return unit.runtime.root() is unit if unit.runtime is not None else not self._is_nested
 
-    @staticmethod
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> contextlib.AbstractContextManager[None]:
-        """Unshard parameters, in the shards' dtype, inside the ``with`` block. All ranks enter it.
-
-        With gradients disabled, modules can run inside the block, on these parameters and without casts.
-
-        Args:
-            module: Module of a unit of either front end.
-            recurse: Include the units of all nested modules.
-            writeback: Write edits back to the shards, unless the block raises.
-            rank0_only: Only the first rank of the shard axis gets unsharded parameters; with ``writeback``, its edits
-                are sent to the others.
-            offload_to_cpu: Keep the unsharded parameters in CPU memory.
-            with_grads: Unshard gradients, too.
-
-        Raises:
-            PhaseError: In forward or backward, or if a unit is already unsharded by the user.
-        """
-        return wrapper_summon.summon(
-            module,
-            recurse=recurse,
-            writeback=writeback,
-            rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu,
-            with_grads=with_grads,
-        )
+    summon_full_params = staticmethod(summon_full_params)
 
     def apply(self, fn: Callable[[nn.Module], object]) -> FullyShardedDataParallel:
         """Apply ``fn`` as ``nn.Module.apply`` does, to unsharded parameters; changes are written back."""
@@ -438,9 +386,6 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
     def __getitem__(self, key: int | str | slice) -> Any:
         """Index the wrapped module (``nn.Sequential``)."""
         return self._fsdp_wrapped_module[key]  # type: ignore[index]
-
-    def _shared_with_copies(self) -> list[object]:
-        return [self._options]
 
     # Attributes that programs written for torch.distributed.fsdp read.
 
@@ -489,11 +434,6 @@ def _ignored(
             ignored_modules |= below._ignored_modules
             ignored_parameters |= below._ignored_parameters
     return ignored_modules, ignored_parameters
-
-
-def _registered_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of all modules, including wrappers, in order and with duplicates."""
-    return (p for m in module.modules() for p in m._parameters.values() if p is not None)
 
 
 def _identity(function: Callable[..., Any]) -> Callable[..., Any]:

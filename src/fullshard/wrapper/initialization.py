@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -11,29 +12,27 @@ from torch import nn
 from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.parameters.sharded import value_of
 from fullshard.errors import FullshardError
+from fullshard.ranks.groups import any_rank, data_parallel_groups
 from fullshard.wrapper.options import API
 
-__all__ = ["Initializer", "raise_on_all", "sync_states"]
+__all__ = ["Initializer", "raised_on_all", "sync_states"]
 
 # Large enough to hide latency, small enough for memory.
 BROADCAST_BYTES = 250 * 1024 * 1024
 
 
 class Initializer:
-    """Materializes the modules of a tree unit by unit, and keeps tied parameters tied.
+    """Materializes the modules below ``root`` unit by unit, except ignored ones, and keeps tied parameters tied."""
 
-    Args:
-        root: Root of the tree.
-        ignored: Modules that are not initialized.
-    """
-
+    ignored_modules: set[nn.Module]
+    ignored_parameters: set[nn.Parameter]  # as they were before any was materialized
     unclaimed: set[nn.Parameter]  # parameters that nested units left to an ancestor
     _root: nn.Module
-    _ignored: set[nn.Module]
     _replacements: dict[nn.Parameter, nn.Parameter]  # meta parameter -> the parameter that replaced it
 
-    def __init__(self, root: nn.Module, ignored: set[nn.Module]) -> None:
-        self._root, self._ignored, self._replacements, self.unclaimed = root, ignored, {}, set()
+    def __init__(self, root: nn.Module, ignored_modules: set[nn.Module], ignored_parameters: set[nn.Parameter]) -> None:
+        self.ignored_modules, self.ignored_parameters = ignored_modules, ignored_parameters
+        self._root, self._replacements, self.unclaimed = root, {}, set()
 
     def current(self, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
         """Return the parameter objects that modules hold now for these parameters."""
@@ -48,15 +47,13 @@ class Initializer:
     ) -> None:
         """Allocate and initialize the meta tensors of ``modules`` themselves, not of their children.
 
-        Args:
-            modules: Modules of one unit.
-            init: Called with each module that has meta tensors; None: allocate and call ``reset_parameters()``.
-            device: Device of the new tensors.
+        ``init`` is called with each module that has meta tensors. None: allocate them on ``device``, and call the
+        module's ``reset_parameters()``.
 
         Raises:
             ValueError: If a module has no ``reset_parameters``, or still has meta tensors afterwards.
         """
-        waiting = [module for module in modules if module not in self._ignored and _on_meta(module)]
+        waiting = [module for module in modules if _on_meta(module)]
         if not waiting:
             return
         owners_by_parameter: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -102,13 +99,9 @@ def _on_meta(module: nn.Module) -> bool:
 def sync_states(
     modules: Iterable[nn.Module], ignored: set[nn.Parameter], others: Iterable[nn.Parameter], mesh: ShardMesh
 ) -> None:
-    """Broadcast the parameters and buffers of the first rank to all ranks. A collective.
+    """Broadcast parameters and buffers of the first rank of ``mesh`` to all ranks. A collective.
 
-    Args:
-        modules: Modules whose own parameters and buffers are sent.
-        ignored: Parameters that are not sent.
-        others: Parameters of other modules, in the same order on all ranks.
-        mesh: The ranks.
+    Sends those of ``modules`` themselves, except ``ignored`` ones, and ``others``, in the same order on all ranks.
     """
     found: dict[int, torch.Tensor] = {id(parameter): value_of(parameter) for parameter in others}
     for module in modules:
@@ -120,9 +113,8 @@ def sync_states(
                 found[id(buffer)] = buffer
     states = list(found.values())
     # Replicas first: then the first rank of every shard group has the first rank's values.
-    for axis, size in ((mesh.replicate, mesh.replicas), (mesh.shard, mesh.world_size)):
-        if axis is not None and size > 1 and states:
-            _broadcast(states, axis.get_group(), mesh.device)
+    for group in reversed(data_parallel_groups(mesh)):
+        _broadcast(states, group, mesh.device)
 
 
 def _broadcast(states: list[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
@@ -142,18 +134,19 @@ def _broadcast(states: list[torch.Tensor], group: dist.ProcessGroup, device: tor
                 state.copy_(received)
 
 
-def raise_on_all(failure: Exception | None, mesh: ShardMesh) -> None:
-    """Raise ``failure`` if there is one, and an error about it on the other ranks. A collective.
+@contextlib.contextmanager
+def raised_on_all(mesh: ShardMesh) -> Iterator[None]:
+    """Raise an error of the ``with`` block on this rank, and one about it on the other ranks. A collective.
 
     Raises:
-        FullshardError: If another rank has a failure.
+        FullshardError: If the block failed on another rank only.
     """
-    failed = failure is not None
-    for axis, size in ((mesh.shard, mesh.world_size), (mesh.replicate, mesh.replicas)):
-        if axis is not None and size > 1:
-            flag = torch.tensor([failed], dtype=torch.int32, device=mesh.device)
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=axis.get_group())
-            failed = bool(flag.item())
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    failed = any_rank(failure is not None, mesh)
     if failure is not None:
         raise failure
     if failed:

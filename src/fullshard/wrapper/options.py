@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +14,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.comm.mesh import ShardMesh, axis_of, shard_mesh
+from fullshard.engine.buckets.formats import FlatShardingFormat
 from fullshard.engine.ownership import unit_of
-from fullshard.engine.settings import UnitSettings
-from fullshard.frontend.arguments import check_bool, check_instance, default_mesh, warn_if_unpinned
+from fullshard.engine.settings import UnitPolicy, UnitSettings
+from fullshard.frontend.arguments import (
+    check_bool,
+    check_instance,
+    default_mesh,
+    device_type_of,
+    mesh_once,
+    warn_if_unpinned,
+)
 from fullshard.memory import allows_cpu_gradients
 from fullshard.policy import (
     BackwardPrefetch,
@@ -33,55 +39,49 @@ from fullshard.policy import (
 __all__ = ["API", "Groups", "WrapperOptions"]
 
 API = "FullyShardedDataParallel"
+AXES = ("replicate", "shard")  # names in the meshes of hybrid strategies
 
 Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+
+EXPECTED: dict[str, type] = {
+    "sharding_strategy": ShardingStrategy,
+    "cpu_offload": CPUOffload,
+    "backward_prefetch": BackwardPrefetch,
+    "mixed_precision": MixedPrecision,
+}
 
 
 @dataclass(frozen=True)
 class WrapperOptions:
-    """The checked arguments of one wrapper. Equal on all ranks.
+    """The checked arguments of one wrapper. Equal on all ranks."""
 
-    Args:
-        mesh: Ranks to shard and replicate over.
-        strategy: Sharding strategy.
-        offload: CPU offloading.
-        prefetch: Backward prefetch.
-        precision: Mixed precision; None: the parameters' dtypes.
-        param_init_fn: Initializes modules on the meta device; None: their ``reset_parameters``.
-        sync_module_states: Broadcast rank 0's parameters and buffers.
-        use_orig_params: Users see the original parameters.
-    """
-
-    mesh: ShardMesh
+    mesh: ShardMesh  # to shard and replicate over
     strategy: ShardingStrategy
     offload: CPUOffload
     prefetch: BackwardPrefetch | None
-    precision: MixedPrecision | None
-    param_init_fn: Callable[[nn.Module], object] | None
+    precision: MixedPrecision | None  # None: the parameters' dtypes
+    param_init_fn: Callable[[nn.Module], object] | None  # for modules on the meta device; None: reset_parameters
     sync_module_states: bool
     use_orig_params: bool
+    casts_around: bool = False  # cast inputs to full precision and outputs back, see MixedPrecision
 
     @classmethod
-    def of(cls, module: nn.Module, arguments: Mapping[str, Any]) -> WrapperOptions:
+    def of(cls, module: nn.Module, given: Mapping[str, Any]) -> WrapperOptions:
         """Check the arguments of the constructor, given by name.
 
         Raises:
             TypeError: If an argument has the wrong type.
             ValueError: If arguments contradict each other.
         """
-        given = dict(arguments)
-        strategy = given["sharding_strategy"]
-        check_instance(f"{API}: sharding_strategy", strategy, (ShardingStrategy, type(None)))
-        strategy = strategy or ShardingStrategy.FULL_SHARD
-        check_instance(f"{API}: cpu_offload", given["cpu_offload"], (CPUOffload, type(None)))
-        check_instance(f"{API}: backward_prefetch", given["backward_prefetch"], (BackwardPrefetch, type(None)))
-        check_instance(f"{API}: mixed_precision", given["mixed_precision"], (MixedPrecision, type(None)))
+        for name, kind in EXPECTED.items():
+            check_instance(f"{API}: {name}", given[name], (kind, type(None)))
         for flag in ("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params"):
             check_bool(f"{API}: {flag}", given[flag])
         init = given["param_init_fn"]
         if init is not None and not callable(init):
             raise ValueError(f"{API}: param_init_fn: expected a function of a module, found {init!r}")
         warn_if_unpinned(given["cpu_offload"] is not None and given["cpu_offload"].offload_params)
+        strategy = given["sharding_strategy"] or ShardingStrategy.FULL_SHARD
         device_type = _device_type(module, given["device_id"])
         mesh = _mesh(strategy, given["process_group"], given["device_mesh"], device_type)
         if device_type not in (None, mesh.device.type):
@@ -106,17 +106,20 @@ class WrapperOptions:
             use_orig_params=given["use_orig_params"],
         )
 
-    @functools.cached_property
-    def precision_policy(self) -> MixedPrecisionPolicy:
-        """The part of the mixed precision that the engine implements; the wrapper casts inputs itself."""
-        if self.precision is None:
-            return MixedPrecisionPolicy(cast_forward_inputs=False)
-        return MixedPrecisionPolicy(self.precision.param_dtype, self.precision.reduce_dtype, None, False)
+    def __deepcopy__(self, memo: dict[int, Any]) -> WrapperOptions:
+        """Return the same options: they belong to process groups, which copies share."""
+        return self
 
-    @functools.cached_property
-    def offload_policy(self) -> OffloadPolicy:
-        """Offload policy of the shards."""
-        return CPUOffloadPolicy() if self.offload.offload_params else OffloadPolicy()
+    def policy(self, module: nn.Module) -> UnitPolicy:
+        """Return the policy of the unit of a wrapped module; the wrapper casts inputs itself."""
+        precision = self.precision or MixedPrecision()
+        return UnitPolicy(
+            MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype, cast_forward_inputs=False),
+            CPUOffloadPolicy() if self.offload.offload_params else OffloadPolicy(),
+            FlatShardingFormat(None if self.use_orig_params else module),
+            self.offload.offload_grads,
+            precision.keep_low_precision_grads,
+        )
 
     def settings(self) -> UnitSettings:
         """Return the settings of a unit for the sharding strategy."""
@@ -132,13 +135,15 @@ def _device_type(module: nn.Module, device_id: int | torch.device | None) -> str
     one.
     """
     check_instance(f"{API}: device_id", device_id, (int, torch.device, type(None)))
-    types = sorted({t.device.type for t in (*module.parameters(), *module.buffers())} - {"cpu", "meta"})
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    found = {t.device for t in (*module.parameters(), *module.buffers())}
+    on_accelerators = {device for device in found if device.type not in ("cpu", "meta")}
+    types = sorted({device.type for device in on_accelerators})
     if len(types) > 1:
         raise ValueError(f"{API}: expected a module on one type of accelerator, found {types}; move it to one type")
     if device_id is None:
         return types[0] if types else None
     if isinstance(device_id, int):
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = torch.device("cpu") if accelerator is None else torch.device(accelerator.type, device_id)
     else:
         device = device_id
@@ -146,7 +151,6 @@ def _device_type(module: nn.Module, device_id: int | torch.device | None) -> str
         if types:
             raise ValueError(f"{API}: device_id is {device_id}, but the module has parameters on {types[0]}")
         return "cpu"
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or device.type != accelerator.type:
         available = "no accelerator" if accelerator is None else accelerator.type
         raise ValueError(f"{API}: device_id is {device}, but this machine has {available}; pass an available device")
@@ -154,13 +158,9 @@ def _device_type(module: nn.Module, device_id: int | torch.device | None) -> str
         current = torch.accelerator.current_device_index()
         warnings.warn(f"{API}: device_id {device} has no index; using the current device, {current}", stacklevel=4)
     else:
-        found = {t.device for t in (*module.parameters(), *module.buffers())} - {
-            torch.device("cpu"),
-            torch.device("meta"),
-        }
-        if found - {device}:
+        if on_accelerators - {device}:
             raise ValueError(
-                f"{API}: device_id is {device}, but the module has parameters on {sorted(map(str, found))}"
+                f"{API}: device_id is {device}, but the module has parameters on {sorted(map(str, on_accelerators))}"
             )
         torch.accelerator.set_device_index(device.index)
     return device.type
@@ -174,68 +174,37 @@ def _mesh(strategy: ShardingStrategy, groups: Groups, mesh: DeviceMesh | None, d
         mesh = _mesh_of(strategy, groups, device_type)
     elif mesh is None:
         mesh = _hybrid_mesh(device_type) if strategy.hybrid else default_mesh(device_type)
+    ndim, described = (2, "2-D device_mesh (replicate, shard)") if strategy.hybrid else (1, "1-D device_mesh")
+    if mesh.ndim != ndim:
+        raise ValueError(f"{API}: {strategy.name} requires a {described}, found {mesh.ndim} dimensions in {mesh}")
     if strategy.hybrid:
-        if mesh.ndim != 2:
-            raise ValueError(
-                f"{API}: {strategy.name} requires a 2-D device_mesh (replicate, shard), found {mesh.ndim} dimensions "
-                f"in {mesh}"
-            )
         return shard_mesh(mesh, axis_of(mesh, 1), axis_of(mesh, 0))
-    if mesh.ndim != 1:
-        raise ValueError(f"{API}: {strategy.name} requires a 1-D device_mesh, found {mesh.ndim} dimensions in {mesh}")
     return shard_mesh(mesh, None, mesh) if strategy is ShardingStrategy.NO_SHARD else shard_mesh(mesh, mesh, None)
 
 
-# For groups: by the first group, and the names of all; for the default group: by ranks per machine.
-_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, DeviceMesh]] = weakref.WeakKeyDictionary()
-
-
 def _mesh_of(strategy: ShardingStrategy, groups: Groups, device_type: str | None) -> DeviceMesh:
-    """Return a mesh on process groups; the same mesh for the same groups, so that units share transports."""
+    """Return a mesh on process groups."""
+    given: tuple[Any, ...] = groups if isinstance(groups, tuple) else (groups,)
     if strategy.hybrid:
-        if not isinstance(groups, tuple) or len(groups) != 2 or not all(map(_is_group, groups)):
+        if len(given) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in given):
             raise ValueError(
                 f"{API}: {strategy.name} requires process_group=None or a tuple of two process groups (shard, "
                 f"replicate); found {groups!r}"
             )
-    elif not _is_group(groups):
+    elif not isinstance(groups, dist.ProcessGroup):
         raise TypeError(f"{API}: process_group: expected a process group, found {type(groups).__name__}")
-    members = cast("tuple[dist.ProcessGroup, ...]", groups if isinstance(groups, tuple) else (groups,))
-    device_type = device_type or _served_by(members[0])
-    key = (tuple(member.group_name for member in members), device_type)
-    known = _meshes.setdefault(members[0], {})
-    if key in known:
-        return known[key]
-    if len(members) == 1:
-        mesh = DeviceMesh.from_group(members[0], device_type)
-    else:
-        shard, replicate = members
+    device_type = device_type or device_type_of(given[0])
+
+    def make() -> DeviceMesh:
+        if len(given) == 1:
+            return DeviceMesh.from_group(given[0], device_type)
+        shard, replicate = given
         rows: list[Any] = [None] * replicate.size()
         dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
-        mesh = DeviceMesh.from_group(
-            [replicate, shard],
-            device_type,
-            mesh=torch.tensor(rows, dtype=torch.int, device="cpu"),
-            mesh_dim_names=("replicate", "shard"),
-        )
-    known[key] = mesh
-    return mesh
+        ranks = torch.tensor(rows, dtype=torch.int, device="cpu")
+        return DeviceMesh.from_group([replicate, shard], device_type, mesh=ranks, mesh_dim_names=AXES)
 
-
-def _is_group(value: object) -> bool:
-    return isinstance(value, dist.ProcessGroup)
-
-
-def _served_by(group: Any) -> str:
-    """Return the accelerator type if the group has a back end for it, else "cpu"."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None:
-        try:
-            group._get_backend(accelerator)
-        except RuntimeError:
-            return "cpu"
-        return accelerator.type
-    return "cpu"
+    return mesh_once(given[0], (tuple(group.group_name for group in given), device_type), make)
 
 
 def _hybrid_mesh(device_type: str | None) -> DeviceMesh:
@@ -250,12 +219,9 @@ def _hybrid_mesh(device_type: str | None) -> DeviceMesh:
             f"{API}: cannot determine the machines: {ranks} ranks are not a multiple of the {local} on this machine; "
             "pass device_mesh=init_device_mesh(type, (machines, ranks per machine))"
         )
-    group = dist.distributed_c10d._get_default_group()
-    known, key = _meshes.setdefault(group, {}), (local, world.device_type)
-    if key not in known:
-        names = ("replicate", "shard")
-        known[key] = init_device_mesh(world.device_type, (ranks // local, local), mesh_dim_names=names)
-    return known[key]
+    shape = (ranks // local, local)
+    group, key = dist.distributed_c10d._get_default_group(), (world.device_type, shape)
+    return mesh_once(group, key, lambda: init_device_mesh(world.device_type, shape, mesh_dim_names=AXES))
 
 
 def ignored_states(

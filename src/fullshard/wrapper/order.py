@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from fullshard.engine.runtime import Runtime
 from fullshard.errors import FullshardError
+from fullshard.ranks.groups import data_parallel_groups
 from fullshard.ranks.order import OrderCheck, OrderWatchdog
 
 __all__ = ["checked_execution_order"]
@@ -33,9 +34,7 @@ def checked_execution_order(runtime: Runtime) -> Iterator[None]:
 def _check_first_forward(runtime: Runtime) -> Iterator[None]:
     root = runtime.root()
     assert root is not None
-    mesh = root.mesh
-    axes = [(mesh.shard, mesh.world_size), (mesh.replicate, mesh.replicas)]
-    groups = [axis.get_group() for axis, size in axes if axis is not None and size > 1]
+    mesh, groups = root.mesh, data_parallel_groups(root.mesh)
     if not groups:
         yield
         return

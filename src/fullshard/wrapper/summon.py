@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.engine.summoned_parameters import SummonedParameters
-from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError
 from fullshard.frontend.arguments import check_bool, check_instance
+from fullshard.ranks.groups import any_rank
 
-__all__ = ["summon"]
+__all__ = ["summon_full_params"]
 
 
 @contextlib.contextmanager
-def summon(
+def summon_full_params(
     module: nn.Module,
-    *,
-    recurse: bool,
-    writeback: bool,
-    rank0_only: bool,
-    offload_to_cpu: bool,
-    with_grads: bool,
-) -> Iterator[None]:
-    """Implement :meth:`FullyShardedDataParallel.summon_full_params`."""
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Generator[None, None, None]:
+    """Unshard parameters, in the shards' dtype, inside the ``with`` block. All ranks enter it.
+
+    With gradients disabled, modules can run inside the block, on these parameters and without casts.
+
+    Args:
+        module: Module of a unit of either front end.
+        recurse: Include the units of all nested modules.
+        writeback: Write edits back to the shards, unless the block raises.
+        rank0_only: Only the first rank of the shard axis gets unsharded parameters; with ``writeback``, its edits
+            are sent to the others.
+        offload_to_cpu: Keep the unsharded parameters in CPU memory.
+        with_grads: Unshard gradients, too.
+
+    Raises:
+        PhaseError: In forward or backward, or if a unit is already unsharded by the user.
+    """
     check_instance("summon_full_params: module", module, nn.Module)
     flags = {"recurse": recurse, "writeback": writeback, "rank0_only": rank0_only, "offload_to_cpu": offload_to_cpu}
     for name, flag in {**flags, "with_grads": with_grads}.items():
@@ -36,7 +48,6 @@ def summon(
     own = unit_of(module)
     units = nested_units(module) if recurse else [] if own is None else [own]
     summoned: list[SummonedParameters] = []
-    agrees = rank0_only and writeback  # the first rank's edits are sent to all
     error: BaseException | None = None
     try:
         for unit in units:
@@ -52,8 +63,9 @@ def summon(
         raise
     finally:
         failed = error is not None
-        if agrees and len(summoned) == len(units):
-            failed = _any_rank_failed(units, failed=failed)
+        if rank0_only and writeback and len(summoned) == len(units):  # the first rank's edits are sent to all
+            for mesh in dict.fromkeys(unit.mesh for unit in units):
+                failed = any_rank(failed, mesh)
         with contextlib.ExitStack() as stack:  # close all, also if one fails
             for copies in summoned:
                 stack.callback(
@@ -64,15 +76,3 @@ def summon(
                 "summon_full_params(writeback=True, rank0_only=True): the block failed on another rank, so nothing "
                 "was written back"
             )
-
-
-def _any_rank_failed(units: list[Unit], *, failed: bool) -> bool:
-    """Return True if the block failed on any rank that would send or receive edits."""
-    anywhere = failed
-    for mesh in {id(unit.mesh): unit.mesh for unit in units}.values():
-        for axis, size in ((mesh.shard, mesh.world_size), (mesh.replicate, mesh.replicas)):
-            if axis is not None and size > 1:
-                flag = torch.tensor([anywhere], dtype=torch.int32, device=mesh.device)
-                dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=axis.get_group())
-                anywhere = bool(flag.item())
-    return anywhere

@@ -15,15 +15,15 @@ from fullshard.checkpoint.state.parameters import LocalParameter
 from fullshard.engine.parameters.flat import FlatShardedParameter
 from fullshard.engine.parameters.placement import dtensor
 from fullshard.layout import FlatSlot
+from fullshard.ranks.groups import data_parallel_groups
 
-__all__ = ["full_state", "gather_groups", "sharded_state"]
+__all__ = ["full_state", "full_tensor", "gather_groups", "sharded_state"]
 
 
 def gather_groups(original: LocalParameter) -> Iterator[dist.ProcessGroup]:
     """Yield the process groups of the ranks that hold shards of the parameter and gather its state together."""
     if original.sharded is not None:
-        mesh = original.sharded.placement.mesh
-        yield from (axis.get_group() for axis in (mesh.shard, mesh.replicate) if axis is not None and axis.size() > 1)
+        yield from data_parallel_groups(original.sharded.placement.mesh)
         if original.sharded.placement.own is not None:
             yield from _groups_of_mesh(original.sharded.placement.own.mesh)
     elif isinstance(original.parameter, DTensor):
@@ -58,8 +58,8 @@ def full_state(
             original.sharded, original.local_of(value), None
         )  # ranks along its other mesh axes take part in the next collective
         assert whole is not None
-        return _full_tensor(original.sharded.placement.unsharded(whole))
-    return _full_tensor(_like_parameter(original.parameter, value)).clone()
+        return full_tensor(original.sharded.placement.unsharded(whole))
+    return full_tensor(_like_parameter(original.parameter, value)).clone()
 
 
 def sharded_state(original: LocalParameter, value: torch.Tensor, is_sharded: bool) -> torch.Tensor:
@@ -101,7 +101,8 @@ def _like_parameter(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tenso
     )
 
 
-def _full_tensor(value: torch.Tensor) -> torch.Tensor:
+def full_tensor(value: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor of a DTensor, also of an offloaded one; a plain tensor as it is."""
     if not isinstance(value, DTensor):
         return value
     on_device = _to_device(value._local_tensor, value.device_mesh.device_type)

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fullshard.checkpoint.state.optimizer_gather import full_tensor
 from fullshard.engine.parameters.names import WRAPPED, clean_name
 from fullshard.engine.summoned_parameters import SummonedParameters, require_idle
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError
+from fullshard.ranks.groups import data_parallel_groups
 from fullshard.wrapper.state_dict.saving import VisibleSlice, owned_names, visible_slices
 
-__all__ = ["StateDictLoad", "load_into_full", "load_into_slices"]
+__all__ = ["EndLoad", "load_into_full", "load_into_slices"]
 
 KINDS = ("missing", "a tensor", "a DTensor", "no tensor")
 
-
-class StateDictLoad(Protocol):
-    """A load in progress."""
-
-    def close(self, *, writeback: bool) -> None:
-        """End the load; with ``writeback``, write the registered parameters back to the shards."""
+EndLoad = Callable[..., None]  # end(writeback=...) ends a load, and writes the registered parameters back to the shards
 
 
-def load_into_full(wrapper: nn.Module, unit: Unit, state: dict[str, Any], prefix: str) -> StateDictLoad:
+def load_into_full(wrapper: nn.Module, unit: Unit, state: dict[str, Any], prefix: str) -> EndLoad:
     """Register unsharded parameters with the modules, and copy DTensors of ``state`` into them. A collective.
 
     [Note: Loading sharded values]
@@ -36,12 +33,6 @@ def load_into_full(wrapper: nn.Module, unit: Unit, state: dict[str, Any], prefix
     at a time, before the modules load it; the state dict then has that parameter itself. Which collectives run depends
     on the values, so ranks first compare the kinds of values under each key. Missing keys stay missing, and are
     reported by the modules.
-
-    Args:
-        wrapper: The module that the unit belongs to.
-        unit: An idle unit.
-        state: The state dict, with this wrapper's own prefix; changed in place.
-        prefix: Prefix of its keys.
 
     Raises:
         FullshardError: On all ranks, if they have different kinds of values under a key.
@@ -59,10 +50,10 @@ def load_into_full(wrapper: nn.Module, unit: Unit, state: dict[str, Any], prefix
     except BaseException:
         copies.close(writeback=False)
         raise
-    return copies
+    return copies.close
 
 
-def load_into_slices(unit: Unit, state: dict[str, Any], prefix: str) -> StateDictLoad:
+def load_into_slices(unit: Unit, state: dict[str, Any], prefix: str) -> EndLoad:
     """Replace full values of visible flat parameters in ``state`` by this rank's slices."""
     require_idle(unit, "its flat parameter")
     found = {f"{prefix}{WRAPPED}.{each.home.name}": each for each in visible_slices(unit)}
@@ -71,30 +62,23 @@ def load_into_slices(unit: Unit, state: dict[str, Any], prefix: str) -> StateDic
         value = state.get(key)
         if isinstance(value, torch.Tensor) and value.shape == (each.numel,):
             state[key] = _slice_of(value, each)
-    return _SliceLoad(unit)
 
-
-class _SliceLoad:
-    _unit: Unit
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
-    def close(self, *, writeback: bool) -> None:
-        """End the load. Values are in the shards already, except those that were assigned."""
+    def end(*, writeback: bool) -> None:
         if writeback:
-            self._unit.refresh()
+            unit.refresh()  # values are in the shards already, except those that were assigned
+
+    return end
 
 
 def _slice_of(value: torch.Tensor, each: VisibleSlice) -> torch.Tensor:
     if not isinstance(value, DTensor):
-        local_numel = value.narrow(0, min(each.start, each.numel), each.local_numel)
+        local = value.narrow(0, min(each.start, each.numel), each.local_numel)
     elif each.has_same_sharding(value):
-        local_numel = value._local_tensor
+        local = value._local_tensor
     else:
-        local_numel = _full_tensor(value).narrow(0, min(each.start, each.numel), each.local_numel)
-    padded = torch.zeros(each.slice_numel, dtype=local_numel.dtype, device=local_numel.device)
-    padded.narrow(0, 0, each.local_numel).copy_(local_numel)
+        local = full_tensor(value.detach()).narrow(0, min(each.start, each.numel), each.local_numel)
+    padded = torch.zeros(each.slice_numel, dtype=local.dtype, device=local.device)
+    padded.narrow(0, 0, each.local_numel).copy_(local)
     return padded
 
 
@@ -103,36 +87,25 @@ def _fill(copy: torch.Tensor, value: torch.Tensor) -> bool:
     if isinstance(copy, DTensor):  # sharded by tensor parallelism
         if isinstance(value, DTensor) and value.device_mesh == copy.device_mesh:
             return False
-        full = _full_tensor(value).to(copy.device) if isinstance(value, DTensor) else value.to(copy.device)
+        full = full_tensor(value).to(copy.device)
         own = distribute_tensor(full, copy.device_mesh, copy.placements, src_data_rank=None)
         copy._local_tensor.copy_(own._local_tensor)
         return True
     if isinstance(value, DTensor):
-        copy.copy_(_full_tensor(value))
+        copy.copy_(full_tensor(value))
         return True
     return False
 
 
-def _full_tensor(value: DTensor) -> torch.Tensor:
-    """Gather a DTensor, moved to the mesh's device first if it was offloaded."""
-    device = value.device_mesh.device_type
-    on_device: Any = value.detach() if value._local_tensor.device.type == device else value.detach().to(device)
-    full: torch.Tensor = on_device.full_tensor()
-    return full
-
-
 def _check_same_keys(unit: Unit, state: Mapping[str, Any], keys: Iterable[str]) -> None:
     """Raise FullshardError on all ranks unless all have the same kinds of values under ``keys``."""
-    mesh, keys = unit.mesh, list(keys)
-    kinds = [_kind(state.get(key)) for key in keys]
-    extremes = torch.tensor([*kinds, *(-kind for kind in kinds)], dtype=torch.int32, device=mesh.device)
-    alone = True
-    for axis, size in ((mesh.shard, mesh.world_size), (mesh.replicate, mesh.replicas)):
-        if axis is not None and size > 1 and keys:
-            alone = False
-            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=axis.get_group())
-    if alone:
+    keys, groups = list(keys), data_parallel_groups(unit.mesh)
+    if not keys or not groups:
         return
+    kinds = [_kind(state.get(key)) for key in keys]
+    extremes = torch.tensor([*kinds, *(-kind for kind in kinds)], dtype=torch.int32, device=unit.mesh.device)
+    for group in groups:
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     highest, lowest = extremes.view(2, -1).tolist()
     differing = [
         f"{clean_name(key)} ({KINDS[-low]} on some, {KINDS[high]} on others)"

@@ -13,13 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fullshard.checkpoint.state.types import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
+    CONFIGS,
     OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
@@ -29,16 +24,10 @@ from fullshard.engine.parameters.names import CHECKPOINTED, WRAPPED, clean_name
 from fullshard.engine.parameters.sharded import managed_by
 from fullshard.errors import FullshardError
 from fullshard.frontend.sharded_module import unit_at
-from fullshard.wrapper.state_dict.loading import StateDictLoad, load_into_full, load_into_slices
+from fullshard.wrapper.state_dict.loading import EndLoad, load_into_full, load_into_slices
 from fullshard.wrapper.state_dict.saving import SaveFormat, owned_names, registered_for_saving, visible_slices
 
 __all__ = ["WrapperState"]
-
-CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
-    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
-    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
-}
 
 
 class _Metadata(dict[str, Any]):
@@ -56,7 +45,7 @@ class WrapperState(nn.Module):
 
     _buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] | None  # dtypes before the cast; None: not cast yet
     _ignored_modules: set[nn.Module]
-    _load: StateDictLoad | None  # while a state dict is being loaded
+    _load: EndLoad | None  # while a state dict is being loaded
     _messages: list[str]  # its error messages
     _options: Any
     _state_settings: StateDictSettings
@@ -73,8 +62,7 @@ class WrapperState(nn.Module):
 
     def _cast_buffers(self) -> None:
         """Cast buffers to the dtype of the mixed precision before the first forward."""
-        if self._load is not None:
-            self._close_load(writeback=False)
+        self._close_load(writeback=False)
         if self._buffer_dtypes is not None:
             return
         _check_ddp(self)
@@ -191,8 +179,7 @@ class WrapperState(nn.Module):
         keep_vars = kwargs.get("keep_vars", args[2] if len(args) > 2 else False)
         unit = unit_at(self)
         save_format = self._save_format()
-        if self._load is not None:  # an earlier load raised
-            self._close_load(writeback=False)
+        self._close_load(writeback=False)  # of an earlier load that raised
         grad = torch.is_grad_enabled()
         with (
             torch.inference_mode(False),  # DTensors cannot be detached in it; and it enables grad
@@ -218,13 +205,15 @@ class WrapperState(nn.Module):
 
     def _save_format(self) -> SaveFormat:
         unit = unit_at(self)
-        save_format = SaveFormat.of(unit, self._state_settings)
-        if save_format.kind is StateDictType.LOCAL_STATE_DICT and unit.parameters and self._options.use_orig_params:
+        mesh, config = unit.mesh, self._state_settings.state_dict_config
+        kind = StateDictType.FULL_STATE_DICT if mesh.shard is None else self._state_settings.state_dict_type
+        if kind is StateDictType.LOCAL_STATE_DICT and unit.parameters and self._options.use_orig_params:
             raise FullshardError(
                 f"LOCAL_STATE_DICT requires flat parameters, but unit {unit.name or '<root>'!r} has "
                 "use_orig_params=True; use SHARDED_STATE_DICT, or wrap with use_orig_params=False"
             )
-        return save_format
+        first = mesh.rank == 0 and (mesh.replicate is None or mesh.replicate.get_local_rank() == 0)
+        return SaveFormat(kind, config.offload_to_cpu, saves=first or not getattr(config, "rank0_only", False))
 
     @contextlib.contextmanager
     def _saved_buffers(self, save_format: SaveFormat, *, keep_vars: bool) -> Iterator[None]:
@@ -276,8 +265,7 @@ class WrapperState(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         save_format = self._save_format()
-        if self._load is not None:  # an earlier load raised
-            self._close_load(writeback=False)
+        self._close_load(writeback=False)  # of an earlier load that raised
         self._messages = args[-1] if args else kwargs["error_msgs"]
         _rename(state_dict, prefix, f"{prefix}{WRAPPED}.")
         if save_format.kind is StateDictType.LOCAL_STATE_DICT:
@@ -295,9 +283,9 @@ class WrapperState(nn.Module):
         self._close_load(writeback=True)
 
     def _close_load(self, *, writeback: bool) -> None:
-        loading, self._load = self._load, None
-        if loading is not None:
-            loading.close(writeback=writeback)
+        end, self._load = self._load, None
+        if end is not None:
+            end(writeback=writeback)
 
 
 def _check_ddp(module: nn.Module) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,12 +12,15 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.checkpoint.state.optimizer_entries import optimized_groups
-from fullshard.checkpoint.state.types import OptimStateKeyType, StateDictType
+from fullshard.checkpoint.state.types import (
+    FullOptimStateDictConfig,
+    OptimStateKeyType,
+    StateDictSettings,
+    StateDictType,
+)
 from fullshard.frontend.arguments import check_instance
 from fullshard.wrapper.state_dict.model import WrapperState
 from fullshard.wrapper.state_dict.optimizer_conversion import (
-    OptimStateFormat,
-    ParameterGroups,
     load_local,
     save_local,
     saved_state,
@@ -68,10 +72,10 @@ class WrapperOptim:
             FullshardError: On all ranks that share parameters, if their state differs.
             PhaseError: In the middle of a step.
         """
-        state_format = OptimStateFormat.of(WrapperState.get_state_dict_type(model))
-        if state_format.type is StateDictType.LOCAL_STATE_DICT:
+        settings = WrapperState.get_state_dict_type(model)
+        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
             return save_local(model, optim, optim_state_dict)
-        return saved_state(model, optim, optim_state_dict, state_format, group)
+        return saved_state(model, optim, optim_state_dict, settings, group)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -101,18 +105,12 @@ class WrapperOptim:
                 saved with different options.
             FullshardError: If parameters in one flat parameter were saved with different numbers of steps.
         """
-        state_format = OptimStateFormat.of(WrapperState.get_state_dict_type(model))
-        if state_format.type is StateDictType.LOCAL_STATE_DICT:
-            result = load_local(model, optim, optim_state_dict, named=is_named_optimizer)
+        settings = WrapperState.get_state_dict_type(model)
+        named, rank0_only = is_named_optimizer, getattr(settings.optim_state_dict_config, "rank0_only", False)
+        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            result = load_local(model, optim, optim_state_dict, named=named)
         else:
-            result = state_to_load(
-                model,
-                optim,
-                optim_state_dict,
-                named=is_named_optimizer,
-                rank0_only=state_format.rank0_only,
-                group=group,
-            )
+            result = state_to_load(model, optim, optim_state_dict, named=named, rank0_only=rank0_only, group=group)
         if load_directly:
             optim.load_state_dict(result)
         return result
@@ -128,16 +126,15 @@ class WrapperOptim:
         group: dist.ProcessGroup | None = None,
     ) -> State:
         """Return the full state, in CPU memory. ``optim_input`` is not needed."""
-        return saved_state(
-            model, optim, None, OptimStateFormat(StateDictType.FULL_STATE_DICT, rank0_only=rank0_only), group
-        )
+        settings = StateDictSettings(optim_state_dict_config=FullOptimStateDictConfig(rank0_only=rank0_only))
+        return saved_state(model, optim, None, settings, group)
 
     @staticmethod
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> State:
         """Return the sharded state, in CPU memory."""
-        return saved_state(model, optim, None, OptimStateFormat(StateDictType.SHARDED_STATE_DICT), group)
+        return saved_state(model, optim, None, StateDictSettings(StateDictType.SHARDED_STATE_DICT), group)
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -154,15 +151,14 @@ class WrapperOptim:
             optim_input: Parameters or groups of the optimizer, if it does not exist yet. None: ``model.parameters()``.
             optim: The optimizer.
         """
-        optimizer = _optimizer(model, optim_input, optim)
-        return state_to_load(model, optimizer, full_optim_state_dict, named=False, rank0_only=False, group=None)
+        return state_to_load(model, _optimizer(model, optim_input, optim), full_optim_state_dict)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: State, model: nn.Module, optim: torch.optim.Optimizer
     ) -> State:
         """Convert a result of :meth:`sharded_optim_state_dict` to this rank's state dict. All ranks call it."""
-        return state_to_load(model, optim, sharded_optim_state_dict, named=False, rank0_only=False, group=None)
+        return state_to_load(model, optim, sharded_optim_state_dict)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -172,11 +168,9 @@ class WrapperOptim:
         optim: torch.optim.Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> State:
-        """Convert a full state that only the first rank has to each rank's state dict. All ranks of ``group`` call
-        it.
-        """
+        """Convert a full state that only the first rank has to each rank's state dict. All of ``group`` call it."""
         optimizer = _optimizer(model, optim_input, optim)
-        return state_to_load(model, optimizer, full_optim_state_dict, named=False, rank0_only=True, group=group)
+        return state_to_load(model, optimizer, full_optim_state_dict, rank0_only=True, group=group)
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -202,8 +196,8 @@ class WrapperOptim:
         """
         check_instance("rekey_optim_state_dict: optim_state_key_type", optim_state_key_type, OptimStateKeyType)
         named = optim_state_key_type is OptimStateKeyType.PARAM_NAME
-        keys = [*optim_state_dict["state"]]
-        keys += [key for group in optim_state_dict.get("param_groups", []) for key in group["params"]]
+        groups = optim_state_dict.get("param_groups", [])
+        keys = [*optim_state_dict["state"], *(key for group in groups for key in group["params"])]
         kinds = {type(key) for key in keys}
         if not kinds <= {str} and not kinds <= {int}:
             raise ValueError(
@@ -213,19 +207,36 @@ class WrapperOptim:
         if not kinds or kinds == {str if named else int}:
             return optim_state_dict
         names = _names(model, _optimizer(model, optim_input, optim))
+        new_keys: dict[Any, Any] = {name: index for index, found in enumerate(names) for name in found}
         if named:
-            return _rekeyed(optim_state_dict, dict(enumerate(found[0] for found in names)))
-        result = _rekeyed(optim_state_dict, {name: n for n, found in enumerate(names) for name in found})
-        for group in result.get("param_groups", []):
-            group["params"].sort()  # indices are in the order of the groups
-        result.get("param_groups", []).sort(key=lambda group: group["params"][:1])
+            new_keys = dict(enumerate(found[0] for found in names))
+        unknown = [key for key in keys if key not in new_keys]
+        if unknown:
+            raise ValueError(
+                f"rekey_optim_state_dict: expected the parameters of this optimizer, {list(new_keys)[:8]} ..., also "
+                f"found {unknown[:8]}; pass the model and optimizer that the state dict belongs to"
+            )
+        result: State = {"state": {new_keys[key]: value for key, value in optim_state_dict["state"].items()}}
+        if "param_groups" in optim_state_dict:
+            rekeyed = [{**group, "params": [new_keys[key] for key in group["params"]]} for group in groups]
+            if not named:
+                for group in rekeyed:
+                    group["params"].sort()  # indices are in the order of the groups
+                rekeyed.sort(key=lambda group: group["params"][:1])
+            result["param_groups"] = copy.deepcopy(rekeyed)
         return result
 
 
 def _optimizer(model: nn.Module, given: Input, optimizer: torch.optim.Optimizer | None) -> Any:
+    """Return the optimizer; if it does not exist yet, an object with the groups that its arguments stand for."""
     if optimizer is not None:
         return optimizer
-    return ParameterGroups(model.parameters() if given is None else given)
+    entries: list[Any] = list(model.parameters() if given is None else given)
+    groups = [dict(group) for group in entries] if entries and isinstance(entries[0], dict) else [{"params": entries}]
+    for group in groups:
+        own = group["params"]
+        group["params"] = [own] if isinstance(own, torch.Tensor) else list(own)
+    return SimpleNamespace(param_groups=groups, state={})
 
 
 def _names(model: nn.Module, optimizer: Any) -> list[tuple[str, ...]]:
@@ -238,24 +249,3 @@ def _names(model: nn.Module, optimizer: Any) -> list[tuple[str, ...]]:
             "by indices; use optim_state_dict and optim_state_dict_to_load"
         )
     return [member.originals[0].fqns for member in members]
-
-
-def _rekeyed(state_dict: Mapping[str, Any], keys: Mapping[Any, Any]) -> State:
-    groups = state_dict.get("param_groups", [])
-    used = [*state_dict["state"], *(key for group in groups for key in group["params"])]
-    unknown = [key for key in used if key not in keys]
-    if unknown:
-        raise ValueError(
-            f"rekey_optim_state_dict: expected the parameters of this optimizer, {list(keys)[:8]} ..., also found "
-            f"{unknown[:8]}; pass the model and optimizer that the state dict belongs to"
-        )
-    result: State = {"state": {keys[key]: value for key, value in state_dict["state"].items()}}
-    if "param_groups" in state_dict:
-        result["param_groups"] = [
-            {
-                **copy.deepcopy({k: v for k, v in group.items() if k != "params"}),
-                "params": [keys[k] for k in group["params"]],
-            }
-            for group in groups
-        ]
-    return result

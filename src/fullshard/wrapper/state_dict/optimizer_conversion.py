@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,62 +22,19 @@ from fullshard.checkpoint.state.optimizer_entries import (
     TensorSpec,
     group_options,
     leaves_of,
-    map_leaves,
     optimized_groups,
     to_specs,
 )
-from fullshard.checkpoint.state.optimizer_gather import full_state, gather_groups, sharded_state
+from fullshard.checkpoint.state.optimizer_gather import full_state, full_tensor, gather_groups, sharded_state
 from fullshard.checkpoint.state.optimizer_target import OptimizerTarget
 from fullshard.checkpoint.state.parameters import LocalParameter, local_parameters
 from fullshard.checkpoint.state.sharded_tensor import ShardedTensor, gather_sharded_tensor
 from fullshard.checkpoint.state.tensor_shards import TensorShards
-from fullshard.checkpoint.state.types import OptimStateDictConfig, StateDictSettings, StateDictType
+from fullshard.checkpoint.state.types import StateDictSettings, StateDictType
 from fullshard.engine.ownership import nested_units
 from fullshard.engine.parameters.names import clean_name
 
-__all__ = ["OptimStateFormat", "ParameterGroups", "load_local", "save_local", "saved_state", "state_to_load"]
-
-
-@dataclass(frozen=True)
-class OptimStateFormat:
-    """Format of a saved optimizer state.
-
-    Args:
-        type: Type of the tensors.
-        offload: Tensors are in CPU memory.
-        rank0_only: Only the first rank gets the state.
-    """
-
-    type: StateDictType
-    offload: bool = True
-    rank0_only: bool = False
-
-    @classmethod
-    def of(cls, settings: StateDictSettings) -> OptimStateFormat:
-        """Return the format for a wrapper's settings."""
-        config: OptimStateDictConfig = settings.optim_state_dict_config
-        return cls(settings.state_dict_type, config.offload_to_cpu, getattr(config, "rank0_only", False))
-
-
-class ParameterGroups:
-    """Parameter groups of an optimizer that does not exist yet.
-
-    Args:
-        given: Arguments of the optimizer: parameters, or groups.
-    """
-
-    param_groups: list[dict[str, Any]]
-    state: dict[Any, Any]
-
-    def __init__(self, given: Iterable[Any]) -> None:
-        entries = list(given)
-        groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
-        self.param_groups = [{**group, "params": _to_list(group["params"])} for group in groups]
-        self.state = {}
-
-
-def _to_list(parameters: Any) -> list[Any]:
-    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+__all__ = ["load_local", "save_local", "saved_state", "state_to_load"]
 
 
 # ---------------------------------------------------------------- saving
@@ -88,34 +44,35 @@ def saved_state(
     model: nn.Module,
     optimizer: Any,
     given: Mapping[str, Any] | None,
-    state_format: OptimStateFormat,
+    settings: StateDictSettings,
     group: dist.ProcessGroup | None,
 ) -> dict[str, Any]:
     """Return the state of ``optimizer`` by FQN, in full tensors or DTensors with Shard(0). All ranks call it.
 
-    Args:
-        model: The model that it optimizes.
-        optimizer: Any optimizer, also a named one.
-        given: Its state dict, maybe edited. None: its present state.
-        state_format: FULL or SHARDED.
-        group: Process group of ``rank0_only``. None: the ranks of the model.
+    ``given`` is its state dict, which may have been edited, or None. The first rank of ``group``, or of the model, is
+    the one that gets the state with ``rank0_only``.
     """
+    is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
+    config = settings.optim_state_dict_config
+    rank0_only = getattr(config, "rank0_only", False)
     state, options = _state_and_groups(model, optimizer, given)
     groups = optimized_groups(model, optimizer.param_groups)
     members = [member for group_ in groups for member in group_]
     _check_same_state(model, members, state)
-    if not state and given is None and state_format.type is StateDictType.SHARDED_STATE_DICT:
+    if not state and given is None and not is_full:
         state = _initial_state(optimizer)  # torch.distributed.checkpoint only loads into existing entries
-    target = _first_rank(model, group) if state_format.rank0_only and dist.is_initialized() else None
+    target = _first_rank(model, group) if rank0_only and dist.is_initialized() else None
     receives = target is None or dist.get_rank() == target
 
     def leaf(original: LocalParameter, value: torch.Tensor, is_sharded: bool) -> torch.Tensor | None:
-        if state_format.type is StateDictType.FULL_STATE_DICT:
-            full = full_state(original, value, is_sharded, target)
-            return None if full is None or not receives else full.cpu() if state_format.offload else full
-        rows = sharded_state(original, value, is_sharded)
-        rows = rows if isinstance(rows, DTensor) else rows.clone()
-        return rows.cpu() if state_format.offload else rows
+        if is_full:
+            found = full_state(original, value, is_sharded, target)
+        else:
+            found = sharded_state(original, value, is_sharded)
+            found = found if isinstance(found, DTensor) else found.clone()
+        if found is None or not receives:
+            return None
+        return found.cpu() if config.offload_to_cpu else found
 
     with torch.inference_mode(False), torch.no_grad():  # in this order: the first enables grad
         saved: dict[str, Any] = dict(state_by_fqn(members, state, leaf))
@@ -244,19 +201,14 @@ def state_to_load(
     optimizer: Any,
     given: Mapping[str, Any] | None,
     *,
-    named: bool,
-    rank0_only: bool,
-    group: dist.ProcessGroup | None,
+    named: bool = False,
+    rank0_only: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Convert a result of :func:`saved_state` to a state dict for ``optimizer``.
+    """Convert a result of :func:`saved_state`, maybe of a model wrapped otherwise, to a state dict for ``optimizer``.
 
-    Args:
-        model: The model that it optimizes; wrapping may differ from the saved model's.
-        optimizer: Any optimizer, or :class:`ParameterGroups`.
-        given: State by FQN, in full tensors or any DTensors.
-        named: Key the result by names, for named optimizers.
-        rank0_only: Use the first rank's state and broadcast it. All ranks call it.
-        group: Process group of the broadcast. None: the ranks of the model.
+    With ``rank0_only``, the state of the first rank of ``group``, or of the model, is broadcast, and all ranks call it.
+    The result is keyed by names if ``named``, else by indices.
 
     Raises:
         ValueError: If the state does not match the model and optimizer.
@@ -265,15 +217,11 @@ def state_to_load(
     group = _sending_group(model, group) if rank0_only else group
     tensors, specs, groups = _receive_specs(given, rank0_only=rank0_only, group=group)
     found = local_parameters(model)
+    leaves = [leaf for state in (tensors or {}).values() for leaf in state.values()]
     groups_of_collectives: list[dist.ProcessGroup | None] = [group] if rank0_only else []
-    if tensors is not None and any(isinstance(t, DTensor) for leaves in tensors.values() for t in leaves.values()):
+    if any(isinstance(leaf, DTensor) for leaf in leaves):
         groups_of_collectives += dict.fromkeys(each for original in found for each in gather_groups(original))
-    groups_of_collectives += dict.fromkeys(
-        leaf._process_group
-        for leaves in (tensors or {}).values()
-        for leaf in leaves.values()
-        if isinstance(leaf, ShardedTensor)
-    )
+    groups_of_collectives += dict.fromkeys(leaf._process_group for leaf in leaves if isinstance(leaf, ShardedTensor))
     target = _plan_target(model, optimizer, specs, groups, groups_of_collectives)
     originals = {fqn: original for original in found for fqn in original.fqns}
     with torch.inference_mode(False), torch.no_grad():  # in this order: the first enables grad
@@ -371,7 +319,7 @@ def _broadcast(leaf: TensorSpec, value: torch.Tensor | None, group: dist.Process
     if value is None:
         buffer = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
     else:
-        buffer = (value.full_tensor() if isinstance(value, DTensor) else value).detach().to(device).contiguous()
+        buffer = full_tensor(value).detach().to(device).contiguous()
     dist.broadcast(buffer, group=group, group_src=0)
     return buffer
 
@@ -380,30 +328,24 @@ def _fill(target_tensor: Any, value: torch.Tensor, original: LocalParameter | No
     """Copy this rank's shard of a saved tensor. If it is sharded differently, it is gathered first: a collective."""
     if isinstance(value, DTensor):
         parameter = None if original is None else original.parameter
-        alike = isinstance(parameter, DTensor) and value.shape == parameter.shape
-        if alike and value.placements == parameter.placements and value.device_mesh == parameter.device_mesh:  # type: ignore[union-attr]
-            _copy(target_tensor, TensorShards.of(value))
+        if isinstance(parameter, DTensor) and _is_alike(value, parameter):
+            if target_tensor is not None:
+                for (_, to), (_, local) in zip(target_tensor.shards, TensorShards.of(value).shards, strict=True):
+                    to.copy_(local)
             return
-        if value._local_tensor.device.type != value.device_mesh.device_type:  # offloaded
-            value = value.to(value.device_mesh.device_type)
-        value = value.full_tensor()  # type: ignore[attr-defined]
+        value = full_tensor(value)
     elif isinstance(value, ShardedTensor):
         value = gather_sharded_tensor(value)
     if isinstance(target_tensor, TensorShards):
         for region, local in target_tensor.shards:
-            local.copy_(value[tuple(map(slice, region.offsets, _ends(region.offsets, region.sizes)))])
+            local.copy_(value[tuple(map(slice, region.offsets, region.ends))])
     elif target_tensor is not None:
         target_tensor.copy_(value)
 
 
-def _copy(target_tensor: Any, value: TensorShards) -> None:
-    if target_tensor is not None:
-        for (_, to), (_, local) in zip(target_tensor.shards, value.shards, strict=True):
-            to.copy_(local)
-
-
-def _ends(offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    return [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+def _is_alike(value: DTensor, other: DTensor) -> bool:
+    own = (value.shape, value.placements, value.device_mesh)
+    return own == (other.shape, other.placements, other.device_mesh)
 
 
 def _keys(model: nn.Module, optimizer: Any) -> dict[int, str]:
@@ -444,12 +386,9 @@ def load_local(model: nn.Module, optimizer: Any, given: Mapping[str, Any], *, na
 def _check_local(parameters: Sequence[nn.Parameter], names: Mapping[int, list[str]], state: Mapping[str, Any]) -> None:
     for parameter in parameters:
         fqn = names[id(parameter)][0]
-
-        def check(path: Path, value: Any, fqn: str = fqn, parameter: nn.Parameter = parameter) -> None:
+        for path, value in leaves_of(state.get(fqn, {})).items():
             if isinstance(value, torch.Tensor) and value.dim() == parameter.dim() and value.shape != parameter.shape:
                 raise ValueError(
                     f"LOCAL_STATE_DICT: {fqn}: this rank's shard has shape {tuple(parameter.shape)}, but {path[0]} was "
                     f"saved with {tuple(value.shape)}; load it on the same number of ranks"
                 )
-
-        map_leaves(state.get(fqn, {}), check)

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, Shard
 
-from fullshard.checkpoint.state.types import FullStateDictConfig, StateDictSettings, StateDictType
+from fullshard.checkpoint.state.types import StateDictType
+from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.parameters.flat import FlatParamHandle
 from fullshard.engine.parameters.names import clean_name
 from fullshard.engine.parameters.placement import dtensor
@@ -27,85 +28,46 @@ __all__ = ["SaveFormat", "VisibleSlice", "owned_names", "registered_for_saving",
 
 @dataclass(frozen=True)
 class SaveFormat:
-    """Format of one unit in a state dict.
+    """Format of one unit in a state dict."""
 
-    Args:
-        kind: Type of the values; FULL_STATE_DICT if the unit is not sharded.
-        offload: Values are in CPU memory.
-        saves: This rank gets values.
-    """
-
-    kind: StateDictType
-    offload: bool
-    saves: bool
-
-    @classmethod
-    def of(cls, unit: Unit, settings: StateDictSettings) -> SaveFormat:
-        """Return the format for ``settings``."""
-        config, mesh = settings.state_dict_config, unit.mesh
-        kind = StateDictType.FULL_STATE_DICT if mesh.shard is None else settings.state_dict_type
-        first = mesh.rank == 0 and (mesh.replicate is None or mesh.replicate.get_local_rank() == 0)
-        everywhere = not (isinstance(config, FullStateDictConfig) and config.rank0_only)
-        return cls(kind, config.offload_to_cpu, everywhere or first)
+    kind: StateDictType  # FULL_STATE_DICT if the unit is not sharded
+    offload: bool  # values are in CPU memory
+    saves: bool  # this rank gets values
 
 
-def registered_for_saving(
-    unit: Unit, save_format: SaveFormat, *, keep_vars: bool
-) -> contextlib.AbstractContextManager[None]:
-    """Register the values to save with the unit's modules. A collective, except for LOCAL_STATE_DICT.
+@contextlib.contextmanager
+def registered_for_saving(unit: Unit, save_format: SaveFormat, *, keep_vars: bool) -> Iterator[None]:
+    """Register the values to save with the modules of an idle unit. A collective, except for LOCAL_STATE_DICT.
 
-    Args:
-        unit: An idle unit.
-        save_format: Format of the values.
-        keep_vars: Values are the parameters themselves, and need no separate memory.
+    With ``keep_vars``, values are the parameters themselves, and need no separate memory.
 
     Raises:
         PhaseError: If the unit is in the middle of a step, or unsharded by ``summon_full_params``.
     """
     if save_format.kind is StateDictType.LOCAL_STATE_DICT:
-        return _flat_slices(unit)
-    if not save_format.saves:
-        return _not_saved(unit)
-    if save_format.kind is StateDictType.SHARDED_STATE_DICT:
-        return _sharded(unit, offload=save_format.offload)
-    return _full(unit, offload=save_format.offload, keep_vars=keep_vars)
-
-
-@contextlib.contextmanager
-def _full(unit: Unit, *, offload: bool, keep_vars: bool) -> Iterator[None]:
-    copies = SummonedParameters(unit, offload_to_cpu=offload)
-    try:
-        for parameter in copies.parameters.values():
-            if not keep_vars and type(parameter.data) is torch.Tensor:
-                parameter.data = own_storage(parameter.data)
+        require_idle(unit, "its flat parameter")
         yield
-    finally:
-        copies.keep_memory()
-        copies.close(writeback=False)
-
-
-@contextlib.contextmanager
-def _not_saved(unit: Unit) -> Iterator[None]:
-    """Take part in the all-gather; this rank's values are removed from the state dict afterwards."""
-    SummonedParameters(unit).close(writeback=False)
-    yield
-
-
-@contextlib.contextmanager
-def _sharded(unit: Unit, *, offload: bool) -> Iterator[None]:
-    copies = SummonedParameters(unit)
+        return
+    full = save_format.kind is StateDictType.FULL_STATE_DICT
+    copies = SummonedParameters(unit, offload_to_cpu=full and save_format.saves and save_format.offload)
     try:
-        with torch.inference_mode(False), torch.no_grad():
-            shards = _shard(unit, copies.parameters, offload=offload)
-            copies.parameters.update(shards)
-        copies.keep_memory()  # the unsharded parameters are no longer referenced
-        unit.registration.use_copies(copies.parameters)
+        if not save_format.saves:  # it took part in the all-gather; its keys are removed afterwards
+            copies.close(writeback=False)
+        elif full:
+            for parameter in copies.parameters.values():
+                if not keep_vars and type(parameter.data) is torch.Tensor:
+                    parameter.data = own_storage(parameter.data)
+        else:
+            with torch.inference_mode(False), torch.no_grad():
+                copies.parameters.update(_shards(unit, copies.parameters, offload=save_format.offload))
+            unit.registration.use_copies(copies.parameters)
+        copies.keep_memory()  # what the values do not reference is freed by itself
         yield
     finally:
         copies.close(writeback=False)
 
 
-def _shard(unit: Unit, full: dict[int, nn.Parameter], *, offload: bool) -> dict[int, nn.Parameter]:
+def _shards(unit: Unit, full: dict[int, nn.Parameter], *, offload: bool) -> dict[int, nn.Parameter]:
     """Return this rank's shards as ``fully_shard`` would keep them: same meshes, placements, shapes and strides."""
     mesh, shards = unit.mesh, {}
     layout = PerParameterLayout.build(
@@ -124,32 +86,19 @@ def _shard(unit: Unit, full: dict[int, nn.Parameter], *, offload: bool) -> dict[
     return shards
 
 
-@contextlib.contextmanager
-def _flat_slices(unit: Unit) -> Iterator[None]:
-    require_idle(unit, "its flat parameter")
-    yield
-
-
 @dataclass(frozen=True)
 class VisibleSlice:
-    """This rank's slice of a visible flat parameter.
-
-    Args:
-        home: Handle of the flat parameter.
-        unit: Its unit.
-        numel: Elements of all ranks, without trailing padding.
-        slice_numel: Elements of this rank, including padding.
-    """
+    """This rank's slice of a visible flat parameter."""
 
     home: FlatParamHandle
-    unit: Unit
-    numel: int
-    slice_numel: int
+    mesh: ShardMesh
+    numel: int  # of all ranks, without trailing padding
+    slice_numel: int  # of this rank, including padding
 
     @property
     def start(self) -> int:
         """First element of this rank's slice in the flat parameter."""
-        return self.unit.mesh.rank * self.slice_numel
+        return self.mesh.rank * self.slice_numel
 
     @property
     def local_numel(self) -> int:
@@ -159,7 +108,7 @@ class VisibleSlice:
     @property
     def placements(self) -> tuple[Placement, ...]:
         """Placements of the flat parameter on the unit's mesh."""
-        return self.unit.mesh.placements(Shard(0))
+        return self.mesh.placements(Shard(0))
 
     def as_dtensor(self, *, offload: bool) -> DTensor:
         """Return the live memory (on the CPU if ``offload``) as a 1-D DTensor, which other numbers of ranks can
@@ -168,21 +117,17 @@ class VisibleSlice:
         local = self.home.flat.detach().as_subclass(torch.Tensor).narrow(0, 0, self.local_numel)
         local = local.cpu() if offload else local
         meta = TensorMeta(torch.Size((self.numel,)), (1,), local.dtype)
-        return dtensor(local, DTensorSpec(self.unit.mesh.device_mesh, self.placements, tensor_meta=meta))
+        return dtensor(local, DTensorSpec(self.mesh.device_mesh, self.placements, tensor_meta=meta))
 
     def has_same_sharding(self, value: DTensor) -> bool:
         """Return True if ``value`` has the same mesh and placements, so that its local tensor is this rank's."""
-        return value.placements == self.placements and value.device_mesh == self.unit.mesh.device_mesh
+        return value.placements == self.placements and value.device_mesh == self.mesh.device_mesh
 
 
 def visible_slices(unit: Unit) -> list[VisibleSlice]:
     """Return the flat parameters of a unit that users see; none with ``use_orig_params=True``."""
-    found = []
-    for bucket in unit.buckets:
-        visible = bucket.handle
-        if visible is not None:
-            found.append(VisibleSlice(visible, unit, visible.numel, visible.flat.numel()))
-    return found
+    handles = (bucket.handle for bucket in unit.buckets)
+    return [VisibleSlice(each, unit.mesh, each.numel, each.flat.numel()) for each in handles if each is not None]
 
 
 def owned_names(wrapper: nn.Module, unit: Unit) -> Iterator[tuple[str, ShardedParameter]]:
