@@ -71,14 +71,15 @@ def poison(enabled: bool) -> None:
 
 
 def _fill_with_poison(storage: torch.UntypedStorage) -> None:
-    if _poisoned and storage.size() and storage.device.type != "meta":
+    if storage.nbytes() and storage.device.type != "meta":
         torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(_POISON)
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocate a flat tensor, contents undefined."""
     made = torch.empty(numel, dtype=dtype, device=device)
-    _fill_with_poison(made.untyped_storage())
+    if _poisoned:
+        _fill_with_poison(made.untyped_storage())
     return made
 
 
@@ -118,8 +119,9 @@ class Buffer:
 
     def allocate(self) -> None:
         """Allocate the memory (contents undefined); no-op if it is allocated."""
-        if self._storage.size() != self._nbytes:
-            self._pool = current_stream(self.device)
+        if self._storage.nbytes() != self._nbytes:
+            if self._pool is not None:
+                self._pool = current_stream(self.device)
             refill_storage(self._storage, self._nbytes)
 
     def free(self) -> None:
@@ -129,7 +131,7 @@ class Buffer:
     @property
     def allocated_bytes(self) -> int:
         """Bytes allocated now: all or 0."""
-        return self._storage.size()
+        return self._storage.nbytes()
 
     def tensor(self, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
         """Make a tensor on this buffer, which must be allocated; ``offset`` in elements; see [Note: Alias tensors]."""
@@ -176,17 +178,19 @@ def free_storage(storage: torch.UntypedStorage, pool: torch.Stream | None) -> No
         pool: The stream that was current when the memory was allocated; it waits for the current one, which has used
             the memory.
     """
-    _fill_with_poison(storage)
-    if storage.size() and pool is not None and (current := torch.accelerator.current_stream(pool.device)) != pool:
+    if _poisoned:
+        _fill_with_poison(storage)
+    if pool is not None and storage.nbytes() and (current := torch.accelerator.current_stream(pool.device)) != pool:
         _order(current, pool)
     storage.resize_(0)
 
 
 def refill_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
     """Allocate the memory that :func:`free_storage` freed (contents undefined); no-op if it is allocated."""
-    if storage.size() != nbytes:
+    if storage.nbytes() != nbytes:
         storage.resize_(nbytes)
-        _fill_with_poison(storage)
+        if _poisoned:
+            _fill_with_poison(storage)
 
 
 def host_buffer(numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:

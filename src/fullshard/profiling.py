@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch.profiler import record_function
@@ -20,12 +20,13 @@ __all__ = ["profiled"]
 _NOTHING = contextlib.nullcontext()
 
 
-def profiled(operation: str, *units: str) -> contextlib.AbstractContextManager[object]:
+def profiled(operation: str, units: Iterable[str] = ()) -> contextlib.AbstractContextManager[object]:
     """Return a context whose contents a profile shows under the name of an operation and of units.
 
     Args:
         operation: Such as ``"all_gather"``.
-        units: FQNs of the units that it is done for, ``""`` for the root; none if it is done for no unit.
+        units: FQNs of the units that it is done for, ``""`` for the root; none if it is done for no unit. Only looked
+            at if there is a profile.
     """
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return record_function(_name(operation, units))
@@ -34,7 +35,7 @@ def profiled(operation: str, *units: str) -> contextlib.AbstractContextManager[o
     return _NOTHING
 
 
-def _name(operation: str, units: tuple[str, ...]) -> str:
+def _name(operation: str, units: Iterable[str]) -> str:
     names = ", ".join(dict.fromkeys(unit or "root" for unit in units))
     return f"fullshard::{operation} ({names})" if names else f"fullshard::{operation}"
 

@@ -209,7 +209,7 @@ def current_backward() -> int:
 
 def in_backward() -> bool:
     """True if a backward pass runs on this thread."""
-    return current_backward() != NO_BACKWARD
+    return torch._C._current_graph_task_id() != NO_BACKWARD
 
 
 def accumulates(leaf: torch.Tensor) -> bool:

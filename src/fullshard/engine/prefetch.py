@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import dropwhile, islice
 
+from fullshard.engine.states import ParameterState
 from fullshard.engine.unit import Unit
 from fullshard.ranks.order import OrderCheck
 
@@ -114,7 +115,7 @@ class Prefetcher:
 
     def units(self) -> list[Unit]:
         """Return the prefetched units that still exist."""
-        return [unit for unit in (ref() for ref in self._prefetched.values()) if unit is not None]
+        return [unit for ref in self._prefetched.values() if (unit := ref()) is not None]
 
     def used(self, unit: Unit) -> None:
         """Remove ``unit`` from the prefetched units: it is in use now."""
@@ -190,7 +191,9 @@ class Prefetcher:
 
     def last_ended(self) -> Iterator[list[Unit]]:
         """Choose units of the last forwards that wait for their backward."""
-        return self._next(ref for ref in reversed(self.ended) if _unshards_in_backward(ref))
+        return self._next(
+            ref for ref in reversed(self.ended) if (unit := ref()) is None or unit.settings.unshard_in_backward
+        )
 
     def comes_next_in_backward(self, unit: Unit) -> bool:
         """True if the forward before the one whose backward runs was of ``unit`` too."""
@@ -206,20 +209,23 @@ class Prefetcher:
         """
         if self.budget == 0:
             return
-        prefetched = self.units()
-        room = None if self.budget is None else self.budget - sum(unit.unsharded_bytes for unit in prefetched)
-        crowded = any(not unit.tiny for unit in prefetched)
-        together: list[Unit] = []
-        for unit in (ref() for ref in refs):
+        room, crowded, together = self.budget, False, list[Unit]()
+        for prefetched in self.units():
+            crowded |= not prefetched.tiny
+            if room is not None:
+                room -= prefetched.unsharded_bytes
+        for ref in refs:
+            unit = ref()
             if unit is None:
                 continue  # deleted; maybe not on all ranks at the same time
-            if unit.is_summoned:
+            state = unit.parameter_state
+            if state is ParameterState.SUMMONED:
                 continue  # its modules compute with copies
-            if unit in self or (unit.is_unsharded and not unit.tiny):
+            if id(unit) in self._prefetched or (state.is_unsharded and not unit.tiny):
                 if room is None:
                     break  # the units from here to the next that is not tiny are prefetched already
                 continue
-            if not unit.is_unsharded:
+            if not state.is_unsharded:
                 together.append(unit)
             if unit.tiny and len(together) < MAX_TINY_UNITS_TOGETHER:
                 continue
@@ -274,8 +280,3 @@ class Prefetcher:
                 return
             crowded |= not unit.tiny
             self.kept.add(ref)
-
-
-def _unshards_in_backward(ref: _UnitRef) -> bool:
-    unit = ref()
-    return unit is None or unit.settings.unshard_in_backward

@@ -19,7 +19,7 @@ unit.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -191,11 +191,12 @@ class Runtime:
 
     def unshard(self, unit: Unit) -> None:
         """All-gather the parameters unless they were prefetched, wait, and have the modules hold them."""
-        self.overlap.check_unwritten()
-        if not (unit in self.prefetcher and unit.is_current):  # else it was looked at a moment ago
+        if unit.is_current and unit in self.prefetcher:  # it was looked at a moment ago
+            self.overlap.check_unwritten()
+        else:
             self.begin_unshard([unit])
         self.prefetcher.used(unit)
-        with profiled("wait_for_all_gather", unit.name):
+        with profiled("wait_for_all_gather", (unit.name,)):
             unit.wait_for_unshard()
 
     def begin_unshard(self, units: list[Unit]) -> None:
@@ -206,7 +207,7 @@ class Runtime:
             if not begun:
                 return
             all_gathers = [(name, each) for name, _, of_bucket in begun for each in of_bucket]
-            with profiled("all_gather", *(name for name, _, _ in begun)):
+            with profiled("all_gather", (name for name, _, _ in begun)):
                 work = issue_all_gathers(all_gathers, self.comm_streams.all_gather, self._unshard_after)
         except BaseException:
             for unit in units:
@@ -370,8 +371,6 @@ class Runtime:
 
     def gradient_accumulated(self, unit: Unit) -> None:
         """Have a gradient reduced that autograd has accumulated although no gradient of an output has come."""
-        if unit.phase.is_backward:
-            return
         self._begin_pass()
         if unit.phase is Phase.FORWARD:
             unit.open_forwards[0].inner_backward = InnerBackward.RUNS
@@ -498,9 +497,9 @@ class Runtime:
 
     # ---------------------------------------------------------------- state of the step
 
-    def units(self) -> Iterator[Unit]:
-        """Iterate over the units that still exist."""
-        return (unit for unit in (ref() for ref in self._units) if unit is not None)
+    def units(self) -> list[Unit]:
+        """The units that still exist."""
+        return [unit for ref in self._units if (unit := ref()) is not None]
 
     @property
     def busy(self) -> bool:
@@ -627,7 +626,7 @@ class _BackwardOf:
 
 def _gradient_accumulated(parameter: ShardedParameter) -> None:
     unit = parameter.unit()
-    if unit is not None:
+    if unit is not None and not unit.phase.is_backward:
         runtime_of(unit).gradient_accumulated(unit)
 
 

@@ -141,7 +141,7 @@ class Unit:
 
     def check_not_summoned(self, what: str) -> None:
         """Raise PhaseError if the modules hold copies of the unsharded parameters."""
-        if self.is_summoned:
+        if self.parameter_state is ParameterState.SUMMONED:
             raise PhaseError(f"unit {self.described} was {what} inside summon_full_params; do that after it")
 
     # ---------------------------------------------------------------- storage
@@ -242,7 +242,7 @@ class Unit:
         """Prepare the all-gathers that unshard the parameters; none if they are unsharded and current."""
         self.check_not_summoned("run")
         current = self.registration.unsharded or self.registration.is_registered()
-        if self.is_unsharded:
+        if self.parameter_state.is_unsharded:
             if current and self.is_current:
                 return []
             # A forward without a backward left these behind, and its parameters were written to since.

@@ -156,6 +156,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _slice(flat: FlatShardedParameter, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    if tensor is None or flat.piece is None:
+    if tensor is None or flat.shard is None:
         return None
-    return local_of(tensor).reshape(-1).narrow(0, flat.piece.offset, flat.piece.numel)
+    return local_of(tensor).reshape(-1).narrow(0, flat.shard.offset, flat.shard.numel)

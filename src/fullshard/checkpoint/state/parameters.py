@@ -88,10 +88,10 @@ class LocalParameter:
         assert outer is not None, f"{self.fqn} is on a mesh that this rank is not part of"
         if tuple(local.shape) == shape.shape:
             return TensorShards.placed(self.shape, local, outer)
-        assert flat.piece is not None, f"{self.fqn} was not laid out"
+        assert flat.shard is not None, f"{self.fqn} was not laid out"
         if not self.shape.numel():  # as any other tensor without elements: every rank holds all of it
             return TensorShards.placed(self.shape, local.new_empty(outer.sizes), outer)
-        start, numel, _ = flat.piece
+        start, numel, _ = flat.shard
         if local.numel() != numel:
             raise FullshardError(
                 f"{self.fqn}: expected this rank's shard, {numel} elements, or all of it, {shape.shape}; found "
@@ -147,8 +147,8 @@ def _local(fqns: tuple[str, ...], parameter: nn.Parameter, sharded: ShardedParam
     home = sharded.handle if isinstance(sharded, FlatShardedParameter) else None
     if home is None:
         return LocalParameter(fqns, sharded.placement.shape, parameter.dtype, parameter, sharded=sharded)
-    assert isinstance(sharded, FlatShardedParameter) and sharded.piece is not None
-    flat_slice = slice(sharded.piece.offset, sharded.piece.offset + sharded.piece.numel)
+    assert isinstance(sharded, FlatShardedParameter) and sharded.shard is not None
+    flat_slice = slice(sharded.shard.offset, sharded.shard.offset + sharded.shard.numel)
     return LocalParameter(fqns, sharded.placement.shape, home.flat.dtype, home.flat, flat_slice, sharded)
 
 

@@ -241,7 +241,7 @@ class Bucket:
 
     def begin_reduction(self, terms: ReductionTerms) -> list[GradReduction]:
         """Take the unsharded gradients of the trainable parameters, and return the reductions to be issued."""
-        expected = self._has_unreduced_grads | {i for i, p in enumerate(self.parameters) if p.requires_grad}
+        expected = self._has_unreduced_grads | {i for i, p in enumerate(self.parameters) if p.sharded.requires_grad}
         trainable = self._reduced_together(expected)
         self._has_unreduced_grads.clear()
         pending = []

@@ -35,11 +35,11 @@ class FlatBucket(BufferBucket):
         self.layout = self._make_layout(min(values[0].dtype.itemsize, storage.param_dtype.itemsize))
         self.shard_buffer = self._new_shard_buffer(self.layout.slice_numel, values[0])
         for parameter, slot, value in zip(parameters, self.layout.slots, values, strict=True):
-            if parameter.piece is None:
+            if parameter.shard is None:
                 parameter.sharded.grad = None  # from before: this rank's own, of the whole parameter
-            parameter.piece, parameter.slot = slot.shard(mesh.rank), slot
+            parameter.shard, parameter.slot = slot.shard(mesh.rank), slot
             parameter.original_layout = parameter.original_layout or self.layout
-            local = shard_view(self.shard_buffer, parameter.piece, parameter, whole=mesh.world_size == 1)
+            local = shard_view(self.shard_buffer, parameter.shard, parameter, whole=mesh.world_size == 1)
             parameter.local = local
             local.copy_(parameter.local_part(value))
             parameter.place(local)
@@ -84,7 +84,7 @@ class FlatBucket(BufferBucket):
         issue_all_gathers([("", copies.all_gather)], make_comm_stream(self.mesh.device)).wait()
         for parameter, value in zip(self.flat_parameters, copies.values, strict=True):
             parameter.sharded.requires_grad_(parameter.requires_grad)
-            parameter.piece = parameter.slot = parameter.original_layout = parameter.handle = None
+            parameter.shard = parameter.slot = parameter.original_layout = parameter.handle = None
             device = parameter.local.device
             parameter.place(value.clone() if device == value.device else value.to(device))
         copies.buffer.free()
@@ -120,8 +120,8 @@ class FlatBucket(BufferBucket):
             return self.handle.flat.grad
         slice_ = torch.zeros_like(self.shard_buffer, dtype=self.flat_parameters[0].gradient_dtype)
         for parameter in self.flat_parameters:
-            if parameter.sharded.grad is not None and parameter.piece is not None:
-                target = slice_.narrow(0, parameter.piece.offset, parameter.piece.numel)
+            if parameter.sharded.grad is not None and parameter.shard is not None:
+                target = slice_.narrow(0, parameter.shard.offset, parameter.shard.numel)
                 target.as_strided(parameter.local.shape, parameter.local.stride()).copy_(parameter.sharded.grad)
         return slice_
 

@@ -48,7 +48,7 @@ class FlatParameter(nn.Parameter):
 class FlatShardedParameter(ShardedParameter):
     """A parameter whose shard is a 1-D part of this rank's slice of the bucket, see [Note: Flat shards]."""
 
-    piece: FlatShard | None = None  # the part of the parameter in this rank's slice; None: not sharded yet
+    shard: FlatShard | None = None  # the part of the parameter in this rank's slice; None: not sharded yet
     slot: FlatSlot | None = None  # where the parameter lies in its original layout
     original_layout: FlatLayout | None = None  # kept for rebuilt buckets: other slices would need an all-gather
     handle: FlatParamHandle | None = None  # if flat parameters are visible
@@ -78,8 +78,8 @@ class FlatShardedParameter(ShardedParameter):
             return value.view(self.local.shape)
         if tuple(value.stride()) != shape.stride:
             value = torch.empty_strided(shape.shape, shape.stride, dtype=value.dtype, device=value.device).copy_(value)
-        assert self.piece is not None
-        start, numel, _ = self.piece
+        assert self.shard is not None
+        start, numel, _ = self.shard
         return value.as_strided((numel,), (1,), int(value.storage_offset()) + start)
 
     def is_registered(self) -> bool:
@@ -133,10 +133,10 @@ class FlatShardedParameter(ShardedParameter):
     @property
     def local_gradient(self) -> torch.Tensor | None:
         """Sharded gradient, or the part of the visible flat parameter's that belongs to this shard."""
-        if self.handle is None or self.piece is None:
+        if self.handle is None or self.shard is None:
             return self.sharded.grad
         gradient = self.handle.flat.grad
-        return None if gradient is None else gradient.narrow(0, self.piece.offset, self.piece.numel)
+        return None if gradient is None else gradient.narrow(0, self.shard.offset, self.shard.numel)
 
     def clear_gradient(self, *, set_to_none: bool) -> None:
         """Clear the sharded gradient, or all of the visible flat parameter's, as ``zero_grad`` does."""
@@ -149,8 +149,8 @@ class FlatShardedParameter(ShardedParameter):
             if local is not None:  # maybe of a copy in CPU memory
                 local = local.to(self.local.device, dtype, copy=True).view(self.local.shape)
             self.sharded.grad = local
-        elif self.handle.flat.grad is not None and self.piece is not None:
-            target = self.handle.flat.grad.narrow(0, self.piece.offset, self.piece.numel)
+        elif self.handle.flat.grad is not None and self.shard is not None:
+            target = self.handle.flat.grad.narrow(0, self.shard.offset, self.shard.numel)
             if local is None:
                 target.zero_()
             else:
@@ -168,7 +168,7 @@ class FlatShardedParameter(ShardedParameter):
         """Make the parameter of a deep copy whose modules and parameters are in ``memo``."""
         copied = super().copy_for(memo)
         assert isinstance(copied, FlatShardedParameter)
-        copied.piece, copied.slot, copied.original_layout = self.piece, self.slot, self.original_layout
+        copied.shard, copied.slot, copied.original_layout = self.shard, self.slot, self.original_layout
         return copied
 
 
@@ -207,8 +207,8 @@ class FlatParamHandle:
         self.flat.grad = torch.zeros_like(self._shard_buffer, dtype=dtype)
         for parameter in self.sharded_parameters:
             gradient, parameter.sharded.grad = parameter.sharded.grad, None
-            if gradient is not None and parameter.piece is not None:
-                self.flat.grad.narrow(0, parameter.piece.offset, parameter.piece.numel).copy_(gradient.reshape(-1))
+            if gradient is not None and parameter.shard is not None:
+                self.flat.grad.narrow(0, parameter.shard.offset, parameter.shard.numel).copy_(gradient.reshape(-1))
 
     def point_at(self, shard_buffer: torch.Tensor) -> None:
         """Make a shard buffer, the present one or another, the data of the flat parameter (again)."""
@@ -237,15 +237,15 @@ class FlatParamHandle:
                 f"cannot write back the flat parameter {self.name}: its shape was changed to {tuple(value.shape)}, "
                 f"expected {tuple(self._shard_buffer.shape)}; edit parameters inside summon_full_params"
             )
-        assert parameter.piece is not None
+        assert parameter.shard is not None
         local, flat = parameter.local, value_of(value)
-        start = int(flat.storage_offset()) + parameter.piece.offset
+        start = int(flat.storage_offset()) + parameter.shard.offset
         return flat.as_strided(local.shape, local.stride(), start)  # a whole parameter keeps its strides
 
 
-def shard_view(buffer: torch.Tensor, piece: FlatShard, parameter: FlatShardedParameter, *, whole: bool) -> torch.Tensor:
+def shard_view(buffer: torch.Tensor, shard: FlatShard, parameter: FlatShardedParameter, *, whole: bool) -> torch.Tensor:
     """Return the view of a shard buffer that is one parameter's shard: 1-D, or of its own shape if it is ``whole``."""
-    shape, stride = (parameter.shape.shape, parameter.shape.stride) if whole else ((piece.numel,), (1,))
-    if not piece.numel:
+    shape, stride = (parameter.shape.shape, parameter.shape.stride) if whole else ((shard.numel,), (1,))
+    if not shard.numel:
         return buffer.new_empty(1).as_strided(shape, stride)  # with an address, see FlatShardedParameter.is_in_place
-    return own_storage(buffer.as_strided(shape, stride, int(buffer.storage_offset()) + piece.offset))
+    return own_storage(buffer.as_strided(shape, stride, int(buffer.storage_offset()) + shard.offset))

@@ -211,7 +211,8 @@ class ShardedParameter:
         Args:
             notify: Autograd has just accumulated it: call ``on_gradient``, and leave a copy for hooks of users.
         """
-        gradient = self.unsharded.grad if self.has_unsharded else None
+        unsharded: nn.Parameter | None = self.__dict__.get("unsharded")
+        gradient = None if unsharded is None else unsharded.grad
         if gradient is None:
             return
         self.unsharded.grad = None

@@ -119,17 +119,17 @@ class ReductionPlan:
 
     # ---------------------------------------------------------------- where, over which axes, in which dtypes
 
-    @property
+    @cached_property
     def reduces_in_place(self) -> bool:
         """True without a shard axis: gradients are reduced in the memory that they, or their packed copies, lie in."""
         return self.mesh.world_size == 1
 
-    @property
+    @cached_property
     def all_reduces(self) -> bool:
         """True if there are replicas to all-reduce over."""
         return self.mesh.replicas > 1
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype in which gradients are sent and summed."""
         return self.storage.reduce_dtype
@@ -183,7 +183,8 @@ class ReductionPlan:
         if gradient is None or slot.padded:
             copy.zero_()
         if gradient is not None:
-            copy.as_strided(shape.shape, shape.stride).copy_(_dense(gradient))
+            dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
+            copy.as_strided(shape.shape, shape.stride).copy_(dense)
         return copy
 
     def _presence(self, gradients: Gradients) -> torch.Tensor:
@@ -259,13 +260,10 @@ class ReductionPlan:
         return [(p, dtensor(view.on(shards[tensor]), p.spec)) for p, (tensor, view), is_there in named if is_there]
 
 
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()
-
-
 def _conform(gradient: torch.Tensor, shape: ParameterShape, dtype: torch.dtype) -> torch.Tensor:
     """``gradient`` with the parameter's dtype and strides; itself if it has them, as nearly always."""
-    gradient = _dense(gradient)
+    if gradient.layout is not torch.strided:
+        gradient = gradient.to_dense()
     if gradient.is_complex():
         gradient = gradient.resolve_conj()  # autograd conjugates lazily, which flat views do not see
     if gradient.dtype is dtype and gradient.stride() == shape.stride:

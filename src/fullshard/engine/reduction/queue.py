@@ -57,7 +57,7 @@ class ReductionQueue:
             self._added = later
             self._reduce_scatters.append(batch)  # before it is issued: if that raises, its messages are to be freed
             scatters = any(reduction.transport.world_size > 1 for _, reduction in batch)
-            with profiled("reduce_scatter" if scatters else "pack_gradients", *_units(batch)):
+            with profiled("reduce_scatter" if scatters else "pack_gradients", _units(batch)):
                 issue_reduce_scatters(batch, comm_streams.reduce_scatter)
 
     def finish(self, comm_streams: CommStreams) -> None:
@@ -93,10 +93,10 @@ class ReductionQueue:
         """End the oldest reduce-scatters, and issue the all-reduces that follow them."""
         self._finalize_last()
         batch = self._reduce_scatters.popleft()
-        with profiled("wait_for_reduce_scatter", *_units(batch)):
+        with profiled("wait_for_reduce_scatter", _units(batch)):
             to_all_reduce = [named for named in batch if named[1].end_reduce_scatter()]
         if to_all_reduce:
-            with profiled("all_reduce", *_units(to_all_reduce)):
+            with profiled("all_reduce", _units(to_all_reduce)):
                 issue_all_reduces(to_all_reduce, comm_streams.all_reduce)
         self._last = batch
         if not to_all_reduce:
@@ -106,7 +106,7 @@ class ReductionQueue:
         batch, self._last = self._last, []
         if not batch:
             return
-        with profiled("wait_for_gradients", *_units(batch)):
+        with profiled("wait_for_gradients", _units(batch)):
             for _, reduction in batch:
                 reduction.release()
                 if reduction.plan.ends_on_host:

@@ -30,6 +30,8 @@ class ShardedGradients:
     @property
     def misses_some(self) -> bool:
         """True if parameters have no gradient on this rank that may have one on others."""
+        if self.present == self.expected:
+            return False
         return any(wanted and not here for wanted, here in zip(self.expected, self.present, strict=True))
 
     def present_anywhere(self) -> list[bool]:
