@@ -93,18 +93,20 @@ def test_state_on_some_ranks_only(rank: Rank):
 
 @on_ranks(2)
 def test_the_first_rank_alone_cannot_send_what_all_must_gather(rank: Rank):
-    """With rank0_only a ShardedTensor is the same error on all ranks; nobody waits for a message."""
+    """With rank0_only a ShardedTensor or a DTensor is the same error on all ranks; nobody waits for a message."""
     model, optimizer = build(use_orig_params=True)
     step(model, optimizer, rank)
     folder = str(shared_folder(rank) / "alone")
     FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
-    sharded = model.state_dict()
-    dcp.save({"model": sharded, "optimizer": FSDP.optim_state_dict(model, optimizer)}, checkpoint_id=folder)
+    sharded, state = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+    dcp.save({"model": sharded, "optimizer": state}, checkpoint_id=folder)
     read = load_sharded_optimizer_state_dict(sharded, "optimizer", dcp.FileSystemReader(folder))["optimizer"]
     configs = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
     FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs)
     with pytest.raises(ValueError, match="found ShardedTensors"):
         FSDP.optim_state_dict_to_load(model, optimizer, read)
+    with pytest.raises(ValueError, match="found DTensors"):
+        FSDP.optim_state_dict_to_load(model, optimizer, state)
 
 
 @on_ranks(1)

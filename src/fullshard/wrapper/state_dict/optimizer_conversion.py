@@ -276,10 +276,11 @@ def _receive_specs(
     try:
         state = _by_clean_names(given or {})
         leaves = (leaf for value in state.values() for leaf in leaves_of(value).values())
-        if rank0_only and any(isinstance(leaf, ShardedTensor) for leaf in leaves):
+        sharded = {type(leaf).__name__ for leaf in leaves if _is_gathered_by_all(leaf)} if rank0_only else ()
+        if sharded:
             raise ValueError(
-                "rank0_only: expected full tensors on the first rank, found ShardedTensors, which all ranks must "
-                "gather; load the state without rank0_only, on every rank"
+                f"rank0_only: expected full tensors on the first rank, found {' and '.join(sorted(sharded))}s, which "
+                "all ranks must gather; load the state without rank0_only, on every rank"
             )
     except Exception as error:
         if rank0_only:
@@ -292,6 +293,13 @@ def _receive_specs(
     if rank0_only:
         dist.broadcast_object_list([(specs, groups)], group=group, group_src=0)
     return {key: leaves_of(value) for key, value in state.items()}, specs, groups
+
+
+def _is_gathered_by_all(leaf: Any) -> bool:
+    """True if its full tensor takes a collective."""
+    if isinstance(leaf, DTensor):
+        return leaf.device_mesh.size() > 1 and not all(placement.is_replicate() for placement in leaf.placements)
+    return isinstance(leaf, ShardedTensor)
 
 
 def _by_clean_names(given: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
