@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from compare import assert_models_equal
-from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard import CommQuantization, MixedPrecisionPolicy, fully_shard
 from fullshard.comm import Collective, record
 from fullshard.engine.buckets.per_parameter import PerParameterBucket
 from fullshard.engine.ownership import nested_units
@@ -255,3 +255,33 @@ def test_recovers_from_a_failure_in_between(rank: Rank) -> None:
     reference_backward(reference, 4, square_loss())
     assert_models_equal(model, reference, grads=True, **CLOSE)
     assert not any(kept_bytes(model).values())
+
+
+@on_ranks(4)
+def test_transport_changed_between_steps(rank: Rank) -> None:
+    """Subgroups follow a change of how the model communicates, which may lay the shards out anew."""
+    model = Stack(2, 8)
+    reference = copy.deepcopy(model)
+    shard_blocks(model, rank, reshard_after_forward=2)
+    for step in range(4):
+        if step == 1:
+            model.set_comm_quantization(CommQuantization(all_gather="int8", min_bytes=1 << 30))
+        if step == 3:
+            model.set_comm_quantization(None)
+        with record() as seen:
+            square_loss(step, 4, 8)(model, rank.rank).backward()
+        assert [c.unit for c in seen if c.kind == "all_gather"].count("blocks.0") == 2
+        reference_backward(reference, rank.world_size, square_loss(step, 4, 8))
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(4)
+def test_unit_that_a_forward_reshards_itself(rank: Rank) -> None:
+    """There is nothing left to keep for a subgroup: backward all-gathers from all ranks."""
+    model, reference = with_reference(Stack(2, 8), rank, reshard_after_forward=2)
+    handle = model.blocks[0].down.register_forward_hook(lambda *_: model.blocks[0].reshard())
+    for step in range(2):
+        square_loss(step, 4, 8)(model, rank.rank).backward()
+        reference_backward(reference, rank.world_size, square_loss(step, 4, 8))
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+    handle.remove()

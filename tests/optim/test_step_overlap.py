@@ -224,6 +224,38 @@ def test_written_twice(rank: Rank) -> None:
 
 
 @on_ranks(2)
+def test_parameter_replaced_after_the_step(rank: Rank) -> None:
+    """The forward computes with it, although the unit was unsharded before it came."""
+    model, other = build(rank)
+    optimizers = overlap(adam(model), model), localize(adam(other))
+    for each, optimizer in zip((model, other), optimizers, strict=True):
+        step(rank, each, optimizer)
+        each.first.weight = nn.Parameter(each.first.weight.detach() + 1)
+    assert_equal(model(torch.ones(2, 6)), other(torch.ones(2, 6)), "outputs")
+    assert_same_weights(model, other)
+
+
+@on_ranks(2)
+def test_written_after_another_unit_was_used(rank: Rank) -> None:
+    """A write after the step is noticed, whatever else was unsharded in between; and not after a reshard."""
+    model, other = build(rank)
+    optimizers = overlap(adam(model), model), localize(adam(other))
+    for reshards in (False, True):
+        for each, optimizer in zip((model, other), optimizers, strict=True):
+            step(rank, each, optimizer)
+            each.blocks[2].unshard()
+            each.blocks[2].reshard()
+            with torch.no_grad():
+                each.first.weight.mul_(2)
+        if reshards:
+            model.reshard()
+        else:
+            with pytest.raises(PhaseError, match="'<root>' were written"):
+                model(torch.ones(2, 6))
+        assert_equal(model(torch.ones(2, 6)), other(torch.ones(2, 6)), "outputs")
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("then", ["delocalized", "undone", "before the first forward"])
 def test_steps_without_it_are_noticed(rank: Rank, then: str) -> None:
     """Once the optimizer steps as usual again, or where it cannot do otherwise, what is gathered is outdated by it."""

@@ -104,10 +104,10 @@ class OptimizerOverlap:
     """Gradients still in flight after a backward, and units unsharded during an optimizer step, of one root."""
 
     _late: list[tuple[ShardedParameter, GradientInFlight]]
-    _early: list[tuple[weakref.ref[Unit], int]]  # with the sum of its shards' version counters then
+    _early: dict[weakref.ref[Unit], int]  # not used yet; with the sum of its shards' version counters then
 
     def __init__(self) -> None:
-        self._late, self._early = [], []
+        self._late, self._early = [], {}
 
     # ---------------------------------------------------------------- gradients in flight
 
@@ -173,37 +173,46 @@ class OptimizerOverlap:
 
     def note_unsharded(self, units: Iterable[Unit]) -> None:
         """Note that ``units`` were unsharded during an optimizer step."""
-        self._early += [(unit.ref, _versions(unit)) for unit in units]
+        self._early.update((unit.ref, _versions(unit)) for unit in units)
+
+    def forget_resharded(self) -> None:
+        """Before units are unsharded: forget those that were resharded meanwhile, or stepped once more."""
+        if self._early:
+            kept = ((ref, versions) for ref, versions in self._early.items() if (unit := ref()) and unit.is_current)
+            self._early = dict(kept)
 
     def discard_unsharded(self) -> None:
         """Reshard them: all ranks write to their parameters, and the next forward has to unshard them anew."""
-        early, self._early = self._early, []
-        for unit in (ref() for ref, _ in early):
+        early, self._early = self._early, {}
+        for unit in (ref() for ref in early):
             if unit is not None and unit.is_idle and unit.is_unsharded:  # else its modules may hold copies to be loaded
                 unit.reshard()
 
-    def check_unwritten(self) -> None:
-        """Check that no shard was written to since the units were unsharded.
+    def check_unwritten(self, unit: Unit) -> None:
+        """Before ``unit`` is used: check that no shard was written to since units were unsharded during a step.
+
+        Where parameters were replaced since, the unit is resharded, and so is unsharded anew.
 
         Raises:
-            PhaseError: If one was.
+            PhaseError: If one was written to.
         """
-        if not self._early:
+        if unit.ref not in self._early:
             return
-        early, self._early = self._early, []
         written = []
-        for ref, versions in early:
-            unit = ref()
-            if unit is None or not unit.is_current or not unit.registration.is_registered():
-                continue  # it is unsharded anew
-            if _versions(unit) != versions:
-                unit.reshard()
-                written.append(unit.name or "<root>")
+        for each, versions in ((ref(), versions) for ref, versions in self._early.items()):
+            if each is None or not each.is_current or each.registration.unsharded:
+                continue
+            if not each.registration.is_registered():
+                each.reshard()
+            elif _versions(each) != versions:
+                each.reshard()
+                written.append(each.described)
+        del self._early[unit.ref]
         if written:
             raise PhaseError(
-                f"parameters of unit {', '.join(map(repr, written))} were written to after the optimizer step had "
-                "unsharded them for the next forward; call reshard() on the module, on all ranks, after writing, or do "
-                "without fullshard.optim.overlap"
+                f"parameters of unit {', '.join(written)} were written to after the optimizer step had unsharded them "
+                "for the next forward; call reshard() on the module, on all ranks, after writing, or do without "
+                "fullshard.optim.overlap"
             )
 
 

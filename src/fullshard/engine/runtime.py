@@ -191,9 +191,8 @@ class Runtime:
 
     def unshard(self, unit: Unit) -> None:
         """All-gather the parameters unless they were prefetched, wait, and have the modules hold them."""
-        if unit.is_current and unit in self.prefetcher:  # it was looked at a moment ago
-            self.overlap.check_unwritten()
-        else:
+        self.overlap.check_unwritten(unit)
+        if not (unit.is_current and unit in self.prefetcher):  # else it was looked at as it was prefetched
             self.begin_unshard([unit])
         self.prefetcher.used(unit)
         with profiled("wait_for_all_gather", (unit.name,)):
@@ -201,7 +200,7 @@ class Runtime:
 
     def begin_unshard(self, units: list[Unit]) -> None:
         """Issue the all-gathers of ``units`` in one launch, as far as they are not unsharded."""
-        self.overlap.check_unwritten()
+        self.overlap.forget_resharded()
         try:
             begun = [(unit.name, *bucket) for unit in units for bucket in unit.begin_unshard()]
             if not begun:
@@ -214,8 +213,8 @@ class Runtime:
                 self.prefetcher.used(unit)
                 unit.free_after_failure()
             raise
-        for _, bucket, of_bucket in begun:
-            bucket.issued(work, of_bucket)
+        for _, bucket, _ in begun:
+            bucket.issued(work)
 
     def _prefetch(self, launches: Iterable[list[Unit]]) -> None:
         for units in launches:
@@ -247,7 +246,7 @@ class Runtime:
     # ---------------------------------------------------------------- reshard after forward
 
     def _reshard_if_left_over(self, unit: Unit) -> None:
-        """Reshard what a forward without a backward has kept without being asked to: shards may have been written."""
+        """Reshard what an earlier forward has kept without being asked to: shards may have been written since."""
         by_default = unit.settings.reshard_after_forward is not False
         if unit.is_kept and by_default and unit.is_idle and not unit.user_unshards:
             unit.reshard()
@@ -517,7 +516,9 @@ class Runtime:
         return self._backward is not None and not hooks.in_backward()
 
     def ensure_idle(self) -> None:
-        """Return to idle if a backward raised; wait for gradients in flight, and until offloaded shards are read."""
+        """Return to idle if a backward raised; wait for gradients that an optimizer step was to overlap with, and until
+        offloaded shards are read.
+        """
         if self.has_failed:
             self.recover()
         self.wait_for_gradients()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -199,11 +200,12 @@ class Bucket:
         if self.is_unsharded:
             return []
         self.is_unsharded = True
-        return self._all_gathers(from_subgroup)
+        self._in_flight = self._all_gathers(from_subgroup)
+        return self._in_flight
 
-    def issued(self, pending_work: PendingWork, all_gathers: list[BucketAllGather]) -> None:
-        """Remember all-gathers that were issued, for :meth:`wait_for_unshard`."""
-        self._pending_work, self._in_flight = pending_work, all_gathers
+    def issued(self, pending_work: PendingWork) -> None:
+        """Remember that the all-gathers were issued, for :meth:`wait_for_unshard`."""
+        self._pending_work = pending_work
 
     def wait_for_unshard(self) -> None:
         """Make the computation see the unsharded parameters."""
@@ -213,9 +215,9 @@ class Bucket:
             self._arrive()
 
     def _arrive(self) -> None:
-        arrived, self._in_flight = self._in_flight, []
-        for all_gather in arrived:
+        for all_gather in self._in_flight:
             all_gather.arrived()
+        self._in_flight = []
 
     def reshard(self) -> None:
         """Free the unsharded parameters."""
@@ -227,13 +229,11 @@ class Bucket:
 
     def abandon_unshard(self) -> None:
         """Free the unsharded parameters after a failure, when what was in flight may never arrive."""
-        try:
+        with contextlib.suppress(Exception):  # the failure that is being recovered from, seen once more
             self.wait_for_unshard()
-        except RuntimeError:  # the failure that is being recovered from, seen once more
-            for all_gather in self._in_flight:
-                all_gather.abandon()
-            self._in_flight = []
-        self.is_unsharded = False
+        for all_gather in self._in_flight:  # also those that were not issued
+            all_gather.abandon()
+        self._in_flight, self.is_unsharded = [], False
         self._free()
         self.free_subgroup_shard()
 

@@ -109,6 +109,11 @@ class PerParameterBucket(BufferBucket):
 
     # ---------------------------------------------------------------- reshard to a subgroup
 
+    def change_transports(self, mesh: ShardMesh) -> None:
+        """Communicate through ``mesh`` from now on, within subgroups too."""
+        self._subgroup_all_gather = None
+        super().change_transports(mesh)
+
     def _all_gathers(self, from_subgroup: bool) -> list[BucketAllGather]:
         all_gathers = super()._all_gathers(from_subgroup)
         kept = self._subgroup_shard is not None and self._subgroup_shard.allocated_bytes > 0
@@ -116,7 +121,7 @@ class PerParameterBucket(BufferBucket):
 
     def reshard_to_subgroup(self, size: int) -> None:
         """Keep this rank's rows of the unsharded parameters over ``size`` consecutive ranks, to unshard from next."""
-        if self._unsharded is None or self.mesh.world_size == 1:
+        if self._unsharded is None or not self.is_unsharded or self.mesh.world_size == 1:
             return
         if self._subgroup_all_gather is None or self._subgroup_all_gather.layout.world_size != size:
             self._plan_subgroup(size, self._unsharded)
