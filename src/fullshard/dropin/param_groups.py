@@ -24,7 +24,7 @@ __all__ = ["FSDPParamGroup", "ShardedState", "TrainingState", "WrapperTrainingSt
 
 # Methods of the view, and the engine's methods that do the same.
 ENGINE_METHODS: dict[str, tuple[type, str]] = {
-    "unshard": (Unit, "begin_unshard"),
+    "unshard": (Unit, "prepare_unshard"),
     "reshard": (Unit, "reshard"),
     "post_backward": (Runtime, "reshard_and_reduce"),
 }

@@ -84,7 +84,7 @@ def _accumulating(units: list[Unit]) -> Iterator[None]:
     finally:
         for parameter in parameters:
             gradient, parameter.unsharded.grad = parameter.unsharded.grad, None
-            parameter.keep_gradient()
+            parameter.accumulate_in_reduce_dtype()
             parameter.unsharded.grad = None if gradient is None else gradient.to(parameter.unsharded.grad_dtype)
             parameter.collect_gradient()
     for unit in units:  # all of them: which units are reduced must not depend on the gradients of this rank

@@ -1,1 +1,18 @@
-"""The engine: units of parameters that are gathered, computed with, reduced and freed."""
+"""The engine: units of parameters that are unsharded, computed with, resharded and reduced.
+
+What calls what, from above to below; nothing calls up:
+
+- ``runtime.py``     the driver: what happens in a step, and when; one runtime per root module
+- ``prefetch.py``    chooses what to unshard before its turn
+- ``parameter_reads.py``  weights that a forward reads without calling their module
+- ``unit.py``        one ``fully_shard`` call, or one wrapper; its states are in ``states.py``
+- ``buckets/``       a unit's parameters of one mesh and dtype: buffers, and all-gathers that fill them
+- ``reduction/``     from unsharded gradients to sharded ``.grad``
+- ``parameters/``    one parameter, sharded and unsharded, and what modules hold of it
+- ``hooks.py``       pre-backward and post-backward hooks; the front ends hook forward
+
+Words: a unit is *unsharded* while its unsharded parameters have memory, *kept* while that is for a backward to come,
+and *summoned* while modules hold copies of them. A *message* is what a collective sends of several small parameters
+together; a *tiny* unit goes with another one's launch. Streams, and what waits for what on them, are in
+``fullshard/memory.py``.
+"""

@@ -1,4 +1,4 @@
-"""Autograd hooks of the engine. The only file that registers hooks.
+"""Pre-backward and post-backward hooks. The only file that registers hooks on tensors and autograd nodes.
 
 [Note: Boundaries of a unit in backward]
 A unit's backward starts when the first of its outputs receives its gradient: a pre-hook on the autograd node of each
@@ -42,10 +42,10 @@ __all__ = [
     "Call",
     "after_accumulation",
     "current_backward",
-    "guard_inputs",
     "in_backward",
     "outside_transforms",
-    "watch_outputs",
+    "register_post_backward",
+    "register_pre_backward",
 ]
 
 NO_BACKWARD = -1
@@ -125,12 +125,14 @@ class _Boundary(Function):
         return tangents
 
 
-# Function.apply searches every argument for functorch wrappers, which costs more than the rest; guard_inputs has
-# checked that there are none.
+# Function.apply searches every argument for functorch wrappers, which costs more than the rest; register_post_backward
+# has checked that there are none.
 _pass_boundary: Callable[..., Any] = super(Function, _Boundary).apply
 
 
-def guard_inputs(events: BackwardEvents, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Call | None]:
+def register_post_backward(
+    events: BackwardEvents, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any, Call | None]:
     """Pass every input that requires a gradient through an autograd function that calls ``events``.
 
     Returns:
@@ -158,7 +160,7 @@ def nodes_made() -> int:
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
-def watch_outputs(events: BackwardEvents, output: Any, since: int) -> bool:
+def register_pre_backward(events: BackwardEvents, output: Any, since: int) -> bool:
     """Have ``events.pre_backward`` called before the backward of ``output``.
 
     Args:

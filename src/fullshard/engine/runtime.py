@@ -1,5 +1,8 @@
 """The driver of a step: one runtime per root module says what happens to every unit below it, and when.
 
+The front ends call it around the forward of every sharded module (``composable/fsdp_module.py``, ``wrapper/fsdp.py``),
+autograd calls it through ``hooks.py``. It is made lazily, at the first forward: :func:`runtime_of`.
+
 Read :meth:`Runtime.pre_forward`, :meth:`Runtime.post_forward`, :meth:`Runtime.pre_backward`,
 :meth:`Runtime.post_backward` and :meth:`Runtime.finish_backward` from top to bottom: they are what happens in a step,
 in this order. All that they call lies below: :mod:`~fullshard.engine.prefetch` chooses what to unshard before its turn,
@@ -93,7 +96,7 @@ class Runtime:
                 if self.root() is unit and unit.mesh.device.type != "cpu":
                     args, kwargs = map_tensors(lambda tensor: input_on(unit.mesh.device, tensor), (args, kwargs))
                 if torch.is_grad_enabled():
-                    args, kwargs = unit.guard_inputs(_BackwardOf(unit, self._reads.graph), args, kwargs)
+                    args, kwargs = unit.register_post_backward(_BackwardOf(unit, self._reads.graph), args, kwargs)
             args, kwargs = unit.cast_inputs(args, kwargs)
         except BaseException:
             self.abort_forward(unit)
@@ -107,7 +110,7 @@ class Runtime:
             output = unit.cast_output(output)
             if torch.is_grad_enabled():
                 events = _BackwardOf(unit, self._reads.graph)
-                has_backward = hooks.watch_outputs(events, output, forward.first_node)
+                has_backward = hooks.register_pre_backward(events, output, forward.first_node)
             if len(unit.open_forwards) == 1:
                 self._end_forward(unit, module, forward, has_backward=has_backward)
         except BaseException:
@@ -133,7 +136,7 @@ class Runtime:
         if self._open_forwards == 0 and not hooks.in_backward():
             if self.has_failed:
                 self.recover()
-            self.wait_for_gradients()
+            self.finish_deferred_reductions()
             self._root_runs = self.root() is unit
             self.prefetcher.begin_forward()
             self._reads.begin_forward()
@@ -159,7 +162,7 @@ class Runtime:
         unit.expect_backward(forward)
         if not hooks.in_backward():
             if unit.awaits_backward:
-                unit.gradients.add_up()
+                unit.gradients.accumulate_in_reduce_dtype()
             unit.awaits_backward = True
             self.prefetcher.forward_ended(unit)
 
@@ -177,8 +180,8 @@ class Runtime:
             return
         if output is not None:
             self._reads.check(output)
-        for shown in self._reads.end_forward():
-            self._end_reads(shown, has_backward=output is not None)
+        for registered in self._reads.end_forward():
+            self._end_reads(registered, has_backward=output is not None)
         if self._root_runs:
             self.prefetcher.end_forward()
         for guessed_wrong in self.prefetcher.units():
@@ -202,7 +205,7 @@ class Runtime:
         """Issue the all-gathers of ``units`` in one launch, as far as they are not unsharded."""
         self.overlap.forget_resharded()
         try:
-            begun = [(unit.name, *bucket) for unit in units for bucket in unit.begin_unshard()]
+            begun = [(unit.name, *bucket) for unit in units for bucket in unit.prepare_unshard()]
             if not begun:
                 return
             all_gathers = [(name, each) for name, _, of_bucket in begun for each in of_bucket]
@@ -255,13 +258,14 @@ class Runtime:
         """Reshard once the last of the unit's modules has run, see [Note: Units of several modules]."""
         if len(unit.modules) > 1:
             unit.modules_run[id(module)] = has_backward or unit.modules_run.get(id(module), False)
-            if len(unit.modules_run) < len(unit.modules) and self._show_until_forward_ends(unit):
+            if len(unit.modules_run) < len(unit.modules) and self._leave_registered(unit):
                 return
             has_backward = any(unit.modules_run.values())
             unit.modules_run.clear()
         self._reshard_after_forward(unit, has_backward=has_backward)
 
     def _reshard_after_forward(self, unit: Unit, *, has_backward: bool) -> None:
+        """Reshard, keep this rank's part for a subgroup, or stay unsharded, as ``reshard_after_forward`` says."""
         if unit.user_unshards:
             return
         setting = unit.settings.reshard_after_forward
@@ -270,18 +274,18 @@ class Runtime:
         in_backward = hooks.in_backward()
         if setting is not False and not in_backward:
             unit.reshard(subgroup=setting if has_backward and setting is not True else 0)
-        elif not self._show_until_forward_ends(unit):
+        elif not self._leave_registered(unit):
             self._keep_or_reshard(unit, keep=has_backward or in_backward)
 
-    def _show_until_forward_ends(self, unit: Unit) -> bool:
-        """Have ``unit`` show its unsharded parameters until the outermost forward ends. False if none is open."""
+    def _leave_registered(self, unit: Unit) -> bool:
+        """Leave the unsharded parameters registered until the outermost forward ends. False if none is open."""
         if self._open_forwards <= 1 or hooks.in_backward():
             return False
         self._reads.until_end(unit)
         return True
 
     def _end_reads(self, unit: Unit, *, has_backward: bool) -> None:
-        """Show the sharded parameters again, see [Note: Unsharded until the forward ends]."""
+        """Register the sharded parameters again, see [Note: Unsharded until the forward ends]."""
         unit.modules_run.clear()
         if not unit.is_idle or unit.user_unshards:
             return
@@ -290,6 +294,7 @@ class Runtime:
             self._keep_or_reshard(unit, keep=has_backward)
 
     def _keep_or_reshard(self, unit: Unit, *, keep: bool) -> None:
+        """Keep the unsharded parameters in memory, if a backward may come or they are kept for an earlier one."""
         if keep or unit.is_kept:
             unit.keep_for_backward()
         else:
@@ -339,7 +344,7 @@ class Runtime:
         self.prefetcher.passed_by.clear()
         self._reductions.launch(self.comm_streams)
         if not self.is_last_backward:
-            self._reductions.finalize_offloaded()
+            self._reductions.accumulate_offloaded()
             return
         self._finish_or_defer_reductions()
         if self._open_forwards:  # a gradient taken inside of a forward, which goes on
@@ -380,7 +385,7 @@ class Runtime:
         if self._backward is not None and not self._backward.runs:
             self.recover()  # an earlier pass raised, and no forward has come since
         if self._backward is None:
-            self.wait_for_gradients()
+            self.finish_deferred_reductions()
             self._reductions.max_in_flight = max(unit.settings.reduction.max_in_flight for unit in self.units())
             self._backward = hooks.BackwardPass(self.finish_backward)
             self._unshard_readable()
@@ -442,6 +447,7 @@ class Runtime:
         ]
 
     def _reshard_after_backward(self, unit: Unit) -> None:
+        """Reshard as ``set_reshard_after_backward`` says, unless the pass makes a graph that reads the parameters."""
         if unit.user_unshards:
             return
         unit.register_sharded()
@@ -479,18 +485,19 @@ class Runtime:
         if root is not None and root.settings.overlap_optimizer and not self._open_forwards:
             left = [reduction.arriving for reduction in self._reductions.leave(self.comm_streams)]
             if all(gradients is not None for gradients in left):
-                self.overlap.defer((each for gradients in left for each in gradients or ()), self.wait_for_gradients)
+                arriving = (each for gradients in left for each in gradients or ())
+                self.overlap.defer(arriving, self.finish_deferred_reductions)
                 return
         self._reductions.finish(self.comm_streams)
 
-    def wait_for_gradients(self) -> None:
-        """Have ``.grad`` hold the gradients that a backward has left in flight."""
+    def finish_deferred_reductions(self) -> None:
+        """Have ``.grad`` hold gradients that were left in flight for an optimizer step to overlap with; else no-op."""
         if self.overlap.in_flight:
             self.overlap.finish(lambda: self._reductions.finish(self.comm_streams))
 
     def finish_reductions(self) -> None:
         """Have every sharded gradient hold what was reduced for it."""
-        self.wait_for_gradients()
+        self.finish_deferred_reductions()
         self._reductions.launch(self.comm_streams)
         self._reductions.finish(self.comm_streams)
 
@@ -521,7 +528,7 @@ class Runtime:
         """
         if self.has_failed:
             self.recover()
-        self.wait_for_gradients()
+        self.finish_deferred_reductions()
         self._release_host_memory()
 
     def recover(self) -> None:

@@ -67,7 +67,7 @@ class ReductionSettings:
     divide_factor: float | None = None  # None: the number of ranks, so that gradients are means
     force_sum: bool = False
     zeros_for_missing: bool = False
-    max_in_flight: int = 1  # buckets whose unsharded gradients may wait for their reduction while others are computed
+    max_in_flight: int = 1  # launches whose unsharded gradients may wait; the largest of any unit counts for the root
     hook: Callable[[torch.Tensor], object] | None = None
     hook_stream: Stream | None = None
 
@@ -113,7 +113,7 @@ class CollectiveSettings:
 class UnitSettings:
     """Choices that may change between steps."""
 
-    reshard_after_forward: bool | int | None = None  # None: all but the root; int: see Bucket.reshard_to_subgroup
+    reshard_after_forward: bool | int | None = None  # None: see is_kept_by_default; int: reshard_to_subgroup
     reshard_after_backward: bool = True
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
@@ -122,7 +122,7 @@ class UnitSettings:
     backward_prefetch: list[weakref.ref[Any]] = field(default_factory=list)
     overlap_optimizer: bool = False  # of the root: see [Note: Overlap with the optimizer]
     prefetch_bytes: int | None = None  # of the root: see Prefetcher.budget
-    backward_order: Literal["before", "after", "none"] = "before"  # of the next unit's unshard and this one's backward
+    backward_order: Literal["before", "after", "none"] = "before"  # of prefetching the next: BackwardPrefetch
     reduction: ReductionSettings = field(default_factory=ReductionSettings)
     collectives: CollectiveSettings = field(default_factory=CollectiveSettings)
     comm_hook: tuple[object, Callable[..., Any]] | None = None  # with its state; reduces instead of the transport

@@ -32,6 +32,7 @@ __all__ = ["Unit"]
 class Unit:
     """Parameters that are all-gathered together before they are computed with, and reduced together after.
 
+    What FSDP2 has in its parameter groups and the states of their modules. Buckets divide it by mesh and dtype.
     Owned by its modules, which it refers to weakly.
     """
 
@@ -238,7 +239,7 @@ class Unit:
 
     # ---------------------------------------------------------------- unshard and reshard
 
-    def begin_unshard(self) -> list[tuple[Bucket, list[BucketAllGather]]]:
+    def prepare_unshard(self) -> list[tuple[Bucket, list[BucketAllGather]]]:
         """Prepare the all-gathers that unshard the parameters; none if they are unsharded and current."""
         self.check_not_summoned("run")
         current = self.registration.unsharded or self.registration.is_registered()
@@ -252,7 +253,7 @@ class Unit:
         self._move_parameters(ParameterState.UNSHARDED)
         from_subgroup = hooks.in_backward()
         return [
-            (bucket, all_gathers) for bucket in self.buckets if (all_gathers := bucket.begin_unshard(from_subgroup))
+            (bucket, all_gathers) for bucket in self.buckets if (all_gathers := bucket.prepare_unshard(from_subgroup))
         ]
 
     def wait_for_unshard(self) -> None:
@@ -306,11 +307,11 @@ class Unit:
         self.open_forwards.append(forward)
         return forward
 
-    def guard_inputs(
+    def register_post_backward(
         self, events: hooks.BackwardEvents, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
         """Have the end of the backward of this forward seen, where an input requires a gradient."""
-        args, kwargs, call = hooks.guard_inputs(events, args, kwargs)
+        args, kwargs, call = hooks.register_post_backward(events, args, kwargs)
         self.open_forwards[-1].call = call
         if call is not None:
             self.calls = [each for each in self.calls if each.alive]

@@ -91,7 +91,7 @@ class OverlappedStep:
             yield
             return
         if runtime.overlap.adds:
-            runtime.wait_for_gradients()
+            runtime.finish_deferred_reductions()
         with runtime.overlap.exposed() as late:
             self._in_flight = late
             yield
@@ -114,7 +114,7 @@ class OverlappedStep:
         try:
             if before:
                 yield before
-            runtime.wait_for_gradients()
+            runtime.finish_deferred_reductions()
             if soon:
                 yield soon
             runtime.begin_unshard_for_next_forward(launches)

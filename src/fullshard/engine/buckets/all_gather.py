@@ -89,7 +89,7 @@ class PerParameterAllGather(BucketAllGather):
     unsharded: Buffer  # to be filled
     _input: Buffer | None  # the shard in the dtype in which it is sent; memory only while it is
     _message: Buffer | None  # the packed shards of all ranks; memory only while they are in flight
-    _foreign: torch.Tensor | None  # the same in the transport's own memory
+    _transport_memory: torch.Tensor | None  # the same in the transport's own memory
     _operands: list[Operand]  # of the parameters in place, and last of the packed ones
     _sent: torch.Tensor  # the shard, or the all-gather input
     _targets: list[torch.Tensor]  # in the unsharded buffer, of what is copied out
@@ -100,7 +100,7 @@ class PerParameterAllGather(BucketAllGather):
         self, layout: PerParameterLayout, shard: torch.Tensor, unsharded: Buffer, transport: Transport
     ) -> None:
         self.layout, self.shard, self.unsharded, self.transport = layout, shard, unsharded, transport
-        self._input = self._message = self._foreign = None
+        self._input = self._message = self._transport_memory = None
         self._operands, self._targets, self._views, self._sources = [], [], [], []
         self._sent = shard
         sent_dtype = shard.dtype if transport.casts else unsharded.dtype
@@ -138,8 +138,8 @@ class PerParameterAllGather(BucketAllGather):
             self._input.allocate()
         if self._message is not None:
             dtype, device = self.unsharded.dtype, self.unsharded.device
-            self._foreign = self.transport.allocate("all_gather", self._message.numel, dtype, device)
-            if self._foreign is None:
+            self._transport_memory = self.transport.allocate("all_gather", self._message.numel, dtype, device)
+            if self._transport_memory is None:
                 self._message.allocate()
 
     def copy_in(self) -> None:
@@ -149,24 +149,24 @@ class PerParameterAllGather(BucketAllGather):
 
     def request(self, unit: str) -> CommRequest:
         """The operands of the all-gather."""
-        if self._foreign is None:
+        if self._transport_memory is None:
             return CommRequest(unit, self._operands)
         *in_place, packed = self._operands
-        return CommRequest(unit, [*in_place, Operand(packed.shard, self._foreign, packed.slices)])
+        return CommRequest(unit, [*in_place, Operand(packed.shard, self._transport_memory, packed.slices)])
 
     def copy_out(self) -> None:
         """Copy packed parameters from the message to the unsharded buffer."""
         if not self._targets:
             return
-        foreign = self._foreign
+        foreign = self._transport_memory
         sources = self._sources if foreign is None else [view.on(foreign) for view in self._views]
         torch._foreach_copy_(self._targets, sources)
 
     def arrived(self) -> None:
         """Free the messages."""
-        if self._foreign is not None:
-            self.transport.release("all_gather", self._foreign)
-        self._foreign = None
+        if self._transport_memory is not None:
+            self.transport.release("all_gather", self._transport_memory)
+        self._transport_memory = None
         for buffer in (self._input, self._message):
             if buffer is not None:
                 buffer.free()

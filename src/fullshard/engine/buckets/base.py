@@ -1,4 +1,4 @@
-"""The base class of buckets: when parameters are unsharded and freed, and when their gradients are reduced."""
+"""The base class of buckets: how parameters are unsharded and resharded, and their gradients given to a reduction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fullshard.engine.parameters.sharded import ShardedParameter
 from fullshard.engine.reduction.grad_reduction import GradReduction, ReductionTerms
 from fullshard.engine.reduction.per_parameter_plan import plan_per_parameter
 from fullshard.engine.reduction.plan import ReductionPlan
-from fullshard.engine.reduction.sharded_gradients import UnreducedOverReplicas
+from fullshard.engine.reduction.sharded_gradients import PartialReduceOutput
 from fullshard.layout import FlatLayout, FlatSlot, PerParameterLayout, Slot
 from fullshard.memory import Buffer, PendingWork, alias, host_buffer
 
@@ -69,7 +69,7 @@ class Bucket:
     storage: Storage
     handle: FlatParamHandle | None  # of the flat parameter that users see instead of the original ones
     is_unsharded: bool  # the unsharded parameters are there, or on their way
-    unreduced: UnreducedOverReplicas  # sharded gradients that wait for their all-reduce
+    partial_reduce_output: PartialReduceOutput  # sharded gradients that wait for their all-reduce
     _has_unreduced_grads: set[int]  # indices of parameters that may have gradients of microbatches without sync
     _pending_work: PendingWork | None  # of the all-gather in flight
     _in_flight: list[BucketAllGather]
@@ -77,7 +77,7 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[ShardedParameter], mesh: ShardMesh, storage: Storage) -> None:
         self.parameters, self.mesh, self.storage = list(parameters), mesh, storage
-        self.unreduced, self.handle = UnreducedOverReplicas(), None
+        self.partial_reduce_output, self.handle = PartialReduceOutput(), None
         self.is_unsharded, self._has_unreduced_grads = False, set()
         self._pending_work, self._in_flight, self._plans = None, [], {}
 
@@ -191,7 +191,7 @@ class Bucket:
 
     # ---------------------------------------------------------------- unshard and reshard
 
-    def begin_unshard(self, from_subgroup: bool) -> list[BucketAllGather]:
+    def prepare_unshard(self, from_subgroup: bool) -> list[BucketAllGather]:
         """The all-gathers to be issued to fill the unsharded parameters; none if that was done.
 
         Args:
@@ -246,16 +246,16 @@ class Bucket:
         self._has_unreduced_grads.clear()
         pending = []
         for key, plan in self._plans.items():  # what reductions of other sets of trainable parameters have left
-            if terms.all_reduce and key != trainable and self.unreduced.needed_by(plan):
+            if terms.all_reduce and key != trainable and self.partial_reduce_output.needed_by(plan):
                 count = len(plan.parameters)
-                pending.append(GradReduction(plan, [None] * count, terms, self.unreduced, [True] * count))
+                pending.append(GradReduction(plan, [None] * count, terms, self.partial_reduce_output, [True] * count))
         if trainable:
             if trainable not in self._plans:
                 self._plans[trainable] = self._make_plan([self.parameters[i] for i in trainable])
             plan = self._plans[trainable]
             gradients = [parameter.take_gradient() for parameter in plan.parameters]
             flags = [i in expected for i in trainable]
-            pending.append(GradReduction(plan, gradients, terms, self.unreduced, flags))
+            pending.append(GradReduction(plan, gradients, terms, self.partial_reduce_output, flags))
         return pending
 
     def note_trainable(self) -> None:
@@ -265,7 +265,7 @@ class Bucket:
     def drop_unreduced_grads(self) -> None:
         """Forget gradients that were not reduced, or not over all axes."""
         self._has_unreduced_grads.clear()
-        self.unreduced.drop()
+        self.partial_reduce_output.drop()
 
     @property
     def plans(self) -> list[ReductionPlan]:

@@ -89,7 +89,7 @@ class Owner(NamedTuple):
 
 
 class ShardedParameter:
-    """State of one managed parameter, see [Note: Sharded and unsharded parameters]."""
+    """State of one managed parameter, itself no ``nn.Parameter``, see [Note: Sharded and unsharded parameters]."""
 
     fqn: str  # the first FQN, below the module that fully_shard was called on (from the first forward: the root)
     fqns: list[str]  # all FQNs
@@ -164,7 +164,7 @@ class ShardedParameter:
         unsharded = self.unsharded = nn.Parameter(value, requires_grad=self.sharded.requires_grad)
         self.reduce_dtype = reduce_dtype if unsharded.dtype.is_floating_point else unsharded.dtype
         if len(self.owners) > 1:
-            self.keep_gradient()
+            self.accumulate_in_reduce_dtype()
         unsharded.__dict__.update(self.attributes)
         self._collect_gradients()
 
@@ -249,7 +249,7 @@ class ShardedParameter:
             self.unreduced_grad, self.owns_unreduced_grad = _copy_of(self.unreduced_grad), True
         return self.unreduced_grad
 
-    def keep_gradient(self) -> None:
+    def accumulate_in_reduce_dtype(self) -> None:
         """Accumulate gradients in the reduce dtype from now on."""
         self.collect_gradient()
         if not self.has_unsharded or self.unsharded.dtype is self.reduce_dtype:
@@ -273,7 +273,7 @@ class ShardedParameter:
             self.owners.append(owner)
             if fqn:
                 self.fqns.append(fqn)
-            self.keep_gradient()
+            self.accumulate_in_reduce_dtype()
 
     def is_registered(self) -> bool:
         """True if the modules still hold the sharded parameter and it still lies in the shard buffer.

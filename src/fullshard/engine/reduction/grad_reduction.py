@@ -18,7 +18,7 @@ import torch
 from fullshard.comm import CommRequest, GradScaling, Operand, Transport, launch_all
 from fullshard.engine.parameters.sharded import ShardedParameter, has_gradient_hooks
 from fullshard.engine.reduction.plan import Gradients, ReductionPlan
-from fullshard.engine.reduction.sharded_gradients import ShardedGradients, UnreducedOverReplicas
+from fullshard.engine.reduction.sharded_gradients import PartialReduceOutput, ShardedGradients
 from fullshard.memory import CommStream, PendingWork, Stream, Work, host_buffer, run_on
 
 __all__ = ["GradReduction", "ReductionTerms", "issue_all_reduces", "issue_reduce_scatters"]
@@ -46,14 +46,14 @@ class GradReduction:
     plan: ReductionPlan  # not in use by another reduction that is issued and not through its first stage
     terms: ReductionTerms
     transport: Transport  # of the reduce-scatter
-    stays_unreduced: bool  # ends after the reduce-scatter although there are replicas: its shards wait for a later one
+    all_reduced_later: bool  # there are replicas, but its shards wait for the all-reduce of a later one
     reduce_scattered: bool  # the first stage is over
-    _unreduced: UnreducedOverReplicas  # of the bucket: where shards are kept that are not all-reduced now
+    _partial_reduce_output: PartialReduceOutput  # of the bucket: where shards are kept that are not all-reduced now
     _earlier: ShardedGradients | None  # that are all-reduced together with these
     _inputs: Gradients
     _operands: list[Operand]
     _packed: list[Operand]  # those of them that are the message
-    _foreign: torch.Tensor | None  # the message, where the transport brings memory of its own
+    _transport_memory: torch.Tensor | None  # the message, where the transport brings memory of its own
     _pending_work: PendingWork | None  # of the present stage
     _shards: ShardedGradients
     _finalized: list[torch.Tensor]  # the same tensors in the dtype, and on the device, of sharded gradients
@@ -64,21 +64,22 @@ class GradReduction:
         plan: ReductionPlan,
         gradients: Gradients,
         terms: ReductionTerms,
-        unreduced: UnreducedOverReplicas,
+        partial_reduce_output: PartialReduceOutput,
         expected: list[bool],
     ) -> None:
-        self.plan, self.terms, self.transport, self._unreduced = plan, terms, plan.mesh.transport, unreduced
-        self.stays_unreduced, self.reduce_scattered = plan.all_reduces and not terms.all_reduce, False
+        self.plan, self.terms, self.transport = plan, terms, plan.mesh.transport
+        self._partial_reduce_output = partial_reduce_output
+        self.all_reduced_later, self.reduce_scattered = plan.all_reduces and not terms.all_reduce, False
         present = [gradient is not None for gradient in gradients]
         self._inputs = plan.inputs(gradients, writable=plan.reduces_in_place or terms.scatter.before != 1)
-        self._earlier = unreduced.begin(plan, all_reduce=terms.all_reduce)
+        self._earlier = partial_reduce_output.begin(plan, all_reduce=terms.all_reduce)
         # Hooks may look at what lies between the parameters.
         tensors = plan.new_shards(self._inputs, zeros=terms.hook is not None)
         self._operands, self._packed = plan.direct_operands(self._inputs, tensors), []
         self._shards, self._finalized = ShardedGradients(plan, tensors, present, expected), tensors
-        if plan.dtype is not plan.sharded_dtype and not self.stays_unreduced:
+        if plan.dtype is not plan.sharded_dtype and not self.all_reduced_later:
             self._finalized = [torch.empty_like(each, dtype=plan.sharded_dtype) for each in tensors]
-        self._pending_work, self._foreign, self._leaving = None, None, []
+        self._pending_work, self._transport_memory, self._leaving = None, None, []
 
     # ---------------------------------------------------------------- first stage: reduce-scatter
 
@@ -87,8 +88,8 @@ class GradReduction:
         message = self.plan.message
         if not message.numel:
             return
-        self._foreign = self.transport.allocate("reduce_scatter", message.numel, message.dtype, message.device)
-        if self._foreign is None:
+        self._transport_memory = self.transport.allocate("reduce_scatter", message.numel, message.dtype, message.device)
+        if self._transport_memory is None:
             message.allocate()
         self._packed = self.plan.packed_operands(self._shards.tensors[0], self._memory)
         self._operands += self._packed
@@ -98,7 +99,7 @@ class GradReduction:
         """What gradients are packed into."""
         if self.plan.reduces_in_place:
             return self._shards.tensors[0]
-        return self.plan.message.whole if self._foreign is None else self._foreign
+        return self.plan.message.whole if self._transport_memory is None else self._transport_memory
 
     def copy_in(self) -> None:
         """Pack gradients; on the compute stream, which made them and uses their memory again."""
@@ -118,11 +119,11 @@ class GradReduction:
         assert self._pending_work is not None and not self.reduce_scattered
         self._pending_work.wait()
         self._free_inputs()
-        if self.stays_unreduced:
-            self._unreduced.keep(self._shards)
-        if not self.plan.all_reduces or self.stays_unreduced:
+        if self.all_reduced_later:
+            self._partial_reduce_output.keep(self._shards)
+        if not self.plan.all_reduces or self.all_reduced_later:
             return False
-        for earlier in (self._earlier, self._unreduced.take(self.plan)):
+        for earlier in (self._earlier, self._partial_reduce_output.take(self.plan)):
             if earlier is not None:
                 self._shards.add(earlier)
         self._earlier = None
@@ -163,7 +164,7 @@ class GradReduction:
     def accumulate(self) -> None:
         """Set (or add to) the sharded gradients and run the hooks that users put on parameters."""
         assert self._pending_work is not None
-        if self.stays_unreduced:
+        if self.all_reduced_later:
             return
         if self.plan.ends_on_host:
             self._pending_work.synchronize()
@@ -177,7 +178,7 @@ class GradReduction:
         known before, or if users' functions are called then.
         """
         plan, mesh = self.plan, self.plan.mesh
-        if self.stays_unreduced:
+        if self.all_reduced_later:
             return []
         hooked = self.terms.hook is not None or any(has_gradient_hooks(p.sharded) for p in plan.parameters)
         late = not mesh.replica_transport.sums_at_once  # ranks would send the rest at different times
@@ -190,15 +191,15 @@ class GradReduction:
         if self._pending_work is not None:
             with contextlib.suppress(RuntimeError):
                 self._pending_work.wait()
-        self._unreduced.drop(self.plan)
+        self._partial_reduce_output.drop(self.plan)
         self._free_inputs()
 
     def _free_inputs(self) -> None:
         self.reduce_scattered = True
         # A side stream may have read the gradients and the message until now.
-        if self._foreign is not None:
-            self.transport.release("reduce_scatter", self._foreign)
-        self._inputs, self._operands, self._packed, self._foreign = [], [], [], None
+        if self._transport_memory is not None:
+            self.transport.release("reduce_scatter", self._transport_memory)
+        self._inputs, self._operands, self._packed, self._transport_memory = [], [], [], None
         self.plan.message.free()
 
 

@@ -64,17 +64,17 @@ class ReductionQueue:
         """Take all that were issued through to the end."""
         while self._reduce_scatters:
             self._advance(comm_streams)
-        self._finalize_last()
-        self.finalize_offloaded()
+        self._accumulate_last()
+        self.accumulate_offloaded()
 
     def leave(self, comm_streams: CommStreams) -> list[GradReduction]:
         """Issue all that is left to be issued, and return what is in flight then. :meth:`finish` ends it."""
         while any(named[1].plan.all_reduces for batch in self._reduce_scatters for named in batch):
             self._advance(comm_streams)
-        self.finalize_offloaded()
+        self.accumulate_offloaded()
         return [named[1] for batch in (self._last, *self._reduce_scatters) for named in batch]
 
-    def finalize_offloaded(self) -> None:
+    def accumulate_offloaded(self) -> None:
         """Have the host wait for gradients that are copied to it, so that they need not be kept beside ``.grad``."""
         copied, self._copied_to_host = self._copied_to_host, []
         for reduction in copied:
@@ -91,7 +91,7 @@ class ReductionQueue:
 
     def _advance(self, comm_streams: CommStreams) -> None:
         """End the oldest reduce-scatters, and issue the all-reduces that follow them."""
-        self._finalize_last()
+        self._accumulate_last()
         batch = self._reduce_scatters.popleft()
         with profiled("wait_for_reduce_scatter", _units(batch)):
             to_all_reduce = [named for named in batch if named[1].end_reduce_scatter()]
@@ -100,9 +100,9 @@ class ReductionQueue:
                 issue_all_reduces(to_all_reduce, comm_streams.all_reduce)
         self._last = batch
         if not to_all_reduce:
-            self._finalize_last()
+            self._accumulate_last()
 
-    def _finalize_last(self) -> None:
+    def _accumulate_last(self) -> None:
         batch, self._last = self._last, []
         if not batch:
             return

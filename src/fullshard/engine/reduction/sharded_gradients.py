@@ -9,7 +9,7 @@ import torch
 from fullshard.engine.parameters.sharded import ShardedParameter
 from fullshard.engine.reduction.plan import ReductionPlan
 
-__all__ = ["ShardedGradients", "UnreducedOverReplicas"]
+__all__ = ["PartialReduceOutput", "ShardedGradients"]
 
 
 @dataclass
@@ -48,7 +48,7 @@ class ShardedGradients:
         return [(p, view.on(self.tensors[tensor])) for p, (tensor, view), is_there in found if is_there]
 
 
-class UnreducedOverReplicas:
+class PartialReduceOutput:
     """The gradients of a bucket that wait for their all-reduce over replicas: the only place that knows of them.
 
     Microbatches with ``set_requires_all_reduce(False)`` leave them. They are added up by plan until a reduction by the

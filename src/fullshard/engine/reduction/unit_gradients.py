@@ -35,15 +35,15 @@ class UnitGradients:
 
     def keep(self) -> None:
         """Keep the gradients of a microbatch without sync, to be added to."""
-        self.add_up()
+        self.accumulate_in_reduce_dtype()
         for parameter in self._parameters:
             parameter.writable_unreduced_gradient()  # who shares its memory may write to it before the next microbatch
         self.note_trainable()
 
-    def add_up(self) -> None:
+    def accumulate_in_reduce_dtype(self) -> None:
         """Add gradients up in the reduce dtype: several of each parameter come before they are reduced."""
         for parameter in self._parameters:
-            parameter.keep_gradient()
+            parameter.accumulate_in_reduce_dtype()
 
     def note_trainable(self) -> None:
         """Have the next reduction include parameters that are trainable now, also if they are frozen until then."""
@@ -58,7 +58,7 @@ class UnitGradients:
     @property
     def needs_all_reduce(self) -> bool:
         """True if some are reduced, or being reduced, over the shard axis and not over the replicate axis."""
-        return any(bucket.unreduced.needs_all_reduce for bucket in self._buckets)
+        return any(bucket.partial_reduce_output.needs_all_reduce for bucket in self._buckets)
 
     def check_all_reduced(self, unit: str) -> None:
         """Raise FullshardError if some need an all-reduce: where they lie depends on the transport."""
@@ -72,7 +72,7 @@ class UnitGradients:
         """The parameters with gradients to be reduced: the unsharded one, and the shard that needs an all-reduce."""
         shards: dict[int, torch.Tensor] = {}
         for bucket in self._buckets:
-            shards |= bucket.unreduced.by_parameter()
+            shards |= bucket.partial_reduce_output.by_parameter()
         found = [(p, p.writable_unreduced_gradient(), shards.get(id(p))) for p in self._parameters]
         return [entry for entry in found if entry[1] is not None or entry[2] is not None]
 
