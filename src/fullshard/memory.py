@@ -274,7 +274,11 @@ class HostWork:
             raise self._error
         finish, self._finish = self._finish, None
         if finish is not None:
-            finish()
+            try:
+                finish()
+            except RuntimeError as error:
+                self._error = error
+                raise
 
 
 class _HostLaunch(HostWork):

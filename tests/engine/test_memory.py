@@ -147,6 +147,19 @@ def test_units_kept_after_backward_serve_until_the_optimizer_steps(rank: Rank) -
 
 
 @on_ranks(2)
+def test_an_optimizer_holds_no_deleted_model(rank: Rank) -> None:
+    """It has the sharded parameters, and what has watched its steps nothing else of the model."""
+    model = build(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model(inputs()))
+    optimizer.step()
+    alive = [weakref.ref(parameter) for unit in nested_units(model) for parameter in unit.parameters]
+    del model
+    assert not any(ref() is not None for ref in alive)
+    optimizer.step()
+
+
+@on_ranks(2)
 def test_steps_are_seen_by_units_that_parameters_move_to(rank: Rank) -> None:
     """An optimizer that has stepped before marks the unit out of date that has its parameters now."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))

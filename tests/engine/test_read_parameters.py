@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from compare import assert_close
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import fully_shard, unsharded
+from fullshard.comm import record
 from models import gathered
 from ranks import Rank, on_ranks
 
@@ -258,6 +260,40 @@ def test_weight_read_between_the_modules_of_a_unit(rank: Rank, fused: bool, pref
     fully_shard([model.norm, model.head], reshard_after_forward=True)
     fully_shard(model).set_prefetch_bytes(prefetch)
     compare_steps(rank, model, reference)
+
+
+class TwoHeads(Language):
+    """Which head runs depends on the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(WIDTH, WORDS, bias=False)
+        self.chosen = "head"
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        head = self.get_submodule(self.chosen)
+        return F.cross_entropy(head(self.norm(self.block(self.embedding(words)))).view(-1, WORDS), words.view(-1))
+
+
+@on_ranks(2)
+def test_what_is_unsharded_depends_on_no_graph_that_one_rank_holds(rank: Rank) -> None:
+    """A rank that keeps an old loss, undetached, takes part in the same collectives as the others."""
+    model = TwoHeads()
+    for module in (model.block, model.head, model.other, model):
+        fully_shard(module)
+    held = []
+    for step in range(4):
+        model.chosen = "other" if step % 2 else "head"
+        with record() as seen:
+            loss = model(tokens(rank.rank, step))
+            loss.backward()
+        if rank.rank == 0:
+            held.append(loss)
+        del loss
+        in_step = [c.unit for c in seen if c.kind == "all_gather"]
+        everyone: list[Any] = [None] * rank.world_size
+        dist.all_gather_object(everyone, in_step)
+        assert everyone[0] == everyone[1]
 
 
 @on_ranks(2)

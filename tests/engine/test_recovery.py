@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compare import assert_models_equal
 from fullshard import fully_shard
+from fullshard.comm import CommRequest, launch_all
+from fullshard.engine.buckets import all_gather
 from fullshard.engine.reduction.grad_reduction import GradReduction
 from fullshard.engine.runtime import runtime_of
 from fullshard.errors import FullshardError
@@ -245,6 +248,136 @@ def test_hook_on_a_gradient_that_raises(rank: Rank, unit: str) -> None:
     assert_at_rest(model)
     handle.remove()
     model.zero_grad()
+    square_loss()(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, square_loss())
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+def fail_once() -> Any:
+    """A function that raises in the first backward of what it returns."""
+    failures = [ZeroDivisionError("once")]
+
+    def hook(_: torch.Tensor) -> None:
+        if failures:
+            raise failures.pop()
+
+    def watch(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+        output.register_hook(hook)
+
+    return watch
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("then", ["the same graph", "another loss", "another forward"])
+@pytest.mark.parametrize("place", ["first", "blocks.1.up", "last"])
+def test_backward_after_one_that_raised(rank: Rank, place: str, then: str) -> None:
+    """It gives all gradients, although no forward has noticed the failure: of the same graph, or of another."""
+    model, reference = with_reference(Stack(), rank)
+    sharded = list(model.parameters())
+    handle = model.get_submodule(place).register_forward_hook(fail_once())
+    output = model(batch(rank.rank, 1, 4, 6))
+    handle.remove()
+    losses = [output.square().mean(), output.abs().mean()]
+    other = model(batch(rank.rank, 2, 4, 6)).square().mean()
+    with pytest.raises(ZeroDivisionError):
+        losses[0].backward(retain_graph=True)
+    for parameter in sharded:
+        parameter.grad = None
+    if then == "the same graph":
+        losses[0].backward()
+        reference_backward(reference, rank.world_size, square_loss(1))
+    elif then == "another loss":
+        losses[1].backward()
+        reference_backward(reference, rank.world_size, lambda m, r: m(batch(r, 1, 4, 6)).abs().mean())
+    else:
+        other.backward()
+        reference_backward(reference, rank.world_size, square_loss(2))
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+class Retrying(Stack):
+    """A backward in its forward raises in the last block, which runs once more then."""
+
+    is_reference = False
+
+    def forward(self, x: torch.Tensor, run: Any = None) -> torch.Tensor:
+        x = self.first(x)
+        handle = self.blocks[2].down.register_forward_hook(fail_in_backward)
+        with pytest.raises(ZeroDivisionError):
+            self.blocks[2](x.detach().requires_grad_()).sum().backward()
+        handle.remove()
+        if self.is_reference:
+            self.blocks.zero_grad()
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@on_ranks(2)
+def test_forward_of_a_unit_whose_backward_has_raised(rank: Rank) -> None:
+    """The unit's next forward, inside of the same forward of the root, begins anew."""
+    model, reference = with_reference(Retrying(), rank)
+    reference.is_reference = True
+    for step in range(2):
+        square_loss(step)(model, rank.rank).backward()
+        reference_backward(reference, rank.world_size, square_loss(step))
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+        assert_at_rest(model)
+
+
+class LostPeer:
+    """Work that fails."""
+
+    def wait(self) -> None:
+        raise RuntimeError("peer lost")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("remedy", ["none", "reset"])
+def test_all_gather_that_fails(rank: Rank, remedy: str) -> None:
+    """In a unit with two dtypes: the forward raises, and the next one is right."""
+    model = Stack()
+    model.blocks[1].down.double()
+    model.blocks[1].body = lambda x: x + model.blocks[1].down(model.blocks[1].up(x).double()).float()
+    model, reference = with_reference(model, rank)
+    reference.blocks[1].body = lambda x: x + reference.blocks[1].down(reference.blocks[1].up(x).double()).float()
+    square_loss(1)(model, rank.rank).backward()
+
+    def launch_and_lose(requests: Iterable[tuple[Any, CommRequest]], kind: Any) -> list[Any]:
+        requests = list(requests)
+        units = [request.unit for _, request in requests]
+        return [*launch_all(requests, kind), *([LostPeer()] if "blocks.1" in units else [])]
+
+    all_gather.launch_all = launch_and_lose
+    try:
+        with pytest.raises(RuntimeError, match="peer lost"):
+            model(batch(rank.rank, 1, 4, 6))
+    finally:
+        all_gather.launch_all = launch_all
+    if remedy == "reset":
+        model.reset_iter_state()
+    assert not runtime_of(unit_at(model)).busy
+    model.zero_grad()
+    square_loss()(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, square_loss())
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(2)
+def test_reduction_by_call_that_fails(rank: Rank) -> None:
+    """A failure in ``synchronize_gradients`` does not break what comes next."""
+    model, reference = with_reference(Stack(), rank)
+    model.set_requires_gradient_sync(False)
+    square_loss(1)(model, rank.rank).backward()
+    usual = GradReduction.copy_in
+    GradReduction.copy_in = fail  # type: ignore[method-assign,assignment]
+    try:
+        with pytest.raises(ZeroDivisionError):
+            model.synchronize_gradients()
+    finally:
+        GradReduction.copy_in = usual  # type: ignore[method-assign]
+    model.zero_grad()
+    model.set_requires_gradient_sync(True)
     square_loss()(model, rank.rank).backward()
     reference_backward(reference, rank.world_size, square_loss())
     assert_models_equal(model, reference, grads=True, **CLOSE)

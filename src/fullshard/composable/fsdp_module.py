@@ -109,7 +109,7 @@ class FSDPModule(ShardedModule):
                 f"reset_iter_state was called on unit {unit.name!r}; call it on the root module, "
                 f"a {type(root.modules[0]()).__name__ if root is not None else 'module that is gone'}"
             )
-        runtime_of(unit).recover()
+        runtime_of(unit).reset()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return a sharded state dict, without communication: values are DTensors that share memory with the shards."""

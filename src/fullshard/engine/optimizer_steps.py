@@ -28,7 +28,8 @@ class _StepHook:
     counter they would not (an optimizer does not touch empty shards).
     """
 
-    _managed: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[ShardedParameter]]]  # beside ids of all
+    # The ids of all its parameters, and those of them that are managed.
+    _managed: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[weakref.ref[ShardedParameter]]]]
 
     def __init__(self) -> None:
         self._managed = weakref.WeakKeyDictionary()
@@ -49,9 +50,10 @@ class _StepHook:
         known = self._managed.get(optimizer)
         if known is None or known[0] != ids:
             managed = (managed_by(p) for group in optimizer.param_groups for p in group["params"])
-            known = self._managed[optimizer] = (ids, [p for p in managed if p is not None and p.owned])
-        refs = dict.fromkeys(parameter.unit for parameter in known[1])
-        return [unit for unit in (ref() for ref in refs) if unit is not None]
+            known = self._managed[optimizer] = (ids, [weakref.ref(p) for p in managed if p is not None and p.owned])
+        parameters = (ref() for ref in known[1])
+        units = (parameter.unit() for parameter in parameters if parameter is not None)
+        return list({id(unit): unit for unit in units if unit is not None}.values())
 
 
 @functools.cache

@@ -3,8 +3,8 @@
 [Note: Unsharded until the forward ends]
 While a unit stays unsharded after its own forward, its modules keep the unsharded parameters registered until the
 outermost forward is over: the gradient of an unsharded parameter is reduced wherever it was used. Autograd nodes that
-have read one have no pre-backward hook, so such a unit is unsharded from the beginning of every backward pass, for as
-long as the graph of that forward exists: it may be retained, or wait while other forwards run.
+have read one have no pre-backward hook, so such a unit is unsharded as soon as a backward pass comes to the graph of
+that forward: all hooks on its nodes know it. (Not by which graphs still exist: that may differ between ranks.)
 
 [Note: Units of several modules]
 A unit may belong to several modules. It is unsharded when the first of them runs, and resharded when all have run. If
@@ -62,13 +62,13 @@ class _Below(NamedTuple):
 
 
 class ForwardGraph:
-    """Lives as long as the autograd graph of one outermost forward: the hooks on its nodes hold it.
+    """The autograd graph of one outermost forward, as the hooks on its nodes know it.
 
     Args:
         read: Units whose unsharded parameters the forward may have read outside of their own forwards.
     """
 
-    __slots__ = ("__weakref__", "read")
+    __slots__ = ("read",)
 
     def __init__(self) -> None:
         self.read = weakref.WeakSet[Unit]()
@@ -79,12 +79,11 @@ class ParameterReads:
 
     graph: ForwardGraph | None  # of the forward that runs now
     _open: list[weakref.ref[Unit]]  # units with unsharded parameters registered until the outermost forward ends
-    _graphs: weakref.WeakSet[ForwardGraph]
     _forwards: int
     _warned: weakref.WeakSet[ShardedParameter]
 
     def __init__(self) -> None:
-        self.graph, self._open, self._graphs = None, [], weakref.WeakSet()
+        self.graph, self._open = None, []
         self._forwards, self._warned = 0, weakref.WeakSet()
 
     def begin_forward(self) -> None:
@@ -104,16 +103,9 @@ class ParameterReads:
         graph, self.graph = self.graph, None
         units = [unit for unit in (ref() for ref in self._open) if unit is not None]
         self._open.clear()
-        if graph is not None and units:
+        if graph is not None:
             graph.read.update(units)
-            self._graphs.add(graph)
         return units
-
-    def freed(self, units: Iterable[Unit]) -> list[Unit]:
-        """Return those of ``units`` that a forward whose graph exists may have read, and that are not unsharded."""
-        read = {id(unit) for graph in self._graphs for unit in graph.read}
-        readable = (unit for unit in units if id(unit) in read and unit.settings.unshard_in_backward) if read else ()
-        return [unit for unit in readable if unit.is_idle and not unit.is_unsharded]
 
     def check(self, output: Any) -> None:
         """Warn of sharded parameters that were read by the forward that returned ``output``.

@@ -59,6 +59,7 @@ class Runtime:
     _open_forwards: int  # of any unit
     _root_runs: bool  # the outermost open forward is the root's
     _backward: hooks.BackwardPass | None  # that has begun and not ended
+    _graphs: list[ForwardGraph]  # that the backward pass has come to
     _reads: ParameterReads
     _reductions: ReductionQueue
     _unshard_after: Event | None  # what all-gathers wait for instead of all computation, as the root's forward begins
@@ -70,7 +71,7 @@ class Runtime:
         self.prefetcher, self._reads = Prefetcher(units), ParameterReads()
         self._reductions, self.overlap = ReductionQueue(), OptimizerOverlap()
         self.is_last_backward, self._root_runs, self._open_forwards = True, False, 0
-        self._backward = self._unshard_after = None
+        self._backward, self._graphs, self._unshard_after = None, [], None
 
     # ---------------------------------------------------------------- forward
 
@@ -123,19 +124,22 @@ class Runtime:
     def abort_forward(self, unit: Unit) -> None:
         """The forward raised: leave a state from which the next one starts clean."""
         forward = unit.open_forwards.pop()
-        if not unit.open_forwards:
-            unit.modules_run.clear()
-            if unit.phase is not forward.resumes:
-                unit.enter_phase(forward.resumes)
-            if not unit.phase.is_backward:
-                self._reshard_after_forward(unit, has_backward=False)
-        self._leave_forward(failed=True)
+        try:
+            if not unit.open_forwards:
+                unit.modules_run.clear()
+                unit.phase = forward.resumes
+                if not unit.phase.is_backward:
+                    self._reshard_after_forward(unit, has_backward=False)
+        except Exception:  # of an all-gather in flight, maybe what the forward itself has raised
+            unit.free_after_failure()
+        finally:
+            self._leave_forward(failed=True)
 
     def _enter_forward(self, unit: Unit) -> None:
         """Begin a step, if this is the outermost forward: recover from a failure, and read what the user has set."""
+        if self.has_failed:
+            self.recover()
         if self._open_forwards == 0 and not hooks.in_backward():
-            if self.has_failed:
-                self.recover()
             self.finish_deferred_reductions()
             self._root_runs = self.root() is unit
             self.prefetcher.begin_forward()
@@ -302,12 +306,19 @@ class Runtime:
 
     # ---------------------------------------------------------------- backward
 
-    def pre_backward(self, unit: Unit) -> None:
-        """Before autograd computes the backward of ``unit``: unshard it, and prefetch the unit before it."""
+    def pre_backward(self, unit: Unit, graph: ForwardGraph | None = None) -> None:
+        """Before autograd computes the backward of ``unit``: unshard it, and prefetch the unit before it.
+
+        Args:
+            unit: One of whose outputs has got its gradient.
+            graph: That the output belongs to.
+        """
         unit.check_not_summoned("run backward")
+        self._begin_pass()
+        if graph is not None and graph.read:
+            self._unshard_read(graph)
         if unit.phase.is_backward:
             return
-        self._begin_pass()
         unit.enter_phase(Phase.BACKWARD)
         if unit.settings.unshard_in_backward:
             self.unshard(unit)
@@ -340,7 +351,7 @@ class Runtime:
             self._finish_backward_of(unit, ran=unit in left or unit.inner_backward is InnerBackward.RUNS)
             if unit.inner_backward is InnerBackward.RUNS:
                 unit.open_forwards[0].inner_backward = InnerBackward.ENDED
-        creates_graph, self._backward = self.creates_graph, None
+        creates_graph, self._backward, self._graphs = self.creates_graph, None, []
         self.prefetcher.passed_by.clear()
         self._reductions.launch(self.comm_streams)
         if not self.is_last_backward:
@@ -367,32 +378,38 @@ class Runtime:
         if unit.settings.backward_order == "after":
             self._prefetch(self.prefetcher.last_ended())
 
-    def pre_double_backward(self, unit: Unit) -> None:
+    def pre_double_backward(self, unit: Unit, graph: ForwardGraph | None = None) -> None:
         """Before autograd computes with the graph of gradients of the unit's inputs, see [Note: Double backward]."""
-        self.pre_backward(unit)
+        self.pre_backward(unit, graph)
         if unit.phase is Phase.BACKWARD:
             unit.enter_phase(Phase.DOUBLE_BACKWARD)
 
     def gradient_accumulated(self, unit: Unit) -> None:
         """Have a gradient reduced that autograd has accumulated although no gradient of an output has come."""
         self._begin_pass()
+        if unit.phase.is_backward:
+            return
         if unit.phase is Phase.FORWARD:
             unit.open_forwards[0].inner_backward = InnerBackward.RUNS
         unit.expect_more_gradients()
 
     def _begin_pass(self) -> None:
         """Begin a backward pass, if this is the first unit that it comes to."""
-        if self._backward is not None and not self._backward.runs:
+        if self._backward is not None:
+            if self._backward.runs:
+                return
             self.recover()  # an earlier pass raised, and no forward has come since
-        if self._backward is None:
-            self.finish_deferred_reductions()
-            self._reductions.max_in_flight = max(unit.settings.reduction.max_in_flight for unit in self.units())
-            self._backward = hooks.BackwardPass(self.finish_backward)
-            self._unshard_readable()
+        self.finish_deferred_reductions()
+        self._reductions.max_in_flight = max(unit.settings.reduction.max_in_flight for unit in self.units())
+        self._backward = hooks.BackwardPass(self.finish_backward)
 
-    def _unshard_readable(self) -> None:
+    def _unshard_read(self, graph: ForwardGraph) -> None:
         """Unshard what autograd nodes without hooks may read, see [Note: Unsharded until the forward ends]."""
-        freed = self._reads.freed(self.units())
+        if any(graph is each for each in self._graphs):
+            return
+        self._graphs.append(graph)
+        read = (unit for unit in self.units() if unit in graph.read and unit.settings.unshard_in_backward)
+        freed = [unit for unit in read if unit.is_idle and not unit.is_unsharded]
         if freed:
             self.begin_unshard(freed)
         for unit in freed:
@@ -401,6 +418,7 @@ class Runtime:
 
     def _begin_call(self, unit: Unit) -> None:
         """Begin the backward of one call of ``unit``: note what it comes to, and prefetch what runs backward after."""
+        self.prefetcher.used(unit)  # also if it is not unsharded in backward
         unit.awaits_backward = False
         if self._open_forwards and unit.is_unsharded and unit.gradients.are_coming:
             for other in self.units():  # see [Note: Steps inside a forward]
@@ -533,7 +551,7 @@ class Runtime:
 
     def recover(self) -> None:
         """After an exception, drop unreduced gradients and return to idle, or to the forwards that are still open."""
-        self._backward = None
+        self._backward, self._graphs = None, []
         if not self._open_forwards:
             self._forget_forwards()
             self.prefetcher.order.begin()
@@ -545,6 +563,13 @@ class Runtime:
             unit.drop_gradients()
         self.overlap.drop()
         self._reductions.abandon()
+
+    def reset(self) -> None:
+        """Return to idle from any state: no forward is open."""
+        self._open_forwards = 0
+        for unit in self.units():
+            unit.open_forwards.clear()
+        self.recover()
 
     def _forget_forwards(self) -> None:
         self.prefetcher.ended.clear()
@@ -613,7 +638,7 @@ class _BackwardOf:
 
     Args:
         unit: Whose module runs.
-        graph: Of the outermost forward; held as long as autograd may call.
+        graph: Of the outermost forward.
     """
 
     __slots__ = ("graph", "unit")
@@ -622,10 +647,10 @@ class _BackwardOf:
         self.unit, self.graph = unit, graph
 
     def pre_backward(self) -> None:
-        runtime_of(self.unit).pre_backward(self.unit)
+        runtime_of(self.unit).pre_backward(self.unit, self.graph)
 
     def pre_double_backward(self) -> None:
-        runtime_of(self.unit).pre_double_backward(self.unit)
+        runtime_of(self.unit).pre_double_backward(self.unit, self.graph)
 
     def post_backward(self) -> None:
         if self.unit.phase is Phase.BACKWARD:  # in a double backward only the end of the pass tells
@@ -634,7 +659,7 @@ class _BackwardOf:
 
 def _gradient_accumulated(parameter: ShardedParameter) -> None:
     unit = parameter.unit()
-    if unit is not None and not unit.phase.is_backward:
+    if unit is not None:
         runtime_of(unit).gradient_accumulated(unit)
 
 

@@ -210,9 +210,9 @@ class Bucket:
     def wait_for_unshard(self) -> None:
         """Make the computation see the unsharded parameters."""
         if self._pending_work is not None:
-            pending_work, self._pending_work = self._pending_work, None
-            pending_work.wait()
+            self._pending_work.wait()  # if it failed, it raises again wherever it is waited for
             self._arrive()
+            self._pending_work = None
 
     def _arrive(self) -> None:
         for all_gather in self._in_flight:
@@ -233,7 +233,7 @@ class Bucket:
             self.wait_for_unshard()
         for all_gather in self._in_flight:  # also those that were not issued
             all_gather.abandon()
-        self._in_flight, self.is_unsharded = [], False
+        self._pending_work, self._in_flight, self.is_unsharded = None, [], False
         self._free()
         self.free_subgroup_shard()
 
@@ -241,7 +241,7 @@ class Bucket:
 
     def begin_reduction(self, terms: ReductionTerms) -> list[GradReduction]:
         """Take the unsharded gradients of the trainable parameters, and return the reductions to be issued."""
-        expected = self._has_unreduced_grads | {i for i, p in enumerate(self.parameters) if p.sharded.requires_grad}
+        expected = self._has_unreduced_grads | {i for i, p in enumerate(self.parameters) if p.requires_grad}
         trainable = self._reduced_together(expected)
         self._has_unreduced_grads.clear()
         pending = []

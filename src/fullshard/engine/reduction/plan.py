@@ -230,6 +230,7 @@ class ReductionPlan:
         """The operands that all-reduce the tensors of shards over replicas."""
         first, *direct = shards
         if self.mesh.replica_transport.hooked:  # the first operand is for the hook: gradients only
+            assert not direct, "communication hooks are for flattened parameters"
             parts = first[: self.presence_offset], first[self.presence_offset :]
             operands = [Operand(part, part) for part in parts]
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator
 
@@ -55,10 +56,11 @@ class ReductionQueue:
             while any(id(reduction.plan) in plans for issued in self._reduce_scatters for _, reduction in issued):
                 self._advance(comm_streams)
             self._added = later
-            self._reduce_scatters.append(batch)  # before it is issued: if that raises, its messages are to be freed
             scatters = any(reduction.transport.world_size > 1 for _, reduction in batch)
-            with profiled("reduce_scatter" if scatters else "pack_gradients", _units(batch)):
+            operation = "reduce_scatter" if scatters else "pack_gradients"
+            with _abandoned_on_error(batch), profiled(operation, _units(batch)):
                 issue_reduce_scatters(batch, comm_streams.reduce_scatter)
+            self._reduce_scatters.append(batch)
 
     def finish(self, comm_streams: CommStreams) -> None:
         """Take all that were issued through to the end."""
@@ -86,18 +88,18 @@ class ReductionQueue:
         self._added, self._last = [], []
         self._reduce_scatters.clear()
         self._copied_to_host.clear()
-        for _, reduction in in_flight:
-            reduction.abandon()
+        _abandon(in_flight)
 
     def _advance(self, comm_streams: CommStreams) -> None:
         """End the oldest reduce-scatters, and issue the all-reduces that follow them."""
         self._accumulate_last()
         batch = self._reduce_scatters.popleft()
-        with profiled("wait_for_reduce_scatter", _units(batch)):
-            to_all_reduce = [named for named in batch if named[1].end_reduce_scatter()]
-        if to_all_reduce:
-            with profiled("all_reduce", _units(to_all_reduce)):
-                issue_all_reduces(to_all_reduce, comm_streams.all_reduce)
+        with _abandoned_on_error(batch):
+            with profiled("wait_for_reduce_scatter", _units(batch)):
+                to_all_reduce = [named for named in batch if named[1].end_reduce_scatter()]
+            if to_all_reduce:
+                with profiled("all_reduce", _units(to_all_reduce)):
+                    issue_all_reduces(to_all_reduce, comm_streams.all_reduce)
         self._last = batch
         if not to_all_reduce:
             self._accumulate_last()
@@ -113,6 +115,21 @@ class ReductionQueue:
                     self._copied_to_host.append(reduction)
                 else:
                     reduction.accumulate()
+
+
+def _abandon(batch: _Batch) -> None:
+    for _, reduction in batch:
+        reduction.abandon()
+
+
+@contextlib.contextmanager
+def _abandoned_on_error(batch: _Batch) -> Iterator[None]:
+    """Drop reductions that fail as they are issued or waited for: also outside of a backward, which would recover."""
+    try:
+        yield
+    except BaseException:
+        _abandon(batch)
+        raise
 
 
 def _units(batch: _Batch) -> Iterator[str]:
