@@ -388,7 +388,8 @@ def test_closed_terminal_asks_to_end(nohup: bool) -> None:
     """SIGHUP stops a worker as SIGTERM does; one that was started to ignore it goes on."""
     code = (
         "import os, signal, sys; from fullshard.train.stop import StopRequest\n"
-        "if sys.argv[1] == 'True': signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        # Set in both cases: the tests themselves may have been started by nohup.
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[1] == 'True' else signal.SIG_DFL)\n"
         "request = StopRequest(); os.kill(os.getpid(), signal.SIGHUP); print(request.code)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(nohup)], capture_output=True, text=True, timeout=60)
