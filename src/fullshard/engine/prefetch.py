@@ -237,7 +237,7 @@ class Prefetcher:
             if room is None:
                 return
             crowded, together = crowded or not unit.tiny, []
-        if room is None or not crowded or room >= sum(unit.unsharded_bytes for unit in together):
+        if together and (room is None or not crowded or room >= sum(unit.unsharded_bytes for unit in together)):
             yield self.note(together)
 
     def _listed(self, refs: list[_UnitRef]) -> Iterator[list[Unit]]:

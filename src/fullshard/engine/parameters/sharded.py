@@ -212,16 +212,17 @@ class ShardedParameter:
             notify: Autograd has just accumulated it: call ``on_gradient``, and leave a copy for hooks of users.
         """
         unsharded: nn.Parameter | None = self.__dict__.get("unsharded")
-        gradient = None if unsharded is None else unsharded.grad
-        if gradient is None:
+        if unsharded is None or (gradient := unsharded.grad) is None:
             return
-        self.unsharded.grad = None
+        unsharded.grad = None
         if notify and self.on_gradient is not None:
             self.on_gradient(self)
-        if notify and len(self.unsharded._post_accumulate_grad_hooks) > 1:
-            self.unsharded.grad = _copy_of(gradient)  # to which autograd may add
+        if notify and len(unsharded._post_accumulate_grad_hooks) > 1:
+            unsharded.grad = _copy_of(gradient)  # to which autograd may add
             return
-        earlier, gradient = self.unreduced_grad, gradient.detach()
+        if gradient.requires_grad:  # create_graph=True
+            gradient = gradient.detach()
+        earlier = self.unreduced_grad
         if earlier is None:
             self.unreduced_grad = gradient
             return
