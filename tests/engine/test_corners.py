@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from compare import assert_close, assert_models_equal
+from engine.failing import fail_in_backward
 from fullshard import fully_shard, register_fsdp_forward_method
 from fullshard.comm import record
 from fullshard.engine.ownership import unit_of
@@ -148,16 +149,6 @@ def test_complex_parameter_used_on_one_rank_only(rank: Rank) -> None:
         assert_close(parameter.grad.full_tensor(), torch.full((4,), 1.5 + 0j), "gradient", rtol=1e-5, atol=1e-6)
 
 
-class _Raise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
-        raise ZeroDivisionError
-
-
 @on_ranks(2)
 def test_model_is_freed_after_a_failed_backward(rank: Rank) -> None:
     """A backward that raised leaves no reference cycle that keeps the model."""
@@ -165,7 +156,7 @@ def test_model_is_freed_after_a_failed_backward(rank: Rank) -> None:
     for layer in model:
         fully_shard(layer, mesh=rank.mesh)
     fully_shard(model, mesh=rank.mesh)
-    handle = model[2].register_forward_hook(lambda module, args, output: _Raise.apply(output))
+    handle = model[2].register_forward_hook(fail_in_backward)
     gc.collect()
     gc.disable()
     try:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from compare import assert_equal, assert_models_equal
+from engine.failing import fail, fail_in_backward
 from fullshard import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units, unit_of
@@ -163,28 +164,14 @@ def test_meta_device(rank: Rank) -> None:
 # ---------------------------------------------------------------- failures
 
 
-class _Fail(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise ZeroDivisionError
-
-
-def fail(*_: Any) -> None:
-    raise ZeroDivisionError
-
-
 FAILURES = {
     "first member, at its start": lambda m: m.norm.register_forward_pre_hook(fail),
     "first member, at its end": lambda m: m.norm.register_forward_hook(fail),
     "second member": lambda m: m.head.register_forward_pre_hook(fail),
     "between them": lambda m: m.blocks[1].register_forward_pre_hook(fail),
-    "backward of the second": lambda m: m.head.register_forward_hook(lambda *a: _Fail.apply(a[-1])),
-    "backward of the first": lambda m: m.norm.register_forward_hook(lambda *a: _Fail.apply(a[-1])),
-    "backward between them": lambda m: m.blocks[1].register_forward_hook(lambda *a: _Fail.apply(a[-1])),
+    "backward of the second": lambda m: m.head.register_forward_hook(fail_in_backward),
+    "backward of the first": lambda m: m.norm.register_forward_hook(fail_in_backward),
+    "backward between them": lambda m: m.blocks[1].register_forward_hook(fail_in_backward),
 }
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from compare import assert_close
+from engine.failing import fail
 from fullshard import fully_shard
 from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.memory import Buffer, alias
@@ -238,10 +239,6 @@ def test_failed_forward_leaves_nothing_gathered(rank: Rank) -> None:
     with pytest.raises(ZeroDivisionError):
         model(inputs())
     assert all_full_bytes(model) == 0
-
-
-def fail(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-    raise ZeroDivisionError
 
 
 # ---------------------------------------------------------------- buffers, without ranks

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compare import assert_models_equal
+from engine.failing import fail, fail_in_backward
 from fullshard import fully_shard
 from fullshard.comm import CommRequest, launch_all
 from fullshard.engine.buckets import all_gather
@@ -37,24 +38,6 @@ from ranks.device import device_type
 CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
 
 
-class _RaiseInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise ZeroDivisionError("in backward")
-
-
-def fail(*_: Any) -> None:
-    raise ZeroDivisionError("in forward")
-
-
-def fail_in_backward(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
-    return _RaiseInBackward.apply(output)
-
-
 # where -> a function that makes the model fail there and returns the handle that removes the failure
 PLACES = {
     "forward of the first block": lambda m: m.blocks[0].register_forward_pre_hook(fail),
@@ -65,6 +48,14 @@ PLACES = {
     "backward of a block": lambda m: m.blocks[1].up.register_forward_hook(fail_in_backward),
     "backward of the first layer": lambda m: m.first.register_forward_hook(fail_in_backward),
 }
+
+
+def assert_next_step_is_right(model: nn.Module, reference: nn.Module, rank: Rank) -> None:
+    """Clear the gradients of ``model``, and have one more step give those of ``reference``."""
+    model.zero_grad()
+    square_loss()(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, square_loss())
+    assert_models_equal(model, reference, grads=True, **CLOSE)
 
 
 def run_failing_step(model: nn.Module, rank: Rank, place: str, step: int = 0) -> None:
@@ -247,10 +238,7 @@ def test_hook_on_a_gradient_that_raises(rank: Rank, unit: str) -> None:
     assert not runtime_of(unit_at(model)).busy
     assert_at_rest(model)
     handle.remove()
-    model.zero_grad()
-    square_loss()(model, rank.rank).backward()
-    reference_backward(reference, rank.world_size, square_loss())
-    assert_models_equal(model, reference, grads=True, **CLOSE)
+    assert_next_step_is_right(model, reference, rank)
 
 
 def fail_once() -> Any:
@@ -357,10 +345,7 @@ def test_all_gather_that_fails(rank: Rank, remedy: str) -> None:
     if remedy == "reset":
         model.reset_iter_state()
     assert not runtime_of(unit_at(model)).busy
-    model.zero_grad()
-    square_loss()(model, rank.rank).backward()
-    reference_backward(reference, rank.world_size, square_loss())
-    assert_models_equal(model, reference, grads=True, **CLOSE)
+    assert_next_step_is_right(model, reference, rank)
 
 
 @on_ranks(2)
@@ -376,11 +361,8 @@ def test_reduction_by_call_that_fails(rank: Rank) -> None:
             model.synchronize_gradients()
     finally:
         GradReduction.copy_in = usual  # type: ignore[method-assign]
-    model.zero_grad()
     model.set_requires_gradient_sync(True)
-    square_loss()(model, rank.rank).backward()
-    reference_backward(reference, rank.world_size, square_loss())
-    assert_models_equal(model, reference, grads=True, **CLOSE)
+    assert_next_step_is_right(model, reference, rank)
 
 
 class Searching(Stack):
@@ -435,10 +417,7 @@ def test_failure_as_a_forward_begins(rank: Rank) -> None:
         square_loss(1)(model, rank.rank)
     runtime.prefetcher.order.on_start = None
     assert not runtime.busy
-    model.zero_grad()
-    square_loss()(model, rank.rank).backward()
-    reference_backward(reference, rank.world_size, square_loss())
-    assert_models_equal(model, reference, grads=True, **CLOSE)
+    assert_next_step_is_right(model, reference, rank)
 
 
 @on_ranks(2)

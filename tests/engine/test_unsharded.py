@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from compare import assert_equal, assert_models_equal
+from engine.failing import fail, fail_in_backward
 from fullshard import fully_shard, unsharded
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
@@ -248,27 +249,13 @@ def test_zero_grad_inside(rank: Rank, set_to_none: bool) -> None:
     assert_models_equal(model, reference, grads=True)
 
 
-def fail(*_: Any) -> None:
-    raise ZeroDivisionError
-
-
-class _Fail(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise ZeroDivisionError
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("caught", ["inside", "outside"])
 @pytest.mark.parametrize("where", ["body", "forward", "backward"])
 def test_exception_inside(rank: Rank, where: str, caught: str) -> None:
     """After an exception in the body, in a forward or in a backward everything is freed, and training goes on."""
     model, reference = with_reference(Stack(), rank)
-    hooks = {"forward": fail, "backward": lambda *a: _Fail.apply(a[-1])}
+    hooks = {"forward": fail, "backward": fail_in_backward}
     for _ in range(2):
         handle = model.blocks[1].up.register_forward_hook(hooks[where]) if where in hooks else None
 

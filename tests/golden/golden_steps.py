@@ -13,6 +13,7 @@ from golden_trace import Trace
 from torch import nn
 
 import fullshard
+from engine.failing import fail, fail_in_backward
 from engine.models import mark
 from fullshard import FSDPModule, FullyShardedDataParallel
 from ranks import Rank
@@ -179,28 +180,12 @@ def gradient_of_inputs(run: Run, step: int) -> None:
 # ---------------------------------------------------------------- failures
 
 
-class _RaiseInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise ZeroDivisionError
-
-
-def _fail(*_: Any) -> None:
-    raise ZeroDivisionError
-
-
 def fail_first(where: str) -> Callable[[Run, int], None]:
     """In step 2 the middle block raises in its "forward" or "backward" first; then as in other steps."""
 
-    def hook(_module: nn.Module, _args: Any, output: torch.Tensor) -> Any:
-        return _fail() if where == "forward" else _RaiseInBackward.apply(output)
-
     def step_of(run: Run, step: int) -> None:
         if step == 2:
+            hook = fail if where == "forward" else fail_in_backward
             handle = run.model.blocks[1].up.register_forward_hook(hook)
             with contextlib.suppress(ZeroDivisionError):
                 run.backward(run.forward(step))
