@@ -3,7 +3,8 @@
 [Note: Restarts]
 torch elastic can restart workers itself, whatever ended them. Here each start is a separate launch, because not every
 failure should be retried: workers killed by the system are restarted, but after an exception only if the run made
-progress since the last failure. A bug in the code or the data would fail again at the same step.
+progress since the last failure. A bug in the code or the data would fail again at the same step, and so would a loss
+that is not finite.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from fullshard.train.stop import LAUNCHER_VARIABLE, STOP_FILE_VARIABLE
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that ask the workers to stop
 OTHER_SIGNALS = "SIGQUIT"  # handled by torch elastic, which ends the workers
 SHUTDOWN = 5  # seconds until workers that lost a peer, and hang for it, are killed
-WRONG_INPUT = 2  # exit code of workers that have said by themselves what is wrong with their input
+# Exit codes of workers that have said by themselves what is wrong: with their input, or that numbers are not finite.
+EXPLAINED = (2, 3)
 
 
 class WorkerError(RuntimeError):
@@ -86,7 +88,8 @@ def launch(job: Job, say: Callable[[str], None]) -> int:
         say: told of every restart.
 
     Returns:
-        0, 2 if the workers reported wrong input, or 128 and the number of the signal that stopped the run.
+        0, 2 or 3 if the workers reported wrong input or numbers that are not finite, or 128 and the number of the
+        signal that stopped the run.
 
     Raises:
         WorkerError: a rank failed, and is not started again; the others have been ended.
@@ -113,8 +116,8 @@ def launch(job: Job, say: Callable[[str], None]) -> int:
                 return int(stop_file.read_text()) if stop_file.exists() else 128 + int(error.sigval)
             except ChildFailedError as error:
                 failure = _explain(error)
-                if failure.code == WRONG_INPUT:
-                    return WRONG_INPUT
+                if failure.code in EXPLAINED:
+                    return failure.code
                 if stop_file.exists() and any(each.exitcode < 0 for each in error.failures.values()):
                     return int(stop_file.read_text())  # killed after the request to stop, before they could finish
                 reached = last_step(metrics)

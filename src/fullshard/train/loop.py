@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from fullshard import fully_shard
 from fullshard.optim import localize
-from fullshard.train import best_weights, footprint
+from fullshard.train import best_weights, finite, footprint
 from fullshard.train.checkpoints import Checkpoints
 from fullshard.train.config import TrainConfig, TrainingConfig
 from fullshard.train.corpus import Corpus, sample
@@ -151,12 +150,25 @@ class Run:
 
         Raises:
             CheckpointError: on all ranks, if a checkpoint cannot be written.
+            NonFiniteError: on all ranks, if a loss, gradient or weight is not finite; a checkpoint that was being
+                written is complete then.
         """
         self.observer, self.checkpoints, self.position = observer, checkpoints, position
         checkpoints.resume_from(position)
         self._saved = position if position.step else None
         self._start = time.perf_counter() - position.elapsed
-        if not position.validated:  # stopped during that validation
+        try:
+            self._run()
+        except finite.NonFiniteError:
+            self.checkpoints.wait()
+            raise
+        self.checkpoints.wait()
+        self.position = replace(self.position, elapsed=self._elapsed())
+        local, unsharded = self._footprints or self._measure()
+        return Outcome(self.position, self._stopped, local, unsharded)
+
+    def _run(self) -> None:
+        if not self.position.validated:  # stopped during that validation
             self._validate_if_due()
         while not self._stopped and self.position.step < self.config.training.steps:
             self._train_step(self.position.step + 1)
@@ -166,10 +178,6 @@ class Run:
                 self._save()
         if self.checkpoints.every and self._saved is not self.position:
             self._save()
-        self.checkpoints.wait()
-        self.position = replace(self.position, elapsed=self._elapsed())
-        local, unsharded = self._footprints or self._measure()
-        return Outcome(self.position, self._stopped, local, unsharded)
 
     def _train_step(self, step: int) -> None:
         """Perform one optimizer step (counted from 1) and record it."""
@@ -184,9 +192,10 @@ class Run:
         logits = self.model(tokens[:, :-1])
         own_loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
         torch.autograd.backward(own_loss)
-        norm = _full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip))
-        self.optimizer.step()
         total, *marks = self.group.sum(own_loss.item(), *self.stop.marks)
+        finite.check_loss(self.model, tokens[:, :-1], own_loss.item(), total, step, self.group)
+        norm = finite.clip_gradients(self.model, settings.clip, step)
+        self.optimizer.step()
         if self._footprints is None:
             self._footprints = self._measure()
         self.optimizer.zero_grad()
@@ -201,7 +210,7 @@ class Run:
                 "loss": loss,
                 "bits_per_byte": bits(loss),
                 "lr": learning_rate(step, settings),
-                "grad_norm": norm.item(),
+                "grad_norm": norm,
                 "tokens_per_s": settings.batch * sequence * self.group.size / took,
                 "elapsed_s": self._elapsed(),
             }
@@ -229,6 +238,9 @@ class Run:
         shown = loss if is_last else judged
         if shown is None or judged is None:
             return
+        if not math.isfinite(judged + shown):
+            finite.check_weights(self.model, step)
+            raise finite.NonFiniteError(step, f"the validation loss is {shown}")
         self.observer.record(
             {
                 "kind": "validation",
@@ -240,7 +252,7 @@ class Run:
             }
         )
         best, new = self.position.best, BestValidation(step, judged, between, self.corpus.sha256)
-        if math.isfinite(judged) and (best is None or not best.is_comparable(new) or judged < best.loss):
+        if best is None or not best.is_comparable(new) or judged < best.loss:
             best = new
             needed = self.checkpoints.best_steps
             best_weights.export(self.observer.folder, self.model, best, needed, leads=self.group.leads)
@@ -256,6 +268,7 @@ class Run:
         return loss
 
     def _save(self) -> None:
+        finite.check_weights(self.model, self.position.step)
         self.position = replace(self.position, elapsed=self._elapsed())
         self.observer.saving()
         self.checkpoints.save(self.model, self.optimizer, self.position)
@@ -267,7 +280,3 @@ class Run:
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self._start
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -28,6 +28,7 @@ from fullshard.train.checkpoints import Checkpoints
 from fullshard.train.config import ConfigError, TrainConfig
 from fullshard.train.corpus import Corpus, CorpusError, read
 from fullshard.train.evaluation import HeldOut
+from fullshard.train.finite import NonFiniteError
 from fullshard.train.footprint import Footprint
 from fullshard.train.group import Group
 from fullshard.train.metrics import MetricsFile, Record, bits, read_metrics, up_to, write_metrics
@@ -42,6 +43,7 @@ from fullshard.train.summary import Summary, show
 from fullshard.train.weights import remove_unfinished, save_full
 
 WRONG_INPUT = 2  # exit code for wrong input
+NOT_FINITE = 3  # exit code of a run whose numbers became NaN or infinite
 FAILURE = 1
 
 
@@ -103,15 +105,15 @@ def guarded(body: Callable[[], int]) -> int:
     """Run a rank's `body` and turn its exception into an exit code and a short report.
 
     The exception goes to torch elastic's error file, from which the launcher takes the rank and the message,
-    and its traceback to standard error if this process was started by torchrun. Wrong input is reported by
-    rank 0 alone.
+    and its traceback to standard error if this process was started by torchrun. Wrong input, and a loss that is not
+    finite, is reported by rank 0 alone.
     """
     try:
         return body()
-    except (ConfigError, CorpusError) as error:
+    except (ConfigError, CorpusError, NonFiniteError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"fullshard train: {error}", file=sys.stderr, flush=True)
-        return WRONG_INPUT
+        return NOT_FINITE if isinstance(error, NonFiniteError) else WRONG_INPUT
     except Exception as error:
         get_error_handler().record_exception(error)
         if STOP_FILE_VARIABLE not in os.environ:

@@ -1,0 +1,95 @@
+"""Stops a run whose loss, gradients or weights are no longer finite, before they reach weights and checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from fullshard import clip_grad_norm_, get_total_norm
+from fullshard.errors import FullshardError
+from fullshard.train.group import Group
+
+SHOWN = 4  # ranks in an error
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss, gradient or weight is NaN or infinite. Raised on all ranks, with the step, the modules and the ranks."""
+
+    def __init__(self, step: int, found: str) -> None:
+        super().__init__(
+            f"step {step}: {found}. Nothing of it was saved: the checkpoints before it are kept. Resume with a lower "
+            f"--lr, or start again with --fresh"
+        )
+
+
+def check_loss(model: nn.Module, tokens: Tensor, own: float, total: float, step: int, group: Group) -> None:
+    """Raise if the loss of any rank is not finite; only then a collective, in which the model runs once more.
+
+    Args:
+        model: with the weights that the loss was computed with.
+        tokens: input of this rank.
+        own: loss of this rank.
+        total: sum of the losses of all ranks.
+        step: the optimizer step that is under way.
+        group: the ranks.
+
+    Raises:
+        NonFiniteError: on all ranks, with the ranks and the first modules whose output is not finite.
+    """
+    if math.isfinite(total):
+        return
+    found = enumerate(group.gather((own, _first_module(model, tokens))))
+    bad = [f"{loss} on rank {rank} (first in {name})" for rank, (loss, name) in found if not math.isfinite(loss)]
+    more = f" and on {len(bad) - SHOWN} more ranks" if len(bad) > SHOWN else ""
+    raise NonFiniteError(step, f"the loss is {', '.join(bad[:SHOWN])}{more}")
+
+
+def clip_gradients(model: nn.Module, largest: float, step: int) -> float:
+    """Scale gradients down so that their norm is at most `largest`. A collective.
+
+    Returns:
+        The norm before scaling.
+
+    Raises:
+        NonFiniteError: on all ranks, with the parameters, if a gradient is not finite.
+    """
+    try:
+        return clip_grad_norm_(model.parameters(), largest, error_if_nonfinite=True).item()
+    except FullshardError as error:
+        raise NonFiniteError(step, f"gradients: {error}") from error
+
+
+def check_weights(model: nn.Module, step: int) -> None:
+    """Raise if a weight is not finite after `step`. A collective.
+
+    Raises:
+        NonFiniteError: on all ranks, with the parameters.
+    """
+    try:
+        get_total_norm(model.parameters(), math.inf, error_if_nonfinite=True)
+    except FullshardError as error:
+        raise NonFiniteError(step, f"weights: {error}") from error
+
+
+def _first_module(model: nn.Module, tokens: Tensor) -> str:
+    """Run a forward, and return the name of the first module in it whose output is not finite."""
+    found: list[str] = []
+
+    def look(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: object, output: object) -> None:
+            if isinstance(output, Tensor) and not found and not bool(output.isfinite().all()):
+                found.append(name)
+
+        return hook
+
+    handles = [module.register_forward_hook(look(name)) for name, module in model.named_modules()]
+    try:
+        with torch.no_grad():
+            model(tokens)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found and found[0] else "the loss"

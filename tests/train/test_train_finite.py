@@ -1,0 +1,97 @@
+"""A run whose loss, gradients or weights are NaN or infinite stops at once and keeps what was saved before."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from train_processes import SIZE, command, run, write_text
+
+import fullshard
+from fullshard.train.checkpoint_folder import CheckpointFolder
+from fullshard.train.config import GPTConfig
+from fullshard.train.finite import NonFiniteError, check_loss, check_weights, clip_gradients
+from fullshard.train.metrics import last_step
+from fullshard.train.model import GPT
+
+RUN = [*SIZE, "--steps", 12, "--ranks", 2, "--checkpoint-every", 3, "--eval-every", 5, "--eval-bytes", 2000]
+RUN += ["--generate", 0]
+POISON = """
+import os
+if os.environ.get("RANK") == "1":
+    from torch.nn import functional
+    usual, calls = functional.cross_entropy, []
+    def cross_entropy(logits, targets, *args, **kwargs):
+        loss = usual(logits, targets, *args, **kwargs)
+        calls.append(logits.requires_grad)
+        return loss * float("inf") if logits.requires_grad and sum(calls) == 8 else loss
+    functional.cross_entropy = cross_entropy
+"""
+
+
+def test_infinite_loss_stops_the_run_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    """Exit code 3, the step and the rank in one line, no restart; the run resumes from the checkpoint before."""
+    (tmp_path / "text").mkdir()
+    line = command(write_text(tmp_path / "text"), *RUN, "--out", tmp_path, "--name", "run")
+    (tmp_path / "sitecustomize.py").write_text(POISON)
+    done = run(*line, PYTHONPATH=str(tmp_path))
+    folder = tmp_path / "run"
+    assert done.returncode == 3, done.stdout + done.stderr
+    (message,) = done.stderr.strip().splitlines()
+    assert message.startswith("fullshard train: step 8: the loss is inf on rank 1 (first in the loss)")
+    assert last_step(folder / "metrics.jsonl") == 7
+    assert not (folder / "model.safetensors").exists()
+    checkpoints = CheckpointFolder(folder / "checkpoints")
+    assert [path.name for path in checkpoints.complete()] == ["step-00000003", "step-00000006"]
+    again = run(*line)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "resumed from step 6" in again.stdout
+    assert all(bool(weight.isfinite().all()) for weight in load_file(folder / "model.safetensors").values())
+
+
+class _Ranks:
+    """Three ranks, of which this is the second; the others have the same loss or a finite one."""
+
+    def __init__(self, *others: float) -> None:
+        self.others = others
+
+    def gather(self, value: Any) -> list[Any]:
+        first, second = self.others
+        return [(first, "the loss"), value, (second, "the loss")]
+
+
+def test_error_names_ranks_and_the_first_module_that_is_not_finite() -> None:
+    """Of nested modules the innermost, of several in a row the first."""
+    model = GPT(GPTConfig(layers=2, width=16, heads=2, sequence=8))
+    with torch.no_grad():
+        model.blocks[1].attention.qkv.weight[3, 3] = math.nan
+    tokens, group = torch.zeros(1, 8, dtype=torch.int64), _Ranks(2.5, math.inf)
+    loss = float(model(tokens).sum())
+    expected = r"step 4: the loss is nan on rank 1 \(first in blocks.1.attention.qkv\), inf on rank 2"
+    with pytest.raises(NonFiniteError, match=expected):
+        check_loss(model, tokens, loss, math.nan, 4, group)  # type: ignore[arg-type]
+    check_loss(model, tokens, 2.0, 7.0, 4, SimpleNamespace())  # type: ignore[arg-type]  # no collective if all is well
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_gradients_and_weights_are_named(value: float) -> None:
+    """One element is enough, also if the loss was finite."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model(torch.ones(2, 3)).sum().backward()
+    check_weights(model, 1)
+    expected = min(1.0, float(fullshard.get_total_norm(p.grad for p in model.parameters())))
+    assert clip_gradients(model, 1.0, 1) >= expected
+    assert model[1].weight.grad is not None
+    model[1].weight.grad[0, 2] = value
+    with pytest.raises(NonFiniteError, match=r"step 5: gradients: .* not finite: "):
+        clip_gradients(model, 1.0, 5)
+    with torch.no_grad():
+        model[0].bias[1] = value
+    with pytest.raises(NonFiniteError, match=r"step 5: weights: .* not finite: "):
+        check_weights(model, 5)
