@@ -74,7 +74,7 @@ console = Console(highlight=False)
 
 def train_once(name: str, steps: int, folder: Path) -> dict[str, Any]:
     """Losses and bytes of one run of ``fullshard train``."""
-    line = [sys.executable, "-m", "fullshard.cli", "train", "--comm-quantization", name]
+    line = [sys.executable, "-m", "fullshard", "train", "--comm-quantization", name]
     line += ["--steps", steps, "--name", name]
     line += ["--out", folder, "--checkpoint-every", 0, "--generate", 0, "--device", "cpu", "--ranks", 2]
     done = subprocess.run([str(word) for word in line], capture_output=True, text=True, env=_environment(), check=False)
@@ -83,9 +83,10 @@ def train_once(name: str, steps: int, folder: Path) -> dict[str, Any]:
     records = [json.loads(text) for text in (folder / name / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((folder / name / "summary.json").read_text())
     between = [(r["step"], r["loss"]) for r in records if r["kind"] == "validation"]
+    (final,) = (r["loss"] for r in records if r["kind"] == "final_validation")
     norms = [r["grad_norm"] for r in records if r["kind"] == "train"]
     received = summary.get("comm_quantization")
-    return {"validation": between, "loss": between[-1][1], "received": received, "largest_norm": max(norms)}
+    return {"validation": between, "loss": final, "received": received, "largest_norm": max(norms)}
 
 
 def _environment() -> dict[str, str]:

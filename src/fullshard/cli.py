@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Optional
 
@@ -16,6 +15,7 @@ import typer
 from fullshard.train.config import ConfigError, TrainConfig, option_names
 from fullshard.train.position import Setting
 from fullshard.train.run_folder import RunLocation
+from fullshard.version import __version__
 
 app = typer.Typer(
     name="fullshard",
@@ -31,7 +31,7 @@ DEFAULT = TrainConfig()
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"fullshard {version('fullshard')}")
+        typer.echo(f"fullshard {__version__}")
         raise typer.Exit
 
 
@@ -196,8 +196,18 @@ def train(
         for option, value in context.params.items()
         if option in option_names() and getattr(context.get_parameter_source(option), "name", "DEFAULT") != "DEFAULT"
     }
-    location = RunLocation(out, name, resume, fresh)
-    _train(given, config, location, max_restarts)
+    try:
+        location = RunLocation(out, name, resume, fresh)
+        code = _train(given, config, location, max_restarts)
+    except ConfigError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        code = 130
+    if _is_worker():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -246,33 +256,29 @@ def export(
     raise typer.Exit(commands.export(checkpoint, out, prefix=prefix, dtype=dtype, max_shard_size=max_shard_size))
 
 
-def _train(given: dict[str, Any], config_file: Path | None, location: RunLocation, max_restarts: int) -> None:
-    """Check everything that can be checked without workers, then work or launch."""
+def _train(given: dict[str, Any], config_file: Path | None, location: RunLocation, max_restarts: int) -> int:
+    """Check everything that can be checked without workers, then work or launch.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: an option is wrong.
+    """
     if "data" in given:
         given["data"] = tuple(str(path.resolve()) for path in given["data"])
         given["data_sha256"] = ""
-    try:
-        settings = location.settings()
-        base = TrainConfig.from_toml(config_file) if config_file else settings or DEFAULT
-        config = base.with_options(given)
-        location.check(config)
-        if settings:
-            Setting.of(settings).check(Setting.of(config), str(location.checkpoint()))
-    except ConfigError as error:
-        _fail(str(error))
+    settings = location.settings()
+    base = TrainConfig.from_toml(config_file) if config_file else settings or DEFAULT
+    config = base.with_options(given)
+    location.check(config)
+    if settings:
+        Setting.of(settings).check(Setting.of(config), str(location.checkpoint()))
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         _fail("the loss plot needs matplotlib: pip install 'fullshard[train]'")
-    try:
-        code = _work(config, location) if _is_worker() else _launch(config, location, max_restarts)
-    except KeyboardInterrupt:
-        code = 130
-    if _is_worker():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    raise typer.Exit(code)
+    return _work(config, location) if _is_worker() else _launch(config, location, max_restarts)
 
 
 def _work(config: TrainConfig, location: RunLocation) -> int:

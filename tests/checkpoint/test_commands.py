@@ -85,17 +85,17 @@ def test_inspect_verifies(tmp_path: Path) -> None:
 
 
 def test_inspect_compares(tmp_path: Path) -> None:
-    """0 where two hold the same; 1 and a table of differences where they do not."""
+    """0 where two hold the same; 1 and a line per difference where they do not."""
     one, same = save(tmp_path / "one"), save(tmp_path / "same")
     assert "equal: " in run("inspect", one, "--diff", same)
     changed = torch.full((30, 20), 1.5)
     changed[3, 4] = 2
     two = save(tmp_path / "two", **{"model.layer.weight": changed, "extra.note": 3, "model.new": torch.zeros(2)})
     shown = run("inspect", one, "--diff", two, code=1)
-    assert "model.layer.weight float32 [30, 20], 1 element 0.5" in shown
-    assert "model.tied float32 [30, 20], 1 element 0.5" in shown
-    assert "extra.note '[red]not markup[/]' -> 3" in shown
-    assert "model.new only in the second: float32 [2]" in shown
+    assert "model.layer.weight: float32 [30, 20]: 1 element differs by at most 0.5" in shown
+    assert "model.tied: float32 [30, 20]: 1 element differs by at most 0.5" in shown
+    assert "extra.note: '[red]not markup[/]' -> 3" in shown
+    assert "model.new: only in the second: float32 [2]" in shown
     assert "4 differences of" in shown
     assert "only in the first: float32 [2]" in run("inspect", two, "--diff", one, code=1)
 
@@ -152,12 +152,19 @@ def test_values_asked_for_are_shown_whole(tmp_path: Path) -> None:
 
 
 def test_names_are_not_split_for_what_is_beside_them(tmp_path: Path) -> None:
-    """On a narrow screen the contents of a value are folded, and what differs; a name of half the width is not."""
+    """On a narrow screen the contents of a value are folded; a name of half the width is not."""
     name = "extra.a_setting_with_a_name"
-    one, two = save(tmp_path / "1", **{name: "x" * 90}), save(tmp_path / "2", **{name: "y" * 90})
-    for arguments in (["inspect", one, "--names", name], ["inspect", one, "--diff", two]):
-        result = CliRunner(env={"COLUMNS": "60"}).invoke(app, arguments)
-        assert re.search(rf"^ *{name} ", result.output, re.MULTILINE), result.output
+    one = save(tmp_path / "1", **{name: "x" * 90})
+    result = CliRunner(env={"COLUMNS": "60"}).invoke(app, ["inspect", one, "--names", name])
+    assert re.search(rf"^ *{name} ", result.output, re.MULTILINE), result.output
+
+
+def test_differences_are_lines_also_on_a_narrow_screen(tmp_path: Path) -> None:
+    """Name and difference are whole on one line each, for the eye and for ``grep``."""
+    name = "extra.a_setting_with_a_long_name"
+    one, two = save(tmp_path / "1", **{name: "x" * 30}), save(tmp_path / "2", **{name: "y" * 30})
+    result = CliRunner(env={"COLUMNS": "40"}).invoke(app, ["inspect", one, "--diff", two])
+    assert f"{name}: '{'x' * 30}' -> '{'y' * 30}'\n" in result.output
 
 
 def test_titles_are_not_wrapped(tmp_path: Path) -> None:

@@ -273,7 +273,60 @@ def test_reset_that_fails_is_an_error(rank: Rank, folder: str) -> None:
         raise RuntimeError("no idea")
 
     model.blocks[1].reset_parameters = fail
-    with pytest.raises(CheckpointError, match=r"reset_parameters\(\) of a Block.*no idea"):
+    with pytest.raises(CheckpointError, match=r"initialization of a Block.*no idea"):
+        load_safetensors(model, folder)
+
+
+class Rotary(nn.Module):
+    """Frequencies that are computed, not saved, by nobody but the model around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.empty(4), persistent=False)
+
+
+class Around(nn.Module):
+    """A model that initializes its modules as those of Hugging Face transformers do."""
+
+    fills = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary, self.linear = Rotary(), nn.Linear(3, 3)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Rotary) and self.fills:
+            module.frequencies.copy_(torch.arange(4.0))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["around", "argument"])
+def test_buffers_that_the_files_lack_are_initialized(rank: Rank, how: str, folder: str) -> None:
+    """By the closest module around them that initializes others, or by what is passed."""
+    save(rank, folder, {"0.linear.weight": torch.eye(3), "0.linear.bias": torch.ones(3)})
+    with torch.device("meta"):
+        model = fully_shard(nn.Sequential(Around()), mesh=rank.mesh)
+    calls: list[nn.Module] = []
+
+    def fill(module: nn.Module) -> None:
+        calls.append(module)
+        module.frequencies.fill_(3)
+
+    load_safetensors(model, folder, init_buffers=fill if how == "argument" else None)
+    expected = torch.full((4,), 3.0) if how == "argument" else torch.arange(4.0)
+    assert_equal(model[0].rotary.frequencies, expected.to(rank.device), "frequencies")
+    assert_equal(dict(full_tensors(model))["0.linear.weight"], torch.eye(3), "weight")
+    assert calls == ([model[0].rotary] if how == "argument" else [])
+
+
+@on_ranks(2)
+def test_buffers_that_an_initialization_forgets_are_an_error(rank: Rank, folder: str) -> None:
+    """They would hold zeros, and the model would compute something else without a word."""
+    save(rank, folder, {"0.linear.weight": torch.eye(3), "0.linear.bias": torch.ones(3)})
+    with torch.device("meta"):
+        model = fully_shard(nn.Sequential(Around()), mesh=rank.mesh)
+    model[0].fills = False
+    with pytest.raises(CheckpointError, match=r"did not set them: \['0\.rotary\.frequencies'\]; pass .* init_buffers"):
         load_safetensors(model, folder)
 
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,9 @@ def test_metrics_hold_every_step(finished: Finished) -> None:
     assert all(record.keys() == fields for record in train)
     validation = [record for record in finished.metrics if record["kind"] == "validation"]
     assert [record["step"] for record in validation] == [2, 4, 5]
-    assert validation[-1]["bytes"] == 1088  # 34 windows of 32
+    assert len({record["bytes"] for record in validation}) == 1
+    (final,) = (record for record in finished.metrics if record["kind"] == "final_validation")
+    assert (final["step"], final["bytes"]) == (5, 1088)  # 34 windows of 32
 
 
 def test_summary_counts_sharded_bytes(finished: Finished) -> None:
@@ -131,7 +134,7 @@ def test_config_repeats_the_run_bitwise(finished: Finished) -> None:
 def torchrun(*options: object) -> list[object]:
     """The words that start the command on two ranks under torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *options]
-    return [sys.executable, *launcher, "-m", "fullshard.cli"]
+    return [sys.executable, *launcher, "-m", "fullshard"]
 
 
 def test_torchrun_starts_the_same_run(finished: Finished, text: Path, tmp_path: Path) -> None:
@@ -195,7 +198,10 @@ def test_finished_run_goes_on_with_more_steps(finished: Finished, tmp_path: Path
     records = read_metrics(tmp_path / "longer" / "metrics.jsonl")
     assert records[: len(finished.metrics)] == finished.metrics
     after = [(record["kind"], record["step"]) for record in records[len(finished.metrics) :]]
-    assert after == [("train", 6), ("validation", 6), ("train", 7), ("validation", 7)]
+    assert after == [
+        *(("train", 6), ("validation", 6)),
+        *(("train", 7), ("validation", 7), ("final_validation", 7)),
+    ]
     assert [r["elapsed_s"] for r in records] == sorted(r["elapsed_s"] for r in records)
     assert sorted(path.name for path in (tmp_path / "longer" / "checkpoints").iterdir()) == [
         "step-00000006",
@@ -297,6 +303,41 @@ def lose_launcher_and_newest_checkpoint(out: Path, first: int) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds processes through /proc")
+@pytest.mark.parametrize("waits", ["for the launcher", "for its own modules"])
+def test_ctrl_c_during_start_up_is_no_traceback(text: Path, tmp_path: Path, waits: str) -> None:
+    """SIGINT while the command, or its workers, are being imported ends all of them, with one line at most."""
+    process = start(*command(text, *SHORT, "--ranks", 2, "--out", tmp_path, "--name", "run"))
+    if waits == "for the launcher":
+        time.sleep(0.05)
+    else:
+        wait_for(lambda: len(workers_of(tmp_path)) > 1 or process.poll() is not None)
+    os.killpg(process.pid, signal.SIGINT)
+    output, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode in (130, -signal.SIGINT), output + errors
+    assert "Traceback" not in output + errors
+    wait_for(lambda: not workers_of(tmp_path))
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds processes through /proc")
+def test_workers_end_when_their_launcher_is_killed_during_start_up(text: Path, tmp_path: Path) -> None:
+    """A rank that waits for one that never comes ends soon after the launcher, not after the timeout of a store."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\nif os.environ.get('RANK') == '1':\n    time.sleep(600)\n"
+    )
+    line = command(text, *SHORT, "--ranks", 2, "--out", tmp_path, "--name", "run")
+    process = start(*line, output=tmp_path / "log.txt", PYTHONPATH=str(tmp_path))
+    wait_for(lambda: len(workers_of(tmp_path)) == 3 or process.poll() is not None)
+    first = next(pid for pid in workers_of(tmp_path) if rank_of(pid) == 0)
+    wait_for(lambda: "libtorch_python" in Path(f"/proc/{first}/maps").read_text())
+    time.sleep(2)  # for it to come from there to where it waits
+    process.kill()
+    process.wait(LIMIT)
+    wait_for(lambda: first not in workers_of(tmp_path))
+    for pid in workers_of(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds processes through /proc")
 def test_killed_rank_is_named(endless: subprocess.Popen[str], tmp_path: Path) -> None:
     """When the system kills a rank, the command ends with 1 and one line that names rank and signal."""
     victim = next(pid for pid in workers_of(tmp_path) if rank_of(pid) == 1)
@@ -337,6 +378,9 @@ def test_failed_rank_is_named_with_its_exception(text: Path, tmp_path: Path) -> 
         (["big.txt", "--device", "tpu"], "device must be one of"),
         (["big.txt", "--config", "missing.toml"], "missing.toml"),
         (["big.txt", "--keep", "0"], "keep must be at least 1"),
+        (["big.txt", "--name", "../../elsewhere"], "found '../../elsewhere'; see --out"),
+        (["big.txt", "--name", ".."], "found '..'; see --out"),
+        (["big.txt", "--name", "/tmp/elsewhere", "--fresh"], "found '/tmp/elsewhere'; see --out"),
         (["big.txt", "--checkpoint-every", "-2"], "checkpoint_every must be at least -1"),
         (["big.txt", "--resume", "nowhere"], "nowhere is no folder"),
         (["big.txt", "--resume", "folder"], "folder holds no complete checkpoint"),
@@ -382,12 +426,10 @@ def test_results_are_never_overwritten(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_help_and_version_need_no_torch() -> None:
-    """Help lists the options, the version is printed, and the command line by itself imports no torch for it."""
+    """Help lists the options, the version is printed, and neither waits for the import of torch."""
     code = """
-import importlib.util, sys, types
-package = types.ModuleType("fullshard")  # the package's public names do import torch
-package.__path__ = list(importlib.util.find_spec("fullshard").submodule_search_locations)
-sys.modules["fullshard"] = package
+import sys
+import fullshard
 from fullshard.cli import app
 for arguments in (["--version"], ["train", "--help"]):
     try:

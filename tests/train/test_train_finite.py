@@ -72,7 +72,7 @@ def test_error_names_ranks_and_the_first_module_that_is_not_finite() -> None:
     with torch.no_grad():
         model.blocks[1].attention.qkv.weight[3, 3] = math.nan
     tokens, group = torch.zeros(1, 8, dtype=torch.int64), _Ranks(2.5, math.inf)
-    loss = float(model(tokens).sum())
+    loss = model(tokens).sum().item()
     expected = r"step 4: the loss is nan on rank 1 \(first in blocks.1.attention.qkv\), inf on rank 2"
     with pytest.raises(NonFiniteError, match=expected):
         check_loss(model, tokens, loss, math.nan, 4, group)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ def write_text(folder: Path) -> Path:
 
 def command(*arguments: object) -> list[str]:
     """The command line of a run with these arguments."""
-    return [sys.executable, "-m", "fullshard.cli", "train", *map(str, arguments)]
+    return [sys.executable, "-m", "fullshard", "train", *map(str, arguments)]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -41,14 +41,17 @@ def run(*line: object, **more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def start(*line: object, output: Path | None = None) -> subprocess.Popen[str]:
-    """Start a command in a process group of its own; both its streams go to a pipe each, or on to one file."""
-    words = [str(word) for word in line]
+def start(*line: object, output: Path | None = None, **more: str) -> subprocess.Popen[str]:
+    """Start a command in a process group of its own; both its streams go to a pipe each, or on to one file.
+
+    Keywords are further variables of its environment.
+    """
+    words, variables = [str(word) for word in line], environment(**more)
     if output is None:
         pipe = subprocess.PIPE
-        return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=environment(), start_new_session=True)
+        return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=variables, start_new_session=True)
     with output.open("a") as file:
-        return subprocess.Popen(words, stdout=file, stderr=file, text=True, env=environment(), start_new_session=True)
+        return subprocess.Popen(words, stdout=file, stderr=file, text=True, env=variables, start_new_session=True)
 
 
 def wait_for(condition: Callable[[], object]) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from fullshard.checkpoint.dcp import dcp_arguments
 from fullshard.checkpoint.format.planner import ALL, LoadPlanner
 from fullshard.checkpoint.format.storage import CheckpointReader
+from fullshard.checkpoint.key_map import find_prefixes, top_level, with_prefixes
 from fullshard.checkpoint.saving import describe_call, wait_for_pending_save
 from fullshard.checkpoint.state.extras import joined, set_random_state, split, tensors_in
 from fullshard.checkpoint.state.model import ModelState, model_state
@@ -44,6 +45,7 @@ def load(
     strict: bool = True,
     cast: bool = False,
     random: bool = True,
+    key_map: Mapping[str, str] | None = None,
     process_group: dist.ProcessGroup | None = None,
     storage_reader: StorageReader | None = None,
     **extra: Any,
@@ -52,7 +54,9 @@ def load(
 
     Atomic: on all ranks, names, shapes and dtypes are compared and checksums are verified before the first byte of the
     model changes. Reads checkpoints of :func:`fullshard.save`, saved on any number of ranks and with either front end,
-    and of torch.distributed.checkpoint with ``{"model": ..., "optimizer": ...}``. No code from the checkpoint is run.
+    and of torch.distributed.checkpoint. There model and optimizer may have any place, as in ``{"model": ...,
+    "optim": ...}`` or ``{"app": {...}}`` or a bare state dict of the model: the model's names are looked for. No code
+    from the checkpoint is run.
 
     Args:
         path: Folder or URL of the checkpoint.
@@ -63,6 +67,8 @@ def load(
             lacks keep their values.
         cast: Convert tensors of other dtypes. Otherwise they are an error.
         random: Restore this rank's random number generators, if the number of ranks is the same.
+        key_map: Where things are in the checkpoint, by the beginning of its keys: ``{"app.net": "model", "app.opt":
+            "optimizer", "epoch": "extra.epoch"}``, or ``{"": "model"}`` for bare weights. None: found by the names.
         process_group: The ranks. None: all.
         storage_reader: A replacement for fullshard's own reader. It may not detect corruption before the model changes.
         extra: Objects with a state dict to load into, by the names under which they were saved.
@@ -75,12 +81,14 @@ def load(
         FullshardError: On the ranks that wait, if others do not call ``load``.
     """
     wait_for_pending_save(process_group)
-    what = describe_call(f"load (strict={strict}, cast={cast})", path, optimizer, extra)
+    mapped = "" if key_map is None else f", key_map={dict(key_map)}"
+    what = describe_call(f"load (strict={strict}, cast={cast}{mapped})", path, optimizer, extra)
     with rank_barrier(what, process_group, timeout=load_timeout()) as barrier:
         reader = CheckpointReader(path) if storage_reader is None else storage_reader
         if storage_reader is not None:
             reader.reset(path)
         source = _SharedCheckpoint(os.fspath(path), reader, coordination_group(process_group), barrier)
+        barrier.run_on_all("matching names", lambda: source.match(model, optimizer, key_map))
         loading = _CheckpointLoad(source, model, optimizer, extra, strict=strict)
         loading.check(cast=cast)
         loading.read()
@@ -97,6 +105,7 @@ class _SharedCheckpoint:
     size: int
     _reader: StorageReader
     _group: dist.ProcessGroup | None
+    _stored: dict[str, str]  # the keys in the checkpoint, by those that fullshard would give them
 
     def __init__(self, path: str, reader: StorageReader, group: dist.ProcessGroup | None, barrier: RankBarrier) -> None:
         self.path, self.barrier, self._reader, self._group = path, barrier, reader, group
@@ -104,6 +113,7 @@ class _SharedCheckpoint:
         if group is not None:
             self.rank, self.size = group.rank(), group.size()
         self.metadata = barrier.run_on_all("reading the index", reader.read_metadata)
+        self._stored = {key: key for key in self.metadata.state_dict_metadata}
         # All ranks must read the same index: ranks that see a folder at different times may see two saves.
         own = hashlib.sha256(repr(self._described()).encode()).hexdigest()
         first = barrier.from_first_rank("reading the index", lambda: own)
@@ -121,20 +131,44 @@ class _SharedCheckpoint:
                 "do ranks see different folders?"
             )
 
+    def match(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, key_map: Mapping[str, str] | None
+    ) -> None:
+        """Give the keys of a checkpoint of another program the prefixes that :func:`fullshard.save` gives them.
+
+        Raises:
+            CheckpointError: If more than one part of the checkpoint has the names of the model.
+        """
+        stored, state = self.metadata.state_dict_metadata.keys(), model_state(model)
+        names, prefixes = state.names | state.extra.keys(), key_map
+        if prefixes is None:
+            if any(key.startswith(RANDOM) for key in stored):
+                return  # written by fullshard: what is missing in one place is not to be taken from another
+            prefixes = find_prefixes(stored, names, optimizer=optimizer is not None)
+        values = {k: f"{EXTRA}{k}" for k in stored if "." not in k and k not in names and self.tensor(k) is None}
+        self._stored = with_prefixes(stored, {**values, **prefixes})
+
     @property
     def keys(self) -> Iterable[str]:
         """Keys of all tensors and values."""
-        return self.metadata.state_dict_metadata.keys()
+        return self._stored.keys()
+
+    @property
+    def top_level(self) -> str:
+        """The first parts of the stored keys, for errors."""
+        return top_level(self._stored.values())
 
     def tensor(self, key: str) -> TensorStorageMetadata | None:
         """Return the metadata of a tensor; None if there is no tensor of that key."""
-        found = self.metadata.state_dict_metadata.get(key)
+        found = self.metadata.state_dict_metadata.get(self._stored.get(key, ""))
         return found if isinstance(found, TensorStorageMetadata) else None
 
     def read(self, targets: dict[str, Any]) -> None:
         """Fill tensors in place, and replace other values, by key."""
+        stored = {self._stored[key]: target for key, target in targets.items()}
         with dcp_arguments(self._group, f"cannot load the checkpoint {self.path}") as where:
-            state_dict_loader.load({ALL: targets}, storage_reader=self._reader, planner=LoadPlanner(), **where)
+            state_dict_loader.load({ALL: stored}, storage_reader=self._reader, planner=LoadPlanner(), **where)
+        targets.update({key: stored[self._stored[key]] for key in targets})
 
 
 class _CheckpointLoad:
@@ -198,10 +232,15 @@ class _CheckpointLoad:
         """Return the target for the saved state of an optimizer."""
         assert component.optimizer is not None
         groups: dict[int, dict[str, Any]] = {}
+        flattened: dict[str, dict[str, Any]] = {}  # torch's other form: a group per parameter, by FQN
         for key, path in self._below(component.prefix + GROUPS):
             index, _, name = path.partition(".")
-            groups.setdefault(int(index), {})[name] = self._value(key)
-        ordered = [groups[index] for index in sorted(groups)]
+            if index.isdecimal() and "." not in name:
+                groups.setdefault(int(index), {})[name] = self._value(key)
+            else:
+                fqn, _, name = path.rpartition(".")
+                flattened.setdefault(fqn, {"params": [fqn]})[name] = self._value(key)
+        ordered = [*(groups[index] for index in sorted(groups)), *flattened.values()]
         known = {fqn for group in ordered for fqn in group.get("params", ())}
         saved: dict[str, Any] = {}
         for key, path in self._below(component.prefix + STATE):
@@ -282,7 +321,12 @@ class _CheckpointLoad:
         saved = {path for _, path in self._below(prefix)}
         wanted = state.names | state.extra.keys()
         problems = []
-        if self._strict:
+        if wanted and not wanted & saved:  # not only if strict: nothing would be loaded, without a word
+            problems.append(
+                f"none of the model's {len(wanted)} names is in the checkpoint, whose keys begin with "
+                f"{self._source.top_level}; if one of these holds the model, pass key_map={{that: 'model'}}"
+            )
+        elif self._strict:
             problems += [f"{prefix}{name}: not in the checkpoint" for name in sorted(wanted - saved)]
             problems += [f"{prefix}{name}: in the checkpoint, but not in the model" for name in sorted(saved - wanted)]
         for name in sorted(name for name, shards in state.tensors.items() if shards.device.type == "meta"):

@@ -220,43 +220,31 @@ class Run:
         return step == self.config.training.steps or step % self.config.evaluation.eval_every == 0
 
     def _validate_if_due(self) -> None:
-        """Validate on all held-out bytes after the last step, and on a part at other steps; keep the best weights.
+        """Validate on a part of the held-out bytes, after the last step also on all; keep the best weights.
 
-        The best is chosen by the part, also after the last step: losses on different bytes cannot be compared. For the
-        same reason a best on another part or text, from before the run was resumed, is replaced by any.
+        Losses on different bytes cannot be compared, so these are two kinds of records, and the best is chosen by the
+        part. For the same reason a best on another part or text, from before the run was resumed, is replaced by any.
         """
         if self._stopped or self.position.validated:
             return
-        step, limit = self.position.step, self.config.evaluation.eval_bytes
-        is_last = step == self.config.training.steps
-        part, loss = interim_validation_data(self.corpus, self.config), None
-        between = len(part.targets)
-        judged = self._evaluate(part)
-        if is_last:
-            part = HeldOut.take(self.corpus.validation, limit, self.config.model.sequence)
-            loss = self._evaluate(part)
-        shown = loss if is_last else judged
-        if shown is None or judged is None:
+        step, part, final = self.position.step, interim_validation_data(self.corpus, self.config), None
+        loss = self._evaluate(part)
+        if step == self.config.training.steps:
+            everything = HeldOut.take(self.corpus.validation, self.config.evaluation.eval_bytes, part.sequence)
+            final = self._evaluate(everything)
+            if final is None:
+                return
+        if loss is None:
             return
-        if not math.isfinite(judged + shown):
-            finite.check_weights(self.model, step)
-            raise finite.NonFiniteError(step, f"the validation loss is {shown}")
-        self.observer.record(
-            {
-                "kind": "validation",
-                "step": step,
-                "loss": shown,
-                "bits_per_byte": bits(shown),
-                "bytes": len(part.targets),
-                "elapsed_s": self._elapsed(),
-            }
-        )
-        best, new = self.position.best, BestValidation(step, judged, between, self.corpus.sha256)
-        if best is None or not best.is_comparable(new) or judged < best.loss:
+        self._record_validation("validation", loss, part)
+        if final is not None:
+            self._record_validation("final_validation", final, everything)
+        best, new = self.position.best, BestValidation(step, loss, len(part.targets), self.corpus.sha256)
+        if best is None or not best.is_comparable(new) or loss < best.loss:
             best = new
             needed = self.checkpoints.best_steps
             best_weights.export(self.observer.folder, self.model, best, needed, leads=self.group.leads)
-        self.position = replace(self.position, validated=True, best=best, validation_loss=loss)
+        self.position = replace(self.position, validated=True, best=best, validation_loss=final)
 
     def _evaluate(self, held_out: HeldOut) -> float | None:
         """Return the loss on held-out bytes; None if the run is asked to stop meanwhile."""
@@ -265,7 +253,22 @@ class Run:
         loss = evaluate(self.model, held_out, self.config.training.batch, self.group, self.stop)
         if loss is None:
             self._stopped = agreed_exit_code(*self.group.sum(*self.stop.marks))
+        elif not math.isfinite(loss):
+            finite.check_weights(self.model, self.position.step)
+            raise finite.NonFiniteError(self.position.step, f"the validation loss is {loss}")
         return loss
+
+    def _record_validation(self, kind: str, loss: float, held_out: HeldOut) -> None:
+        self.observer.record(
+            {
+                "kind": kind,
+                "step": self.position.step,
+                "loss": loss,
+                "bits_per_byte": bits(loss),
+                "bytes": len(held_out.targets),
+                "elapsed_s": self._elapsed(),
+            }
+        )
 
     def _save(self) -> None:
         finite.check_weights(self.model, self.position.step)

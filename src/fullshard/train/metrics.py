@@ -71,7 +71,7 @@ def up_to(records: Sequence[Record], step: int, *, validated: bool) -> list[Reco
         validated: whether a validation after `step` is behind the run; if not, its record is left out too.
     """
     last_validation = step if validated else step - 1
-    return [r for r in records if r["step"] <= (last_validation if r["kind"] == "validation" else step)]
+    return [r for r in records if r["step"] <= (step if r["kind"] == "train" else last_validation)]
 
 
 def last_step(path: Path) -> int:

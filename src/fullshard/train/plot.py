@@ -25,21 +25,23 @@ def plot_losses(path: Path, records: Sequence[Record], baselines: Mapping[str, f
     from matplotlib.ticker import MaxNLocator
 
     train = [(r["step"], r["bits_per_byte"]) for r in records if r["kind"] == "train"]
-    validation = [(r["step"], r["bits_per_byte"], r["bytes"]) for r in records if r["kind"] == "validation"]
+    between, final = (
+        [(r["step"], r["bits_per_byte"], r["bytes"]) for r in records if r["kind"] == kind]
+        for kind in ("validation", "final_validation")
+    )
     if not train:
         return
     steps, losses = zip(*train, strict=True)
     figure, axes = plt.subplots(figsize=(8, 5), dpi=120, layout="constrained")
     axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training, each step")
     axes.plot(steps, _smooth(losses), color="tab:blue", linewidth=1.6, label="training, smoothed")
-    if validation:
-        *between, (last_step, last, used) = validation
-        if between:
-            where, values, sizes = zip(*between, strict=True)
-            label = f"validation, {sizes[0]:,} held-out bytes"
-            axes.plot(where, values, color="tab:red", marker="o", markersize=4, linewidth=1.2, label=label)
-        label = f"validation, {used:,} held-out bytes: {last:.2f}"
-        axes.plot(last_step, last, color="tab:red", marker="*", markersize=13, linestyle="", clip_on=False, label=label)
+    if between:
+        where, values, sizes = zip(*between, strict=True)
+        label = f"validation, {sizes[-1]:,} held-out bytes"
+        axes.plot(where, values, color="tab:red", marker="o", markersize=4, linewidth=1.2, label=label)
+    for step, loss, size in final[-1:]:
+        label = f"final validation, {size:,} held-out bytes: {loss:.2f}"
+        axes.plot(step, loss, color="tab:green", marker="*", markersize=13, linestyle="", clip_on=False, label=label)
     for (name, value), style in zip(baselines.items(), ("--", ":", "-."), strict=False):
         axes.axhline(value, color="0.35", linestyle=style, linewidth=1, label=f"{name}: {value:.2f}")
     axes.set_xlabel("optimizer step")

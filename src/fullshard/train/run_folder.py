@@ -34,7 +34,7 @@ class RunLocation:
 
     Attributes:
         out: folder of runs.
-        name: the run's name; None takes the next free number.
+        name: the run's name, one folder in `out`; None takes the next free number.
         resume: another run, or a checkpoint, to start from; None for none.
         fresh: start from the beginning although the run has a checkpoint.
     """
@@ -43,6 +43,10 @@ class RunLocation:
     name: str | None = None
     resume: Path | None = None
     fresh: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name is not None and (self.name in ("", ".", "..") or Path(self.name).name != self.name):
+            raise ConfigError(f"--name must be the name of one folder in {self.out}, found {self.name!r}; see --out")
 
     @property
     def existing_folder(self) -> Path | None:

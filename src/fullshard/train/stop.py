@@ -17,12 +17,13 @@ asked to stop while another is gone cannot save anything, and ends at once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import threading
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from types import FrameType
 
@@ -52,7 +53,7 @@ class StopRequest:
         self._signalled = 0
         name = os.environ.get(STOP_FILE_VARIABLE)
         self._file = Path(name) if name else None
-        self._parent = int(os.environ.get(LAUNCHER_VARIABLE, os.getppid()))
+        self._parent = launcher_process()
         self._peers = ()
         self._handled = {number for number in _CODES if not _is_nohup(number)}
         for number in self._handled:
@@ -108,6 +109,31 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signalled = max(self._signalled, _CODES[number])
+
+
+@contextlib.contextmanager
+def ending_with_launcher() -> Iterator[None]:
+    """Within the context, end this process soon after its launcher has ended: there is nothing to save yet, and a rank
+    may wait for others that were never started.
+    """
+    launcher, over = launcher_process(), threading.Event()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            if over.wait(POLL):
+                return
+        os._exit(1)
+
+    threading.Thread(target=watch, name="fullshard-start", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def launcher_process() -> int:
+    """Return the id of the process that has started this one."""
+    return int(os.environ.get(LAUNCHER_VARIABLE, os.getppid()))
 
 
 def agreed_exit_code(interrupted: float, terminated: float) -> int:

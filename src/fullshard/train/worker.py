@@ -38,7 +38,14 @@ from fullshard.train.position import BestValidation, Position, Setting
 from fullshard.train.progress import RunProgress
 from fullshard.train.quantization import QuantizationSummary, quantization_summary, set_comm_quantization
 from fullshard.train.run_folder import Start
-from fullshard.train.stop import INTERRUPTED, LAUNCHER_VARIABLE, STOP_FILE_VARIABLE, TERMINATED, StopRequest
+from fullshard.train.stop import (
+    INTERRUPTED,
+    LAUNCHER_VARIABLE,
+    STOP_FILE_VARIABLE,
+    TERMINATED,
+    StopRequest,
+    ending_with_launcher,
+)
 from fullshard.train.summary import Summary, show
 from fullshard.train.weights import remove_unfinished, save_full
 
@@ -61,25 +68,9 @@ def run(config: TrainConfig, begin: Callable[[], Start]) -> int:
         CorpusError: on every rank alike, if any rank cannot read the text or reads different text.
         ConfigError: on every rank alike, if the run cannot resume from its checkpoint with these settings.
     """
-    group = Group.join(config.device)
-    stop = StopRequest()  # not before: a rank that waits for others has nothing to save
-    config = group.gather(config)[0]
-    stop.watch(group.processes_here())
-    corpus = _read_on_all_ranks(config, group)
-    start = _begin_on_all_ranks(begin, config, group)
-    known = config.data_sha256
-    config = dataclasses.replace(config, data_sha256=corpus.sha256, ranks=group.size, device=group.device.type)
-    model = loop.build_model(config, group)
-    set_comm_quantization(model, config.comm_quantization)
-    optimizer = loop.build_optimizer(model, config.training)
-    start, position, notes = _resume(start, config, group, model, optimizer)
-    if group.leads:
-        position = _prepare_folder(start, config, position)
-        notes += _notes_on_best(position.best, corpus, config)
-        if not start.checkpoint and known and known != corpus.sha256:
-            notes.append("the text changed since this config was written, so the results will differ")
-    position = group.gather(position)[0]
-    once = loop.Run(model, optimizer, corpus, config, group, stop)
+    with ending_with_launcher():
+        once, start, position, notes = _set_up(config, begin)
+    group, stop, model, config = once.group, once.stop, once.model, once.config
     outcome = (
         _train_on_rank0(once, start, position, notes) if group.leads else _train_on_other_rank(once, start, position)
     )
@@ -96,7 +87,7 @@ def run(config: TrainConfig, begin: Callable[[], Start]) -> int:
     footprints = [Footprint(**values) for values in group.gather(footprint.as_dict(outcome.local))]
     stop.allow_peers_to_exit()
     if folder:
-        _report(folder, config, corpus, outcome, footprints, sample, quantization)
+        _report(folder, config, once.corpus, outcome, footprints, sample, quantization)
     group.leave()
     return outcome.stopped
 
@@ -120,6 +111,33 @@ def guarded(body: Callable[[], int]) -> int:
             print(f"fullshard train: rank {os.environ.get('RANK', '0')} failed:", file=sys.stderr)
             traceback.print_exc()
         return FAILURE
+
+
+def _set_up(config: TrainConfig, begin: Callable[[], Start]) -> tuple[loop.Run, Start, Position, list[str]]:
+    """Join the ranks, read the text, build the model, resume and prepare the folder.
+
+    Returns:
+        The run, its start, its position, and notes for the user.
+    """
+    group = Group.join(config.device)
+    stop = StopRequest()  # not before: a rank that waits for others has nothing to save
+    config = group.gather(config)[0]
+    stop.watch(group.processes_here())
+    corpus = _read_on_all_ranks(config, group)
+    start = _begin_on_all_ranks(begin, config, group)
+    known = config.data_sha256
+    config = dataclasses.replace(config, data_sha256=corpus.sha256, ranks=group.size, device=group.device.type)
+    model = loop.build_model(config, group)
+    set_comm_quantization(model, config.comm_quantization)
+    optimizer = loop.build_optimizer(model, config.training)
+    start, position, notes = _resume(start, config, group, model, optimizer)
+    if group.leads:
+        position = _prepare_folder(start, config, position)
+        notes += _notes_on_best(position.best, corpus, config)
+        if not start.checkpoint and known and known != corpus.sha256:
+            notes.append("the text changed since this config was written, so the results will differ")
+    position = group.gather(position)[0]
+    return loop.Run(model, optimizer, corpus, config, group, stop), start, position, notes
 
 
 def _read_on_all_ranks(config: TrainConfig, group: Group) -> Corpus:
@@ -282,7 +300,9 @@ def _train_on_rank0(once: loop.Run, start: Start, position: Position, notes: lis
             if record["kind"] == "train":
                 progress.train(record, is_saving=kept.is_saving)
             else:
-                progress.say(f"step {record['step']}: validation {record['bits_per_byte']:.3f} bits/byte")
+                kind = record["kind"].replace("_", " ")
+                on = f"on {record['bytes']:,} held-out bytes"
+                progress.say(f"step {record['step']}: {kind} {record['bits_per_byte']:.3f} bits/byte {on}")
 
         outcome = once.train(position, kept, loop.Observer(folder, record, metrics.sync))
         if outcome.stopped:

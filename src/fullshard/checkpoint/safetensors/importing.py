@@ -49,6 +49,7 @@ def load_safetensors(
     strict: bool = True,
     rename: Callable[[str], str | None] | None = None,
     cast: bool = True,
+    init_buffers: Callable[[nn.Module], object] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> IncompatibleNames:
     """Fill ``model`` from safetensors files. All ranks call it; each reads only the byte ranges of its shards.
@@ -62,11 +63,15 @@ def load_safetensors(
         path: A ``.safetensors`` file, an index of several, or a folder with ``model.safetensors``,
             ``model.safetensors.index.json`` or one ``.safetensors`` file.
         strict: Raise if a name is only in the model or only in the files. Otherwise tensors that the files lack keep
-            their values; tensors on the meta device must be in the files in any case. A ``reset_parameters()`` that
-            has to initialize a buffer changes nothing else.
+            their values; tensors on the meta device must be in the files in any case, unless they are buffers that
+            can be initialized.
         rename: Called with each name in the files; returns the model's name for it (as before wrapping), or None to
             leave the tensor out. Equal on all ranks.
         cast: Convert between floating-point dtypes. Other differences of dtype are always errors.
+        init_buffers: Fills the buffers of a module, such as the frequencies of rotary embeddings: called with each that
+            has buffers on the meta device that are not in the files. What else it changes is undone. None: the module's
+            own ``reset_parameters()``, or else ``_init_weights(module)`` of the closest module around it that has such
+            a method, as models of Hugging Face transformers (5 and later) do.
         process_group: The ranks that the model is sharded over. None: all.
 
     Returns:
@@ -85,8 +90,8 @@ def load_safetensors(
         source = barrier.run_on_all("reading headers", lambda: _WeightSource.of(where, rename))
         expected = barrier.from_first_rank("reading headers", lambda: source.digest)
         barrier.run_on_all("comparing files", lambda: source.check(expected))
-        plan = barrier.run_on_all("comparing", lambda: _compare(model, source, strict=strict, cast=cast))
-        meta = MetaTensors(model)
+        plan = barrier.run_on_all("comparing", lambda: _compare(model, source, init_buffers, strict=strict, cast=cast))
+        meta = MetaTensors(model, init_buffers)
         kept = barrier.run_on_all("copying values to keep", lambda: _values_to_keep(model, meta, plan.sources))
         if barrier.any_rank("looking for meta tensors", lambda: bool(meta)):
             barrier.run_on_all("allocating", lambda: meta.materialize(plan.sources))
@@ -209,13 +214,20 @@ class _Mismatches:
                 yield f"{kind}:\n    " + "\n    ".join(names[:_SHOWN]) + more
 
 
-def _compare(model: nn.Module, source: _WeightSource, *, strict: bool, cast: bool) -> _ImportPlan:
+def _compare(
+    model: nn.Module,
+    source: _WeightSource,
+    init_buffers: Callable[[nn.Module], object] | None,
+    *,
+    strict: bool,
+    cast: bool,
+) -> _ImportPlan:
     """Find the source of each tensor.
 
     Raises:
         CheckpointError: If files and model do not match.
     """
-    state, meta, problems = _targets(model), MetaTensors(model), _Mismatches()
+    state, meta, problems = _targets(model), MetaTensors(model, init_buffers), _Mismatches()
     names: dict[str, list[str]] = {name: [name] for name in state.tensors}
     for alias, first in state.aliases.items():
         names[first].append(alias)
@@ -235,7 +247,7 @@ def _compare(model: nn.Module, source: _WeightSource, *, strict: bool, cast: boo
         problems.add("not in the files", *(_described(name, state.tensors[name]) for name in missing))
         problems.add("in the files, but not in the model", *unexpected)
     without = [name for name in meta.never_filled(sources) if not strict or name not in missing]
-    problems.add("on the meta device, and neither in the files nor initialized by a reset_parameters()", *without)
+    problems.add("on the meta device and not in the files (init_buffers can initialize buffers)", *without)
     listed = list(problems)
     if listed:
         raise CheckpointError(f"{source.path} does not match the model (nothing was changed)\n  " + "\n  ".join(listed))
@@ -286,12 +298,12 @@ def _non_persistent_names(model: nn.Module) -> set[str]:
 
 
 def _values_to_keep(model: nn.Module, meta: MetaTensors, sources: Collection[str]) -> dict[str, list[torch.Tensor]]:
-    """Copy values that are not read but that a ``reset_parameters()`` would overwrite.
+    """Copy values that are not read but that an initialization of buffers would overwrite.
 
     Returns:
         Copies of this rank's shards, by name.
     """
-    prefixes = tuple(meta.reset_prefixes(sources))
+    prefixes = tuple(meta.initialized_prefixes(sources))
     if not prefixes:
         return {}
     state = _targets(model)

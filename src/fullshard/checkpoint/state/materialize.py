@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.state.parameters import ensure_idle, walk_modules
 from fullshard.engine.ownership import nested_units
-from fullshard.engine.parameters.sharded import managed_by
+from fullshard.engine.parameters.sharded import managed_by, value_of
 from fullshard.errors import CheckpointError
 
 __all__ = ["MetaTensors"]
@@ -33,21 +35,23 @@ class _MetaTensor:
     names: list[str] = field(default_factory=list)
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
 
-    @property
-    def reset(self) -> list[nn.Module]:
-        """Modules whose ``reset_parameters()`` can initialize it, if it is a buffer."""
-        if isinstance(self.tensor, nn.Parameter):
-            return []
-        return [module for module, _ in self.owners if callable(getattr(module, "reset_parameters", None))]
-
 
 class MetaTensors:
-    """The parameters and buffers of ``model`` on the meta device, including those that are not saved."""
+    """The parameters and buffers of ``model`` on the meta device, including those that are not saved.
+
+    Args:
+        model: The model.
+        init_buffers: Called with each module that has buffers on the meta device that are not filled from elsewhere,
+            once they have memory. None: its ``reset_parameters()``, or else ``_init_weights(module)`` of the closest
+            module around it that has such a method, as models of Hugging Face transformers do.
+    """
 
     _model: nn.Module
     _tensors: list[_MetaTensor]
+    _init_buffers: Callable[[nn.Module], object] | None
+    _around: dict[nn.Module, nn.Module]  # the closest module with an ``_init_weights``, by module
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, init_buffers: Callable[[nn.Module], object] | None = None) -> None:
         found: dict[int, _MetaTensor] = {}
         for prefix, module in walk_modules(model):
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -57,53 +61,79 @@ class MetaTensors:
                 meta.names.append(prefix + name)
                 if (module, name) not in meta.owners:
                     meta.owners.append((module, name))
-        self._model, self._tensors = model, list(found.values())
+        self._model, self._tensors, self._init_buffers = model, list(found.values()), init_buffers
+        self._around = {}
+        for module in model.modules():  # those outside come before those inside of them
+            if callable(getattr(module, "_init_weights", None)):
+                self._around.update(dict.fromkeys(module.modules(), module))
 
     def never_filled(self, filled: Collection[str]) -> list[str]:
-        """Return the tensors that get a value neither from ``filled`` nor from a ``reset_parameters()``."""
-        return [meta.names[0] for meta in self._unfilled(filled) if not meta.reset]
+        """Return the tensors that get a value neither from ``filled`` nor from an initialization of their module."""
+        return [meta.names[0] for meta in self._unfilled(filled) if not self._initialized_by(meta)]
 
-    def reset_prefixes(self, filled: Collection[str]) -> list[str]:
-        """Return the name prefixes of the modules whose ``reset_parameters()`` will run: those with buffers not in
-        ``filled``.
-        """
-        resets = {module for meta in self._unfilled(filled) for module in meta.reset}
-        return [prefix for prefix, module in walk_modules(self._model) if module in resets]
+    def initialized_prefixes(self, filled: Collection[str]) -> list[str]:
+        """Return the name prefixes of the modules that will be initialized: those with buffers not in ``filled``."""
+        modules = {module for meta in self._unfilled(filled) for module in self._initialized_by(meta)}
+        return [prefix for prefix, module in walk_modules(self._model) if module in modules]
+
+    def _initialized_by(self, meta: _MetaTensor) -> dict[nn.Module, Callable[[], object]]:
+        """Return the modules that can initialize a buffer, and how."""
+        if isinstance(meta.tensor, nn.Parameter):
+            return {}
+        found = ((module, self._initialization_of(module)) for module, _ in meta.owners)
+        return {module: initialize for module, initialize in found if initialize is not None}
+
+    def _initialization_of(self, module: nn.Module) -> Callable[[], object] | None:
+        if self._init_buffers is not None:
+            return partial(self._init_buffers, module)
+        reset: Callable[[], object] | None = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            return reset
+        around: Any = self._around.get(module)
+        return None if around is None else partial(around._init_weights, module)
 
     def _unfilled(self, filled: Collection[str]) -> list[_MetaTensor]:
         return [meta for meta in self._tensors if not any(name in filled for name in meta.names)]
 
     def materialize(self, filled: Collection[str]) -> None:
-        """Allocate all tensors, and run ``reset_parameters()`` of the modules with buffers that are not in ``filled``.
+        """Allocate all tensors, and initialize the modules with buffers that are not in ``filled``.
 
         Tied tensors stay tied; parameters stay the same objects, for optimizers that exist already.
 
         Raises:
-            CheckpointError: If a parameter cannot stay the same object, or a ``reset_parameters()`` fails, or leaves
+            CheckpointError: If a parameter cannot stay the same object, or an initialization fails, or leaves
                 something without memory.
         """
         default = _compute_device(self._model)
-        resets: dict[nn.Module, None] = {}
+        to_initialize: dict[nn.Module, Callable[[], object]] = {}
         with _without_weak_references(self._tensors):
             for meta in self._tensors:
                 _give_memory(meta, _device_of(meta.tensor, default))
-        for meta in self._unfilled(filled):
-            resets |= dict.fromkeys(meta.reset)
+        unfilled = self._unfilled(filled)
+        for meta in unfilled:
+            to_initialize |= self._initialized_by(meta)
+            for module, name in meta.owners:
+                _mark_uninitialized(module._buffers[name])
         ensure_idle(self._model)
-        for module in resets:
-            reset: Any = module.reset_parameters
+        for module, initialize in to_initialize.items():
             try:
                 with torch.no_grad():
-                    reset()
+                    initialize()
             except Exception as error:
                 raise CheckpointError(
-                    f"reset_parameters() of a {type(module).__name__}, which has buffers on the meta device that are "
+                    f"the initialization of a {type(module).__name__}, which has buffers on the meta device that are "
                     f"not in the files, failed: {type(error).__name__}: {error}"
                 ) from error
         left = MetaTensors(self._model)._tensors
         if left:
             raise CheckpointError(
                 f"parameters or buffers are still on the meta device: {[meta.names[0] for meta in left][:10]}"
+            )
+        forgotten = [meta.names[0] for meta in unfilled if any(_has_mark(m._buffers[name]) for m, name in meta.owners)]
+        if forgotten:
+            raise CheckpointError(
+                f"the initialization of these buffers, which are not in the files, did not set them: {forgotten[:10]}; "
+                "pass a function as init_buffers that does"
             )
 
 
@@ -138,6 +168,25 @@ def _give_memory(meta: _MetaTensor, device: torch.device) -> None:
             "anything else refers to it, a graph of autograd or a weak reference"
         ) from error
     old.__class__ = kind
+
+
+def _mark_uninitialized(buffer: torch.Tensor | None) -> None:
+    """Fill a buffer with a value that no initialization leaves in it, if its dtype has one."""
+    if buffer is not None and (mark := _mark_of(buffer.dtype)) is not None:
+        buffer.fill_(mark)
+
+
+def _has_mark(buffer: torch.Tensor | None) -> bool:
+    if buffer is None or (mark := _mark_of(buffer.dtype)) is None:
+        return False
+    local = value_of(buffer)
+    return bool((local == mark if isinstance(mark, int) else local.isnan()).any())
+
+
+def _mark_of(dtype: torch.dtype) -> float | int | None:
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    return None if dtype in (torch.bool, torch.uint8) else torch.iinfo(dtype).min
 
 
 def _device_of(tensor: torch.Tensor, default: torch.device) -> torch.device:

@@ -45,7 +45,7 @@ __all__ = [
 # Prefixes of keys.
 MODEL, OPTIMIZER, EXTRA, RANDOM = "model.", "optimizer.", "extra.", "rng."
 STATE, GROUPS = "state.", "param_groups."  # after an optimizer's prefix
-ARGUMENTS = {"cast", "random", "storage_reader", "storage_writer", "strict"}
+ARGUMENTS = {"cast", "key_map", "random", "storage_reader", "storage_writer", "strict"}
 ALIGNMENT_BYTES = 64
 BLOCK_BYTES = 1 << 28
 

@@ -267,31 +267,26 @@ def _diff(checkpoint: Checkpoint, other: Checkpoint, console: Console) -> int:
     if not differences:
         console.print(Text.assemble(("equal: ", "bold green"), f"{checkpoint.path} and {other.path} hold the same"))
         return GOOD
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    width = _width_of([difference.name for difference in differences], console)
-    table.add_column("name", overflow="fold", min_width=width)
-    table.add_column("difference", overflow="fold")
-    table.add_column("max. abs. difference", justify="right")
-    for difference in differences:
-        table.add_row(*_row(difference))
-    console.print(table)
+    for difference in differences:  # a line each, also where lines are short: names are long, and pipes are searched
+        console.print(Text(f"{difference.name}: ").append_text(_described(difference)), soft_wrap=True)
     both = f"{checkpoint.path} and {other.path}"
     console.print(Text.assemble((_count(len(differences), "difference"), "bold red"), f" of {both}"), soft_wrap=True)
     return FOUND
 
 
-def _row(difference: Difference) -> Sequence[str | Text]:
+def _described(difference: Difference) -> Text:
     here, there = difference.here, difference.there
     if there is None:
-        text = Text.assemble(("only in the first: ", "yellow"), str(here))
-    elif here is None:
-        text = Text.assemble(("only in the second: ", "yellow"), there)
-    else:
-        text = Text(here if here == there else f"{here} -> {there}")
+        return Text.assemble(("only in the first: ", "yellow"), str(here))
+    if here is None:
+        return Text.assemble(("only in the second: ", "yellow"), there)
+    text = Text(here if here == there else f"{here} -> {there}")
     if difference.elements:
-        text.append(f", {difference.elements:,} element{'s' * (difference.elements != 1)}", style="red")
-    at_most = f"{difference.max_abs:.3g}" if difference.elements and difference.max_abs is not None else ""
-    return escape(difference.name), text, at_most
+        verb = "differs" if difference.elements == 1 else "differ"
+        text.append(f": {_count(difference.elements, 'element')} {verb}", style="red")
+        if difference.max_abs is not None:
+            text.append(f" by at most {difference.max_abs:.3g}", style="red")
+    return text
 
 
 # -------------------------------------------------------------------- formatting
@@ -355,7 +350,7 @@ def _scaled(count: int, units: Sequence[str]) -> str:
 
 
 def _count(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def _short(path: str) -> str:

@@ -38,7 +38,7 @@ class Registration:
         """Have the modules hold the unsharded parameters, which require gradients as the sharded ones do."""
         self.unsharded = True
         for parameter in self._parameters:
-            if parameter.unsharded.requires_grad is not parameter.sharded.requires_grad:
+            if parameter.unsharded.requires_grad is not parameter.requires_grad:
                 parameter.follow_requires_grad()
         for held, name, parameter in self._plain:
             held[name] = parameter.unsharded
