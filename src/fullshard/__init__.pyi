@@ -1,15 +1,5 @@
 """fullshard: parameters, gradients and optimizer state sharded over ranks, all-gathered just in time and freed."""
 
-from . import activation_checkpoint as activation_checkpoint
-from . import checkpoint as checkpoint
-from . import comm as comm
-from . import comm_hooks as comm_hooks
-from . import errors as errors
-from . import memory as memory
-from . import optim as optim
-from . import policy as policy
-from . import wrap as wrap
-from . import wrapper as wrapper
 from .allocator import keep_freed_memory
 from .checkpoint import async_save, export_safetensors, full_tensors, load, load_safetensors, save
 from .checkpoint.state.types import (
@@ -40,6 +30,7 @@ from .engine.quantized_report import QuantizationReport
 from .errors import (
     CheckpointError,
     FullshardError,
+    NonFiniteError,
     PhaseError,
     TiedParameterError,
     UnmaterializedParameterError,
@@ -85,6 +76,7 @@ __all__ = [
     "LocalStateDictConfig",
     "MixedPrecision",
     "MixedPrecisionPolicy",
+    "NonFiniteError",
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",

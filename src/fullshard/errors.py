@@ -5,7 +5,16 @@ Invalid arguments raise ``ValueError`` or ``TypeError`` instead.
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "FullshardError", "PhaseError", "TiedParameterError", "UnmaterializedParameterError"]
+from collections.abc import Sequence
+
+__all__ = [
+    "CheckpointError",
+    "FullshardError",
+    "NonFiniteError",
+    "PhaseError",
+    "TiedParameterError",
+    "UnmaterializedParameterError",
+]
 
 
 class FullshardError(RuntimeError):
@@ -14,6 +23,20 @@ class FullshardError(RuntimeError):
 
 class CheckpointError(FullshardError):
     """A checkpoint or file of weights cannot be written or read, or does not match the model."""
+
+
+class NonFiniteError(FullshardError):
+    """A norm is NaN or infinite.
+
+    Attributes:
+        names: The gradients or other tensors that are not finite; none if all are, but their norm overflows.
+    """
+
+    names: tuple[str, ...]
+
+    def __init__(self, message: str, names: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
 
 
 class PhaseError(FullshardError):

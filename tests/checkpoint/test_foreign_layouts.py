@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 import fullshard
 from checkpoint.kinds import Model, adam, build, shared_folder, train
 from compare import assert_equal
-from fullshard.checkpoint.key_map import find_prefixes, top_level, with_prefixes
+from fullshard.checkpoint.key_map import find_model, find_optimizer, top_level, with_prefixes
 from fullshard.errors import CheckpointError
 from ranks import Rank, on_ranks
 
@@ -45,7 +46,7 @@ def test_model_and_optimizer_are_found_by_the_names_of_the_model(rank: Rank, lay
     for kind in ("fully_shard", "flat"):
         loaded = build(rank, kind, seed=2)
         its = adam(loaded, lr=1.0)
-        assert fullshard.load(folder / "torch", loaded, its) == {"step": 7}
+        assert fullshard.load(folder / "torch", loaded, its, key_map={"step": "extra.step"}) == {"step": 7}
         assert train(loaded, its, 2, 4) == expected
 
 
@@ -74,9 +75,55 @@ def test_key_map_chooses_among_several(rank: Rank) -> None:
     loaded = build(rank, "fully_shard", seed=3)
     with pytest.raises(CheckpointError, match=r"under 'ema', 'net': say which .* key_map=\{'ema': 'model'\}"):
         fullshard.load(folder / "two", loaded)
-    strict = {"net": "model", "epoch.count": "extra.epoch"}
-    assert fullshard.load(folder / "two", loaded, key_map=strict) == {"epoch": 3}
+    chosen = {"net": "model", "epoch.count": "extra.epoch"}
+    assert fullshard.load(folder / "two", loaded, key_map=chosen) == {"epoch": 3}
     assert_equal(dict(fullshard.full_tensors(loaded)), dict(fullshard.full_tensors(model)), "weights")
+
+
+@on_ranks(2)
+def test_key_map_takes_the_place_of_what_is_called_the_model(rank: Rank) -> None:
+    """Averages are loaded in the place of the weights, with the optimizer, which is looked for as before."""
+    model, average = build(rank, "fully_shard", seed=1), build(rank, "fully_shard", seed=2)
+    optimizer = adam(model)
+    train(model, optimizer, 0, 1)
+    folder = shared_folder(rank)
+    weights = {"model": get_model_state_dict(model), "ema": get_model_state_dict(average)}
+    saved = {**weights, "optim": get_optimizer_state_dict(model, optimizer), "config": Path("no plain value")}
+    dcp.save(saved, checkpoint_id=folder / "x")
+    loaded = build(rank, "fully_shard", seed=3)
+    its = adam(loaded)
+    assert fullshard.load(folder / "x", loaded, its, key_map={"ema": "model"}) == {}
+    assert_equal(dict(fullshard.full_tensors(loaded)), dict(fullshard.full_tensors(average)), "weights")
+    assert its.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("flattened", [False, True])
+def test_optimizer_without_state_is_found_by_its_groups(rank: Rank, flattened: bool) -> None:
+    """Its learning rate is loaded; of two optimizers on the same parameters none is guessed."""
+    model = build(rank, "fully_shard", seed=1)
+    options = FLAT if flattened else None
+    sgd, momentum = (torch.optim.SGD(model.parameters(), lr=0.25, momentum=m) for m in (0.0, 0.5))
+    train(model, momentum, 0, 1)
+    folder, weights = shared_folder(rank), get_model_state_dict(model)
+    states = [get_optimizer_state_dict(model, each, options=options) for each in (sgd, momentum)]
+    dcp.save({"net": weights, "opt": states[0]}, checkpoint_id=folder / "one")
+    dcp.save({"net": weights, "a": states[0], "b": states[1]}, checkpoint_id=folder / "two")
+    its = torch.optim.SGD(model.parameters(), lr=1.0)
+    fullshard.load(folder / "one", model, its)
+    assert its.param_groups[0]["lr"] == 0.25
+    with pytest.raises(CheckpointError, match=r"for its optimizer, under 'a', 'b': say which"):
+        fullshard.load(folder / "two", model, its)
+
+
+@on_ranks(2)
+def test_values_with_tensors_can_be_renamed(rank: Rank) -> None:
+    """Tensors of a value are stored beside it, under its old name."""
+    model = build(rank, "fully_shard", seed=1)
+    folder = shared_folder(rank)
+    fullshard.save(folder / "x", model, progress={"losses": torch.arange(9_000.0)})
+    found = fullshard.load(folder / "x", model, key_map={"extra.progress": "extra.state"})
+    assert_equal(found["state"], {"losses": torch.arange(9_000.0, device="cpu")}, "values")
 
 
 @on_ranks(2)
@@ -102,8 +149,8 @@ def test_error_names_what_is_there(tmp_path: Any) -> None:
 
 
 def test_prefixes() -> None:
-    """Longest first, on whole words; two keys that become one are an error."""
-    keys = ["a.b.w", "a.w", "ab.w", "step"]
+    """Longest first, on whole words; what had a new prefix before makes room; two keys that become one are an error."""
+    keys = ["a.b.w", "a.w", "ab.w", "step", "model.w", "model.v"]
     assert with_prefixes(keys, {"a": "model", "a.b": "extra.x"}) == {
         "extra.x.w": "a.b.w",
         "model.w": "a.w",
@@ -116,12 +163,20 @@ def test_prefixes() -> None:
 
 
 def test_places_are_found_by_names() -> None:
-    """A model of the name ``model`` inside bare weights, modules named ``state``, and what fullshard itself saves."""
+    """A model of the name ``model`` in bare weights, modules named ``state``, repeated modules, and wrapped ones."""
     llama = {"model.embed.weight", "model.layers.0.weight", "lm_head.weight"}
-    assert find_prefixes(sorted(llama), llama, optimizer=False) == {"": "model"}
-    assert find_prefixes([f"model.{name}" for name in llama], llama, optimizer=False) == {}
+    assert find_model(sorted(llama), llama) == {"": "model"}
+    assert find_model([f"model.{name}" for name in llama], llama) == {"model": "model"}
+    assert find_model([f"model.module.{name}" for name in llama], llama) == {"model.module": "model"}
     nested = {"state.fc.weight", "out.weight"}
-    keys = [f"app.net.{name}" for name in nested] + [f"app.opt.state.{name}.exp_avg" for name in nested]
-    assert find_prefixes(keys, nested, optimizer=True) == {"app.net": "model", "app.opt": "optimizer"}
-    assert find_prefixes(["x.y"], llama, optimizer=True) == {}
+    keys = [f"state.net.{name}" for name in nested] + [f"state.opt.state.{name}.exp_avg" for name in nested]
+    assert find_model(keys, nested) == {"state.net": "model"}
+    assert find_optimizer(keys, nested) == {"state.opt": "optimizer"}
+    repeated = {"0.weight", "0.bias", "1.0.weight", "1.0.bias"}
+    assert find_model([f"net.{name}" for name in repeated], repeated) == {"net": "model"}
+    assert find_model(["model.conv.weight", "model.norm.weight"], {"weight"}) == {}
+    assert find_model(["net.a.weight", "ema.a.weight", "ema.b.weight"], {"c.weight"}) == {}
+    with pytest.raises(CheckpointError, match="under 'ema', 'net'"):
+        find_model(["net.a.weight", "ema.a.weight", "ema.b.weight"], {"a.weight", "b.weight"})
+    assert find_optimizer(["x.y"], llama) == {}
     assert top_level(["a.x", "a.y", "b"]) == "'a' (2 keys), 'b' (1 key)"

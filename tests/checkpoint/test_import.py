@@ -283,6 +283,7 @@ class Rotary(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("frequencies", torch.empty(4), persistent=False)
+        self.register_buffer("mask", torch.zeros(2, dtype=torch.bool), persistent=False)
 
 
 class Around(nn.Module):
@@ -297,6 +298,7 @@ class Around(nn.Module):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Rotary) and self.fills:
             module.frequencies.copy_(torch.arange(4.0))
+            module.mask.zero_()
 
 
 @on_ranks(2)
@@ -310,7 +312,8 @@ def test_buffers_that_the_files_lack_are_initialized(rank: Rank, how: str, folde
 
     def fill(module: nn.Module) -> None:
         calls.append(module)
-        module.frequencies.fill_(3)
+        module.frequencies.data.fill_(3)
+        module.mask = torch.zeros(2, dtype=torch.bool, device=rank.device)
 
     load_safetensors(model, folder, init_buffers=fill if how == "argument" else None)
     expected = torch.full((4,), 3.0) if how == "argument" else torch.arange(4.0)
@@ -326,7 +329,10 @@ def test_buffers_that_an_initialization_forgets_are_an_error(rank: Rank, folder:
     with torch.device("meta"):
         model = fully_shard(nn.Sequential(Around()), mesh=rank.mesh)
     model[0].fills = False
-    with pytest.raises(CheckpointError, match=r"did not set them: \['0\.rotary\.frequencies'\]; pass .* init_buffers"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"did not set them: \['0\.rotary\.frequencies', '0\.rotary\.mask'\]; pass .* init_buffers",
+    ):
         load_safetensors(model, folder)
 
 

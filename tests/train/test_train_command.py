@@ -303,19 +303,31 @@ def lose_launcher_and_newest_checkpoint(out: Path, first: int) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds processes through /proc")
-@pytest.mark.parametrize("waits", ["for the launcher", "for its own modules"])
-def test_ctrl_c_during_start_up_is_no_traceback(text: Path, tmp_path: Path, waits: str) -> None:
-    """SIGINT while the command, or its workers, are being imported ends all of them, with one line at most."""
+def test_ctrl_c_while_workers_start_is_no_traceback(text: Path, tmp_path: Path) -> None:
+    """SIGINT while the workers are being imported ends all of them."""
     process = start(*command(text, *SHORT, "--ranks", 2, "--out", tmp_path, "--name", "run"))
-    if waits == "for the launcher":
-        time.sleep(0.05)
-    else:
-        wait_for(lambda: len(workers_of(tmp_path)) > 1 or process.poll() is not None)
+    wait_for(lambda: len(workers_of(tmp_path)) > 1 or process.poll() is not None)
     os.killpg(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=LIMIT)
-    assert process.returncode in (130, -signal.SIGINT), output + errors
+    assert process.returncode == 130, output + errors
     assert "Traceback" not in output + errors
     wait_for(lambda: not workers_of(tmp_path))
+
+
+def test_ctrl_c_while_the_command_is_imported_is_no_traceback() -> None:
+    """The signal ends the process, as it ends one that has no handler."""
+    code = """
+import os, signal, sys
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "fullshard.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+from fullshard.__main__ import main
+main()
+"""
+    done = run(sys.executable, "-c", code)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds processes through /proc")

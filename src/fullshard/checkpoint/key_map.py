@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from fullshard.errors import CheckpointError
 
-__all__ = ["find_prefixes", "top_level", "with_prefixes"]
+__all__ = ["find_model", "find_optimizer", "top_level", "with_prefixes"]
 
 _SHOWN = 12
 
@@ -18,7 +18,8 @@ def with_prefixes(keys: Iterable[str], prefixes: Mapping[str, str]) -> dict[str,
     Args:
         keys: As stored.
         prefixes: New prefixes by stored ones, both without the dot at their end; "" is the prefix of every key. The
-            longest that a key has counts; a key that has none stays as it is.
+            longest that a key has counts. A key that has none stays as it is, or is left out if a new prefix is its
+            own: that place is taken.
 
     Raises:
         CheckpointError: If two keys become the same.
@@ -26,45 +27,61 @@ def with_prefixes(keys: Iterable[str], prefixes: Mapping[str, str]) -> dict[str,
     longest_first = sorted(prefixes.items(), key=lambda pair: -len(pair[0]))
     stored: dict[str, str] = {}
     for key in keys:
-        new = next((_joined(to, key[len(old) :].lstrip(".")) for old, to in longest_first if _begins(key, old)), key)
+        new = next((_joined(to, key[len(old) :].lstrip(".")) for old, to in longest_first if _begins(key, old)), None)
+        if new is None and any(_begins(key, taken) for taken in prefixes.values()):
+            continue
+        new = key if new is None else new
         if new in stored:
             raise CheckpointError(f"key_map: {stored[new]!r} and {key!r} of the checkpoint both become {new!r}")
         stored[new] = key
     return stored
 
 
-def find_prefixes(keys: Collection[str], names: Collection[str], *, optimizer: bool) -> dict[str, str]:
-    """Find where a model, and the state of its optimizer, are in a checkpoint.
+def find_model(keys: Collection[str], names: Collection[str]) -> dict[str, str]:
+    """Find where a model is in a checkpoint.
 
     Args:
         keys: As stored.
-        names: The model's names; a place counts if it has all of them.
-        optimizer: Find the state of an optimizer, too: where ``state.`` and one of these names follow.
+        names: The model's names. A place counts if it has all of them.
 
     Returns:
-        What :func:`with_prefixes` takes; empty if all is where :func:`fullshard.save` puts it, or nowhere.
+        What :func:`with_prefixes` takes; empty if it is nowhere.
 
     Raises:
-        CheckpointError: If there is more than one such place.
+        CheckpointError: If it is not the only place with at least half of the names, and not ``model``.
     """
-    models, optimizers = Counter[str](), Counter[str]()
+    counts = Counter[str]()
     for key in keys:
         words = key.split(".")
-        models.update(".".join(words[:start]) for start in range(len(words)) if ".".join(words[start:]) in names)
-        optimizers.update(
-            ".".join(words[:at])
-            for at, word in enumerate(words)
-            if word == "state" and any(".".join(words[at + 1 : end]) in names for end in range(at + 2, len(words)))
-        )
+        counts.update(".".join(words[:start]) for start in range(len(words)) if ".".join(words[start:]) in names)
+    complete = [place for place, count in counts.items() if count == len(names)]
     usual = [key for key in keys if _begins(key, "model")]
-    complete = [place for place, count in models.items() if count == len(names)]
-    # A part of what is called the model is not another model, unless it is all of that: ``model.module``.
-    places = [p for p in complete if not p.startswith("model.") or all(_begins(key, p) for key in usual)]
-    found = {"model": _only(places, "model")}
-    if optimizer:
-        most = max(optimizers.values(), default=0)
-        found["optimizer"] = _only([place for place, count in optimizers.items() if count == most], "optimizer")
-    return {old: new for new, old in found.items() if old is not None and old != new}
+    # A part of a model, or of what is called so, is not another model, unless it is all of that: ``model.module``.
+    places = [
+        place
+        for place, count in counts.items()
+        if 2 * count >= len(names)
+        and not any(place != outer and _begins(place, outer) for outer in complete)
+        and (not place.startswith("model.") or all(_begins(key, place) for key in usual))
+    ]
+    return _only(places, "model") if any(place in complete for place in places) else {}
+
+
+def find_optimizer(keys: Iterable[str], names: Collection[str]) -> dict[str, str]:
+    """Find where the state or the groups of an optimizer are, as :func:`find_model` does.
+
+    Raises:
+        CheckpointError: If there are several places, and none is ``optimizer``.
+    """
+    places: dict[str, None] = {}
+    for key in keys:
+        words = key.split(".")
+        for at, word in enumerate(words):
+            rest = [".".join(words[at + 1 : end]) for end in range(at + 2, len(words))]
+            named = any(name in names for name in rest)
+            if (word == "state" and named) or (word == "param_groups" and (named or words[at + 1 : at + 2] == ["0"])):
+                places[".".join(words[:at])] = None
+    return _only(list(places), "optimizer")
 
 
 def top_level(keys: Iterable[str]) -> str:
@@ -74,17 +91,17 @@ def top_level(keys: Iterable[str]) -> str:
     return ", ".join(shown) + (f" and {len(counts) - _SHOWN} more" if len(counts) > _SHOWN else "")
 
 
-def _only(places: list[str], usual: str) -> str | None:
-    """Return the usual place if it is one of these, else the only one; None if there is none."""
+def _only(places: list[str], usual: str) -> dict[str, str]:
+    """Return the usual place if it is one of these, else the only one; empty if there is none."""
     if usual in places:
-        return usual
+        return {usual: usual}
     if len(places) > 1:
         listed = ", ".join(repr(place) for place in sorted(places))
         raise CheckpointError(
-            f"the checkpoint has the names of the model under {listed}: say which to load with "
+            f"the checkpoint has the names of the model, for its {usual}, under {listed}: say which to load with "
             f"key_map={{{min(places)!r}: {usual!r}}}"
         )
-    return places[0] if places else None
+    return {places[0]: usual} if places else {}
 
 
 def _begins(key: str, prefix: str) -> bool:

@@ -19,14 +19,23 @@ from torch.distributed.checkpoint.storage import StorageReader
 from fullshard.checkpoint.dcp import dcp_arguments
 from fullshard.checkpoint.format.planner import ALL, LoadPlanner
 from fullshard.checkpoint.format.storage import CheckpointReader
-from fullshard.checkpoint.key_map import find_prefixes, top_level, with_prefixes
+from fullshard.checkpoint.key_map import find_model, find_optimizer, top_level, with_prefixes
 from fullshard.checkpoint.saving import describe_call, wait_for_pending_save
-from fullshard.checkpoint.state.extras import joined, set_random_state, split, tensors_in
+from fullshard.checkpoint.state.extras import joined, placeholder, set_random_state, split, tensors_in
 from fullshard.checkpoint.state.model import ModelState, model_state
 from fullshard.checkpoint.state.optimizer_entries import TensorSpec
 from fullshard.checkpoint.state.optimizer_target import OptimizerTarget
 from fullshard.checkpoint.state.parameters import mark_shards_written
-from fullshard.checkpoint.state.snapshot import EXTRA, GROUPS, RANDOM, STATE, Component, components, compute_device
+from fullshard.checkpoint.state.snapshot import (
+    EXTRA,
+    GROUPS,
+    MODEL,
+    RANDOM,
+    STATE,
+    Component,
+    components,
+    compute_device,
+)
 from fullshard.checkpoint.state.tensor_shards import TensorShards
 from fullshard.errors import CheckpointError
 from fullshard.ranks.barrier import RankBarrier, load_timeout, rank_barrier
@@ -68,7 +77,8 @@ def load(
         cast: Convert tensors of other dtypes. Otherwise they are an error.
         random: Restore this rank's random number generators, if the number of ranks is the same.
         key_map: Where things are in the checkpoint, by the beginning of its keys: ``{"app.net": "model", "app.opt":
-            "optimizer", "epoch": "extra.epoch"}``, or ``{"": "model"}`` for bare weights. None: found by the names.
+            "optimizer", "epoch": "extra.epoch"}``, or ``{"": "model"}`` for bare weights. In checkpoints of other
+            programs, model and optimizer are looked for if it does not say; other values are read only if it says.
         process_group: The ranks. None: all.
         storage_reader: A replacement for fullshard's own reader. It may not detect corruption before the model changes.
         extra: Objects with a state dict to load into, by the names under which they were saved.
@@ -88,8 +98,7 @@ def load(
         if storage_reader is not None:
             reader.reset(path)
         source = _SharedCheckpoint(os.fspath(path), reader, coordination_group(process_group), barrier)
-        barrier.run_on_all("matching names", lambda: source.match(model, optimizer, key_map))
-        loading = _CheckpointLoad(source, model, optimizer, extra, strict=strict)
+        loading = _CheckpointLoad(source, model, optimizer, extra, key_map, strict=strict)
         loading.check(cast=cast)
         loading.read()
         return loading.finish(random=random)
@@ -106,6 +115,7 @@ class _SharedCheckpoint:
     _reader: StorageReader
     _group: dist.ProcessGroup | None
     _stored: dict[str, str]  # the keys in the checkpoint, by those that fullshard would give them
+    _new: dict[str, str]  # the inverse
 
     def __init__(self, path: str, reader: StorageReader, group: dist.ProcessGroup | None, barrier: RankBarrier) -> None:
         self.path, self.barrier, self._reader, self._group = path, barrier, reader, group
@@ -113,7 +123,7 @@ class _SharedCheckpoint:
         if group is not None:
             self.rank, self.size = group.rank(), group.size()
         self.metadata = barrier.run_on_all("reading the index", reader.read_metadata)
-        self._stored = {key: key for key in self.metadata.state_dict_metadata}
+        self._stored = self._new = {key: key for key in self.metadata.state_dict_metadata}
         # All ranks must read the same index: ranks that see a folder at different times may see two saves.
         own = hashlib.sha256(repr(self._described()).encode()).hexdigest()
         first = barrier.from_first_rank("reading the index", lambda: own)
@@ -132,21 +142,23 @@ class _SharedCheckpoint:
             )
 
     def match(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, key_map: Mapping[str, str] | None
+        self, state: ModelState, optimizer: torch.optim.Optimizer | None, key_map: Mapping[str, str] | None
     ) -> None:
         """Give the keys of a checkpoint of another program the prefixes that :func:`fullshard.save` gives them.
 
         Raises:
             CheckpointError: If more than one part of the checkpoint has the names of the model.
         """
-        stored, state = self.metadata.state_dict_metadata.keys(), model_state(model)
-        names, prefixes = state.names | state.extra.keys(), key_map
-        if prefixes is None:
-            if any(key.startswith(RANDOM) for key in stored):
-                return  # written by fullshard: what is missing in one place is not to be taken from another
-            prefixes = find_prefixes(stored, names, optimizer=optimizer is not None)
-        values = {k: f"{EXTRA}{k}" for k in stored if "." not in k and k not in names and self.tensor(k) is None}
-        self._stored = with_prefixes(stored, {**values, **prefixes})
+        stored, prefixes = self.metadata.state_dict_metadata.keys(), dict(key_map or {})
+        if not any(key.startswith(RANDOM) for key in stored):
+            # Not written by fullshard; there, what is missing in one place is not to be taken from another.
+            names, mapped = state.names | state.extra.keys(), set(prefixes.values())
+            if "model" not in mapped:
+                prefixes = {**find_model(stored, names), **prefixes}
+            if optimizer is not None and "optimizer" not in mapped:
+                prefixes = {**find_optimizer(stored, names), **prefixes}
+        self._stored = with_prefixes(stored, prefixes)
+        self._new = {stored: key for key, stored in self._stored.items()}
 
     @property
     def keys(self) -> Iterable[str]:
@@ -168,7 +180,13 @@ class _SharedCheckpoint:
         stored = {self._stored[key]: target for key, target in targets.items()}
         with dcp_arguments(self._group, f"cannot load the checkpoint {self.path}") as where:
             state_dict_loader.load({ALL: stored}, storage_reader=self._reader, planner=LoadPlanner(), **where)
-        targets.update({key: stored[self._stored[key]] for key in targets})
+        targets.update({key: self._renamed(stored[self._stored[key]]) for key in targets})
+
+    def _renamed(self, value: Any) -> Any:
+        """Return a value that was read, with the new names of the tensors in it."""
+        if isinstance(value, (torch.Tensor, TensorShards)):
+            return value
+        return joined(value, lambda name: placeholder(self._new.get(name, name)))
 
 
 class _CheckpointLoad:
@@ -190,12 +208,15 @@ class _CheckpointLoad:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         extra: Mapping[str, Any],
+        key_map: Mapping[str, str] | None,
         *,
         strict: bool,
     ) -> None:
         self._source, self._model, self._extra, self._strict = source, model, extra, strict
         run_on_all = source.barrier.run_on_all
         found = run_on_all("checking arguments", lambda: components(model, optimizer, extra))
+        state = run_on_all("collecting", lambda: model_state(model))
+        run_on_all("matching names", lambda: source.match(state, optimizer, key_map))
         prefixes = (EXTRA, *(component.prefix for component in found))
         own = f"{RANDOM}{source.rank}"
         keys = [key for key in source.keys if source.tensor(key) is None]
@@ -211,8 +232,8 @@ class _CheckpointLoad:
             options = run_on_all("preparing options", lambda: {key: self._room(key) for key in tensors})
             source.read(dict(options))
             self._loose.update(options)
-        self._models, self._optimizers = {}, {}
-        for component in found:
+        self._models, self._optimizers = {MODEL: state}, {}
+        for component in found[1:]:
             run_on_all(f"preparing {component.prefix.rstrip('.')}", partial(self._prepare, component))
 
     def _prepare(self, component: Component) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fullshard.errors import FullshardError
+from fullshard.errors import NonFiniteError
 from fullshard.optim.local_shards import Axes, Axis, LocalShard, ShardLocator, local_of
 
 __all__ = ["clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
@@ -57,7 +57,7 @@ def clip_grad_norm_(
         is), the same bits on all ranks.
 
     Raises:
-        FullshardError: With ``error_if_nonfinite``, naming the parameters on whichever rank they are.
+        NonFiniteError: With ``error_if_nonfinite``, naming the parameters on whichever rank they are.
         ValueError: If ``norm_type`` is NaN.
     """
     found = _as_list(parameters)
@@ -96,7 +96,7 @@ def get_total_norm(
         The norm, as in :func:`clip_grad_norm_`.
 
     Raises:
-        FullshardError: With ``error_if_nonfinite``, as in :func:`clip_grad_norm_`.
+        NonFiniteError: With ``error_if_nonfinite``, as in :func:`clip_grad_norm_`.
         ValueError: If ``norm_type`` is NaN, or the numbers of parameters and tensors differ.
     """
     values = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
@@ -263,10 +263,11 @@ class _NormInputs:
         where = (
             f"not finite: {', '.join(names[:MAX_NAMES])}{more}" if names else "all are finite, but their norm overflows"
         )
-        raise FullshardError(
+        raise NonFiniteError(
             f"expected a finite norm of order {float(norm_type)} of {len(shards)} gradients or other tensors, found "
             f"{float(total)}: {where}. Skip this step, check the loss and the learning rate, or pass "
-            "error_if_nonfinite=False to continue"
+            "error_if_nonfinite=False to continue",
+            names,
         )
 
 

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from fullshard import clip_grad_norm_, get_total_norm
-from fullshard.errors import FullshardError
+from fullshard.errors import NonFiniteError
 from fullshard.train.group import Group
 
-SHOWN = 4  # ranks in an error
+SHOWN = 4  # ranks or names in an error
 
 
-class NonFiniteError(ArithmeticError):
+class DivergedError(ArithmeticError):
     """A loss, gradient or weight is NaN or infinite. Raised on all ranks, with the step, the modules and the ranks."""
 
     def __init__(self, step: int, found: str) -> None:
-        super().__init__(
-            f"step {step}: {found}. Nothing of it was saved: the checkpoints before it are kept. Resume with a lower "
-            f"--lr, or start again with --fresh"
-        )
+        super().__init__(f"step {step}: {found}")
 
 
 def check_loss(model: nn.Module, tokens: Tensor, own: float, total: float, step: int, group: Group) -> None:
@@ -37,14 +34,13 @@ def check_loss(model: nn.Module, tokens: Tensor, own: float, total: float, step:
         group: the ranks.
 
     Raises:
-        NonFiniteError: on all ranks, with the ranks and the first modules whose output is not finite.
+        DivergedError: on all ranks, with the ranks and the first modules whose output is not finite.
     """
     if math.isfinite(total):
         return
     found = enumerate(group.gather((own, _first_module(model, tokens))))
     bad = [f"{loss} on rank {rank} (first in {name})" for rank, (loss, name) in found if not math.isfinite(loss)]
-    more = f" and on {len(bad) - SHOWN} more ranks" if len(bad) > SHOWN else ""
-    raise NonFiniteError(step, f"the loss is {', '.join(bad[:SHOWN])}{more}")
+    raise DivergedError(step, f"the loss is {_listed(bad)}")
 
 
 def clip_gradients(model: nn.Module, largest: float, step: int) -> float:
@@ -54,24 +50,29 @@ def clip_gradients(model: nn.Module, largest: float, step: int) -> float:
         The norm before scaling.
 
     Raises:
-        NonFiniteError: on all ranks, with the parameters, if a gradient is not finite.
+        DivergedError: on all ranks, with the parameters, if a gradient is not finite.
     """
     try:
         return clip_grad_norm_(model.parameters(), largest, error_if_nonfinite=True).item()
-    except FullshardError as error:
-        raise NonFiniteError(step, f"gradients: {error}") from error
+    except NonFiniteError as error:
+        raise DivergedError(step, f"gradients are not finite: {_listed(error.names)}") from error
 
 
 def check_weights(model: nn.Module, step: int) -> None:
     """Raise if a weight is not finite after `step`. A collective.
 
     Raises:
-        NonFiniteError: on all ranks, with the parameters.
+        DivergedError: on all ranks, with the parameters.
     """
     try:
         get_total_norm(model.parameters(), math.inf, error_if_nonfinite=True)
-    except FullshardError as error:
-        raise NonFiniteError(step, f"weights: {error}") from error
+    except NonFiniteError as error:
+        raise DivergedError(step, f"weights are not finite: {_listed(error.names)}") from error
+
+
+def _listed(found: Sequence[str]) -> str:
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return (", ".join(found[:SHOWN]) or "all are, but their norm overflows") + more
 
 
 def _first_module(model: nn.Module, tokens: Tensor) -> str:

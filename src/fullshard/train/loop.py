@@ -150,7 +150,7 @@ class Run:
 
         Raises:
             CheckpointError: on all ranks, if a checkpoint cannot be written.
-            NonFiniteError: on all ranks, if a loss, gradient or weight is not finite; a checkpoint that was being
+            DivergedError: on all ranks, if a loss, gradient or weight is not finite; a checkpoint that was being
                 written is complete then.
         """
         self.observer, self.checkpoints, self.position = observer, checkpoints, position
@@ -159,8 +159,14 @@ class Run:
         self._start = time.perf_counter() - position.elapsed
         try:
             self._run()
-        except finite.NonFiniteError:
+        except finite.DivergedError as error:
             self.checkpoints.wait()
+            self.group.gather(None)  # until rank 0 has removed older checkpoints
+            self.stop.allow_peers_to_exit()
+            kept = "Start again with a lower --lr and --fresh"
+            if self._saved is not None:
+                kept = f"The checkpoint after step {self._saved.step} is kept: resume from it with a lower --lr"
+            error.args = (f"{error}. {kept}",)
             raise
         self.checkpoints.wait()
         self.position = replace(self.position, elapsed=self._elapsed())
@@ -176,6 +182,7 @@ class Run:
             self.checkpoints.poll()
             if not self._stopped and self.checkpoints.are_due(self.position.step):
                 self._save()
+        finite.check_weights(self.model, self.position.step)
         if self.checkpoints.every and self._saved is not self.position:
             self._save()
 
@@ -242,6 +249,7 @@ class Run:
         best, new = self.position.best, BestValidation(step, loss, len(part.targets), self.corpus.sha256)
         if best is None or not best.is_comparable(new) or loss < best.loss:
             best = new
+            finite.check_weights(self.model, step)
             needed = self.checkpoints.best_steps
             best_weights.export(self.observer.folder, self.model, best, needed, leads=self.group.leads)
         self.position = replace(self.position, validated=True, best=best, validation_loss=final)
@@ -255,7 +263,7 @@ class Run:
             self._stopped = agreed_exit_code(*self.group.sum(*self.stop.marks))
         elif not math.isfinite(loss):
             finite.check_weights(self.model, self.position.step)
-            raise finite.NonFiniteError(self.position.step, f"the validation loss is {loss}")
+            raise finite.DivergedError(self.position.step, f"the validation loss is {loss}")
         return loss
 
     def _record_validation(self, kind: str, loss: float, held_out: HeldOut) -> None:

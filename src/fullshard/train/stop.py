@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import threading
 import time
@@ -122,6 +123,7 @@ def ending_with_launcher() -> Iterator[None]:
         while os.getppid() == launcher:
             if over.wait(POLL):
                 return
+        remove_scratch_of_dead_launcher()
         os._exit(1)
 
     threading.Thread(target=watch, name="fullshard-start", daemon=True).start()
@@ -129,6 +131,13 @@ def ending_with_launcher() -> Iterator[None]:
         yield
     finally:
         over.set()
+
+
+def remove_scratch_of_dead_launcher() -> None:
+    """On rank 0, remove the folder of the stop file if the launcher did not live to do it."""
+    stop_file = os.environ.get(STOP_FILE_VARIABLE)
+    if stop_file and os.environ.get("RANK") == "0" and os.getppid() != launcher_process():
+        shutil.rmtree(Path(stop_file).parent, ignore_errors=True)
 
 
 def launcher_process() -> int:

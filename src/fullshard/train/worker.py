@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 import sys
 import traceback
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from fullshard.train.checkpoints import Checkpoints
 from fullshard.train.config import ConfigError, TrainConfig
 from fullshard.train.corpus import Corpus, CorpusError, read
 from fullshard.train.evaluation import HeldOut
-from fullshard.train.finite import NonFiniteError
+from fullshard.train.finite import DivergedError
 from fullshard.train.footprint import Footprint
 from fullshard.train.group import Group
 from fullshard.train.metrics import MetricsFile, Record, bits, read_metrics, up_to, write_metrics
@@ -40,11 +39,11 @@ from fullshard.train.quantization import QuantizationSummary, quantization_summa
 from fullshard.train.run_folder import Start
 from fullshard.train.stop import (
     INTERRUPTED,
-    LAUNCHER_VARIABLE,
     STOP_FILE_VARIABLE,
     TERMINATED,
     StopRequest,
     ending_with_launcher,
+    remove_scratch_of_dead_launcher,
 )
 from fullshard.train.summary import Summary, show
 from fullshard.train.weights import remove_unfinished, save_full
@@ -101,10 +100,10 @@ def guarded(body: Callable[[], int]) -> int:
     """
     try:
         return body()
-    except (ConfigError, CorpusError, NonFiniteError) as error:
+    except (ConfigError, CorpusError, DivergedError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"fullshard train: {error}", file=sys.stderr, flush=True)
-        return NOT_FINITE if isinstance(error, NonFiniteError) else WRONG_INPUT
+        return NOT_FINITE if isinstance(error, DivergedError) else WRONG_INPUT
     except Exception as error:
         get_error_handler().record_exception(error)
         if STOP_FILE_VARIABLE not in os.environ:
@@ -384,8 +383,7 @@ def _main(config: str, folder: str, resume: str = "") -> int:
     source = Path(resume) if resume else None
     code = guarded(lambda: run(TrainConfig.from_toml(Path(config)), lambda: run_folder.begin(Path(folder), source)))
     leads, stop_file = os.environ.get("RANK") == "0", Path(os.environ[STOP_FILE_VARIABLE])
-    if leads and os.getppid() != int(os.environ[LAUNCHER_VARIABLE]):
-        shutil.rmtree(stop_file.parent, ignore_errors=True)  # which the launcher did not live to remove
+    remove_scratch_of_dead_launcher()
     if code not in (INTERRUPTED, TERMINATED):
         return code
     # To torch elastic, any code but 0 is a failure. The launcher finds out from the file, unless it wrote that itself.

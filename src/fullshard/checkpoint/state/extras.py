@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from fullshard.checkpoint.state.tensor_shards import TensorShards
 
-__all__ = ["joined", "random_state", "set_random_state", "split", "state_of", "tensors_in"]
+__all__ = ["joined", "placeholder", "random_state", "set_random_state", "split", "state_of", "tensors_in"]
 
 # Tensors up to this size are saved within the value, which is cheaper than an entry. Fits a generator's state.
 SMALL_BYTES = 16 * 1024
@@ -39,19 +39,24 @@ def split(value: Any, tensors: dict[str, TensorShards], prefix: str, *, small: b
     """
     if isinstance(value, TensorShards):
         tensors[prefix] = value
-        return {_MARK: prefix}
+        return placeholder(prefix)
     if isinstance(value, torch.Tensor):
         plain = type(value) is torch.Tensor and value.device.type == "cpu"
         if small and plain and value.numel() * value.element_size() <= SMALL_BYTES:
             return value.detach().clone()
         tensors[prefix] = TensorShards.of(value)
-        return {_MARK: prefix}
+        return placeholder(prefix)
     if isinstance(value, Mapping):
         return {key: split(inner, tensors, f"{prefix}.{key}", small=small) for key, inner in value.items()}
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         parts = [split(inner, tensors, f"{prefix}.{index}", small=small) for index, inner in enumerate(value)]
         return tuple(parts) if isinstance(value, tuple) else parts
     return value
+
+
+def placeholder(name: str) -> dict[str, str]:
+    """Return what stands in a value for the tensor of that name."""
+    return {_MARK: name}
 
 
 def joined(value: Any, tensor_of: Callable[[str], Any]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,6 +33,33 @@ class _MetaTensor:
     tensor: torch.Tensor
     names: list[str] = field(default_factory=list)
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+@dataclass
+class _UnsetBuffer:
+    """A new buffer of zeros, which a function that knows of many modules is to set; it may not know of this one."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+    buffer: torch.Tensor | None
+    version: int
+
+    @classmethod
+    def of(cls, meta: _MetaTensor, module: nn.Module, attribute: str) -> _UnsetBuffer:
+        buffer = module._buffers[attribute]
+        return cls(meta.names[0], module, attribute, buffer, _version_of(buffer))
+
+    def is_set(self) -> bool:
+        """True if it has been replaced or written to, be it with zeros."""
+        now = self.module._buffers[self.attribute]
+        if now is None or now is not self.buffer or _version_of(now) != self.version:
+            return True
+        return bool(value_of(now).any())  # written to through .data
+
+
+def _version_of(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 class MetaTensors:
@@ -86,11 +112,14 @@ class MetaTensors:
     def _initialization_of(self, module: nn.Module) -> Callable[[], object] | None:
         if self._init_buffers is not None:
             return partial(self._init_buffers, module)
-        reset: Callable[[], object] | None = getattr(module, "reset_parameters", None)
-        if callable(reset):
+        if self._resets_itself(module):
+            reset: Callable[[], object] = module.reset_parameters  # type: ignore[assignment]
             return reset
         around: Any = self._around.get(module)
         return None if around is None else partial(around._init_weights, module)
+
+    def _resets_itself(self, module: nn.Module) -> bool:
+        return self._init_buffers is None and callable(getattr(module, "reset_parameters", None))
 
     def _unfilled(self, filled: Collection[str]) -> list[_MetaTensor]:
         return [meta for meta in self._tensors if not any(name in filled for name in meta.names)]
@@ -109,11 +138,10 @@ class MetaTensors:
         with _without_weak_references(self._tensors):
             for meta in self._tensors:
                 _give_memory(meta, _device_of(meta.tensor, default))
-        unfilled = self._unfilled(filled)
-        for meta in unfilled:
+        watched: list[_UnsetBuffer] = []
+        for meta in self._unfilled(filled):
             to_initialize |= self._initialized_by(meta)
-            for module, name in meta.owners:
-                _mark_uninitialized(module._buffers[name])
+            watched += [_UnsetBuffer.of(meta, *owner) for owner in meta.owners if not self._resets_itself(owner[0])]
         ensure_idle(self._model)
         for module, initialize in to_initialize.items():
             try:
@@ -129,7 +157,7 @@ class MetaTensors:
             raise CheckpointError(
                 f"parameters or buffers are still on the meta device: {[meta.names[0] for meta in left][:10]}"
             )
-        forgotten = [meta.names[0] for meta in unfilled if any(_has_mark(m._buffers[name]) for m, name in meta.owners)]
+        forgotten = [each.name for each in watched if not each.is_set()]
         if forgotten:
             raise CheckpointError(
                 f"the initialization of these buffers, which are not in the files, did not set them: {forgotten[:10]}; "
@@ -168,25 +196,6 @@ def _give_memory(meta: _MetaTensor, device: torch.device) -> None:
             "anything else refers to it, a graph of autograd or a weak reference"
         ) from error
     old.__class__ = kind
-
-
-def _mark_uninitialized(buffer: torch.Tensor | None) -> None:
-    """Fill a buffer with a value that no initialization leaves in it, if its dtype has one."""
-    if buffer is not None and (mark := _mark_of(buffer.dtype)) is not None:
-        buffer.fill_(mark)
-
-
-def _has_mark(buffer: torch.Tensor | None) -> bool:
-    if buffer is None or (mark := _mark_of(buffer.dtype)) is None:
-        return False
-    local = value_of(buffer)
-    return bool((local == mark if isinstance(mark, int) else local.isnan()).any())
-
-
-def _mark_of(dtype: torch.dtype) -> float | int | None:
-    if dtype.is_floating_point or dtype.is_complex:
-        return math.nan
-    return None if dtype in (torch.bool, torch.uint8) else torch.iinfo(dtype).min
 
 
 def _device_of(tensor: torch.Tensor, default: torch.device) -> torch.device:
