@@ -24,6 +24,7 @@ from checkpoint.kinds import KINDS, Model, adam, build, shared_folder, train
 from compare import assert_equal
 from fullshard import CheckpointError, FullshardError, fully_shard
 from fullshard.checkpoint.format.storage import CheckpointReader, CheckpointWriter
+from fullshard.checkpoint.state import snapshot
 from fullshard.checkpoint.state.model import model_state
 from ranks import Rank, RankPool, on_ranks
 
@@ -199,6 +200,39 @@ def test_async_save_is_of_the_moment_of_the_call(rank: Rank) -> None:
     again = build(rank, "fully_shard", seed=5)
     fullshard.load(folder / "a", again)
     assert_equal(values(again), before, "model")
+
+
+@on_ranks(2)
+def test_background_saves_use_the_same_memory_again(rank: Rank) -> None:
+    """The second allocates nothing, and holds what was there at its call; one that is to free it does."""
+    model = build(rank, "fully_shard", seed=1)
+    optimizer = adam(model)
+    train(model, optimizer, 0, 1)
+    folder, sizes, usual = shared_folder(rank), [], snapshot.host_buffer
+
+    def counted(numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
+        sizes.append(numel)
+        return usual(numel, dtype, pin=pin)
+
+    snapshot.host_buffer = counted
+    try:
+        expected = {}
+        for name in ("a", "b"):
+            expected[name] = values(model)
+            saving = fullshard.async_save(folder / name, model, optimizer)
+            train(model, optimizer, 1, 2)
+            saving.result()
+        once = list(sizes)
+        fullshard.async_save(folder / "c", model, optimizer, keep_memory=False).result()
+        assert sizes == once
+        fullshard.async_save(folder / "d", model, optimizer).result()
+        assert sizes == 2 * once
+    finally:
+        snapshot.host_buffer = usual
+    for name, found in expected.items():
+        loaded = build(rank, "fully_shard", seed=5)
+        fullshard.load(folder / name, loaded)
+        assert_equal(values(loaded), found, name)
 
 
 @on_ranks(2)

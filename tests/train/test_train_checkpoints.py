@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import fullshard
+from fullshard.errors import CheckpointError
 from fullshard.train import best_weights, checkpoint_folder, run_folder, weights
 from fullshard.train.atomic_file import replacing
 from fullshard.train.checkpoint_folder import CheckpointFolder
@@ -228,6 +229,29 @@ def test_checkpoints_know_which_best_weights_are_needed(
         writing.set_result(None)
     kept.poll()
     assert kept.best_steps == ({20} if saved else {10, 20})
+
+
+def test_checkpoint_that_cannot_be_written_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk ends a run only if it is still full at the last checkpoint."""
+    futures: list[Future[None]] = [Future() for _ in range(3)]
+    results = iter(futures)
+    monkeypatch.setattr("fullshard.train.checkpoints.async_save", lambda *args, **options: next(results))
+    model, said = GPT(GPTConfig(layers=1, width=8, heads=1, sequence=8)), list[str]()
+    optimizer = torch.optim.SGD(model.parameters())
+    kept = Checkpoints(tmp_path, every=1, keep=2, setting=Setting.of(CONFIG), leads=True, say=said.append)
+    kept.save(model, optimizer, Position(1))
+    futures[0].set_exception(CheckpointError("no space left"))
+    kept.poll()
+    kept.save(model, optimizer, Position(2))
+    assert said == ["warning: the checkpoint after step 1 was not written: no space left"]
+    assert kept.newest_step == 0
+    futures[1].set_result(None)
+    kept.wait()
+    assert kept.newest_step == 2
+    kept.save(model, optimizer, Position(3))
+    futures[2].set_exception(CheckpointError("no space left"))
+    with pytest.raises(CheckpointError, match="no space left"):
+        kept.wait()
 
 
 def test_losses_on_other_bytes_are_not_compared() -> None:

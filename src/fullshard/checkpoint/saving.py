@@ -6,6 +6,7 @@ import os
 import threading
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -21,7 +22,7 @@ from fullshard.checkpoint.dcp import dcp_arguments
 from fullshard.checkpoint.format.compact_save import CompactSavePlanner, CompactWriter
 from fullshard.checkpoint.format.planner import ALL, SavePlanner
 from fullshard.checkpoint.format.storage import CheckpointWriter
-from fullshard.checkpoint.state.snapshot import Snapshot, snapshot
+from fullshard.checkpoint.state.snapshot import Snapshot, StagingMemory, snapshot
 from fullshard.ranks.barrier import rank_barrier
 from fullshard.ranks.groups import coordination_group, resolve_group
 
@@ -71,14 +72,25 @@ def async_save(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
+    keep_memory: bool = True,
     process_group: dist.ProcessGroup | None = None,
     storage_writer: StorageWriter | None = None,
     **extra: Any,
 ) -> SaveFuture:
     """Save in the background: return as soon as this rank's shards are copied, and write them during training.
 
-    One copy of the shards is held in CPU memory until they are written, pinned if they come from an accelerator. A
-    later save, asynchronous or not, first waits for this one.
+    The shards are copied to CPU memory, pinned if they come from an accelerator. A later save, asynchronous or not,
+    first waits for this one.
+
+    Args:
+        path: As for :func:`save`, as all other arguments but one.
+        model: As for :func:`save`.
+        optimizer: As for :func:`save`.
+        keep_memory: Keep the memory of the copy for the next call, as long as the model lives: the first use of new
+            memory takes longer than the copy. False: free it when the checkpoint is written.
+        process_group: As for :func:`save`.
+        storage_writer: As for :func:`save`.
+        extra: As for :func:`save`.
 
     Returns:
         A future. ``result()`` waits until the checkpoint is valid, and raises the errors of :func:`save`.
@@ -88,10 +100,18 @@ def async_save(
         state = barrier.run_on_all("collecting", lambda: snapshot(model, optimizer, extra, process_group))
         group = coordination_group(process_group, background=True)
         same_tables = compare_ranks(state.fingerprint, group)
-        staged = barrier.run_on_all("copying", state.stage)
-    return _save_in_background(
-        lambda: _write(path, staged, group, storage_writer, same_tables=same_tables), process_group
-    )
+        memory = _take_memory(model)
+        staged = barrier.run_on_all("copying", lambda: state.stage(memory))
+    owner = weakref.ref(model)
+
+    def write() -> None:
+        try:
+            _write(path, staged, group, storage_writer, same_tables=same_tables)
+        finally:
+            if keep_memory:
+                _keep_memory(owner, memory)
+
+    return _save_in_background(write, process_group)
 
 
 def describe_call(
@@ -132,6 +152,21 @@ def _write(
 # ---------------------------------------------------------------- in the background
 
 _pending: dict[dist.ProcessGroup | None, SaveFuture] = {}
+_memory: weakref.WeakKeyDictionary[nn.Module, StagingMemory] = weakref.WeakKeyDictionary()  # in no save's use
+_memory_lock = threading.Lock()
+
+
+def _take_memory(model: nn.Module) -> StagingMemory:
+    """Return the memory that an earlier save of the model has kept, or new one if there is none, or it is in use."""
+    with _memory_lock:
+        return _memory.pop(model, None) or StagingMemory()
+
+
+def _keep_memory(owner: weakref.ref[nn.Module], memory: StagingMemory) -> None:
+    with _memory_lock:
+        model = owner()
+        if model is not None:
+            _memory[model] = memory
 
 
 class SaveFuture(Future[None]):

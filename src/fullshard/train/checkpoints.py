@@ -74,6 +74,11 @@ class Checkpoints:
         return {position.best.step for position in (self._complete, self._position) if position.best}
 
     @property
+    def newest_step(self) -> int:
+        """Step of the newest complete checkpoint; 0 if there is none."""
+        return self._complete.step
+
+    @property
     def is_saving(self) -> bool:
         """True while a checkpoint is being written."""
         return self._pending is not None
@@ -81,10 +86,17 @@ class Checkpoints:
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, position: Position) -> None:
         """Start to save; return as soon as this rank's shards are copied. Waits for the previous save.
 
+        If that failed, for want of space for example, the run goes on, and this one is the next attempt.
+
         Raises:
-            CheckpointError: on all ranks, if this or the last checkpoint cannot be written.
+            CheckpointError: on all ranks, if this checkpoint cannot be begun.
         """
-        self.wait()
+        try:
+            self.wait()
+        except CheckpointError as error:  # on all ranks
+            if self._leads:
+                self._say(f"warning: the checkpoint after step {self._position.step} was not written: {error}")
+            self._pending, self._position = None, self._complete
         self._began = time.perf_counter()
         self._position = position
         self._pending = async_save(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fullshard import fully_shard
+from fullshard.errors import CheckpointError
 from fullshard.optim import localize
 from fullshard.train import best_weights, finite, footprint
 from fullshard.train.checkpoints import Checkpoints
@@ -160,12 +162,13 @@ class Run:
         try:
             self._run()
         except finite.DivergedError as error:
-            self.checkpoints.wait()
+            with contextlib.suppress(CheckpointError):  # on all ranks; what is wrong here comes first
+                self.checkpoints.wait()
             self.group.gather(None)  # until rank 0 has removed older checkpoints
             self.stop.allow_peers_to_exit()
             kept = "Start again with a lower --lr and --fresh"
-            if self._saved is not None:
-                kept = f"The checkpoint after step {self._saved.step} is kept: resume from it with a lower --lr"
+            if self.checkpoints.newest_step:
+                kept = f"The checkpoint after step {self.checkpoints.newest_step} is kept: resume with a lower --lr"
             error.args = (f"{error}. {kept}",)
             raise
         self.checkpoints.wait()

@@ -37,6 +37,7 @@ __all__ = [
     "STATE",
     "Component",
     "Snapshot",
+    "StagingMemory",
     "components",
     "compute_device",
     "snapshot",
@@ -45,7 +46,7 @@ __all__ = [
 # Prefixes of keys.
 MODEL, OPTIMIZER, EXTRA, RANDOM = "model.", "optimizer.", "extra.", "rng."
 STATE, GROUPS = "state.", "param_groups."  # after an optimizer's prefix
-ARGUMENTS = {"cast", "key_map", "random", "storage_reader", "storage_writer", "strict"}
+ARGUMENTS = {"cast", "keep_memory", "key_map", "random", "storage_reader", "storage_writer", "strict"}
 ALIGNMENT_BYTES = 64
 BLOCK_BYTES = 1 << 28
 
@@ -71,11 +72,15 @@ class Snapshot:
         """Bytes of tensors on this rank."""
         return sum(entry.nbytes for entry in self.entries.values() if isinstance(entry, TensorShards))
 
-    def stage(self) -> Snapshot:
-        """Copy the state to CPU memory, pinned if tensors come from an accelerator."""
+    def stage(self, memory: StagingMemory) -> Snapshot:
+        """Copy the state to CPU memory, pinned if tensors come from an accelerator.
+
+        Args:
+            memory: Where to; what an earlier save has there is overwritten.
+        """
         shards = [shard for e in self.entries.values() if isinstance(e, TensorShards) for shard in e.shards]
         accelerator = next((p.local.device for p in shards if p.local.device.type != "cpu"), None)
-        memory = _StagingMemory(sum(_aligned(p.local.nbytes) for p in shards), pin=accelerator is not None)
+        memory.begin(sum(_aligned(p.local.nbytes) for p in shards), pin=accelerator is not None)
         entries: dict[str, TensorShards | bytes] = {}
         for key, entry in self.entries.items():
             if isinstance(entry, bytes):
@@ -90,25 +95,39 @@ class Snapshot:
         return Snapshot(entries, self.aliases, self.about, self.fingerprint)
 
 
-class _StagingMemory:
-    """CPU memory for copies, in blocks: pinned memory is allocated in powers of two, so one block could be twice as
-    large as needed.
+class StagingMemory:
+    """CPU memory for copies, kept from one save to the next: the first use of new memory takes longer than the copy.
+
+    In blocks: pinned memory is allocated in powers of two, so one block could be twice as large as needed.
     """
 
-    _left: int  # bytes that are still to be allocated
-    _block: torch.Tensor
+    _blocks: list[torch.Tensor]
     _pin: bool
+    _nbytes: int  # that the blocks were allocated for
+    _left: int  # bytes that are still to be taken
+    _rest: list[torch.Tensor]  # free parts of the blocks, the present one last
 
-    def __init__(self, nbytes: int, *, pin: bool) -> None:
-        self._left, self._pin, self._block = nbytes, pin, torch.empty(0, dtype=torch.uint8, device="cpu")
+    def __init__(self) -> None:
+        self._blocks, self._rest = [], []
+        self._pin, self._nbytes, self._left = False, 0, 0
+
+    def begin(self, nbytes: int, *, pin: bool) -> None:
+        """Begin anew, with room for ``nbytes``. Blocks for another number of bytes are freed: the state has changed."""
+        if (pin, nbytes) != (self._pin, self._nbytes):
+            self._blocks = []
+        self._pin, self._nbytes, self._left, self._rest = pin, nbytes, nbytes, self._blocks[::-1]
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Allocate a contiguous tensor like another one."""
+        """Return a contiguous tensor like another one."""
         nbytes = _aligned(tensor.nbytes)
-        if nbytes > self._block.numel():
+        while self._rest and self._rest[-1].numel() < nbytes:
+            self._rest.pop()
+        if not self._rest:
             size = max(nbytes, min(BLOCK_BYTES, self._left))
-            self._block = host_buffer(size, torch.uint8, pin=self._pin)
-        found, self._block = self._block[: tensor.nbytes], self._block[nbytes:]
+            self._rest.append(host_buffer(size, torch.uint8, pin=self._pin))
+            self._blocks.append(self._rest[-1])
+        block = self._rest[-1]
+        found, self._rest[-1] = block[: tensor.nbytes], block[nbytes:]
         self._left -= nbytes
         return found.view(tensor.dtype).view(tensor.shape)
 

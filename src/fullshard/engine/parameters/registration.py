@@ -37,7 +37,7 @@ class Registration:
     def use_unsharded(self) -> None:
         """Have the modules hold the unsharded parameters, which require gradients as the sharded ones do."""
         self.unsharded = True
-        for parameter in self._parameters:
+        for parameter in self._parameters:  # not sharded.requires_grad: those in a visible flat parameter have its flag
             if parameter.unsharded.requires_grad is not parameter.requires_grad:
                 parameter.follow_requires_grad()
         for held, name, parameter in self._plain:
