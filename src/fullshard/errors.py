@@ -29,7 +29,7 @@ class NonFiniteError(FullshardError):
     """A norm is NaN or infinite.
 
     Attributes:
-        names: The gradients or other tensors that are not finite; none if all are, but their norm overflows.
+        names: The gradients or other tensors that are not finite; empty if all are, and only their norm overflows.
     """
 
     names: tuple[str, ...]

@@ -336,6 +336,25 @@ def test_buffers_that_an_initialization_forgets_are_an_error(rank: Rank, folder:
         load_safetensors(model, folder)
 
 
+class Masked(nn.Linear):
+    """Made with a mask, of which the ``reset_parameters`` that it inherits does not know, and an empty placeholder."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("mask", torch.ones(3, 3).tril().bool(), persistent=False)
+        self.register_buffer("cache", torch.empty(0), persistent=False)
+
+
+@on_ranks(2)
+def test_buffers_that_reset_parameters_forgets_are_an_error(rank: Rank, folder: str) -> None:
+    """A mask of zeros would be no mask; of an empty buffer there is nothing to set."""
+    save(rank, folder, {"0.weight": torch.eye(3), "0.bias": torch.ones(3)})
+    with torch.device("meta"):
+        model = fully_shard(nn.Sequential(Masked()), mesh=rank.mesh)
+    with pytest.raises(CheckpointError, match=r"did not set them: \['0\.mask'\]"):
+        load_safetensors(model, folder)
+
+
 class Shifted(nn.Module):
     """A parameter, and a table that is not saved, both made by reset_parameters()."""
 

@@ -241,11 +241,15 @@ def test_checkpoint_that_cannot_be_written_is_tried_again(tmp_path: Path, monkey
     kept = Checkpoints(tmp_path, every=1, keep=2, setting=Setting.of(CONFIG), leads=True, say=said.append)
     kept.save(model, optimizer, Position(1))
     futures[0].set_exception(CheckpointError("no space left"))
+    make(tmp_path / "checkpoints", 1)
+    (tmp_path / "checkpoints" / "step-00000001" / "fullshard.json").unlink()
     kept.poll()
     kept.save(model, optimizer, Position(2))
+    assert not (tmp_path / "checkpoints" / "step-00000001").exists()
     assert said == ["warning: the checkpoint after step 1 was not written: no space left"]
     assert kept.newest_step == 0
     futures[1].set_result(None)
+    make(tmp_path / "checkpoints", 2)
     kept.wait()
     assert kept.newest_step == 2
     kept.save(model, optimizer, Position(3))

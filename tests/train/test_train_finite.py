@@ -45,8 +45,8 @@ def test_infinite_loss_stops_the_run_and_keeps_the_last_checkpoint(tmp_path: Pat
     assert done.returncode == 3, done.stdout + done.stderr
     (message,) = done.stderr.strip().splitlines()
     assert message == (
-        "fullshard train: step 8: the loss is inf on rank 1 (first in the loss). The checkpoint after step 6 is kept: "
-        "resume with a lower --lr"
+        "fullshard train: step 8: the loss is inf on rank 1 (first in the loss, from finite outputs). "
+        "The checkpoint after step 6 is kept: resume with a lower --lr"
     )
     assert last_step(folder / "metrics.jsonl") == 7
     assert not (folder / "model.safetensors").exists()

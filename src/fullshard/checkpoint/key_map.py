@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from fullshard.errors import CheckpointError
 
-__all__ = ["find_model", "find_optimizer", "top_level", "with_prefixes"]
+__all__ = ["check_key_map", "find_model", "find_optimizer", "names_by_place", "top_level", "with_prefixes"]
 
 _SHOWN = 12
 
@@ -18,8 +18,8 @@ def with_prefixes(keys: Iterable[str], prefixes: Mapping[str, str]) -> dict[str,
     Args:
         keys: As stored.
         prefixes: New prefixes by stored ones, both without the dot at their end; "" is the prefix of every key. The
-            longest that a key has counts. A key that has none stays as it is, or is left out if a new prefix is its
-            own: that place is taken.
+            longest that a key has counts. A key with none of them stays as it is, unless it lies under one of the new
+            prefixes: then it is left out, as something else goes there.
 
     Raises:
         CheckpointError: If two keys become the same.
@@ -37,6 +37,23 @@ def with_prefixes(keys: Iterable[str], prefixes: Mapping[str, str]) -> dict[str,
     return stored
 
 
+def check_key_map(key_map: Mapping[str, str], keys: Collection[str]) -> dict[str, str]:
+    """Return ``key_map`` without dots at the ends of its prefixes.
+
+    Raises:
+        CheckpointError: If it maps something that is not there, or to what :func:`fullshard.load` does not look at.
+    """
+    found = {old.rstrip("."): new.rstrip(".") for old, new in key_map.items()}
+    for old, new in found.items():
+        if not any(_begins(key, old) for key in keys):
+            raise CheckpointError(
+                f"key_map: no key of the checkpoint begins with {old!r}; they begin with {top_level(keys)}"
+            )
+        if new not in ("model", "optimizer") and not new.startswith("extra."):
+            raise CheckpointError(f"key_map: expected 'model', 'optimizer' or 'extra.NAME' for {old!r}, found {new!r}")
+    return found
+
+
 def find_model(keys: Collection[str], names: Collection[str]) -> dict[str, str]:
     """Find where a model is in a checkpoint.
 
@@ -48,12 +65,9 @@ def find_model(keys: Collection[str], names: Collection[str]) -> dict[str, str]:
         What :func:`with_prefixes` takes; empty if it is nowhere.
 
     Raises:
-        CheckpointError: If it is not the only place with at least half of the names, and not ``model``.
+        CheckpointError: If one place has all names, another has at least half, and none of these is called ``model``.
     """
-    counts = Counter[str]()
-    for key in keys:
-        words = key.split(".")
-        counts.update(".".join(words[:start]) for start in range(len(words)) if ".".join(words[start:]) in names)
+    counts = names_by_place(keys, names)
     complete = [place for place, count in counts.items() if count == len(names)]
     usual = [key for key in keys if _begins(key, "model")]
     # A part of a model, or of what is called so, is not another model, unless it is all of that: ``model.module``.
@@ -67,21 +81,35 @@ def find_model(keys: Collection[str], names: Collection[str]) -> dict[str, str]:
     return _only(places, "model") if any(place in complete for place in places) else {}
 
 
+def names_by_place(keys: Iterable[str], names: Collection[str]) -> Counter[str]:
+    """Return how many of the names follow each beginning of keys."""
+    counts = Counter[str]()
+    for key in keys:
+        words = key.split(".")
+        counts.update(".".join(words[:start]) for start in range(len(words)) if ".".join(words[start:]) in names)
+    return counts
+
+
 def find_optimizer(keys: Iterable[str], names: Collection[str]) -> dict[str, str]:
-    """Find where the state or the groups of an optimizer are, as :func:`find_model` does.
+    """Find where the state, or else the groups, of an optimizer are, as :func:`find_model` does.
 
     Raises:
         CheckpointError: If there are several places, and none is ``optimizer``.
     """
-    places: dict[str, None] = {}
+    ours, stateful, grouped = set[str](), set[str](), set[str]()
     for key in keys:
         words = key.split(".")
         for at, word in enumerate(words):
-            rest = [".".join(words[at + 1 : end]) for end in range(at + 2, len(words))]
-            named = any(name in names for name in rest)
-            if (word == "state" and named) or (word == "param_groups" and (named or words[at + 1 : at + 2] == ["0"])):
-                places[".".join(words[:at])] = None
-    return _only(list(places), "optimizer")
+            if word not in ("state", "param_groups"):
+                continue
+            place, rest = ".".join(words[:at]), words[at + 1 :]
+            if any(".".join(rest[:end]) in names for end in range(1, len(rest))):
+                ours.add(place)
+            elif word == "state":
+                stateful.add(place)
+            elif rest[:1] == ["0"]:
+                grouped.add(place)
+    return _only(sorted(ours | (grouped - stateful)), "optimizer")  # state, but of other parameters: another's
 
 
 def top_level(keys: Iterable[str]) -> str:
@@ -98,8 +126,8 @@ def _only(places: list[str], usual: str) -> dict[str, str]:
     if len(places) > 1:
         listed = ", ".join(repr(place) for place in sorted(places))
         raise CheckpointError(
-            f"the checkpoint has the names of the model, for its {usual}, under {listed}: say which to load with "
-            f"key_map={{{min(places)!r}: {usual!r}}}"
+            f"the {usual} could be under each of {listed} of the checkpoint: say which to load with "
+            f"key_map={{'...': {usual!r}}}"
         )
     return {places[0]: usual} if places else {}
 

@@ -19,7 +19,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 from fullshard.checkpoint.dcp import dcp_arguments
 from fullshard.checkpoint.format.planner import ALL, LoadPlanner
 from fullshard.checkpoint.format.storage import CheckpointReader
-from fullshard.checkpoint.key_map import find_model, find_optimizer, top_level, with_prefixes
+from fullshard.checkpoint.key_map import (
+    check_key_map,
+    find_model,
+    find_optimizer,
+    names_by_place,
+    top_level,
+    with_prefixes,
+)
 from fullshard.checkpoint.saving import describe_call, wait_for_pending_save
 from fullshard.checkpoint.state.extras import joined, placeholder, set_random_state, split, tensors_in
 from fullshard.checkpoint.state.model import ModelState, model_state
@@ -30,6 +37,7 @@ from fullshard.checkpoint.state.snapshot import (
     EXTRA,
     GROUPS,
     MODEL,
+    OPTIMIZER,
     RANDOM,
     STATE,
     Component,
@@ -149,9 +157,9 @@ class _SharedCheckpoint:
         Raises:
             CheckpointError: If more than one part of the checkpoint has the names of the model.
         """
-        stored, prefixes = self.metadata.state_dict_metadata.keys(), dict(key_map or {})
-        if not any(key.startswith(RANDOM) for key in stored):
-            # Not written by fullshard; there, what is missing in one place is not to be taken from another.
+        stored = self.metadata.state_dict_metadata.keys()
+        prefixes = check_key_map(key_map or {}, stored)
+        if not self._is_own():
             names, mapped = state.names | state.extra.keys(), set(prefixes.values())
             if "model" not in mapped:
                 prefixes = {**find_model(stored, names), **prefixes}
@@ -160,15 +168,41 @@ class _SharedCheckpoint:
         self._stored = with_prefixes(stored, prefixes)
         self._new = {stored: key for key, stored in self._stored.items()}
 
+    def _is_own(self) -> bool:
+        """True if fullshard has written it; there, what is missing in one place is not to be taken from another."""
+        keys = self.metadata.state_dict_metadata.keys()
+        ours = all(key.startswith((MODEL, OPTIMIZER, EXTRA, RANDOM)) for key in keys)
+        return ours and any(key.startswith(RANDOM) and key.removeprefix(RANDOM).isdecimal() for key in keys)
+
+    def check_values(self, parts: tuple[str, ...]) -> None:
+        """Raise if a value that ``key_map`` brings in is a dictionary, of which torch has made many values.
+
+        Args:
+            parts: Prefixes of models and optimizers.
+        """
+        nested = [key for key in self._stored if key.startswith(EXTRA) and not key.startswith(parts)]
+        nested = [key for key in nested if "." in key.removeprefix(EXTRA)]
+        if nested and not self._is_own():
+            raise CheckpointError(
+                f"key_map: {self._stored[nested[0]]!r} of the checkpoint is a part of a dictionary, which "
+                "torch.distributed.checkpoint has taken apart; map its parts to names of their own, such as "
+                "'extra.epoch', or read it with torch"
+            )
+
     @property
     def keys(self) -> Iterable[str]:
         """Keys of all tensors and values."""
         return self._stored.keys()
 
-    @property
-    def top_level(self) -> str:
-        """The first parts of the stored keys, for errors."""
-        return top_level(self._stored.values())
+    def describe_places(self, names: Collection[str]) -> str:
+        """Say where most of the names are in the checkpoint, or what else it has."""
+        stored = self.metadata.state_dict_metadata.keys()
+        ((place, count),) = names_by_place(stored, names).most_common(1) or [("", 0)]
+        if count:
+            return f"{count} of them are under {place!r}: to load these, pass key_map={{{place!r}: 'model'}}"
+        return (
+            f"its keys begin with {top_level(stored)}: if one of these holds the model, pass key_map={{'...': 'model'}}"
+        )
 
     def tensor(self, key: str) -> TensorStorageMetadata | None:
         """Return the metadata of a tensor; None if there is no tensor of that key."""
@@ -217,6 +251,8 @@ class _CheckpointLoad:
         found = run_on_all("checking arguments", lambda: components(model, optimizer, extra))
         state = run_on_all("collecting", lambda: model_state(model))
         run_on_all("matching names", lambda: source.match(state, optimizer, key_map))
+        parts = tuple(component.prefix for component in found)
+        run_on_all("matching values", lambda: source.check_values(parts))
         prefixes = (EXTRA, *(component.prefix for component in found))
         own = f"{RANDOM}{source.rank}"
         keys = [key for key in source.keys if source.tensor(key) is None]
@@ -342,11 +378,9 @@ class _CheckpointLoad:
         saved = {path for _, path in self._below(prefix)}
         wanted = state.names | state.extra.keys()
         problems = []
-        if wanted and not wanted & saved:  # not only if strict: nothing would be loaded, without a word
-            problems.append(
-                f"none of the model's {len(wanted)} names is in the checkpoint, whose keys begin with "
-                f"{self._source.top_level}; if one of these holds the model, pass key_map={{that: 'model'}}"
-            )
+        if prefix == MODEL and wanted and not wanted & saved:  # not only if strict: nothing would be loaded
+            where = self._source.describe_places(wanted)
+            problems.append(f"none of the {len(wanted)} names of the model is under 'model' in the checkpoint; {where}")
         elif self._strict:
             problems += [f"{prefix}{name}: not in the checkpoint" for name in sorted(wanted - saved)]
             problems += [f"{prefix}{name}: in the checkpoint, but not in the model" for name in sorted(saved - wanted)]

@@ -41,8 +41,7 @@ def save(
     """Save a checkpoint. All ranks call it; each writes its own shards.
 
     Atomic: whenever the process is killed, ``path`` holds either the previous checkpoint or the new one. It can be
-        loaded
-    on another number of ranks, into a model of the other front end, or with different wrapping.
+    loaded on another number of ranks, into a model of the other front end, or with different wrapping.
 
     Args:
         path: A folder, or a URL of fsspec. An existing checkpoint is replaced.
@@ -87,7 +86,8 @@ def async_save(
         model: As for :func:`save`.
         optimizer: As for :func:`save`.
         keep_memory: Keep the memory of the copy for the next call, as long as the model lives: the first use of new
-            memory takes longer than the copy. False: free it when the checkpoint is written.
+            memory takes longer than the copy. False, or with a ``storage_writer``, which may keep it: free it when the
+            checkpoint is written.
         process_group: As for :func:`save`.
         storage_writer: As for :func:`save`.
         extra: As for :func:`save`.
@@ -108,7 +108,7 @@ def async_save(
         try:
             _write(path, staged, group, storage_writer, same_tables=same_tables)
         finally:
-            if keep_memory:
+            if keep_memory and storage_writer is None:  # another writer may keep the tensors
                 _keep_memory(owner, memory)
 
     return _save_in_background(write, process_group)

@@ -15,7 +15,7 @@ from fullshard import load as load_checkpoint
 from fullshard.checkpoint.tools.offline import open_checkpoint
 from fullshard.errors import CheckpointError
 from fullshard.train import best_weights
-from fullshard.train.checkpoint_folder import CHECKPOINTS, CheckpointFolder
+from fullshard.train.checkpoint_folder import CHECKPOINTS, CheckpointFolder, step_of
 from fullshard.train.position import Position, Setting
 
 
@@ -75,8 +75,9 @@ class Checkpoints:
 
     @property
     def newest_step(self) -> int:
-        """Step of the newest complete checkpoint; 0 if there is none."""
-        return self._complete.step
+        """Step of the run's own newest complete checkpoint; 0 if there is none."""
+        newest = self._folder.newest()
+        return 0 if newest is None else step_of(newest)
 
     @property
     def is_saving(self) -> bool:
@@ -96,6 +97,7 @@ class Checkpoints:
         except CheckpointError as error:  # on all ranks
             if self._leads:
                 self._say(f"warning: the checkpoint after step {self._position.step} was not written: {error}")
+                self._folder.remove_incomplete()  # all ranks have ended that save; what it has left takes up space
             self._pending, self._position = None, self._complete
         self._began = time.perf_counter()
         self._position = position

@@ -55,7 +55,7 @@ def clip_gradients(model: nn.Module, largest: float, step: int) -> float:
     try:
         return clip_grad_norm_(model.parameters(), largest, error_if_nonfinite=True).item()
     except NonFiniteError as error:
-        raise DivergedError(step, f"gradients are not finite: {_listed(error.names)}") from error
+        raise DivergedError(step, _described("gradients", error.names)) from error
 
 
 def check_weights(model: nn.Module, step: int) -> None:
@@ -67,12 +67,18 @@ def check_weights(model: nn.Module, step: int) -> None:
     try:
         get_total_norm(model.parameters(), math.inf, error_if_nonfinite=True)
     except NonFiniteError as error:
-        raise DivergedError(step, f"weights are not finite: {_listed(error.names)}") from error
+        raise DivergedError(step, _described("weights", error.names)) from error
+
+
+def _described(what: str, names: Sequence[str]) -> str:
+    if not names:
+        return f"the norm of the {what} overflows, although each is finite"
+    return f"{what} are not finite: {_listed(names)}"
 
 
 def _listed(found: Sequence[str]) -> str:
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return (", ".join(found[:SHOWN]) or "all are, but their norm overflows") + more
+    return ", ".join(found[:SHOWN]) + more
 
 
 def _first_module(model: nn.Module, tokens: Tensor) -> str:
@@ -93,4 +99,4 @@ def _first_module(model: nn.Module, tokens: Tensor) -> str:
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found and found[0] else "the loss"
+    return found[0] if found and found[0] else "the loss, from finite outputs"

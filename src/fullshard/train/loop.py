@@ -151,7 +151,7 @@ class Run:
             observer: callbacks.
 
         Raises:
-            CheckpointError: on all ranks, if a checkpoint cannot be written.
+            CheckpointError: on all ranks, if the last checkpoint cannot be written, or one cannot be begun.
             DivergedError: on all ranks, if a loss, gradient or weight is not finite; a checkpoint that was being
                 written is complete then.
         """
@@ -166,7 +166,7 @@ class Run:
                 self.checkpoints.wait()
             self.group.gather(None)  # until rank 0 has removed older checkpoints
             self.stop.allow_peers_to_exit()
-            kept = "Start again with a lower --lr and --fresh"
+            kept = "Start again with --fresh and a lower --lr"
             if self.checkpoints.newest_step:
                 kept = f"The checkpoint after step {self.checkpoints.newest_step} is kept: resume with a lower --lr"
             error.args = (f"{error}. {kept}",)

@@ -66,6 +66,7 @@ def run(config: TrainConfig, begin: Callable[[], Start]) -> int:
     Raises:
         CorpusError: on every rank alike, if any rank cannot read the text or reads different text.
         ConfigError: on every rank alike, if the run cannot resume from its checkpoint with these settings.
+        DivergedError: on every rank alike, if a loss, gradient or weight is NaN or infinite.
     """
     with ending_with_launcher():
         once, start, position, notes = _set_up(config, begin)
@@ -95,8 +96,8 @@ def guarded(body: Callable[[], int]) -> int:
     """Run a rank's `body` and turn its exception into an exit code and a short report.
 
     The exception goes to torch elastic's error file, from which the launcher takes the rank and the message,
-    and its traceback to standard error if this process was started by torchrun. Wrong input, and a loss that is not
-    finite, is reported by rank 0 alone.
+    and its traceback to standard error if this process was started by torchrun. Wrong input, and numbers that are not
+    finite, are reported by rank 0 alone.
     """
     try:
         return body()

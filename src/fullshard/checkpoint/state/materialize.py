@@ -37,7 +37,7 @@ class _MetaTensor:
 
 @dataclass
 class _UnsetBuffer:
-    """A new buffer of zeros, which a function that knows of many modules is to set; it may not know of this one."""
+    """A new buffer of zeros, which an initialization is to set; it may not know of this one."""
 
     name: str
     module: nn.Module
@@ -53,7 +53,7 @@ class _UnsetBuffer:
     def is_set(self) -> bool:
         """True if it has been replaced or written to, be it with zeros."""
         now = self.module._buffers[self.attribute]
-        if now is None or now is not self.buffer or _version_of(now) != self.version:
+        if now is None or now is not self.buffer or _version_of(now) != self.version or not now.numel():
             return True
         return bool(value_of(now).any())  # written to through .data
 
@@ -112,14 +112,11 @@ class MetaTensors:
     def _initialization_of(self, module: nn.Module) -> Callable[[], object] | None:
         if self._init_buffers is not None:
             return partial(self._init_buffers, module)
-        if self._resets_itself(module):
-            reset: Callable[[], object] = module.reset_parameters  # type: ignore[assignment]
+        reset: Callable[[], object] | None = getattr(module, "reset_parameters", None)
+        if callable(reset):
             return reset
         around: Any = self._around.get(module)
         return None if around is None else partial(around._init_weights, module)
-
-    def _resets_itself(self, module: nn.Module) -> bool:
-        return self._init_buffers is None and callable(getattr(module, "reset_parameters", None))
 
     def _unfilled(self, filled: Collection[str]) -> list[_MetaTensor]:
         return [meta for meta in self._tensors if not any(name in filled for name in meta.names)]
@@ -141,7 +138,7 @@ class MetaTensors:
         watched: list[_UnsetBuffer] = []
         for meta in self._unfilled(filled):
             to_initialize |= self._initialized_by(meta)
-            watched += [_UnsetBuffer.of(meta, *owner) for owner in meta.owners if not self._resets_itself(owner[0])]
+            watched += [_UnsetBuffer.of(meta, *owner) for owner in meta.owners]
         ensure_idle(self._model)
         for module, initialize in to_initialize.items():
             try:

@@ -155,7 +155,10 @@ def components(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra:
     """
     taken = sorted(ARGUMENTS.intersection(extra))
     if taken:
-        raise ValueError(f"an extra cannot be named {taken[0]!r}: that is an argument of load(); choose another name")
+        raise ValueError(
+            f"an extra cannot be named {taken[0]!r}: that is an argument of save(), async_save() or load(); choose "
+            f"another name"
+        )
     found = [Component(MODEL, model)]
     found += [Component(f"{EXTRA}{name}.", value) for name, value in extra.items() if isinstance(value, nn.Module)]
     models = [component.model for component in found]
