@@ -32,13 +32,11 @@ from fullshard.train.atomic_file import replace_text
 from fullshard.train.config import TrainConfig
 from fullshard.train.group import choose
 from fullshard.train.metrics import last_step
-from fullshard.train.stop import LAUNCHER_VARIABLE, STOP_FILE_VARIABLE
+from fullshard.train.stop import LAUNCHER_VARIABLE, NOT_FINITE, STOP_FILE_VARIABLE, WRONG_INPUT
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that ask the workers to stop
 OTHER_SIGNALS = "SIGQUIT"  # handled by torch elastic, which ends the workers
 SHUTDOWN = 5  # seconds until workers that lost a peer, and hang for it, are killed
-# Exit codes of workers that have said by themselves what is wrong: with their input, or that numbers are not finite.
-EXPLAINED = (2, 3)
 
 
 class WorkerError(RuntimeError):
@@ -116,7 +114,7 @@ def launch(job: Job, say: Callable[[str], None]) -> int:
                 return int(stop_file.read_text()) if stop_file.exists() else 128 + int(error.sigval)
             except ChildFailedError as error:
                 failure = _explain(error)
-                if failure.code in EXPLAINED:
+                if failure.code in (WRONG_INPUT, NOT_FINITE):
                     return failure.code
                 if stop_file.exists() and any(each.exitcode < 0 for each in error.failures.values()):
                     return int(stop_file.read_text())  # killed after the request to stop, before they could finish

@@ -152,8 +152,8 @@ class Run:
 
         Raises:
             CheckpointError: on all ranks, if the last checkpoint cannot be written, or one cannot be begun.
-            DivergedError: on all ranks, if a loss, gradient or weight is not finite; a checkpoint that was being
-                written is complete then.
+            DivergedError: on all ranks, if a loss, gradient or weight is not finite; no
+                checkpoint is being written any more then.
         """
         self.observer, self.checkpoints, self.position = observer, checkpoints, position
         checkpoints.resume_from(position)

@@ -28,6 +28,8 @@ from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from types import FrameType
 
+WRONG_INPUT = 2  # exit code of workers that have said what is wrong with their input
+NOT_FINITE = 3  # exit code of workers that have said which of their numbers became NaN or infinite
 INTERRUPTED = 128 + int(signal.SIGINT)  # exit code of a process that Ctrl-C ended
 TERMINATED = 128 + int(signal.SIGTERM)  # exit code after preemption
 # SIGHUP is handled as SIGTERM: without a terminal there is no user to show results to.

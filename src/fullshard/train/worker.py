@@ -39,8 +39,10 @@ from fullshard.train.quantization import QuantizationSummary, quantization_summa
 from fullshard.train.run_folder import Start
 from fullshard.train.stop import (
     INTERRUPTED,
+    NOT_FINITE,
     STOP_FILE_VARIABLE,
     TERMINATED,
+    WRONG_INPUT,
     StopRequest,
     ending_with_launcher,
     remove_scratch_of_dead_launcher,
@@ -48,8 +50,6 @@ from fullshard.train.stop import (
 from fullshard.train.summary import Summary, show
 from fullshard.train.weights import remove_unfinished, save_full
 
-WRONG_INPUT = 2  # exit code for wrong input
-NOT_FINITE = 3  # exit code of a run whose numbers became NaN or infinite
 FAILURE = 1
 
 
