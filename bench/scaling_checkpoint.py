@@ -15,11 +15,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from bench.scaling_worker import timed
-from fullshard.checkpoint.format.compact_save import CompactSavePlanner
+from fullshard.checkpoint.format.compact_save import CompactSavePlanner, CompactWriter, WriteReport
+from fullshard.checkpoint.format.data_file import WrittenEntry
+from fullshard.checkpoint.format.files import Folder
 from fullshard.checkpoint.format.index import CHECKSUM, FileEntry, data_file
-from fullshard.checkpoint.format.index_json import WrittenIndex, from_json, shard_text, to_json
+from fullshard.checkpoint.format.index_json import from_json, to_json
 from fullshard.checkpoint.format.planner import ALL, LoadPlanner
 from fullshard.checkpoint.format.reader import CheckpointReader
 from fullshard.checkpoint.format.source import DataSource
@@ -39,7 +42,6 @@ class CheckpointCost:
         plan: Of one rank: what it holds, as it is sent.
         sent: Bytes that one rank sends to the first to plan.
         plan_writes: Of the first rank: who writes what.
-        told: Bytes of text that one rank sends to the first for the index, before they are compressed.
         index: Of the first rank: the index as text.
         index_bytes: Of that file.
         parse: Of one rank in a load: the index, read and checked.
@@ -50,7 +52,6 @@ class CheckpointCost:
     plan: float
     sent: int
     plan_writes: float
-    told: int
     index: float
     index_bytes: int
     parse: float
@@ -93,7 +94,7 @@ def measure(units: int, ranks: int) -> CheckpointCost:
     own = entries(units, 0, ranks)
 
     def plan() -> bytes:
-        planner = CompactSavePlanner(alike=True)
+        planner = CompactSavePlanner(same_tables=True)
         planner.set_up_planner({ALL: own}, None, is_coordinator=False)
         return pickle.dumps(planner.create_local_plan())
 
@@ -106,27 +107,19 @@ def measure(units: int, ranks: int) -> CheckpointCost:
         RankInventory(None if rank else table, RankInventory.packed(of_rank), ())
         for rank, of_rank in enumerate(regions)
     ]
-    write_plan, divide_s = timed(lambda: plan_writes(held))
-    texts, told = [], 0
-    for rank, of_rank in enumerate(regions):
-        kept = [region for (_, region), kept in zip(of_rank, write_plan.parts[rank].tolist(), strict=True) if kept]
-        texts.append([shard_text(region, (rank, 264, bytes(CHECKSUM))) for region in kept])
-        told = max(told, len("\n".join(texts[-1])))
-
-    def index() -> bytes:
-        lines: list[list[str]] = [[] for _ in shapes]
-        for rank, of_rank in enumerate(texts):
-            for tensor, text in zip(write_plan.tensors[rank].tolist(), of_rank, strict=True):
-                lines[tensor].append(text)
-        rows = zip(write_plan.table.keys, shapes, lines, strict=True)
-        written = {key: f'[[],"float32",{json.dumps(shape)},[{",".join(of)}]]' for key, shape, of in rows}
-        files = {data_file("0" * 12, rank): FileEntry(1 << 40, 264, bytes(CHECKSUM)) for rank in range(ranks)}
-        return to_json(WrittenIndex("index", {}, {}, files, save="0" * 12, lines=written))
-
-    text, index_s = timed(index)
+    write_plan, plan_writes_s = timed(lambda: plan_writes(held))
+    planner = CompactSavePlanner(same_tables=True)
+    planner.write_plan = write_plan
+    writer = CompactWriter("nowhere", planner, aliases={}, about={}, ranks=ranks)
+    reports = [
+        WriteReport(rank, WrittenEntry(data_file("0" * 12, rank), FileEntry(1 << 40, 264, bytes(2 * CHECKSUM))))
+        for rank, number in enumerate(write_plan.files)
+        if number >= 0
+    ]
+    text, index_s = timed(lambda: to_json(writer._index(Metadata({}), list(reports))))
     parsed, parse_s = timed(lambda: from_json(text, "index"))
     reader = CheckpointReader("memory")
-    reader._source = DataSource(reader_folder(), parsed)
+    reader._source = DataSource(Folder("nowhere"), parsed)
 
     def load_plan() -> int:
         planner = LoadPlanner()
@@ -135,14 +128,7 @@ def measure(units: int, ranks: int) -> CheckpointCost:
 
     _, load_s = timed(load_plan)
     shards = sum(len(tensor.shards) for tensor in parsed.tensors.values())
-    return CheckpointCost(plan_s, len(message), divide_s, told, index_s, len(text), parse_s, load_s, shards)
-
-
-def reader_folder() -> Any:
-    """A folder that nothing is read from."""
-    from fullshard.checkpoint.format.files import Folder
-
-    return Folder("nowhere")
+    return CheckpointCost(plan_s, len(message), plan_writes_s, index_s, len(text), parse_s, load_s, shards)
 
 
 if __name__ == "__main__":

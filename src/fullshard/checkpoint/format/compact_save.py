@@ -1,35 +1,33 @@
 """Save in fullshard's own format through torch.distributed.checkpoint, with plans of a few bytes per shard.
 
 See [Note: Write plan]. The planner sends the regions that a rank holds as numbers and receives which of them to write;
-the writer sends the index lines of this rank's file as text, and the first rank joins them.
+the writer sends only the length and checksum of its file, because the first rank knows from the plan what is in it.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.planner import SavePlanner as AnySavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fullshard.checkpoint.format.data_file import WrittenEntry
-from fullshard.checkpoint.format.index import FileEntry, Index
-from fullshard.checkpoint.format.index_json import WrittenIndex, shard_text, value_text
+from fullshard.checkpoint.format.index import Index, TensorEntry, Value, split_by_tensor
 from fullshard.checkpoint.format.planner import SavePlanner
+from fullshard.checkpoint.format.region_table import shape_columns
 from fullshard.checkpoint.format.storage import INDEX_FILE, CheckpointWriter
 from fullshard.checkpoint.format.write_plan import RankInventory, TensorTable, WritePlan, plan_writes
 from fullshard.checkpoint.state.tensor_shards import TensorShards
-from fullshard.layout import Region
+from fullshard.errors import CheckpointError
 
-__all__ = ["CompactSavePlanner", "CompactWriter"]
+__all__ = ["CompactSavePlanner", "CompactWriter", "WriteReport"]
 
 
 @dataclass(frozen=True)
@@ -39,12 +37,10 @@ class _WriteAssignment:
     Args:
         writes: A bit for each region that the rank has sent: 1 if the rank writes it.
         values: Keys of the values that the rank writes.
-        file: Number of its file.
     """
 
     writes: bytes
     values: tuple[str, ...]
-    file: int
 
 
 @dataclass(frozen=True)
@@ -56,28 +52,17 @@ class _LocalPlan(SavePlan):
 
 
 @dataclass(frozen=True)
-class _WriteReport:
-    """Files and index lines that one rank wrote, sent to the coordinator.
+class WriteReport:
+    """The file that one rank wrote, sent to the coordinator.
 
     Args:
         index: The rank.
-        name: Name of its file; empty: it wrote none.
-        file: The file.
-        shards: Compressed index lines of its shards, in the order in which the rank has sent them.
-        values: Key and index line of each value.
+        written: Its file; None: it wrote none.
     """
 
     index: int
-    name: str
-    file: FileEntry
-    shards: bytes
-    values: tuple[tuple[str, str], ...]
+    written: WrittenEntry | None
     storage_data: None = None  # expected by torch.distributed.checkpoint
-
-    @property
-    def lines(self) -> list[str]:
-        """JSON text of each shard that was written."""
-        return zlib.decompress(self.shards).decode().splitlines()
 
 
 class CompactSavePlanner(SavePlanner):
@@ -88,16 +73,14 @@ class CompactSavePlanner(SavePlanner):
 
     Attributes:
         write_plan: The write plan, on the coordinator.
-        file: Number of this rank's file, once the plan is made.
     """
 
     write_plan: WritePlan | None
-    file: int
     _same_tables: bool
 
     def __init__(self, *, same_tables: bool = False) -> None:
         super().__init__()
-        self.write_plan, self.file, self._same_tables = None, -1, same_tables
+        self.write_plan, self._same_tables = None, same_tables
 
     def create_local_plan(self) -> SavePlan:
         """Return this rank's inventory as a plan. Runs on every rank."""
@@ -116,10 +99,8 @@ class CompactSavePlanner(SavePlanner):
             CheckpointError: If the shards of all ranks do not cover every tensor.
         """
         self.write_plan = write_plan = plan_writes([plan.planner_data for plan in all_plans])
-        decided = zip(write_plan.writes, write_plan.values, write_plan.files, strict=True)
-        assignments = [
-            _WriteAssignment(np.packbits(writes).tobytes(), values, file) for writes, values, file in decided
-        ]
+        decided = zip(write_plan.writes, write_plan.values, strict=True)
+        assignments = [_WriteAssignment(np.packbits(writes).tobytes(), values) for writes, values in decided]
         plans = [
             SavePlan([], storage_data=plan.storage_data, planner_data=assignment)
             for plan, assignment in zip(all_plans, assignments, strict=True)
@@ -129,7 +110,6 @@ class CompactSavePlanner(SavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Keep the items of the local plan that this rank is assigned to write. Runs on every rank."""
         assignment: _WriteAssignment = new_plan.planner_data
-        self.file = assignment.file
         bits = np.unpackbits(np.frombuffer(assignment.writes, dtype=np.uint8)).tolist()
         tensors = [item for item in self.plan.items if item.type is not WriteItemType.BYTE_IO]
         values = [
@@ -142,7 +122,7 @@ class CompactSavePlanner(SavePlanner):
 
 
 class CompactWriter(CheckpointWriter):
-    """Storage writer for :class:`CompactSavePlanner`: each rank writes its own lines of the index.
+    """Storage writer for :class:`CompactSavePlanner`: the index is made from the write plan.
 
     Args:
         path: As in :class:`CheckpointWriter`.
@@ -167,52 +147,30 @@ class CompactWriter(CheckpointWriter):
         self._planner = planner
 
     def write_data(self, plan: SavePlan, planner: AnySavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's data file and describe it for the index. Runs on every rank."""
-        written = {result.index: result.storage_data for result in super().write_data(plan, planner).value()}
-        report: Any = self._report(plan.items, written)
+        """Write this rank's data file. Runs on every rank."""
+        results = super().write_data(plan, planner).value()
+        report: Any = WriteReport(self._rank, results[0].storage_data if results else None)
         reports: Future[list[WriteResult]] = Future()
         reports.set_result([report])
         return reports
 
-    def _report(self, items: list[WriteItem], written: Mapping[MetadataIndex, WrittenEntry]) -> _WriteReport:
-        number = self._planner.file
-        shards, values = [], []
-        for item in items:
-            place = written.get(item.index)
-            if place is None:  # a shard without elements
-                continue
-            stored = (number, place.start, place.checksums)
-            if item.tensor_data is None:
-                values.append((item.index.fqn, value_text(stored, place.length)))
-            else:
-                chunk = item.tensor_data.chunk
-                shards.append(shard_text(Region(tuple(chunk.offsets), tuple(chunk.sizes)), stored))
-        one = next(iter(written.values()), None)
-        name, file = ("", FileEntry(0)) if one is None else (one.name, one.file)
-        return _WriteReport(self._rank, name, file, zlib.compress("\n".join(shards).encode(), 1), tuple(values))
-
     def _index(self, metadata: Metadata, results: list[Any]) -> Index:
-        write_plan = self._planner.write_plan
-        assert write_plan is not None
-        reports: list[_WriteReport] = results
-        table = write_plan.table
-        shards: list[list[str]] = [[] for _ in table.keys]
-        values: dict[str, str] = {}
-        files: dict[str, FileEntry] = {}
-        for report in sorted(reports, key=lambda report: report.index):
-            for tensor, line in zip(write_plan.tensors[report.index].tolist(), report.lines, strict=True):
-                shards[tensor].append(line)
-            values.update(report.values)
-            if report.name:
-                files[report.name] = report.file
-        rows = zip(table.dtypes, table.shapes, shards, strict=True)
-        texts = [f"[[],{json.dumps(dtype)},{_numbers(shape)},[{','.join(of)}]]" for dtype, shape, of in rows]
+        plan = self._planner.write_plan
+        assert plan is not None
+        reports: list[WriteReport] = sorted(results, key=lambda report: report.index)
+        files = {report.written.name: report.written.file for report in reports if report.written is not None}
+        names = list(files)
+        if [report.index for report in reports if report.written is not None] != [
+            rank for rank, number in enumerate(plan.files) if number >= 0
+        ]:
+            raise CheckpointError(f"{self.folder.path}: ranks have written other files than planned")
+        order = np.lexsort((plan.regions.first(shape_columns(plan.table.shapes)), plan.regions.tensor))
+        numbers = np.array(plan.files, dtype=np.int64)[plan.ranks[order]]
+        shards = split_by_tensor(plan.table.shapes, plan.regions.take(order), numbers, names)
+        rows = zip(plan.table.keys, plan.table.dtypes, plan.table.shapes, shards, strict=True)
+        tensors = {key: TensorEntry(dtype, shape, found) for key, dtype, shape, found in rows}
+        values = {
+            key: Value(names[number]) for keys, number in zip(plan.values, plan.files, strict=True) for key in keys
+        }
         where = self.folder.where(INDEX_FILE)
-        lines = dict(zip(table.keys, texts, strict=True))
-        return WrittenIndex(
-            where, {}, {}, files, self._aliases, self._about, self._save, lines=lines, value_lines=values
-        )
-
-
-def _numbers(shape: tuple[int, ...]) -> str:
-    return json.dumps(shape, separators=(",", ":"))
+        return Index(where, tensors, values, files, self._aliases, self._about, self._save)

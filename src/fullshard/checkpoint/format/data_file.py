@@ -1,24 +1,44 @@
-"""Write a data file: a valid .safetensors file with one entry per shard, streamed with its checksums.
+"""Write a data file, a valid .safetensors file with one entry per shard, and read its directory.
 
 safetensors' own writer requires whole tensors in host memory; here tensors of any device are written block by block,
 and each block's checksum is computed while the block is in the processor's cache.
+
+[Note: Directory]
+A data file is the index of its own shards: its header has the name and place of each, and its last entry the checksums
+of all blocks of all entries before it, in order. So the index of the checkpoint needs to say only which regions are in
+which file, with a checksum of the header and of that last entry. A rank reads the directories of the files that it
+needs; if as many ranks load as have saved, that is the one file that it wrote itself, and those of replicated tensors.
+The checksums come last because they are known last, and not every storage can go back in a file.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO
 
 import torch
 
 from fullshard.checkpoint.format.host import HostBlocks
-from fullshard.checkpoint.format.index import BLOCK, ITEM_SIZES, FileEntry
+from fullshard.checkpoint.format.index import BLOCK, CHECKSUM, ITEM_SIZES, FileEntry
 from fullshard.checkpoint.format.index_json import checksum
+from fullshard.errors import CheckpointError
 from fullshard.layout import Region
 
-__all__ = ["DataEntry", "WrittenEntry", "dtype_name", "dtype_of", "entry_name", "write_entries"]
+__all__ = [
+    "CHECKSUMS",
+    "DataEntry",
+    "Directory",
+    "WrittenEntry",
+    "dtype_name",
+    "dtype_of",
+    "entry_name",
+    "read_directory",
+    "write_entries",
+]
+
+CHECKSUMS = "__checksums__"  # name of the last entry
 
 _ALIGNMENT = 64  # of the first tensor's bytes, so that the file can be mapped to memory and used as it is
 # Names of dtypes in safetensors. Tensors of other dtypes are stored as U8; the index has their dtype.
@@ -64,21 +84,26 @@ class DataEntry:
 
 @dataclass(frozen=True)
 class WrittenEntry:
-    """Location and checksums of an entry that was written.
+    """The data file in which an entry was written.
 
     Args:
         name: Name of the file.
         file: The file.
-        start: First byte.
-        length: Number of bytes.
-        checksums: A checksum for every ``BLOCK`` bytes.
     """
 
     name: str
     file: FileEntry
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an entry is in its file: first byte, number of bytes, a checksum for every block; and what it is there."""
+
     start: int
     length: int
     checksums: bytes
+    dtype: str
+    shape: tuple[int, ...]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -114,7 +139,7 @@ def entry_name(key: str, region: Region, shape: tuple[int, ...]) -> str:
 
 def write_entries(
     stream: IO[bytes], name: str, entries: list[DataEntry], tensors: Iterator[torch.Tensor], *, note: str
-) -> list[WrittenEntry]:
+) -> WrittenEntry:
     """Write a whole data file.
 
     Args:
@@ -125,38 +150,155 @@ def write_entries(
         note: Text for the header.
 
     Returns:
-        Location of each entry, in the same order.
+        The file.
 
     Raises:
         OSError: If it cannot be written.
+        TypeError: If an entry has the name that is reserved for checksums.
     """
-    header = _header(entries, note)
+    if any(entry.name == CHECKSUMS for entry in entries):
+        raise TypeError(f"{CHECKSUMS!r} cannot be the key of a tensor or value: data files have their checksums there")
+    blocks = sum(-(-entry.nbytes // BLOCK) for entry in entries)
+    header = _header([*entries, DataEntry(CHECKSUMS, "uint8", (CHECKSUM * blocks,))], note)
     stream.write(header)
-    start, places = len(header), []
-    blocks = HostBlocks(BLOCK)
+    digests = []
+    buffer = HostBlocks(BLOCK)
     for entry, tensor in zip(entries, tensors, strict=True):
         assert tuple(tensor.shape) == entry.shape and tensor.numel() * tensor.element_size() == entry.nbytes, entry
-        digests = []
-        for block in blocks.of(tensor):
+        for block in buffer.of(tensor):
             stream.write(block)
             digests.append(checksum(block))
-        places.append((start, entry.nbytes, b"".join(digests)))
-        start += entry.nbytes
-    file = FileEntry(start, len(header), checksum(header))
-    return [WrittenEntry(name, file, *place) for place in places]
+    table = b"".join(digests)
+    stream.write(table)
+    length = len(header) + sum(entry.nbytes for entry in entries) + len(table)
+    return WrittenEntry(name, FileEntry(length, len(header), checksum(header) + checksum(table)))
+
+
+class Directory:
+    """The entries of a data file. See [Note: Directory].
+
+    Args:
+        where: Path of the file, for errors.
+        places: The entries by name.
+    """
+
+    _where: str
+    _places: Mapping[str, Place]
+
+    def __init__(self, where: str, places: Mapping[str, Place]) -> None:
+        self._where, self._places = where, places
+
+    def shard(self, key: str, dtype: str, shape: tuple[int, ...], region: Region) -> Place:
+        """Return the place of a shard of a tensor of that dtype and shape.
+
+        Raises:
+            CheckpointError: If it is not there, or not as large as it should be.
+        """
+        entry = DataEntry(entry_name(key, region, shape), dtype, region.sizes)
+        found = self.value(entry.name)
+        if (found.dtype, found.shape) != _described(entry):
+            raise CheckpointError(
+                f"{self._where}: {key}: expected shard {region} of {dtype}; found {found.dtype} of shape "
+                f"{found.shape}: this is not the file that the index describes; use another checkpoint"
+            )
+        return found
+
+    def value(self, key: str) -> Place:
+        """Return the place of a value.
+
+        Raises:
+            CheckpointError: If it is not there.
+        """
+        found = self._places.get(key)
+        if found is None:
+            raise CheckpointError(
+                f"{self._where}: {key}: not in this file, although the index says so; copy the file again, or use "
+                "another checkpoint"
+            )
+        return found
+
+
+def read_directory(stream: IO[bytes], where: str, file: FileEntry, block: int, *, verify: bool) -> Directory:
+    """Read where the entries of a data file are.
+
+    Args:
+        stream: The file, as long as ``file`` says.
+        where: Its path, for errors.
+        file: The file as the index describes it.
+        block: Bytes per checksum.
+        verify: Compare the checksums of header and checksums.
+
+    Raises:
+        CheckpointError: If it is corrupted.
+    """
+    stream.seek(0)
+    header = stream.read(file.header)
+    if verify and checksum(header) != file.checksum[:CHECKSUM]:
+        raise _corrupted(where, "checksum mismatch in the header")
+    try:
+        entries = _parsed_header(header, file.length)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise _corrupted(where, f"a header that is not one of a data file ({error})") from None
+    _, table = entries.pop(CHECKSUMS, (None, None))
+    if table is None or table[1] != file.length:
+        raise _corrupted(where, f"no {CHECKSUMS} at the end")
+    stream.seek(table[0])
+    checksums = stream.read(table[1] - table[0])
+    if verify and checksum(checksums) != file.checksum[CHECKSUM:]:
+        raise _corrupted(where, "checksum mismatch in the checksums")
+    places, at = {}, 0
+    for name, ((dtype, shape), (start, end)) in entries.items():
+        count = CHECKSUM * -(-(end - start) // block)
+        places[name] = Place(start, end - start, checksums[at : at + count], dtype, shape)
+        at += count
+    if at != len(checksums):
+        raise _corrupted(where, f"{len(checksums)} bytes of checksums, expected {at}")
+    return Directory(where, places)
+
+
+def _corrupted(where: str, found: str) -> CheckpointError:
+    return CheckpointError(f"{where}: {found}; copy the file again, or use another checkpoint")
+
+
+def _parsed_header(header: bytes, length: int) -> dict[str, tuple[tuple[str, tuple[int, ...]], tuple[int, int]]]:
+    """Return dtype, shape, first byte and end of each entry, in the order in which they lie in the file without gaps.
+
+    Raises:
+        ValueError: If they do not.
+    """
+    if int.from_bytes(header[:8], "little") != len(header) - 8:
+        raise ValueError("it has another length than it says")
+    content = json.loads(header[8:])
+    content.pop("__metadata__", None)
+    entries, end = {}, len(header)
+    for name, entry in content.items():
+        start, stop = (len(header) + int(offset) for offset in entry["data_offsets"])
+        if start != end or stop < start:
+            raise ValueError(f"{name} does not follow the entry before it")
+        entries[name] = (str(entry["dtype"]), tuple(map(int, entry["shape"]))), (start, stop)
+        end = stop
+    if end != length:
+        raise ValueError(f"its entries end at byte {end} of {length}")
+    return entries
 
 
 def _header(entries: list[DataEntry], note: str) -> bytes:
     described: dict[str, object] = {"__metadata__": {"format": "pt", "fullshard": note}}
     start = 0
     for entry in entries:
-        known = _SAFETENSORS.get(entry.dtype)
+        dtype, shape = _described(entry)
         described[entry.name] = {
-            "dtype": known or "U8",
-            "shape": list(entry.shape) if known else [entry.nbytes],
+            "dtype": dtype,
+            "shape": list(shape),
             "data_offsets": [start, start + entry.nbytes],
         }
         start += entry.nbytes
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
+
+
+def _described(entry: DataEntry) -> tuple[str, tuple[int, ...]]:
+    """Return dtype and shape as safetensors knows them."""
+    known = _SAFETENSORS.get(entry.dtype)
+    return (known, entry.shape) if known else ("U8", (entry.nbytes,))

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import numpy as np
 import xxhash
 
-from fullshard.checkpoint.format.index import ITEM_SIZES, FileEntry, Index, ShardEntry, TensorEntry, ValueEntry
+from fullshard.checkpoint.format.index import (
+    ITEM_SIZES,
+    FileEntry,
+    Index,
+    ShardEntry,
+    Shards,
+    TensorEntry,
+    Value,
+    ValueEntry,
+    split_by_tensor,
+)
+from fullshard.checkpoint.format.region_table import Numbers, RegionTable, pack_columns, shape_columns, unpack_columns
 from fullshard.errors import CheckpointError
 from fullshard.layout import Region
 
-__all__ = ["FORMAT", "VERSION", "WrittenIndex", "checksum", "from_json", "shard_text", "to_json", "value_text"]
+__all__ = ["FORMAT", "VERSION", "checksum", "from_json", "to_json"]
 
 FORMAT = "fullshard checkpoint"
-VERSION = 1
+VERSION = 2
 
 _NO_CHECKSUM = "0" * 16
 # The first line: format, version, and the checksum of the whole file with zeros in its place.
@@ -31,65 +43,24 @@ def checksum(data: Any) -> bytes:
     return xxhash.xxh3_64_digest(data)
 
 
-Stored = tuple[int, int, bytes]
-"""Location of an entry: number of the file, first byte, checksums."""
-
-
-@dataclass(frozen=True)
-class WrittenIndex(Index):
-    """An index to be written whose entries are JSON text already, because each rank described its own file.
-
-    The entries were checked when the write plan was made; see [Note: Write plan].
-
-    Args:
-        lines: JSON of tensors, by key.
-        value_lines: JSON of values, by key.
-    """
-
-    lines: Mapping[str, str] = field(default_factory=dict)
-    value_lines: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._check_files()
-        for key in self.value_lines:
-            if key in self.lines:
-                raise self._wrong(key, "a tensor and a value under one key")
-        self._check_aliases(self.lines, self.value_lines)
-
-
-def shard_text(region: Region, stored: Stored) -> str:
-    """Return the JSON line of a shard."""
-    file, start, checksums = stored
-    return _text([list(region.offsets), list(region.sizes), file, start, checksums.hex()])
-
-
-def value_text(stored: Stored, length: int) -> str:
-    """Return the JSON line of a value of ``length`` bytes."""
-    file, start, checksums = stored
-    return _text([[], file, start, length, checksums.hex()])
-
-
 def to_json(index: Index) -> bytes:
     """Serialize an index as the file ``fullshard.json``.
 
     Raises:
         ValueError: If ``about`` has something that JSON cannot represent.
     """
-    names = list(index.files)
-    numbers = {name: number for number, name in enumerate(names)}
     lines = [f'{{"format": "{FORMAT}", "version": {VERSION}, "checksum": "{_NO_CHECKSUM}",']
     lines.append(f'"save": {_text(index.save)}, "block": {index.block},')
     lines.append(f'"about": {_text(dict(index.about))},')
     files = ([name, file.length, file.header, file.checksum.hex()] for name, file in index.files.items())
     lines += _block('"files": [', map(_text, files), "],")
     lines += _block('"aliases": {', (f"{_text(key)}: {_text(first)}" for key, first in index.aliases.items()), "},")
-    if isinstance(index, WrittenIndex):
-        values, tensors = index.value_lines, index.lines
-    else:
-        values = {key: _text(_value(value, numbers)) for key, value in index.values.items()}
-        tensors = {key: _text(_tensor(tensor, numbers)) for key, tensor in index.tensors.items()}
-    lines += _block('"values": {', (f"{_text(key)}: {text}" for key, text in values.items()), "},")
-    lines += _block('"tensors": {', (f"{_text(key)}: {text}" for key, text in tensors.items()), "}")
+    numbers = {name: number for number, name in enumerate(index.files)}
+    values = {key: [list(value.path), numbers[value.file]] for key, value in index.values.items()}
+    lines += _block('"values": {', (f"{_text(key)}: {_text(value)}" for key, value in values.items()), "},")
+    tensors = {key: [list(tensor.path), tensor.dtype, list(tensor.shape)] for key, tensor in index.tensors.items()}
+    lines += _block('"tensors": {', (f"{_text(key)}: {_text(tensor)}" for key, tensor in tensors.items()), "},")
+    lines.append(f'"shards": {_text(_packed_shards(index.tensors.values(), numbers))}')
     data = ("\n".join([*lines, "}"]) + "\n").encode()
     return data.replace(_NO_CHECKSUM.encode(), checksum(data).hex().encode(), 1)
 
@@ -107,9 +78,10 @@ def from_json(data: bytes, where: str) -> Index:
     first = _FIRST_LINE.match(data)
     if first is None or first[1].decode(errors="replace") != FORMAT:
         _refuse(where, "not an index of a fullshard checkpoint")
-    if int(first[2]) > VERSION:
+    version = int(first[2])
+    if version > VERSION:
         raise CheckpointError(
-            f"{where} has format version {int(first[2])}; this fullshard reads versions up to {VERSION}: install a "
+            f"{where} has format version {version}; this fullshard reads versions up to {VERSION}: install a "
             "newer fullshard"
         )
     zeroed = data[: first.start(3)] + _NO_CHECKSUM.encode() + data[first.end(3) :]
@@ -119,7 +91,7 @@ def from_json(data: bytes, where: str) -> Index:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
         _refuse(where, f"not JSON ({error})")
-    return _IndexParser(where).index(content)
+    return _IndexParser(where).index(content, version)
 
 
 def _refuse(where: str, found: str) -> NoReturn:
@@ -136,16 +108,14 @@ def _block(head: str, lines: Iterable[str], tail: str) -> list[str]:
     return [head, *(f"{line}," for line in body[:-1]), *body[-1:], tail]
 
 
-def _value(value: ValueEntry, numbers: Mapping[str, int]) -> list[Any]:
-    return [list(value.path), numbers[value.file], value.start, value.length, value.checksums.hex()]
-
-
-def _tensor(tensor: TensorEntry, numbers: Mapping[str, int]) -> list[Any]:
-    shards = [
-        [list(shard.region.offsets), list(shard.region.sizes), numbers[shard.file], shard.start, shard.checksums.hex()]
-        for shard in tensor.shards
-    ]
-    return [list(tensor.path), tensor.dtype, list(tensor.shape), shards]
+def _packed_shards(tensors: Iterable[TensorEntry], numbers: Mapping[str, int]) -> str:
+    """Return the columns of all shards as text: file, tensor, offsets of each dim, sizes of each dim."""
+    found = [tensor.shards for tensor in tensors]
+    table = RegionTable.concatenated([shards.regions for shards in found if len(shards)])
+    files = [np.array([numbers[name] for name in shards.names], dtype=np.int64)[shards.files] for shards in found]
+    tensor = np.repeat(np.arange(len(found)), [len(shards) for shards in found])
+    columns = [np.concatenate([*files, np.zeros(0, dtype=np.int64)]), *table.renumbered(tensor).columns]
+    return base64.b64encode(pack_columns(columns)).decode()
 
 
 class _IndexParser:
@@ -157,7 +127,7 @@ class _IndexParser:
     def __init__(self, where: str) -> None:
         self.where, self.files = where, []
 
-    def index(self, content: Any) -> Index:
+    def index(self, content: Any, version: int) -> Index:
         fields = self._dict("the index", content)
         files: dict[str, FileEntry] = {}
         for entry in self._list("files", fields.get("files")):
@@ -166,13 +136,15 @@ class _IndexParser:
                 self._int("files", length), self._int("files", header), self._hex("files", digest)
             )
         self.files = list(files)
-        tensors = {key: self._tensor(key, entry) for key, entry in self._dict("tensors", fields.get("tensors")).items()}
-        values = {key: self._value(key, entry) for key, entry in self._dict("values", fields.get("values")).items()}
+        tensors, values = self._dict("tensors", fields.get("tensors")), self._dict("values", fields.get("values"))
         aliases = self._dict("aliases", fields.get("aliases"))
         return Index(
             where=self.where,
-            tensors=tensors,
-            values=values,
+            tensors=self._tensors(tensors, fields.get("shards")) if version > 1 else self._tensors_1(tensors),
+            values={
+                key: self._value(key, entry) if version > 1 else self._value_1(key, entry)
+                for key, entry in values.items()
+            },
             files=files,
             aliases={key: self._str(key, first) for key, first in aliases.items()},
             about=self._dict("about", fields.get("about")),
@@ -180,14 +152,66 @@ class _IndexParser:
             block=self._int("block", fields.get("block")),
         )
 
-    def _tensor(self, key: str, entry: Any) -> TensorEntry:
-        path, dtype, shape, shards = self._parts(key, entry, 4)
-        sizes = self._ints(key, shape)
-        name = self._str(key, dtype)
-        found = tuple(self._piece(key, shard, name) for shard in self._list(key, shards))
-        return TensorEntry(name, sizes, found, self._path(key, path))
+    def _tensors(self, found: dict[str, Any], shards: Any) -> dict[str, TensorEntry]:
+        rows = {}
+        for key, entry in found.items():
+            path, dtype, shape = self._parts(key, entry, 3)
+            rows[key] = self._path(key, path), self._str(key, dtype), self._shape(key, shape)
+        shapes = [shape for _, _, shape in rows.values()]
+        try:
+            columns = unpack_columns(base64.b64decode(self._str("shards", shards), validate=True))
+            files, table = columns[0], RegionTable.from_columns(columns[1:])
+            wrong = self._disorder(files, table, shapes)
+        except ValueError as error:
+            self._wrong("shards", str(error))
+        if wrong:
+            self._wrong("shards", wrong)
+        of_each = split_by_tensor(shapes, table, files, self.files)
+        return {
+            key: TensorEntry(dtype, shape, shards, path)
+            for (key, (path, dtype, shape)), shards in zip(rows.items(), of_each, strict=True)
+        }
 
-    def _piece(self, key: str, entry: Any, dtype: str) -> ShardEntry:
+    def _disorder(self, files: Numbers, table: RegionTable, shapes: list[tuple[int, ...]]) -> str:
+        """Return what is wrong with the order of shards, by which they are found, or with the numbers of files."""
+        if ((files < 0) | (files >= len(self.files))).any():
+            return f"file numbers that are not among {len(self.files)} files"
+        if ((table.tensor < 0) | (table.tensor >= len(shapes))).any():
+            return f"tensor numbers that are not among {len(shapes)} tensors"
+        dims = max(map(len, shapes), default=0)
+        if table.dims > dims:
+            return f"shards of {table.dims} dims in tensors of at most {dims}"
+        first = table.padded(dims).first(shape_columns(shapes))
+        same = table.tensor[1:] == table.tensor[:-1]
+        ordered = (table.tensor[1:] > table.tensor[:-1]) | (same & (first[1:] > first[:-1]))
+        return "" if ordered.all() else "shards that are not in order, or overlap"
+
+    def _value(self, key: str, entry: Any) -> Value:
+        path, file = self._parts(key, entry, 2)
+        return Value(self._file(key, file), self._path(key, path))
+
+    def _shape(self, key: str, found: Any) -> tuple[int, ...]:
+        shape = self._ints(key, found)
+        if len(shape) > 64 or any(not 0 <= size < 1 << 62 for size in shape):
+            self._wrong(key, f"shape {shape}")
+        return shape
+
+    # ---------------------------------------------------------------- format 1
+
+    def _tensors_1(self, found: dict[str, Any]) -> dict[str, TensorEntry]:
+        return {key: self._tensor_1(key, entry) for key, entry in found.items()}
+
+    def _tensor_1(self, key: str, entry: Any) -> TensorEntry:
+        path, dtype, shape, shards = self._parts(key, entry, 4)
+        sizes = self._shape(key, shape)
+        name = self._str(key, dtype)
+        found = [self._shard_1(key, shard, name) for shard in self._list(key, shards)]
+        try:
+            return TensorEntry(name, sizes, Shards.of(sizes, found), self._path(key, path))
+        except ValueError as error:
+            self._wrong(key, str(error))
+
+    def _shard_1(self, key: str, entry: Any, dtype: str) -> ShardEntry:
         offsets, sizes, file, start, digests = self._parts(key, entry, 5)
         try:
             region = Region(self._ints(key, offsets), self._ints(key, sizes))
@@ -196,7 +220,7 @@ class _IndexParser:
         length = region.numel * ITEM_SIZES.get(dtype, 0)  # an unknown dtype is rejected by the index
         return ShardEntry(region, self._file(key, file), self._int(key, start), length, self._hex(key, digests))
 
-    def _value(self, key: str, entry: Any) -> ValueEntry:
+    def _value_1(self, key: str, entry: Any) -> ValueEntry:
         path, file, start, length, digests = self._parts(key, entry, 5)
         numbers = self._int(key, start), self._int(key, length)
         return ValueEntry(self._file(key, file), *numbers, self._hex(key, digests), self._path(key, path))

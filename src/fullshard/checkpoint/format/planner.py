@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
 
+from fullshard.checkpoint.format.index import Shard, Shards
 from fullshard.checkpoint.state.tensor_shards import TensorShards
+from fullshard.layout import Region
 
-__all__ = ["ALL", "LoadPlanner", "SavePlanner"]
+__all__ = ["ALL", "ChunkList", "LoadPlanner", "SavePlanner"]
 
 # torch.distributed.checkpoint does work and logs for every entry of the state dict. So it gets one entry of this name,
 # which contains all of them.
@@ -71,6 +80,35 @@ class SavePlanner(DefaultSavePlanner):
         return io.BytesIO(object) if write_item.type is WriteItemType.BYTE_IO else object
 
 
+class ChunkList(Sequence[ChunkStorageMetadata]):
+    """The shards of a tensor as torch.distributed.checkpoint describes them, made when they are asked for."""
+
+    _shards: Shards
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    @overload
+    def __getitem__(self, index: int) -> ChunkStorageMetadata: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ChunkStorageMetadata]: ...
+    def __getitem__(self, index: int | slice) -> ChunkStorageMetadata | list[ChunkStorageMetadata]:
+        if isinstance(index, slice):
+            return [_chunk(shard) for shard in self._shards[index]]
+        return _chunk(self._shards[index])
+
+    def overlapping(self, region: Region) -> Iterator[ChunkStorageMetadata]:
+        """Yield those that have elements of a region."""
+        return map(_chunk, self._shards.overlapping(region))
+
+
+def _chunk(shard: Shard) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(shard.region.offsets), torch.Size(shard.region.sizes))
+
+
 class LoadPlanner(DefaultLoadPlanner):
     """Plans the reads of every rank. Values that are not tensors replace those of the (flat) dictionary."""
 
@@ -84,6 +122,17 @@ class LoadPlanner(DefaultLoadPlanner):
         self.original_state_dict = self.state_dict = state_dict[ALL]
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
+    def create_local_plan(self) -> LoadPlan:
+        """Plan with the shards of the checkpoint that have elements of this rank's: there may be a million others."""
+        assert self.metadata is not None
+        described = dict(self.metadata.state_dict_metadata)
+        for key, held in self.state_dict.items():
+            tensor = described.get(key)
+            if isinstance(held, TensorShards) and isinstance(tensor, TensorStorageMetadata):
+                described[key] = _narrowed(tensor, held)
+        self.metadata = replace(self.metadata, state_dict_metadata=described)
+        return super().create_local_plan()
+
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the memory to read into."""
         held = self.state_dict[index.fqn]
@@ -95,3 +144,12 @@ class LoadPlanner(DefaultLoadPlanner):
 
         name = read_item.dest_index.fqn
         self.state_dict[name] = from_bytes(name, value.getvalue())
+
+
+def _narrowed(tensor: TensorStorageMetadata, held: TensorShards) -> TensorStorageMetadata:
+    """Return the metadata of a tensor with those of its chunks that have elements of the shards that a rank holds."""
+    chunks: Any = tensor.chunks
+    if not isinstance(chunks, ChunkList):
+        return tensor
+    near = {chunk.offsets: chunk for shard in held.shards for chunk in chunks.overlapping(shard.region)}
+    return replace(tensor, chunks=list(near.values()))

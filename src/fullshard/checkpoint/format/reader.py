@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     StorageMeta,
     TensorProperties,
@@ -36,6 +35,7 @@ from fullshard.checkpoint.format.files import Folder
 from fullshard.checkpoint.format.host import host_buffer
 from fullshard.checkpoint.format.index import BLOCK, ITEM_SIZES, Index, TensorEntry
 from fullshard.checkpoint.format.index_json import from_json
+from fullshard.checkpoint.format.planner import ChunkList
 from fullshard.checkpoint.format.source import DataSource, ReadRequest, Source, copy_range, is_one_range, span_of
 from fullshard.checkpoint.format.torch_format import METADATA_FILE, TorchSource, read_metadata_file
 from fullshard.errors import CheckpointError
@@ -215,16 +215,17 @@ class CheckpointReader(StorageReader):
 
     def _read_requests(self, plan: LoadPlan) -> dict[ReadRequest, list[ReadItem]]:
         """Return the shards that a plan reads from, ordered by file and offset."""
-        index = self.index
+        source = self._opened()
+        index = source.index
         items: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = {}
         for item in plan.items:
             if item.type is not LoadItemType.BYTE_IO and 0 not in item.lengths:
                 key = index.aliases.get(item.storage_index.fqn, item.storage_index.fqn)
                 items.setdefault((key, tuple(item.storage_index.offset or ())), []).append(item)
-        shards = {key: {shard.region.offsets: shard for shard in index.tensors[key].shards} for key, _ in items}
         found: dict[ReadRequest, list[ReadItem]] = {}
         for (key, offsets), of_shard in items.items():
-            tensor, shard = index.tensors[key], shards[key][offsets]
+            tensor = index.tensors[key]
+            shard = source.shard_entry(key, tensor.shards.at(offsets))
             regions = tuple(Region(tuple(item.storage_offsets), tuple(item.lengths)) for item in of_shard)
             found[ReadRequest(key, tensor.dtype, shard, regions)] = of_shard
         order = sorted(found, key=lambda request: (request.shard.file, request.shard.start))
@@ -308,8 +309,5 @@ def _reads_in_place(
 
 
 def _described(tensor: TensorEntry) -> TensorStorageMetadata:
-    chunks = [
-        ChunkStorageMetadata(torch.Size(shard.region.offsets), torch.Size(shard.region.sizes))
-        for shard in tensor.shards
-    ]
+    chunks: Any = ChunkList(tensor.shards)  # torch says list, and reads it as a sequence
     return TensorStorageMetadata(TensorProperties(dtype=dtype_of(tensor.dtype)), torch.Size(tensor.shape), chunks)

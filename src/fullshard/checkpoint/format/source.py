@@ -15,10 +15,10 @@ from typing import IO, Any
 import torch
 import xxhash
 
-from fullshard.checkpoint.format.data_file import dtype_of
+from fullshard.checkpoint.format.data_file import Directory, dtype_of, read_directory
 from fullshard.checkpoint.format.files import FileVersion, Folder
 from fullshard.checkpoint.format.host import bytes_of
-from fullshard.checkpoint.format.index import CHECKSUM, ITEM_SIZES, Index, ShardEntry, ValueEntry
+from fullshard.checkpoint.format.index import CHECKSUM, ITEM_SIZES, Index, Shard, ShardEntry, ValueEntry
 from fullshard.checkpoint.format.index_json import checksum
 from fullshard.checkpoint.format.values import from_bytes
 from fullshard.errors import CheckpointError
@@ -121,7 +121,7 @@ class Source(abc.ABC):
         Raises:
             CheckpointError: If the checksum does not match, or they are not safe to read.
         """
-        entry = self.index.values[key]
+        entry = self.value_entry(key)
         data = self._read_whole(key, entry)
         from_bytes(f"{self.folder.where(entry.file)}: {key}", data)
         return data
@@ -129,6 +129,25 @@ class Source(abc.ABC):
     def value(self, key: str) -> Any:
         """Return a value that is not a tensor, read and checked by :meth:`value_bytes`."""
         return from_bytes(key, self.value_bytes(key))
+
+    def shard_entry(self, key: str, shard: Shard) -> ShardEntry:
+        """Return the place of a shard of the tensor with that key.
+
+        Raises:
+            CheckpointError: If it has to be looked up in the file, which cannot be read or does not have it.
+        """
+        assert isinstance(shard, ShardEntry), shard
+        return shard
+
+    def value_entry(self, key: str) -> ValueEntry:
+        """Return the place of a value.
+
+        Raises:
+            CheckpointError: As for :meth:`shard_entry`.
+        """
+        entry = self.index.values[key]
+        assert isinstance(entry, ValueEntry), entry
+        return entry
 
     def close(self) -> None:
         """Close the file that was read last; reading opens it again."""
@@ -191,10 +210,11 @@ class DataSource(Source):
     """fullshard's own data files: elements row by row, with a checksum for every block."""
 
     _checked: set[tuple[str, int]]  # file and first byte of blocks
+    _directories: dict[str, Directory]  # of the files that were looked into; see [Note: Directory]
 
     def __init__(self, folder: Folder, index: Index, *, verify: bool = True) -> None:
         super().__init__(folder, index, verify=verify)
-        self._checked = set()
+        self._checked, self._directories = set(), {}
 
     def check_file(self, name: str) -> None:
         """Raise unless a data file has the recorded length and header.
@@ -203,15 +223,36 @@ class DataSource(Source):
             CheckpointError: If they differ.
         """
         super().check_file(name)
-        file = self.index.files[name]
-        if self.verify:
-            header = self._file(name)
-            header.seek(0)
-            if checksum(header.read(file.header)) != file.checksum:
+        file, stream, where = self.index.files[name], self._file(name), self.folder.where(name)
+        if len(file.checksum) > CHECKSUM:
+            self._directories[name] = read_directory(stream, where, file, self.index.block, verify=self.verify)
+        elif self.verify:  # format 1
+            stream.seek(0)
+            if checksum(stream.read(file.header)) != file.checksum:
                 raise CheckpointError(
-                    f"{self.folder.where(name)}: checksum mismatch in the header; copy the file again, or use another "
-                    "checkpoint"
+                    f"{where}: checksum mismatch in the header; copy the file again, or use another checkpoint"
                 )
+
+    def shard_entry(self, key: str, shard: Shard) -> ShardEntry:
+        """Look up the place of a shard in the directory of its file."""
+        if isinstance(shard, ShardEntry):
+            return shard
+        tensor = self.index.tensors[key]
+        found = self._directory(shard.file).shard(key, tensor.dtype, tensor.shape, shard.region)
+        return ShardEntry(shard.region, shard.file, found.start, found.length, found.checksums)
+
+    def value_entry(self, key: str) -> ValueEntry:
+        """Look up the place of a value in the directory of its file."""
+        entry = self.index.values[key]
+        if isinstance(entry, ValueEntry):
+            return entry
+        found = self._directory(entry.file).value(key)
+        return ValueEntry(entry.file, found.start, found.length, found.checksums, entry.path)
+
+    def _directory(self, name: str) -> Directory:
+        if name not in self._directories:
+            self.check_file(name)
+        return self._directories[name]
 
     def ranges(self, request: ReadRequest) -> Iterator[tuple[int, int]]:
         """Yield the blocks that the regions touch; a checksum can only be verified for a whole block."""

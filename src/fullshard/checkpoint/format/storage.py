@@ -35,10 +35,12 @@ from fullshard.checkpoint.format.files import Folder
 from fullshard.checkpoint.format.index import (
     DATA_FILE,
     ITEM_SIZES,
+    FileEntry,
     Index,
-    ShardEntry,
+    Shard,
+    Shards,
     TensorEntry,
-    ValueEntry,
+    Value,
     data_file,
 )
 from fullshard.checkpoint.format.index_json import to_json
@@ -196,7 +198,7 @@ class CheckpointWriter(StorageWriter):
             raise
         if self._sync:
             self.folder.sync()
-        return [WriteResult(item.index, place.length, place) for item, place in zip(items, written, strict=True)]
+        return [WriteResult(item.index, entry.nbytes, written) for item, entry in zip(items, entries, strict=True)]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the save once all ranks have written. Runs on the coordinator.
@@ -245,23 +247,24 @@ class CheckpointWriter(StorageWriter):
 
     def _index(self, metadata: Metadata, results: list[WriteResult]) -> Index:
         paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
-        shards: dict[str, list[ShardEntry]] = {key: [] for key in metadata.state_dict_metadata}
-        values: dict[str, ValueEntry] = {}
-        files = {}
+        shards: dict[str, list[Shard]] = {key: [] for key in metadata.state_dict_metadata}
+        values: dict[str, Value] = {}
+        files: dict[str, FileEntry] = {}
         sizes = {(key, tuple(c.offsets)): tuple(c.sizes) for key, c in _chunks(metadata)}
-        for result in sorted(results, key=lambda result: (result.storage_data.name, result.storage_data.start)):
-            place: WrittenEntry = result.storage_data
-            files[place.name] = place.file
-            stored = (place.name, place.start, place.length, place.checksums)
+        for result in sorted(results, key=lambda result: result.storage_data.name):
+            written: WrittenEntry = result.storage_data
+            files[written.name] = written.file
             key, offset = result.index.fqn, result.index.offset
             if offset is None:
-                values[key] = ValueEntry(*stored, path=_path(key, paths))
+                values[key] = Value(written.name, _path(key, paths))
             else:
-                region = Region(tuple(offset), sizes[key, tuple(offset)])
-                shards[key].append(ShardEntry(region, *stored))
+                shards[key].append(Shard(Region(tuple(offset), sizes[key, tuple(offset)]), written.name))
         tensors = {
             key: TensorEntry(
-                dtype_name(found.properties.dtype), tuple(found.size), tuple(shards[key]), _path(key, paths)
+                dtype_name(found.properties.dtype),
+                tuple(found.size),
+                Shards.of(tuple(found.size), shards[key]),
+                _path(key, paths),
             )
             for key, found in metadata.state_dict_metadata.items()
             if isinstance(found, TensorStorageMetadata)

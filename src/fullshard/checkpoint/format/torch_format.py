@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from fullshard.checkpoint.format.files import Folder
-from fullshard.checkpoint.format.index import ITEM_SIZES, FileEntry, Index, ShardEntry, TensorEntry, ValueEntry
+from fullshard.checkpoint.format.index import ITEM_SIZES, FileEntry, Index, ShardEntry, Shards, TensorEntry, ValueEntry
 from fullshard.checkpoint.format.source import ReadRequest, Source
 from fullshard.checkpoint.format.values import first_line
 from fullshard.errors import CheckpointError
@@ -254,7 +254,11 @@ class _MetadataParser:
             self._is(key, (key, offsets) in stored, f"a shard at {offsets} without stored data")
             self._is(key, len(offsets) == len(sizes) and min((*offsets, *sizes), default=0) >= 0, "negative sizes")
             shards.append(ShardEntry(Region(offsets, sizes), *stored[key, offsets]))
-        return TensorEntry(str(dtype), self._ints(key, fields.get("size")), tuple(shards), path)
+        shape = self._ints(key, fields.get("size"))
+        try:
+            return TensorEntry(str(dtype), shape, Shards.of(shape, shards), path)
+        except ValueError as error:
+            self._wrong(key, str(error))
 
     def _wrong(self, key: Any, found: str) -> NoReturn:
         raise CheckpointError(

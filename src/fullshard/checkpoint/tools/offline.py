@@ -17,7 +17,7 @@ import torch
 
 from fullshard.checkpoint.format.data_file import dtype_of
 from fullshard.checkpoint.format.host import host_buffer
-from fullshard.checkpoint.format.index import ITEM_SIZES, Index, TensorEntry
+from fullshard.checkpoint.format.index import ITEM_SIZES, Index, Shard, TensorEntry
 from fullshard.checkpoint.format.reader import open_source
 from fullshard.checkpoint.format.source import ReadRequest, Source, copy_range
 from fullshard.errors import CheckpointError
@@ -188,8 +188,7 @@ class Checkpoint:
             for shard in entry.shards:
                 if shard.file in bad_files:
                     continue
-                request = ReadRequest(key, entry.dtype, shard, (Region.whole(shard.region.sizes),))
-                problems += self._problems(request, progress)
+                problems += self._problems(key, entry, shard, progress)
         for key, value in self.index.values.items():
             if value.file not in bad_files:
                 try:
@@ -244,8 +243,15 @@ class Checkpoint:
         folder = self._source.folder
         return folder.exists(name) and folder.length(name) == self.index.files[name].length
 
-    def _problems(self, request: ReadRequest, progress: Callable[[int], object] | None) -> list[str]:
+    def _problems(
+        self, key: str, entry: TensorEntry, shard: Shard, progress: Callable[[int], object] | None
+    ) -> list[str]:
         """Check all blocks of a shard, also those after a bad one."""
+        try:
+            place = self._source.shard_entry(key, shard)
+        except CheckpointError as error:
+            return [str(error)]
+        request = ReadRequest(key, entry.dtype, place, (Region.whole(shard.region.sizes),))
         problems = []
         for start, numel in self._source.ranges(request):
             try:
@@ -257,12 +263,11 @@ class Checkpoint:
         return problems
 
     def _read_box(self, name: str, entry: TensorEntry, region: Region, out: torch.Tensor) -> None:
-        for shard in entry.shards:
-            both = shard.region.overlap(region) if entry.shape else region
-            if both is None:
-                continue
+        key = self.aliases.get(name, name)
+        for shard in entry.shards.overlapping(region):
+            both = (shard.region.overlap(region) if entry.shape else None) or region
             wanted = both.relative_to(shard.region.offsets)
-            request = ReadRequest(name, entry.dtype, shard, (wanted,))
+            request = ReadRequest(name, entry.dtype, self._source.shard_entry(key, shard), (wanted,))
             place = out
             for dim, (offset, size) in enumerate(
                 zip(both.relative_to(region.offsets).offsets, both.sizes, strict=True)
