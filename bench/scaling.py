@@ -181,8 +181,8 @@ def memory_table(costs: Sequence[Mapping[str, Any]]) -> str:
 
 def checkpoint_table(found: Sequence[Mapping[str, Any]]) -> str:
     """A row per size of checkpoint."""
-    header = ["ranks", "tensors", "pieces", "one rank: plan, ms", "sends, KiB"]
-    header += ["rank 0: who writes what, s", "index, s", "index, MB", "each rank in a load: index, s", "plan, s"]
+    header = ["ranks", "tensors", "shards", "one rank: plan, ms", "sends, KiB"]
+    header += ["rank 0: write plan, s", "index, s", "index, MB", "each rank in a load: index, s", "plan, s"]
     rows = []
     for one in found:
         start = [f"{one['ranks']:,}", f"{TENSORS_PER_UNIT * one['units']:,}"]
@@ -193,10 +193,10 @@ def checkpoint_table(found: Sequence[Mapping[str, Any]]) -> str:
         rows.append(
             [
                 *start,
-                f"{c['pieces']:,}",
+                f"{c['shards']:,}",
                 f"{1e3 * c['plan']:.1f}",
-                f"{(c['sent'] + c['told']) / 1024:.0f}",
-                *(f"{c[name]:.2f}" for name in ("divide", "index")),
+                f"{c['sent'] / 1024:.1f}",
+                *(f"{c[name]:.2f}" for name in ("plan_writes", "index")),
                 f"{c['index_bytes'] / 1e6:.1f}",
                 *(f"{c[name]:.2f}" for name in ("parse", "load_plan")),
             ]

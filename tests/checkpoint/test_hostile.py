@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import re
@@ -10,6 +11,7 @@ import shutil
 import warnings
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from checkpoint.kinds import shared_folder
 from fullshard import CheckpointError
-from fullshard.checkpoint.format.index import BLOCK
-from fullshard.checkpoint.format.index_json import from_json, to_json
+from fullshard.checkpoint.format.data_file import CHECKSUMS, DataEntry, write_entries
+from fullshard.checkpoint.format.index import BLOCK, FileEntry
+from fullshard.checkpoint.format.index_json import checksum, from_json, to_json
+from fullshard.checkpoint.format.reader import open_source
 from fullshard.checkpoint.format.storage import INDEX_FILE, CheckpointReader, CheckpointWriter
 from fullshard.checkpoint.format.torch_format import METADATA_FILE
+from fullshard.checkpoint.tools.offline import open_checkpoint
 from ranks import Rank, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -94,7 +99,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "first block": (lambda p: flip(data_of(p), 5000), "model.w: checksum mismatch in bytes"),
     "later block": (lambda p: flip(data_of(p), BLOCK + 10_000), "model.w: checksum mismatch in bytes"),
     "small tensor": (lambda p: flip(data_of(p), _start(p, "model.b")), "model.b: checksum mismatch"),
-    "value": (lambda p: flip(data_of(p), data_of(p).stat().st_size - 1), "extra.n: checksum mismatch"),
+    "value": (lambda p: flip(data_of(p), _start(p, "extra.n")), "extra.n: checksum mismatch"),
+    "checksums": (lambda p: flip(data_of(p), data_of(p).stat().st_size - 1), "checksum mismatch in the checksums"),
     "header": (lambda p: flip(data_of(p), 20), "checksum mismatch in the header"),
     "header's length": (lambda p: flip(data_of(p), 0), "checksum mismatch in the header"),
     "index": (lambda p: flip(p / INDEX_FILE, 300), INDEX_FILE),
@@ -111,7 +117,9 @@ def _name(path: Path) -> str:
 
 
 def _start(path: Path, key: str) -> int:
-    return from_json((path / INDEX_FILE).read_bytes(), "").tensors[key].shards[0].start
+    source = open_source(path)
+    tensor = source.index.tensors.get(key)
+    return (source.value_entry(key) if tensor is None else source.shard_entry(key, tensor.shards[0])).start
 
 
 @pytest.mark.parametrize("options", [{}, {"keep_bytes": 1 << 30}, {"keep_bytes": 4 << 20}], ids=str)
@@ -186,17 +194,74 @@ def test_a_hostile_value(tmp_path: Path) -> None:
 
 def _with_value(path: Path, index: Any, data: bytes) -> bytes:
     """The index, and the data file behind it, with other bytes as the value."""
-    from dataclasses import replace
+    with open_checkpoint(path) as checkpoint:
+        tensors = {key: checkpoint.read(key) for key in index.tensors}
+    written = [DataEntry(key, "float32", tuple(tensor.shape)) for key, tensor in tensors.items()]
+    written.append(DataEntry("extra.n", "uint8", (len(data),)))
+    contents = [*tensors.values(), torch.frombuffer(bytearray(data), dtype=torch.uint8)]
+    (name,) = index.files
+    with open(path / name, "wb") as stream:
+        file = write_entries(stream, name, written, iter(contents), note="")
+    return to_json(replace(index, files={name: file.file}))
 
-    from fullshard.checkpoint.format.index_json import checksum
 
-    entry = index.values["extra.n"]
-    file = path / entry.file
-    whole = file.read_bytes()[: entry.start] + data
-    file.write_bytes(whole)
-    files = {entry.file: replace(index.files[entry.file], length=len(whole))}
-    value = replace(entry, length=len(data), checksums=checksum(data))
-    return to_json(replace(index, files=files, values={"extra.n": value}))
+def made_up(path: Path, change: Callable[[dict[str, Any]], object], *, table: Callable[[bytes], bytes] = bytes) -> None:
+    """Change the header of the data file, as JSON, and its checksums, and the index so that it fits."""
+    index = from_json((path / INDEX_FILE).read_bytes(), "")
+    ((name, file),) = index.files.items()
+    data = (path / name).read_bytes()
+    header = json.loads(data[8 : file.header])
+    start, end = header[CHECKSUMS]["data_offsets"]
+    content, checksums = data[file.header :][:start], table(data[file.header :][start:end])
+    change(header)
+    text = json.dumps(header).encode()
+    whole = len(text).to_bytes(8, "little") + text
+    (path / name).write_bytes(whole + content + checksums)
+    described = FileEntry(len(whole + content + checksums), len(whole), checksum(whole) + checksum(checksums))
+    (path / INDEX_FILE).write_bytes(to_json(replace(index, files={name: described})))
+
+
+def entry(name: str, **fields: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda header: header[name].update(fields)
+
+
+HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no tensor": (lambda h: h.update({"x": h.pop("model.b")}), "does not follow|not in this file"),
+    "another's name": (
+        lambda h: h.update({"model.w": h["model.b"], "model.b": h["model.w"]}),
+        "does not follow|expected shard",
+    ),
+    "other shape": (entry("model.b", shape=[1, 5]), r"model.b: expected shard \[0:5\] of float32; found F32 of shape"),
+    "other dtype": (entry("model.b", dtype="I32"), r"model.b: expected shard \[0:5\] of float32; found I32"),
+    "negative offsets": (entry("model.b", data_offsets=[-4, 16]), "does not follow the entry before it"),
+    "beyond the file": (entry(CHECKSUMS, data_offsets=[0, 1 << 40]), "does not follow the entry before it"),
+    "text for offsets": (entry("model.b", data_offsets="none"), "not one of a data file"),
+    "offsets missing": (lambda h: h["model.b"].pop("data_offsets"), "not one of a data file"),
+    "an entry that is null": (lambda h: h.update({"model.b": None}), "not one of a data file"),
+    "no checksums": (lambda h: h.update({"x": h.pop(CHECKSUMS)}), f"no {CHECKSUMS} at the end"),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_made_up_headers(tmp_path: Path, name: str) -> None:
+    """A header with a good checksum that does not describe what the index says is refused with file and entry."""
+    save(tmp_path)
+    change, message = HEADERS[name]
+    made_up(tmp_path, change)
+    found = refused(tmp_path)
+    assert re.search(message, found) and str(data_of(tmp_path)) in found, found
+    assert re.search(message, refused(tmp_path, verify=False))
+
+
+def test_made_up_checksums(tmp_path: Path) -> None:
+    """Checksums of data that are wrong or too few are found, whatever the checksum of the checksums says."""
+    for number, (table, message) in enumerate(
+        {bytes.swapcase: "checksum mismatch in bytes", lambda b: b[:-8]: "entries end|bytes of checksums"}.items()
+    ):
+        path = tmp_path / str(number)
+        save(path)
+        made_up(path, lambda header: None, table=table)
+        assert re.search(message, refused(path))
 
 
 # -------------------------------------------------------------------- torch's own format
@@ -307,7 +372,7 @@ LIES: dict[str, tuple[Callable[[Metadata], object], str]] = {
     "nowhere": (no_place, "model.b: found a shard at"),
     "size": (set_size(torch.Size([6])), "model.b: found shards that lack 1 of the 6"),
     "negative size": (set_size((-5,)), "model.b: found shape"),
-    "size that is none": (set_size("5"), "model.b: found something else than sizes"),
+    "size that is none": (set_size("5"), "model.b: found something other than sizes"),
     "chunk": (set_chunk(sizes=torch.Size([4])), "model.b: found shards that lack 1 of the 5"),
     "chunk outside": (set_chunk(sizes=torch.Size([50])), "model.b: found shard"),
     "chunk of negative": (set_chunk(sizes=(-5,)), "model.b: found negative sizes"),

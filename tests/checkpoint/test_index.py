@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,46 +18,47 @@ from fullshard.checkpoint.format.index import (
     ITEM_SIZES,
     FileEntry,
     Index,
+    Shard,
     ShardEntry,
+    Shards,
     TensorEntry,
+    Value,
     ValueEntry,
     data_file,
-    first_overlap,
 )
-from fullshard.checkpoint.format.index_json import checksum, from_json, to_json
+from fullshard.checkpoint.format.index_json import VERSION, checksum, from_json, to_json
+from fullshard.checkpoint.format.region_table import first_overlap, pack_columns
 from fullshard.layout import Region, regions_of_range
 
 SAVE = "0123456789ab"
 FILES = [data_file(SAVE, 0), data_file(SAVE, 1)]
 EIGHT = bytes(range(8))
+REGIONS = [*regions_of_range((4, 3), 0, 6), *regions_of_range((4, 3), 6, 6)]
 
 
-def small() -> Index:
-    """A tensor of shape (4, 3) in three shards over two files, a scalar, a value and an alias."""
-    regions = [*regions_of_range((4, 3), 0, 6), *regions_of_range((4, 3), 6, 6)]
-    shards = [
-        ShardEntry(region, FILES[rank], 100, 4 * region.numel, EIGHT)
-        for rank, region in zip((0, 1), regions, strict=True)
-    ]
+def small(shards: Sequence[Shard] | None = None) -> Index:
+    """A tensor of shape (4, 3) in two shards over two files, a scalar, an empty tensor, a value and an alias."""
+    if shards is None:
+        shards = [Shard(region, FILES[rank]) for rank, region in enumerate(REGIONS)]
     return Index(
         where="folder/fullshard.json",
         tensors={
-            "model.w": TensorEntry("float32", (4, 3), tuple(shards), ("model", "w")),
-            "step": TensorEntry("int64", (), (ShardEntry(Region((), ()), FILES[0], 124, 8, EIGHT),)),
-            "empty": TensorEntry("bool", (0, 3), ()),
+            "model.w": TensorEntry("float32", (4, 3), Shards.of((4, 3), shards), ("model", "w")),
+            "step": TensorEntry("int64", (), Shards.of((), [Shard(Region((), ()), FILES[0])])),
+            "empty": TensorEntry("bool", (0, 3), Shards.of((0, 3), [])),
         },
-        values={"groups": ValueEntry(FILES[1], 124, 5, EIGHT, ("a", 0))},
-        files={name: FileEntry(132, 100, EIGHT) for name in FILES},
+        values={"groups": Value(FILES[1], ("a", 0))},
+        files={name: FileEntry(132, 100, 2 * EIGHT) for name in FILES},
         aliases={"model.tied": "model.w"},
         about={"step": 3, "text": 'with "quotes" and ü\n'},
         save=SAVE,
     )
 
 
-def signed(content: Any) -> bytes:
+def signed(content: Any, version: int = VERSION) -> bytes:
     """A JSON value as a file with the checksum that it should have."""
     body = json.dumps({key: value for key, value in content.items() if key not in ("format", "version", "checksum")})
-    head = '{"format": "fullshard checkpoint", "version": 1, "checksum": "%s",\n'
+    head = f'{{"format": "fullshard checkpoint", "version": {version}, "checksum": "%s",\n'
     zeroed = head % ("0" * 16) + body[1:]
     return (head % checksum(zeroed.encode()).hex() + body[1:]).encode()
 
@@ -65,21 +68,67 @@ def content() -> dict[str, Any]:
     return parsed
 
 
+def content_1() -> dict[str, Any]:
+    """The same index in format 1, which has places and checksums of shards in the index."""
+    found = content()
+    del found["shards"]
+    offsets = [[list(region.offsets), list(region.sizes)] for region in REGIONS]
+    found["files"] = [[name, 132, 100, EIGHT.hex()] for name in FILES]
+    found["values"] = {"groups": [["a", 0], 1, 124, 5, EIGHT.hex()]}
+    found["tensors"] = {
+        "model.w": [["model", "w"], "float32", [4, 3], [[*offsets[i], i, 100, EIGHT.hex()] for i in range(2)]],
+        "step": [[], "int64", [], [[[], [], 0, 124, EIGHT.hex()]]],
+        "empty": [[], "bool", [0, 3], []],
+    }
+    return found
+
+
+def packed(*rows: Sequence[int]) -> str:
+    """Shards as the index has them: file, tensor, two offsets, two sizes."""
+    return base64.b64encode(pack_columns(list(np.array(rows, dtype=np.int64).T))).decode()
+
+
 def test_json_and_back() -> None:
     """Every field survives."""
     index = small()
     assert from_json(to_json(index), index.where) == index
     assert from_json(signed(content()), index.where) == index
+    assert content()["shards"] == packed((0, 0, 0, 0, 2, 3), (1, 0, 2, 0, 2, 3), (0, 1, 0, 0, 1, 1))
+
+
+def test_format_1_is_read() -> None:
+    """Its index says the same, and where in the files everything is."""
+    index = from_json(signed(content_1(), 1), "folder/fullshard.json")
+    assert index.tensors["model.w"].shards[1] == ShardEntry(REGIONS[1], FILES[1], 100, 24, EIGHT)
+    assert index.values["groups"] == ValueEntry(FILES[1], 124, 5, EIGHT, ("a", 0))
+    assert {key: list(entry.shards.overlapping(Region.whole(entry.shape))) for key, entry in index.tensors.items()} == {
+        key: list(entry.shards) for key, entry in index.tensors.items()
+    }
+    found, expected = json.loads(to_json(index)), content()
+    assert all(found[key] == expected[key] for key in ("tensors", "values", "shards", "aliases", "about", "save"))
 
 
 def test_lines() -> None:
     """One line for each tensor, so that an index can be searched and compared by lines; and it is JSON."""
     lines = to_json(small()).decode().splitlines()
-    assert [line for line in lines if line.startswith('"model.w":')] == [
-        '"model.w": [["model","w"],"float32",[4,3],'
-        '[[[0,0],[2,3],0,100,"0001020304050607"],[[2,0],[2,3],1,100,"0001020304050607"]]],'
-    ]
+    assert [line for line in lines if line.startswith('"model.w":')] == ['"model.w": [["model","w"],"float32",[4,3]],']
     assert content()["about"]["text"] == 'with "quotes" and ü\n'
+
+
+def test_shards_are_found_by_region_and_by_offsets() -> None:
+    """From objects as from columns, and whatever their order was."""
+    made = small([Shard(REGIONS[1], FILES[1]), Shard(REGIONS[0], FILES[0])])
+    for index in (made, from_json(to_json(made), "i"), from_json(signed(content_1(), 1), "i")):
+        shards = index.tensors["model.w"].shards
+        assert [shard.file for shard in shards.overlapping(Region((1, 1), (2, 1)))] == FILES
+        assert [shard.file for shard in shards.overlapping(Region((3, 0), (1, 3)))] == FILES[1:]
+        assert list(shards.overlapping(Region((0, 0), (0, 3)))) == []
+        assert shards.at((2, 0)).file == FILES[1] and shards[-1] == shards.at((2, 0))
+        for offsets in ((1, 0), (3, 0), (4, 0)):
+            with pytest.raises(KeyError, match="no shard begins at"):
+                shards.at(offsets)
+        (whole,) = index.tensors["step"].shards.overlapping(Region((), ()))
+        assert whole == index.tensors["step"].shards.at(())
 
 
 shapes = st.lists(st.integers(1, 5), max_size=3).map(tuple)
@@ -90,20 +139,18 @@ def test_any_cut_survives(shape: tuple[int, ...], dtype: str, data: st.DataObjec
     """A tensor cut into flat ranges at any places is accepted, and is the same after JSON."""
     numel = Region.whole(shape).numel
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, numel - 1)), max_size=3)) & set(range(1, numel)))
-    shards, start = [], 10
-    for low, high in zip([0, *cuts], [*cuts, numel], strict=True):
-        for region in regions_of_range(shape, low, high - low):
-            length = region.numel * ITEM_SIZES[dtype]
-            shards.append(ShardEntry(region, FILES[0], start, length, EIGHT))
-            start += length
-    files = {FILES[0]: FileEntry(start, 10, EIGHT)}
-    index = Index("i", {"t": TensorEntry(dtype, shape, tuple(shards))}, {}, files)
+    shards = [
+        Shard(region, FILES[0])
+        for low, high in zip([0, *cuts], [*cuts, numel], strict=True)
+        for region in regions_of_range(shape, low, high - low)
+    ]
+    index = Index("i", {"t": TensorEntry(dtype, shape, Shards.of(shape, shards))}, {}, {FILES[0]: FileEntry(10, 10)})
     assert from_json(to_json(index), "i") == index
     if len(shards) > 1:
         with pytest.raises(CheckpointError, match="i: t: found shards that lack"):
-            replace(index, tensors={"t": TensorEntry(dtype, shape, tuple(shards[1:]))})
+            replace(index, tensors={"t": TensorEntry(dtype, shape, Shards.of(shape, shards[1:]))})
         with pytest.raises(CheckpointError, match="overlap"):
-            replace(index, tensors={"t": TensorEntry(dtype, shape, (*shards[1:], shards[-1]))})
+            replace(index, tensors={"t": TensorEntry(dtype, shape, Shards.of(shape, [*shards[1:], shards[-1]]))})
 
 
 @given(st.data())
@@ -119,7 +166,7 @@ def test_overlaps_are_found(data: st.DataObject) -> None:
     found = first_overlap(regions)
     assert (found is not None) == expected
     if found is not None:
-        assert found[0].overlap(found[1]) is not None
+        assert regions[found[0]].overlap(regions[found[1]]) is not None
 
 
 def edit(*path: Any, to: Any) -> Callable[[dict[str, Any]], None]:
@@ -133,65 +180,105 @@ def edit(*path: Any, to: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-SHARDS = ("tensors", "model.w", 3)
-
+# What is wrong in both formats.
 HOSTILE = {
     "file that leads out": (edit("files", 0, 0, to="../../etc/passwd"), "../../etc/passwd"),
     "absolute file": (edit("files", 0, 0, to="/etc/passwd"), "/etc/passwd"),
     "file of another kind": (edit("files", 0, 0, to="data-0123456789ab-0.safetensors/../x"), "not one of a data file"),
     "file name with a line": (edit("files", 0, 0, to=FILES[0] + "\n"), "not one of a data file"),
     "file name that is none": (edit("files", 0, 0, to=7), "where a string was expected"),
+    "checksum that is none": (edit("files", 0, 3, to="xyz"), "files: found 'xyz' as a checksum"),
+    "header beyond the file": (edit("files", 0, 2, to=133), "found a header of 133 bytes"),
+    "negative length": (edit("files", 0, 1, to=-1), "found a header"),
+    "length that is a bool": (edit("files", 0, 1, to=True), "files: found 'True'"),
+    "length that is a fraction": (edit("files", 0, 1, to=132.0), "files: found '132.0'"),
+    "larger shape": (edit("tensors", "model.w", 2, to=[10**9, 3]), "model.w: found shards that lack"),
+    "huge shape": (edit("tensors", "model.w", 2, to=[2**62, 3]), "model.w: found shape"),
+    "huge product": (edit("tensors", "model.w", 2, to=[2**40, 2**40]), "model.w: found shape"),
+    "many dims": (edit("tensors", "model.w", 2, to=[1] * 65), "model.w: found shape"),
+    "dims of tensors": (edit("tensors", "model.w", 2, to=[12]), "model.w: found shard|shards: found shards of 2 dims"),
+    "shape that is text": (edit("tensors", "model.w", 2, to="43"), "model.w: found '43'"),
+    "dtype": (edit("tensors", "model.w", 1, to="float33"), "model.w: found dtype 'float33'"),
+    "dtype that is none": (edit("tensors", "model.w", 1, to=None), "model.w: found 'None'"),
+    "too few fields": (edit("tensors", "model.w", to=[[], "float32"]), "model.w: found 2 fields"),
+    "tensors that are a list": (edit("tensors", to=[]), "tensors: found"),
+    "tensor that is null": (edit("tensors", "model.w", to=None), "model.w: found 'None'"),
+    "no values": (edit("values", to=None), "values: found"),
+    "alias of nothing": (edit("aliases", "model.tied", to="model.x"), "model.tied: found an alias"),
+    "alias of itself": (edit("aliases", "model.w", to="model.w"), "model.w: found an alias"),
+    "block": (edit("block", to=0), "block: found"),
+    "huge block": (edit("block", to=2**40), "block: found"),
+    "block between": (edit("block", to=65), "block: found"),
+    "about": (edit("about", to=3), "about: found '3'"),
+    "path": (edit("tensors", "model.w", 0, to=[None]), "model.w: found 'None'"),
+}
+
+SHARDS = ("tensors", "model.w", 3)
+HOSTILE_1 = {
     "file number beyond": (edit(*SHARDS, 0, 2, to=2), "model.w: found file number 2 of 2"),
     "negative file number": (edit(*SHARDS, 0, 2, to=-1), "model.w: found file number -1"),
     "negative start": (edit(*SHARDS, 0, 3, to=-4), "model.w: found bytes -4 to 20"),
     "start in the header": (edit(*SHARDS, 0, 3, to=99), "model.w: found bytes 99 to 123"),
     "beyond the file": (edit(*SHARDS, 0, 3, to=109), "model.w: found bytes 109 to 133"),
     "huge start": (edit(*SHARDS, 0, 3, to=10**30), "model.w: found bytes"),
-    "start that is a bool": (edit(*SHARDS, 0, 3, to=True), "model.w: found 'True'"),
-    "start that is a fraction": (edit(*SHARDS, 0, 3, to=100.0), "model.w: found '100.0'"),
     "negative offset": (edit(*SHARDS, 0, 0, to=[-1, 0]), "model.w: found expected"),
+    "huge offset": (edit(*SHARDS, 0, 0, to=[10**30, 0]), "model.w: found a shard with more than"),
     "shard outside": (edit(*SHARDS, 1, 0, to=[3, 0]), r"model.w: found shard \[3:5, 0:3\]"),
-    "overlap": (edit(*SHARDS, 1, 0, to=[1, 0]), "model.w: found shards .* which overlap"),
+    "overlap": (edit(*SHARDS, 1, 0, to=[1, 0]), "model.w: found overlapping shards"),
     "hole": (edit(*SHARDS, to=[[[0, 0], [2, 3], 0, 100, EIGHT.hex()]]), "model.w: found shards that lack 6 of the 12"),
-    "too large for the file": (edit("tensors", "model.w", 2, to=[10**9, 3]), "model.w: found shards that lack"),
-    "huge shape": (edit("tensors", "model.w", 2, to=[2**62, 3]), "model.w: found shape"),
-    "huge product": (edit("tensors", "model.w", 2, to=[2**40, 2**40]), "model.w: found shape"),
-    "many dims": (edit("tensors", "model.w", 2, to=[1] * 65), "model.w: found shape"),
     "dims of shards": (edit(*SHARDS, 0, 0, to=[0]), "model.w: found expected as many offsets"),
-    "dims of tensors": (edit("tensors", "model.w", 2, to=[12]), "model.w: found shard"),
-    "shape that is text": (edit("tensors", "model.w", 2, to="43"), "model.w: found '43'"),
-    "dtype": (edit("tensors", "model.w", 1, to="float33"), "model.w: found dtype 'float33'"),
     "larger dtype": (edit("tensors", "model.w", 1, to="float64"), "model.w: found bytes|model.w: found shards"),
-    "dtype that is none": (edit("tensors", "model.w", 1, to=None), "model.w: found 'None'"),
-    "checksum that is none": (edit(*SHARDS, 0, 4, to="xyz"), "model.w: found 'xyz' as a checksum"),
+    "checksum of a shard": (edit(*SHARDS, 0, 4, to="xyz"), "model.w: found 'xyz' as a checksum"),
     "no checksum": (edit(*SHARDS, 0, 4, to=""), "model.w: found 0 bytes of checksums"),
-    "too few fields": (edit(*SHARDS, 0, to=[[0, 0], [2, 3]]), "model.w: found 2 fields, not 5"),
-    "tensors that are a list": (edit("tensors", to=[]), "tensors: found"),
-    "tensor that is null": (edit("tensors", "model.w", to=None), "model.w: found 'None'"),
-    "no values": (edit("values", to=None), "values: found"),
+    "fields of a shard": (edit(*SHARDS, 0, to=[[0, 0], [2, 3]]), "model.w: found 2 fields, not 5"),
     "value beyond the file": (edit("values", "groups", 3, to=9), "groups: found bytes"),
     "negative value": (edit("values", "groups", 3, to=-1), "groups: found bytes"),
     "value and tensor": (edit("values", "model.w", to=[[], 1, 124, 5, EIGHT.hex()]), "model.w: found a tensor and"),
-    "alias of nothing": (edit("aliases", "model.tied", to="model.x"), "model.tied: found an alias"),
-    "alias of itself": (edit("aliases", "model.w", to="model.w"), "model.w: found an alias"),
-    "block": (edit("block", to=0), "block: found"),
-    "huge block": (edit("block", to=2**40), "block: found"),
-    "block between": (edit("block", to=65), "block: found"),
-    "header beyond the file": (edit("files", 0, 2, to=133), "found a header of 133 bytes"),
-    "negative length": (edit("files", 0, 1, to=-1), "found a header"),
-    "about": (edit("about", to=3), "about: found '3'"),
-    "path": (edit("tensors", "model.w", 0, to=[None]), "model.w: found 'None'"),
+}
+
+STEP = (0, 1, 0, 0, 1, 1)  # file, tensor, offsets and sizes of its only shard
+ONE, TWO = (0, 0, 0, 0, 2, 3), (1, 0, 2, 0, 2, 3)
+HOSTILE_2 = {
+    "no shards": (edit("shards", to=None), "shards: found 'None'"),
+    "shards that are not base64": (edit("shards", to="ü?"), "shards: found"),
+    "shards that are not compressed": (edit("shards", to="AQIDBA=="), "shards: found columns that cannot be"),
+    "shards without columns": (edit("shards", to=""), "shards: found no columns"),
+    "cut off": (edit("shards", to=base64.b64encode(base64.b64decode(packed(ONE))[:-5]).decode()), "incomplete"),
+    "odd columns": (edit("shards", to=packed(ONE[:-1], TWO[:-1])), "shards: found 4 columns"),
+    "file number beyond": (edit("shards", to=packed(ONE, (2, *TWO[1:]), STEP)), "not among 2 files"),
+    "negative file number": (edit("shards", to=packed((-1, *ONE[1:]), TWO, STEP)), "not among 2 files"),
+    "tensor number beyond": (edit("shards", to=packed(ONE, TWO, (0, 3, 0, 0, 1, 1))), "not among 3 tensors"),
+    "negative tensor number": (edit("shards", to=packed((0, -1, 0, 0, 2, 3), TWO, STEP)), "not among 3 tensors"),
+    "other order": (edit("shards", to=packed(TWO, ONE, STEP)), "not in order"),
+    "twice": (edit("shards", to=packed(ONE, ONE, TWO, STEP)), "not in order, or overlap"),
+    "hole": (edit("shards", to=packed(ONE, STEP)), "model.w: found shards that lack 6 of the 12"),
+    "overlap": (edit("shards", to=packed(ONE, (1, 0, 1, 0, 3, 3), STEP)), "model.w: found overlapping shards"),
+    "shard outside": (edit("shards", to=packed(ONE, (1, 0, 2, 0, 3, 3), STEP)), r"model.w: found shard \[2:5, 0:3\]"),
+    "negative offset": (edit("shards", to=packed((0, 0, -1, 0, 3, 3), TWO, STEP)), r"model.w: found"),
+    "negative size": (edit("shards", to=packed((0, 0, 0, 0, -2, -3), TWO, STEP)), "model.w: found"),
+    "huge size": (edit("shards", to=packed(ONE, (1, 0, 2, 0, 2**62, 2**62), STEP)), "model.w: found"),
+    "offset in a dim that is not there": (edit("shards", to=packed(ONE, TWO, (0, 1, 1, 0, 1, 1))), "step: found shard"),
+    "size in a dim that is not there": (edit("shards", to=packed(ONE, TWO, (0, 1, 0, 0, 2, 1))), "step: found shard"),
+    "empty shard": (edit("shards", to=packed(ONE, TWO, STEP, (0, 2, 0, 0, 0, 3))), "empty: found shard"),
+    "file of a value": (edit("values", "groups", 1, to=2), "groups: found file number 2 of 2"),
+    "value and tensor": (edit("values", "model.w", to=[[], 1]), "model.w: found a tensor and"),
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_made_up_indexes_are_refused(name: str) -> None:
+@pytest.mark.parametrize(
+    ("version", "change", "message"),
+    [
+        pytest.param(version, change, message, id=f"{version}-{name}")
+        for version, hostile in ((1, {**HOSTILE, **HOSTILE_1}), (2, {**HOSTILE, **HOSTILE_2}))
+        for name, (change, message) in hostile.items()
+    ],
+)
+def test_made_up_indexes_are_refused(version: int, change: Callable[[dict[str, Any]], None], message: str) -> None:
     """Well-formed, with a good checksum, and wrong: the error names the file and the key."""
-    change, message = HOSTILE[name]
-    made_up = content()
+    made_up = content_1() if version == 1 else content()
     change(made_up)
     with pytest.raises(CheckpointError, match=message) as caught:
-        from_json(signed(made_up), "folder/fullshard.json")
+        from_json(signed(made_up, version), "folder/fullshard.json")
     assert str(caught.value).startswith("folder/fullshard.json: ")
 
 
@@ -203,7 +290,7 @@ def test_made_up_indexes_are_refused(name: str) -> None:
         (b'{"format": "other", "version": 1, "checksum": "0000000000000000",\n}', "not an index"),
         (b"\xff\xfe" * 40, "not an index"),
         (signed({"a": 1})[:-1], "checksum"),
-        (b'{"format": "fullshard checkpoint", "version": 2, "checksum": "0000000000000000",\n}', "install a newer"),
+        (b'{"format": "fullshard checkpoint", "version": 3, "checksum": "0000000000000000",\n}', "install a newer"),
     ],
 )
 def test_other_files_are_refused(data: bytes, message: str) -> None:

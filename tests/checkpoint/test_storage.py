@@ -25,8 +25,9 @@ from checkpoint.kinds import shared_folder
 from compare import assert_equal as assert_equal_named
 from fullshard import CheckpointError
 from fullshard.checkpoint.format import files, host
+from fullshard.checkpoint.format.data_file import CHECKSUMS
 from fullshard.checkpoint.format.host import HostBlocks
-from fullshard.checkpoint.format.index import BLOCK, ITEM_SIZES
+from fullshard.checkpoint.format.index import BLOCK, CHECKSUM, ITEM_SIZES
 from fullshard.checkpoint.format.storage import INDEX_FILE, CheckpointReader, CheckpointWriter
 from fullshard.checkpoint.format.values import from_bytes, to_bytes
 from ranks import Rank, on_ranks
@@ -87,7 +88,7 @@ def test_data_files_are_safetensors_files(tmp_path: Path) -> None:
     save(tmp_path, entries)
     (name,) = [file.name for file in tmp_path.iterdir() if file.name != INDEX_FILE]
     with safe_open(tmp_path / name, "pt") as file:
-        assert set(file.keys()) == {"a", "b", "c"}
+        assert set(file.keys()) == {"a", "b", "c", CHECKSUMS}
         assert_equal(file.get_tensor("a"), entries["a"])
         assert_equal(file.get_tensor("b"), entries["b"])
         assert_equal(file.get_tensor("c").view(torch.complex128), entries["c"])  # safetensors has no such dtype
@@ -160,7 +161,7 @@ def test_parts_of_large_pieces(tmp_path: Path) -> None:
             read_part(reader, "w", offsets, target)
             assert_equal(target, part)
     data = bytearray((tmp_path / index_of(tmp_path)["files"][0][0]).read_bytes())
-    data[-1] ^= 1  # in the last block
+    data[-1 - 5 * CHECKSUM] ^= 1  # in the last block, before the checksums
     (tmp_path / index_of(tmp_path)["files"][0][0]).write_bytes(data)
     target = torch.zeros(10, 1500)
     read_part(CheckpointReader(tmp_path), "w", [0, 0], target)

@@ -114,7 +114,7 @@ def test_tables_may_differ() -> None:
     ]
     write_plan = plan_writes(held)
     assert write_plan.table.keys == ("a", "b") and write_plan.table.shapes == ((2,), (3, 1))
-    assert [numbers.tolist() for numbers in write_plan.tensors] == [[0], [1, 0]]
+    assert write_plan.ranks.tolist() == [0, 1, 1] and write_plan.regions.tensor.tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize(

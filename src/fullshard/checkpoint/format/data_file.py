@@ -96,7 +96,7 @@ class WrittenEntry:
 
 
 @dataclass(frozen=True)
-class Place:
+class EntryPlace:
     """Where an entry is in its file: first byte, number of bytes, a checksum for every block; and what it is there."""
 
     start: int
@@ -183,12 +183,12 @@ class Directory:
     """
 
     _where: str
-    _places: Mapping[str, Place]
+    _places: Mapping[str, EntryPlace]
 
-    def __init__(self, where: str, places: Mapping[str, Place]) -> None:
+    def __init__(self, where: str, places: Mapping[str, EntryPlace]) -> None:
         self._where, self._places = where, places
 
-    def shard(self, key: str, dtype: str, shape: tuple[int, ...], region: Region) -> Place:
+    def shard(self, key: str, dtype: str, shape: tuple[int, ...], region: Region) -> EntryPlace:
         """Return the place of a shard of a tensor of that dtype and shape.
 
         Raises:
@@ -203,7 +203,7 @@ class Directory:
             )
         return found
 
-    def value(self, key: str) -> Place:
+    def value(self, key: str) -> EntryPlace:
         """Return the place of a value.
 
         Raises:
@@ -249,7 +249,7 @@ def read_directory(stream: IO[bytes], where: str, file: FileEntry, block: int, *
     places, at = {}, 0
     for name, ((dtype, shape), (start, end)) in entries.items():
         count = CHECKSUM * -(-(end - start) // block)
-        places[name] = Place(start, end - start, checksums[at : at + count], dtype, shape)
+        places[name] = EntryPlace(start, end - start, checksums[at : at + count], dtype, shape)
         at += count
     if at != len(checksums):
         raise _corrupted(where, f"{len(checksums)} bytes of checksums, expected {at}")

@@ -144,7 +144,7 @@ class Shards(Sequence[Shard]):
         entries = list(shards)
         if any(number >= _LARGEST for entry in entries for number in (*entry.region.offsets, *entry.region.sizes)):
             raise ValueError("a shard with more than 2**62 elements")
-        table = RegionTable.of([(0, shard.region) for shard in entries])
+        table = RegionTable.of([(0, shard.region) for shard in entries], None if entries else len(shape))
         if table.dims == len(shape):  # otherwise the index refuses them
             order = np.argsort(table.first(shape_columns([shape])), kind="stable")
             entries = [entries[at] for at in order.tolist()]
@@ -371,7 +371,7 @@ class Index:
         outside = table.outside(shapes) if table.dims == shapes.shape[1] else 0
         if outside is not None:
             number = int(numbers[outside])
-            shard = table.region(outside, min(table.dims, len(entries[number].shape)))
+            shard = table.describe(outside, len(entries[number].shape))
             raise self._wrong(keys[number], f"shard {shard} of a tensor of shape {entries[number].shape}")
         both = table.overlap(shapes)
         if both is not None:

@@ -147,6 +147,11 @@ class RegionTable:
         """Return the region of one row, of a tensor with ``dims`` dims."""
         return Region(tuple(self.offsets[row, :dims].tolist()), tuple(self.sizes[row, :dims].tolist()))
 
+    def describe(self, row: int, dims: int) -> str:
+        """Return the region of one row as text, also if it is none, with negative numbers."""
+        offsets, sizes = self.offsets[row, :dims].tolist(), self.sizes[row, :dims].tolist()
+        return "[" + ", ".join(f"{a}:{a + size}" for a, size in zip(offsets, sizes, strict=True)) + "]"
+
     def first(self, shapes: Numbers) -> Numbers:
         """Return the index of the first element of each region in its tensor, counted row by row.
 

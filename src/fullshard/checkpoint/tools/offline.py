@@ -182,8 +182,7 @@ class Checkpoint:
                 self._source.check_file(name)
             except CheckpointError as error:
                 problems.append(str(error))
-                if not self._is_complete(name):
-                    bad_files.add(name)
+                bad_files.add(name)  # where its shards are is not known then
         for key, entry in self.index.tensors.items():
             for shard in entry.shards:
                 if shard.file in bad_files:
@@ -237,11 +236,6 @@ class Checkpoint:
         tensors = {name: self._tensor(name) for name in (*self.index.tensors, *self.index.aliases)}
         described = {name: f"{entry.dtype} {list(entry.shape)}" for name, entry in tensors.items()}
         return {**described, **dict.fromkeys(self.index.values, "a value")}
-
-    def _is_complete(self, name: str) -> bool:
-        """Return True if a file has its full length; otherwise there is no point in reading it."""
-        folder = self._source.folder
-        return folder.exists(name) and folder.length(name) == self.index.files[name].length
 
     def _problems(
         self, key: str, entry: TensorEntry, shard: Shard, progress: Callable[[int], object] | None
