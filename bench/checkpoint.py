@@ -6,6 +6,7 @@
 
 ``save_weights``, ``save``   a checkpoint of the model, and of the model with AdamW's state, on the disk (``fsync``)
 ``async_save``              the same as ``save``, in the background: until the call returns, and until it is on the disk
+``async_save_kept``         with memory for the copy that both keep from call to call; torch's default does not
 ``load_weights``, ``load``  back into the sharded model, and optimizer
 ``export``                  the full weights as one ``.safetensors`` file
 ``import``                  from such a file, the same one for all, into the sharded model

@@ -2,6 +2,8 @@
 
 A *method* is a name that :meth:`Keeper.perform` takes. Peers are called through torch's own functions only:
 
+``async_save``            with the defaults of each: fullshard keeps the memory of the copy for the next call;
+                          ``async_save_kept``: torch does too, in a ``DefaultStager``
 ``save``, ``load``        DCP on ``get_state_dict``; ``load`` reads in place into what ``get_state_dict`` gave and
                           ends with ``set_state_dict``
 ``export``                FSDP1: ``FULL_STATE_DICT`` with ``FullStateDictConfig(rank0_only=True)``; FSDP2:
@@ -83,6 +85,9 @@ class FullshardKeeper(Keeper):
 
         return fullshard.async_save(path, self.model, self.optimizer).result
 
+    def do_async_save_kept(self, path: Path) -> Wait:
+        return self.do_async_save(path)  # it keeps the memory unless told otherwise
+
     def do_load(self, path: Path) -> None:
         import fullshard
 
@@ -107,6 +112,8 @@ class FullshardKeeper(Keeper):
 class TorchKeeper(Keeper):
     """torch's FSDP2. What it does with DCP, FSDP1 does as well."""
 
+    _stager: Any = None  # keeps the memory of copies from one asynchronous save to the next
+
     def do_save(self, path: Path) -> None:
         import torch.distributed.checkpoint as dcp
 
@@ -122,6 +129,15 @@ class TorchKeeper(Keeper):
         import torch.distributed.checkpoint as dcp
 
         future: Any = dcp.async_save(self._everything(), checkpoint_id=path)
+        return lambda: future.result() and None
+
+    def do_async_save_kept(self, path: Path) -> Wait:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        if self._stager is None:  # options that dcp.async_save itself takes: here is no memory to pin
+            self._stager = DefaultStager(StagingOptions(False, False, False, False))
+        future: Any = dcp.async_save(self._everything(), checkpoint_id=path, async_stager=self._stager)
         return lambda: future.result() and None
 
     def do_load(self, path: Path) -> None:

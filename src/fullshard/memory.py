@@ -46,9 +46,9 @@ __all__ = [
     "poison",
     "refill_storage",
     "run_on",
+    "stream_waiter",
     "to_host",
     "wait_for_all",
-    "wait_for_stream",
 ]
 
 
@@ -425,9 +425,10 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
 
 
-def wait_for_stream(device: torch.device) -> None:
-    """Block the host until the current stream of ``device`` is done."""
-    torch.accelerator.current_stream(device).synchronize()
+def stream_waiter(device: torch.device) -> Callable[[], None]:
+    """Return a function that blocks the host until what is on the current stream of ``device`` now is done."""
+    event = torch.accelerator.current_stream(device).record_event()
+    return lambda: _synchronize(event)
 
 
 def _is_capturing(device: torch.device) -> bool:

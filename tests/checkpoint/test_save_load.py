@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,32 @@ def test_async_save_is_of_the_moment_of_the_call(rank: Rank) -> None:
     again = build(rank, "fully_shard", seed=5)
     fullshard.load(folder / "a", again)
     assert_equal(values(again), before, "model")
+
+
+def test_steps_that_follow_background_saves_at_once_are_not_in_them(tmp_path: Path) -> None:
+    """Whatever the delay before the optimizer steps: every file is bit for bit the state at its call."""
+    model, again = nn.Linear(300, 200), nn.Linear(300, 200)
+    optimizer, restored = (torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, again))
+    delays = random.Random(0)
+    for trial in range(20):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        if trial % 2 == 0:
+            optimizer.step()
+        before = [tensor.detach().clone() for tensor in state_tensors(model, optimizer)]
+        saving = fullshard.async_save(tmp_path, model, optimizer)
+        time.sleep(delays.choice((0.0, 0.0, 0.001, 0.004)))
+        optimizer.step()
+        saving.result()
+        fullshard.load(tmp_path, again, restored)
+        for found, expected in zip(state_tensors(again, restored), before, strict=True):
+            assert torch.equal(found, expected), trial
+
+
+def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Parameters and their state, in one order."""
+    parameters = list(model.parameters())
+    return [*parameters, *(value for p in parameters for _, value in sorted(optimizer.state[p].items()))]
 
 
 @on_ranks(2)

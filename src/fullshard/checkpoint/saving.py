@@ -106,6 +106,7 @@ def async_save(
 
     def write() -> None:
         try:
+            staged.wait()
             _write(path, staged, group, storage_writer, same_tables=same_tables)
         finally:
             if keep_memory and storage_writer is None:  # another writer may keep the tensors

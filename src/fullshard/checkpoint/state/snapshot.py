@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from fullshard.checkpoint.state.parameters import local_parameters
 from fullshard.checkpoint.state.tensor_shards import TensorShard, TensorShards
 from fullshard.engine.ownership import nested_units
 from fullshard.errors import CheckpointError
-from fullshard.memory import host_buffer, wait_for_stream
+from fullshard.memory import host_buffer, stream_waiter
 from fullshard.version import __version__
 
 __all__ = [
@@ -60,12 +60,14 @@ class Snapshot:
         aliases: Other keys of tied parameters.
         about: Description of the save, for the index.
         fingerprint: Compared between the ranks of the save.
+        wait: Blocks until the entries can be read: copies from an accelerator are under way when :meth:`stage` returns.
     """
 
     entries: dict[str, TensorShards | bytes]
     aliases: dict[str, str]
     about: dict[str, Any]
     fingerprint: StateFingerprint
+    wait: Callable[[], None] = lambda: None
 
     @property
     def nbytes(self) -> int:
@@ -74,6 +76,10 @@ class Snapshot:
 
     def stage(self, memory: StagingMemory) -> Snapshot:
         """Copy the state to CPU memory, pinned if tensors come from an accelerator.
+
+        From an accelerator, the copies are enqueued on its current stream: whatever changes the tensors later runs
+        after them, and the host does not wait. On the CPU they are done when this returns: nothing could hold off a
+        write of the program's own.
 
         Args:
             memory: Where to; what an earlier save has there is overwritten.
@@ -90,9 +96,8 @@ class Snapshot:
             for (_, copy), (_, local) in zip(copies, entry.shards, strict=True):
                 copy.copy_(local, non_blocking=accelerator is not None)
             entries[key] = TensorShards(entry.shape, entry.dtype, torch.device("cpu"), copies, equal=entry.equal)
-        if accelerator is not None:
-            wait_for_stream(accelerator)
-        return Snapshot(entries, self.aliases, self.about, self.fingerprint)
+        wait = self.wait if accelerator is None else stream_waiter(accelerator)
+        return Snapshot(entries, self.aliases, self.about, self.fingerprint, wait)
 
 
 class StagingMemory:
