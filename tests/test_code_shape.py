@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parent.parent / "src" / "fullshard"
+from source_files import PACKAGE, Source, package_sources
 
 MAX_FUNCTION_LINES = 60
 
@@ -35,18 +35,6 @@ CUDA_ALLOWED = {
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 NOTE = re.compile(r"\[Note: ([^\]\n]+)\]")
 DEFINITION = re.compile(r"""^\s*(?:\#+\s*|[rR]?\"{3}\s*|[rR]?'{3}\s*)?\[Note:\ ([^\]\n]+)\]\s*$""", re.VERBOSE)
-
-
-@dataclass(frozen=True)
-class Source:
-    """One file: ``path`` relative to the package, and its text."""
-
-    path: str
-    text: str
-
-    @property
-    def tree(self) -> ast.Module:
-        return ast.parse(self.text, self.path)
 
 
 @dataclass(frozen=True)
@@ -191,13 +179,6 @@ CHECKS: dict[str, Callable[[Source], Iterator[str]]] = {
 }
 
 
-def package_sources() -> list[Source]:
-    return [
-        Source(path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8"))
-        for path in sorted(PACKAGE.rglob("*.py"))
-    ]
-
-
 @pytest.mark.parametrize("name", CHECKS)
 def test_package_keeps_its_shape(name: str) -> None:
     """Every file of the package keeps within the budget."""
@@ -217,13 +198,9 @@ def check_class_names(sources: list[Source]) -> Iterator[str]:
 
 
 def test_class_names_are_unique() -> None:
-    """A class name stands for one thing in the whole package."""
+    """A class name stands for one thing in the whole package; two of one name are found, private ones too."""
     wrong = list(check_class_names(package_sources()))
     assert not wrong, "\n" + "\n".join(wrong)
-
-
-def test_equal_class_names_are_found() -> None:
-    """Two classes of one name are found, private ones too."""
     sources = [
         Source("a.py", "class Plan: ..."),
         Source("b.py", "def f():\n    class _Plan: ..."),
@@ -302,6 +279,7 @@ EXAMPLES = [
         "class A:\n  def f(self, *, b) -> None: ...",
         "class A:\n  @classmethod\n  def f(cls, *, b: int) -> None: ...",
     ),
+    ("file name", "name a file after", Source("engine/utils.py", ""), Source("engine/unit.py", "")),
     ("devices", "a.py:2: names CUDA", 'x = y\nx.to("cuda")', "x = y\nx.to(mesh.device)"),
     ("devices", "a.py:1: names CUDA", "torch.cuda.synchronize()", "torch.accelerator.synchronize()"),
     ("devices", "a.py:1: names CUDA", "# as in CUDA", "# as on accelerators"),
@@ -309,17 +287,12 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize(("name", "message", "bad", "good"), EXAMPLES)
-def test_check_finds_what_it_looks_for(name: str, message: str, bad: str, good: str) -> None:
+def test_check_finds_what_it_looks_for(name: str, message: str, bad: str | Source, good: str | Source) -> None:
     """Each check finds one thing in a bad example, and nothing in one that is just good enough."""
-    (found,) = CHECKS[name](Source("a.py", bad))
+    sources = [each if isinstance(each, Source) else Source("a.py", each) for each in (bad, good)]
+    (found,) = CHECKS[name](sources[0])
     assert message in found
-    assert not list(CHECKS[name](Source("a.py", good)))
-
-
-def test_catch_all_file_names_are_found() -> None:
-    """A file called ``utils.py`` is found in any folder."""
-    assert list(check_file_name(Source("engine/utils.py", "")))
-    assert not list(check_file_name(Source("engine/unit.py", "")))
+    assert not list(CHECKS[name](sources[1]))
 
 
 def test_a_signature_adds_no_length() -> None:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from functools import cache
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parent.parent / "src" / "fullshard"
-NAME = "fullshard"
+from source_files import NAME, Source, package_sources
 
 # From top to bottom. A module imports its own layer or those below. "" is the package's __init__.
 LAYERS = [
@@ -84,29 +82,10 @@ OWNERS = {
 IMPORTERS = {"import_module", "__import__", "find_spec", "resolve_name"}
 
 
-@dataclass(frozen=True)
-class Source:
-    """One file: ``path`` relative to the package, and its text."""
-
-    path: str
-    text: str
-
-    @property
-    def name(self) -> str:
-        """Its dotted name."""
-        return ".".join([NAME, *self.path.removesuffix(".py").split("/")]).removesuffix(".__init__")
-
-    @property
-    def part(self) -> str:
-        """First segment below the package, which decides the layer: "engine", "" for __init__."""
-        first = self.path.partition("/")[0].removesuffix(".py")
-        return "" if first == "__init__" else first
-
-
 def imports(source: Source) -> Iterator[tuple[int, str]]:
     """Line and absolute dotted name of all that is imported, by statements and importlib calls."""
     package = [NAME, *source.path.split("/")[:-1]]
-    for node in ast.walk(ast.parse(source.text, source.path)):
+    for node in source.nodes:
         match node:
             case ast.Import(names=names):
                 yield from ((node.lineno, alias.name) for alias in names)
@@ -175,22 +154,27 @@ def check_purity(source: Source) -> Iterator[str]:
 def check_banned(source: Source) -> Iterator[str]:
     if source.part in MAY_NAME_BANNED:
         return
-    for line, name in {*imports(source), *used_names(source)}:
+    for line, name in all_names(source):
         if any(f"{name}.".startswith(f"{banned}.") for banned in BANNED):
             yield f"{source.path}:{line}: uses {name}, which this project replaces"
 
 
+@cache
+def all_names(source: Source) -> set[tuple[int, str]]:
+    """Line and dotted name of all that is imported or used."""
+    return {*imports(source), *used_names(source)}
+
+
 def used_names(source: Source) -> Iterator[tuple[int, str]]:
     """Line and dotted name of every name used, its first segment resolved through the imports."""
-    tree = ast.parse(source.text, source.path)
     origins: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in source.nodes:
         match node:
             case ast.Import(names=names):
                 origins |= {alias.asname: alias.name for alias in names if alias.asname}
             case ast.ImportFrom(module=str(module), names=names, level=0):
                 origins |= {alias.asname or alias.name: f"{module}.{alias.name}" for alias in names}
-    for node in ast.walk(tree):
+    for node in source.nodes:
         if isinstance(node, ast.Attribute | ast.Name):
             first, dot, rest = ast.unparse(node).partition(".")
             yield node.lineno, origins.get(first, first) + dot + rest
@@ -206,7 +190,7 @@ def check_owners(source: Source) -> Iterator[str]:
 
 def _touched(source: Source, names: set[str]) -> Iterator[tuple[int, str]]:
     """Uses of names: methods, classes by their full name, getattr by string, keywords of torch functions."""
-    for node in ast.walk(ast.parse(source.text, source.path)):
+    for node in source.nodes:
         match node:
             case ast.Call(func=ast.Attribute(attr=name)) if name in names:
                 yield node.lineno, name
@@ -216,17 +200,12 @@ def _touched(source: Source, names: set[str]) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
             case ast.Call(func=function, keywords=keywords) if ast.unparse(function).startswith("torch."):
                 yield from ((node.lineno, keyword.arg) for keyword in keywords if keyword.arg in names)
-    for line, name in {*used_names(source), *imports(source)}:
+    for line, name in all_names(source):
         if name in names - {"pin_memory"}:
             yield line, name
 
 
 CHECKS = {check.__name__: check for check in (check_layers, check_purity, check_banned, check_owners)}
-
-
-def package_sources() -> list[Source]:
-    files = sorted(PACKAGE.rglob("*.py"))
-    return [Source(path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8")) for path in files]
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -22,9 +22,9 @@ TESTS = Path(__file__).resolve().parent
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
+def ranks(ranks: RankPool) -> Iterator[RankPool]:
     """A pool of this file's own: worlds of the session's pool are replaced after so many bodies, in any test."""
-    pool = RankPool()
+    pool = RankPool(beside=ranks)
     yield pool
     pool.close()
 
@@ -115,21 +115,17 @@ def skip_all(rank: Rank) -> None:
     pytest.skip("not today")
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_results_come_in_rank_order(ranks: RankPool, world: int) -> None:
-    """A call passes its arguments on and returns what each rank returned, ordered by rank."""
-    assert ranks(world, number, 10, offset=3) == [rank * 10 + 3 for rank in range(world)]
+def test_results_come_in_rank_order(ranks: RankPool) -> None:
+    """A call passes its arguments on and returns what each rank returned, by rank, from the same processes."""
+    for world in (1, 2, 4):
+        assert ranks(world, number, 10, offset=3) == [rank * 10 + 3 for rank in range(world)]
+    assert ranks(2, process_id) == ranks(2, process_id) == ranks.pids(2)
 
 
 def test_ranks_share_a_process_group(ranks: RankPool) -> None:
     """Bodies can use collectives, and tensors travel to the ranks and back."""
     for value in ranks(4, sum_over_ranks, torch.ones(2, 3)):
         assert torch.equal(value, torch.full((2, 3), 4.0 + 0 + 1 + 2 + 3))
-
-
-def test_processes_are_reused(ranks: RankPool) -> None:
-    """Two calls with one world size run in the same processes, as long as the first one succeeds."""
-    assert ranks(2, process_id) == ranks(2, process_id) == ranks.pids(2)
 
 
 def test_mesh_spans_the_world(ranks: RankPool) -> None:
@@ -149,7 +145,7 @@ def test_device_that_cannot_be_had_skips_the_test(ranks: RankPool, monkeypatch: 
     """Without a compiler, a test for the emulated accelerator is skipped with the reason."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(pytest.skip.Exception, match="needs a C\\+\\+ compiler"):
-        RankPool()(2, process_id, device_type="emulated")
+        RankPool(beside=ranks)(2, process_id, device_type="emulated")
 
 
 def test_error_on_one_rank_is_shown_first(ranks: RankPool) -> None:
@@ -168,22 +164,18 @@ def test_error_on_one_rank_is_shown_first(ranks: RankPool) -> None:
     assert "ranks/worker.py" not in text[: text.index("rank 0 hung")]
 
 
-def test_equal_errors_are_shown_once(ranks: RankPool) -> None:
-    """An assertion that fails alike on all ranks is reported once, with the values that pytest would show."""
+def test_equal_errors_are_shown_once_and_the_world_is_replaced(ranks: RankPool) -> None:
+    """An assertion that fails alike on all ranks is reported once, with the values that pytest would show.
+
+    The next call runs in new processes and works.
+    """
+    before = ranks(2, process_id)
     with pytest.raises(RanksFailed, match=r"ranks 0, 1, each raised AssertionError") as caught:
         ranks(2, compare_on_all)
     assert str(caught.value).count("Traceback") == 1
     assert "assert (2 * 100) == 3" in str(caught.value)
-
-
-def test_world_is_replaced_after_a_failure(ranks: RankPool) -> None:
-    """After a failure, the next call runs in new processes and works."""
-    before = ranks(2, process_id)
-    with pytest.raises(RanksFailed):
-        ranks(2, compare_on_all)
     assert ranks.pids(2) == []
-    after = ranks(2, process_id)
-    assert not set(before) & set(after)
+    assert not set(before) & set(ranks(2, process_id))
     assert not any(_is_running(pid) for pid in before)
 
 
@@ -253,14 +245,10 @@ def test_state_is_reset_between_bodies(ranks: RankPool) -> None:
     assert clean[0] == clean[1]
 
 
-def test_closures_are_refused(ranks: RankPool) -> None:
-    """A function that ranks could not find by name is refused with a reason."""
+def test_what_cannot_travel_is_refused(ranks: RankPool) -> None:
+    """A function that ranks could not find by name, and a return value that cannot be pickled, with a reason."""
     with pytest.raises(TypeError, match=r"function of a module; got .*<lambda>"):
         ranks(2, lambda rank: None)
-
-
-def test_result_that_cannot_travel_is_an_error(ranks: RankPool) -> None:
-    """A return value that cannot be pickled fails the call and says so."""
     with pytest.raises(RanksFailed, match="returned a function, which cannot be pickled"):
         ranks(1, return_lambda)
 
@@ -299,67 +287,65 @@ def test_decorator_refuses_what_it_cannot_run() -> None:
         def body(rank: Rank, world: int) -> None: ...
 
 
-def test_failure_reads_well_in_pytest(tmp_path: Path) -> None:
+def test_failure_reads_well_in_pytest(
+    ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A failing body fails its own test with the rank's traceback, and the next test passes."""
-    (tmp_path / "conftest.py").write_text(
-        f"import sys; sys.path.insert(0, {str(TESTS)!r})\nfrom conftest_pool import *\n"
-    )
-    (tmp_path / "conftest_pool.py").write_text(
-        "import pytest\nfrom ranks import RankPool\n\n"
-        "@pytest.fixture(scope='session')\ndef ranks():\n"
-        "    pool = RankPool()\n    yield pool\n    pool.close()\n"
-    )
-    folder = tmp_path / "inner"
-    folder.mkdir()
-    (folder / "test_inner.py").write_text(
-        textwrap.dedent(
-            """
-            from ranks import on_ranks
+    code = """
+        from ranks import on_ranks
 
-            @on_ranks(2)
-            def test_bad(rank):
-                wrong = rank.rank + 1
-                assert wrong == 7 or rank.rank == 0
+        @on_ranks(2)
+        def test_bad(rank):
+            wrong = rank.rank + 1
+            assert wrong == 7 or rank.rank == 0
 
-            @on_ranks(2)
-            def test_good(rank):
-                pass
-            """
-        )
-    )
-    arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(folder)]
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
-    assert "rank 1 raised AssertionError" in done.stdout
-    assert "assert (2 == 7 or 1 == 0)" in done.stdout
-    assert "ranks/world.py" not in done.stdout  # no frames of the pool
+        @on_ranks(2)
+        def test_good(rank):
+            pass
+    """
+    (tmp_path / "test_inner.py").write_text(textwrap.dedent(code))
+
+    class Pool:
+        @pytest.fixture(name="ranks")
+        def pool(self) -> RankPool:
+            return ranks
+
+    monkeypatch.chdir(tmp_path)
+    plugins = ("cacheprovider", "faulthandler", "threadexception", "unraisableexception")
+    arguments = ["-q", *(f"-pno:{plugin}" for plugin in plugins), "--rootdir", str(tmp_path), str(tmp_path)]
+    pytest.main(arguments, plugins=[Pool()])
+    output = capsys.readouterr().out
+    assert "1 failed, 1 passed" in output, output
+    assert "rank 1 raised AssertionError" in output
+    assert "assert (2 == 7 or 1 == 0)" in output
+    assert "ranks/world.py" not in output  # no frames of the pool
 
 
-def test_no_process_outlives_a_killed_pytest(tmp_path: Path) -> None:
-    """When the process that owns the pool is killed, its ranks and their nursery end too."""
-    (tmp_path / "owner.py").write_text(
-        textwrap.dedent(
-            f"""
-            import sys, time
-            sys.path.insert(0, {str(TESTS)!r})
-            from ranks import RankPool
-            pool = RankPool()
-            world = pool._start(2, "cpu")
-            print(*world.pids.values(), pool._nurseries["cpu"].process.pid, flush=True)
-            time.sleep(100)
-            """
-        )
-    )
-    owner = subprocess.Popen(
-        [sys.executable, str(tmp_path / "owner.py")],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=dict(os.environ, TMPDIR=str(tmp_path)),
-    )
+def instruction_sets(rank: Rank) -> tuple[str, str | None]:
+    return torch.backends.cpu.get_cpu_capability(), os.environ.get("MKL_CBWR")
+
+
+def own_a_pool() -> None:
+    """The program of the next test: print what its ranks inherit, and its processes."""
+    pool = RankPool()
+    print(pool(2, instruction_sets))
+    print(*pool.pids(2), pool._nursery("cpu").process.pid, flush=True)
+    time.sleep(100)
+
+
+def test_what_ranks_have_of_the_process_that_owns_the_pool(tmp_path: Path) -> None:
+    """Ranks compute with the instruction sets that its environment names; when it is killed they end, too."""
+    chosen = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "AVX2"}  # as of ``make test CPU=...``
+    program = f"import sys; sys.path.insert(0, {str(TESTS)!r}); import test_rank_pool; test_rank_pool.own_a_pool()"
+    environment = {**os.environ, **chosen, "TMPDIR": str(tmp_path)}
+    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
     with owner:
+        assert owner.stdout is not None
+        inherited = owner.stdout.readline().strip()
         pids = [int(word) for word in owner.stdout.readline().split()]
         running = [_is_running(pid) for pid in pids]
         owner.kill()
+    assert inherited == str([("DEFAULT", "AVX2")] * 2)
     assert running == [True, True, True]
     until = time.monotonic() + 10
     while any(_is_running(pid) for pid in pids) and time.monotonic() < until:

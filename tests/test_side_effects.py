@@ -1,121 +1,138 @@
-"""What importing fullshard and sharding with it change in a process, beside the user's modules: what README.md says."""
+"""What importing fullshard and sharding with it change in a process, beside the user's modules: what README.md says.
+
+Bodies run in processes that have not imported fullshard, so this file must not import it either.
+"""
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+import types
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-PROGRAM = """
-import sys, types, warnings
-import torch, torch.distributed as dist
-import torch.distributed.checkpoint.state_dict as functions
+import pytest
+import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import _global_optimizer_post_hooks
 
-warnings.simplefilter("ignore")
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-mesh = init_device_mesh("cpu", (1,))
+from ranks import Rank, RankPool
 
-def model():
+Names = dict[tuple[Any, str], tuple[object, list[int] | None]]
+
+
+def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
 
-def train(model):
+
+def train(model: nn.Module) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(3, 4)).sum().backward()
     optimizer.step()
     model.state_dict()
 
-def contents(value):
-    "Of containers what is in them, of others nothing."
+
+def contents(value: object) -> list[int] | None:
+    """Of containers what is in them, of others nothing."""
     if isinstance(value, dict):
         return [*map(id, value), *map(id, value.values())]
     return [id(item) for item in value] if isinstance(value, list | tuple | set) else None
 
-def names():
-    "All that torch's modules, and the classes in them, hold: value by value, and what is in these."
-    found = {}
+
+def names() -> Names:
+    """All that torch's modules, and the classes in them, hold: value by value, and what is in these."""
+    found: Names = {}
     for module in list(sys.modules.values()):
         if isinstance(module, types.ModuleType) and module.__name__.partition(".")[0] == "torch":
-            owners = [module, *(v for v in list(vars(module).values()) if isinstance(v, type))]
-            for owner in owners:
+            for owner in (module, *(value for value in list(vars(module).values()) if isinstance(value, type))):
                 if getattr(owner, "__module__", module.__name__).partition(".")[0] == "torch":
                     for name, value in list(vars(owner).items()):
                         found[owner, name] = value, contents(value)
     return found
 
-for theirs in (model(), DistributedDataParallel(model()), fully_shard(model(), mesh=mesh)):
-    train(theirs)  # what torch sets up when it is first used
-before = names()
 
-import fullshard, fullshard.dropin
-imported = names()
-for ours in (fullshard.fully_shard(model(), mesh=mesh), fullshard.FullyShardedDataParallel(model())):
-    train(ours)
-after = names()
-undo = fullshard.dropin.enable_torch_state_dict_functions()
-enabled = names()
-undo.close()
-undone = names()
-
-def changed(old, new):
+def changed(old: Names, new: Names) -> set[str]:
     known = {owner for owner, _ in old}
-    same = lambda key: key in old and old[key][0] is new[key][0] and old[key][1] == new[key][1]
-    differ = {key for key in new if key[0] in known and not same(key)} | {key for key in old if key not in new}
-    submodules = {key for key in new if isinstance(new[key][0], types.ModuleType)}
-    return sorted(f"{owner.__name__}.{name}" for owner, name in differ - submodules)
 
-print("imported", *changed(before, imported))
-print("sharded", *changed(imported, after))
-print("enabled", *{name.rpartition(".")[0] for name in changed(after, enabled)})
-print("undone", *changed(after, undone))
-print("hooks", len(_global_optimizer_post_hooks))
-"""
+    def is_same(key: Any) -> bool:
+        return key in old and old[key][0] is new[key][0] and old[key][1] == new[key][1]
+
+    differ = {key for key in new if key[0] in known and not is_same(key)} | {key for key in old if key not in new}
+    submodules = {key for key in differ if isinstance(new.get(key, (None,))[0], types.ModuleType)}
+    return {f"{owner.__name__}.{name}" for owner, name in differ - submodules}
 
 
-def run(program: str, **environment: str) -> list[str]:
-    """The lines that it prints."""
-    variables = {**os.environ, **environment}
-    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+def observe(rank: Rank, watch: str) -> Mapping[str, set[str]]:
+    """What each step changes in torch."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    assert "fullshard" not in sys.modules
+    os.environ["FULLSHARD_WATCH_OPTIMIZERS"] = watch
+    warnings.simplefilter("ignore")
+    for theirs in (model(), DistributedDataParallel(model()), fully_shard(model(), mesh=rank.mesh)):
+        train(theirs)  # what torch sets up when it is first used
+    before = names()
+    import fullshard.dropin
+
+    imported = names()
+    for ours in (fullshard.fully_shard(model(), mesh=rank.mesh), fullshard.FullyShardedDataParallel(model())):
+        train(ours)
+    sharded = names()
+    undo = fullshard.dropin.enable_torch_state_dict_functions()
+    enabled = names()
+    undo.close()
+    return {
+        "import": changed(before, imported),
+        "sharding": changed(imported, sharded),
+        "state dict functions": {name.rpartition(".")[0] for name in changed(sharded, enabled)},
+        "undone": changed(sharded, names()),
+    }
 
 
-def test_torch_is_left_as_it_is() -> None:
-    """One hook of ``torch.optim`` is all; the checkpoint functions are changed only by who asks, and are given back."""
-    hook = "torch.optim.optimizer._global_optimizer_post_hooks"
-    counter = "RemovableHandle.next_id"  # torch counts hooks, whoever registers them
-    functions = "enabled torch.distributed.checkpoint.state_dict"
-    assert run(PROGRAM) == ["imported", f"sharded {counter} {hook}", functions, "undone", "hooks 1"]
-    without = run(PROGRAM, FULLSHARD_WATCH_OPTIMIZERS="0")
-    assert without == ["imported", f"sharded {counter}", functions, "undone", "hooks 0"]
+@pytest.fixture(scope="module")
+def unaware() -> Iterator[RankPool]:
+    """A pool whose ranks have not imported fullshard."""
+    pool = RankPool(preload=())
+    yield pool
+    pool.close()
 
 
-STALE = """
-import torch, torch.distributed as dist
-from torch import nn
-from fullshard import MixedPrecisionPolicy, fully_shard
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-precision = MixedPrecisionPolicy(param_dtype=torch.float64)  # so that what is unsharded is a copy
-model = fully_shard(nn.Linear(2, 1, bias=False), reshard_after_forward=False, mp_policy=precision)
-model.set_reshard_after_backward(False)
-optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-x = torch.ones(1, 2)
-before = model(x)
-before.sum().backward()
-optimizer.step()  # each weight becomes less by 1
-print(round((before - model(x)).item()))
-model.reshard()
-print(round((before - model(x)).item()))
-"""
+@pytest.mark.cpu_only("what is changed does not depend on the device")
+@pytest.mark.parametrize("watch", ["1", "0"])
+def test_torch_is_left_as_it_is(unaware: RankPool, watch: str) -> None:
+    """One hook of ``torch.optim`` is all, if wanted; the checkpoint functions are changed only by who asks."""
+    hook = {"torch.optim.optimizer._global_optimizer_post_hooks"} if watch == "1" else set()
+    assert unaware(1, observe, watch, fresh=True) == [
+        {
+            "import": set(),
+            "sharding": {"RemovableHandle.next_id", *hook},  # torch counts hooks, whoever registers them
+            "state dict functions": {"torch.distributed.checkpoint.state_dict"},
+            "undone": set(),
+        }
+    ]
 
 
-def test_without_the_hook_the_user_reshards() -> None:
+def step_without_resharding(rank: Rank, watch: str) -> tuple[int, int]:
+    """By how much an output changes with a step, before and after ``reshard()``."""
+    os.environ["FULLSHARD_WATCH_OPTIMIZERS"] = watch
+    from fullshard import MixedPrecisionPolicy, fully_shard
+
+    precision = MixedPrecisionPolicy(param_dtype=torch.float64)  # so that what is unsharded is a copy
+    model = fully_shard(nn.Linear(2, 1, bias=False), reshard_after_forward=False, mp_policy=precision)
+    model.set_reshard_after_backward(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    x = torch.ones(1, 2)
+    before = model(x)
+    before.sum().backward()
+    optimizer.step()  # each weight becomes less by 1
+    stale = before - model(x)
+    model.reshard()
+    return round(stale.item()), round((before - model(x)).item())
+
+
+@pytest.mark.parametrize(("watch", "expected"), [("1", (2, 2)), ("0", (0, 2))])
+def test_without_the_hook_the_user_reshards(ranks: RankPool, watch: str, expected: tuple[int, int]) -> None:
     """With it a forward after a step computes with what the step has made; without it only after ``reshard()``."""
-    assert run(STALE) == ["2", "2"]
-    assert run(STALE, FULLSHARD_WATCH_OPTIMIZERS="0") == ["0", "2"]
+    assert ranks(1, step_without_resharding, watch, fresh=True) == [expected]

@@ -405,7 +405,7 @@ def only_some_ranks(rank: Rank) -> str:
 
 def test_first_batch_needs_all_ranks(ranks: RankPool) -> None:
     """A group whose first operation is a point-to-point batch waits for all of its ranks, as NCCL's does."""
-    outcomes = ranks(4, only_some_ranks, device_type="emulated", fresh=True, expect_failure=True, timeout=8)
+    outcomes = ranks(4, only_some_ranks, device_type="emulated", fresh=True, expect_failure=True, timeout=4)
     assert [outcome.kind for outcome in outcomes[:2]] == ["hung", "hung"]
 
 

@@ -49,31 +49,22 @@ def glibc(monkeypatch: pytest.MonkeyPatch) -> Iterator[Glibc]:
 
 
 def test_blocks_up_to_a_size_are_kept_and_nothing_is_trimmed(glibc: Glibc) -> None:
-    """Larger blocks are mapped on their own; the rest stays with the process."""
-    assert keep_freed_memory(MEBIBYTE) is True
-    assert glibc.told == [(MMAP, MEBIBYTE), (TRIM, -1)] and glibc.trims == 0
-
-
-def test_a_later_call_may_keep_fewer(glibc: Glibc) -> None:
-    """The last call counts."""
-    keep_freed_memory(2 * MEBIBYTE)
-    keep_freed_memory(MEBIBYTE)
-    assert glibc.told[-2:] == [(MMAP, MEBIBYTE), (TRIM, -1)]
+    """Larger blocks are mapped on their own; the rest stays with the process. The last call counts."""
+    for size in (2 * MEBIBYTE, MEBIBYTE):
+        assert keep_freed_memory(size) is True
+        assert glibc.told[-2:] == [(MMAP, size), (TRIM, -1)] and glibc.trims == 0
+    assert len(glibc.told) == 4
 
 
 @pytest.mark.parametrize("undo", [None, False])
 def test_undoing_sets_what_a_new_process_has_and_returns_memory(glibc: Glibc, undo: bool | None) -> None:
-    """Both thresholds go back to 128 KiB."""
+    """Both thresholds go back to 128 KiB; if they were never set they stay adaptive, which any call would end."""
+    assert keep_freed_memory(undo) is True
+    assert glibc.told == [] and glibc.trims == 0
     keep_freed_memory()
     glibc.told.clear()
     assert keep_freed_memory(undo) is True
     assert glibc.told == [(MMAP, 128 * 1024), (TRIM, 128 * 1024)] and glibc.trims == 1
-
-
-def test_undoing_what_was_never_set_leaves_the_thresholds_adaptive(glibc: Glibc) -> None:
-    """Any call of mallopt would end glibc's own adaptation."""
-    assert keep_freed_memory(None) is True
-    assert glibc.told == [] and glibc.trims == 0
 
 
 def test_front_ends_set_it_once(glibc: Glibc) -> None:
@@ -123,47 +114,43 @@ def test_an_allocator_that_refuses_is_said(glibc: Glibc, monkeypatch: pytest.Mon
     assert keep_freed_memory(2 * KEPT_BLOCK_BYTES) is False
 
 
-@pytest.mark.parametrize("bad", [True, 1.5, "16"])
-def test_only_numbers_of_bytes_are_taken(glibc: Glibc, bad: object) -> None:
-    """True would be one byte."""
-    with pytest.raises(TypeError, match="number of bytes or None"):
+@pytest.mark.parametrize(
+    ("bad", "error", "words"),
+    [
+        *((bad, TypeError, "number of bytes or None") for bad in (True, 1.5, "16")),  # True would be one byte
+        *((bad, ValueError, "expected 1 to 2147483647") for bad in (0, -1, 2**31)),  # C would cut larger ones off
+    ],
+)
+def test_only_numbers_of_bytes_are_taken(glibc: Glibc, bad: object, error: type[Exception], words: str) -> None:
+    """Undoing is None, not 0."""
+    with pytest.raises(error, match=words):
         keep_freed_memory(bad)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("bad", [0, -1, 2**31])
-def test_sizes_fit_the_allocators_own_type(glibc: Glibc, bad: int) -> None:
-    """Undoing is None, not 0; and C would cut larger ones off."""
-    with pytest.raises(ValueError, match="expected 1 to 2147483647"):
-        keep_freed_memory(bad)
-
-
-@pytest.mark.parametrize("platform", ["darwin", "win32"])
-def test_other_systems_have_no_such_setting(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
-    """There the call says so and does nothing."""
+@pytest.mark.parametrize(
+    ("platform", "symbols"),
+    [
+        ("darwin", None),
+        ("win32", None),
+        ("linux", {"mallopt"}),
+        ("linux", {"mallopt", "gnu_get_libc_version", "mallctl"}),
+        ("linux", {"mallopt", "gnu_get_libc_version", "tc_version"}),
+    ],
+    ids=["darwin", "win32", "musl", "jemalloc", "tcmalloc"],
+)
+def test_other_allocators_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, platform: str, symbols: set[str] | None
+) -> None:
+    """Where malloc is not glibc's, mallopt would change an allocator that nobody uses: the call says so."""
     monkeypatch.setattr(allocator, "_settings", allocator._AllocatorSettings())
     monkeypatch.setattr(sys, "platform", platform)
+    if symbols is not None:
+        library = type("Library", (), dict.fromkeys(symbols, lambda *_: 1))()
+        monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: library)
     allocator._glibc.cache_clear()
     try:
         assert keep_freed_memory() is False
         assert keep_freed_memory(None) is False
-    finally:
-        allocator._glibc.cache_clear()
-
-
-@pytest.mark.parametrize(
-    "symbols",
-    [{"mallopt"}, {"mallopt", "gnu_get_libc_version", "mallctl"}, {"mallopt", "gnu_get_libc_version", "tc_version"}],
-    ids=["musl", "jemalloc", "tcmalloc"],
-)
-def test_other_allocators_are_left_alone(monkeypatch: pytest.MonkeyPatch, symbols: set[str]) -> None:
-    """Where malloc is not glibc's, mallopt would change an allocator that nobody uses."""
-    library = type("Library", (), dict.fromkeys(symbols, lambda *_: 1))()
-    monkeypatch.setattr(allocator, "_settings", allocator._AllocatorSettings())
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: library)
-    allocator._glibc.cache_clear()
-    try:
-        assert keep_freed_memory() is False
     finally:
         allocator._glibc.cache_clear()
 

@@ -15,6 +15,7 @@ from fullshard import fully_shard
 from fullshard.comm import Collective, record
 from fullshard.engine.ownership import unit_of
 from models import (
+    LossOf,
     Stack,
     assert_at_rest,
     batch,
@@ -44,7 +45,10 @@ def units(collectives: list[Collective], kind: str) -> list[str]:
     ids=["reshard", "default", "keep"],
 )
 def test_order_of_a_step(rank: Rank, setting: Any, gathered_in_backward: list[str]) -> None:
-    """Forward gathers root and blocks in order, backward the freed ones in reverse, and each reduces once."""
+    """Forward gathers root and blocks in order, backward the freed ones in reverse, and each reduces once.
+
+    A forward without gradients gathers every unit once and reduces nothing.
+    """
     with tiny_units():
         model = shard_blocks(Stack(), rank, reshard_after_forward=setting)
     for step in range(3):
@@ -52,8 +56,11 @@ def test_order_of_a_step(rank: Rank, setting: Any, gathered_in_backward: list[st
             loss = square_loss(step)(model, rank.rank)
         with record() as backward:
             loss.backward()
-        assert units(forward, "all_gather") == ["", *BLOCKS]
-        assert units(forward, "reduce_scatter") == []
+        with record() as evaluation, torch.no_grad():
+            square_loss(step)(model, rank.rank)
+        for without_gradients in (forward, evaluation):
+            assert units(without_gradients, "all_gather") == ["", *BLOCKS]
+            assert units(without_gradients, "reduce_scatter") == []
         assert units(backward, "all_gather") == gathered_in_backward
         assert units(backward, "reduce_scatter") == ["blocks.2", "blocks.1", "blocks.0", ""]
 
@@ -149,17 +156,6 @@ def test_frozen_units_do_not_reduce(rank: Rank) -> None:
 
 
 @on_ranks(2)
-def test_evaluation_gathers_once_and_reduces_nothing(rank: Rank) -> None:
-    """A forward without gradients gathers every unit once."""
-    model = shard_blocks(Stack(), rank)
-    for _ in range(2):
-        with record() as seen, torch.no_grad():
-            model(batch(rank.rank, 0, 4, 6))
-        assert units(seen, "all_gather") == ["", *BLOCKS]
-        assert units(seen, "reduce_scatter") == []
-
-
-@on_ranks(2)
 def test_unused_unit_is_gathered_by_the_first_guess_only(rank: Rank) -> None:
     """The first step guesses that all units run; from the second step on an unused one costs nothing."""
     model, reference = with_reference(Stack(), rank)
@@ -249,9 +245,13 @@ def test_recomputation_sees_full_parameters(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_manual_unshard_and_reshard(rank: Rank) -> None:
-    """``unshard`` registers the full parameters of one unit, with the right values, and ``reshard`` undoes it."""
-    model, reference = with_reference(Stack(), rank)
-    square_loss()(model, rank.rank).backward()
+    """``unshard`` registers one unit's unsharded parameters, with the right values, and ``reshard`` undoes it.
+
+    Freeing a kept unit by hand before backward costs one more all-gather and changes no value.
+    """
+    model, reference = with_reference(Stack(), rank, reshard_after_forward=False)
+    square_loss()(model, rank.rank).backward()  # from now on units have their names
+    model.zero_grad()
     with record() as seen:
         assert model.blocks[1].unshard() is None
         assert model.blocks[1].unshard() is None
@@ -264,12 +264,6 @@ def test_manual_unshard_and_reshard(rank: Rank) -> None:
     model.blocks[1].reshard()
     model.blocks[1].reshard()
     assert_at_rest(model)
-
-
-@on_ranks(2)
-def test_reshard_between_forward_and_backward(rank: Rank) -> None:
-    """Freeing a kept unit by hand before backward costs one more gather and changes no value."""
-    model, reference = with_reference(Stack(), rank, reshard_after_forward=False)
     loss = square_loss()(model, rank.rank)
     model.blocks[1].reshard()
     model.reshard()
@@ -318,29 +312,25 @@ class TwoOutputs(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("setting", [True, None, False])
-@pytest.mark.parametrize("early_first", [True, False])
+@pytest.mark.parametrize(("early_first", "setting"), [(True, True), (False, None), (True, False), (False, True)])
 def test_two_losses_on_one_graph(rank: Rank, early_first: bool, setting: Any) -> None:
     """Two backward passes over one graph each reduce the units that they reach, and the gradients add up."""
     model, reference = with_reference(TwoOutputs(), rank, reshard_after_forward=setting)
-    loss = [output.square().mean() for output in model(batch(rank.rank, 0, 4, 6))]
-    order = (0, 1) if early_first else (1, 0)
+
+    def loss_of(step: int, *which: int) -> LossOf:
+        return lambda m, number: sum(m(batch(number, step, 4, 6))[i].square().mean() for i in which)
+
+    losses = [output.square().mean() for output in model(batch(rank.rank, 0, 4, 6))]
     reached = {0: ["blocks.0"], 1: ["", *BLOCKS]}
-    for count, which in enumerate(order):
+    for count, which in enumerate((0, 1) if early_first else (1, 0)):
         with record() as seen:
-            loss[which].backward(retain_graph=count == 0)
+            losses[which].backward(retain_graph=count == 0)
         assert set(reached[which]) <= set(units(seen, "reduce_scatter")) <= {"", *reached[which]}
         assert len(units(seen, "reduce_scatter")) <= 4
         assert_at_rest(model)
-        reference_backward(
-            reference, rank.world_size, lambda m, r, which=which: m(batch(r, 0, 4, 6))[which].square().mean()
-        )
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-    model.zero_grad()
-    reference.zero_grad()
-    total = sum(output.square().mean() for output in model(batch(rank.rank, 1, 4, 6)))
-    total.backward()
-    reference_backward(reference, rank.world_size, lambda m, r: sum(o.square().mean() for o in m(batch(r, 1, 4, 6))))
+        reference_backward(reference, rank.world_size, loss_of(0, which))
+    loss_of(1, 0, 1)(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, loss_of(1, 0, 1))
     assert_models_equal(model, reference, grads=True, **CLOSE)
 
 

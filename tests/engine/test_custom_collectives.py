@@ -35,25 +35,29 @@ from models import assert_at_rest, batch, reference_backward, tiny_units
 from ranks import Rank, RankPool, on_ranks
 
 
-@on_ranks(2, 4)
+@on_ranks(1, 2, 4)
 @pytest.mark.parametrize("done", [False, True], ids=["later", "at once"])
-@pytest.mark.parametrize("dim", [6, ODD_DIM, 1])
-def test_custom_collectives(rank: Rank, dim: int, done: bool) -> None:
-    """Each unit's gathers and reductions are one call each, in the user's memory, with the same values."""
-    reference = build(dim)
-    model = shard(copy.deepcopy(reference), rank.mesh, reshard_after_forward=True)
-    comms = [(Gather(done), Scatter(done)) for _ in units(model)]
-    for unit, (gather, scatter) in zip(units(model), comms, strict=True):
-        unit.set_custom_all_gather(gather)
-        unit.set_custom_reduce_scatter(scatter)
-    check_training(model, reference, rank, dim, steps=2)
-    assert_at_rest(model)
-    for gather, scatter in comms:
-        assert len(gather.called) == 4 and len(scatter.called) == 2, "per step: forward and backward; backward"
-        for comm in (gather, scatter):
-            assert [(numel, dtype) for numel, dtype, _ in comm.called] == comm.allocated
-            assert comm.groups == {tuple(range(rank.world_size))}
-            assert all(dtype is torch.float32 and asynchronous for _, dtype, asynchronous in comm.called)
+def test_custom_collectives(rank: Rank, done: bool) -> None:
+    """Each unit's gathers and reductions are one call each, in the user's memory, with the same values.
+
+    On one rank there is nothing to gather, so they are not called.
+    """
+    for dim in (6, ODD_DIM, 1):
+        reference = build(dim)
+        model = shard(copy.deepcopy(reference), rank.mesh, reshard_after_forward=True)
+        comms = [(Gather(done), Scatter(done)) for _ in units(model)]
+        for unit, (gather, scatter) in zip(units(model), comms, strict=True):
+            unit.set_custom_all_gather(gather)
+            unit.set_custom_reduce_scatter(scatter)
+        check_training(model, reference, rank, dim, steps=2)
+        assert_at_rest(model)
+        for gather, scatter in comms:
+            # Per step: forward and backward; backward.
+            assert (len(gather.called), len(scatter.called)) == ((4, 2) if rank.world_size > 1 else (0, 0))
+            for comm in (gather, scatter):
+                assert [(numel, dtype) for numel, dtype, _ in comm.called] == comm.allocated
+                assert comm.groups <= {tuple(range(rank.world_size))}
+                assert all(dtype is torch.float32 and asynchronous for _, dtype, asynchronous in comm.called)
 
 
 @on_ranks(2)
@@ -120,17 +124,18 @@ def test_set_after_the_first_step_and_removed(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_set_while_gradients_are_pending(rank: Rank) -> None:
-    """Gradients of microbatches without sync survive the change."""
+    """Gradients of microbatches without sync survive the change; only the last one calls the reduce-scatter, once."""
     reference = build()
     model = shard(copy.deepcopy(reference), rank.mesh)
-    model.set_requires_gradient_sync(False)
-    loss_of(6, 0)(model, rank.rank).backward()
-    model.blocks[1].set_custom_all_gather(Gather())
-    model.blocks[2].set_custom_reduce_scatter(Scatter())
-    model.set_requires_gradient_sync(True)
-    loss_of(6, 1)(model, rank.rank).backward()
-    for step in range(2):
+    scatter = Scatter()
+    for step in range(3):
+        model.set_requires_gradient_sync(step == 2)
+        loss_of(6, step)(model, rank.rank).backward()
         reference_backward(reference, rank.world_size, loss_of(6, step))
+        assert len(scatter.called) == (step == 2)
+        if step == 0:
+            model.blocks[1].set_custom_all_gather(Gather())
+            model.blocks[2].set_custom_reduce_scatter(scatter)
     assert_models_equal(model, reference, grads=True, **CLOSE)
 
 
@@ -154,18 +159,17 @@ def test_set_while_gradients_are_partly_reduced(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("reshard", [True, False])
-def test_set_between_forward_and_backward(rank: Rank, reshard: bool) -> None:
+def test_set_between_forward_and_backward(rank: Rank) -> None:
     """The backward of a forward that ran before the change still finds its parameters and gives all gradients."""
-    reference = build()
-    model = shard(copy.deepcopy(reference), rank.mesh, reshard_after_forward=reshard)
-    gather, scatter = Gather(), Scatter()
-    loss = loss_of()(model, rank.rank)
-    model.blocks[1].set_custom_all_gather(gather)
-    model.blocks[1].set_custom_reduce_scatter(scatter)
-    loss.backward()
-    reference_backward(reference, rank.world_size, loss_of())
-    assert_models_equal(model, reference, grads=True, **CLOSE)
+    for reshard in (True, False):
+        reference = build()
+        model = shard(copy.deepcopy(reference), rank.mesh, reshard_after_forward=reshard)
+        loss = loss_of()(model, rank.rank)
+        model.blocks[1].set_custom_all_gather(Gather())
+        model.blocks[1].set_custom_reduce_scatter(Scatter())
+        loss.backward()
+        reference_backward(reference, rank.world_size, loss_of())
+        assert_models_equal(model, reference, grads=True, **CLOSE)
 
 
 @on_ranks(2)
@@ -222,33 +226,6 @@ def test_custom_collectives_with_replicas_and_smaller_groups(rank: Rank) -> None
     assert len(gather.called) == 2 * 4 and gather.groups == {(0, 1, 2, 3)}
 
 
-@on_ranks(1)
-def test_custom_collectives_on_one_rank(rank: Rank) -> None:
-    """There is nothing to gather, so they are not called."""
-    reference = build()
-    model = shard(copy.deepcopy(reference), rank.mesh)
-    gather = Gather()
-    model.set_custom_all_gather(gather)
-    check_training(model, reference, rank, steps=1)
-    assert gather.called == []
-
-
-@on_ranks(2)
-def test_custom_collectives_while_accumulating(rank: Rank) -> None:
-    """Without sync a microbatch makes no call of the reduce-scatter; the last one makes one per unit."""
-    reference = build()
-    model = shard(copy.deepcopy(reference), rank.mesh)
-    scatter = Scatter()
-    for unit in units(model):
-        unit.set_custom_reduce_scatter(scatter)
-    for step in range(3):
-        model.set_requires_gradient_sync(step == 2)
-        loss_of(6, step)(model, rank.rank).backward()
-        reference_backward(reference, 2, loss_of(6, step))
-        assert len(scatter.called) == (4 if step == 2 else 0)
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
 @on_ranks(2)
 def test_memory_of_the_wrong_size_is_refused(rank: Rank) -> None:
     """``allocate`` that returns something else: ValueError with the name of the object, and the model can go on."""
@@ -289,8 +266,8 @@ class FailingScatter(Failing, Scatter):
 
 
 def run_failing(rank: Rank, role: str) -> None:
-    """Rank 1's collective raises in the second step; the group gives up on silent ranks after two seconds."""
-    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), rank.device.type)
+    """Rank 1's collective raises in the second step; the group gives up on silent ranks after a second."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=1)), rank.device.type)
     model = shard(build(), mesh, reshard_after_forward=False)
     if role == "all_gather":
         model.blocks[1].set_custom_all_gather(Failing(rank.rank == 1))

@@ -95,6 +95,10 @@ def loss_of_detached_chunks(step: int) -> LossOf:
     return loss_of
 
 
+# How the head runs, and the losses of it.
+MODES: list[tuple[str, Callable[[int], LossOf]]] = [("once", loss_at), ("no head", loss_of_hidden), ("chunks", loss_at)]
+
+
 # name -> the modules that become one unit
 GROUPS: dict[str, Callable[[Any], list[nn.Module]]] = {
     "norm and head": lambda m: [m.norm, m.head],
@@ -207,31 +211,23 @@ def test_one_gather_and_one_reduction(rank: Rank, setting: bool | None) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("setting", [True, None, False], ids=["reshard", "default", "keep"])
-def test_training(rank: Rank, group: str, setting: bool | None) -> None:
+def test_training(rank: Rank, group: str) -> None:
     """Every group trains as the model without sharding does, whatever runs between its members."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    train(rank, grouped(rank, model, group, reshard_after_forward=setting), reference)
+    for setting in (True, None, False):
+        model = Language()
+        reference = copy.deepcopy(model)
+        train(rank, grouped(rank, model, group, reshard_after_forward=setting), reference, steps=2)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("group", ["norm and head", "embedding and last block", "with an unused one"])
-def test_training_on_four_ranks(rank: Rank, group: str) -> None:
-    """The same where most pieces are empty."""
+@pytest.mark.parametrize("setting", [None, 2])
+def test_training_on_four_ranks(rank: Rank, group: str, setting: int | None) -> None:
+    """Where most shards are empty; and where backward gathers from two ranks, also what did not run in part."""
     model = Language()
     reference = copy.deepcopy(model)
-    train(rank, grouped(rank, model, group), reference)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("group", ["norm and head", "embedding and last block", "with an unused one"])
-def test_gathered_from_neighbours(rank: Rank, group: str) -> None:
-    """``reshard_after_forward=2``: backward gathers a group from two ranks, also one of which a part did not run."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    grouped(rank, model, group, reshard_after_forward=2)
-    for mode, losses in [("once", loss_at), ("no head", loss_of_hidden), ("chunks", loss_at)]:
+    grouped(rank, model, group, reshard_after_forward=setting)
+    for mode, losses in MODES:
         model.mode = reference.mode = mode
         train(rank, model, reference, losses, steps=2)
 
@@ -250,11 +246,11 @@ def test_on_two_axes(rank: Rank) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("group", ["norm and head", "embedding and block", "everything"])
 def test_tiny_groups(rank: Rank, group: str) -> None:
-    """Groups that travel with a neighbour, or whose subgroup travel with them, train right."""
+    """Groups that travel with a neighbor, or whose neighbors travel with them, train right."""
     model = Language()
     reference = copy.deepcopy(model)
     grouped(rank, model, group, tiny=65536)
-    for mode, losses in [("once", loss_at), ("no head", loss_of_hidden), ("chunks", loss_at)]:
+    for mode, losses in MODES:
         model.mode = reference.mode = mode
         train(rank, model, reference, losses, steps=2)
 
@@ -276,33 +272,46 @@ def test_units_inside_members(rank: Rank) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("group", ["norm and head", "head and norm", "embedding, norm, head", "everything"])
-@pytest.mark.parametrize("setting", [True, False], ids=["reshard", "keep"])
-def test_only_a_part_runs(rank: Rank, group: str, setting: bool) -> None:
+def test_only_a_part_runs(rank: Rank, group: str) -> None:
     """Members that do not run get no gradient. The group stays until backward, for who has read their parameters."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    grouped(rank, model, group, reshard_after_forward=setting)
-    for mode, losses in [("no head", loss_of_hidden), ("once", loss_at), ("no head", loss_of_hidden)]:
-        model.mode = reference.mode = mode
-        with torch.no_grad():
-            losses(0)(model, rank.rank)
-        assert_at_rest(model)
-        loss = losses(0)(model, rank.rank)
-        assert bool(gathered(model)) is (mode == "no head" or not setting)
-        loss.backward()
-        reference_backward(reference, rank.world_size, losses(0))
-        assert (model.head.weight.grad is None) is (mode == "no head")
-        assert_models_equal(model, reference, grads=True, **CLOSE)
-        assert_at_rest(model)
-        model.zero_grad()
-        reference.zero_grad()
+    for setting in (True, False):
+        model = Language()
+        reference = copy.deepcopy(model)
+        grouped(rank, model, group, reshard_after_forward=setting)
+        for mode, losses in (MODES[1], MODES[0], MODES[1]):
+            model.mode = reference.mode = mode
+            with torch.no_grad():
+                losses(0)(model, rank.rank)
+            assert_at_rest(model)
+            loss = losses(0)(model, rank.rank)
+            # A part of "everything", the spare layer, never runs.
+            assert bool(gathered(model)) is (mode == "no head" or group == "everything" or not setting)
+            loss.backward()
+            reference_backward(reference, rank.world_size, losses(0))
+            assert (model.head.weight.grad is None) is (mode == "no head")
+            assert_models_equal(model, reference, grads=True, **CLOSE)
+            assert_at_rest(model)
+            model.zero_grad()
+            reference.zero_grad()
+
+
+# How a member is called on its own, in how many backwards: the groups and settings that meet each other.
+CHUNKS = [
+    ("norm and head", True, loss_of_chunks),
+    ("norm and head", None, loss_of_detached_chunks),
+    ("norm and head", False, loss_of_chunks),
+    ("embedding, norm, head", True, loss_of_detached_chunks),
+    ("embedding, norm, head", None, loss_of_chunks),
+    ("embedding, norm, head", False, loss_of_detached_chunks),
+    ("everything", True, loss_of_chunks),
+    ("everything", None, loss_of_detached_chunks),
+    ("everything", False, loss_of_detached_chunks),
+]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("setting", [True, None, False], ids=["reshard", "default", "keep"])
-@pytest.mark.parametrize("losses", [loss_of_chunks, loss_of_detached_chunks], ids=["one backward", "one each"])
-@pytest.mark.parametrize("group", ["norm and head", "embedding, norm, head", "everything"])
-def test_head_is_called_afterwards_in_chunks(rank: Rank, group: str, losses: Any, setting: bool | None) -> None:
+@pytest.mark.parametrize(("group", "setting", "losses"), CHUNKS)
+def test_head_is_called_afterwards_in_chunks(rank: Rank, group: str, setting: bool | None, losses: Any) -> None:
     """A member may be called on its own, several times, when the root's forward is over."""
     model = Language()
     reference = copy.deepcopy(model)
@@ -312,20 +321,20 @@ def test_head_is_called_afterwards_in_chunks(rank: Rank, group: str, losses: Any
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("setting", [True, None, False], ids=["reshard", "default", "keep"])
 @pytest.mark.parametrize("group", ["norm and head", "head and norm", "embedding, norm, head"])
-def test_head_is_called_several_times_inside(rank: Rank, group: str, setting: bool | None) -> None:
+def test_head_is_called_several_times_inside(rank: Rank, group: str) -> None:
     """A member that runs in chunks inside the root is gathered at most once more, and reduced once."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    grouped(rank, model, group, reshard_after_forward=setting)
-    model.mode = reference.mode = "chunks"
-    train(rank, model, reference)
-    name = unit_of(model.head).name
-    forward, loss = count(model, lambda: loss_at(0)(model, rank.rank))
-    assert forward[f"all_gather {name}"] <= 2
-    backward, _ = count(model, loss.backward)
-    assert backward[f"all_gather {name}"] <= 2 and backward[f"reduce_scatter {name}"] == 1
+    for setting in (True, None, False):
+        model = Language()
+        reference = copy.deepcopy(model)
+        grouped(rank, model, group, reshard_after_forward=setting)
+        model.mode = reference.mode = "chunks"
+        train(rank, model, reference, steps=2)
+        name = unit_of(model.head).name
+        forward, loss = count(model, lambda model=model: loss_at(0)(model, rank.rank))
+        assert forward[f"all_gather {name}"] <= 2
+        backward, _ = count(model, loss.backward)
+        assert backward[f"all_gather {name}"] <= 2 and backward[f"reduce_scatter {name}"] == 1
 
 
 @on_ranks(2)

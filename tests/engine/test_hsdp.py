@@ -146,24 +146,6 @@ def test_mixed_precision(rank: Rank, policy: tuple[torch.dtype, torch.dtype]) ->
         assert_equal(model.weight.grad.full_tensor(), expected, str(mesh.shape))
 
 
-@on_ranks(1, 2, 4)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_divide_factor(rank: Rank, dtype: torch.dtype) -> None:
-    """A factor divides the sum over all data-parallel ranks, of the unit that it is set on alone."""
-    for mesh in meshes(rank):
-        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-        nn.init.eye_(model[0].weight), nn.init.eye_(model[1].weight)
-        shard_on(mesh, model, mp_policy=MixedPrecisionPolicy(dtype))
-        model[0].set_gradient_divide_factor(16.0)
-        for force in (False, True):
-            model[0].set_force_sum_reduction_for_comms(force)
-            model.zero_grad()
-            model(torch.full((1, 4), rank.rank + 1.0)).float().sum().backward()
-            total = rank.world_size * (rank.world_size + 1) / 2
-            for layer, factor in ((model[0], 16.0), (model[1], rank.world_size)):
-                assert_equal(layer.weight.grad.full_tensor(), torch.full((4, 4), total / factor), str(mesh.shape))
-
-
 @on_ranks(2, 4)
 def test_parameters_unused_on_some_ranks(rank: Rank) -> None:
     """A parameter that only some ranks use, of one replica or of all, gets the mean; one that nobody uses None."""
@@ -214,38 +196,31 @@ def test_kinds_and_bytes(rank: Rank) -> None:
 
 @on_ranks(4)
 def test_one_all_reduce_per_unit(rank: Rank) -> None:
-    """A step has n + 1 gathers forward, n - 1 backward, n + 1 reduces and n + 1 all-reduces, each in its own launch."""
+    """Each unit has one reduce-scatter and one all-reduce, each in its own launch.
+
+    The all-reduce is waited for only once the reduce-scatter of the next unit was issued and waited for.
+    """
     with tiny_units(0):
         model = shard_on(rank.make_mesh(2, 2, names=NAMES), Stack(3))
+    names = ["blocks.0", "blocks.1", "blocks.2"]
+    order = [*names[::-1], ""]
     for step in range(2):
-        with record() as seen:
+        with lane_log() as log, record() as seen:
             square_loss(step)(model, rank.rank).backward()
-        names = ["blocks.0", "blocks.1", "blocks.2"]
         backward = [(c.kind, c.unit) for c in sorted(seen, key=lambda c: c.launch) if c.kind != "all_gather"]
         assert [c.unit for c in seen if c.kind == "all_gather"] == ["", *names, "blocks.1", "blocks.0"]
-        # Every all-reduce is issued before the next unit's reduce-scatter, and so overlaps with it.
-        assert backward == [(kind, unit) for unit in [*names[::-1], ""] for kind in ("reduce_scatter", "all_reduce")]
+        assert backward == [(kind, unit) for unit in order for kind in ("reduce_scatter", "all_reduce")]
         assert len({c.launch for c in seen if c.kind != "all_gather"}) == len(backward)
-
-
-@on_ranks(4)
-def test_all_reduce_overlaps_with_the_next_reduce(rank: Rank) -> None:
-    """A unit's all-reduce is waited for only once the reduce-scatter of the next unit was issued and waited for."""
-    with tiny_units(0):
-        model = shard_on(rank.make_mesh(2, 2, names=NAMES), Stack(3))
-    with lane_log() as log:
-        square_loss()(model, rank.rank).backward()
-    order = ["blocks.2", "blocks.1", "blocks.0", ""]
-    for one, following in itertools.pairwise(order):
-        at = log.index
-        assert (
-            at(("wait", "reduce_scatter", one))
-            < at(("issue", "all_reduce", one))
-            < at(("issue", "reduce_scatter", following))
-        )
-        assert at(("issue", "reduce_scatter", following)) < at(("wait", "all_reduce", one))
-        assert at(("wait", "all_reduce", one)) < at(("issue", "all_reduce", following))
-    assert all(("wait", kind, unit) in log for kind in ("reduce_scatter", "all_reduce") for unit in order)
+        for one, following in itertools.pairwise(order):
+            expected = [
+                ("wait", "reduce_scatter", one),
+                ("issue", "all_reduce", one),
+                ("issue", "reduce_scatter", following),
+                ("wait", "all_reduce", one),
+                ("issue", "all_reduce", following),
+            ]
+            assert [entry for entry in log if entry in expected] == expected, log
+        assert all(("wait", kind, unit) in log for kind in ("reduce_scatter", "all_reduce") for unit in order)
 
 
 # -------------------------------------------------------------------- accumulation
@@ -260,22 +235,36 @@ def prepare(model: nn.Module, letter: str) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("pattern", ["RS", "RRS", "NRS", "RNS", "SRS", "SNRS", "RSNS", "NRNRSRS"])
 def test_interleavings(rank: Rank, pattern: str) -> None:
-    """Microbatches without sync, with reduce-scatter only and with both, in any order that ends with both, add up."""
+    """Microbatches without sync, with reduce-scatter only and with both, in any order that ends with both, add up.
+
+    What was reduced over shards only reaches all replicas, even if the last microbatch or some ranks skip it.
+    """
+
+    def loss_at(step: int) -> LossOf:
+        def loss_of(module: nn.Module, number: int) -> torch.Tensor:
+            # The last skips the middle block; before, a rank of one replica alone runs it.
+            run = [0, 2] if step == len(pattern) - 1 or number != 3 else [0, 1, 2]
+            return module(batch(number, step, 4, 6), run=run).square().mean()
+
+        return loss_of
+
     for mesh in meshes(rank):
         torch.manual_seed(2)
-        model = Stack(1)
+        model = Stack(3)
         reference = copy.deepcopy(model)
-        shard_on(mesh, model)
+        fully_shard(model, mesh=mesh)  # one unit: ranks must gather and reduce alike
         possible = {kind for kind, axis in (("all_reduce", 0), ("reduce_scatter", 1)) if mesh.size(axis) > 1}
         for step, letter in enumerate(pattern):
             prepare(model, letter)
             with record() as seen:
-                square_loss(step)(model, rank.rank).backward()
+                loss_at(step)(model, rank.rank).backward()
             wanted = {"N": set(), "R": {"reduce_scatter"}, "S": {"reduce_scatter", "all_reduce"}}[letter]
             assert {c.kind for c in seen} - {"all_gather"} == wanted & possible
-            reference_backward(reference, rank.world_size, square_loss(step))
+            reference_backward(reference, rank.world_size, loss_at(step))
         assert not model.get_pending_gradients()
+        assert model.blocks[1].up.weight.grad is not None
         assert_models_equal(model, reference, grads=True, **CLOSE)
+        assert_replicas_equal(mesh, model)
 
 
 @on_ranks(4)
@@ -297,33 +286,6 @@ def test_all_reduce_of_some_units_only(rank: Rank) -> None:
             assert {c.unit for c in seen if c.kind == "all_reduce"} >= {"", "blocks.0", "blocks.1"} - {name}
             assert ((held.first.weight if held is model else held.up.weight).grad is None) == (not now)
         assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("pattern", ["RS", "RRS", "NRS", "RNS"])
-def test_partial_gradients_of_skipped_units_and_parameters(rank: Rank, pattern: str) -> None:
-    """What was reduced over shards only reaches all replicas, even if the last microbatch or some ranks skip it."""
-
-    def loss_at(step: int) -> LossOf:
-        def loss_of(module: nn.Module, number: int) -> torch.Tensor:
-            # The last skips the middle block; before, a rank of one replica alone runs it.
-            run = [0, 2] if step == len(pattern) - 1 or number != 3 else [0, 1, 2]
-            return module(batch(number, step, 4, 6), run=run).square().mean()
-
-        return loss_of
-
-    for mesh in meshes(rank):
-        torch.manual_seed(3)
-        model = Stack(3)
-        reference = copy.deepcopy(model)
-        fully_shard(model, mesh=mesh)  # one unit: ranks must gather and reduce alike
-        for step, letter in enumerate(pattern):
-            prepare(model, letter)
-            loss_at(step)(model, rank.rank).backward()
-            reference_backward(reference, rank.world_size, loss_at(step))
-        assert model.blocks[1].up.weight.grad is not None
-        assert_models_equal(model, reference, grads=True, **CLOSE)
-        assert_replicas_equal(mesh, model)
 
 
 @on_ranks(4)
@@ -355,16 +317,3 @@ def test_microbatches_add_up_in_the_reduce_dtype(rank: Rank) -> None:
             prepare(model, letter)
             model(torch.full((1, 1), value)).float().sum().backward()
         assert_equal(model.weight.grad.full_tensor(), torch.full((4, 1), expected), str(reduce_dtype))
-
-
-@on_ranks(4)
-def test_replicas_and_shards_count_alike(rank: Rank) -> None:
-    """On (2, 2) gradients are those of a flat mesh of four within rounding."""
-    grads = []
-    for mesh in (rank.make_mesh(2, 2, names=NAMES), rank.mesh):
-        torch.manual_seed(4)
-        model = shard_on(mesh, Stack(2))
-        square_loss()(model, rank.rank).backward()
-        grads.append([p.grad.full_tensor() for p in model.parameters()])
-    for ours, flat in zip(*grads, strict=True):
-        torch.testing.assert_close(ours, flat, rtol=1e-5, atol=1e-7)

@@ -91,11 +91,15 @@ def gather(layout: PerParameterLayout, shards: list[torch.Tensor]) -> torch.Tens
 
 
 @given(layouts())
-@settings(max_examples=120)
-def test_pieces_reassemble_to_the_parameters(drawn: tuple[PerParameterLayout, torch.dtype]) -> None:
-    """Gathering all ranks' torch.chunk pieces gives every parameter with its own strides, in its region."""
+@settings(max_examples=150)
+def test_shards(drawn: tuple[PerParameterLayout, torch.dtype]) -> None:
+    """Each rank has torch.chunk's rows of each parameter, in one block; gathered they give it with its own strides."""
     layout, dtype = drawn
     values = [values_of(slot.parameter, dtype) for slot in layout.slots]
+    for slot, full in zip(layout.slots, values, strict=True):
+        check_rows(slot, layout.world_size)
+        check_shards(slot, full, layout.world_size)
+        check_row_major(slot, layout.world_size)
     shards = [fill_shard(layout, rank, values, dtype) for rank in range(layout.world_size)]
     full = gather(layout, shards)
     for slot, value in zip(layout.slots, values, strict=True):
@@ -103,127 +107,65 @@ def test_pieces_reassemble_to_the_parameters(drawn: tuple[PerParameterLayout, to
         assert torch.equal(found, value), slot
 
 
+def check_rows(slot: Slot, world_size: int) -> None:
+    """Require that the ranks' rows follow one another without gap or overlap, the last ranks holding fewer or none."""
+    if slot.route is not Route.REPLICATED:
+        spans = [slot.local_rows(rank) for rank in range(world_size)]
+        assert [row for start, stop in spans for row in range(start, stop)] == list(range(slot.rows))
+        held = [stop - start for start, stop in spans]
+        assert held == sorted(held, reverse=True) and held[0] == slot.chunk_rows
+
+
+def check_shards(slot: Slot, full: torch.Tensor, world_size: int) -> None:
+    """Require one block per shard: in the parameter's own order where shards are neighbors in it, else contiguous."""
+    for rank in range(world_size):
+        shape, stride = slot.local_shape(rank), slot.local_stride(rank)
+        assert is_dense(shape, stride) and math.prod(shape) <= slot.shard_numel
+        if slot.route is Route.REPLICATED or world_size == 1:
+            assert (shape, stride) == (slot.parameter.shape, slot.parameter.stride)
+        elif not slot.row_major:
+            assert stride == torch.empty(shape).stride()
+        elif math.prod(shape) and slot.rows > 1:
+            piece = chunk_of(full, rank, world_size, slot.parameter.cut)
+            assert stride == piece.stride() and piece.storage_offset() == rank * slot.shard_numel
+
+
+def check_row_major(slot: Slot, world_size: int) -> None:
+    """Require row-major exactly where row i takes the i-th block of the parameter's memory, or nothing is cut."""
+    parameter = slot.parameter
+    if slot.route is Route.REPLICATED or world_size == 1:
+        assert slot.row_major and slot.unsharded_numel == parameter.numel and not slot.padded
+    elif parameter.numel:
+        places = torch.arange(parameter.numel).as_strided(parameter.shape, parameter.stride)
+        rows = [row.flatten().sort().values for row in places.unbind(parameter.cut)]
+        assert slot.row_major == torch.equal(torch.cat(rows), torch.arange(parameter.numel))
+        assert slot.padded == (slot.row_major and slot.rows % world_size != 0)
+
+
 @given(layouts())
-@settings(max_examples=120)
-def test_every_piece_is_aligned_and_alone_in_its_place(drawn: tuple[PerParameterLayout, torch.dtype]) -> None:
-    """Pieces and regions start aligned and inside their buffer, and no element belongs to two. A piece smaller than
-    the alignment is aligned to the power of two that it fills."""
+@settings(max_examples=150)
+def test_places(drawn: tuple[PerParameterLayout, torch.dtype]) -> None:
+    """Shards and unsharded parameters start aligned and inside their buffer, and no element belongs to two.
+
+    A shard smaller than the alignment is aligned to the power of two that it fills. Packed and replicated shards make
+    one message, direct ones are outside of it. Each parameter costs a rank at most one row and one alignment more
+    than its share.
+    """
     layout, dtype = drawn
     assert layout.alignment * dtype.itemsize == ALIGNMENT_BYTES
-    pieces = [(s.shard_offset, s.shard_numel) for s in layout.slots]
-    regions = [(s.unsharded_offset, s.unsharded_numel) for s in layout.slots]
-    for spans, size in ((pieces, layout.shard_numel), (regions, layout.unsharded_numel)):
+    shards = [(s.shard_offset, s.shard_numel) for s in layout.slots]
+    unsharded = [(s.unsharded_offset, s.unsharded_numel) for s in layout.slots]
+    for spans, size in ((shards, layout.shard_numel), (unsharded, layout.unsharded_numel)):
         taken = [offset + i for offset, numel in spans for i in range(numel)]
         assert len(taken) == len(set(taken)) and all(0 <= element < size for element in taken)
-    assert all(offset % layout.alignment == 0 for offset, _ in regions)
-    for offset, numel in pieces:
+    assert all(offset % layout.alignment == 0 for offset, _ in unsharded)
+    for offset, numel in shards:
         step = next(step for step in (1, 2, 4, 8, 16, 32, 64) if step >= min(numel, layout.alignment))
         assert offset % step == 0
     assert not layout.message_numel * dtype.itemsize % 16
     assert not layout.message_numel or not layout.message_offset % layout.alignment
-
-
-@given(layouts())
-@settings(max_examples=120)
-def test_local_rows_cover_each_row_once(drawn: tuple[PerParameterLayout, torch.dtype]) -> None:
-    """The ranks' rows follow one another without gap or overlap, and the last ranks hold fewer or none."""
-    layout, _ = drawn
-    for slot in layout.slots:
-        if slot.route is not Route.REPLICATED:
-            spans = [slot.local_rows(rank) for rank in range(layout.world_size)]
-            assert [row for start, stop in spans for row in range(start, stop)] == list(range(slot.rows))
-            held = [stop - start for start, stop in spans]
-            assert held == sorted(held, reverse=True) and held[0] == slot.chunk_rows
-
-
-@given(layouts())
-@settings(max_examples=120)
-def test_pieces_are_dense_blocks(drawn: tuple[PerParameterLayout, torch.dtype]) -> None:
-    """Every piece fills one block: in the parameter's own order where pieces are subgroup, else contiguous."""
-    layout, dtype = drawn
-    for slot in layout.slots:
-        full = values_of(slot.parameter, dtype)
-        for rank in range(layout.world_size):
-            shape, stride = slot.local_shape(rank), slot.local_stride(rank)
-            assert is_dense(shape, stride) and math.prod(shape) <= slot.shard_numel
-            if slot.route is Route.REPLICATED or layout.world_size == 1:
-                assert (shape, stride) == (slot.parameter.shape, slot.parameter.stride)
-            elif not slot.row_major:
-                assert stride == torch.empty(shape).stride()
-            elif math.prod(shape) and slot.rows > 1:
-                piece = chunk_of(full, rank, layout.world_size, slot.parameter.cut)
-                assert stride == piece.stride() and piece.storage_offset() == rank * slot.shard_numel
-
-
-@given(layouts())
-@settings(max_examples=120)
-def test_row_major_is_that_rows_follow_one_another(drawn: tuple[PerParameterLayout, torch.dtype]) -> None:
-    """A slot is row-major exactly if row i takes the i-th block of the parameter's memory, or nothing is cut."""
-    layout, _ = drawn
-    for slot in layout.slots:
-        parameter = slot.parameter
-        if slot.route is Route.REPLICATED or layout.world_size == 1:
-            assert slot.row_major and slot.unsharded_numel == parameter.numel and not slot.padded
-        elif parameter.numel:
-            places = torch.arange(parameter.numel).as_strided(parameter.shape, parameter.stride)
-            rows = [row.flatten().sort().values for row in places.unbind(parameter.cut)]
-            assert slot.row_major == torch.equal(torch.cat(rows), torch.arange(parameter.numel))
-            assert slot.padded == (slot.row_major and slot.rows % layout.world_size != 0)
-
-
-@given(
-    parameter_shapes(), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 3, 5]), st.sampled_from([0, 64, 10**9])
-)
-@settings(max_examples=120)
-def test_a_smaller_group_gathers_into_the_buffer_of_a_larger(
-    parameters: list[ParameterShape], ranks: int, multiple: int, direct_bytes: int
-) -> None:
-    """For k | N no region over k ranks exceeds that over N, so the k-layout fits N's full buffer and fills it alike."""
-    larger = PerParameterLayout.build(parameters, world_size=ranks * multiple, itemsize=2, direct_bytes=64)
-    layout = PerParameterLayout.build(
-        parameters,
-        world_size=ranks,
-        itemsize=2,
-        direct_bytes=direct_bytes,
-        within=larger,
-    )
-    assert layout.unsharded_numel == larger.unsharded_numel
-    values = [values_of(parameter, torch.int16) for parameter in parameters]
-    full = gather(layout, [fill_shard(layout, rank, values, torch.int16) for rank in range(ranks)])
-    for slot, other, value in zip(layout.slots, larger.slots, values, strict=True):
-        assert slot.unsharded_offset == other.unsharded_offset and slot.unsharded_numel <= other.unsharded_numel
-        assert torch.equal(full.as_strided(value.shape, value.stride(), other.unsharded_offset), value)
-
-
-@given(parameter_shapes(), WORLDS)
-def test_own_offsets_change_nothing(parameters: list[ParameterShape], world_size: int) -> None:
-    """A layout within an equal layout is equal to it."""
-
-    def build(within: PerParameterLayout | None = None) -> PerParameterLayout:
-        return PerParameterLayout.build(parameters, world_size=world_size, itemsize=4, direct_bytes=16, within=within)
-
-    assert build(build()) == build()
-
-
-@given(layouts())
-@settings(max_examples=120)
-def test_padding_is_bounded(drawn: tuple[PerParameterLayout, torch.dtype]) -> None:
-    """Each parameter costs a rank at most one row and one alignment more than its share."""
-    layout, _ = drawn
-    bound = 0
-    for slot in layout.slots:
-        share = slot.parameter.numel if slot.route is Route.REPLICATED else slot.parameter.numel / layout.world_size
-        bound += share + slot.row_numel * (slot.route is not Route.REPLICATED) + layout.alignment
-    assert layout.shard_numel <= bound
-
-
-@given(layouts())
-@settings(max_examples=120)
-def test_packed_pieces_are_one_contiguous_message(drawn: tuple[PerParameterLayout, torch.dtype]) -> None:
-    """Packed and replicated pieces lie inside the message, direct ones outside of it, and nothing else is in it."""
-    layout, dtype = drawn
     end = layout.message_offset + layout.message_numel
-    most = 0
+    most = bound = 0
     for slot in layout.slots:
         inside = layout.message_offset <= slot.shard_offset and slot.shard_offset + slot.shard_numel <= end
         if slot.shard_numel:
@@ -231,7 +173,30 @@ def test_packed_pieces_are_one_contiguous_message(drawn: tuple[PerParameterLayou
             most += inside * -(-slot.shard_numel // layout.alignment) * layout.alignment
         if slot.route is Route.DIRECT:
             assert slot.row_major and slot.shard_numel * dtype.itemsize % 16 == 0
+        share = slot.parameter.numel if slot.route is Route.REPLICATED else slot.parameter.numel / layout.world_size
+        bound += share + slot.row_numel * (slot.route is not Route.REPLICATED) + layout.alignment
     assert layout.message_numel <= most
+    assert layout.shard_numel <= bound
+
+
+@given(
+    parameter_shapes(), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 3, 5]), st.sampled_from([0, 64, 10**9])
+)
+def test_a_smaller_group_gathers_into_the_buffer_of_a_larger(
+    parameters: list[ParameterShape], ranks: int, multiple: int, direct_bytes: int
+) -> None:
+    """For k | N nothing over k ranks exceeds that over N, so the k-layout fits N's full buffer and fills it alike."""
+    larger = PerParameterLayout.build(parameters, world_size=ranks * multiple, itemsize=2, direct_bytes=64)
+    layout = PerParameterLayout.build(
+        parameters, world_size=ranks, itemsize=2, direct_bytes=direct_bytes, within=larger
+    )
+    assert layout.unsharded_numel == larger.unsharded_numel
+    assert layout == larger or multiple > 1 or direct_bytes != 64
+    values = [values_of(parameter, torch.int16) for parameter in parameters]
+    full = gather(layout, [fill_shard(layout, rank, values, torch.int16) for rank in range(ranks)])
+    for slot, other, value in zip(layout.slots, larger.slots, values, strict=True):
+        assert slot.unsharded_offset == other.unsharded_offset and slot.unsharded_numel <= other.unsharded_numel
+        assert torch.equal(full.as_strided(value.shape, value.stride(), other.unsharded_offset), value)
 
 
 def test_a_message_of_single_elements_has_no_gaps() -> None:
@@ -423,18 +388,14 @@ def test_invalid_layouts_are_refused(index: int, change: dict[str, object], mess
         dataclasses.replace(layout, slots=tuple(slots))
 
 
-def test_buffers_that_are_too_small_are_refused() -> None:
-    """A layout whose buffers do not hold its parameters cannot exist."""
-    for field in ("shard_numel", "unsharded_numel"):
-        with pytest.raises(ValueError, match=f"{field.split('_')[0]} buffer: .* beyond the buffer's 16 elements"):
-            dataclasses.replace(make(), **{field: 16})
-
-
 def test_layouts_are_values() -> None:
-    """Equal parameters give equal layouts, and a layout cannot be changed."""
-    assert make() == make() and hash(make()) == hash(make())
+    """Equal parameters give equal layouts, also within one another, and a layout cannot be changed."""
+    assert make() == make() == make(within=make()) and hash(make()) == hash(make())
     with pytest.raises(dataclasses.FrozenInstanceError):
         make().shard_numel = 3  # type: ignore[misc]
+    for field in ("shard_numel", "unsharded_numel"):  # too small
+        with pytest.raises(ValueError, match=f"{field.split('_')[0]} buffer: .* beyond the buffer's 16 elements"):
+            dataclasses.replace(make(), **{field: 16})
 
 
 def test_picture_in_the_docstring_is_true() -> None:

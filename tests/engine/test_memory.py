@@ -75,56 +75,59 @@ def backward(output: torch.Tensor) -> None:
 
 @on_ranks(2, 4)
 def test_nothing_is_gathered_at_rest(rank: Rank) -> None:
-    """No full buffer has memory before the first forward, after a step, or after a no-grad forward."""
+    """No unsharded buffer has memory before the first forward, after a step, or after a no-grad forward.
+
+    A rank holds its share of the parameters, plus at most the alignment of each; an unsharded unit its parameters,
+    their alignment, and no message once the all-gather is done.
+    """
     model = build(rank)
     assert all_full_bytes(model) == 0
+    held = sum(bucket.shard_buffer.nbytes for unit in nested_units(model) for bucket in unit.buckets)
+    share = 4 * BLOCKS * BLOCK_NUMEL // rank.world_size
+    assert share <= held <= share + BLOCKS * 2 * 64
     for _ in range(2):
         backward(model(inputs()))
         assert all_full_bytes(model) == 0
     with torch.no_grad():
         model(inputs())
     assert all_full_bytes(model) == 0
+    model[0].unshard()
+    assert 4 * BLOCK_NUMEL <= full_bytes(model[0]) <= 4 * BLOCK_NUMEL + 2 * 64 * rank.world_size
+    assert all(full_bytes(block) == 0 for block in model[1:])
+    model[0].reshard()
+    assert full_bytes(model[0]) == 0
 
 
-@on_ranks(2, 4)
-def test_shards_divide_the_parameters_by_the_ranks(rank: Rank) -> None:
-    """At rest a rank holds its share of the parameters, plus at most the alignment of each."""
+@on_ranks(1, 2, 4)
+def test_two_units_are_gathered_at_a_time(rank: Rank) -> None:
+    """In forward and in backward, in the first and in later steps, without gradients too, at most two are gathered.
+
+    On one rank nothing ever is: the unsharded parameters are the shards.
+    """
+    most = 2 if rank.world_size > 1 else 0
     model = build(rank)
-    held = sum(bucket.shard_buffer.nbytes for unit in nested_units(model) for bucket in unit.buckets)
-    share = 4 * BLOCKS * BLOCK_NUMEL // rank.world_size
-    assert share <= held <= share + BLOCKS * 2 * 64
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("step", [1, 2, 3])
-def test_two_units_are_gathered_at_a_time(rank: Rank, step: int) -> None:
-    """In forward and in backward, in the first and in later steps, at most two units are gathered."""
-    model = build(rank)
-    for _ in range(step - 1):
+    for step in range(3):
+        probe = Probe(model)
         backward(model(inputs()))
-    probe = Probe(model)
-    backward(model(inputs()))
-    assert probe.most("forward") == 2 and probe.most("backward") == 2
-    # The one that computes and the next in line, and at the end only the one that computes.
-    assert probe.gathered["forward"][0] == [0, 1] and probe.gathered["forward"][-1] == [BLOCKS - 1]
-    assert probe.gathered["backward"][0] == [BLOCKS - 2, BLOCKS - 1] and probe.gathered["backward"][-1] == [0]
-    assert all_full_bytes(model) == 0
-
-
-@on_ranks(2)
-def test_no_grad_forward_gathers_two_units_at_a_time(rank: Rank) -> None:
-    """A forward without gradients keeps no more than one with them."""
-    model = build(rank)
+        assert probe.most("forward") == probe.most("backward") == most, f"step {step}"
+        if most:  # the one that computes and the next in line, and at the end only the one that computes
+            forward, backwards = probe.gathered["forward"], probe.gathered["backward"]
+            assert forward[0] == [0, 1] and forward[-1] == [BLOCKS - 1]
+            assert backwards[0] == [BLOCKS - 2, BLOCKS - 1] and backwards[-1] == [0]
+        assert all_full_bytes(model) == 0
     probe = Probe(model)
     with torch.no_grad():
         model(inputs())
-    assert probe.most("forward") == 2
+    assert probe.most("forward") == most
     assert all_full_bytes(model) == 0
 
 
 @on_ranks(2)
 def test_kept_units_stay_gathered_until_their_backward(rank: Rank) -> None:
-    """With reshard_after_forward=False all units are gathered after forward, and go one by one in backward."""
+    """With reshard_after_forward=False all units are gathered after forward, and go one by one in backward.
+
+    With set_reshard_after_backward(False) they stay beyond it, and are freed by hand with reshard().
+    """
     model = build(rank, reshard_after_forward=False)
     probe = Probe(model)
     output = model(inputs())
@@ -133,12 +136,6 @@ def test_kept_units_stay_gathered_until_their_backward(rank: Rank) -> None:
     backward(output)
     assert [len(blocks) for blocks in probe.gathered["backward"]] == list(range(BLOCKS, 0, -1))
     assert all_full_bytes(model) == 0
-
-
-@on_ranks(2)
-def test_units_kept_after_backward_serve_until_the_optimizer_steps(rank: Rank) -> None:
-    """With set_reshard_after_backward(False) units stay gathered, and are freed by hand with reshard()."""
-    model = build(rank)
     model.set_reshard_after_backward(False)
     backward(model(inputs()))
     assert all(full_bytes(block) > 0 for block in model)
@@ -176,26 +173,6 @@ def test_steps_are_seen_by_units_that_parameters_move_to(rank: Rank) -> None:
     with torch.no_grad():
         weight = model[0].weight.full_tensor()
         assert_close(model(x), x @ weight.t() @ weight.t(), "output", rtol=1e-5, atol=1e-5)
-
-
-@on_ranks(2, 4)
-def test_full_buffer_is_as_large_as_the_parameters(rank: Rank) -> None:
-    """A gathered unit holds its parameters, their alignment, and no message once the gather is done."""
-    model = build(rank)
-    model[0].unshard()
-    assert 4 * BLOCK_NUMEL <= full_bytes(model[0]) <= 4 * BLOCK_NUMEL + 2 * 64 * rank.world_size
-    assert all(full_bytes(block) == 0 for block in model[1:])
-    model[0].reshard()
-    assert full_bytes(model[0]) == 0
-
-
-@on_ranks(1)
-def test_single_rank_has_no_full_buffers(rank: Rank) -> None:
-    """On one rank nothing is ever gathered: the full parameters are the shards."""
-    model = build(rank)
-    probe = Probe(model)
-    backward(model(inputs()))
-    assert probe.most("forward") == 0 and probe.most("backward") == 0
 
 
 @on_ranks(2)

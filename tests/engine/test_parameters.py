@@ -137,46 +137,31 @@ def test_trains_like_the_plain_module(rank: Rank, name: str) -> None:
 
 
 @on_ranks(1, 2, 4)
-def test_local_shards_are_the_pieces_of_torch_chunk(rank: Rank) -> None:
-    """Every rank holds its piece of ``torch.chunk``, no rows if there is none; 0-D parameters are replicated."""
+def test_shards_and_unsharded_parameters(rank: Rank) -> None:
+    """Every rank holds its piece of ``torch.chunk``, no rows if there is none; 0-D parameters are replicated.
+
+    What forward sees has the values, the type and the strides that the parameter had before sharding. A gradient is a
+    DTensor with the parameter's placements, and its local tensor has the shard's strides.
+    """
     for name in MODULES:
         reference = make(name)
         model = fully_shard(copy.deepcopy(reference), mesh=rank.mesh)
         for (fqn, sharded), full in zip(model.named_parameters(), reference.parameters(), strict=True):
+            what, full = f"{name}: {fqn}", full.detach()
             assert isinstance(sharded, DTensor)
-            assert sharded.shape == full.shape and sharded.requires_grad == full.requires_grad
+            assert sharded.shape == full.shape and sharded.requires_grad == reference.get_parameter(fqn).requires_grad
             assert sharded.placements == ((Shard(0),) if full.ndim else (Replicate(),))
-            assert_equal(
-                sharded.to_local().detach(),
-                chunk_of(rank, full.detach()) if full.ndim else full.detach(),
-                f"{name}: {fqn}",
-            )
-            assert_equal(sharded.full_tensor().detach(), full.detach(), f"{name}: {fqn}")
-
-
-@on_ranks(1, 2, 4)
-def test_full_parameters_equal_the_original_with_its_strides(rank: Rank) -> None:
-    """What forward sees has the values, the type and the strides that the parameter had before sharding."""
-    for name in MODULES:
-        reference = make(name)
-        model = fully_shard(copy.deepcopy(reference), mesh=rank.mesh)
+            assert_equal(sharded.to_local().detach(), chunk_of(rank, full) if full.ndim else full, what)
+            assert_equal(sharded.full_tensor().detach(), full, what)
         model.unshard()
         for (fqn, full), original in zip(model.named_parameters(), reference.parameters(), strict=True):
             assert type(full) is nn.Parameter
             assert full.stride() == original.stride(), (name, fqn)
             assert_equal(full.detach(), original.detach(), f"{name}: {fqn}")
         model.reshard()
-        model(own_rows(rank, batch_for(name, 0)))
+        model(own_rows(rank, batch_for(name, 0))).square().mean().backward()
         if isinstance(model, Holder):
             assert model.strides_seen == [reference.extra.stride()]
-
-
-@on_ranks(2)
-def test_gradient_has_the_form_of_the_local_shard(rank: Rank) -> None:
-    """A gradient is a DTensor with the parameter's placements, and its local tensor has the shard's strides."""
-    for name in MODULES:
-        model = fully_shard(make(name), mesh=rank.mesh)
-        model(own_rows(rank, batch_for(name, 0))).square().mean().backward()
         for fqn, p in model.named_parameters():
             if p.requires_grad:
                 assert isinstance(p.grad, DTensor), fqn
@@ -233,29 +218,20 @@ def test_bf16_gradients_are_averaged_in_bf16(rank: Rank) -> None:
     assert_close(model.weight.grad.full_tensor(), reference.weight.grad, "weight", rtol=0.03, atol=0.005)
 
 
-@on_ranks(2)
-def test_each_dtype_has_a_bucket(rank: Rank) -> None:
-    """Parameters of two dtypes make two buckets, each with parameters of its dtype only."""
-    model = fully_shard(Mixed(), mesh=rank.mesh)
-    buckets = unit_of(model).buckets
-    assert [b.shard_buffer.dtype for b in buckets] == [torch.float32, torch.float64]
-    assert [[p.fqn for p in b.parameters] for b in buckets] == [
-        ["narrow.weight", "narrow.bias"],
-        ["wide.weight", "wide.bias"],
-    ]
-
-
 @pytest.mark.cpu_only("from which size on parameters travel directly depends on the back end")
 @on_ranks(2, 4)
-@pytest.mark.parametrize("name", ["direct", "direct, uneven"])
-def test_large_parameters_travel_directly_and_small_ones_packed(rank: Rank, name: str) -> None:
-    """The large weight has a collective of its own; biases and small weights share the packed message."""
-    model = fully_shard(make(name), mesh=rank.mesh)
-    (bucket,) = unit_of(model).buckets
-    routes = {slot.parameter.fqn: slot.route for slot in bucket.layout.slots}
-    assert routes.pop("2.weight") is Route.DIRECT
-    assert set(routes.values()) == {Route.PACKED}
-    assert bucket.layout.slots[2].padded == (name == "direct, uneven")
+def test_buckets(rank: Rank) -> None:
+    """Each dtype has a bucket. A large weight has a collective of its own; biases and small ones share a message."""
+    buckets = unit_of(fully_shard(Mixed(), mesh=rank.mesh)).buckets
+    assert [b.shard_buffer.dtype for b in buckets] == [torch.float32, torch.float64]
+    names = [[p.fqn for p in b.parameters] for b in buckets]
+    assert names == [["narrow.weight", "narrow.bias"], ["wide.weight", "wide.bias"]]
+    for name in ("direct", "direct, uneven"):
+        (bucket,) = unit_of(fully_shard(make(name), mesh=rank.mesh)).buckets
+        routes = {slot.parameter.fqn: slot.route for slot in bucket.layout.slots}
+        assert routes.pop("2.weight") is Route.DIRECT
+        assert set(routes.values()) == {Route.PACKED}
+        assert bucket.layout.slots[2].padded == (name == "direct, uneven")
 
 
 class Tagged(nn.Linear):
@@ -272,24 +248,13 @@ class Tagged(nn.Linear):
 
 @on_ranks(2)
 def test_attributes_of_parameters_survive_sharding(rank: Rank) -> None:
-    """What users hang on a parameter is on the sharded one as well, and on no other."""
+    """What users hang on a parameter is on the sharded and the unsharded one, and on no other; dtype moves keep it."""
     model = fully_shard(Tagged(), mesh=rank.mesh)
     assert model.weight.tag == "decay"
     assert not hasattr(model.bias, "tag")
-
-
-@on_ranks(2)
-def test_attributes_of_parameters_survive_a_dtype_move(rank: Rank) -> None:
-    """What users hang on a parameter stays there when the sharded model changes its dtype."""
-    model = fully_shard(Tagged(), mesh=rank.mesh)
+    model(torch.ones(2, 4)).sum().backward()
     model.to(torch.float64)
     assert model.weight.dtype == torch.float64 and model.weight.tag == "decay"
-
-
-@on_ranks(2)
-def test_attributes_of_parameters_can_be_read_in_forward(rank: Rank) -> None:
-    """What users hang on a parameter is on the full one as well."""
-    fully_shard(Tagged(), mesh=rank.mesh)(torch.ones(2, 4)).sum().backward()
 
 
 @on_ranks(2, 4)

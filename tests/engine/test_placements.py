@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
-import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -101,25 +99,18 @@ def train_beside(model: nn.Module, reference: nn.Module, rank: Rank, steps: int 
 
 @on_ranks(1, 2, 4)
 @pytest.mark.parametrize("choose", CHOICES, ids=lambda choice: choice.__name__)
-@pytest.mark.parametrize("reshard", [True, False])
-def test_trains_like_the_plain_module(rank: Rank, choose: Callable[..., Any], reshard: Any) -> None:
-    """Whatever dims parameters are cut on, evenly or not, training equals the unsharded one's."""
-    reference = build()
-    model = copy.deepcopy(reference)
-    fully_shard(model, mesh=rank.mesh, shard_placement_fn=choose, reshard_after_forward=reshard)
-    train_beside(model, reference, rank)
-    if rank.world_size > 1:
-        assert_at_rest(model)
+def test_trains_like_the_plain_module(rank: Rank, choose: Callable[..., Any]) -> None:
+    """Whatever dims parameters are cut on, evenly or not, training equals the unsharded one's.
 
-
-@on_ranks(4)
-@pytest.mark.parametrize("choose", CHOICES, ids=lambda choice: choice.__name__)
-def test_part_of_the_ranks_kept_for_backward(rank: Rank, choose: Callable[..., Any]) -> None:
-    """``reshard_after_forward=2`` with odd dims and sizes."""
-    reference = build()
-    model = copy.deepcopy(reference)
-    fully_shard(model, mesh=rank.mesh, shard_placement_fn=choose, reshard_after_forward=2)
-    train_beside(model, reference, rank)
+    Also where backward gathers from a part of the ranks, or not at all.
+    """
+    for reshard in (True, False, 2) if rank.world_size == 4 else (True, False):
+        reference = build()
+        model = copy.deepcopy(reference)
+        fully_shard(model, mesh=rank.mesh, shard_placement_fn=choose, reshard_after_forward=reshard)
+        train_beside(model, reference, rank, steps=2)
+        if rank.world_size > 1:
+            assert_at_rest(model)
 
 
 @on_ranks(2, 4)
@@ -147,11 +138,14 @@ def test_placements_and_values(rank: Rank, choose: Callable[..., Any]) -> None:
 
 @on_ranks(2, 4)
 def test_state_dict_round_trip(rank: Rank) -> None:
-    """A state dict of odd placements loads into another model of the same, by copy and by assignment."""
+    """A state dict of odd placements loads into another model of the same, by copy and by assignment.
+
+    ``torch.save`` and ``copy.deepcopy`` take it, and the optimizer's, with their meshes.
+    """
     model = fully_shard(build(), mesh=rank.mesh, shard_placement_fn=by_hand)
-    for _ in range(2):
-        loss_of(model, rank.rank).backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, foreach=False)
+    loss_of(model, rank.rank).backward()
+    optimizer.step()
     with record() as seen:
         state = model.state_dict()
     assert seen == []
@@ -163,21 +157,12 @@ def test_state_dict_round_trip(rank: Rank) -> None:
             assert loaded.placements == value.placements
             assert_equal(loaded.full_tensor(), value.full_tensor(), fqn)
         assert_equal(loss_of(other, 0).detach(), loss_of(model, 0).detach(), "loss")
-
-
-@on_ranks(2)
-def test_state_dict_can_be_saved_and_copied(rank: Rank) -> None:
-    """``torch.save`` and ``copy.deepcopy`` take state dicts of the model and of its optimizer, with their meshes."""
-    model = fully_shard(build(), mesh=rank.mesh, shard_placement_fn=by_hand)
-    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
-    loss_of(model, rank.rank).backward()
-    optimizer.step()
-    for state in (model.state_dict(), optimizer.state_dict()):
+    for saved in (state, optimizer.state_dict()):
         file = io.BytesIO()
-        torch.save(state, file)
+        torch.save(saved, file)
         file.seek(0)
-        for other in (torch.load(file, weights_only=False), copy.deepcopy(state)):
-            assert str(other) == str(state)
+        for other in (torch.load(file, weights_only=False), copy.deepcopy(saved)):
+            assert str(other) == str(saved)
 
 
 @on_ranks(2, 4)
@@ -220,16 +205,14 @@ class Einsum(nn.Module):
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("dim", [0, 1, -1])
-def test_large_parameter(rank: Rank, dim: int) -> None:
+def test_large_parameter(rank: Rank) -> None:
     """A parameter beyond the size from which it travels alone, cut on each of its dims."""
-    plain = Einsum(GlooTransport.direct_bytes // 4 // 8)
-    model = copy.deepcopy(plain)
-    fully_shard(model, mesh=rank.mesh, shard_placement_fn=lambda p: Shard(dim))
-    for step in range(2):
-        model(batch(rank.rank, step, 2, 8)).square().mean().backward()
-        reference_backward(plain, rank.world_size, lambda m, r, s=step: m(batch(r, s, 2, 8)).square().mean())
-    assert_models_equal(model, plain, grads=True, rtol=1e-4, atol=1e-4)
+    for dim in (0, 1, -1):
+        plain = Einsum(GlooTransport.direct_bytes // 4 // 8)
+        model = fully_shard(copy.deepcopy(plain), mesh=rank.mesh, shard_placement_fn=lambda p, dim=dim: Shard(dim))
+        model(batch(rank.rank, 0, 2, 8)).square().mean().backward()
+        reference_backward(plain, rank.world_size, lambda m, r: m(batch(r, 0, 2, 8)).square().mean())
+        assert_models_equal(model, plain, grads=True, rtol=1e-4, atol=1e-4)
 
 
 @on_ranks(2)
@@ -289,9 +272,9 @@ def mesh_infos(rank: Rank, shape: tuple[int, int] = (2, 2)) -> dict[str, Any]:
 
 def shard_moe(model: Moe, mesh: DeviceMesh, info: Any, dim: int | None = 0, **options: Any) -> Moe:
     own = expert_parameters(model)
-    placement = None if dim is None else Shard(dim)
 
     def choose(parameter: nn.Parameter) -> Any:
+        placement = None if dim is None else Shard(dim if parameter.ndim > 1 else 0)
         return ShardPlacementResult(placement, info) if parameter in own else None
 
     return fully_shard(model, mesh=mesh, shard_placement_fn=choose, **options)
@@ -310,15 +293,24 @@ def expected_gradients(reference: Moe, rank: Rank, expert_ranks: list[int], step
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("kind", ["DeviceMesh", "FSDPMeshInfo of a 1-D mesh", "FSDPMeshInfo of an axis"])
-@pytest.mark.parametrize("dim", [0, None])
+@pytest.mark.parametrize(
+    ("kind", "dim"),
+    [
+        ("DeviceMesh", 0),
+        ("DeviceMesh", 1),
+        ("DeviceMesh", -1),
+        ("FSDPMeshInfo of a 1-D mesh", None),
+        ("FSDPMeshInfo of an axis", None),
+        ("FSDPMeshInfo of an axis", 0),
+    ],
+)
 def test_experts_on_an_axis_of_their_own(rank: Rank, kind: str, dim: int | None) -> None:
-    """Experts are sharded and averaged over their own ranks only, everything else over all."""
+    """Experts are sharded and averaged over their own ranks only, everything else over all; on any dim."""
     info = mesh_infos(rank)[kind]
     first = rank.rank // 2 * 2
     reference = moe()
     model = shard_moe(copy.deepcopy(reference), rank.mesh, info, dim)
-    assert model.experts[0].weight.placements == (Shard(0),)
+    assert model.experts[0].weight.placements == (Shard((dim or 0) % 2),)
     assert model.experts[0].weight.device_mesh.size() == 2
     assert model.dense.weight.device_mesh.size() == 4
     for fqn, p in reference.named_parameters():
@@ -369,53 +361,22 @@ def test_messages_of_several_meshes(rank: Rank) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("cut", [0, 1, -1])
-def test_experts_cut_on_another_dim(rank: Rank, cut: int) -> None:
-    """A mesh of their own and a dim of their own."""
-    reference = moe()
-    model = copy.deepcopy(reference)
-    own, info = expert_parameters(model), mesh_infos(rank)["DeviceMesh"]
-
-    def choose(parameter: nn.Parameter) -> Any:
-        return ShardPlacementResult(Shard(cut if parameter.ndim == 2 else 0), info) if parameter in own else None
-
-    fully_shard(model, mesh=rank.mesh, shard_placement_fn=choose)
-    assert model.experts[0].weight.placements == (Shard(cut % 2),)
-    first = rank.rank // 2 * 2
-    loss_of(model, rank.rank).backward()
-    expected_gradients(reference, rank, [first, first + 1])
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("kind", ["HSDPMeshInfo", "DeviceMesh"])
-def test_experts_on_a_replicated_mesh(rank: Rank, kind: str) -> None:
-    """Experts sharded over two ranks and replicated over two are averaged over all four."""
+@pytest.mark.parametrize("case", ["HSDPMeshInfo", "DeviceMesh", "shard below HSDP", "replicate only"])
+def test_experts_and_replicas(rank: Rank, case: str) -> None:
+    """Experts sharded and replicated over two each, over all four below HSDP, or whole on all: means over all four."""
     mesh = rank.make_mesh(2, 2, names=("er", "es"))
-    info = mesh if kind == "DeviceMesh" else HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    infos: dict[str, tuple[Any, DeviceMesh, tuple[Any, ...]]] = {
+        "HSDPMeshInfo": (HSDPMeshInfo(mesh, 1, 0), rank.mesh, (Replicate(), Shard(0))),
+        "DeviceMesh": (mesh, rank.mesh, (Replicate(), Shard(0))),
+        "shard below HSDP": (FSDPMeshInfo(rank.mesh, 0), rank.make_mesh(2, 2, names=("r", "s")), (Shard(0),)),
+        "replicate only": (HSDPMeshInfo(rank.mesh, None, 0), rank.mesh, (Replicate(),)),
+    }
+    info, dense_mesh, placements = infos[case]
     reference = moe()
-    model = shard_moe(copy.deepcopy(reference), rank.mesh, info)
-    assert model.experts[0].weight.placements == (Replicate(), Shard(0))
-    train_beside(model, reference, rank)
-
-
-@on_ranks(4)
-def test_hsdp_with_experts_on_all_ranks(rank: Rank) -> None:
-    """The other way round: HSDP for the dense part, plain sharding over all ranks for the experts."""
-    reference = moe()
-    model = shard_moe(copy.deepcopy(reference), rank.make_mesh(2, 2, names=("r", "s")), FSDPMeshInfo(rank.mesh, 0))
-    assert model.dense.weight.placements == (Replicate(), Shard(0))
-    assert model.experts[0].weight.placements == (Shard(0),) and model.experts[0].weight.device_mesh.size() == 4
-    train_beside(model, reference, rank)
-
-
-@on_ranks(4)
-def test_experts_replicated_only(rank: Rank) -> None:
-    """A mesh_info with a replicate axis alone keeps whole experts and averages them over it."""
-    reference = moe()
-    model = shard_moe(copy.deepcopy(reference), rank.mesh, HSDPMeshInfo(rank.mesh, None, 0), None)
-    assert model.experts[0].weight.placements == (Replicate(),)
-    assert_equal(model.experts[0].weight.to_local().detach(), reference.experts[0].weight.detach(), "whole expert")
+    model = shard_moe(copy.deepcopy(reference), dense_mesh, info, None if case == "replicate only" else 0)
+    assert model.experts[0].weight.placements == placements
+    assert model.experts[0].weight.device_mesh.size() == 4
+    assert_equal(model.experts[0].weight.full_tensor().detach(), reference.experts[0].weight.detach(), "expert")
     train_beside(model, reference, rank)
 
 
@@ -435,104 +396,56 @@ def test_partial_all_reduce_touches_replicated_experts_only(rank: Rank) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("options", [{"reshard_after_forward": True}, {"reshard_after_forward": False}], ids=str)
-def test_units_of_experts(rank: Rank, options: dict[str, Any]) -> None:
+def test_units_of_experts(rank: Rank) -> None:
     """Each expert a unit of its own on the experts' mesh (``mesh=``) below a root on all ranks."""
     mesh = rank.make_mesh(2, 2, names=AXES)
-    reference = moe()
-    model = copy.deepcopy(reference)
-    for expert in model.experts:
-        fully_shard(expert, mesh=mesh["efsdp"], **options)
-    fully_shard(model, mesh=rank.mesh, **options)
-    first = rank.rank // 2 * 2
-    loss_of(model, rank.rank).backward()
-    expected_gradients(reference, rank, [first, first + 1])
-    assert_models_equal(model, reference, grads=True, **CLOSE)
+    for reshard in (True, False):
+        reference = moe()
+        model = copy.deepcopy(reference)
+        for expert in model.experts:
+            fully_shard(expert, mesh=mesh["efsdp"], reshard_after_forward=reshard)
+        fully_shard(model, mesh=rank.mesh, reshard_after_forward=reshard)
+        first = rank.rank // 2 * 2
+        loss_of(model, rank.rank).backward()
+        expected_gradients(reference, rank, [first, first + 1])
+        assert_models_equal(model, reference, grads=True, **CLOSE)
 
 
 # ---------------------------------------------------------------- refusals
 
 
-class Case(NamedTuple):
-    """What a shard_placement_fn returns, and the words of the refusal."""
-
-    result: Callable[[Rank], Any]
-    words: str
-    only: str = ""  # for parameters of this many dims
-
-
-CASES: dict[str, Case] = {
-    "number": Case(lambda r: 0, r"shard_placement_fn returned 0 for 0\.weight.*expected Shard\(dim\)"),
-    "Replicate": Case(lambda r: Replicate(), r"shard_placement_fn returned Replicate\(\) for 0\.weight"),
-    "Partial": Case(lambda r: Partial(), r"shard_placement_fn returned Partial.* for 0\.weight"),
-    "tuple": Case(lambda r: (Shard(0), r.mesh), r"shard_placement_fn returned .* for 0\.weight"),
-    "class": Case(lambda r: Shard, r"shard_placement_fn returned .*Shard.* for 0\.weight"),
-    "dim too large": Case(lambda r: Shard(2), r"Shard\(2\) for 0\.weight, which has 2 dims \(shape \(4, 6\)\)"),
-    "dim too small": Case(lambda r: Shard(-3), r"Shard\(-3\) for 0\.weight, which has 2 dims"),
-    "dim of a bias": Case(lambda r: Shard(1), r"Shard\(1\) for 0\.bias, which has 1 dims"),
-    "mesh_info: number": Case(
-        lambda r: ShardPlacementResult(Shard(0), 3), r"mesh_info of type int for 0\.weight; expected FSDPMeshInfo"
-    ),
-    "mesh_info: None": Case(
-        lambda r: ShardPlacementResult(Shard(0), None), r"mesh_info of type NoneType for 0\.weight"
-    ),
-    "mesh_info: no axis": Case(
-        lambda r: ShardPlacementResult(Shard(0), FSDPMeshInfo(r.mesh)), r"0\.weight: mesh_info names no axis"
-    ),
-    "mesh_info: 3-D": Case(
-        lambda r: ShardPlacementResult(Shard(0), r.make_mesh(1, 1, r.world_size, names=("a", "b", "c"))),
-        "mesh: expected 1 dimension, or 2",
-    ),
-    "placement of a result": Case(
-        lambda r: ShardPlacementResult(Replicate(), r.mesh), r"returned Replicate\(\) for 0\.weight"
-    ),
-    "dim of a result": Case(
-        lambda r: ShardPlacementResult(Shard(5), r.mesh), r"Shard\(5\) for 0\.weight, which has 2 dims"
-    ),
+# What a shard_placement_fn returns, and the words of the refusal. See test_arguments.py for more of them.
+REFUSED: dict[str, str] = {
+    "Partial()": r"shard_placement_fn returned Partial.* for 0\.weight",
+    "(Shard(0), mesh)": r"shard_placement_fn returned .* for 0\.weight",
+    "Shard": r"shard_placement_fn returned .*Shard.* for 0\.weight",
+    "Result(Shard(0), 3)": r"mesh_info of type int for 0\.weight; expected FSDPMeshInfo",
+    "Result(Shard(0), cube)": "mesh: expected 1 dimension, or 2",
+    "Result(Replicate(), mesh)": r"returned Replicate\(\) for 0\.weight",
+    "Result(Shard(5), mesh)": r"Shard\(5\) for 0\.weight, which has 2 dims",
 }
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("name", CASES)
-def test_wrong_result_is_refused(rank: Rank, name: str) -> None:
-    """On every rank, with the parameter's name, and nothing is changed."""
-    model = nn.Sequential(nn.Linear(6, 4))
-    result = CASES[name].result(rank)
-    with pytest.raises(ValueError) as raised:
-        fully_shard(model, mesh=rank.mesh, shard_placement_fn=lambda p: result)
-    assert re.search(CASES[name].words, str(raised.value), re.DOTALL), str(raised.value)
-    assert not isinstance(model, FSDPModule) and type(model[0].weight) is nn.Parameter
-    fully_shard(model, mesh=rank.mesh)
-    model(torch.ones(2, 6)).sum().backward()
+def test_wrong_result_is_refused(rank: Rank) -> None:
+    """On every rank, with the parameter's name, and nothing is changed; the user's own exception comes through."""
+    names = {"Shard": Shard, "Replicate": Replicate, "Partial": Partial, "Result": ShardPlacementResult}
+    cube = rank.make_mesh(1, 1, rank.world_size, names=("a", "b", "c"))
 
-
-@on_ranks(1, 2)
-def test_wrong_result_for_a_scalar(rank: Rank) -> None:
-    """A 0-D parameter has no dim to cut."""
-    model = build()
-    with pytest.raises(ValueError, match=r"Shard\(0\) for scale, which has 0 dims"):
-        fully_shard(model, mesh=rank.mesh, shard_placement_fn=lambda p: Shard(0) if p.ndim == 0 else None)
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("value", [3, Shard(0), "dim 1"], ids=str)
-def test_wrong_function_is_refused(rank: Rank, value: Any) -> None:
-    """What cannot be called is a TypeError."""
-    with pytest.raises(TypeError, match="shard_placement_fn: expected a function, found"):
-        fully_shard(nn.Linear(2, 2), mesh=rank.mesh, shard_placement_fn=value)
-
-
-@on_ranks(2)
-def test_error_in_the_function_leaves_the_module_alone(rank: Rank) -> None:
-    """The user's own exception comes through."""
-    model = nn.Linear(2, 2)
-
-    def choose(parameter: nn.Parameter) -> None:
+    def raising(parameter: nn.Parameter) -> None:
         if parameter.ndim == 1:
             raise KeyError("bias")
 
-    with pytest.raises(KeyError, match="bias"):
-        fully_shard(model, mesh=rank.mesh, shard_placement_fn=choose)
-    assert type(model) is nn.Linear and type(model.weight) is nn.Parameter
-    fully_shard(model, mesh=rank.mesh)
-    dist.barrier()
+    functions: dict[Callable[..., Any], tuple[type[Exception], str]] = {raising: (KeyError, "bias")}
+    for expression, words in REFUSED.items():
+        result = eval(expression, {**names, "mesh": rank.mesh, "cube": cube})
+        functions[lambda p, result=result: result] = (ValueError, words)
+    for function, (error, words) in functions.items():
+        model = nn.Sequential(nn.Linear(6, 4))
+        with pytest.raises(error, match=f"(?s){words}"):
+            fully_shard(model, mesh=rank.mesh, shard_placement_fn=function)
+        assert not isinstance(model, FSDPModule) and type(model[0].weight) is nn.Parameter
+        fully_shard(model, mesh=rank.mesh)
+        model(torch.ones(2, 6)).sum().backward()
+    with pytest.raises(ValueError, match=r"Shard\(0\) for scale, which has 0 dims"):
+        fully_shard(build(), mesh=rank.mesh, shard_placement_fn=lambda p: Shard(0) if p.ndim == 0 else None)

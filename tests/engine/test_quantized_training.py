@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from packed_tensor import PackedWeight
-from test_quantized_blocks import quantized
+from quantized_reference import quantized
 from torch import nn
 from torch.distributed.tensor import DTensor
 from user_collectives import Gather
@@ -127,33 +127,27 @@ def test_gradients(rank: Rank) -> None:
 @pytest.mark.parametrize("case", ["bf16", "bf16 reduced", "offload", "no_sync", "hybrid", "replicas", "int reshard"])
 def test_modes(rank: Rank, case: str) -> None:
     """Each mode trains close to an unsharded model, and quantization is active."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {
+        "bf16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+        "bf16 reduced": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
+        "offload": {"offload_policy": CPUOffloadPolicy()},
+        "int reshard": {"reshard_after_forward": 1},
+    }.get(case, {})
     mesh = rank.mesh
-    if case.startswith("bf16"):
-        reduce_dtype = torch.bfloat16 if case == "bf16 reduced" else torch.float32
-        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
-    elif case == "offload":
-        options["offload_policy"] = CPUOffloadPolicy()
-    elif case in ("hybrid", "replicas"):
+    if case in ("hybrid", "replicas"):
         mesh = rank.make_mesh(*((1, 2) if case == "hybrid" else (2, 1)), names=("replicate", "shard"))
-    elif case == "int reshard":
-        options["reshard_after_forward"] = 1
     reference = build()
     model = copy.deepcopy(reference)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, **options)
     model.set_comm_quantization(INT8, CommQuantization(reduce="int8", block=BLOCK, min_bytes=100, error_feedback=True))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
     for step in range(3):
         loss_of = square_loss(step, 4, DIM)
-        if case == "no_sync":
-            model.set_requires_gradient_sync(False)
+        for sync in (False, True) if case == "no_sync" else (True,):
+            model.set_requires_gradient_sync(sync)
             loss_of(model, rank.rank).backward()
             reference_backward(reference, 2, loss_of)
-            model.set_requires_gradient_sync(True)
-        loss_of(model, rank.rank).backward()
-        reference_backward(reference, 2, loss_of)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -297,7 +291,10 @@ def test_replicas_of_the_wrapper(rank: Rank) -> None:
 
 @on_ranks(2, 4)
 def test_what_leaves_the_model_is_exact(rank: Rank) -> None:
-    """Exports and state dicts have the very values, before, between and after quantized forwards."""
+    """Exports and state dicts have the very values, before, between and after quantized forwards.
+
+    Also those that are asked for one by one, while the model is used, and has units gathered, in between.
+    """
     reference = build()
     model = shard_blocks(copy.deepcopy(reference), rank)
     model.set_comm_quantization(INT8)
@@ -309,14 +306,6 @@ def test_what_leaves_the_model_is_exact(rank: Rank) -> None:
             assert_equal(exported[name], expected.detach(), name)
         LOSS(model, rank.rank)
     assert_models_equal(model, reference)
-
-
-@on_ranks(2)
-def test_what_is_taken_between_forwards_is_exact(rank: Rank) -> None:
-    """Values that are asked for one by one stay exact while the model is used, and has units gathered, in between."""
-    reference = build()
-    model = shard_blocks(copy.deepcopy(reference), rank)
-    model.set_comm_quantization(INT8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream, "GROUP_BYTES", 1)  # each parameter by itself
         for name, value in full_tensors(model):
@@ -472,21 +461,10 @@ def test_hooks_and_quantization_refuse_each_other(rank: Rank) -> None:
 
 @on_ranks(1)
 def test_one_rank(rank: Rank) -> None:
-    """Alone there is nothing to send: the values are exact and the report says so."""
-    reference = build()
-    model = shard_blocks(copy.deepcopy(reference), rank)
-    model.set_comm_quantization(INT8)
-    LOSS(model, 0).backward()
-    LOSS(reference, 0).backward()
-    assert_models_equal(model, reference, grads=True, rtol=1e-6, atol=1e-7)
-    report = model.comm_quantization_report()
-    assert not report.active and report.ratio == 1.0
-    assert report.parameters[0].all_gather == "(no other ranks on the shard axis)"
+    """Alone there is nothing to send: the values are exact and the report says so.
 
-
-@on_ranks(1)
-def test_one_rank_after_steps(rank: Rank) -> None:
-    """Where unsharded parameters lie in the shards, they still do after the communication was changed."""
+    Where unsharded parameters lie in the shards, they still do after the communication was changed.
+    """
     reference = build()
     model = shard_blocks(copy.deepcopy(reference), rank)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)]
@@ -494,10 +472,13 @@ def test_one_rank_after_steps(rank: Rank) -> None:
         if step == 1:
             model.set_comm_quantization(INT8)
         for each, optimizer in zip((reference, model), optimizers, strict=True):
+            optimizer.zero_grad()
             LOSS(each, 0).backward()
             optimizer.step()
-            optimizer.zero_grad()
-    assert_models_equal(model, reference, rtol=1e-6, atol=1e-7)
+    assert_models_equal(model, reference, grads=True, rtol=1e-6, atol=1e-7)
+    report = model.comm_quantization_report()
+    assert not report.active and report.ratio == 1.0
+    assert report.parameters[0].all_gather == "(no other ranks on the shard axis)"
 
 
 # Convergence

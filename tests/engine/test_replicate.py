@@ -70,54 +70,26 @@ def ways(function: Callable[..., Any]) -> Any:
 @on_ranks(1, 2, 4)
 @ways
 def test_trains_like_the_plain_module(rank: Rank, make: Callable[..., Any]) -> None:
-    """Gradients and parameters equal the unsharded ones over several Adam steps."""
+    """Gradients and parameters equal the unsharded ones and DDP's over Adam steps, bitwise the same on all ranks."""
     reference = build()
     model = make(copy.deepcopy(reference), rank)
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.02) for m in (model, reference)]
+    ddp = DistributedDataParallel(copy.deepcopy(reference))
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.02) for m in (model, reference, ddp)]
     for step in range(4):
-        square_loss(step)(model, rank.rank).backward()
+        for one in (model, ddp):
+            square_loss(step)(one, rank.rank).backward()
         reference_backward(reference, rank.world_size, square_loss(step))
-        assert_models_equal(model, reference, grads=True, **CLOSE)
+        for other in (reference, ddp.module):
+            assert_models_equal(model, other, grads=True, **CLOSE)
+        for fqn, parameter in model.named_parameters():
+            for what, value in (("value", parameter.detach()), ("gradient", parameter.grad)):
+                local = value.to_local().contiguous()
+                everyone = [torch.empty_like(local) for _ in range(rank.world_size)]
+                torch.distributed.all_gather(everyone, local)
+                assert_equal(everyone, [local] * rank.world_size, f"{what} of {fqn}")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert_models_equal(model, reference, **CLOSE)
-
-
-@on_ranks(2, 4)
-@ways
-def test_trains_like_ddp(rank: Rank, make: Callable[..., Any]) -> None:
-    """The same losses and parameters as DistributedDataParallel."""
-    ddp = DistributedDataParallel(build())
-    model = make(build(), rank)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.2, momentum=0.9) for m in (model, ddp)]
-    for step in range(4):
-        losses = []
-        for one, optimizer in zip((model, ddp), optimizers, strict=True):
-            optimizer.zero_grad()
-            losses.append(square_loss(step)(one, rank.rank))
-            losses[-1].backward()
-            optimizer.step()
-        torch_assert_close(losses[0].detach(), losses[1].detach())
-    assert_models_equal(model, ddp.module, **CLOSE)
-
-
-@on_ranks(2, 4)
-def test_same_bits_on_every_rank(rank: Rank) -> None:
-    """After training, parameters and gradients are bitwise the same on all ranks."""
-    model = by_blocks(build(), rank)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    for step in range(3):
-        optimizer.zero_grad()
-        square_loss(step)(model, rank.rank).backward()
-        optimizer.step()
-    for fqn, parameter in model.named_parameters():
-        for what, value in (("value", parameter.detach()), ("gradient", parameter.grad)):
-            local = value.to_local().contiguous()
-            everyone = [torch.empty_like(local) for _ in range(rank.world_size)]
-            torch.distributed.all_gather(everyone, local)
-            for other in everyone:
-                assert_equal(local, other, f"{what} of {fqn}")
 
 
 @on_ranks(2, 4)
@@ -177,34 +149,21 @@ def test_gradients_missing_on_some_ranks(rank: Rank) -> None:
         assert_models_equal(model, reference, grads=True, **CLOSE)
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("per_microbatch", [True, False], ids=["reduced each", "reduced last"])
-def test_accumulation(rank: Rank, per_microbatch: bool) -> None:
-    """Microbatches add up, whether all are reduced or the last only; without sync nothing is sent."""
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("setting", ["set_requires_gradient_sync", "set_requires_all_reduce", None])
+def test_accumulation(rank: Rank, setting: str | None) -> None:
+    """Microbatches add up, whether all are reduced or the last only; without sync, or on one rank, nothing is sent."""
     reference = build()
     model = by_blocks(copy.deepcopy(reference), rank)
     for step in range(3):
-        model.set_requires_gradient_sync(per_microbatch or step == 2)
+        if setting is not None:
+            getattr(model, setting)(step == 2)
         with record() as seen:
             square_loss(step)(model, rank.rank).backward()
         reference_backward(reference, rank.world_size, square_loss(step))
-        assert bool(seen) == (per_microbatch or step == 2)
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
-@on_ranks(2)
-@ways
-def test_set_requires_all_reduce(rank: Rank, make: Callable[..., Any]) -> None:
-    """Without the all-reduce gradients wait on this rank, and the next backward with it reduces the sum."""
-    reference = build()
-    model = make(copy.deepcopy(reference), rank)
-    for step in range(3):
-        model.set_requires_all_reduce(step == 2)
-        with record() as seen:
-            square_loss(step)(model, rank.rank).backward()
-        reference_backward(reference, rank.world_size, square_loss(step))
-        assert bool(seen) == (step == 2)
-        assert (model.last.weight.grad is None) == (step < 2)
+        reduced = setting is None or step == 2
+        assert bool(seen) == (reduced and rank.world_size > 1)
+        assert rank.world_size == 1 or (model.last.weight.grad is not None) == reduced
     assert_models_equal(model, reference, grads=True, **CLOSE)
 
 
@@ -241,23 +200,10 @@ def test_half_precision_does_not_overflow(rank: Rank) -> None:
 
 
 @on_ranks(2)
-def test_gradient_divide_factor(rank: Rank) -> None:
-    """The sum is divided by what was asked for."""
+def test_all_reduce_hook_and_divide_factor(rank: Rank) -> None:
+    """The sum is divided by what was asked for; a hook sees what was all-reduced, and what it leaves counts."""
     reference = build()
-    model = whole(copy.deepcopy(reference), rank)
-    model.set_gradient_divide_factor(5.0)
-    square_loss()(model, rank.rank).backward()
-    reference_backward(reference, rank.world_size, square_loss())
-    for parameter in reference.parameters():
-        parameter.grad *= 2 / 5
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
-@on_ranks(2)
-def test_all_reduce_hook(rank: Rank) -> None:
-    """A hook sees what was all-reduced, and what it leaves becomes the gradient."""
-    reference = build()
-    model = whole(copy.deepcopy(reference), rank)
+    model = replicate(copy.deepcopy(reference))  # without a mesh all ranks are meant
     numels: list[int] = []
 
     def hook(rows: torch.Tensor) -> None:
@@ -265,10 +211,11 @@ def test_all_reduce_hook(rank: Rank) -> None:
         rows.mul_(3)
 
     model.set_all_reduce_hook(hook)
+    model.set_gradient_divide_factor(5.0)
     square_loss()(model, rank.rank).backward()
     reference_backward(reference, rank.world_size, square_loss())
     for parameter in reference.parameters():
-        parameter.grad *= 3
+        parameter.grad *= 3 * 2 / 5
     assert_models_equal(model, reference, grads=True, **CLOSE)
     assert sum(numels) >= sum(p.numel() for p in reference.parameters())
 
@@ -301,7 +248,10 @@ def test_ignored_parameters(rank: Rank) -> None:
 
 @on_ranks(2, 4)
 def test_messages(rank: Rank) -> None:
-    """Nothing is gathered; each unit is all-reduced once, in backward's order, in predictable bytes."""
+    """Nothing is gathered; each unit is all-reduced once, in backward's order, in predictable bytes.
+
+    A large parameter is all-reduced by itself, without a copy into a message.
+    """
     with tiny_units():
         model = by_blocks(build(), rank)
     for step in range(2):
@@ -315,66 +265,37 @@ def test_messages(rank: Rank) -> None:
         assert len({c.launch for c in backward}) == 4
     sizes = {c.unit: c.numel for c in backward}
     for unit in nested_units(model):
-        numels = [p.numel() for p in _own(unit)]
+        numels = [parameter.sharded.numel() for parameter in unit.parameters]
         assert sizes[unit.name] == packed_numel(*numels, len(numels)), unit.name  # and one presence number each
     for c in backward:
         assert c.dtype is torch.float32
         assert c.nbytes == 2 * c.numel * 4 * (rank.world_size - 1) // rank.world_size
-
-
-def _own(unit: Any) -> list[torch.Tensor]:
-    return [parameter.sharded for parameter in unit.parameters]
-
-
-@on_ranks(2)
-def test_large_gradients_travel_from_where_they_are(rank: Rank) -> None:
-    """A large parameter is all-reduced by itself, without a copy into a message."""
     rows = 2 * transport_of(rank).direct_bytes // 4 // 16
-    model = replicate(nn.Linear(16, rows), mesh=rank.mesh)
+    large = replicate(nn.Linear(16, rows), mesh=rank.mesh)
     with record() as seen:
-        model(batch(rank.rank, 0, 2, 16)).sum().backward()
+        large(batch(rank.rank, 0, 2, 16)).sum().backward()
     assert sorted(c.numel for c in seen) == [packed_numel(rows, 2), rows * 16]
-
-
-@on_ranks(1)
-def test_one_rank_sends_nothing(rank: Rank) -> None:
-    """On one rank there is no collective at all."""
-    model = by_blocks(build(), rank)
-    with record() as seen:
-        square_loss()(model, 0).backward()
-    assert seen == []
 
 
 @on_ranks(1, 2)
 @ways
 def test_registered_parameters(rank: Rank, make: Callable[..., Any]) -> None:
-    """At rest parameters are DTensors with Replicate() on the mesh, whole on every rank, and so are gradients."""
+    """At rest parameters are DTensors with Replicate() on the mesh, whole on every rank, and so are gradients.
+
+    In forward the module holds plain parameters, in place: nothing is copied, for they are all there.
+    """
     reference = build()
     model = make(copy.deepcopy(reference), rank)
+    seen: list[tuple[type, int]] = []
+    model.first.register_forward_pre_hook(lambda m, _: seen.append((type(m.weight), m.weight.data_ptr())))
     square_loss()(model, rank.rank).backward()
+    assert seen == [(nn.Parameter, model.first.weight.to_local().data_ptr())]
     for fqn, plain in reference.named_parameters():
         parameter = model.get_parameter(fqn)
         assert parameter.placements == parameter.grad.placements == (Replicate(),)
         assert parameter.device_mesh == rank.mesh
         assert_equal(parameter.detach().to_local(), plain.detach(), fqn)
         assert parameter.grad.to_local().shape == plain.shape
-
-
-@on_ranks(2)
-def test_parameters_in_forward(rank: Rank) -> None:
-    """In forward the module holds plain parameters, in place: nothing is copied, for they are all there."""
-    seen: list[tuple[type, int]] = []
-
-    class Observed(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append((type(self.weight), self.weight.data_ptr()))
-            return super().forward(x)
-
-    model = replicate(Observed(4, 4), mesh=rank.mesh)
-    pointer = model.weight.to_local().data_ptr()
-    model(torch.ones(1, 4)).sum().backward()
-    assert seen == [(nn.Parameter, pointer)]
-    assert isinstance(model.weight, DTensor)
 
 
 @on_ranks(2)
@@ -420,15 +341,6 @@ def test_class_and_module(rank: Rank) -> None:
     assert type(model.first) is nn.Linear
     sliced = replicate(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), mesh=rank.mesh)[:1]
     assert type(sliced) is nn.Sequential
-
-
-@on_ranks(2)
-def test_default_mesh(rank: Rank) -> None:
-    """Without a mesh all ranks are meant."""
-    model = replicate(nn.Linear(3, 3))
-    assert model.weight.device_mesh.size() == rank.world_size and model.weight.placements == (Replicate(),)
-    model(torch.full((1, 3), float(rank.rank))).sum().backward()
-    assert_equal(model.weight.grad.to_local(), torch.full((3, 3), 0.5), "mean")
 
 
 @on_ranks(4)

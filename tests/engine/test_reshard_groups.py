@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from compare import assert_models_equal
+from engine.failing import fail
 from fullshard import CommQuantization, MixedPrecisionPolicy, fully_shard
 from fullshard.comm import Collective, record
 from fullshard.engine.buckets.per_parameter import PerParameterBucket
@@ -61,13 +62,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], LossOf]]] = {
 @on_ranks(4)
 @pytest.mark.parametrize("kind", MODELS)
 def test_parity(rank: Rank, kind: str) -> None:
-    """Adam steps with backward gathers over two subgroup equal the reference, whatever the shapes."""
+    """Adam steps with backward gathers over two subgroups equal the reference, also those of accumulation."""
     make, loss_at = MODELS[kind]
     model, reference = with_reference(make(), rank, reshard_after_forward=2)
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, reference)]
     for step in range(3):
-        loss_at(step)(model, rank.rank).backward()
-        reference_backward(reference, rank.world_size, loss_at(step))
+        for sync in (True,) if step < 2 else (False, False, True):
+            model.set_requires_gradient_sync(sync)
+            loss_at(step)(model, rank.rank).backward()
+            reference_backward(reference, rank.world_size, loss_at(step))
         assert_models_equal(model, reference, grads=True, **CLOSE)
         assert_at_rest(model)
         assert not any(kept_bytes(model).values())
@@ -96,23 +99,20 @@ def test_bytes_received_and_kept(rank: Rank, dtype: torch.dtype | None) -> None:
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_sizes_that_mean_true_or_false(rank: Rank, size: int) -> None:
+def test_sizes_that_mean_true_or_false(rank: Rank) -> None:
     """A group of one keeps everything and gathers nothing in backward; one of all ranks keeps nothing."""
-    if size > rank.world_size:
-        return
-    with tiny_units(0):
-        model = shard_blocks(Stack(2), rank, reshard_after_forward=size)
-    with record() as forward:
-        loss = square_loss()(model, rank.rank)
-    near = size not in (1, rank.world_size)
-    assert any(kept_bytes(model).values()) == near
-    with record() as backward:
-        loss.backward()
-    assert {c.unit for c in forward if c.kind == "all_gather"} == {"", "blocks.0", "blocks.1"}
-    gathered = [c.unit for c in backward if c.kind == "all_gather"]
-    assert gathered == ([] if size == 1 else ["", "blocks.1", "blocks.0"])
-    assert_at_rest(model)
+    for size in (1, 2, 4)[: rank.world_size]:
+        with tiny_units(0):
+            model = shard_blocks(Stack(2), rank, reshard_after_forward=min(size, rank.world_size))
+        with record() as forward:
+            loss = square_loss()(model, rank.rank)
+        assert any(kept_bytes(model).values()) == (1 < size < rank.world_size)
+        with record() as backward:
+            loss.backward()
+        assert {c.unit for c in forward if c.kind == "all_gather"} == {"", "blocks.0", "blocks.1"}
+        gathered = [c.unit for c in backward if c.kind == "all_gather"]
+        assert gathered == ([] if size == 1 else ["", "blocks.1", "blocks.0"])
+        assert_at_rest(model)
 
 
 @on_ranks(4)
@@ -132,15 +132,16 @@ def test_on_the_shard_axis_of_a_two_dimensional_mesh(rank: Rank) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("where", ["inside", "around"])
+@pytest.mark.parametrize(
+    ("where", "reentrant"), [("inside", False), ("inside", True), ("around", False), ("around", True)]
+)
 def test_recomputation(rank: Rank, where: str, reentrant: bool) -> None:
     """Recomputed activations, inside or around the unit, see the right parameters."""
     model, reference = with_reference(Stack(3), rank, reshard_after_forward=2)
     for module in [model] if where == "around" else model.blocks:
         module.checkpointed = reentrant
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, reference)]
-    for step in range(3):
+    for step in range(2):
         square_loss(step)(model, rank.rank).backward()
         reference_backward(reference, 4, square_loss(step))
         assert_models_equal(model, reference, grads=True, **CLOSE)
@@ -173,9 +174,17 @@ def test_optimizer_step_after_a_forward_without_backward(rank: Rank) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("order", ["one-backward", "two-backwards", "reversed"])
 def test_two_forwards_before_backward(rank: Rank, order: str) -> None:
-    """Two forwards, then their backwards together or one by one, give the sum of both."""
+    """Two forwards, then their backwards together or one by one, give the sum of both.
+
+    A forward without gradients keeps nothing, and one between forward and backward disturbs nothing.
+    """
     model, reference = with_reference(Stack(2), rank, reshard_after_forward=2)
+    with torch.no_grad():
+        square_loss()(model, rank.rank)
+    assert not any(kept_bytes(model).values())
     losses = [square_loss(step)(model, rank.rank) for step in range(2)]
+    with torch.no_grad():
+        square_loss(2)(model, rank.rank)
     if order == "one-backward":
         (losses[0] + losses[1]).backward()
     else:
@@ -185,32 +194,6 @@ def test_two_forwards_before_backward(rank: Rank, order: str) -> None:
         reference_backward(reference, 4, square_loss(step))
     assert_models_equal(model, reference, grads=True, **CLOSE)
     assert_at_rest(model)
-
-
-@on_ranks(4)
-def test_evaluation_between_forward_and_backward(rank: Rank) -> None:
-    """A forward without gradients keeps nothing, and one between forward and backward disturbs nothing."""
-    model, reference = with_reference(Stack(2), rank, reshard_after_forward=2)
-    with torch.no_grad():
-        square_loss()(model, rank.rank)
-    assert not any(kept_bytes(model).values())
-    loss = square_loss()(model, rank.rank)
-    with torch.no_grad():
-        square_loss(1)(model, rank.rank)
-    loss.backward()
-    reference_backward(reference, 4, square_loss())
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
-@on_ranks(4)
-def test_accumulation_without_sync(rank: Rank) -> None:
-    """Microbatches without reduction add up as with any other setting."""
-    model, reference = with_reference(Stack(2), rank, reshard_after_forward=2)
-    for step in range(3):
-        model.set_requires_gradient_sync(step == 2)
-        square_loss(step)(model, rank.rank).backward()
-        reference_backward(reference, 4, square_loss(step))
-    assert_models_equal(model, reference, grads=True, **CLOSE)
 
 
 @on_ranks(4)
@@ -236,20 +219,11 @@ def test_one_unit_among_others(rank: Rank) -> None:
 @on_ranks(4)
 def test_recovers_from_a_failure_in_between(rank: Rank) -> None:
     """A backward that raises leaves nothing kept, and the next step is right."""
-
-    class Bomb(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-            raise ArithmeticError("boom")
-
     model, reference = with_reference(Stack(2), rank, reshard_after_forward=2)
-    loss = Bomb.apply(model(batch(rank.rank, 0, 4, 6))).sum()
-    with pytest.raises(ArithmeticError):
-        loss.backward()
+    output = model(batch(rank.rank, 0, 4, 6))
+    output.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        output.sum().backward()
     model.zero_grad()
     square_loss()(model, rank.rank).backward()
     reference_backward(reference, 4, square_loss())

@@ -46,15 +46,14 @@ def nf4_model() -> nn.Module:
     return nn.Sequential(Nf4Adapted(64, 128), nn.Tanh(), Nf4Adapted(128, 64))
 
 
-def float8_model(all_gather: bool = True) -> nn.Module:
+def float8_model(all_gather: bool = True, hidden: int = 64) -> nn.Module:
     """Two linear layers that multiply in float8 (emulated); the same for every call."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32, bias=False))
-    return convert_to_float8_training(
-        model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=all_gather, emulate=True)
-    )
+    model = nn.Sequential(nn.Linear(32, hidden), nn.Tanh(), nn.Linear(hidden, 32, bias=False))
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=all_gather, emulate=True)
+    return convert_to_float8_training(model, config=config)
 
 
 def shard(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
@@ -64,7 +63,7 @@ def shard(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
 
 
 def train_both(
-    model: nn.Module, reference: nn.Module, rank: Rank, width: int, after_step: Any = None, steps: int = 10
+    model: nn.Module, reference: nn.Module, rank: Rank, width: int, after_step: Any = None, steps: int = 4
 ) -> None:
     """Adam steps on both, with losses compared at every step and trained parameters at the end."""
     optimizers = [
@@ -94,17 +93,17 @@ def received(collectives: list[Any]) -> int:
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
-def test_nf4_base_with_adapters_trains(rank: Rank, reshard_after_forward: Any) -> None:
+def test_nf4_base_with_adapters_trains(rank: Rank) -> None:
     """Low-rank adapters on a frozen NF4 base train with the losses of the unsharded model."""
     from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor
 
-    model = shard(nf4_model(), rank.mesh, reshard_after_forward=reshard_after_forward)
-    train_both(model, nf4_model(), rank, 64)
-    for index in (0, 2):
-        weight = model[index].weight
-        assert isinstance(weight, DTensor) and isinstance(weight.to_local(), NF4Tensor)
-        assert not weight.requires_grad and weight.grad is None
+    for reshard in (True, False, None):
+        model = shard(nf4_model(), rank.mesh, reshard_after_forward=reshard)
+        train_both(model, nf4_model(), rank, 64)
+        for index in (0, 2):
+            weight = model[index].weight
+            assert isinstance(weight, DTensor) and isinstance(weight.to_local(), NF4Tensor)
+            assert not weight.requires_grad and weight.grad is None
 
 
 @on_ranks(2, 4)
@@ -155,14 +154,13 @@ def test_nf4_that_cannot_be_cut_is_refused(rank: Rank) -> None:
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
-@pytest.mark.parametrize("precomputed", [False, True])
-def test_float8_all_gather_trains(rank: Rank, precomputed: bool, reshard_after_forward: Any) -> None:
+@pytest.mark.parametrize(("precomputed", "reshard"), [(False, True), (True, True), (True, False), (False, None)])
+def test_float8_all_gather_trains(rank: Rank, precomputed: bool, reshard: Any) -> None:
     """Float8 all-gathers leave the losses of the unsharded model, with scales computed ahead or in the gather."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-    model = shard(float8_model(), rank.mesh, reshard_after_forward=reshard_after_forward)
+    model = shard(float8_model(), rank.mesh, reshard_after_forward=reshard)
     after_step = precompute_float8_dynamic_scale_for_fsdp if precomputed else None
     train_both(model, float8_model(all_gather=False), rank, 32, after_step)
     for index in (0, 2):
@@ -188,15 +186,7 @@ def test_float8_bytes_travel(rank: Rank) -> None:
 @on_ranks(2)
 def test_float8_uneven_rows(rank: Rank) -> None:
     """Float8 weights whose rows the ranks do not divide train as well (where torch's version ends the process)."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    def build(all_gather: bool) -> nn.Module:
-        torch.manual_seed(5)
-        config = Float8LinearConfig(enable_fsdp_float8_all_gather=all_gather, emulate=True)
-        layers = nn.Sequential(nn.Linear(32, 33), nn.Tanh(), nn.Linear(33, 32))
-        return convert_to_float8_training(layers, config=config)
-
-    train_both(shard(build(True), rank.mesh), build(False), rank, 32)
+    train_both(shard(float8_model(hidden=33), rank.mesh), float8_model(False, 33), rank, 32)
 
 
 @on_ranks(1, 2)

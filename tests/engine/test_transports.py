@@ -1,7 +1,8 @@
-"""Transports: what arrives in gathers and reductions, and what is recorded of them."""
+"""Transports: what arrives in all-gathers and reductions, and what is recorded of them."""
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import textwrap
@@ -46,15 +47,18 @@ TRANSPORTS = pytest.mark.parametrize(
     [pytest.param(GlooTransport, marks=GLOO), CollectiveTransport],
     ids=["GlooTransport", "CollectiveTransport"],
 )
-SIZES = [(1,), (5, 16), (3, 70_000, 1, 1024)]  # elements of the pieces that one call moves
+SIZES = [(1,), (5, 16), (3, 70_000, 1, 0, 1024)]  # elements of the shards that one request moves
+ODD_SIZES = (1, 2, 3, 5, 1000, 99_999, 131_073)
+CPU = torch.device("cpu")
 
 
-_ONE_SECOND = timedelta(seconds=1)
-
-
-def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+def values(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What this rank contributes; whole numbers of at most three digits, different on every rank."""
     return ((torch.arange(numel) + 37 * rank) % 113).to(dtype)
+
+
+def noise(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
 def wait(works: object) -> None:
@@ -66,18 +70,35 @@ def in_place(tensors: Sequence[torch.Tensor]) -> list[Operand]:
     return [Operand(tensor, tensor) for tensor in tensors]
 
 
-def noise(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+def to_gather(rank: Rank, numel: int, dtype: torch.dtype = torch.float32, offset: int = 0) -> Operand:
+    """``values`` of this rank (and of the ``offset``), to be all-gathered."""
+    shard = values(rank.rank + offset, numel, dtype)
+    return Operand(shard, torch.zeros(numel * rank.world_size).to(dtype))
 
 
-def gathered(tensor: torch.Tensor, rank: Rank) -> list[torch.Tensor]:
-    """``tensor`` of every rank."""
-    everyone = [torch.empty_like(tensor) for _ in range(rank.world_size)]
-    dist.all_gather(everyone, tensor)
-    return everyone
+def assert_gathered(rank: Rank, operand: Operand, what: str, offset: int = 0) -> None:
+    """Require the ``values`` of all ranks in rank order, and the rank's own as they were."""
+    numel, dtype = operand.shard.numel(), operand.shard.dtype
+    pieces = [values(r + offset, numel, dtype).view(torch.uint8) for r in range(rank.world_size)]
+    assert_equal(operand.unsharded.view(torch.uint8), torch.cat(pieces), what)
+    assert_equal(operand.shard.view(torch.uint8), pieces[rank.rank], f"shard: {what}")
 
 
-class CommQuantization:
+def to_reduce(rank: Rank, *sizes: int, dtype: torch.dtype = torch.float32) -> list[Operand]:
+    """Operands to reduce: this rank contributes ``values(rank + 3 * part)`` to the shard of rank ``part``."""
+    world = range(rank.world_size)
+    return [
+        Operand(torch.full((n,), -1.0).to(dtype), torch.cat([values(rank.rank + 3 * part, n, dtype) for part in world]))
+        for n in sizes
+    ]
+
+
+def sum_for(rank: Rank, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What a reduction of ``to_reduce`` leaves to this rank, not divided."""
+    return sum(values(r + 3 * rank.rank, numel, dtype) for r in range(rank.world_size))
+
+
+class MessageLog:
     """A process group that writes down the messages that pass: size, tag, and where they were sent from."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -99,119 +120,49 @@ class CommQuantization:
         return self.group.recv(tensors, peer, tag)
 
 
-# Gathers
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize(
-    ("kind", "dtypes"),
-    [
-        (CollectiveTransport, [torch.float32, torch.bfloat16, torch.int64, torch.int16, torch.uint8]),
-        pytest.param(
-            GlooTransport,
-            [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.bool, torch.float8_e4m3fn],
-            marks=GLOO,
-        ),
-    ],
-    ids=["CollectiveTransport", "GlooTransport"],
-)
-def test_gather_fills_the_region_in_rank_order(
-    rank: Rank, kind: type[Transport], dtypes: Sequence[torch.dtype]
-) -> None:
-    """Every region holds the pieces of all ranks in rank order, however many moves are in one call, in any dtype."""
-    transport = kind(rank.group)
-    for dtype in dtypes:
-        for sizes in SIZES:
-            operands = [Operand(values(rank.rank, n, dtype), torch.zeros(n * rank.world_size).to(dtype)) for n in sizes]
-            wait(transport.all_gather([CommRequest("unit", operands)]))
-            for numel, operand in zip(sizes, operands, strict=True):
-                expected = torch.cat([values(r, numel, dtype) for r in range(rank.world_size)])
-                assert_equal(
-                    operand.unsharded.view(torch.uint8), expected.view(torch.uint8), f"{dtype} region of {numel}"
-                )
-                assert_equal(
-                    operand.shard.view(torch.uint8), values(rank.rank, numel, dtype).view(torch.uint8), "piece"
-                )
+# ---------------------------------------------------------------- values
 
 
 @on_ranks(2, 4)
 @TRANSPORTS
-def test_gather_of_mixed_dtypes_in_one_launch(rank: Rank, kind: type[Transport]) -> None:
-    """The parcels of one launch may differ in dtype, and some of their moves may be empty."""
+def test_all_gather_fills_the_unsharded_buffer_in_rank_order(rank: Rank, kind: type[Transport]) -> None:
+    """Requests of one launch may have many operands, empty ones too, of different dtypes, and shards in place."""
     transport = kind(rank.group)
-    world = rank.world_size
-    requests = [
-        CommRequest(
-            str(dtype), [Operand(values(rank.rank, n, dtype), torch.zeros(n * world, dtype=dtype)) for n in (7, 0, 30)]
-        )
-        for dtype in (torch.uint8, torch.float64, torch.bfloat16)
-    ]
-    wait(transport.all_gather(requests))
-    for _, operands, _ in requests:
-        for operand in operands:
-            n, dtype = operand.shard.numel(), operand.shard.dtype
-            assert_equal(operand.unsharded, torch.cat([values(r, n, dtype) for r in range(world)]), f"{dtype} of {n}")
-
-
-@on_ranks(2, 4)
-@TRANSPORTS
-def test_gather_of_a_piece_in_its_own_region(rank: Rank, kind: type[Transport]) -> None:
-    """A piece may be this rank's part of the region."""
-    region = torch.zeros(100 * rank.world_size)
-    piece = region.narrow(0, 100 * rank.rank, 100).copy_(values(rank.rank, 100, torch.float32))
-    wait(kind(rank.group).all_gather([CommRequest("unit", [Operand(piece, region)])]))
-    assert_equal(region, torch.cat([values(r, 100, torch.float32) for r in range(rank.world_size)]), "region")
-
-
-# Reductions and divisions
-
-
-def reduction_of(rank: Rank, sizes: Sequence[int], dtype: torch.dtype) -> list[Operand]:
-    """Moves to reduce: this rank contributes ``values(rank + 3 * part)`` to the piece of rank ``part``."""
-    world = range(rank.world_size)
-    return [
-        Operand(torch.full((n,), -1.0).to(dtype), torch.cat([values(rank.rank + 3 * part, n, dtype) for part in world]))
-        for n in sizes
-    ]
+    dtypes = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.uint8]
+    if kind is GlooTransport:
+        dtypes += [torch.bool, torch.float8_e4m3fn]
+    for sizes in SIZES:
+        requests = [CommRequest(str(dtype), [to_gather(rank, n, dtype) for n in sizes]) for dtype in dtypes]
+        wait(transport.all_gather(requests))
+        for unit, operands, _ in requests:
+            for operand in operands:
+                assert_gathered(rank, operand, f"{unit} of {operand.shard.numel()}")
+    buffer = torch.zeros(100 * rank.world_size)
+    inside = Operand(buffer.narrow(0, 100 * rank.rank, 100).copy_(values(rank.rank, 100)), buffer)
+    wait(transport.all_gather([CommRequest("unit", [inside])]))
+    assert_gathered(rank, inside, "shard in its own unsharded buffer")
 
 
 @on_ranks(2, 4)
 @TRANSPORTS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_reduce_gives_each_rank_the_sum_of_its_part(rank: Rank, kind: type[Transport], dtype: torch.dtype) -> None:
-    """A rank's piece is the sum over the ranks of its part of their regions, divided before and after."""
-    transport = kind(rank.group)
-    world = rank.world_size
-    for scaling in (
-        GradScaling(),
-        GradScaling(after=world),
-        GradScaling(before=2, after=world / 2),
-        GradScaling(1, world, False),
-    ):
-        for sizes in SIZES:
-            operands = reduction_of(rank, sizes, dtype)
-            wait(transport.reduce_scatter([CommRequest("unit", operands, scaling)]))
-            for numel, operand in zip(sizes, operands, strict=True):
-                total = sum(values(r + 3 * rank.rank, numel, torch.float64) for r in range(world))
+def test_reduce_scatter_gives_each_rank_the_sum_of_its_part(
+    rank: Rank, kind: type[Transport], dtype: torch.dtype
+) -> None:
+    """Sums of one launch are divided before and after as each request says."""
+    transport, world = kind(rank.group), rank.world_size
+    scalings = [GradScaling(), GradScaling(after=world), GradScaling(2, world / 2), GradScaling(1, world, False)]
+    for sizes in SIZES:
+        requests = [CommRequest(str(s), to_reduce(rank, *sizes, dtype=dtype), s) for s in scalings]
+        wait(transport.reduce_scatter(requests))
+        for unit, operands, scaling in requests:
+            for operand in operands:
+                total = sum_for(rank, operand.shard.numel(), torch.float64)
                 expected = (total / (scaling.before * scaling.after)).to(dtype)
                 if dtype is torch.bfloat16:  # the sums of two need 8 bits of precision, those of four 9
-                    assert_close(operand.shard, expected, f"piece of {numel}", rtol=2**-7)
+                    assert_close(operand.shard, expected, unit, rtol=2**-7)
                 else:
-                    assert_equal(operand.shard, expected, f"{scaling} piece of {numel}")
-
-
-@on_ranks(2, 4)
-@TRANSPORTS
-def test_parcels_of_one_launch_have_their_own_divisions(rank: Rank, kind: type[Transport]) -> None:
-    """Sums of one launch are divided parcel by parcel."""
-    transport = kind(rank.group)
-    divisions = [GradScaling(), GradScaling(after=8), GradScaling(before=4), GradScaling(before=2, after=2)]
-    requests = [CommRequest(str(i), reduction_of(rank, (5, 70_000), torch.float32), d) for i, d in enumerate(divisions)]
-    wait(transport.reduce_scatter(requests))
-    for _, operands, scaling in requests:
-        for operand in operands:
-            total = sum(values(r + 3 * rank.rank, operand.shard.numel(), torch.float32) for r in range(rank.world_size))
-            assert_equal(operand.shard, total / (scaling.before * scaling.after), f"{scaling}")
+                    assert_equal(operand.shard, expected, f"{unit} of {operand.shard.numel()}")
 
 
 @on_ranks(2, 4)
@@ -223,8 +174,10 @@ def test_division_before_keeps_fp16_in_range(rank: Rank, kind: type[Transport], 
     world, n = rank.world_size, 10
 
     def mean(scaling: GradScaling) -> torch.Tensor:
-        region = torch.full((n * world,), 60_000.0, dtype=torch.float16)
-        operand = Operand(torch.empty(n, dtype=torch.float16) if operation == "reduce_scatter" else region, region)
+        unsharded = torch.full((n * world,), 60_000.0, dtype=torch.float16)
+        operand = Operand(
+            torch.empty(n, dtype=torch.float16) if operation == "reduce_scatter" else unsharded, unsharded
+        )
         wait(getattr(transport, operation)([CommRequest("unit", [operand], scaling)]))
         return operand.shard
 
@@ -235,182 +188,152 @@ def test_division_before_keeps_fp16_in_range(rank: Rank, kind: type[Transport], 
         assert mean(GradScaling(after=world)).isinf().all()
 
 
-@GLOO
-@on_ranks(2, 4)
-def test_gloo_sums_in_rank_order(rank: Rank) -> None:
-    """The mean is bitwise the left fold of the parts in rank order, divided by the number of ranks."""
-    numel, world = 1000, rank.world_size
-
-    def part(of: int, to: int) -> torch.Tensor:
-        return noise(10 * of + to, numel)
-
-    region = torch.cat([part(rank.rank, to) for to in range(world)])
-    piece = torch.empty(numel)
-    wait(
-        GlooTransport(rank.group).reduce_scatter(
-            [CommRequest("unit", [Operand(piece, region)], GradScaling(after=world))]
-        )
-    )
-    folded = part(0, rank.rank)
-    for other in range(1, world):
-        folded = folded + part(other, rank.rank)
-    assert_equal(piece, folded / world, "piece")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_more_than_two_half_terms_are_rounded_once(dtype: torch.dtype) -> None:
-    """Small terms survive beside a large one, which they would not in the terms' dtype; over several blocks."""
-    numel = 300_000
-    terms = [torch.full((numel,), 2048.0).to(dtype), *(torch.full((numel,), 0.75).to(dtype) for _ in range(30))]
-    by_halves = terms[0] + terms[1]
-    assert by_halves[0] == terms[0][0]
-    target = terms[3]
-    expected = torch.full((numel,), (2048 + 30 * 0.75) * 0.5).to(dtype)
-    fold(terms, target, 0.5)
-    assert_equal(target, expected, "sum")
-
-
-@pytest.mark.parametrize("target", [0, 1, 2, None])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_fold_may_write_to_any_of_its_terms(dtype: torch.dtype, target: int | None) -> None:
-    """The sum is the same whether it is written to one of the terms or beside them."""
-    terms = [noise(i, 1000, dtype) for i in range(3)]
-    expected = ((terms[0].float() + terms[1].float() + terms[2].float()) * 0.25).to(dtype)
-    into = torch.empty(1000, dtype=dtype) if target is None else terms[target]
-    fold(terms, into, 0.25)
-    assert_equal(into, expected, "sum")
-
-
-# All-reduces
-
-ODD_SIZES = (1, 2, 3, 5, 1000, 99_999, 131_073)
-
-
 @on_ranks(2, 3, 4)
 @TRANSPORTS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_all_reduce_of_any_size(rank: Rank, kind: type[Transport], dtype: torch.dtype) -> None:
+def test_all_reduce_of_any_size(rank: Rank, kind: type[Transport]) -> None:
     """Tensors whose size the ranks do not divide are summed, divided, and the same on all ranks, bit for bit."""
-    transport = kind(rank.group)
-    world = rank.world_size
-    for scaling in (GradScaling(), GradScaling(after=world), GradScaling(before=2, after=2)):
-        tensors = [noise(rank.rank, n, dtype) for n in ODD_SIZES]
-        wait(transport.all_reduce([CommRequest("unit", in_place(tensors), scaling)]))
-        for n, tensor in zip(ODD_SIZES, tensors, strict=True):
-            total = sum(noise(r, n, dtype) for r in range(world))
-            what = f"{scaling}, {n} elements"
-            assert_close(tensor, total / (scaling.before * scaling.after), what, rtol=1e-5, atol=1e-6)
-            for other, theirs in enumerate(gathered(tensor, rank)):
-                assert_equal(theirs, tensor, f"{what}, of rank {other}")
+    transport, world = kind(rank.group), rank.world_size
+    for dtype in (torch.float32, torch.float64):
+        for scaling in (GradScaling(), GradScaling(after=world), GradScaling(before=2, after=2)):
+            tensors = [noise(rank.rank, n, dtype) for n in ODD_SIZES]
+            wait(transport.all_reduce([CommRequest("unit", in_place(tensors), scaling)]))
+            for tensor in tensors:
+                what = f"{scaling}, {tensor.numel()} elements of {dtype}"
+                total = sum(noise(r, tensor.numel(), dtype) for r in range(world))
+                assert_close(tensor, total / (scaling.before * scaling.after), what, rtol=1e-5, atol=1e-6)
+                everyone = [torch.empty_like(tensor) for _ in range(world)]
+                dist.all_gather(everyone, tensor)
+                assert_equal(everyone, [tensor] * world, f"{what}, by rank")
 
 
 @GLOO
 @on_ranks(2, 4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64], ids=str)
-def test_gloo_all_reduce_is_the_fold_in_rank_order(rank: Rank, dtype: torch.dtype) -> None:
+def test_gloo_sums_in_rank_order(rank: Rank, dtype: torch.dtype) -> None:
     """Sums are bitwise the left fold in rank order; those of half precision on more than two ranks in fp32."""
-    transport = GlooTransport(rank.group)
-    tensors = [(100 * noise(rank.rank, n)).to(dtype) for n in ODD_SIZES]
+    transport, world = GlooTransport(rank.group), rank.world_size
+    wide = world > 2 and dtype in (torch.bfloat16, torch.float16)
+
+    def term(of: int, numel: int) -> torch.Tensor:
+        return (100 * noise(of, numel)).to(dtype)
+
+    def folded(numel: int) -> torch.Tensor:
+        total = term(0, numel).float() if wide else term(0, numel)
+        for other in range(1, world):
+            total = total + term(other, numel)
+        return total.to(dtype)
+
+    tensors = [term(rank.rank, n) for n in ODD_SIZES]
     wait(transport.all_reduce([CommRequest("unit", in_place(tensors))]))
-    wide = rank.world_size > 2 and dtype in (torch.bfloat16, torch.float16)
     for n, tensor in zip(ODD_SIZES, tensors, strict=True):
-        terms = [(100 * noise(r, n)).to(dtype) for r in range(rank.world_size)]
-        folded = terms[0].float() if wide else terms[0]
-        for term in terms[1:]:
-            folded = folded + term
-        assert_equal(tensor, folded.to(dtype), f"{n} elements")
+        assert_equal(tensor, folded(n), f"all-reduce of {n} elements")
+    shard = torch.empty(1000, dtype=dtype)
+    wait(transport.reduce_scatter([CommRequest("unit", [Operand(shard, term(rank.rank, 1000 * world))])]))
+    assert_equal(shard, folded(1000 * world).chunk(world)[rank.rank], "reduce-scatter")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_fold(dtype: torch.dtype) -> None:
+    """The sum may be written to any of its terms or beside them; more than two half terms are rounded once."""
+    for target in (0, 1, 2, None):
+        terms = [noise(i, 1000, dtype) for i in range(3)]
+        expected = ((terms[0].float() + terms[1].float() + terms[2].float()) * 0.25).to(dtype)
+        into = torch.empty(1000, dtype=dtype) if target is None else terms[target]
+        fold(terms, into, 0.25)
+        assert_equal(into, expected, f"sum in {target}")
+    # Small terms survive beside a large one, which they would not in a half dtype; over several blocks.
+    terms = [torch.full((300_000,), value).to(dtype) for value in (2048.0, *[0.75] * 30)]
+    assert dtype is torch.float32 or (terms[0] + terms[1])[0] == terms[0][0]
+    fold(terms, terms[3], 0.5)
+    assert_equal(terms[3], torch.full((300_000,), (2048 + 30 * 0.75) * 0.5).to(dtype), "sum of many")
 
 
 @on_ranks(2, 4)
 @TRANSPORTS
-def test_all_reduces_in_flight_together(rank: Rank, kind: type[Transport]) -> None:
-    """All-reduces, a gather and a reduction that were all issued before the first wait do not mix up."""
-    transport = kind(rank.group)
-    world = rank.world_size
-    tensors = [[values(rank.rank + i, n, torch.float32) for n in (3, 40_001)] for i in range(4)]
+def test_launches_in_flight_together_do_not_mix(rank: Rank, kind: type[Transport]) -> None:
+    """All-reduces, all-gathers, a reduction and messages of the user, all issued before the first wait."""
+    transport, world = kind(rank.group), rank.world_size
+    tensors = [[values(rank.rank + i, n) for n in (3, 40_001)] for i in range(4)]
     launches = [transport.all_reduce([CommRequest(f"all {i}", in_place(each))]) for i, each in enumerate(tensors)]
-    gather = Operand(values(rank.rank, 9, torch.float32), torch.zeros(9 * world))
-    reduction = reduction_of(rank, (11,), torch.float32)
+    gathers = [to_gather(rank, 2000, offset=i) for i in range(3)]
+    (reduction,) = to_reduce(rank, 11)
     others = [
-        *transport.all_gather([CommRequest("g", [gather])]),
-        *transport.reduce_scatter([CommRequest("r", reduction)]),
+        *transport.all_gather([CommRequest("a", gathers[:1])]),
+        *transport.reduce_scatter([CommRequest("b", [reduction], GradScaling(after=world))]),
     ]
+    own, theirs = torch.full((3,), float(rank.rank)), torch.empty(3)
+    to, source = (rank.rank + 1) % world, (rank.rank - 1) % world
+    messages = dist.batch_isend_irecv([dist.P2POp(dist.isend, own, to), dist.P2POp(dist.irecv, theirs, source)])
+    others += transport.all_gather([CommRequest("c", gathers[1:2])])
+    wait(messages)
     wait(launches[0])
     wait(others)
-    late = transport.all_gather([CommRequest("late", [gather])])  # between two second halves of all-reduces
+    late = transport.all_gather([CommRequest("late", gathers[2:])])  # between two second halves of all-reduces
     for launch in launches[1:]:
         wait(launch)
     wait(late)
+    assert_equal(theirs, torch.full((3,), float(source)), "message of the user")
     for i, each in enumerate(tensors):
         for tensor in each:
-            total = sum(values(r + i, tensor.numel(), torch.float32) for r in range(world))
-            assert_equal(tensor, total, f"all-reduce {i}")
-    assert_equal(gather.unsharded, torch.cat([values(r, 9, torch.float32) for r in range(world)]), "all_gather")
-    total = sum(values(r + 3 * rank.rank, 11, torch.float32) for r in range(world))
-    assert_equal(reduction[0].shard, total, "reduction")
+            assert_equal(tensor, sum(values(r + i, tensor.numel()) for r in range(world)), f"all-reduce {i}")
+    for i, operand in enumerate(gathers):
+        assert_gathered(rank, operand, f"all-gather {i}", offset=i)
+    assert_equal(reduction.shard, sum_for(rank, 11) / world, "reduction")
 
 
-# Joined messages
+# ---------------------------------------------------------------- messages of gloo
 
 
 @GLOO
 @on_ranks(2, 4)
-def test_small_moves_of_a_launch_share_one_message_per_peer(rank: Rank) -> None:
-    """Two or more small pieces, whatever their units and dtypes, cost each peer one message; large ones one each."""
-    wire = CommQuantization(rank.group)
-    transport = GlooTransport(wire)
-    world, peers = rank.world_size, rank.world_size - 1
+def test_small_operands_of_a_launch_share_one_message_per_peer(rank: Rank) -> None:
+    """Two or more small ones, whatever their units and dtypes, cost each peer one message; large ones one each."""
+    log = MessageLog(rank.group)
+    transport = GlooTransport(log)
 
-    def operand(numel: int, dtype: torch.dtype = torch.float32) -> Operand:
-        return Operand(values(rank.rank, numel, dtype), torch.zeros(numel * world, dtype=dtype))
-
-    def bytes_sent(operation: str, *units: list[Operand]) -> list[int]:
-        wire.messages.clear()
-        wait(getattr(transport, operation)([CommRequest(str(i), operands) for i, operands in enumerate(units)]))
-        sizes = {peer: sorted(n for to, n in wire.messages if to == peer) for peer, _ in wire.messages}
-        assert len(sizes) == peers
+    def bytes_sent(operation: str, *units: list[tuple[int, torch.dtype]]) -> list[int]:
+        log.messages.clear()
+        requests = [CommRequest(str(i), [to_gather(rank, *each) for each in unit]) for i, unit in enumerate(units)]
+        wait(getattr(transport, operation)(requests))
+        sizes = {peer: sorted(n for to, n in log.messages if to == peer) for peer, _ in log.messages}
+        assert len(sizes) == rank.world_size - 1
         assert len({tuple(each) for each in sizes.values()}) == 1, "the same to every peer"
         return next(iter(sizes.values()))
 
+    fp32, fp64 = torch.float32, torch.float64
     small = 64 * 1024 // 4 - 1
+    large = (small + 1, fp32)
     for operation in ("all_gather", "reduce_scatter"):
-        assert bytes_sent(operation, [operand(small)]) == [4 * small], "alone"
-        assert bytes_sent(operation, [operand(3)], [operand(5)]) == [32], "two units"
-        assert bytes_sent(operation, [operand(3), operand(7, torch.uint8)], [operand(5, torch.float64)]) == [59], (
-            "dtypes"
-        )
-        assert bytes_sent(operation, [operand(small + 1)], [operand(small + 1)]) == [4 * small + 4] * 2, "large ones"
-        assert bytes_sent(operation, [operand(small + 1), operand(2)], [operand(1)]) == [12, 4 * small + 4], "both"
-        assert bytes_sent(operation, [operand(3), operand(0)], [operand(0)]) == [12], "empty ones do not travel"
+        assert bytes_sent(operation, [(small, fp32)]) == [4 * small], "alone"
+        assert bytes_sent(operation, [(3, fp32)], [(5, fp32)]) == [32], "two units"
+        assert bytes_sent(operation, [(3, fp32), (7, torch.uint8)], [(5, fp64)]) == [59], "dtypes"
+        assert bytes_sent(operation, [large], [large]) == [4 * small + 4] * 2, "large ones"
+        assert bytes_sent(operation, [large, (2, fp32)], [(1, fp32)]) == [12, 4 * small + 4], "both"
+        assert bytes_sent(operation, [(3, fp32), (0, fp32)], [(0, fp32)]) == [12], "empty ones do not travel"
+
+    log.places.clear()
+    alone, operands = to_gather(rank, 3), to_gather(rank, 20_000)
+    wait(transport.all_gather([CommRequest("unit", [alone, operands])]))
+    assert set(log.places) == {alone.shard.data_ptr(), operands.shard.data_ptr()}, "only what is joined is copied"
 
 
 @GLOO
 @on_ranks(2, 4)
 def test_two_gloo_launches_never_share_a_tag(rank: Rank) -> None:
     """A launch has one tag, made of its kind, the names of all its units in order, and a count."""
-    wire = CommQuantization(rank.group)
-    transport = GlooTransport(wire)
+    log = MessageLog(rank.group)
+    transport = GlooTransport(log)
+    counts: set[int] = set()
 
     def name_bits(*units: str, operation: str = "all_gather") -> int:
-        wire.tags.clear()
-        n = rank.world_size
-        requests = [
-            CommRequest(unit, [Operand(torch.ones(3), torch.ones(3 * n)), Operand(torch.ones(2), torch.ones(2 * n))])
-            for unit in units
-        ]
-        wait(getattr(transport, operation)(requests))
-        assert len(set(wire.tags)) == 1
-        counts.add(wire.tags[0] & 0xFFFF)
-        return wire.tags[0] >> 16
+        log.tags.clear()
+        wait(getattr(transport, operation)([CommRequest(unit, [to_gather(rank, n) for n in (3, 2)]) for unit in units]))
+        assert len(set(log.tags)) == 1
+        counts.add(log.tags[0] & 0xFFFF)
+        return log.tags[0] >> 16
 
-    counts: set[int] = set()
-    names = [
-        name_bits("a"),
-        name_bits("a", "b"),
-        name_bits("b", "a"),
-        name_bits("ab"),
-        name_bits("a", operation="reduce_scatter"),
-    ]
+    names = [name_bits(*units) for units in (["a"], ["a", "b"], ["b", "a"], ["ab"])]
+    names.append(name_bits("a", operation="reduce_scatter"))
     assert len(set(names)) == 5
     assert name_bits("a", "b") == names[1]
     assert len(counts) == 6
@@ -418,79 +341,48 @@ def test_two_gloo_launches_never_share_a_tag(rank: Rank) -> None:
 
 @GLOO
 @on_ranks(2)
-def test_a_lone_small_piece_and_large_ones_are_sent_from_where_they_are(rank: Rank) -> None:
-    """Only what is joined is copied."""
-    wire = CommQuantization(rank.group)
-    large, small = torch.ones(20_000), torch.ones(3)
-    operands = [Operand(piece, torch.zeros(2 * piece.numel())) for piece in (large, small)]
-    wait(GlooTransport(wire).all_gather([CommRequest("unit", operands)]))
-    assert sorted(wire.places) == sorted([large.data_ptr(), small.data_ptr()])
-
-
-@GLOO
-@on_ranks(2)
-@pytest.mark.parametrize("units", [("a", "b"), ("a",)], ids=len)
-def test_ranks_with_different_launches_time_out(rank: Rank, units: tuple[str, ...]) -> None:
-    """A joint launch of other units on another rank is not taken for this one, though the bytes would fit."""
-    mine = units if rank.rank == 0 else (*units[:-1], "x")
-    group = dist.new_group(timeout=_ONE_SECOND)
-    transport = GlooTransport(group)
-    operands = [Operand(torch.ones(2), torch.zeros(4)) for _ in units]
-    works = transport.all_gather([CommRequest(unit, [operand]) for unit, operand in zip(mine, operands, strict=True)])
-    with pytest.raises(RuntimeError):
-        works[0].wait()
-    for operand in operands:
-        other = operand.unsharded.narrow(0, 2 * (1 - rank.rank), 2)
-        assert_equal(other, torch.zeros(2), "the other rank's part")
+def test_ranks_with_different_launches_time_out(rank: Rank) -> None:
+    """A launch of other units on another rank is not taken for this one, though the bytes would fit."""
+    launched = []
+    for units in (("a", "b"), ("a",)):
+        group = dist.new_group(timeout=timedelta(seconds=2))
+        mine = units if rank.rank == 0 else (*units[:-1], "x")
+        operands = [Operand(torch.ones(2), torch.zeros(4)) for _ in units]
+        requests = [CommRequest(unit, [operand]) for unit, operand in zip(mine, operands, strict=True)]
+        launched.append((group, operands, GlooTransport(group).all_gather(requests)))
+    for _, operands, works in launched:
+        with pytest.raises(RuntimeError):
+            works[0].wait()
+        for operand in operands:
+            assert_equal(operand.unsharded.narrow(0, 2 * (1 - rank.rank), 2), torch.zeros(2), "the other rank's part")
     dist.barrier()
-    dist.destroy_process_group(group)
+    for group, _, _ in launched:
+        dist.destroy_process_group(group)
 
 
-# In flight
-
-
-@on_ranks(2, 4)
-@TRANSPORTS
-def test_several_calls_may_be_in_flight(rank: Rank, kind: type[Transport]) -> None:
-    """A gather and reductions that overlap do not mix up their messages, nor those of the user."""
-    transport = kind(rank.group)
-    world, n = rank.world_size, 2000
-    gathers = [Operand(values(rank.rank + i, n, torch.float32), torch.zeros(n * world)) for i in range(2)]
-    reduction = Operand(torch.empty(n), torch.full((n * world,), float(rank.rank)))
-    own, theirs = torch.full((3,), float(rank.rank)), torch.empty(3)
-    works = [
-        *transport.all_gather([CommRequest("a", gathers[:1])]),
-        *transport.reduce_scatter([CommRequest("b", [reduction], GradScaling(after=world))]),
-    ]
-    to, source = (rank.rank + 1) % world, (rank.rank - 1) % world
-    requests = dist.batch_isend_irecv([dist.P2POp(dist.isend, own, to), dist.P2POp(dist.irecv, theirs, source)])
-    works += transport.all_gather([CommRequest("c", gathers[1:])])
-    wait(requests)
-    wait(works)
-    assert_equal(theirs, torch.full((3,), float((rank.rank - 1) % world)), "message of the user")
-    for i, operand in enumerate(gathers):
-        expected = torch.cat([values(r + i, n, torch.float32) for r in range(world)])
-        assert_equal(operand.unsharded, expected, f"gather {i}")
-    assert_equal(reduction.shard, torch.full((n,), (world - 1) / 2), "reduction")
-
-
-# Records
+# ---------------------------------------------------------------- records
 
 
 @on_ranks(2, 4)
 @TRANSPORTS
-def test_every_move_is_recorded(rank: Rank, kind: type[Transport]) -> None:
-    """Recording gives kind, unit, dtype, elements, received bytes and launch of each move, inside the block only."""
-    transport = kind(rank.group)
-    world = rank.world_size
-    operands = [Operand(torch.ones(n), torch.ones(n * world)) for n in (4, 10)]
-    integers = [Operand(torch.ones(3, dtype=torch.int32), torch.ones(3 * world, dtype=torch.int32))]
+def test_every_operand_is_recorded(rank: Rank, kind: type[Transport]) -> None:
+    """Recording gives kind, unit, dtype, elements, received bytes and launch, inside its block only.
+
+    Launches count up over all transports, also while nobody records; a block that raises ends its recording.
+    """
+    transport, world = kind(rank.group), rank.world_size
+    operands = [to_gather(rank, n) for n in (4, 10)]
+    integers = [to_gather(rank, 3, torch.int32)]
     with record() as collectives:
         wait(transport.all_gather([CommRequest("a", operands), CommRequest("c", integers)]))
         with record() as inner:
             wait(transport.reduce_scatter([CommRequest("b", operands)]))
         wait(transport.all_reduce([CommRequest("d", in_place([torch.ones(7)]))]))
-    wait(transport.all_gather([CommRequest("e", operands)]))
+    wait(CollectiveTransport(rank.group).all_gather([CommRequest("e", operands)]))
+    with contextlib.suppress(ZeroDivisionError), record() as failed:
+        wait(transport.all_gather([CommRequest("f", operands[:1])]))
+        raise ZeroDivisionError
+    wait(transport.all_gather([CommRequest("g", operands)]))
     first = collectives[0].launch
     reductions = [
         Collective("reduce_scatter", "b", torch.float32, n * world, 4 * n * (world - 1), first + 1) for n in (4, 10)
@@ -502,40 +394,10 @@ def test_every_move_is_recorded(rank: Rank, kind: type[Transport]) -> None:
         *reductions,
         Collective("all_reduce", "d", torch.float32, 7, 2 * 28 * (world - 1) // world, first + 2),
     ]
+    assert failed == [Collective("all_gather", "f", torch.float32, 4 * world, 16 * (world - 1), first + 4)]
 
 
-@GLOO
-@on_ranks(2)
-def test_launches_are_numbered_over_all_transports(rank: Rank) -> None:
-    """Launches count up over transports, and also while nobody records."""
-    one, two = GlooTransport(rank.group), CollectiveTransport(rank.group)
-    requests = [
-        CommRequest("a", [Operand(torch.ones(2), torch.ones(4))]),
-        CommRequest("b", [Operand(torch.ones(2), torch.ones(4))]),
-    ]
-    with record() as before:
-        wait(one.all_gather(requests))
-    wait(two.all_gather(requests))
-    with record() as after:
-        wait(two.reduce_scatter(requests))
-        wait(one.all_gather(requests))
-    first = before[0].launch
-    assert [c.launch - first for c in (*before, *after)] == [0, 0, 2, 2, 3, 3]
-
-
-@GLOO
-@on_ranks(2)
-def test_failure_inside_a_recording_ends_it(rank: Rank) -> None:
-    """A recording ends with its block also when that raises."""
-    transport = GlooTransport(rank.group)
-    operands = [Operand(torch.ones(2), torch.ones(4))]
-    with pytest.raises(ZeroDivisionError), record() as collectives:
-        raise ZeroDivisionError
-    wait(transport.all_gather([CommRequest("a", operands)]))
-    assert collectives == []
-
-
-# Custom collectives
+# ---------------------------------------------------------------- custom collectives
 
 
 class CountingGather(AllGather):
@@ -550,9 +412,7 @@ class CountingGather(AllGather):
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         self.calls.append((output_tensor.numel(), async_op))
-        work = dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=not self.done)
-        assert (work is None) == self.done
-        return work
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=not self.done)
 
 
 class CountingScatter(ReduceScatter):
@@ -569,45 +429,35 @@ class CountingScatter(ReduceScatter):
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=not self.done)
 
 
-CPU = torch.device("cpu")
-
-
 @GLOO
 @on_ranks(2, 4)
 @pytest.mark.parametrize("done", [False, True], ids=["later", "at once"])
-def test_custom_collectives_are_called_once_per_move(rank: Rank, done: bool) -> None:
-    """The user's objects do gathers and reductions, in their memory; the group's transport does the rest."""
+def test_custom_collectives_are_called_once_per_operand(rank: Rank, done: bool) -> None:
+    """The user's objects do all-gathers and reduce-scatters, in their memory; the group's transport does the rest."""
     world = rank.world_size
     gather, scatter = CountingGather(done), CountingScatter(done)
     transport = CustomTransport(GlooTransport(rank.group), gather, scatter)
     assert transport.direct_bytes > 10**15
-    regions = [transport.allocate("all_gather", n * world, torch.float32, CPU) for n in (3, 7)]
+    buffers = [transport.allocate("all_gather", n * world, torch.float32, CPU) for n in (3, 7)]
     assert gather.allocated == [(3 * world,), (7 * world,)]
-    operands = [Operand(values(rank.rank, n, torch.float32), r) for n, r in zip((3, 7), regions, strict=True)]
+    operands = [Operand(values(rank.rank, n), r) for n, r in zip((3, 7), buffers, strict=True)]
     with record() as collectives:
         wait(transport.all_gather([CommRequest("a", operands[:1]), CommRequest("b", operands[1:])]))
     assert [(c.kind, c.unit) for c in collectives] == [("all_gather", "a"), ("all_gather", "b")]
     assert len({c.launch for c in collectives}) == 1
     for operand in operands:
-        numel = operand.shard.numel()
-        assert_equal(operand.unsharded, torch.cat([values(r, numel, torch.float32) for r in range(world)]), f"{numel}")
+        assert_gathered(rank, operand, str(operand.shard.numel()))
     assert gather.calls == [(3 * world, True), (7 * world, True)]
 
-    for scaling in (
-        GradScaling(after=world),
-        GradScaling(),
-        GradScaling(before=2, after=2),
-        GradScaling(1, world, native=False),
-    ):
-        operand = reduction_of(rank, (5,), torch.float32)[0]
+    for scaling in (GradScaling(after=world), GradScaling(), GradScaling(2, 2), GradScaling(1, world, native=False)):
+        (operand,) = to_reduce(rank, 5)
         wait(transport.reduce_scatter([CommRequest("a", [operand], scaling)]))
-        total = sum(values(r + 3 * rank.rank, 5, torch.float32) for r in range(world))
-        assert_equal(operand.shard, total / (scaling.before * scaling.after), str(scaling))
+        assert_equal(operand.shard, sum_for(rank, 5) / (scaling.before * scaling.after), str(scaling))
     assert scatter.calls == [(5, ReduceOp.SUM, True)] * 4, "gloo cannot average"
 
-    tensor = values(rank.rank, 5, torch.float32)
+    tensor = values(rank.rank, 5)
     wait(transport.all_reduce([CommRequest("a", in_place([tensor]))]))
-    assert_equal(tensor, sum(values(r, 5, torch.float32) for r in range(world)), "all-reduce")
+    assert_equal(tensor, sum(values(r, 5) for r in range(world)), "all-reduce")
 
 
 @GLOO
@@ -618,10 +468,10 @@ def test_what_is_not_custom_goes_to_the_base(rank: Rank) -> None:
     base = GlooTransport(rank.group)
     with record() as collectives:
         custom = CustomTransport(base, reduce_scatter=scatter)
-        wait(custom.all_gather([CommRequest("a", [Operand(torch.ones(2), torch.zeros(4))])]))
+        wait(custom.all_gather([CommRequest("a", [to_gather(rank, 2)])]))
         assert custom.allocate("all_gather", 4, torch.float32, CPU) is None
         custom = CustomTransport(base, all_gather=gather)
-        wait(custom.reduce_scatter([CommRequest("b", [Operand(torch.ones(2), torch.zeros(4))])]))
+        wait(custom.reduce_scatter([CommRequest("b", to_reduce(rank, 2))]))
         assert custom.allocate("reduce_scatter", 4, torch.float32, CPU) is None
     assert [(c.kind, c.unit) for c in collectives] == [("all_gather", "a"), ("reduce_scatter", "b")]
     assert gather.calls == scatter.calls == []
@@ -630,68 +480,70 @@ def test_what_is_not_custom_goes_to_the_base(rank: Rank) -> None:
 
 @GLOO
 @on_ranks(2)
-def test_collectives_written_for_pytorch_are_taken(rank: Rank) -> None:
-    """Objects of torch's own classes are called as they would be there."""
+@pytest.mark.parametrize("whose", ["torch", "process group memory"])
+def test_collectives_of_others(rank: Rank, whose: str) -> None:
+    """Objects of torch's own classes are called as there; where gloo has no memory pool, ordinary memory is used."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-    transport = CustomTransport(GlooTransport(rank.group), DefaultAllGather(), DefaultReduceScatter())
-    region = transport.allocate("all_gather", 8, torch.float32, CPU)
-    assert region.shape == (8,)
-    wait(transport.all_gather([CommRequest("a", [Operand(values(rank.rank, 4, torch.float32), region)])]))
-    assert_equal(region, torch.cat([values(r, 4, torch.float32) for r in range(2)]), "all_gather")
-    operand = reduction_of(rank, (4,), torch.float32)[0]
-    wait(transport.reduce_scatter([CommRequest("a", [operand], GradScaling(after=2))]))
-    total = sum(values(r + 3 * rank.rank, 4, torch.float32) for r in range(2))
-    assert_equal(operand.shard, total / 2, "reduction")
+    pairs = {
+        "torch": (DefaultAllGather, DefaultReduceScatter),
+        "process group memory": (
+            lambda: ProcessGroupMemoryAllGather(rank.group),
+            lambda: ProcessGroupMemoryReduceScatter(rank.group),
+        ),
+    }
+    gather, scatter = (make() for make in pairs[whose])
+    buffer = gather.allocate((2, 3), dtype=torch.float64, device=CPU)
+    assert (buffer.shape, buffer.dtype) == ((2, 3), torch.float64)
+    transport = CustomTransport(GlooTransport(rank.group), gather, scatter)
+    buffer = transport.allocate("all_gather", 8, torch.float32, CPU)
+    gathered, (reduced,) = Operand(values(rank.rank, 4), buffer), to_reduce(rank, 4)
+    wait(transport.all_gather([CommRequest("a", [gathered])]))
+    assert_gathered(rank, gathered, "all-gather")
+    wait(transport.reduce_scatter([CommRequest("a", [reduced], GradScaling(after=2))]))
+    assert_equal(reduced.shard, sum_for(rank, 4) / 2, "reduce-scatter")
+    for asynchronous in (False, True):
+        work = gather(buffer, values(rank.rank, 4), rank.group, asynchronous)
+        assert (work is not None) == asynchronous
+        wait([work] if asynchronous else [])
+        work = scatter(reduced.shard, reduced.unsharded, rank.group, ReduceOp.SUM, asynchronous)
+        wait([work] if asynchronous else [])
+        assert_equal(reduced.shard, sum_for(rank, 4), "reduce-scatter called directly")
+
+
+class ShortGather(CountingGather):
+    """Allocates less than it is asked for."""
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(size[0] - 1, dtype=dtype)
+
+
+REFUSALS = {
+    "function": (lambda base: CustomTransport(base, lambda **_: None), TypeError, "all-gather .*allocate.* got funct"),
+    "object": (lambda base: CustomTransport(base, None, object()), TypeError, "custom reduce-scatter .* got object"),
+    "memory": (
+        lambda base: CustomTransport(base, ShortGather(False)).allocate("all_gather", 4, torch.float32, CPU),
+        ValueError,
+        r"ShortGather.allocate: expected 4 elements of torch.float32 on cpu, got 3",
+    ),
+    **{
+        f"{kind.__name__} {back_end}": (lambda base, k=kind, b=back_end: k(base.group, b), ValueError, words)
+        for kind in (SymmetricMemoryAllGather, SymmetricMemoryReduceScatter)
+        for back_end, words in (
+            ("NCCL", "needs a CUDA device and a process group whose back end there is NCCL"),
+            ("NVSHMEM", "must be \"NCCL\", got 'NVSHMEM'"),
+        )
+    },
+}
 
 
 @GLOO
 @on_ranks(2)
 def test_custom_collectives_are_checked(rank: Rank) -> None:
-    """What cannot be called or cannot allocate is refused, and so is memory of the wrong size or dtype."""
-    base = GlooTransport(rank.group)
-    with pytest.raises(TypeError, match=r"custom all-gather .* allocate.* got function"):
-        CustomTransport(base, all_gather=lambda **_: None)
-    with pytest.raises(TypeError, match=r"custom reduce-scatter .* got object"):
-        CustomTransport(base, reduce_scatter=object())
-
-    class Short(CountingGather):
-        def allocate(self, size, *, dtype, device):
-            return torch.empty(size[0] - 1, dtype=dtype)
-
-    with pytest.raises(ValueError, match=r"Short.allocate: expected 4 elements of torch.float32 on cpu, got 3"):
-        CustomTransport(base, Short(False)).allocate("all_gather", 4, torch.float32, CPU)
-
-
-@GLOO
-@on_ranks(2)
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_process_group_memory_falls_back_to_ordinary_memory(rank: Rank, asynchronous: bool) -> None:
-    """Gloo has no memory pool: the collectives work in ordinary memory."""
-    gather, scatter = ProcessGroupMemoryAllGather(rank.group), ProcessGroupMemoryReduceScatter(rank.group)
-    region = gather.allocate((2, 3), dtype=torch.float64, device=CPU)
-    assert (region.shape, region.dtype) == ((2, 3), torch.float64)
-    work = gather(region.view(-1), torch.full((3,), rank.rank, dtype=torch.float64), rank.group, asynchronous)
-    assert (work is not None) == asynchronous
-    wait([work] if asynchronous else [])
-    assert_equal(region, torch.tensor([[0.0] * 3, [1.0] * 3], dtype=torch.float64), "all_gather")
-    piece = torch.empty(3, dtype=torch.float64)
-    work = scatter(piece, region.view(-1), rank.group, ReduceOp.SUM, asynchronous)
-    wait([work] if asynchronous else [])
-    assert_equal(piece, torch.full((3,), 2.0 * rank.rank, dtype=torch.float64), "reduction")
-    transport = CustomTransport(GlooTransport(rank.group), gather, scatter)
-    assert transport.allocate("reduce_scatter", 6, torch.float32, CPU).shape == (6,)
-
-
-@pytest.mark.cpu_only("what is refused without NCCL")
-@on_ranks(2)
-@pytest.mark.parametrize("kind", [SymmetricMemoryAllGather, SymmetricMemoryReduceScatter])
-def test_symmetric_memory_says_what_it_needs(rank: Rank, kind: type) -> None:
-    """Without CUDA and NCCL, and with another back end than NCCL's, it is refused before anything is set up."""
-    with pytest.raises(ValueError, match="needs a CUDA device and a process group whose back end there is NCCL"):
-        kind(rank.group)
-    with pytest.raises(ValueError, match="must be \"NCCL\", got 'NVSHMEM'"):
-        kind(rank.group, "NVSHMEM")
+    """What cannot be called or cannot allocate is refused, memory of the wrong size, and what needs NCCL."""
+    for call, error, words in REFUSALS.values():
+        with pytest.raises(error, match=words):
+            call(GlooTransport(rank.group))
 
 
 def test_symmetric_memory_is_used_again_once_it_was_released() -> None:
@@ -706,28 +558,28 @@ def test_symmetric_memory_is_used_again_once_it_was_released() -> None:
             made.append(torch.empty(numel, dtype=dtype, device=device))
             return made[-1]
 
-    memory, cpu = OnOneProcess(), torch.device("cpu")
-    first = memory.allocate((2, 5), dtype=torch.float32, device=cpu)
+    memory = OnOneProcess()
+    first = memory.allocate((2, 5), dtype=torch.float32, device=CPU)
     assert first.shape == (2, 5)
-    second = memory.allocate((10,), dtype=torch.float32, device=cpu)
+    second = memory.allocate((10,), dtype=torch.float32, device=CPU)
     assert len(made) == 2 and second.data_ptr() != first.data_ptr()
     memory.release(first)
-    assert memory.allocate((10,), dtype=torch.float32, device=cpu).data_ptr() == first.data_ptr()
+    assert memory.allocate((10,), dtype=torch.float32, device=CPU).data_ptr() == first.data_ptr()
     memory.release(second)
-    memory.allocate((10,), dtype=torch.bfloat16, device=cpu)
-    memory.allocate((5,), dtype=torch.float32, device=cpu)
+    memory.allocate((10,), dtype=torch.bfloat16, device=CPU)
+    memory.allocate((5,), dtype=torch.float32, device=CPU)
     assert len(made) == 4
-    assert memory.allocate((10,), dtype=torch.float32, device=cpu).data_ptr() == second.data_ptr()
+    assert memory.allocate((10,), dtype=torch.float32, device=CPU).data_ptr() == second.data_ptr()
 
 
-# Which transport, and what it tells the back end
+# ---------------------------------------------------------------- groups, and what NCCL is told
 
 
 @GLOO
 @on_ranks(2)
 def test_gloo_group_gets_the_gloo_transport(rank: Rank) -> None:
     """The transport is chosen by the back end of the group on the device; gloo has one communicator only."""
-    transport = make_transport(rank.group, torch.device("cpu"))
+    transport = make_transport(rank.group, CPU)
     assert type(transport) is GlooTransport
     assert (transport.rank, transport.world_size) == (rank.rank, rank.world_size)
     for enable in (True, False):
@@ -736,28 +588,20 @@ def test_gloo_group_gets_the_gloo_transport(rank: Rank) -> None:
     assert issubclass(NcclTransport, CollectiveTransport)
 
 
-@on_ranks(2)
-def test_part_of_a_group_has_its_timeout(rank: Rank) -> None:
-    """A group that is made from the user's gives up on silent ranks when the user's does.
+@on_ranks(4)
+def test_part_of_a_group(rank: Rank) -> None:
+    """A group made from the user's has its time-out; its ranks find each other, also if one is in more groups.
 
-    All ranks make it, also if one has made a group that is only its own.
+    c10d has the number of groups that a rank is in in the names that it makes.
     """
     timeout = timedelta(seconds=77)
-    if rank.rank == 0:
-        dist.new_group([0], use_local_synchronization=True)
-    part = part_of(dist.new_group(timeout=timeout), list(range(rank.world_size)), "test")
-    assert part._get_backend(torch.device("cpu")).options._timeout == timeout
-
-
-@on_ranks(4)
-def test_parts_of_ranks_in_different_numbers_of_groups(rank: Rank) -> None:
-    """Ranks of a part find each other, also if one is in a group more, which c10d has in the names that it makes."""
-    pairs = [dist.new_group([first, first + 1]) for first in (0, 2)]
+    pairs = [dist.new_group([first, first + 1], timeout=timeout) for first in (0, 2)]
     if rank.rank in (0, 3):
         dist.new_group([rank.rank], use_local_synchronization=True)
     first = rank.rank // 2 * 2
     part = part_of(pairs[rank.rank // 2], [first, first + 1], "test")
     assert part is part_of(pairs[rank.rank // 2], [first, first + 1], "test")
+    assert part._get_backend(CPU).options._timeout == timeout
     total = torch.tensor(float(rank.rank))
     dist.all_reduce(total, group=part)
     assert total == 2 * first + 1
@@ -785,10 +629,7 @@ def test_nccl_divides_by_itself_where_it_may(
     reduction = nccl_reduction(dtype, scaling, 8)
     assert reduction.op == op
     assert (reduction.before, reduction.after) == (before, after)
-
-
-def test_nccl_does_not_average_over_one_rank() -> None:
-    """NCCL's average over a single rank is not to be relied on; a sum is the same there."""
+    # Its average over a single rank is not to be relied on; a sum is the same there.
     assert nccl_reduction(torch.float32, GradScaling(after=1), 1).op == ReduceOp.SUM
 
 
@@ -817,18 +658,18 @@ class GroupCalls:
     def _end_coalescing(self, device: torch.device) -> GroupCalls:
         return self._note("end")
 
-    def _allgather_base(self, region, piece, options) -> GroupCalls:
-        return self._note("all_gather", piece.numel(), piece.dtype)
+    def _allgather_base(self, unsharded, shard, options) -> GroupCalls:
+        return self._note("all_gather", shard.numel(), shard.dtype)
 
-    def _reduce_scatter_base(self, piece, region, options) -> GroupCalls:
-        return self._note("reduce_scatter", piece.numel(), options.reduceOp.op, float(region[0]))
+    def _reduce_scatter_base(self, shard, unsharded, options) -> GroupCalls:
+        return self._note("reduce_scatter", shard.numel(), options.reduceOp.op, float(unsharded[0]))
 
     def allreduce(self, tensors, options) -> GroupCalls:
         return self._note("all_reduce", tensors[0].numel(), options.reduceOp.op)
 
 
 def test_nccl_launch_is_one_group_call() -> None:
-    """All moves of all parcels, with whatever operations, are between one start and one end; one work for all."""
+    """All operands of all requests, with whatever operations, are between one start and one end; one work for all."""
     group, reductions = GroupCalls(), GroupCalls()
     transport = NcclTransport(group, reductions)
     assert transport.reduce_group is reductions
@@ -840,17 +681,10 @@ def test_nccl_launch_is_one_group_call() -> None:
     assert group.log == ["start", ("all_gather", 2, torch.float32), ("all_gather", 6, torch.uint8), "end", "wait"]
     assert reductions.log == []
 
-    averaged, halved, split = operand(2), operand(3), operand(4, torch.float16)
-    divisions = [GradScaling(after=4), GradScaling(after=2), GradScaling(before=8, after=3)]
     group.log.clear()
-    wait(
-        transport.reduce_scatter(
-            [
-                CommRequest(str(i), [m], d)
-                for i, (m, d) in enumerate(zip((averaged, halved, split), divisions, strict=True))
-            ]
-        )
-    )
+    operands = [operand(2), operand(3), operand(4, torch.float16)]
+    scalings = [GradScaling(after=4), GradScaling(after=2), GradScaling(before=8, after=3)]
+    wait(transport.reduce_scatter([CommRequest(str(s), [o], s) for o, s in zip(operands, scalings, strict=True)]))
     assert group.log == []
     assert reductions.log == [
         "start",
@@ -860,7 +694,7 @@ def test_nccl_launch_is_one_group_call() -> None:
         "end",
         "wait",
     ]
-    assert [float(m.shard[0]) for m in (averaged, halved, split)] == [6, 6, 2], "divided afterwards, where needed"
+    assert [float(o.shard[0]) for o in operands] == [6, 6, 2], "divided afterwards, where needed"
 
     reductions.log.clear()
     transport.separate_reduce_group(False)
@@ -882,37 +716,29 @@ def test_custom_reduce_scatter_may_average_on_nccl() -> None:
             seen.append((group, op))
 
     transport = CustomTransport(NcclTransport(group, reductions), reduce_scatter=Scatter(True))
-    for scaling in (
-        GradScaling(after=4),
-        GradScaling(after=3),
-        GradScaling(2, 2),
-        GradScaling(1, 4, False),
-        GradScaling(),
-    ):
+    scalings = {
+        GradScaling(after=4): ReduceOp.AVG,
+        GradScaling(after=3): ReduceOp.SUM,
+        GradScaling(2, 2): ReduceOp.SUM,
+        GradScaling(1, 4, False): ReduceOp.SUM,
+        GradScaling(): ReduceOp.SUM,
+    }
+    for scaling in scalings:
         wait(transport.reduce_scatter([CommRequest("a", [Operand(torch.ones(2), torch.ones(8))], scaling)]))
     transport.separate_reduce_group(False)
     wait(transport.reduce_scatter([CommRequest("a", [Operand(torch.ones(2), torch.ones(8))])]))
-    ops = [ReduceOp.AVG, ReduceOp.SUM, ReduceOp.SUM, ReduceOp.SUM, ReduceOp.SUM]
-    assert seen == [*((reductions, op) for op in ops), (group, ReduceOp.SUM)]
-
-
-def on_fake_group(script: str) -> None:
-    """Run ``script`` in a process of its own, as rank 3 of c10d's fake group of 8."""
-    preamble = """
-import torch, torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from fullshard.comm import *
-dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
-"""
-    code = preamble + textwrap.dedent(script) + 'print("done")\n'
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["done"]
+    assert seen == [*((reductions, op) for op in scalings.values()), (group, ReduceOp.SUM)]
 
 
 def test_other_back_ends_get_the_collective_transport() -> None:
-    """On c10d's fake group every operation returns works that end; results are what the fake makes of them, divided."""
-    on_fake_group("""
+    """On c10d's fake group of 8 every operation ends and is divided, and a model trains as planned."""
+    script = """
+        import torch, torch.distributed as dist
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        from fullshard import fully_shard
+        from fullshard.comm import *
+
+        dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
         transport = make_transport(dist.group.WORLD, torch.device("cpu"))
         assert type(transport) is CollectiveTransport
         for dtype in (torch.float32, torch.float16, torch.int16):
@@ -931,13 +757,7 @@ def test_other_back_ends_get_the_collective_transport() -> None:
         assert operand.unsharded.unique().tolist() == [0.5]
         assert len(collectives) == 3 and len({c.launch for c in collectives}) == 2
         assert transport.allocate("all_gather", 4, torch.float32, torch.device("cpu")) is None
-    """)
 
-
-def test_models_train_on_other_back_ends() -> None:
-    """On c10d's fake group of 8 ranks a model trains with one gather and one reduction per unit as planned."""
-    on_fake_group("""
-        from fullshard import fully_shard
         blocks = [fully_shard(torch.nn.Linear(16, 16)) for _ in range(3)]
         model = fully_shard(torch.nn.Sequential(*blocks))
         assert model[0].weight.to_local().shape == (2, 16)
@@ -948,4 +768,8 @@ def test_models_train_on_other_back_ends() -> None:
         forward = [("all_gather", "0"), ("all_gather", "1"), ("all_gather", "2")]
         assert [k for k in kinds if k[0] == "all_gather"][:3] == forward, kinds
         assert [name for kind, name in kinds if kind == "reduce_scatter"] == ["2", "1", "0"], kinds
-    """)
+        print("done")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split()) == (0, ["done"]), done.stderr

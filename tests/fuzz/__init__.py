@@ -4,7 +4,7 @@
 suite runs some (``test_fuzz.py``). Everything follows from one integer:
 
 - ``plan.py``        what a history is, as data: model, front end, optimizer, operations
-- ``draw.py``        the plan of a seed; ``leave_out.py``: without features whose faults are known (none now)
+- ``draw.py``        the plan of a seed
 - ``models.py``      the modules of a plan; ``outputs.py``: in what they return their tensors; ``losses.py``
 - ``sharding.py``    the sharded model, by all front ends and on all meshes; ``optimizers.py``
 - ``reference.py``   the unsharded one, which sees the batches of all ranks

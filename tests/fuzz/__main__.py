@@ -14,8 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from fuzz.draw import LEFT_OUT, draw
-from fuzz.leave_out import FEATURES
+from fuzz.draw import draw
 from fuzz.running import Failure, run_all, run_one
 from fuzz.shrink import shrink
 from ranks import RankPool
@@ -28,11 +27,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first; the others follow")
     parser.add_argument("--shrink", action="store_true", help="make each failure (of a kind that is new) small")
     parser.add_argument("--stop", action="store_true", help="at the first failure")
-    parser.add_argument(
-        "--without", nargs="*", default=LEFT_OUT, choices=sorted(FEATURES), help="features to leave out; none: all"
-    )
     given = parser.parse_args()
-    plans = [draw(seed, given.without) for seed in range(given.seed, given.seed + given.count)]
+    plans = [draw(seed) for seed in range(given.seed, given.seed + given.count)]
     began, over = time.monotonic(), 0
     kinds: Counter[str] = Counter()
 

@@ -8,22 +8,17 @@ through AOT autograd).
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from fuzz.leave_out import without
 from fuzz.losses import DOUBLE_BACKWARD
 from fuzz.models import KINDS
 from fuzz.outputs import CONTAINERS
 from fuzz.plan import BlockPlan, FrontEnd, HistoryPlan, ModelPlan, Operation, OptimizerPlan, every_block
 
-__all__ = ["LEFT_OUT", "draw"]
+__all__ = ["draw"]
 
 T = TypeVar("T")
-
-# Features that no history has, by their names in ``fuzz.leave_out``: faults that are known and not mended. None now.
-LEFT_OUT: tuple[str, ...] = ()
 
 MIN_OPERATIONS, MAX_OPERATIONS = 4, 9
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
@@ -31,14 +26,9 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 SMALL_MESSAGES = 256  # bytes per rank: then most parameters of small models travel directly
 
 
-def draw(seed: int, left_out: Sequence[str] = LEFT_OUT) -> HistoryPlan:
-    """The history of a seed.
-
-    Args:
-        seed: Any integer.
-        left_out: Features that it shall not have, see ``fuzz.leave_out``.
-    """
-    return without(_Drawing(seed).history(), left_out)
+def draw(seed: int) -> HistoryPlan:
+    """The history of a seed, which is any integer."""
+    return _Drawing(seed).history()
 
 
 class _Drawing:

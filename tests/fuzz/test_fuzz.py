@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from fuzz.comparison import Tolerance, difference
 from fuzz.draw import draw
 from fuzz.histories import DifferenceFound, History, message_sizes
-from fuzz.leave_out import FEATURES
 from fuzz.losses import DOUBLE_BACKWARD, Loss
 from fuzz.models import KINDS
 from fuzz.outputs import CONTAINERS
@@ -147,8 +146,8 @@ def test_sharded_values_are_looked_at(rank: Rank) -> None:
 
 def test_everything_is_drawn() -> None:
     """In a few hundred seeds every feature appears, and a seed gives the same plan again."""
-    plans = [draw(seed, ()) for seed in range(400)]
-    assert plans == [draw(seed, ()) for seed in range(400)]
+    plans = [draw(seed) for seed in range(400)]
+    assert plans == [draw(seed) for seed in range(400)]
     blocks = [block for plan in plans for block in every_block(plan.model)]
     assert {block.kind for block in blocks} == set(KINDS)
     assert {block.output for block in blocks} == {plan.model.output for plan in plans} == set(CONTAINERS)
@@ -172,15 +171,6 @@ def test_plans_can_be_read_again() -> None:
         assert eval(repr(draw(seed)), names) == draw(seed)
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-def test_features_can_be_left_out(feature: str) -> None:
-    """Leaving a feature out changes some plans, and leaving it out again none."""
-    plans = [draw(seed, ()) for seed in range(200)]
-    changed = [FEATURES[feature](plan) for plan in plans]
-    assert changed != plans
-    assert [FEATURES[feature](plan) for plan in changed] == changed
-
-
 def test_shrinking_keeps_what_fails() -> None:
     """A failure that needs a kind of block and an operation is shrunk to these."""
 
@@ -194,7 +184,7 @@ def test_shrinking_keeps_what_fails() -> None:
 
     plan = next(
         plan
-        for plan in (draw(seed, ()) for seed in range(1000))
+        for plan in (draw(seed) for seed in range(1000))
         if needs("views", "clip")(plan) and len(plan.model.blocks) > 2 and len(plan.operations) > 5
     )
     small, failure = shrink(Failure(plan, "after operation 1: x(1)\nwrong"), needs("views", "clip"))

@@ -1,7 +1,7 @@
-"""The nursery: one process that has imported torch once and forks ranks on demand.
+"""The nursery: one process that has imported torch and fullshard once and forks ranks on demand.
 
-Importing torch, DTensor and dynamo takes 3 s of CPU per process; forking a process that has done so takes
-milliseconds. So a world of four starts in 0.2 s, which makes it cheap to throw a world away after a failure.
+Importing torch, DTensor and dynamo takes 3 s of CPU per process, fullshard 0.6 s; forking a process that has done so
+takes milliseconds. So a world of four starts in 0.2 s, which makes it cheap to throw a world away after a failure.
 Forking is safe here because the nursery never starts a thread (checked before each fork) and never runs a
 kernel or touches a device.
 
@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import os
 import pickle
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +32,19 @@ from ranks.device import DEVICE_VARIABLE, load_accelerator
 
 MESSAGE_BYTES = 1 << 16
 MAX_WORLD = 64
+# What ranks find imported, unless a pool says otherwise.
+PRELOADED = ("fullshard.optim", "fullshard.checkpoint", "fullshard.wrapper.fsdp", "fullshard.composable.fully_shard")
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 
 
 class Nursery:
-    """The nursery as pytest sees it. Its ranks compute on ``device``, a type of device."""
+    """The nursery as pytest sees it. Its ranks compute on a type of device, and have imported ``preload``."""
 
     process: subprocess.Popen[bytes]
     _socket: socket.socket
     _log: Path
 
-    def __init__(self, directory: Path, device: str) -> None:
+    def __init__(self, directory: Path, device: str, preload: Sequence[str] = PRELOADED) -> None:
         self._socket, theirs = socket.socketpair()
         self._log = directory / f"nursery_{device}.log"
         tests = Path(__file__).resolve().parent.parent
@@ -50,7 +54,7 @@ class Nursery:
             environment[f"{library}_NUM_THREADS"] = "1"
         with theirs, self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "ranks.nursery", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-m", "ranks.nursery", str(theirs.fileno()), str(os.getpid()), *preload],
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -95,7 +99,7 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def main(control: socket.socket) -> None:
+def main(control: socket.socket, preload: Sequence[str]) -> None:
     """Serve requests until pytest closes the connection."""
     # All that bodies commonly need, dynamo included: torch.optim imports it on the first step.
     import pytest  # noqa: F401
@@ -104,6 +108,8 @@ def main(control: socket.socket) -> None:
     import torch.distributed.tensor  # noqa: F401
 
     load_accelerator()
+    for name in preload:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()  # so that gc.collect() in a rank looks only at what the rank has made
     while True:
@@ -147,4 +153,4 @@ def _fork_world(control: socket.socket, directory: Path, descriptors: list[int])
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[2]))
-    main(socket.socket(fileno=int(sys.argv[1])))
+    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[3:])

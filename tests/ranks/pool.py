@@ -7,7 +7,7 @@ import pickle
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 
 from ranks.device import device_type as default_device_type
 from ranks.device import unavailable
-from ranks.nursery import Nursery
+from ranks.nursery import PRELOADED, Nursery
 from ranks.outcome import Outcome, RanksFailed
 from ranks.rank import DEFAULT_TIMEOUT
 from ranks.worker import Job
@@ -31,12 +31,21 @@ MOST_JOBS = 200
 class RankPool:
     """Runs bodies on ranks. Worlds start when first needed and are replaced after a failure."""
 
+    _beside: RankPool | None  # whose nurseries this one uses
     _directory: Path
     _nurseries: dict[str, Nursery]  # by type of device
+    _preload: Sequence[str]
     _worlds: dict[tuple[int, str], World]  # by size and type of device
     _started: int  # worlds so far, to name their directories
 
-    def __init__(self) -> None:
+    def __init__(self, beside: RankPool | None = None, preload: Sequence[str] = PRELOADED) -> None:
+        """Make a pool. One ``beside`` another has worlds of its own, from the other's nurseries.
+
+        Args:
+            beside: another pool.
+            preload: modules that ranks find imported.
+        """
+        self._beside, self._preload = beside, preload
         self._directory = Path(tempfile.mkdtemp(prefix="fullshard-ranks-"))
         self._nurseries = {}
         self._worlds = {}
@@ -103,10 +112,15 @@ class RankPool:
     def _start(self, size: int, device: str) -> World:
         if reason := unavailable(device, size):
             pytest.skip(reason)
-        if device not in self._nurseries:
-            self._nurseries[device] = Nursery(self._directory, device)
         self._started += 1
-        return World(size, self._nurseries[device], self._directory / f"world{self._started}")
+        return World(size, self._nursery(device), self._directory / f"world{self._started}")
+
+    def _nursery(self, device: str) -> Nursery:
+        if self._beside is not None:
+            return self._beside._nursery(device)
+        if device not in self._nurseries:
+            self._nurseries[device] = Nursery(self._directory, device, self._preload)
+        return self._nurseries[device]
 
 
 def _job(body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:

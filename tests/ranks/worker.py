@@ -6,6 +6,7 @@ import ast
 import faulthandler
 import gc
 import importlib.util
+import marshal
 import os
 import pickle
 import random
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import numpy
@@ -74,7 +75,7 @@ def serve(descriptor: int, rank: int, world_size: int, directory: Path) -> None:
         except EOFError:
             return
         _reset(*initial_state)
-        outcome = _run(rank, lambda job=job: _call(job, place[0]))
+        outcome = _run(rank, lambda job=job: _call(job, place[0], directory.parent))
         connection.send_bytes(_pickled(outcome))
 
 
@@ -116,9 +117,9 @@ def _reset(environment: dict[str, str], directory: str) -> None:
     torch.set_num_threads(1)
 
 
-def _call(job: Job, rank: Rank) -> Any:
+def _call(job: Job, rank: Rank, compiled: Path) -> Any:
     sys.path[:] = job.search_path
-    body: Any = _load(job.module, job.path)
+    body: Any = _load(job.module, job.path, compiled)
     for name in job.qualname.split("."):
         body = getattr(body, name)
     body = getattr(body, "__rank_body__", body)
@@ -130,8 +131,11 @@ def _call(job: Job, rank: Rank) -> Any:
     return value
 
 
-def _load(name: str, path: str) -> ModuleType:
-    """Import a test module once, with pytest's assertion rewriting, so that ``assert`` tells its values."""
+def _load(name: str, path: str, compiled: Path) -> ModuleType:
+    """Import a test module once, with pytest's assertion rewriting, so that ``assert`` tells its values.
+
+    The ranks of a pool share what one of them has compiled, in the folder ``compiled``.
+    """
     if name in sys.modules:
         loaded = sys.modules[name]
         if loaded.__file__ != path:
@@ -140,14 +144,25 @@ def _load(name: str, path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        exec(_compile(Path(path)), module.__dict__)
+        exec(_code(Path(path), compiled), module.__dict__)
     except BaseException:
         del sys.modules[name]
         raise
     return module
 
 
-def _compile(path: Path) -> Any:
+def _code(path: Path, compiled: Path) -> CodeType:
+    kept = compiled / f"{path.parent.name}-{path.stem}-{path.stat().st_mtime_ns}.code"
+    if kept.exists():
+        return marshal.loads(kept.read_bytes())
+    code = _compile(path)
+    written = kept.with_suffix(f".{os.getpid()}")
+    written.write_bytes(marshal.dumps(code))
+    written.replace(kept)
+    return code
+
+
+def _compile(path: Path) -> CodeType:
     source = path.read_bytes()
     tree = ast.parse(source, str(path))
     try:
