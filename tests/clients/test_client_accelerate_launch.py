@@ -72,11 +72,8 @@ def test_the_example_runs(command: list[str]) -> None:
     assert f"saved model.safetensors, {whole}" in said
 
 
-def test_the_page_shows_the_example() -> None:
-    """As it is in the file, and the losses that it prints."""
-    page = PAGE.read_text()
-    (shown,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert shown == EXAMPLE.read_text()
-    printed = [float(loss) for loss in re.findall(r"^loss (\S+)$", page, re.MULTILINE)]
+def test_losses_on_the_page() -> None:
+    """The page shows the losses that the example prints."""
+    printed = [float(loss) for loss in re.findall(r"^loss (\S+)$", PAGE.read_text(), re.MULTILINE)]
     expected = losses_without_accelerate()
     assert printed == pytest.approx(expected + expected[len(expected) // 2 :], abs=5e-4)

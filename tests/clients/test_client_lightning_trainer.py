@@ -432,10 +432,3 @@ def test_example_of_the_trainer_with_torchrun() -> None:
     losses = losses_in(printed)
     assert len(losses) == 10 and losses[0] > 4 and losses[9] < 2.8
     assert re.search(r"validation of the averaged weights: [23]\.\d+", printed)
-
-
-def test_page_shows_the_examples() -> None:
-    """The page's programs are the examples, to the letter."""
-    page = (ROOT / "docs" / "clients" / "lightning.md").read_text()
-    shown = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert shown == [(ROOT / "examples" / f"lightning_{name}.py").read_text() for name in ("fabric", "trainer")]

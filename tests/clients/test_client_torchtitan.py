@@ -372,9 +372,3 @@ def test_example():
     assert found == sorted(found, reverse=True)
     assert "FSDPLlama3Model: 3,081,856 of 6,163,712 parameters here" in run.stdout
     assert "stands in for torch.distributed.fsdp" in run.stderr
-
-
-def test_page():
-    """The page shows the example as it is."""
-    page = (EXAMPLE.parents[1] / "docs" / "clients" / "torchtitan.md").read_text()
-    assert f"```python\n{EXAMPLE.read_text()}```\n" in page

@@ -306,9 +306,3 @@ def test_example():
     assert len(found) == 5
     assert found == sorted(found, reverse=True)
     assert "40 adapter tensors, 102,400 values gathered" in run.stdout
-
-
-def test_page():
-    """The page shows the example as it is."""
-    page = (EXAMPLE.parents[1] / "docs" / "clients" / "torchtune.md").read_text()
-    assert f"```python\n{EXAMPLE.read_text()}```\n" in page

@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     get_state_dict,
     set_state_dict,
 )
@@ -34,6 +33,7 @@ from ranks import Rank, on_ranks
 
 CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
 both_forms = pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+WHOLE_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def torchs() -> Any:
@@ -93,49 +93,21 @@ def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 @on_ranks(2)
 @both_forms
-def test_wrapper_without_device_id(rank: Rank, orig: bool) -> None:
-    """A FullyShardedDataParallel that is told no device takes rank 0's values and trains as the plain model does."""
+def test_full_state_offloaded(rank: Rank, orig: bool) -> None:
+    """FULL_STATE_DICT with offload_to_cpu has the values of a model that was told no device and took rank 0's.
+
+    Every moment of Adam arrives under its own name; torch's engine gives exp_avg the values of exp_avg_sq.
+    """
     plain = net()
     if rank.rank:
         plain.apply(lambda m: nn.init.ones_(m.weight) if isinstance(m, nn.Linear) else m)
     with dropin.install(quiet=True):
         fsdp = torchs()
         model = fsdp.FullyShardedDataParallel(plain, use_orig_params=orig, sync_module_states=True)
-        train(model, adam(model), rank.rank)
-        with fsdp.FullyShardedDataParallel.summon_full_params(model, offload_to_cpu=True):
-            found = {name: value.detach().clone() for name, value in model.named_parameters()}
-    assert_values(found, {name: value.detach() for name, value in trained()[0].named_parameters()})
-
-
-@on_ranks(2)
-@both_forms
-def test_full_state_dict_offloaded(rank: Rank, orig: bool) -> None:
-    """FULL_STATE_DICT with offload_to_cpu has the model's values."""
-    with dropin.install(quiet=True):
-        fsdp = torchs()
-        model = fsdp.FullyShardedDataParallel(net(), use_orig_params=orig)
-        train(model, adam(model), rank.rank)
-        states = []
-        for rank0_only in (False, True):
-            config = fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
-            with fsdp.FullyShardedDataParallel.state_dict_type(model, fsdp.StateDictType.FULL_STATE_DICT, config):
-                states.append(model.state_dict())
-        helper = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    expected = trained()[0].state_dict()
-    assert_values(states[0], expected)
-    for state in (states[1], helper):
-        assert_values(state, {} if rank.rank else expected)
-
-
-@on_ranks(2)
-@both_forms
-def test_full_optimizer_state_offloaded(rank: Rank, orig: bool) -> None:
-    """Every moment of Adam arrives under its own name; torch's engine gives exp_avg the values of exp_avg_sq."""
-    with dropin.install(quiet=True):
-        fsdp = torchs()
-        model = fsdp.FullyShardedDataParallel(net(), use_orig_params=orig)
         optimizer = adam(model)
         train(model, optimizer, rank.rank)
+        with fsdp.FullyShardedDataParallel.summon_full_params(model, offload_to_cpu=True):
+            found = {name: value.detach().clone() for name, value in model.named_parameters()}
         states = []
         for rank0_only in (False, True):
             configs = (
@@ -143,14 +115,15 @@ def test_full_optimizer_state_offloaded(rank: Rank, orig: bool) -> None:
                 fsdp.FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only),
             )
             with fsdp.FullyShardedDataParallel.state_dict_type(model, fsdp.StateDictType.FULL_STATE_DICT, *configs):
-                states.append(fsdp.FullyShardedDataParallel.optim_state_dict(model, optimizer))
-        helper = get_optimizer_state_dict(
-            model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-        )
-    expected = state_by_name(*trained())
-    assert_states(states[0]["state"], expected)
-    for state in (states[1], helper):
-        assert_states(state.get("state", {}), {} if rank.rank else expected)
+                state = fsdp.FullyShardedDataParallel.optim_state_dict(model, optimizer)
+                states.append((model.state_dict(), state))
+        states.append(get_state_dict(model, optimizer, options=WHOLE_ON_CPU))
+    expected, moments = trained()[0].state_dict(), state_by_name(*trained())
+    assert_values(found, dict(expected))
+    for number, (values, state) in enumerate(states):
+        nothing = number > 0 and rank.rank > 0
+        assert_values(values, {} if nothing else expected)
+        assert_states(state.get("state", {}), {} if nothing else moments)
 
 
 @on_ranks(2)
@@ -275,19 +248,18 @@ def test_float8_gathers_on_gloo(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("factor", [1.0, 5.0])
-def test_gradient_divide_factor_on_gloo(rank: Rank, factor: float) -> None:
+def test_gradient_divide_factor_on_gloo(rank: Rank) -> None:
     """set_gradient_divide_factor: the sum over ranks, divided by it."""
-    plain = net()
-    for number in range(2):
-        (plain(batch(number, 0)).square().mean() / factor).backward()
-    with dropin.install(quiet=True):
-        model = torchs().fully_shard(net(), mesh=rank.mesh)
-        model.set_gradient_divide_factor(factor)
-        model(batch(rank.rank, 0)).square().mean().backward()
-    assert_values(
-        {name: p.grad for name, p in model.named_parameters()}, {name: p.grad for name, p in plain.named_parameters()}
-    )
+    for factor in (1.0, 5.0):
+        plain = net()
+        for number in range(2):
+            (plain(batch(number, 0)).square().mean() / factor).backward()
+        with dropin.install(quiet=True):
+            model = torchs().fully_shard(net(), mesh=rank.mesh)
+            model.set_gradient_divide_factor(factor)
+            model(batch(rank.rank, 0)).square().mean().backward()
+        expected = {name: p.grad for name, p in plain.named_parameters()}
+        assert_values({name: p.grad for name, p in model.named_parameters()}, expected)
 
 
 @on_ranks(2)

@@ -38,8 +38,9 @@ def train(model: nn.Module, data: torch.Tensor) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("what", ["blocks", "model"])
-@pytest.mark.parametrize("form", ["composed", "original", "flat"])
+@pytest.mark.parametrize(
+    ("form", "what"), [("composed", "blocks"), ("composed", "model"), ("original", "blocks"), ("flat", "model")]
+)
 @on_ranks(2)
 def test_compiled_models_train(rank: Rank, form: str, what: str):
     """Blocks compiled before sharding, or the sharded model compiled: losses of the plain model."""

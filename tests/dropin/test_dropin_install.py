@@ -39,20 +39,8 @@ def a_model() -> nn.Sequential:
 
 
 PLACES = {
-    "": [
-        "FullyShardedDataParallel",
-        "fully_shard",
-        "FSDPModule",
-        "MixedPrecisionPolicy",
-        "StateDictType",
-        "FlatParameter",
-    ],
-    "fully_sharded_data_parallel": [
-        "FullyShardedDataParallel",
-        "BackwardPrefetch",
-        "CPUOffload",
-        "FullStateDictConfig",
-    ],
+    "": ["FullyShardedDataParallel", "fully_shard", "FSDPModule", "MixedPrecisionPolicy", "FlatParameter"],
+    "fully_sharded_data_parallel": ["FullyShardedDataParallel", "BackwardPrefetch", "FullStateDictConfig"],
     "api": ["ShardingStrategy", "StateDictType", "FullOptimStateDictConfig", "ShardedStateDictConfig"],
     "sharded_grad_scaler": ["ShardedGradScaler"],
     "_flat_param": ["FlatParameter"],
@@ -68,7 +56,7 @@ LATER = {"ShardPlacementResult"}  # not in torch 2.11
 
 @on_ranks(1)
 def test_names_are_fullshards(rank: Rank):
-    """Everywhere in torch's packages; and torch's own again afterwards."""
+    """Everywhere in torch's packages, whose public names are all offered; and torch's own again afterwards."""
     before = {
         (place, name): getattr(torchs(place), name)
         for place, found in PLACES.items()
@@ -81,6 +69,10 @@ def test_names_are_fullshards(rank: Rank):
             scope: dict[str, Any] = {}
             exec(f"from {torchs(place).__name__} import {name}", scope)
             assert scope[name] is getattr(fullshard, name), (place, name)
+        for place in ("", "api", "wrap", "fully_sharded_data_parallel", "sharded_grad_scaler", "_fully_shard"):
+            module = torchs(place)
+            for name in getattr(module, "__all__", [name for name in dir(module) if not name.startswith("_")]):
+                getattr(module, name)  # nothing that torch calls public is refused
         wrap, composable = torchs("wrap"), importlib.import_module("torch.distributed._composable.fsdp")
         assert wrap.ModuleWrapPolicy is fullshard.wrap.ModuleWrapPolicy and wrap.wrap is fullshard.wrap.wrap
         assert composable.fully_shard is fullshard.fully_shard
@@ -89,29 +81,15 @@ def test_names_are_fullshards(rank: Rank):
         replicate = importlib.import_module("torch.distributed._composable.replicate_with_fsdp")
         assert replicate.replicate is fullshard.replicate
         checkpointing = importlib.import_module(names.CHECKPOINT_WRAPPER)
-        assert (
-            checkpointing.apply_activation_checkpointing
-            is fullshard.activation_checkpoint.apply_activation_checkpointing
-        )
-        assert checkpointing.CheckpointWrapper is fullshard.activation_checkpoint.CheckpointWrapper
+        for name in ("apply_activation_checkpointing", "CheckpointWrapper"):
+            assert getattr(checkpointing, name) is getattr(fullshard.activation_checkpoint, name)
     assert {key: getattr(torchs(key[0]), key[1]) for key in before} == before
     assert torchs().fully_shard is not fullshard.fully_shard
 
 
 @on_ranks(1)
-def test_public_names_are_complete(rank: Rank):
-    """Nothing that torch calls public is refused."""
-    with dropin.install(quiet=True):
-        for place in ("", "api", "wrap", "fully_sharded_data_parallel", "sharded_grad_scaler", "_fully_shard"):
-            module = torchs(place)
-            listed = getattr(module, "__all__", [name for name in dir(module) if not name.startswith("_")])
-            for name in listed:
-                getattr(module, name)
-
-
-@on_ranks(1)
-def test_installing_twice_changes_nothing(rank: Rank):
-    """Only the call that installed takes out at the end of its block."""
+def test_installing_more_than_once(rank: Rank):
+    """Only the call that installed takes out at the end of its block; of several threads one installs."""
     theirs = torchs().fully_shard
     with dropin.install(quiet=True):
         with dropin.install(quiet=True):
@@ -123,6 +101,11 @@ def test_installing_twice_changes_nothing(rank: Rank):
     with pytest.raises(KeyError), dropin.install(quiet=True):
         raise KeyError
     assert not dropin.installed()
+    with ThreadPoolExecutor(8) as threads:
+        done = [future.result() for future in [threads.submit(dropin.install, quiet=True) for _ in range(8)]]
+    assert sum(installation._own for installation in done) == 1 and torchs().fully_shard is fullshard.fully_shard
+    dropin.uninstall()
+    assert torchs().fully_shard is theirs
 
 
 def client_module(name: str) -> types.ModuleType:
@@ -213,32 +196,27 @@ def test_kinds_of_both_engines(rank: Rank):
 
 
 @on_ranks(1)
-def test_torchs_engine_refuses_while_installed(rank: Rank):
-    """References in tuples and closures are out of reach; sharding through them is an error that says so."""
-    kept = torchs().fully_shard, torchs().FullyShardedDataParallel
+def test_names_that_somebody_kept(rank: Rank):
+    """References in tuples and closures are out of reach; sharding through them is an error that says so.
+
+    torch's wrap and enable_wrap, kept where they cannot be bound anew, are one with fullshard's.
+    """
     replicate = importlib.import_module("torch.distributed._composable.replicate_with_fsdp").replicate
-    kept = (*kept, replicate)
+    kept = torchs().fully_shard, torchs().FullyShardedDataParallel, replicate
+    wrap, enable_wrap = torchs("wrap").wrap, torchs("wrap").enable_wrap
     with dropin.install(quiet=True):
         for function in kept:
             with pytest.raises(dropin.MixedEnginesError, match="reference that was taken before"):
                 function(nn.Linear(2, 2))
-    kept[0](nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))  # and works again
-
-
-@on_ranks(1)
-def test_kept_annotations_mean_fullshards(rank: Rank):
-    """torch's wrap and enable_wrap, kept where they cannot be bound anew, are one with fullshard's."""
-    kept = torchs("wrap").wrap, torchs("wrap").enable_wrap
-    with dropin.install(quiet=True):
-        assert type(kept[0](nn.Linear(2, 2))) is nn.Linear
+        assert type(wrap(nn.Linear(2, 2))) is nn.Linear
         with fullshard.wrap.enable_wrap(wrapper_cls=fullshard.FullyShardedDataParallel, use_orig_params=True):
-            one = kept[0](nn.Linear(2, 2))
-        with kept[1](wrapper_cls=fullshard.FullyShardedDataParallel):
-            two = fullshard.wrap.wrap(nn.Linear(2, 2))
-            three = kept[0](nn.Linear(2, 2))
+            one = wrap(nn.Linear(2, 2))
+        with enable_wrap(wrapper_cls=fullshard.FullyShardedDataParallel):
+            two, three = fullshard.wrap.wrap(nn.Linear(2, 2)), wrap(nn.Linear(2, 2))
         assert all(isinstance(each, fullshard.FullyShardedDataParallel) for each in (one, two, three))
         assert not isinstance(next(one.parameters()), fullshard.FlatParameter)
-    assert type(kept[0](nn.Linear(2, 2))) is nn.Linear
+    kept[0](nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))  # and works again
+    assert type(wrap(nn.Linear(2, 2))) is nn.Linear
 
 
 @on_ranks(1)
@@ -294,14 +272,23 @@ def reduce(result: DefaultAllGather | None, other: None | DefaultAllGather) -> N
 
 
 @on_ranks(1)
-def test_patches_of_names_are_seen_and_undone(rank: Rank):
-    """unittest.mock on a replaced name, as programs' tests do it."""
+def test_patched_and_deleted_names(rank: Rank):
+    """unittest.mock on a replaced name, as programs' tests do it, is seen and undone.
+
+    Names cannot be deleted: torch's would be gone for good. What programs have taken off does not stop uninstalling.
+    """
     with dropin.install(quiet=True):
         with mock.patch("torch.distributed.fsdp.fully_shard", new="patched"):
             assert torchs().fully_shard == "patched"
         assert torchs().fully_shard is fullshard.fully_shard
         with mock.patch.object(torchs(), "fresh", new=1, create=True):
             assert torchs().fresh == 1
+        with pytest.raises(AttributeError, match=r"fully_shard is fullshard's and cannot be deleted"):
+            del torchs().fully_shard
+        del nn.Module._fsdp_use_orig_params
+        group = getattr(torchs("_fully_shard._fsdp_param_group"), "FSDPParamGroup")  # noqa: B009
+        group.reshard = lambda self: None
+    assert not dropin.installed() and Unit.reshard is reshard
     assert torchs().fully_shard is not fullshard.fully_shard and callable(torchs().fully_shard)
 
 
@@ -325,8 +312,11 @@ def test_torchs_own_modules_are_bound_anew(rank: Rank):
 
 
 @on_ranks(2)
-def test_a_model_shared_by_both_engines_is_refused(rank: Rank):
-    """By both front ends, with the name of the module; on all ranks."""
+def test_models_and_values_of_torchs_engine(rank: Rank):
+    """A model sharded by it is refused by both front ends, with the module's name; its policies are named as such.
+
+    Installing warns where there is such a model, with what was found and what to do; not when there is none.
+    """
     mesh = init_device_mesh("cpu", (2,))
     model = a_model()
     torchs().fully_shard(model[0], mesh=mesh)
@@ -336,15 +326,13 @@ def test_a_model_shared_by_both_engines_is_refused(rank: Rank):
     with pytest.raises(ValueError, match="this module, a FSDPLinear, is sharded by"):
         fullshard.fully_shard(model[0])
     fullshard.fully_shard(model[2])
-
-
-@on_ranks(1)
-def test_a_model_that_torch_has_sharded_already_warns(rank: Rank):
-    """With what was found and what to do; not when there is none."""
-    model = torchs().fully_shard(a_model(), mesh=init_device_mesh("cpu", (1,)))
-    with pytest.warns(
-        dropin.MixedEnginesWarning, match=r"sharded 1 modules already \(FSDPSequential\).*before the model"
-    ):
+    whose = r"found torch's torch\.distributed\.fsdp\..*MixedPrecisionPolicy; import it from"
+    with pytest.raises(TypeError, match=whose):
+        fullshard.fully_shard(a_model(), mp_policy=torchs().MixedPrecisionPolicy())
+    del model
+    model = torchs().fully_shard(a_model(), mesh=mesh)
+    already = r"sharded 1 modules already \(FSDPSequential\).*before the model"
+    with pytest.warns(dropin.MixedEnginesWarning, match=already):
         dropin.install(quiet=True)
     dropin.uninstall()
     del model
@@ -355,17 +343,11 @@ def test_a_model_that_torch_has_sharded_already_warns(rank: Rank):
 
 
 @on_ranks(1)
-def test_configurations_of_torch_are_named_as_such(rank: Rank):
-    """Values made before install are not fullshard's: the error says whose they are."""
-    with pytest.raises(
-        TypeError, match=r"found torch's torch\.distributed\.fsdp\..*MixedPrecisionPolicy; import it from"
-    ):
-        fullshard.fully_shard(a_model(), mp_policy=torchs().MixedPrecisionPolicy())
+def test_versions_of_programs_are_checked(rank: Rank):
+    """When they ask for a name, or on install if they have one already: named, with the range.
 
-
-@on_ranks(1)
-def test_versions_of_programs_are_checked_when_they_ask(rank: Rank):
-    """Named, with the range; others are not looked at; a variable turns it off."""
+    Others are not looked at; a variable turns it off.
+    """
     ask = "from torch.distributed.fsdp import fully_shard"
     clients._checked.clear()
     with dropin.install(quiet=True), mock.patch.object(clients.metadata, "version", return_value="0.34.2"):
@@ -381,6 +363,15 @@ def test_versions_of_programs_are_checked_when_they_ask(rank: Rank):
     for version in ("1.15", "1.15.0.dev0", "1.99.1+cpu"):
         with mock.patch.object(clients.metadata, "version", return_value=version):
             clients.check("accelerate")
+        clients._checked.clear()
+    program = client_module("peft")  # by name
+    try:
+        with mock.patch.object(clients.metadata, "version", return_value="0.1"):
+            with pytest.raises(dropin.UnsupportedClientError, match=r"found peft 0\.1, expected at least 0\.21"):
+                dropin.install(quiet=True)
+        assert not dropin.installed() and program.shard is torchs().fully_shard
+    finally:
+        del sys.modules["peft"]
         clients._checked.clear()
 
 
@@ -411,44 +402,6 @@ def test_an_installation_that_fails_leaves_nothing(rank: Rank):
         assert not hasattr(nn.Module(), "_is_fsdp_managed_module") and not hasattr(fullshard.fully_shard, "state")
     with dropin.install(quiet=True):
         assert torchs().fully_shard is fullshard.fully_shard
-
-
-@on_ranks(1)
-def test_programs_that_were_imported_before_are_checked_too(rank: Rank):
-    """The version of whoever holds names of FSDP already; nothing is installed then."""
-    clients._checked.clear()
-    program = client_module("peft")  # by name
-    try:
-        with mock.patch.object(clients.metadata, "version", return_value="0.1"):
-            with pytest.raises(dropin.UnsupportedClientError, match=r"found peft 0\.1, expected at least 0\.21"):
-                dropin.install(quiet=True)
-        assert not dropin.installed() and program.shard is torchs().fully_shard
-    finally:
-        del sys.modules["peft"]
-        clients._checked.clear()
-
-
-@on_ranks(1)
-def test_installing_from_several_threads(rank: Rank):
-    """One of them does it."""
-    with ThreadPoolExecutor(8) as threads:
-        done = [future.result() for future in [threads.submit(dropin.install, quiet=True) for _ in range(8)]]
-    assert sum(installation._own for installation in done) == 1 and torchs().fully_shard is fullshard.fully_shard
-    dropin.uninstall()
-    assert torchs().fully_shard is not fullshard.fully_shard
-
-
-@on_ranks(1)
-def test_names_that_stand_in_cannot_be_deleted(rank: Rank):
-    """torch's would be gone for good; and what programs have taken off again does not stop uninstalling."""
-    with dropin.install(quiet=True):
-        with pytest.raises(AttributeError, match=r"fully_shard is fullshard's and cannot be deleted"):
-            del torchs().fully_shard
-        del nn.Module._fsdp_use_orig_params
-        group = getattr(torchs("_fully_shard._fsdp_param_group"), "FSDPParamGroup")  # noqa: B009
-        group.reshard = lambda self: None
-    assert not dropin.installed() and Unit.reshard is reshard
-    assert torchs().fully_shard is not fullshard.fully_shard
 
 
 @on_ranks(1)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
+from running import run_example
 from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -284,26 +280,12 @@ def snippets() -> list[str]:
     return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
-def run_example(rank: Rank) -> str:
-    """What the example prints on this rank, as if torchrun had started it under the drop-in."""
-    printed = io.StringIO()
-    with dropin.install(quiet=True), contextlib.redirect_stdout(printed):
-        with mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT):
-            runpy.run_path(str(EXAMPLE), run_name="__main__")
-    return printed.getvalue()
-
-
 def test_example(ranks: RankPool) -> None:
     """It trains: one line a step, on one rank."""
-    printed = ranks(4, run_example)
+    printed = ranks(4, run_example, EXAMPLE)
     assert [bool(text) for text in printed] == [False, False, True, False]
     losses = [float(value) for value in re.findall(r"^step \d loss (\S+)$", printed[2], re.MULTILINE)]
     assert len(losses) == 5 and losses[-1] < losses[0]
-
-
-def test_page_shows_the_example() -> None:
-    """The first snippet of the page is the example."""
-    assert snippets()[0] == EXAMPLE.read_text()
 
 
 @on_ranks(4)

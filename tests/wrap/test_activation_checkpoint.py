@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +22,7 @@ from fullshard.activation_checkpoint import (
     offload_wrapper,
 )
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+from pairwise import pairwise
 from ranks import Rank, on_ranks
 
 CLOSE: dict[str, float] = {"rtol": 1e-5, "atol": 1e-6}
@@ -112,9 +112,7 @@ def train_and_compare(model: nn.Module, rank: Rank) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("check", [is_block, is_linear], ids=["around", "inside"])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pairwise(wrapper=list(WRAPPERS), check=[is_block, is_linear], reshard=[True, False])
 def test_after_sharding(rank: Rank, wrapper: str, check: Callable[[nn.Module], bool], reshard: bool) -> None:
     """Wrappers around sharded blocks, and around layers inside of them, give the gradients of a plain model."""
     model = shard(build(), rank, reshard_after_forward=reshard)
@@ -141,12 +139,14 @@ def test_before_sharding(rank: Rank, wrapper: str) -> None:
 
 @on_ranks(2)
 def test_between_steps(rank: Rank) -> None:
-    """A model that has run already may still be given wrappers, and be loaded with a plain model's keys."""
+    """A model that has run already may be given wrappers, nested ones, and be loaded with a plain model's keys."""
     model = shard(build(), rank)
     loss_of(model, rank.rank, 0).backward()
     model.zero_grad()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     apply_activation_checkpointing(model, check_fn=is_block)
+    apply_activation_checkpointing(model, offload_wrapper, lambda m: isinstance(m, CheckpointWrapper))
+    assert all(isinstance(block, OffloadWrapper) for block in model.blocks)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -154,18 +154,11 @@ def test_between_steps(rank: Rank) -> None:
     train_and_compare(model, rank)
 
 
-@on_ranks(2)
-def test_offload_and_checkpoint(rank: Rank) -> None:
-    """Applied one after another, they nest."""
-    model = shard(build(), rank)
-    apply_activation_checkpointing(model, check_fn=is_block)
-    apply_activation_checkpointing(model, offload_wrapper, lambda m: isinstance(m, CheckpointWrapper))
-    assert all(isinstance(block, OffloadWrapper) for block in model.blocks)
-    train_and_compare(model, rank)
-
-
 def test_everything_but_the_root_and_containers() -> None:
-    """By default every module below the root is wrapped, but lists stay lists."""
+    """By default every module below the root is wrapped, but lists stay lists.
+
+    Keys of state dicts carry no prefix, either way.
+    """
     model, reference = build(), build()
     apply_activation_checkpointing(model)
     assert type(model) is Model and type(model.blocks) is nn.ModuleList
@@ -173,6 +166,14 @@ def test_everything_but_the_root_and_containers() -> None:
     assert {name.replace("_checkpoint_wrapped_module.", "") for name in wrapped} == {
         name for name, m in reference.named_modules() if isinstance(m, (Block, nn.Linear))
     }
+    assert list(model.state_dict()) == list(reference.state_dict())
+    other = build()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+    model.load_state_dict(other.state_dict())
+    reference.load_state_dict(model.state_dict())
+    assert_models_equal(reference, other)
     for one in (model, reference):
         loss_of(one, 0, 0).backward()
     assert_models_equal(model, reference, grads=True)
@@ -194,17 +195,8 @@ def test_policies() -> None:
     assert [type(block.up) for block in model.blocks] == [nn.Linear] * 3
 
 
-@pytest.mark.parametrize("policy", [3, "blocks", ModuleWrapPolicy])
-def test_not_a_policy(policy: Any) -> None:
-    """What is not a policy is refused, and nothing is wrapped."""
-    model = build()
-    with pytest.raises(ValueError, match="auto_wrap_policy: expected a Policy"):
-        apply_activation_checkpointing(model, auto_wrap_policy=policy)
-    assert not any(isinstance(m, ActivationWrapper) for m in model.modules())
-
-
 def test_failing_wrapper() -> None:
-    """If a wrapper raises, the model is as it was."""
+    """If a wrapper raises, or what should be a policy is none, the model is as it was."""
     model = build()
     blocks = list(model.blocks)
 
@@ -215,18 +207,8 @@ def test_failing_wrapper() -> None:
 
     with pytest.raises(KeyError):
         apply_activation_checkpointing(model, fail_late, is_block)
+    for policy in (3, "blocks", ModuleWrapPolicy):
+        with pytest.raises(ValueError, match="auto_wrap_policy: expected a Policy"):
+            apply_activation_checkpointing(model, auto_wrap_policy=policy)  # type: ignore[arg-type]
     assert list(model.blocks) == blocks
-
-
-def test_plain_and_checkpointed_state_dicts_are_the_same() -> None:
-    """Keys carry no prefix, either way."""
-    model, plain = build(), build()
-    apply_activation_checkpointing(model, check_fn=is_linear)
-    assert list(model.state_dict()) == list(plain.state_dict())
-    other = copy.deepcopy(plain)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(1)
-    model.load_state_dict(other.state_dict())
-    plain.load_state_dict(model.state_dict())
-    assert_models_equal(plain, other)
+    assert not any(isinstance(m, ActivationWrapper) for m in model.modules())

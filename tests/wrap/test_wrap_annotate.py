@@ -30,18 +30,20 @@ def test_wraps_inside_only() -> None:
     assert wrap(layer) is layer
 
 
-def test_nested_blocks() -> None:
-    """A block inside a block is refused; the outer one goes on."""
+def test_errors() -> None:
+    """A block inside a block, and what cannot be called, are refused; the outer block goes on.
+
+    After an exception inside, nothing is wrapped any more.
+    """
+    layer = nn.Linear(1, 1)
     with enable_wrap(wrapper_cls=Wrapper, a=1):
         with pytest.raises(NotImplementedError, match="enable_wrap"):
             with enable_wrap(wrapper_cls=Wrapper):
                 pass
-        assert wrap(nn.Linear(1, 1)).kwargs == {"a": 1}
-
-
-def test_exceptions_end_the_block() -> None:
-    """After an exception inside, nothing is wrapped any more."""
-    layer = nn.Linear(1, 1)
+        assert wrap(layer).kwargs == {"a": 1}
+    with pytest.raises(TypeError, match="wrapper_cls"):
+        with enable_wrap(wrapper_cls=None):  # type: ignore[arg-type]
+            pass
     with pytest.raises(KeyError):
         with enable_wrap(wrapper_cls=Wrapper):
             raise KeyError
@@ -58,10 +60,3 @@ def test_other_threads() -> None:
         thread.start()
         thread.join()
     assert found == [layer]
-
-
-def test_not_callable() -> None:
-    """What cannot be called is refused at once."""
-    with pytest.raises(TypeError, match="wrapper_cls"):
-        with enable_wrap(wrapper_cls=None):  # type: ignore[arg-type]
-            pass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -13,6 +12,7 @@ from compare import assert_models_equal
 from fullshard import fully_shard
 from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.wrap import ModuleWrapPolicy, plan_for
+from pairwise import pairwise
 from ranks import Rank, on_ranks
 
 
@@ -55,24 +55,15 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 BLOCKS, LAYERS, BOTH = (Block,), (nn.Linear, nn.LayerNorm), (Block, nn.Linear)
-CASES = [(ties, classes) for ties in ("", "head", "blocks", "module") for classes in (BLOCKS, LAYERS, BOTH)]
-CASES.remove(("module", BLOCKS))  # see below
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("ties", "classes"), CASES)
+@pairwise(ties=["", "head", "blocks", "module"], classes=[BLOCKS, LAYERS, BOTH])
 def test_trains_as_planned(rank: Rank, ties: str, classes: Any) -> None:
-    """Every unit holds the parameters that the plan lists, and training equals the unsharded model's."""
-    apply_and_train(rank, ties, classes)
+    """Every unit holds the parameters that the plan lists, and training equals the unsharded model's.
 
-
-@on_ranks(2)
-def test_module_shared_by_two_units(rank: Rank) -> None:
-    """A module in two units that is not one itself belongs to the root's."""
-    apply_and_train(rank, "module", (Block,))
-
-
-def apply_and_train(rank: Rank, ties: str, classes: Any) -> None:
+    A module in two units that is not one itself belongs to the root's.
+    """
     model = Model(ties)
     reference = copy.deepcopy(model)
     plan = plan_for(ModuleWrapPolicy(classes), model, root_kwargs={"mesh": rank.mesh})

@@ -213,19 +213,15 @@ class Language(nn.Module):
         self.head.weight = self.embed.weight
 
 
-def test_tied_across_entries() -> None:
-    """A parameter of two units is held by the root, and both are told to leave it out."""
-    model = Language()
+def test_tied_parameters() -> None:
+    """A parameter of two units is held by the lowest unit above all its holders, and those below leave it out."""
+    model: Any = Language()
     plan = plan_for(ModuleWrapPolicy({nn.Embedding, nn.Linear}), model)
     assert plan.owners()[""][0] == ("embed.weight", "head.weight")
     assert plan.owners()["embed"] == plan.owners()["head"] == []
     by_name = {entry.name: entry for entry in plan.entries}
     assert plan.owned_by_ancestor(by_name["embed"]) == plan.owned_by_ancestor(by_name["head"]) == {model.embed.weight}
     assert plan.owned_by_ancestor(by_name["blocks.0.linear"]) == set()
-
-
-def test_tied_below_an_entry() -> None:
-    """The lowest common ancestor may be an entry itself; only what is below it leaves the parameter out."""
     model = nn.Sequential(Language(), nn.Linear(2, 2))
     plan = plan_for(ModuleWrapPolicy({nn.Embedding, Language}), model)
     embed, language = plan.entries
@@ -233,6 +229,10 @@ def test_tied_below_an_entry() -> None:
     assert plan.owned_by_ancestor(embed) == {model[0].embed.weight} and plan.owned_by_ancestor(language) == set()
     assert plan.owners()["0"][0] == ("0.embed.weight", "0.head.weight")
     assert plan.owners()[""] == [("1.weight",), ("1.bias",)]
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
+    model[0][1].weight = model[1].weight = model[0][0].weight
+    plan = plan_for(ModuleWrapPolicy({nn.Sequential}), model)
+    assert plan.owners()[""] == [("0.0.weight", "0.1.weight", "1.weight"), ("1.bias",)]
 
 
 def test_shared_module_in_two_entries() -> None:
@@ -248,32 +248,20 @@ def test_shared_module_in_two_entries() -> None:
     assert not any(plan.owned_by_ancestor(entry) for entry in plan.entries)
 
 
-def test_module_that_holds_its_parent() -> None:
-    """A cycle among modules is gone round once."""
-    model = nn.Sequential(Block(2), nn.Linear(2, 2))
+def test_cycles_of_modules() -> None:
+    """A cycle is gone round once; a parameter inside one that is entered from two units is the root's."""
+    model: Any = nn.Sequential(Block(2), nn.Linear(2, 2))
     model[0].parent = model
     plan = plan_for(ModuleWrapPolicy({Block, nn.Linear, nn.LayerNorm}), model)
     assert [entry.name for entry in plan.entries] == ["0.linear", "0.norm", "0", "1"]
     assert plan.owners()["0.norm"] == [("0.norm.weight",), ("0.norm.bias",)]
     assert plan.owners()[""] == []
-
-
-def test_modules_that_hold_each_other() -> None:
-    """A parameter inside a cycle that is entered from two units is the root's."""
     one, other = Block(2), Block(2)
     one.other, other.one = other, one
     model = nn.Sequential(nn.Sequential(one), nn.Sequential(other))
     plan = plan_for(ModuleWrapPolicy({nn.Sequential}), model)
     assert len(plan.owners()[""]) == 8
     assert all(plan.owned_by_ancestor(entry) == set(model.parameters()) for entry in plan.entries)
-
-
-def test_three_holders() -> None:
-    """Two holders in one unit and a third elsewhere: not that unit's."""
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
-    model[0][1].weight = model[1].weight = model[0][0].weight
-    plan = plan_for(ModuleWrapPolicy({nn.Sequential}), model)
-    assert plan.owners()[""] == [("0.0.weight", "0.1.weight", "1.weight"), ("1.bias",)]
 
 
 def test_every_holder_gets_the_wrapper() -> None:
@@ -292,9 +280,16 @@ def test_every_holder_gets_the_wrapper() -> None:
     assert type(ignored["only"]) is nn.Linear
 
 
-def test_kwargs_of_a_call_are_its_own() -> None:
-    """What a front end does to its arguments does not show in the plan."""
-    plan = plan_for(always_wrap_policy, Language(), root_kwargs={"a": 1})
+def test_apply_refuses() -> None:
+    """A module that has gone meanwhile, and a front end that returns nothing, are errors; nothing is wrapped then.
+
+    What a front end does to its arguments does not show in the plan.
+    """
+    model = Language()
+    with pytest.raises(TypeError, match=r"'blocks\.0\.linear', found a NoneType"):
+        plan_for(ModuleWrapPolicy({nn.Linear}), model).apply(lambda *_: None)  # type: ignore[arg-type,return-value]
+    assert type(model.blocks[0].linear) is nn.Linear
+    plan = plan_for(ModuleWrapPolicy({Block}), model, root_kwargs={"a": 1})
 
     def wrap(module: nn.Module, kwargs: dict[str, Any], owned_by_ancestor: frozenset[nn.Parameter]) -> nn.Module:
         assert kwargs.pop("a") == 1
@@ -302,24 +297,10 @@ def test_kwargs_of_a_call_are_its_own() -> None:
 
     plan.apply(wrap)
     assert all(entry.kwargs == {"a": 1} for entry in plan.entries)
-
-
-def test_apply_to_a_changed_model() -> None:
-    """A module that has gone meanwhile is an error before anything is wrapped."""
-    model = Language()
-    plan = plan_for(ModuleWrapPolicy({Block}), model)
     model.blocks[2] = nn.Identity()
     with pytest.raises(FullshardError, match=r"'blocks\.2' \(Block\)"):
         plan.apply(lambda module, kwargs, owned_by_ancestor: Wrapper(module))
     assert type(model.blocks[0]) is Block
-
-
-def test_wrapper_has_to_be_a_module() -> None:
-    """A front end that returns nothing is an error, and the tree is as it was."""
-    model = Language()
-    with pytest.raises(TypeError, match=r"'blocks\.0\.linear', found a NoneType"):
-        plan_for(ModuleWrapPolicy({nn.Linear}), model).apply(lambda *_: None)  # type: ignore[arg-type,return-value]
-    assert type(model.blocks[0].linear) is nn.Linear
 
 
 def test_mixed_frozen() -> None:

@@ -96,14 +96,6 @@ def test_choice(policy: Any, expected: list[str]) -> None:
     assert plan.root is model
 
 
-def test_root_of_a_matching_class() -> None:
-    """A root that matches is not wrapped, what is below it is."""
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
-    for policy in (ModuleWrapPolicy({nn.Sequential}), CustomPolicy(lambda m: isinstance(m, nn.Sequential))):
-        assert names(plan_for(policy, model)) == ["0"]
-        assert names(policy.plan(model)) == ["0"]
-
-
 def test_kwargs_of_each_module() -> None:
     """True: a shallow copy of the root's arguments. A dict: these override them. False and {}: not wrapped."""
     model, shared = Model(), {"deep": 1}
@@ -119,47 +111,38 @@ def test_kwargs_of_each_module() -> None:
     assert root == {"a": 1, "b": {"deep": 1}}
 
 
-@pytest.mark.parametrize("answer", [None, 1, "yes", [], torch.tensor(True)])
-def test_no_answer(answer: Any) -> None:
-    """What is neither a bool nor a dict is refused, with the module's name and the value."""
+def test_wrong_input() -> None:
+    """What is neither a bool nor a dict, no policy, no class or of the wrong type is refused, and named."""
     model = Model()
-    policy = CustomPolicy(lambda m: answer if m is model.blocks[1].up else False)
-    with pytest.raises(ValueError, match=r"'blocks\.1\.up' \(Linear\), found ") as raised:
-        plan_for(policy, model)
-    assert repr(answer) in str(raised.value)
-
-
-@pytest.mark.parametrize("policy", [None, 3, "policy", ModuleWrapPolicy, {nn.Linear}])
-def test_not_a_policy(policy: Any) -> None:
-    """What is not a policy is refused; so is a policy class."""
-    with pytest.raises(TypeError, match="expected a Policy"):
-        plan_for(policy, Model())
-
-
-@pytest.mark.parametrize("classes", [nn.Linear, "Linear", None, [nn.Linear, "Block"], [nn.Linear(1, 1)]])
-def test_not_classes(classes: Any) -> None:
-    """ModuleWrapPolicy takes an iterable of classes, nothing else."""
-    with pytest.raises(TypeError, match=r"ModuleWrapPolicy: module_classes: expected"):
-        ModuleWrapPolicy(classes)
-
-
-def test_wrong_arguments() -> None:
-    """Arguments of the wrong type are named."""
-    model = Model()
-    with pytest.raises(TypeError, match="ignored_modules"):
-        plan_for(always_wrap_policy, model, ignored_modules=[3])  # type: ignore[list-item]
-    with pytest.raises(TypeError, match="ignored_modules"):
-        plan_for(always_wrap_policy, model, ignored_modules=model.embed)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="ignored_params"):
-        plan_for(always_wrap_policy, model, ignored_params=model.embed.weight)
-    with pytest.raises(TypeError, match="root"):
-        plan_for(always_wrap_policy, [model])  # type: ignore[arg-type]
+    for answer in (None, 1, "yes", [], torch.tensor(True)):
+        policy = CustomPolicy(lambda m, answer=answer: answer if m is model.blocks[1].up else False)  # type: ignore[misc]
+        with pytest.raises(ValueError, match=r"'blocks\.1\.up' \(Linear\), found ") as raised:
+            plan_for(policy, model)
+        assert repr(answer) in str(raised.value)
+    for no_policy in (None, 3, "policy", ModuleWrapPolicy, {nn.Linear}):
+        with pytest.raises(TypeError, match="expected a Policy"):
+            plan_for(no_policy, model)  # type: ignore[arg-type]
+    for classes in (nn.Linear, "Linear", None, [nn.Linear, "Block"], [nn.Linear(1, 1)]):
+        with pytest.raises(TypeError, match=r"ModuleWrapPolicy: module_classes: expected"):
+            ModuleWrapPolicy(classes)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="lambda_fn"):
         CustomPolicy({nn.Linear})  # type: ignore[arg-type]
+    wrong: list[tuple[Any, dict[str, Any], str]] = [
+        (model, {"ignored_modules": [3]}, "ignored_modules"),
+        (model, {"ignored_modules": model.embed}, "ignored_modules"),
+        (model, {"ignored_params": model.embed.weight}, "ignored_params"),
+        ([model], {}, "root"),
+    ]
+    for root, arguments, name in wrong:
+        with pytest.raises(TypeError, match=name):
+            plan_for(always_wrap_policy, root, **arguments)
 
 
 def test_own_policy() -> None:
-    """A policy written for torch's base class works; one that chooses a module from elsewhere is refused."""
+    """A policy written for torch's base class works; one that chooses a module from elsewhere is refused.
+
+    A root that matches is not wrapped, what is below it is. The repr of a policy names its classes.
+    """
 
     class First(_Policy):
         def _run_policy(self, root_module: nn.Module, ignored_modules: Any, root_kwargs: Any) -> Any:
@@ -172,6 +155,10 @@ def test_own_policy() -> None:
     model = Model()
     assert plan_for(First(), model).modules == {model.embed: {"own": 1}}
     assert plan_for(First(), model, ignored_modules=[model.embed]).modules == {}
+    nested = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+    for policy in (ModuleWrapPolicy({nn.Sequential}), CustomPolicy(lambda m: isinstance(m, nn.Sequential))):
+        assert names(plan_for(policy, nested)) == names(policy.plan(nested)) == ["0"]
+    assert repr(ModuleWrapPolicy({nn.Linear, Block})) == "ModuleWrapPolicy({Block, Linear})"
     with pytest.raises(ValueError, match=r"Foreign selected a Linear that is not below"):
         plan_for(Foreign(), model)
 
@@ -249,20 +236,16 @@ def test_ignored_and_sharded_modules(policy: Any) -> None:
     assert names(plan_for(policy, model, sharded=lambda m: m is model)) == ALL  # the root is not asked
 
 
-def test_lambda_is_not_asked_about_ignored() -> None:
-    """CustomPolicy's function sees each module that it may wrap once, and no other."""
-    model, asked = Model(), []
-    model.again = model.norm
-    plan_for(CustomPolicy(lambda m: asked.append(m) or False), model, ignored_modules=[model.blocks])
-    assert asked == [model.embed, model.norm]
-
-
 def test_shared_module() -> None:
-    """A module registered twice is asked about and wrapped once."""
+    """A module registered twice is asked about and wrapped once; ignored ones are not asked about."""
     model = Model()
     model.blocks[1].up = model.blocks[0].up
     assert names(plan_for(always_wrap_policy, model)) == [name for name in ALL if name != "blocks.1.up"]
     assert names(plan_for(by_size(6), model)) == ["embed", "blocks.0.up", "blocks.0.down", "blocks.1.down"]
+    model, asked = Model(), []
+    model.again = model.norm
+    plan_for(CustomPolicy(lambda m: asked.append(m) or False), model, ignored_modules=[model.blocks])
+    assert asked == [model.embed, model.norm]
 
 
 def test_tied_parameters_count_where_they_are_held() -> None:
@@ -274,8 +257,3 @@ def test_tied_parameters_count_where_they_are_held() -> None:
     assert names(plan_for(by_size(17), model)) == []
     model[1].weight = inner[0].weight  # now only the root can hold it
     assert names(plan_for(by_size(12), model)) == ["2"]
-
-
-def test_module_wrap_policy_prints_its_classes() -> None:
-    """The repr names the classes."""
-    assert repr(ModuleWrapPolicy({nn.Linear, Block})) == "ModuleWrapPolicy({Block, Linear})"

@@ -20,15 +20,14 @@ from wrapped import (
     GRAD_OP,
     HYBRID,
     NO_SHARD,
+    PLAIN,
     Net,
     Part,
     assert_same_outputs,
-    backward,
+    both_backward,
     both_forms,
     check_gradients,
     placed,
-    plain_strategies,
-    reference_backward,
     wrapped,
 )
 
@@ -40,6 +39,7 @@ from fullshard import (
 )
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.wrap import ModuleWrapPolicy
+from pairwise import pairwise
 from ranks import Rank, on_ranks
 
 
@@ -75,55 +75,27 @@ def check_clipped(
 
 
 @on_ranks(1, 2)
-@plain_strategies
-@both_forms
-@pytest.mark.parametrize("norm_type", [1, 2, 3, math.inf])
-def test_clip(rank: Rank, strategy: ShardingStrategy, orig: bool, norm_type: float) -> None:
+@pairwise(strategy=PLAIN, orig=[False, True], norm_type=[1, 2, 3, math.inf], offload=[False, True])
+def test_clip(rank: Rank, strategy: ShardingStrategy, orig: bool, norm_type: float, offload: bool) -> None:
     """Norms and clipped gradients are those of an unsharded model, with one all-reduce at most."""
-    model, reference = wrapped(rank, strategy, use_orig_params=orig)
-    backward(rank, model, 0)
-    reference_backward(rank, reference, 0)
+    offload_policy = CPUOffload(offload_params=True) if offload else None
+    model, reference = wrapped(rank, strategy, use_orig_params=orig, cpu_offload=offload_policy)
+    both_backward(rank, model, reference)
     groups = int(strategy is not NO_SHARD and rank.world_size > 1)
-    check_clipped(rank, model, reference, 0.05, norm_type, groups=groups)
-
-
-@on_ranks(2)
-@plain_strategies
-@both_forms
-def test_clip_offloaded(rank: Rank, strategy: ShardingStrategy, orig: bool) -> None:
-    """With offloaded parameters the same."""
-    model, reference = wrapped(rank, strategy, use_orig_params=orig, cpu_offload=CPUOffload(offload_params=True))
-    backward(rank, model, 0)
-    reference_backward(rank, reference, 0)
-    check_clipped(rank, model, reference, 0.05, 2.0)
-
-
-@on_ranks(2)
-@both_forms
-def test_clip_leaves_small_gradients(rank: Rank, orig: bool) -> None:
-    """Gradients whose norm is small enough do not change a bit."""
-    model, _ = wrapped(rank, use_orig_params=orig)
-    backward(rank, model, 0)
-    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    total = model.clip_grad_norm_(1000.0)
-    assert 0 < float(total) < 1000
-    assert_equal([p.grad for p in model.parameters()], before, "gradients")
+    check_clipped(rank, model, reference, 0.05, norm_type, groups=None if offload else groups)
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("strategy", HYBRID, ids=lambda s: s.name)
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize(("strategy", "norm_type"), list(zip(HYBRID, [2.0, math.inf], strict=True)))
 def test_clip_hybrid(rank: Rank, strategy: ShardingStrategy, norm_type: float) -> None:
     """Replicas count once: only the shard axis is summed over."""
     model, reference = wrapped(rank, strategy)
-    backward(rank, model, 0)
-    reference_backward(rank, reference, 0)
+    both_backward(rank, model, reference)
     check_clipped(rank, model, reference, 0.05, norm_type, groups=1)
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-@both_forms
+@pytest.mark.parametrize(("norm_type", "orig"), [(1.0, True), (2.0, False), (math.inf, True)])
 def test_clip_mixed_strategies(rank: Rank, norm_type: float, orig: bool) -> None:
     """Sharded, hybrid, replicated and ``fully_shard`` units in one model: one all-reduce per group of shards."""
     torch.manual_seed(0)
@@ -134,8 +106,7 @@ def test_clip_mixed_strategies(rank: Rank, norm_type: float, orig: bool) -> None
     model[2] = FSDP(model[2], use_orig_params=orig, **placed(rank, HYBRID[0]))
     fully_shard(model[3], mesh=rank.mesh)
     outer = FSDP(model, use_orig_params=orig, sharding_strategy=GRAD_OP)
-    backward(rank, outer, 0)
-    reference_backward(rank, reference, 0)
+    both_backward(rank, outer, reference)
     with counted_all_reduces() as seen:
         total = outer.clip_grad_norm_(0.05, norm_type)
     assert len(seen) == len({id(group) for group in seen}) <= 3
@@ -148,8 +119,7 @@ def test_clip_mixed_strategies(rank: Rank, norm_type: float, orig: bool) -> None
 
 
 @on_ranks(2)
-@both_forms
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize(("orig", "norm_type"), [(False, 2.0), (True, math.inf)])
 def test_clip_counts_ignored_once(rank: Rank, orig: bool, norm_type: float) -> None:
     """Ignored parameters, whose gradients the user has made equal on all ranks, count once and are scaled."""
     torch.manual_seed(0)
@@ -157,13 +127,35 @@ def test_clip_counts_ignored_once(rank: Rank, orig: bool, norm_type: float) -> N
     reference = copy.deepcopy(model)
     ignored = model.first
     outer = FSDP(model, use_orig_params=orig, ignored_modules=[ignored])
-    backward(rank, outer, 0)
-    reference_backward(rank, reference, 0)
+    both_backward(rank, outer, reference)
     for p in ignored.parameters():
         assert p.grad is not None
         dist.all_reduce(p.grad)
         p.grad.div_(rank.world_size)
     check_clipped(rank, outer, reference, 0.05, norm_type, groups=1)
+
+
+@on_ranks(2)
+@both_forms
+def test_small_gradients_of_a_part_and_none(rank: Rank, orig: bool) -> None:
+    """Small gradients do not change a bit, an inner wrapper clips its own, norms have no graph, and without any
+    gradient every rank warns and gets zero.
+    """
+    model, reference = wrapped(rank, use_orig_params=orig)
+    both_backward(rank, model, reference)
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    total = model.clip_grad_norm_(1000.0)
+    assert 0 < float(total) < 1000 and not total.requires_grad
+    assert_equal([p.grad for p in model.parameters()], before, "gradients")
+    total = model.module.parts[0].clip_grad_norm_(0.01)
+    expected = torch.nn.utils.clip_grad_norm_(reference.parts[0].parameters(), 0.01)
+    assert_close(total, expected.detach(), "norm of a part", **CLOSE)
+    check_gradients(model, reference)
+    model.zero_grad()
+    for norm_type in (2.0, math.inf):
+        with pytest.warns(UserWarning, match="no gradients"):
+            total = model.clip_grad_norm_(1.0, norm_type)
+        assert_equal(total, torch.tensor(0.0), "norm of nothing")
 
 
 @on_ranks(2)
@@ -174,25 +166,13 @@ def test_clip_leaves_none(rank: Rank) -> None:
     model["used"].spare = nn.Parameter(torch.ones(7))
     reference = copy.deepcopy(model["used"])
     outer = FSDP(model, use_orig_params=True, auto_wrap_policy=ModuleWrapPolicy({Net}))
-    backward(rank, outer["used"], 0)
-    reference_backward(rank, reference, 0)
+    both_backward(rank, outer["used"], reference)
     total = outer.clip_grad_norm_(0.05)
     expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
     assert_close(total, expected.detach(), "norm", **CLOSE)
     check_gradients(outer["used"], reference)
     assert outer["used"].module.spare.grad is None
     assert all(p.grad is None for p in outer["unused"].parameters())
-
-
-@on_ranks(2)
-@both_forms
-def test_clip_without_gradients(rank: Rank, orig: bool) -> None:
-    """Without any gradient it warns on every rank and returns zero in fp32; nothing hangs."""
-    model, _ = wrapped(rank, use_orig_params=orig)
-    for norm_type in (2.0, math.inf):
-        with pytest.warns(UserWarning, match="no gradients"):
-            total = model.clip_grad_norm_(1.0, norm_type)
-        assert_equal(total, torch.tensor(0.0), "norm")
 
 
 @on_ranks(2)
@@ -213,58 +193,33 @@ def test_clip_is_the_same_on_all_ranks(rank: Rank, orig: bool) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)])
-def test_clip_low_precision(rank: Rank, dtype: torch.dtype, expected: torch.dtype) -> None:
-    """Norms of low-precision gradients are computed in fp32: what would overflow in fp16 does not."""
-    outer = FSDP(nn.Linear(64, 64, bias=False).to(dtype))
-    (parameter,) = outer.parameters()
-    parameter.grad = torch.full_like(parameter, 200.0)  # the sum of squares is far beyond fp16
-    total = outer.clip_grad_norm_(1.0)
-    assert total.dtype is expected
-    assert_close(total.float(), torch.tensor(12800.0), "norm", rtol=1e-2)
-    assert_close(parameter.grad.float(), torch.full_like(parameter, 1 / 64).float(), "clipped", rtol=1e-2)
-
-
-@on_ranks(2)
-def test_clip_keeps_promoted_dtype(rank: Rank) -> None:
-    """Gradients of two dtypes give a norm of the wider one."""
-    model = nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4))
-    outer = FSDP(model)
+def test_dtypes_of_norms(rank: Rank) -> None:
+    """Norms of low-precision gradients are computed in fp32, which does not overflow; of two dtypes in the wider."""
+    for dtype in (torch.bfloat16, torch.float16):
+        outer = FSDP(nn.Linear(64, 64, bias=False).to(dtype))
+        (parameter,) = outer.parameters()
+        parameter.grad = torch.full_like(parameter, 200.0)  # the sum of squares is far beyond fp16
+        total = outer.clip_grad_norm_(1.0)
+        assert total.dtype is dtype
+        assert_close(total.float(), torch.tensor(12800.0), "norm", rtol=1e-2)
+        assert_close(parameter.grad.float(), torch.full_like(parameter, 1 / 64).float(), "clipped", rtol=1e-2)
+    outer = FSDP(nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4)))
     for parameter in outer.parameters():
         parameter.grad = torch.ones_like(parameter)
     assert outer.clip_grad_norm_(1.0).dtype is torch.float32
 
 
 @on_ranks(2)
-def test_clip_of_a_part(rank: Rank) -> None:
-    """On an inner wrapper it is about the gradients of that part."""
+def test_nan_and_bad_norms(rank: Rank) -> None:
+    """A NaN on one rank is a NaN on all; norms that are none are refused before anything is communicated."""
     model, reference = wrapped(rank)
-    backward(rank, model, 0)
-    reference_backward(rank, reference, 0)
-    total = model.module.parts[0].clip_grad_norm_(0.01)
-    expected = torch.nn.utils.clip_grad_norm_(reference.parts[0].parameters(), 0.01)
-    assert_close(total, expected.detach(), "norm", **CLOSE)
-    check_gradients(model, reference)
-
-
-@on_ranks(2)
-def test_clip_without_grad_mode(rank: Rank) -> None:
-    """Norms carry no graph, and infinite or missing numbers come out as in torch."""
-    model, _ = wrapped(rank)
-    backward(rank, model, 0)
-    assert not model.clip_grad_norm_(1.0).requires_grad
+    both_backward(rank, model, reference)
+    for norm_type in (0, -1.0, math.nan, -math.inf):
+        with counted_all_reduces() as seen, pytest.raises(ValueError, match="norm_type"):
+            model.clip_grad_norm_(1.0, norm_type)
+        assert seen == []
     if rank.rank == 1:
         gradient = next(iter(model.parameters())).grad
         assert gradient is not None
         gradient[0] = math.nan
     assert math.isnan(float(model.clip_grad_norm_(1.0)))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("norm_type", [0, -1.0, math.nan, -math.inf])
-def test_clip_bad_input(rank: Rank, norm_type: float) -> None:
-    """Norms that are none are refused before anything is communicated."""
-    model, _ = wrapped(rank)
-    with counted_all_reduces() as seen, pytest.raises(ValueError, match="norm_type"):
-        model.clip_grad_norm_(1.0, norm_type)
-    assert seen == []

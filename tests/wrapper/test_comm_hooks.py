@@ -17,7 +17,6 @@ from fullshard.comm_hooks import DefaultState, LowPrecisionState
 from ranks import Rank, on_ranks
 
 MEAN = GradScaling(1.0, 2.0)  # of two ranks
-SIZES = (1, 5, 70_000)
 
 
 class Recorder:
@@ -58,8 +57,11 @@ def wait(works: Any) -> None:
 
 
 @on_ranks(2, 4)
-def test_once_per_parcel_with_exact_sizes(rank: Rank) -> None:
-    """The hook gets the first move of each parcel, in order; the others are summed and divided underneath."""
+def test_reduce_scatter(rank: Rank) -> None:
+    """The hook gets the first operand of each request, in order; the others are summed and divided underneath.
+
+    Requests without operands, and empty gradients, are not the hook's business.
+    """
     hook, state = Recorder(), object()
     transport = hooked(rank, hook, state)
     requests = [
@@ -83,6 +85,12 @@ def test_once_per_parcel_with_exact_sizes(rank: Rank) -> None:
         for request in requests
         for operand in request.operands
     ]
+    hook.seen = []
+    other = numbers(rank, 2)
+    wait(transport.reduce_scatter([]))
+    wait(transport.reduce_scatter([CommRequest("a", []), CommRequest("b", [numbers(rank, 0), other])]))
+    assert not hook.seen
+    assert_equal(other.shard, sums(rank, 2), "what came with an empty one")
 
 
 @on_ranks(2, 4)
@@ -103,7 +111,7 @@ def test_all_reduce(rank: Rank) -> None:
 
 
 @on_ranks(2)
-def test_gathers_and_memory_are_the_bases(rank: Rank) -> None:
+def test_gathers_and_memory_are_those_of_the_base(rank: Rank) -> None:
     """Gathers do not reach the hook; sizes of units that travel together are the base's."""
     hook = Recorder()
     transport = hooked(rank, hook)
@@ -118,38 +126,34 @@ def test_gathers_and_memory_are_the_bases(rank: Rank) -> None:
     assert transport.reduce_group is transport.base.reduce_group
 
 
-@on_ranks(2)
-def test_nothing_to_reduce(rank: Rank) -> None:
-    """No parcels, no moves, and empty gradients are not the hook's business."""
-    hook = Recorder()
-    transport = hooked(rank, hook)
-    other = numbers(rank, 2)
-    wait(transport.reduce_scatter([]))
-    wait(transport.reduce_scatter([CommRequest("a", []), CommRequest("b", [numbers(rank, 0), other])]))
-    assert not hook.seen
-    assert_equal(other.shard, sums(rank, 2), "what came with an empty one")
-
-
 @on_ranks(2, 4)
-@pytest.mark.parametrize("numel", SIZES)
-def test_plain_hooks_average(rank: Rank, numel: int) -> None:
+def test_plain_hooks_average(rank: Rank) -> None:
     """PyTorch's own hooks leave the mean over ranks."""
     state = DefaultState(rank.group)
-    everyone = [noise(r, rank.world_size * numel) for r in range(rank.world_size)]
-    mean = torch.stack(everyone).mean(0)
-    region, piece = everyone[rank.rank].clone(), torch.empty(numel)
-    wait(
-        hooked(rank, comm_hooks.reduce_scatter_hook, state).reduce_scatter([CommRequest("a", [Operand(piece, region)])])
-    )
-    assert_close(piece, mean.chunk(rank.world_size)[rank.rank], "reduce_scatter_hook", rtol=1e-5, atol=1e-6)
-    whole = everyone[rank.rank].clone()
-    wait(hooked(rank, comm_hooks.allreduce_hook, state).all_reduce([CommRequest("a", [Operand(whole, whole)])]))
-    assert_close(whole, mean, "allreduce_hook", rtol=1e-5, atol=1e-6)
+    for numel in (1, 5, 70_000):
+        everyone = [noise(r, rank.world_size * numel) for r in range(rank.world_size)]
+        mean = torch.stack(everyone).mean(0)
+        operand = Operand(torch.empty(numel), everyone[rank.rank].clone())
+        transport = hooked(rank, comm_hooks.reduce_scatter_hook, state)
+        wait(transport.reduce_scatter([CommRequest("a", [operand])]))
+        expected = mean.chunk(rank.world_size)[rank.rank]
+        assert_close(operand.shard, expected, f"reduce_scatter_hook of {numel}", rtol=1e-5, atol=1e-6)
+        whole = everyone[rank.rank].clone()
+        wait(hooked(rank, comm_hooks.allreduce_hook, state).all_reduce([CommRequest("a", [Operand(whole, whole)])]))
+        assert_close(whole, mean, f"allreduce_hook of {numel}", rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["fp16_compress_hook", "bf16_compress_hook"])
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("fp16_compress_hook", torch.float32),
+        ("fp16_compress_hook", torch.bfloat16),
+        ("bf16_compress_hook", torch.float32),
+        ("bf16_compress_hook", torch.float16),
+        ("bf16_compress_hook", torch.bfloat16),
+    ],
+)
 def test_compressing_hooks(rank: Rank, name: str, given: torch.dtype) -> None:
     """The mean to the precision in which it travels; the dtype in which gradients are kept does not change."""
     hook, state = getattr(comm_hooks, name), LowPrecisionState(rank.group, parameter_type=given)
@@ -189,7 +193,7 @@ def test_new_memory(rank: Rank, sharded: bool) -> None:
 
 @on_ranks(2)
 def test_wrong_results(rank: Rank) -> None:
-    """A result of another dtype or size is refused, with the unit, the hook and both dtypes."""
+    """A result of another dtype or size, and a hook that cannot be called, are refused with all that is known."""
 
     def forgets(state: object, grad: torch.Tensor, piece: torch.Tensor) -> None:
         piece.data = piece.data.half()
@@ -201,6 +205,8 @@ def test_wrong_results(rank: Rank) -> None:
         hooked(rank, forgets).reduce_scatter([CommRequest("a", [numbers(rank, 4)])])
     with pytest.raises(TypeError, match=r"cuts left 2 elements"):
         hooked(rank, cuts).reduce_scatter([CommRequest("a", [numbers(rank, 4)])])
+    with pytest.raises(TypeError, match=r"communication hook has to be callable.*got str"):
+        hooked(rank, "allreduce")
 
 
 @on_ranks(2)
@@ -226,13 +232,6 @@ def test_raising_hook(rank: Rank, where: int) -> None:
     assert_equal(after.shard, sums(rank, 3), "the group goes on")
 
 
-@on_ranks(2)
-def test_not_callable(rank: Rank) -> None:
-    """What cannot be called is refused at once."""
-    with pytest.raises(TypeError, match=r"communication hook has to be callable.*got str"):
-        hooked(rank, "allreduce")
-
-
 def test_names() -> None:
     """States and plain hooks are PyTorch's own objects."""
     from torch.distributed.algorithms._comm_hooks import default_hooks
@@ -243,8 +242,6 @@ def test_names() -> None:
 
 
 # -------------------------------------------------------------------- through the wrapper
-
-SHARDED = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
 
 
 def layers() -> nn.Sequential:
@@ -276,11 +273,19 @@ def mean_gradients(world_size: int) -> dict[str, torch.Tensor]:
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("strategy", [*SHARDED, ShardingStrategy.NO_SHARD])
-@pytest.mark.parametrize("name", ["plain", "fp16_compress_hook", "bf16_compress_hook"])
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("plain", ShardingStrategy.FULL_SHARD),
+        ("fp16_compress_hook", ShardingStrategy.SHARD_GRAD_OP),
+        ("plain", ShardingStrategy.NO_SHARD),
+        ("bf16_compress_hook", ShardingStrategy.NO_SHARD),
+        ("bf16_compress_hook", ShardingStrategy.FULL_SHARD),
+    ],
+)
 def test_wrapper_averages_with_hooks(rank: Rank, name: str, strategy: ShardingStrategy) -> None:
     """Gradients reduced by a hook are the mean over ranks, to the hook's precision, once per unit and backward."""
-    sharded, calls = strategy in SHARDED, []
+    sharded, calls = strategy is not ShardingStrategy.NO_SHARD, []
     usual = "reduce_scatter_hook" if sharded else "allreduce_hook"
     reduce = getattr(comm_hooks, usual if name == "plain" else name)
 

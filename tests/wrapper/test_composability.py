@@ -20,6 +20,7 @@ from front_ends import (
     build,
     full_values,
     gathered,
+    reference_backward,
     sgd,
     square_loss,
     token_loss,
@@ -44,6 +45,7 @@ from fullshard import (
 )
 from fullshard.activation_checkpoint import apply_activation_checkpointing
 from fullshard.comm import record
+from pairwise import pairwise
 from ranks import Rank, on_ranks
 
 both_modes = pytest.mark.parametrize("use_orig_params", [False, True])
@@ -92,18 +94,21 @@ FRONT_ENDS: dict[str, Wrap] = {
     "replicate": with_replicate,
     "plain": without,
 }
-NESTINGS = [
-    ("wrapper", "fully_shard"),
-    ("fully_shard", "wrapper"),
-    ("wrapper", "replicate"),
-    ("wrapper", "no_shard"),
-    ("no_shard", "wrapper"),
-    ("grad_op", "fully_shard"),
-    ("fully_shard", "grad_op"),
-    ("no_shard", "replicate"),
-    ("no_shard", "fully_shard"),
-    ("plain", "wrapper"),
+NESTINGS = [  # (around, inside, use_orig_params)
+    ("wrapper", "fully_shard", False),
+    ("wrapper", "fully_shard", True),
+    ("fully_shard", "wrapper", False),
+    ("fully_shard", "wrapper", True),
+    ("wrapper", "replicate", False),
+    ("wrapper", "no_shard", True),
+    ("no_shard", "wrapper", False),
+    ("grad_op", "fully_shard", True),
+    ("fully_shard", "grad_op", False),
+    ("no_shard", "replicate", True),
+    ("no_shard", "fully_shard", False),
+    ("plain", "wrapper", True),
 ]
+OUTSIDE_AND_INSIDE = [("wrapper", "fully_shard", False), ("fully_shard", "wrapper", True)]
 
 
 def nested(model: nn.Module, rank: Rank, outer: str, inner: str, **options: Any) -> nn.Module:
@@ -114,9 +119,8 @@ def nested(model: nn.Module, rank: Rank, outer: str, inner: str, **options: Any)
     return FRONT_ENDS[outer](model, rank, **options)
 
 
-@on_ranks(2, 4)
-@both_modes
-@pytest.mark.parametrize(("outer", "inner"), NESTINGS, ids=lambda name: name)
+@on_ranks(2)
+@pytest.mark.parametrize(("outer", "inner", "use_orig_params"), NESTINGS)
 def test_front_ends_inside_each_other(rank: Rank, outer: str, inner: str, use_orig_params: bool) -> None:
     """Each front end and strategy inside each other trains as an unsharded model."""
     reference = build(Stack)
@@ -128,8 +132,7 @@ def test_front_ends_inside_each_other(rank: Rank, outer: str, inner: str, use_or
 
 
 @on_ranks(2)
-@both_modes
-@pytest.mark.parametrize(("outer", "inner"), [("wrapper", "fully_shard"), ("fully_shard", "wrapper")])
+@pytest.mark.parametrize(("outer", "inner", "use_orig_params"), OUTSIDE_AND_INSIDE)
 def test_alternating_front_ends(rank: Rank, outer: str, inner: str, use_orig_params: bool) -> None:
     """Three levels: a unit in a unit of the other kind in a root, with tied weights and recomputed activations."""
     reference = build(Language)
@@ -144,31 +147,30 @@ def test_alternating_front_ends(rank: Rank, outer: str, inner: str, use_orig_par
 
 
 @on_ranks(2)
-@both_modes
-def test_mixed_precision_in_both_front_ends(rank: Rank, use_orig_params: bool) -> None:
-    """A wrapper in bfloat16 inside a ``fully_shard`` root in bfloat16 gives the bits of the root front end alone."""
-    reference = build(Stack)
+def test_mixed_precision_in_both_front_ends(rank: Rank) -> None:
+    """Wrappers in bfloat16 inside a ``fully_shard`` root in bfloat16 give the bits of the root's front end alone."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    models = []
-    for kind in ("wrapper", "fully_shard"):
-        model = copy.deepcopy(reference)
+
+    def trained(kind: str, **options: Any) -> tuple[nn.Module, torch.Tensor]:
+        model = build(Stack)
         for index, block in enumerate(model.blocks):
             if kind == "fully_shard":
                 fully_shard(block, mesh=rank.mesh, mp_policy=policy)
             else:
                 precision = MixedPrecision(torch.bfloat16, torch.float32)
-                model.blocks[index] = with_wrapper(
-                    block, rank, mixed_precision=precision, use_orig_params=use_orig_params
-                )
-        models.append(fully_shard(model, mesh=rank.mesh, mp_policy=policy))
-    ours, theirs = (train(model, rank, square_loss, 4) for model in models)
-    assert_equal(ours, theirs, "losses")
-    assert_same_values(*models)
+                model.blocks[index] = with_wrapper(block, rank, mixed_precision=precision, **options)
+        fully_shard(model, mesh=rank.mesh, mp_policy=policy)
+        return model, train(model, rank, square_loss, 4)
+
+    expected, losses = trained("fully_shard")
+    for use_orig_params in (False, True):
+        model, found = trained("wrapper", use_orig_params=use_orig_params)
+        assert_equal(found, losses, "losses")
+        assert_same_values(model, expected)
 
 
 @on_ranks(2)
-@both_modes
-@pytest.mark.parametrize(("outer", "inner"), [("wrapper", "fully_shard"), ("fully_shard", "wrapper")])
+@pytest.mark.parametrize(("outer", "inner", "use_orig_params"), OUTSIDE_AND_INSIDE)
 def test_accumulation_over_both_front_ends(rank: Rank, outer: str, inner: str, use_orig_params: bool) -> None:
     """The root's way to accumulate without communication holds for units of the other kind."""
     reference = build(Stack)
@@ -187,15 +189,17 @@ def test_accumulation_over_both_front_ends(rank: Rank, outer: str, inner: str, u
     optimizer.step()
     theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
     for step in range(2):
-        for other in range(rank.world_size):
-            (square_loss(step)(reference, other) / rank.world_size).backward()
+        reference_backward(reference, rank.world_size, square_loss(step))
     theirs.step()
     assert_same_values(model, reference, **CLOSE)
 
 
 @on_ranks(2)
 def test_wrapping_what_is_sharded_is_refused(rank: Rank) -> None:
-    """One module is a unit of one front end: both orders raise, and leave the module as it was."""
+    """One module is a unit of one front end: both orders raise, and leave the module as it was.
+
+    ``replicate`` on a model with wrapped parts raises as on one with sharded parts, and changes nothing.
+    """
     module = fully_shard(nn.Linear(4, 4), mesh=rank.mesh)
     with pytest.raises(ValueError, match=r"once|already"):
         with_wrapper(module, rank)
@@ -206,18 +210,13 @@ def test_wrapping_what_is_sharded_is_refused(rank: Rank) -> None:
     for one in (module, wrapper):
         one(batch(rank.rank, 0, 2, 4)).sum().backward()
         assert_at_rest(one)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("inner", ["wrapper", "no_shard"])
-def test_replicating_around_wrappers_is_refused(rank: Rank, inner: str) -> None:
-    """``replicate`` on a model with wrapped parts raises as on one with sharded parts, and changes nothing."""
     reference = build(Stack)
-    model = nested(reference, rank, "plain", inner)
-    with pytest.raises(ValueError, match="replicate"):
-        replicate(model, mesh=rank.mesh)
-    assert type(model) is Stack
-    assert_same_values(model, reference)
+    for inner in ("wrapper", "no_shard"):
+        model = nested(reference, rank, "plain", inner)
+        with pytest.raises(ValueError, match="replicate"):
+            replicate(model, mesh=rank.mesh)
+        assert type(model) is Stack
+        assert_same_values(model, reference)
     assert_trains_right(with_wrapper(model, rank), reference, rank)
 
 
@@ -236,35 +235,24 @@ class Outer(nn.Module):
 
 
 @on_ranks(2)
-@both_modes
-def test_ddp_around_a_wrapper(rank: Rank, use_orig_params: bool) -> None:
-    """DDP of a model that contains a wrapper, told to leave its parameters alone, trains as an unsharded model."""
-    reference = build(Outer)
-    model = copy.deepcopy(reference)
-    model.inner = wrapped(model.inner, rank, use_orig_params=use_orig_params)
-    names = [name for name, _ in model.named_parameters() if name.startswith("inner.")]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-    ddp = DistributedDataParallel(model)
-    losses = train(ddp, rank, square_loss, 4)
-    assert_close(losses, train_reference(reference, rank, square_loss, 4), "losses", **CLOSE)
-    assert_same_values(model, reference, **CLOSE)
+@pytest.mark.parametrize(("use_orig_params", "ignores"), [(False, False), (True, False), (False, True)])
+def test_ddp_around_a_wrapper(rank: Rank, use_orig_params: bool, ignores: bool) -> None:
+    """DDP of a model with a wrapper inside, told to leave its parameters alone, trains as an unsharded model.
 
-
-@on_ranks(2)
-@both_modes
-def test_ddp_around_a_wrapper_that_ignores_a_part(rank: Rank, use_orig_params: bool) -> None:
-    """DDP reduces what the wrapper inside ignores."""
+    DDP reduces what the wrapper ignores.
+    """
     reference = build(Outer)
     model = copy.deepcopy(reference)
     spared = model.inner.blocks[1]
+    ignored = [spared] if ignores else []
+    left = {id(p) for module in ignored for p in module.parameters()}
     model.inner = FullyShardedDataParallel(
-        model.inner, device_mesh=rank.mesh, ignored_modules=[spared], use_orig_params=use_orig_params
+        model.inner, device_mesh=rank.mesh, ignored_modules=ignored, use_orig_params=use_orig_params
     )
-    left = {id(p) for p in spared.parameters()}
     names = [n for n, p in model.named_parameters() if n.startswith("inner.") and id(p) not in left]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     ddp = DistributedDataParallel(model)
-    assert all(type(p) is nn.Parameter for p in spared.parameters())
+    assert not ignores or all(type(p) is nn.Parameter for p in spared.parameters())
     losses = train(ddp, rank, square_loss, 4)
     assert_close(losses, train_reference(reference, rank, square_loss, 4), "losses", **CLOSE)
     assert_same_values(model, reference, **CLOSE)
@@ -325,14 +313,18 @@ def tensor_parallel(model: nn.Module, rank: Rank) -> tuple[nn.Module, Any]:
     return model, mesh["dp"]
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+def assert_same_whole(values: dict[str, Any], reference: nn.Module) -> None:
+    """Require values, maybe DTensors of tensor parallelism, to be the parameters of ``reference``."""
+    for name, parameter in reference.named_parameters():
+        value = values[name]
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        assert_close(value.detach(), parameter.detach(), name, **CLOSE)
 
 
 @on_ranks(4)
-@both_modes
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.parametrize("nested_units", [True, False])
+@pairwise(
+    nested_units=[True, False], strategy=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"], use_orig_params=[False, True]
+)
 def test_tensor_parallelism(rank: Rank, nested_units: bool, strategy: str, use_orig_params: bool) -> None:
     """Parameters that are DTensors on the other axis of a (2, 2) mesh train as unsharded ones."""
     reference = build(Parallel)
@@ -360,18 +352,14 @@ def test_tensor_parallelism(rank: Rank, nested_units: bool, strategy: str, use_o
             optimizer.step()
             optimizer.zero_grad()
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-        found = {fqn_of(name): whole(p) for name, p in model.named_parameters()}
-    for name, parameter in reference.named_parameters():
-        assert_close(found[name], parameter.detach(), name, **CLOSE)
+        assert_same_whole({fqn_of(name): p for name, p in model.named_parameters()}, reference)
     state = model.state_dict()
     assert list(state) == list(reference.state_dict())
-    for name, parameter in reference.named_parameters():
-        assert_close(whole(state[name]), parameter.detach(), name, **CLOSE)
+    assert_same_whole(state, reference)
 
 
 @on_ranks(4)
-@both_modes
-@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2), (2, 2, 1)], ids=str)
+@pytest.mark.parametrize(("shape", "use_orig_params"), [((1, 2, 2), True), ((2, 1, 2), True), ((2, 2, 1), False)])
 def test_hybrid_around_tensor_parallelism(rank: Rank, shape: tuple[int, int, int], use_orig_params: bool) -> None:
     """Two axes of a mesh replicate and shard what the third one cuts."""
     mesh = rank.make_mesh(*shape, names=("replicate", "shard", "tp"))
@@ -391,17 +379,14 @@ def test_hybrid_around_tensor_parallelism(rank: Rank, shape: tuple[int, int, int
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
     for step in range(3):
         square_loss(step)(model, number).backward()
-        for other in range(batches):
-            (square_loss(step)(reference, other) / batches).backward()
+        reference_backward(reference, batches, square_loss(step))
         norm = model.clip_grad_norm_(0.05)
         assert_close(norm, torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05), "norm", **CLOSE)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-        found = {fqn_of(name): whole(p) for name, p in model.named_parameters()}
-    for name, parameter in reference.named_parameters():
-        assert_close(found[name], parameter.detach(), name, **CLOSE)
+        assert_same_whole({fqn_of(name): p for name, p in model.named_parameters()}, reference)
 
 
 @on_ranks(4)

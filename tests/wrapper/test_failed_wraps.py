@@ -25,6 +25,7 @@ from fullshard import (
 from fullshard.engine.ownership import nested_units
 from fullshard.engine.unit import Unit
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, Policy
+from pairwise import pairwise
 from ranks import Rank, on_ranks
 
 S = ShardingStrategy
@@ -79,19 +80,18 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], Any, str]] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", BAD_ARGUMENTS)
-def test_arguments_that_a_policy_chose(rank: Rank, name: str) -> None:
+def test_arguments_that_a_policy_chose(rank: Rank) -> None:
     """They are checked before anything is wrapped; the error is the same on all ranks."""
-    arguments, kind, match = BAD_ARGUMENTS[name]
     model = built(Net)
     reference = copy.deepcopy(model)
     before = Snapshot.of(model)
-    with pytest.raises(kind, match=match) as caught:
-        FullyShardedDataParallel(model, auto_wrap_policy=kwargs_for(model.blocks[1], **arguments))
-    messages: list[Any] = [None] * rank.world_size
-    dist.all_gather_object(messages, str(caught.value))
-    assert messages[0] == messages[1]
-    before.assert_unchanged(model)
+    for name, (arguments, kind, match) in BAD_ARGUMENTS.items():
+        with pytest.raises(kind, match=match) as caught:
+            FullyShardedDataParallel(model, auto_wrap_policy=kwargs_for(model.blocks[1], **arguments))
+        messages: list[Any] = [None] * rank.world_size
+        dist.all_gather_object(messages, str(caught.value))
+        assert messages[0] == messages[1], name
+        before.assert_unchanged(model)
     assert_trains_alike(FullyShardedDataParallel(model, auto_wrap_policy=BLOCKS), reference, rank, steps=1)
 
 
@@ -114,68 +114,62 @@ BAD_POLICIES: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", BAD_POLICIES)
-def test_plans_that_cannot_be_made(rank: Rank, name: str) -> None:
+def test_plans_that_cannot_be_made(rank: Rank) -> None:
     """Whatever a policy does wrong shows before anything is wrapped."""
-    policy, kind, match = BAD_POLICIES[name]
     model = built(Tied)
     before = Snapshot.of(model)
-    with pytest.raises(kind, match=match):
-        FullyShardedDataParallel(model, auto_wrap_policy=policy)
-    before.assert_unchanged(model)
+    for policy, kind, match in BAD_POLICIES.values():
+        with pytest.raises(kind, match=match):
+            FullyShardedDataParallel(model, auto_wrap_policy=policy)
+        before.assert_unchanged(model)
 
 
-@on_ranks(2, 4)
-@MODES
-@pytest.mark.parametrize("place", ["first block", "second block", "root"])
-@pytest.mark.parametrize("make", [Net, Tied])
+@on_ranks(2)
+@pairwise(make=[Net, Tied], place=["first block", "second block", "root"], use_orig_params=[False, True])
 def test_parameters_that_cannot_be_flat(rank: Rank, make: Any, place: str, use_orig_params: bool) -> None:
     """A parameter that no flat unit takes, in the first, a later or the last unit: all is undone, ties included."""
     model = built(make)
     reference = copy.deepcopy(model)
-    model.blocks[0].up.weight.requires_grad_(False)
+    frozen, marked = model.blocks[0].up.weight, model.blocks[1].down.weight
+    frozen.requires_grad_(False)
+    mark = marked.mark = ["attribute"]  # type: ignore[attr-defined]
+    before = Snapshot.of(model)
     owner = {"first block": model.blocks[0], "second block": model.blocks[1], "root": model}[place]
     owner.odd = odd_parameter()
-    mark = model.blocks[1].down.weight.mark = ["attribute"]  # type: ignore[attr-defined]
-    weight = model.blocks[1].down.weight
-    names = [name for name, _ in model.named_parameters()]
-    values = {name: value.detach().clone() for name, value in model.named_parameters()}
-    held = dict(model.named_parameters())
     with pytest.raises(ValueError, match="odd is a Odd"), pytest.warns(UserWarning, match="frozen"):
         FullyShardedDataParallel(model, auto_wrap_policy=BLOCKS, use_orig_params=use_orig_params)
     assert nested_units(model) == [] and units_of(model) == []
-    assert [name for name, _ in model.named_parameters()] == names
-    for name, parameter in model.named_parameters():
-        assert parameter is held[name], name
-        if name.endswith("odd"):
-            continue
-        assert_equal(parameter.detach(), values[name], name)
-        assert parameter.requires_grad is (not name.endswith("blocks.0.up.weight")), name
-    assert weight.mark is mark  # type: ignore[attr-defined]
-    model.blocks[0].up.weight.requires_grad_(True)
     del owner.odd
+    before.assert_unchanged(model)
+    assert marked.mark is mark  # type: ignore[attr-defined]
+    frozen.requires_grad_(True)
     wrapped = FullyShardedDataParallel(model, auto_wrap_policy=BLOCKS, use_orig_params=use_orig_params)
     assert_trains_alike(wrapped, reference, rank, steps=2)
 
 
 @on_ranks(2)
-@MODES
-@pytest.mark.parametrize("policy", [None, BLOCKS], ids=["one", "blocks"])
+@pytest.mark.parametrize(("policy", "use_orig_params"), [(None, False), (BLOCKS, True)])
 def test_unsharded_after_a_failed_wrap(rank: Rank, policy: Any, use_orig_params: bool) -> None:
-    """After a wrap that failed the plain module trains, bit for bit as a copy that nobody tried to wrap."""
+    """After a wrap that failed the plain module trains, bit for bit as a copy that nobody tried to wrap.
+
+    Gradients that the module had before, of its parameters or some, are there still.
+    """
     model = built(Net)
     reference = copy.deepcopy(model)
+    mean_square(model, batch(rank.rank, 0)).backward()
+    model.blocks[0].up.weight.grad = None
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    values = {name: None if grad is None else grad.clone() for name, grad in gradients.items()}
     model.odd = odd_parameter()
     before = Snapshot.of(model)
+    options: dict[str, Any] = {"use_orig_params": use_orig_params, "mixed_precision": MixedPrecision(torch.bfloat16)}
     with pytest.raises(ValueError, match="odd"):
-        FullyShardedDataParallel(
-            model,
-            auto_wrap_policy=policy,
-            use_orig_params=use_orig_params,
-            mixed_precision=MixedPrecision(torch.bfloat16),
-        )
+        FullyShardedDataParallel(model, auto_wrap_policy=policy, **options)
     del model.odd
     assert list(model.parameters()) == [p for n, p in before.parameters.items() if n != "odd"]
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is gradients[name], name
+        assert_equal(parameter.grad, values[name], name)
     for step in range(2):
         for each in (model, reference):
             optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
@@ -184,24 +178,6 @@ def test_unsharded_after_a_failed_wrap(rank: Rank, policy: Any, use_orig_params:
             optimizer.step()
     for (name, found), wanted in zip(model.state_dict().items(), reference.state_dict().values(), strict=True):
         assert_equal(found, wanted, name)
-
-
-@on_ranks(2)
-@MODES
-def test_gradients_survive(rank: Rank, use_orig_params: bool) -> None:
-    """Gradients that the module had before, of its parameters or some, are there after a wrap that failed."""
-    model = built(Net)
-    mean_square(model, batch(rank.rank, 0)).backward()
-    model.blocks[0].up.weight.grad = None
-    before = {name: p.grad for name, p in model.named_parameters()}
-    values = {name: None if grad is None else grad.clone() for name, grad in before.items()}
-    model.odd = odd_parameter()
-    with pytest.raises(ValueError, match="odd"):
-        FullyShardedDataParallel(model, auto_wrap_policy=BLOCKS, use_orig_params=use_orig_params)
-    del model.odd
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is before[name], name
-        assert_equal(parameter.grad, values[name], name)
 
 
 @on_ranks(2)
@@ -225,8 +201,7 @@ def test_init_fails_in_a_later_unit(rank: Rank, use_orig_params: bool) -> None:
 
 
 @on_ranks(2, timeout=20)
-@pytest.mark.parametrize("policy", [None, BLOCKS], ids=["one", "blocks"])
-@pytest.mark.parametrize("sync", [False, True], ids=["", "sync"])
+@pytest.mark.parametrize(("policy", "sync"), [(None, True), (BLOCKS, False), (BLOCKS, True)])
 def test_failing_on_one_rank(rank: Rank, sync: bool, policy: Any) -> None:
     """Where one rank cannot initialise a module, all ranks raise, and none is left waiting or wrapped."""
     model = built(Net)
@@ -246,8 +221,9 @@ def test_failing_on_one_rank(rank: Rank, sync: bool, policy: Any) -> None:
 
 
 @on_ranks(2)
-@MODES
-@pytest.mark.parametrize("front_end", ["wrapper", "fully_shard"])
+@pytest.mark.parametrize(
+    ("front_end", "use_orig_params"), [("wrapper", False), ("wrapper", True), ("fully_shard", False)]
+)
 def test_units_made_before_stay(rank: Rank, front_end: str, use_orig_params: bool) -> None:
     """What was wrapped by hand before stays wrapped when the wrap around it fails, and works."""
     model = built(Net, 3)
@@ -290,44 +266,29 @@ def test_tied_to_a_unit_made_before(rank: Rank, use_orig_params: bool) -> None:
     assert_trains_alike(wrapped, reference, rank)
 
 
-@on_ranks(2)
-def test_two_failures_and_a_success(rank: Rank) -> None:
-    """Failing more than once leaves nothing behind either."""
+@on_ranks(4)
+@pytest.mark.parametrize(("strategy", "use_orig_params"), [(s, bool(i % 2)) for i, s in enumerate(S)])
+def test_failures_with_every_strategy(rank: Rank, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    """Whatever is sharded, replicated, offloaded or cast is put together again, also after a second failure."""
     model = built(Tied)
     reference = copy.deepcopy(model)
     before = Snapshot.of(model)
-    for use_orig_params in (True, False, True):
+    options: dict[str, Any] = {
+        "sharding_strategy": strategy,
+        "auto_wrap_policy": ModuleWrapPolicy({Block, nn.Linear}),
+        "cpu_offload": CPUOffload(offload_params=use_orig_params),
+        "device_mesh": rank.make_mesh(2, 2) if strategy.hybrid else rank.mesh,
+        "use_orig_params": use_orig_params,
+    }
+    for sync in (True, False):
         model.odd = odd_parameter()
         with pytest.raises(ValueError, match="odd"):
             FullyShardedDataParallel(
-                model, auto_wrap_policy=BLOCKS, use_orig_params=use_orig_params, sync_module_states=True
+                model, mixed_precision=MixedPrecision(torch.bfloat16), sync_module_states=sync, **options
             )
         del model.odd
         before.assert_unchanged(model)
-    assert_trains_alike(FullyShardedDataParallel(model, auto_wrap_policy=BLOCKS), reference, rank, microbatches=2)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("strategy", list(S), ids=lambda s: s.name)
-def test_failures_with_every_strategy(rank: Rank, strategy: ShardingStrategy) -> None:
-    """Whatever is sharded, replicated, offloaded or cast is put together again."""
-    for use_orig_params in (False, True):
-        model = built(Tied)
-        reference = copy.deepcopy(model)
-        before = Snapshot.of(model)
-        options: dict[str, Any] = {
-            "sharding_strategy": strategy,
-            "auto_wrap_policy": ModuleWrapPolicy({Block, nn.Linear}),
-            "cpu_offload": CPUOffload(offload_params=use_orig_params),
-            "device_mesh": rank.make_mesh(2, 2) if strategy.hybrid else rank.mesh,
-            "use_orig_params": use_orig_params,
-        }
-        model.odd = odd_parameter()
-        with pytest.raises(ValueError, match="odd"):
-            FullyShardedDataParallel(model, mixed_precision=MixedPrecision(torch.bfloat16), **options)
-        del model.odd
-        before.assert_unchanged(model)
-        assert_trains_alike(FullyShardedDataParallel(model, **options), reference, rank, steps=2)
+    assert_trains_alike(FullyShardedDataParallel(model, **options), reference, rank, steps=2, microbatches=2)
 
 
 @on_ranks(2)

@@ -106,43 +106,36 @@ def test_gathered_slices_are_the_parameters(drawn: tuple[FlatLayout, int]) -> No
 
 @given(layouts())
 @settings(max_examples=150)
-def test_parameters_start_aligned_in_order(drawn: tuple[FlatLayout, int]) -> None:
-    """Parameters keep their order, each starts aligned, less than one alignment behind the one before it."""
+def test_places(drawn: tuple[FlatLayout, int]) -> None:
+    """Parameters keep their order, each starts aligned, less than one alignment behind the one before it.
+
+    Also an empty shard begins inside the slice, or at its end, so that it can be cut out of it.
+    """
     layout, alignment = drawn
     end = 0
     for slot in layout.slots:
         assert slot.unsharded_offset % alignment == 0
         assert 0 <= slot.unsharded_offset - end < alignment
         end = slot.unsharded_offset + slot.parameter.numel
-    assert 0 <= layout.unsharded_numel - end < layout.world_size
-
-
-@given(layouts())
-def test_shards_stay_inside_the_slice(drawn: tuple[FlatLayout, int]) -> None:
-    """Also an empty shard begins inside the slice, or at its end, so that it can be cut out of it."""
-    layout, _ = drawn
-    for slot in layout.slots:
         for rank in range(layout.world_size):
             start, numel, offset = slot.shard(rank)
             assert 0 <= start <= start + numel <= slot.parameter.numel
             assert 0 <= offset <= offset + numel <= layout.slice_numel
+    assert 0 <= layout.unsharded_numel - end < layout.world_size
 
 
 @given(layouts())
 def test_layouts_are_values(drawn: tuple[FlatLayout, int]) -> None:
-    """The same parameters give an equal, hashable layout, and nobody can change it."""
+    """The same parameters give an equal, hashable layout, and nobody can change it.
+
+    Its picture has one line for the unsharded buffer and one per rank, with what each rank holds of each parameter.
+    """
     layout, alignment = drawn
     parameters = [slot.parameter for slot in layout.slots]
     again = FlatLayout.build(parameters, world_size=layout.world_size, alignment=alignment)
     assert again == layout and hash(again) == hash(layout)
     with pytest.raises(dataclasses.FrozenInstanceError):
         layout.slice_numel = 0  # type: ignore[misc]
-
-
-@given(layouts())
-def test_picture_tells_every_shard(drawn: tuple[FlatLayout, int]) -> None:
-    """The picture has one line for the full buffer and one per rank, with what each rank holds of each parameter."""
-    layout, _ = drawn
     head, *lines = layout.picture().split("\n")
     assert head.endswith(f" {layout.unsharded_numel} elements, {layout.padding} of them padding")
     assert len(lines) == layout.world_size
@@ -173,15 +166,11 @@ def test_worked_examples(
     assert [[tuple(slot.shard(rank)) for slot in layout.slots] for rank in range(2)] == shards
 
 
-def test_few_elements_over_many_ranks() -> None:
-    """One element over eight ranks: the first holds it, all have a slice of one."""
+def test_few_elements() -> None:
+    """One element over eight ranks: the first holds it, all have a slice of one; nothing at all makes empty slices."""
     layout = FlatLayout.build(shapes((1,)), world_size=8)
     assert layout.slice_numel == 1 and layout.padding == 7
     assert [layout.slots[0].shard(rank).numel for rank in range(8)] == [1] + [0] * 7
-
-
-def test_nothing_to_lay_out() -> None:
-    """No parameters, or empty ones, make slices of no elements."""
     for parameters in ([], shapes((0, 3), (4, 0))):
         layout = FlatLayout.build(parameters, world_size=4)
         assert (layout.slice_numel, layout.unsharded_numel, layout.padding) == (0, 0, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
-from wrapper_models import CLOSE, adam, assert_like, assert_trains_alike, backward, pieces_of, with_reference, wrap
+from wrapper_models import CLOSE, adam, assert_like, assert_trains_alike, backward, slice_of, with_reference, wrap
 
 from compare import assert_equal, fqn_of
 from engine.models import Branch, LossOf, Stack, batch, reference_backward, square_loss
 from fullshard import FullshardError, FullyShardedDataParallel, ShardingStrategy
+from pairwise import pairwise
 from ranks import Rank, on_ranks
 
 BOTH = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
@@ -28,9 +28,7 @@ KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 @on_ranks(2)
-@BOTH
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", ["single", "foreach", "fused"])
+@pairwise(original=[False, True], kind=list(KINDS), how=["single", "foreach", "fused"])
 def test_built_after_wrapping(rank: Rank, original: bool, kind: str, how: str) -> None:
     """An optimizer of the wrapped model's parameters trains as one of the unsharded model's does."""
     model, reference = with_reference(Stack(2), rank, BLOCKS, use_orig_params=original)
@@ -63,8 +61,7 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
-@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize(("before", "foreach"), [(False, False), (True, True)])
 def test_parameter_groups(rank: Rank, before: bool, foreach: bool) -> None:
     """Groups with their own settings act on the right elements, whether they were made before or after wrapping."""
     model = Stack(2)
@@ -76,11 +73,9 @@ def test_parameter_groups(rank: Rank, before: bool, foreach: bool) -> None:
 
 
 @on_ranks(2)
-@BOTH
-@pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("when", ["before forward", "before backward", "after step"])
+@pairwise(original=[False, True], to_none=[True, False], when=["before forward", "before backward"])
 def test_time_of_zero_grad(rank: Rank, original: bool, to_none: bool, when: str) -> None:
-    """Gradients can be cleared before the forward, between forward and backward, or after the step."""
+    """Gradients can be cleared before the forward, or between forward and backward."""
     model, reference = with_reference(Stack(2), rank, BLOCKS, use_orig_params=original)
     ours, theirs = adam(model.parameters()), adam(reference.parameters())
 
@@ -98,7 +93,6 @@ def test_time_of_zero_grad(rank: Rank, original: bool, to_none: bool, when: str)
         assert_like(model, reference, grads=True, **CLOSE)
         ours.step()
         theirs.step()
-        clear("after step")
     assert_like(model, reference, **CLOSE)
 
 
@@ -135,13 +129,26 @@ def test_two_optimizers(rank: Rank, before: bool) -> None:
 # -------------------------------------------------------------------- in backward
 
 
+def assert_steps_in_backward(wrapped: nn.Module, reference: nn.Module, rank: Rank) -> None:
+    """Require backwards of ``wrapped`` to be steps of SGD with momentum, and to leave no gradients."""
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        square_loss(step)(wrapped, rank.rank).backward()
+        reference_backward(reference, rank.world_size, square_loss(step))
+        theirs.step()
+        theirs.zero_grad()
+        assert all(p.grad is None for p in wrapped.parameters())
+        assert_like(wrapped, reference, **CLOSE)
+
+
 @on_ranks(2)
-@BOTH
-@pytest.mark.parametrize("when", ["before", "after", "after a step"])
+@pytest.mark.parametrize(
+    ("original", "when"),
+    # Hooks on parameters that are hidden later are on objects that get no gradient.
+    [(True, "before"), (True, "after"), (False, "after"), (True, "after a step"), (False, "after a step")],
+)
 def test_optimizer_in_a_hook(rank: Rank, original: bool, when: str) -> None:
     """A hook after the gradient has been accumulated can step and clear it, which is what an ordinary step does."""
-    if when == "before" and not original:
-        pytest.skip("hooks on parameters that are hidden later are on objects that get no gradient")
     model = Stack(2)
     reference = copy.deepcopy(model)
     made: dict[int, torch.optim.Optimizer] = {}
@@ -164,23 +171,13 @@ def test_optimizer_in_a_hook(rank: Rank, original: bool, when: str) -> None:
         wrapped.zero_grad()
     if when != "before":
         install(wrapped)
-    theirs = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
-    for step in range(3):
-        square_loss(step)(wrapped, rank.rank).backward()
-        reference_backward(reference, rank.world_size, square_loss(step))
-        theirs.step()
-        theirs.zero_grad()
-        assert all(p.grad is None for p in wrapped.parameters())
-        assert_like(wrapped, reference, **CLOSE)
+    assert_steps_in_backward(wrapped, reference, rank)
 
 
 @on_ranks(2)
-@BOTH
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("original", "when"), [(True, "before"), (True, "after"), (False, "after")])
 def test_apply_optimizer_in_backward(rank: Rank, original: bool, when: str) -> None:
     """torch's optimizers in backward train as an ordinary optimizer does, and leave no gradients."""
-    if when == "before" and not original:
-        pytest.skip("those parameters are hidden by wrapping")
     model = Stack(2)
     reference = copy.deepcopy(model)
     if when == "before":
@@ -188,14 +185,7 @@ def test_apply_optimizer_in_backward(rank: Rank, original: bool, when: str) -> N
     wrapped = wrap(model, rank, BLOCKS, use_orig_params=original)
     if when == "after":
         _apply_optimizer_in_backward(torch.optim.SGD, wrapped.parameters(), {"lr": 0.1, "momentum": 0.9})
-    theirs = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
-    for step in range(3):
-        square_loss(step)(wrapped, rank.rank).backward()
-        reference_backward(reference, rank.world_size, square_loss(step))
-        theirs.step()
-        theirs.zero_grad()
-        assert all(p.grad is None for p in wrapped.parameters())
-        assert_like(wrapped, reference, **CLOSE)
+    assert_steps_in_backward(wrapped, reference, rank)
 
 
 # -------------------------------------------------------------------- gradients of None, and set by the user
@@ -212,7 +202,7 @@ def branch_loss(step: int) -> LossOf:
     return loss_of
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @pytest.mark.parametrize(
     "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
 )
@@ -253,22 +243,10 @@ def test_missing_gradients_with_replicas(rank: Rank, original: bool) -> None:
 def test_missing_gradients_in_a_flat_parameter_are_zero(rank: Rank) -> None:
     """In the gradient of a visible flat parameter, what has none is zero."""
     model, reference = with_reference(Branch(), rank)
-
     backward(model, reference, rank, branch_loss(0))
     (flat,) = model.parameters()
     expected = [torch.zeros_like(p) if p.grad is None else p.grad for p in reference.parameters()]
-    pieces = pieces_of(expected, rank)
-    found = [flat.grad[at : at + p.numel()] for at, p in zip(starts(expected, rank), pieces, strict=True)]
-    for one, other in zip(found, pieces, strict=True):
-        assert_equal(one, other, "gradient")
-
-
-def starts(tensors: list[torch.Tensor], rank: Rank) -> list[int]:
-    """Where the pieces begin in this rank's slice; every tensor's size is a multiple of the alignment here, or last."""
-    numels = [-(-t.numel() // 4) * 4 for t in tensors]
-    size = -(-(sum(numels[:-1]) + tensors[-1].numel()) // rank.world_size)
-    ends = list(itertools.accumulate(numels, initial=0))[:-1]
-    return [min(max(end - rank.rank * size, 0), size) for end in ends]
+    assert_equal(flat.grad, slice_of(expected, rank), "gradient")
 
 
 @on_ranks(2)
@@ -288,8 +266,7 @@ def test_zeros_stay_zeros(rank: Rank, original: bool) -> None:
 
 
 @on_ranks(2)
-@BOTH
-@pytest.mark.parametrize("how", ["none", "assigned", "data"])
+@pairwise(original=[False, True], how=["none", "assigned", "data"])
 def test_gradients_set_by_the_user(rank: Rank, original: bool, how: str) -> None:
     """A gradient that is set to None, assigned, or filled through ``.data`` is what the next backward adds to."""
     model, reference = with_reference(Stack(1), rank, BLOCKS[:1], use_orig_params=original)
@@ -307,17 +284,6 @@ def test_gradients_set_by_the_user(rank: Rank, original: bool, how: str) -> None
     ours.step()
     theirs.step()
     assert_like(model, reference, **CLOSE)
-
-
-@on_ranks(2)
-def test_gradients_before_wrapping(rank: Rank) -> None:
-    """A full gradient from before wrapping does not stay at a piece, whose shape it does not have."""
-    model = nn.Linear(5, 3)
-    model(batch(0, 0, 2, 5)).sum().backward()
-    wrapped = wrap(model, rank, use_orig_params=True)
-    assert all(p.grad is None or p.grad.shape == p.shape for p in wrapped.parameters())
-    wrapped(batch(0, 0, 2, 5)).sum().backward()
-    adam(wrapped.parameters()).step()
 
 
 @on_ranks(2)

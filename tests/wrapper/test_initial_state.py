@@ -13,12 +13,14 @@ from parity import Block, Net, Snapshot, Tied, assert_states_alike, assert_train
 from torch import nn
 
 from compare import assert_equal
-from fullshard import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from fullshard import CPUOffload, FullyShardedDataParallel, ShardingStrategy
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy
+from pairwise import pairwise
 from ranks import Rank, on_ranks
 
 S = ShardingStrategy
 BLOCKS = ModuleWrapPolicy({Block})
+BLOCKS_AND_LAYERS = ModuleWrapPolicy({Block, nn.Linear})
 MODES = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 META = torch.device("meta")
 
@@ -79,8 +81,7 @@ def filled(module: nn.Module) -> nn.Module:
 
 
 @on_ranks(2)
-@MODES
-@pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({Scale}), always_wrap_policy], ids=["one", "scales", "all"])
+@pairwise(policy=[None, ModuleWrapPolicy({Scale}), always_wrap_policy], use_orig_params=[False, True])
 def test_reset_parameters(rank: Rank, policy: Any, use_orig_params: bool) -> None:
     """Without ``param_init_fn`` each module gets memory and resets itself; buffers that are not saved too."""
     model, reference = on_meta(Nested), Nested()
@@ -94,11 +95,12 @@ def test_reset_parameters(rank: Rank, policy: Any, use_orig_params: bool) -> Non
 
 
 @on_ranks(2)
-@MODES
-@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
-@pytest.mark.parametrize("policy", [None, BLOCKS], ids=["one", "blocks"])
+@pairwise(policy=[None, BLOCKS], offload=[False, True], use_orig_params=[False, True])
 def test_param_init_fn(rank: Rank, policy: Any, offload: bool, use_orig_params: bool) -> None:
-    """It is called once with each module that has something of its own on the meta device, and with no other."""
+    """It is called once with each module that has something of its own on the meta device, and with no other.
+
+    By hand, one module after another, it does the same.
+    """
     model, reference = on_meta(Net), filled(Net())
     modules = {id(m): name for name, m in model.named_modules()}
     called: list[str] = []
@@ -118,12 +120,15 @@ def test_param_init_fn(rank: Rank, policy: Any, offload: bool, use_orig_params: 
     assert sorted(called) == sorted(own)
     assert_states_alike(wrapped, reference)
     assert_trains_alike(wrapped, reference, rank)
+    model, reference = on_meta(Net), filled(Net())
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = FullyShardedDataParallel(block, param_init_fn=fill, use_orig_params=use_orig_params)
+    by_hand = FullyShardedDataParallel(model, param_init_fn=fill, use_orig_params=use_orig_params)
+    assert_states_alike(by_hand, reference)
 
 
 @on_ranks(2)
-@MODES
-@pytest.mark.parametrize("policy", [None, BLOCKS, ModuleWrapPolicy({Block, nn.Linear})], ids=["one", "blocks", "all"])
-@pytest.mark.parametrize("init", [fill, None], ids=["init", "reset"])
+@pairwise(policy=[None, BLOCKS, BLOCKS_AND_LAYERS], init=[fill, None], use_orig_params=[False, True])
 def test_ties_are_kept(rank: Rank, init: Any, policy: Any, use_orig_params: bool) -> None:
     """Parameters that were tied on the meta device still are, within a unit and over units."""
     model = on_meta(Tied)
@@ -146,7 +151,10 @@ def test_ties_are_kept(rank: Rank, init: Any, policy: Any, use_orig_params: bool
 
 @on_ranks(2)
 def test_only_what_is_on_meta(rank: Rank) -> None:
-    """What has values keeps them; only what has none is initialised, here one buffer and one layer."""
+    """What has values keeps them; only what has none is initialized, here one buffer and one layer.
+
+    Ignored modules stay on the meta device.
+    """
     model = built(Net)
     reference = copy.deepcopy(model)
     model.blocks[1].down = on_meta(lambda: nn.Linear(7, 6, bias=False))
@@ -169,39 +177,21 @@ def test_only_what_is_on_meta(rank: Rank) -> None:
     table = FullyShardedDataParallel(built(Table))
     assert_equal(table.state_dict()["table"], torch.arange(6.0), "table")
     table(batch(rank.rank, 0)).sum().backward()
-
-
-@on_ranks(2)
-def test_ignored_modules_stay_on_meta(rank: Rank) -> None:
-    """Ignored modules, and ignored parameters, are not initialised."""
     model = on_meta(Net)
-    spare = model.blocks[1]
-    calls: list[nn.Module] = []
+    spare, called = model.blocks[1], []
 
     def init(module: nn.Module) -> None:
-        calls.append(module)
+        called.append(module)
         fill(module)
 
     FullyShardedDataParallel(model, auto_wrap_policy=BLOCKS, param_init_fn=init, ignored_modules=[spare])
     assert all(p.is_meta for p in spare.parameters())
-    assert not set(calls) & set(spare.modules()) and model.first in calls
+    assert not set(called) & set(spare.modules()) and model.first in called
 
 
 @on_ranks(2)
-def test_layer_by_layer(rank: Rank) -> None:
-    """Modules wrapped one after another by hand, all from the meta device."""
-    model, reference = on_meta(Net), filled(Net())
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = FullyShardedDataParallel(block, param_init_fn=fill)
-    wrapped = FullyShardedDataParallel(model, param_init_fn=fill, mixed_precision=MixedPrecision())
-    assert_trains_alike(wrapped, reference, rank)
-
-
-@on_ranks(2)
-@MODES
-@pytest.mark.parametrize("policy", [None, BLOCKS], ids=["one", "blocks"])
-@pytest.mark.parametrize("kind", ["raises", "leaves", "no reset", "reset raises"])
-def test_failing_initialisation(rank: Rank, kind: str, policy: Any, use_orig_params: bool) -> None:
+@pairwise(kind=["raises", "leaves", "no reset", "reset raises"], policy=[None, BLOCKS], use_orig_params=[False, True])
+def test_failing_initialization(rank: Rank, kind: str, policy: Any, use_orig_params: bool) -> None:
     """An initialisation that fails, here in the last unit, says why; the module is as it was and can be wrapped."""
 
     class Head(nn.Linear):
@@ -273,11 +263,12 @@ class Various(nn.Module):
 
 
 @on_ranks(2)
-@MODES
-@pytest.mark.parametrize("strategy", [S.FULL_SHARD, S.NO_SHARD], ids=lambda s: s.name)
-@pytest.mark.parametrize("policy", [None, BLOCKS], ids=["one", "blocks"])
+@pairwise(policy=[None, BLOCKS], strategy=[S.FULL_SHARD, S.NO_SHARD], use_orig_params=[False, True])
 def test_sync_module_states(rank: Rank, policy: Any, strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """Ranks that were seeded differently start from rank 0's parameters and buffers, of every kind."""
+    """Ranks that were seeded differently start from rank 0's parameters and buffers, of every kind.
+
+    Parameters that units leave to one above them are synchronized too.
+    """
     model, reference = built(Various, seed=rank.rank), built(Various, seed=0)
     if rank.rank:
         model.norm.num_batches_tracked.fill_(5)
@@ -290,11 +281,18 @@ def test_sync_module_states(rank: Rank, policy: Any, strategy: ShardingStrategy,
     )
     assert_states_alike(wrapped, reference)
     wrapped(batch(rank.rank, 0)).float().sum().backward()
+    for tied_over in (policy, BLOCKS_AND_LAYERS):
+        tied = FullyShardedDataParallel(
+            built(Tied, seed=rank.rank),
+            auto_wrap_policy=tied_over,
+            sync_module_states=True,
+            use_orig_params=use_orig_params,
+        )
+        assert_states_alike(tied, built(Tied, seed=0))
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("given", ["mesh", "groups"])
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)], ids=lambda s: "x".join(map(str, s)))
+@pairwise(shape=[(2, 2), (4, 1), (1, 4)], given=["mesh", "groups"])
 def test_sync_with_replicas(rank: Rank, shape: tuple[int, int], given: str) -> None:
     """With replicas, too, all ranks get the values of the very first one, nothing of those between."""
     mesh = rank.make_mesh(*shape, names=("replicate", "shard"))
@@ -307,8 +305,7 @@ def test_sync_with_replicas(rank: Rank, shape: tuple[int, int], given: str) -> N
 
 
 @on_ranks(2)
-@MODES
-@pytest.mark.parametrize("policy", [None, BLOCKS], ids=["one", "blocks"])
+@pairwise(policy=[None, BLOCKS], use_orig_params=[False, True])
 def test_weights_on_the_first_rank_only(rank: Rank, policy: Any, use_orig_params: bool) -> None:
     """Rank 0 has loaded the weights, the others have the model on the meta device: all end with rank 0's."""
     reference = built(Tied)
@@ -322,17 +319,6 @@ def test_weights_on_the_first_rank_only(rank: Rank, policy: Any, use_orig_params
     )
     assert_states_alike(wrapped, reference)
     assert_trains_alike(wrapped, reference, rank)
-
-
-@on_ranks(2)
-@MODES
-@pytest.mark.parametrize("policy", [None, BLOCKS, ModuleWrapPolicy({Block, nn.Linear})], ids=["one", "blocks", "all"])
-def test_sync_of_tied_parameters(rank: Rank, policy: Any, use_orig_params: bool) -> None:
-    """Parameters that units leave to one above them are synchronised too."""
-    wrapped = FullyShardedDataParallel(
-        built(Tied, seed=rank.rank), auto_wrap_policy=policy, sync_module_states=True, use_orig_params=use_orig_params
-    )
-    assert_states_alike(wrapped, built(Tied, seed=0))
 
 
 @on_ranks(2)
@@ -363,10 +349,9 @@ def test_sync_of_all_dtypes(rank: Rank, use_orig_params: bool) -> None:
 
 
 @on_ranks(4)
-@MODES
-@pytest.mark.parametrize("strategy", list(S), ids=lambda s: s.name)
+@pytest.mark.parametrize(("strategy", "use_orig_params"), [(s, bool(i % 2)) for i, s in enumerate(S)])
 def test_all_at_once(rank: Rank, strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """Every strategy from the meta device, ties over units, with values that differ per rank and are synchronised."""
+    """Every strategy from the meta device, ties over units, with values that differ per rank and are synchronized."""
 
     def init(module: nn.Module) -> None:
         fill(module)
@@ -402,7 +387,7 @@ def test_sync_of_units_without_states(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_sync_by_unit(rank: Rank) -> None:
-    """A policy, and wrapping by hand, choose for each unit whether it is synchronised; ignored parameters never are."""
+    """A policy, and wrapping by hand, choose for each unit whether it is synchronized; ignored parameters never are."""
     model, reference = built(Net, seed=rank.rank), built(Net, seed=0)
     other = built(Net, seed=1)
     spare = model.head.bias

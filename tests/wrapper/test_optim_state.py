@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Shard
 from wrapped import assert_states_close
 
-from checkpoint.kinds import KINDS, Model, adam, build, every_kind, train
+from checkpoint.kinds import KINDS, Model, adam, build, every_kind, shared_folder, train
 from checkpoint.optimizers import OPTIMIZERS, held_by, joined, map_leaves, trained
-from compare import assert_equal
+from compare import assert_equal, fqn_of
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy, fully_shard
 from fullshard.checkpoint.state.optimizer import optimizer_state
@@ -30,7 +32,6 @@ State = dict[str, Any]
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 WRAPPED = ("flat", "original", "whole", "no_shard", "mixture")
 wrapped_kinds = pytest.mark.parametrize("kind", WRAPPED)
-both_forms = pytest.mark.parametrize("form", [FULL, SHARDED], ids=["full", "sharded"])
 
 
 def as_form(model: nn.Module, form: StateDictType, *, rank0_only: bool = False) -> Any:
@@ -80,101 +81,77 @@ def own(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 
 @on_ranks(2, 4)
 @wrapped_kinds
-@both_forms
-def test_equals_the_unwrapped_optimizer(rank: Rank, kind: str, form: StateDictType) -> None:
-    """State by the names of the plain model, its values, and the groups' options."""
-    model = build(rank, kind)
+def test_saved(rank: Rank, kind: str) -> None:
+    """State under the plain model's names, its values, and the groups' options: whole, in rows, on the first rank.
+
+    What was saved does not change when training goes on.
+    """
+    model, expected = build(rank, kind), full_reference()
     optimizer = adam(model)
     train(model, optimizer, 0, 3)
-    state, expected = save(model, optimizer, form), full_reference()
-    assert_states_close(whole(state["state"]), expected["state"])
-    assert {values["exp_avg"].device for values in state["state"].values()} == {torch.device("cpu")}, "offload_to_cpu"
-    (group,) = state["param_groups"]
-    assert sorted(group["params"]) == sorted(expected["param_groups"][0]["params"])
-    assert group["lr"] == 0.01 and group["betas"] == (0.9, 0.999)
+    saved = {form: save(model, optimizer, form) for form in (FULL, SHARDED)}
+    for state in saved.values():
+        assert_states_close(whole(state["state"]), expected["state"])
+        devices = {values["exp_avg"].device for values in state["state"].values()}
+        assert devices == {torch.device("cpu")}, "offload_to_cpu"
+        (group,) = state["param_groups"]
+        assert sorted(group["params"]) == sorted(expected["param_groups"][0]["params"])
+        assert group["lr"] == 0.01 and group["betas"] == (0.9, 0.999)
+    if kind == "original":  # every trained parameter of the model's state dict, in its order
+        assert list(saved[FULL]["state"]) == [name for name, p in Model().named_parameters() if p.requires_grad]
+    assert_same_specs(model, kind, saved[SHARDED]["state"])
+    with as_form(model, FULL, rank0_only=True):
+        first = FSDP.optim_state_dict(model, optimizer)
+    assert first == {} if rank.rank else first["param_groups"] == saved[FULL]["param_groups"]
+    assert_states_close(first.get("state", {}), {} if rank.rank else saved[FULL]["state"], exact=True)
+    kept = copy.deepcopy(saved[FULL])
+    train(model, optimizer, 3, 5)
+    assert_states_close(saved[FULL]["state"], kept["state"], exact=True)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("kind", ["flat", "original"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@both_forms
-def test_every_optimizer_there_and_back(rank: Rank, kind: str, name: str, form: StateDictType) -> None:
-    """State of all sorts is the unwrapped optimizer's, and loads into a new one bit by bit."""
-    model = build(rank, kind)
-    optimizer = OPTIMIZERS[name](trained(model))
-    train(model, optimizer, 0, 2)
-    state = save(model, optimizer, form)
-    assert_states_close(whole(state["state"]), full_reference(2, name)["state"])
-    new = OPTIMIZERS[name](trained(model))
-    with as_form(model, form):
-        to_load = FSDP.optim_state_dict_to_load(model, new, state)
-    # Not with its load_state_dict, which casts everything to the parameters' dtype and makes generators of words.
-    parameters = [parameter for group in new.param_groups for parameter in group["params"]]
-    for number, values in to_load["state"].items():
-        new.state[parameters[number]] = values
-    assert_states_close(own(model, new), whole(state["state"]), exact=True)
-
-
-@on_ranks(2)
-@wrapped_kinds
-def test_full_tensors_have_their_own_memory(rank: Rank, kind: str) -> None:
-    """What was saved does not change when training goes on."""
-    model = build(rank, kind)
-    optimizer = adam(model)
-    train(model, optimizer, 0, 2)
-    state = save(model, optimizer, FULL)
-    kept = copy.deepcopy(state)
-    train(model, optimizer, 2, 4)
-    assert_states_close(state["state"], kept["state"], exact=True)
-
-
-@on_ranks(2)
-@wrapped_kinds
-def test_sharded_values(rank: Rank, kind: str) -> None:
+def assert_same_specs(model: nn.Module, kind: str, state: State) -> None:
     """DTensors over rows with the spec of the model's own sharded state dict; numbers of steps are plain tensors."""
-    model = build(rank, kind)
-    optimizer = adam(model)
-    train(model, optimizer, 0, 1)
-    state = save(model, optimizer, SHARDED)["state"]
     with as_form(model, SHARDED):
-        parameters = model.state_dict()
+        parameters = {fqn_of(name): value for name, value in model.state_dict().items()}
     for fqn, values in state.items():
         assert type(values["step"]) is torch.Tensor
-        spec = values["exp_avg"]
+        spec, parameter = values["exp_avg"], parameters[fqn]
         if kind == "no_shard" or (kind == "mixture" and not fqn.startswith("blocks")):  # nothing is cut
             assert type(spec) is torch.Tensor
             continue
-        name = next(name for name in parameters if name.replace("_fsdp_wrapped_module.", "") == fqn)
-        assert isinstance(spec, DTensor) and isinstance(parameters[name], DTensor), fqn
-        assert spec.placements == parameters[name].placements and spec.device_mesh == parameters[name].device_mesh, fqn
-        assert spec._local_tensor.shape == parameters[name]._local_tensor.shape, fqn
+        assert isinstance(spec, DTensor) and isinstance(parameter, DTensor), fqn
+        assert spec.placements == parameter.placements and spec.device_mesh == parameter.device_mesh, fqn
+        assert spec._local_tensor.shape == parameter._local_tensor.shape, fqn
         if kind in ("flat", "original", "whole") and spec.dim():
             assert spec.placements == (Shard(0),)
 
 
-@on_ranks(4)
-@wrapped_kinds
-def test_on_the_first_rank_only(rank: Rank, kind: str) -> None:
-    """With ``rank0_only`` the others get nothing."""
-    model = build(rank, kind)
-    optimizer = adam(model)
-    train(model, optimizer, 0, 3)
-    with as_form(model, FULL, rank0_only=True):
-        state = FSDP.optim_state_dict(model, optimizer)
-    if rank.rank:
-        assert state == {}
-    else:
-        assert_states_close(state["state"], full_reference()["state"])
-        assert len(state["param_groups"]) == 1
+@on_ranks(2)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_there_and_back(rank: Rank, name: str) -> None:
+    """State of all sorts is the unwrapped optimizer's, and loads into a new one bit by bit."""
+    for kind, form in (("flat", FULL), ("original", SHARDED)):
+        model = build(rank, kind)
+        optimizer = OPTIMIZERS[name](trained(model))
+        train(model, optimizer, 0, 2)
+        state = save(model, optimizer, form)
+        assert_states_close(whole(state["state"]), full_reference(2, name)["state"])
+        new = OPTIMIZERS[name](trained(model))
+        with as_form(model, form):
+            to_load = FSDP.optim_state_dict_to_load(model, new, state)
+        # Not with its load_state_dict, which casts everything to the parameters' dtype and makes generators of words.
+        parameters = [parameter for group in new.param_groups for parameter in group["params"]]
+        for number, values in to_load["state"].items():
+            new.state[parameters[number]] = values
+        assert_states_close(own(model, new), whole(state["state"]), exact=True)
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD])
-@pytest.mark.parametrize("orig", [False, True], ids=["flat", "original"])
-def test_replicas(rank: Rank, strategy: ShardingStrategy, orig: bool) -> None:
+@pytest.mark.parametrize(("strategy", "orig"), [("HYBRID_SHARD", False), ("HYBRID_SHARD", True), ("NO_SHARD", True)])
+def test_replicas(rank: Rank, strategy: str, orig: bool) -> None:
     """Hybrid and unsharded models: the same state, on all ranks or the first, and back exactly."""
-    mesh = rank.make_mesh(2, 2, names=("replicate", "shard")) if strategy.hybrid else rank.mesh
-    model = FSDP(Model(), sharding_strategy=strategy, use_orig_params=orig, device_mesh=mesh)
+    mesh = rank.make_mesh(2, 2, names=("replicate", "shard")) if strategy == "HYBRID_SHARD" else rank.mesh
+    model = FSDP(Model(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=orig, device_mesh=mesh)
     optimizer = adam(model)
     train(model, optimizer, 0, 3)
     expected = full_reference()["state"]
@@ -185,25 +162,12 @@ def test_replicas(rank: Rank, strategy: ShardingStrategy, orig: bool) -> None:
         load(model, new, state, form)
         assert_states_close(own(model, new), whole(state["state"]), exact=True)
     first = FSDP.full_optim_state_dict(model, optimizer)
-    assert_states_close(first["state"], expected) if rank.rank == 0 else None
-    assert rank.rank == 0 or first == {}
-
-
-@on_ranks(2)
-def test_keys_are_those_of_the_model(rank: Rank) -> None:
-    """Every trained parameter of the model's state dict, in its order, and nothing else."""
-    model = build(rank, "original")
-    optimizer = adam(model)
-    train(model, optimizer, 0, 1)
-    state = save(model, optimizer, FULL)
-    names = [name for name, p in Model().named_parameters() if p.requires_grad]
-    assert list(state["state"]) == names
-    assert set(names) <= set(model.state_dict())
+    assert_states_close(first.get("state", {}), expected if rank.rank == 0 else {})
 
 
 @on_ranks(2)
 def test_units_of_both_front_ends(rank: Rank) -> None:
-    """fully_shard's units among wrappers, and a root that is neither."""
+    """fully_shard's units among wrappers, and a root that is neither; without offloading, rows are the live ones."""
     model = Model()
     fully_shard(model.blocks[0], mesh=rank.mesh)
     model.blocks[1] = FSDP(model.blocks[1], device_mesh=rank.mesh)
@@ -212,21 +176,21 @@ def test_units_of_both_front_ends(rank: Rank) -> None:
     on_device = ShardedOptimStateDictConfig(offload_to_cpu=False)
     with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(), on_device):
         sharded = FSDP.optim_state_dict(model, optimizer)
-    assert sharded["state"]["blocks.0.0.weight"]["exp_avg"] is not None
     live = next(p for n, p in model.named_parameters() if n == "blocks.0.0.weight")
-    held = optimizer.state[live]["exp_avg"]
-    saved = sharded["state"]["blocks.0.0.weight"]["exp_avg"]
+    held, saved = optimizer.state[live]["exp_avg"], sharded["state"]["blocks.0.0.weight"]["exp_avg"]
     assert saved._local_tensor.data_ptr() == held._local_tensor.data_ptr()
-    assert_states_close(whole(sharded["state"]), full_reference()["state"])
-    assert_states_close(save(model, optimizer, FULL)["state"], full_reference()["state"])
+    for state in (whole(sharded["state"]), save(model, optimizer, FULL)["state"]):
+        assert_states_close(state, full_reference()["state"])
 
 
 # ---------------------------------------------------------------- loading
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("source", ["flat", "original", "fully_shard", "no_shard"])
-@both_forms
+@pytest.mark.parametrize(
+    ("source", "form"),
+    [("flat", FULL), ("flat", SHARDED), ("original", SHARDED), ("fully_shard", FULL), ("no_shard", SHARDED)],
+)
 def test_loaded_by_every_kind(rank: Rank, source: str, form: StateDictType) -> None:
     """What one kind saved, every other loads: the same state, and the same training from there."""
     model = build(rank, source)
@@ -258,8 +222,7 @@ def test_training_goes_on(rank: Rank, kind: str) -> None:
 
 
 @on_ranks(4)
-@both_forms
-@pytest.mark.parametrize("orig", [False, True], ids=["flat", "original"])
+@pytest.mark.parametrize(("form", "orig"), [(FULL, False), (SHARDED, True)])
 def test_half_the_ranks(rank: Rank, form: StateDictType, orig: bool) -> None:
     """What four ranks saved, two ranks load, wrapped otherwise; and the other way round."""
     halves = rank.make_mesh(2, 2, names=("halves", "half"))["half"]
@@ -284,27 +247,25 @@ def test_half_the_ranks(rank: Rank, form: StateDictType, orig: bool) -> None:
 @wrapped_kinds
 def test_from_the_first_rank(rank: Rank, kind: str) -> None:
     """With ``rank0_only`` the other ranks pass nothing, and get what the first one has."""
-    state = full_reference() if rank.rank == 0 else {}
-    model = build(rank, kind)
-    optimizer = adam(model, lr=3.0)
-    with as_form(model, FULL, rank0_only=True):
-        to_load = FSDP.optim_state_dict_to_load(model, optimizer, state)
-    optimizer.load_state_dict(to_load)
     expected = full_reference()
-    assert_states_close(own(model, optimizer), expected["state"], exact=True)
-    assert optimizer.param_groups[0]["lr"] == 0.01
-    again = adam(model)
-    again.load_state_dict(FSDP.scatter_full_optim_state_dict(state or None, model, optim=again))
-    assert_states_close(own(model, again), expected["state"], exact=True)
-    by_input = FSDP.scatter_full_optim_state_dict(state or None, model, optim_input=trained(model))
-    third = adam(model)
-    third.load_state_dict(by_input)
-    assert_states_close(own(model, third), expected["state"], exact=True)
+    state: Any = full_reference() if rank.rank == 0 else {}
+    model = build(rank, kind)
+
+    def check(to_load: State) -> None:
+        optimizer = adam(model, lr=3.0)
+        optimizer.load_state_dict(to_load)
+        assert_states_close(own(model, optimizer), expected["state"], exact=True)
+        assert optimizer.param_groups[0]["lr"] == 0.01
+
+    with as_form(model, FULL, rank0_only=True):
+        check(FSDP.optim_state_dict_to_load(model, adam(model), state))
+    check(FSDP.scatter_full_optim_state_dict(state or None, model, optim=adam(model)))
+    check(FSDP.scatter_full_optim_state_dict(state or None, model, optim_input=trained(model)))
 
 
 @on_ranks(2)
 def test_the_optimizer_stays_as_it_is(rank: Rank) -> None:
-    """Converting a state dict changes neither the optimizer nor the model, and runs no step."""
+    """Converting changes neither the optimizer nor the model, and runs no step; ``load_directly`` loads."""
     model = build(rank, "flat")
     optimizer = adam(model, lr=0.5)
     train(model, optimizer, 0, 1)
@@ -320,29 +281,20 @@ def test_the_optimizer_stays_as_it_is(rank: Rank) -> None:
     assert_states_close(own(model, optimizer), before, exact=True)
     assert optimizer.param_groups[0]["lr"] == 0.5 and len(fresh.state) == 0 and steps == []
     assert_equal(dict(model.state_dict()), dict(values), "model")
+    for form in (FULL, SHARDED):
+        new, state = adam(model), save(model, optimizer, form)
+        with as_form(model, form):
+            FSDP.optim_state_dict_to_load(model, new, state, load_directly=True)
+        assert_states_close(own(model, new), before, exact=True)
 
 
-@on_ranks(2)
-@both_forms
-def test_loads_directly(rank: Rank, form: StateDictType) -> None:
-    """``load_directly`` puts the result into the optimizer, too."""
-    model = build(rank, "original")
-    optimizer = adam(model)
-    train(model, optimizer, 0, 2)
-    state = save(model, optimizer, form)
-    new = adam(model)
-    with as_form(model, form):
-        FSDP.optim_state_dict_to_load(model, new, state, load_directly=True)
-    assert_states_close(own(model, new), whole(state["state"]), exact=True)
-
-
-# ---------------------------------------------------------------- older names
+# ---------------------------------------------------------------- older names and forms
 
 
 @on_ranks(2)
 @wrapped_kinds
 def test_older_names(rank: Rank, kind: str) -> None:
-    """The functions for each form do what the current form does."""
+    """The functions for each form do what the current form does; without input, numbers are all parameters'."""
     model = build(rank, kind)
     optimizer = adam(model)
     train(model, optimizer, 0, 3)
@@ -359,15 +311,102 @@ def test_older_names(rank: Rank, kind: str) -> None:
         new = adam(model)
         new.load_state_dict(to_load)
         assert_states_close(own(model, new), full["state"], exact=True)
+    if kind == "original":
+        every = torch.optim.Adam(model.parameters(), lr=0.01)
+        train(model, every, 3, 4)
+        full = FSDP.full_optim_state_dict(model, every, rank0_only=False)
+        again = torch.optim.Adam(model.parameters())
+        again.load_state_dict(FSDP.shard_full_optim_state_dict(full, model))
+        assert_states_close(own(model, again), full["state"], exact=True)
+
+
+def small(orig: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = FSDP(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)), use_orig_params=orig)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: Rank) -> None:
+    torch.manual_seed(rank.rank)
+    model(torch.randn(4, 7)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("orig", [True, False], ids=["original", "flat"])
+def test_sharded_tensors_that_torch_has_read(rank: Rank, orig: bool) -> None:
+    """torch's loader of sharded optimizer state makes ShardedTensors: uneven rows, ranks without any; the next step is
+    that of the optimizer that was saved, bit by bit.
+
+    With rank0_only a ShardedTensor or a DTensor is the same error on all ranks; nobody waits for a message.
+    """
+    model, optimizer = small(orig)
+    step(model, optimizer, rank)
+    folder = str(shared_folder(rank) / "older")
+    with FSDP.state_dict_type(model, SHARDED):
+        state = FSDP.optim_state_dict(model, optimizer)
+        dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=folder)
+        again, fresh = small(orig)
+        FSDP.set_state_dict_type(again, SHARDED)
+        sharded = {"model": again.state_dict()}
+        dcp.load(sharded, checkpoint_id=folder)
+        again.load_state_dict(sharded["model"])
+        reader = dcp.FileSystemReader(folder)
+        read = load_sharded_optimizer_state_dict(sharded["model"], "optimizer", reader)["optimizer"]
+        fresh.load_state_dict(FSDP.optim_state_dict_to_load(again, fresh, read))
+    for kept, loaded in zip(optimizer.state.values(), fresh.state.values(), strict=True):
+        assert_equal(loaded, kept, "state")
+    step(model, optimizer, rank)
+    step(again, fresh, rank)
+    for new, old in zip(again.parameters(), model.parameters(), strict=True):
+        assert_equal(new.detach(), old.detach(), "parameter")
+    configs = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
+    with FSDP.state_dict_type(model, FULL, *configs):
+        for given, found in ((read, "found ShardedTensors"), (state, "found DTensors")):
+            with pytest.raises(ValueError, match=found):
+                FSDP.optim_state_dict_to_load(model, optimizer, given)
+
+
+# ---------------------------------------------------------------- optimizers that have not stepped
 
 
 @on_ranks(2)
-def test_input_is_all_parameters_by_default(rank: Rank) -> None:
-    """Without optimizer and input, numbers are those of ``model.parameters()``."""
-    model = build(rank, "original")
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    train(model, optimizer, 0, 2)
-    full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
-    new = torch.optim.Adam(model.parameters())
-    new.load_state_dict(FSDP.shard_full_optim_state_dict(full, model))
-    assert_states_close(own(model, new), full["state"], exact=True)
+@pytest.mark.parametrize("orig", [True, False], ids=["original", "flat"])
+def test_fresh_optimizers_can_be_loaded_into(rank: Rank, orig: bool) -> None:
+    """torch's functions load into what is there: the sharded form has the first state; the optimizer stays fresh."""
+    model, optimizer = small(orig)
+    assert FSDP.optim_state_dict(model, optimizer)["state"] == {}
+    folder = str(shared_folder(rank) / "fresh")
+    with FSDP.state_dict_type(model, SHARDED):
+        first = FSDP.optim_state_dict(model, optimizer)
+        assert len(first["state"]) == 4 and not optimizer.state
+        assert all(not value.to_local().any() for value in (s["exp_avg"] for s in first["state"].values()))
+        step(model, optimizer, rank)
+        dcp.save({"optimizer": FSDP.optim_state_dict(model, optimizer)}, checkpoint_id=folder)
+        again, fresh = small(orig)
+        FSDP.set_state_dict_type(again, SHARDED)
+        read = {"optimizer": FSDP.optim_state_dict(again, fresh)}
+        dcp.load(read, checkpoint_id=folder)
+        fresh.load_state_dict(FSDP.optim_state_dict_to_load(again, fresh, read["optimizer"]))
+    for kept, loaded in zip(optimizer.state.values(), fresh.state.values(), strict=True):
+        assert_equal(loaded, kept, "state")
+
+
+@on_ranks(1)
+def test_first_states_draw_no_random_numbers(rank: Rank) -> None:
+    """Optimizers that round at random draw in their next step what they would have drawn."""
+
+    class Noisy(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            torch.rand(3)
+            super().step()
+
+    model = FSDP(nn.Linear(2, 2), use_orig_params=True)
+    optimizer = Noisy(model.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(5)
+    expected = torch.rand(2)
+    torch.manual_seed(5)
+    with FSDP.state_dict_type(model, SHARDED):
+        FSDP.optim_state_dict(model, optimizer)
+    assert_equal(torch.rand(2), expected, "numbers")

@@ -51,7 +51,6 @@ from fullshard.wrap import ModuleWrapPolicy
 from ranks import Rank, RankPool, on_ranks
 
 SHARDED = StateDictType.SHARDED_STATE_DICT
-strategies = pytest.mark.parametrize("strategy", [FULL, GRAD_OP, *HYBRID], ids=lambda s: s.name)
 
 
 def sharded(model: nn.Module, config: ShardedStateDictConfig | None = None, **arguments: Any) -> Any:
@@ -90,10 +89,15 @@ def assert_same_dtensors(actual: Any, expected: Any) -> None:
 
 
 @on_ranks(1, 2, 4)
-@strategies
-@both_forms
-def test_as_the_other_front_end_saves(rank: Rank, strategy: ShardingStrategy, orig: bool) -> None:
-    """Keys, meshes, placements, local shapes and values are those of ``fully_shard``, one gather per unit."""
+@pytest.mark.parametrize(
+    ("strategy", "orig"), [(FULL, False), (FULL, True), (GRAD_OP, True), (HYBRID[0], False), (HYBRID[1], True)]
+)
+def test_between_front_ends(rank: Rank, strategy: ShardingStrategy, orig: bool) -> None:
+    """Keys, meshes, placements, local shapes and values are those of ``fully_shard``, one all-gather per unit.
+
+    What one front end saves the other loads, in both modes of the wrapper, whatever type is set; the optimizer's
+    parameters stay the model's.
+    """
     model, reference = wrapped(rank, strategy, use_orig_params=orig)
     with record() as seen:
         state = sharded(model)
@@ -104,30 +108,39 @@ def test_as_the_other_front_end_saves(rank: Rank, strategy: ShardingStrategy, or
     assert not any(value.requires_grad for value in state.values())
     assert list(state._metadata) == list(reference.state_dict()._metadata)
     check_steps(rank, model, reference)
+    state, rows = sharded(model), by_rows(rank, other_net(), strategy)
+    rows.load_state_dict(state)
+    assert_same_dtensors(rows.state_dict(), state)
+    source = by_rows(rank, other_net(), strategy).state_dict()
+    for kind in (SHARDED, StateDictType.FULL_STATE_DICT):
+        again, _ = wrapped(rank, strategy, seed=3, use_orig_params=not orig)
+        ids = [id(p) for p in again.parameters()]
+        result = load(again, source, kind, assign=kind is SHARDED)
+        assert result.missing_keys == result.unexpected_keys == []
+        assert [id(p) for p in again.parameters()] == ids
+        assert_freed(again)
+        assert_dicts_equal(again.state_dict(), other_net().state_dict())
+        check_steps(rank, again, other_net())
 
 
 @on_ranks(2)
 @both_forms
-def test_without_sharding(rank: Rank, orig: bool) -> None:
-    """``NO_SHARD`` has no shards: values are whole, and can be loaded."""
-    model, reference = wrapped(rank, NO_SHARD, use_orig_params=orig)
-    assert_dicts_equal(sharded(model), reference.state_dict())
-    load(model, other_net().state_dict())
-    assert_dicts_equal(sharded(model), other_net().state_dict())
+def test_config(rank: Rank, orig: bool) -> None:
+    """Whether a mesh or a group was given makes no difference, nor does ``_use_dtensor``.
 
-
-@on_ranks(2)
-@pytest.mark.parametrize("with_mesh", [False, True])
-@both_forms
-def test_config(rank: Rank, with_mesh: bool, orig: bool) -> None:
-    """Whether a mesh or a group was given makes no difference, nor does ``_use_dtensor``."""
-    given = {"device_mesh": rank.mesh} if with_mesh else {"process_group": rank.group}
+    ``NO_SHARD`` has no shards: values are whole, and can be loaded.
+    """
+    given = {"device_mesh": rank.mesh} if orig else {"process_group": rank.group}
     model, reference = wrapped(rank, use_orig_params=orig, **given)
     for config in (None, ShardedStateDictConfig(_use_dtensor=True), ShardedStateDictConfig(offload_to_cpu=True)):
         state = sharded(model, config)
         for name, parameter in reference.named_parameters():
             assert isinstance(state[name], DTensor), name
             assert_equal(state[name].full_tensor().to(rank.device), parameter.detach(), name)
+    model, reference = wrapped(rank, NO_SHARD, use_orig_params=orig)
+    assert_dicts_equal(sharded(model), reference.state_dict())
+    load(model, other_net().state_dict())
+    assert_dicts_equal(sharded(model), other_net().state_dict())
 
 
 @on_ranks(4)
@@ -162,10 +175,19 @@ def test_odd_shapes(rank: Rank, orig: bool) -> None:
 @on_ranks(2)
 @both_forms
 def test_values_are_copies(rank: Rank, orig: bool) -> None:
-    """Training does not change what was saved, nor the other way round; rows have memory of their own size."""
+    """Training does not change what was saved, nor the other way round; rows have memory of their own size.
+
+    ``torch.save`` and ``torch.load`` carry them.
+    """
     model, reference = wrapped(rank, use_orig_params=orig)
     state = sharded(model)
     before = copy.deepcopy({n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()})
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    again, _ = wrapped(rank, seed=4)
+    load(again, torch.load(file, weights_only=False))
+    assert_dicts_equal(again.state_dict(), reference.state_dict())
     check_steps(rank, model, reference)
     for name, value in state.items():
         assert_equal(value.full_tensor() if isinstance(value, DTensor) else value, before[name], name)
@@ -251,74 +273,35 @@ def test_tensor_parallel(rank: Rank, orig: bool) -> None:
 # ---------------------------------------------------------------- in
 
 
-@on_ranks(2, 4)
-@strategies
-@both_forms
-def test_between_front_ends(rank: Rank, strategy: ShardingStrategy, orig: bool) -> None:
-    """What one saves the other loads, in both forms of the wrapper, whatever is set; as do the file and the copy."""
-    model, _ = wrapped(rank, strategy, use_orig_params=orig)
-    train(rank, model)
-    state = sharded(model)
-    rows = by_rows(rank, other_net(), strategy)
-    rows.load_state_dict(state)
-    assert_same_dtensors(rows.state_dict(), state)
-    source = by_rows(rank, other_net(), strategy).state_dict()
-    for kind in (SHARDED, StateDictType.FULL_STATE_DICT):
-        again, _ = wrapped(rank, strategy, seed=3, use_orig_params=not orig)
-        optimizer = torch.optim.SGD(again.parameters(), lr=0.1)
-        ids = [id(p) for p in again.parameters()]
-        result = load(again, source, kind, assign=kind is SHARDED)
-        assert result.missing_keys == result.unexpected_keys == []
-        assert [id(p) for p in again.parameters()] == ids
-        assert_freed(again)
-        assert_dicts_equal(again.state_dict(), other_net().state_dict())
-        check_steps(rank, again, other_net())
-        del optimizer
-
-
 @on_ranks(2)
 @both_forms
-def test_to_and_from_others(rank: Rank, orig: bool) -> None:
-    """DistributedDataParallel and plain models: what they save is loaded, and full values are loaded by them."""
-    model, _ = wrapped(rank, use_orig_params=orig)
-    replicated = DistributedDataParallel(other_net())
-    load(model, replicated.module.state_dict())
-    assert_dicts_equal(model.state_dict(), other_net().state_dict())
-    train(rank, model)
-    state = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in sharded(model).items()}
-    replicated.module.load_state_dict(state)
-    plain = Net()
-    plain.load_state_dict(state)
-    for other in (replicated, plain):
-        assert_same_outputs(rank, model, other)
-
-
-@on_ranks(2)
-@both_forms
-def test_any_placement_and_mesh(rank: Rank, orig: bool) -> None:
-    """DTensors that are replicated, cut elsewhere or on a mesh of more axes; 0-D; and plain ones between."""
+def test_values_of_others(rank: Rank, orig: bool) -> None:
+    """DTensors that are replicated, cut elsewhere or on a mesh of more axes, 0-D, plain ones between, and those of
+    DistributedDataParallel are loaded; and full values of ours by others.
+    """
     model, _ = wrapped(rank, use_orig_params=orig)
     other = other_net()
     grid = rank.make_mesh(1, 2, names=("a", "b"))
     state: Any = other.state_dict()
-    for index, (name, value) in enumerate(list(state.items())):
+    for index, (name, value) in enumerate(other.named_parameters()):
         last = Shard(max(value.dim() - 1, 0)) if value.dim() else Replicate()
-        if index % 4 == 0:
-            state[name] = distribute_tensor(value, rank.mesh, [Replicate()])
-        elif index % 4 == 1:
-            state[name] = distribute_tensor(value, rank.mesh, [last])
-        elif index % 4 == 2 and name not in ("steps",):
-            state[name] = distribute_tensor(value, grid, [Replicate(), last])
-    for name, _ in other.named_buffers():
-        if name in state and isinstance(state[name], DTensor):
-            state[name] = state[name].full_tensor()
+        if index % 4 < 3:
+            mesh, placements = [(rank.mesh, [Replicate()]), (rank.mesh, [last]), (grid, [Replicate(), last])][index % 4]
+            state[name] = distribute_tensor(value.detach(), mesh, placements)
     load(model, state)
     assert_dicts_equal(model.state_dict(), other.state_dict())
+    replicated = DistributedDataParallel(other_net(7))
+    load(model, replicated.module.state_dict())
+    assert_dicts_equal(model.state_dict(), other_net(7).state_dict())
+    train(rank, model)
+    state = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in sharded(model).items()}
+    for taker in (replicated, Net()):
+        getattr(taker, "module", taker).load_state_dict(state)
+        assert_same_outputs(rank, model, taker)
 
 
 @on_ranks(2)
-@both_forms
-@pytest.mark.parametrize("plain_root", [False, True])
+@pytest.mark.parametrize(("orig", "plain_root"), [(False, False), (True, True)])
 def test_missing_and_unexpected(rank: Rank, orig: bool, plain_root: bool) -> None:
     """They are reported under the user's names, and an error if strict; nothing is skipped in silence."""
     inner, reference = wrapped(rank, use_orig_params=orig)
@@ -361,18 +344,6 @@ def test_wrong_values(rank: Rank, orig: bool) -> None:
     raised_everywhere(rank, caught.value)
     check_steps(rank, model, reference)
     assert_same_outputs(rank, model, reference)
-
-
-@on_ranks(2)
-def test_files(rank: Rank, tmp_path: Path) -> None:
-    """``torch.save`` and ``torch.load`` of this rank's rows."""
-    model, _ = wrapped(rank)
-    state, file = sharded(model), io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    again, _ = wrapped(rank, seed=4)
-    load(again, torch.load(file, weights_only=False))
-    assert_dicts_equal(again.state_dict(), model.state_dict())
 
 
 # ---------------------------------------------------------------- other numbers of ranks

@@ -163,8 +163,13 @@ def test_model_out(rank: Rank, kind: str) -> None:
     assert_dicts_equal(get_model_state_dict(made(rank, "plain", net())), expected)
 
 
-STRATEGIES = [("flat", HYBRID[0]), ("orig", HYBRID[0]), ("rows", HYBRID[0]), ("flat", NO_SHARD), ("orig", NO_SHARD)]
-STRATEGIES.append(("unpatched", HYBRID[0]))
+STRATEGIES = [
+    ("flat", HYBRID[0]),
+    ("rows", HYBRID[0]),
+    ("unpatched", HYBRID[0]),
+    ("flat", NO_SHARD),
+    ("orig", NO_SHARD),
+]
 
 
 @on_ranks(4)
@@ -326,24 +331,18 @@ def test_modifiers(rank: Rank, kind: str) -> None:
 @on_ranks(2)
 @wrappers
 @told
-def test_what_differs_between_ranks(rank: Rank, kind: str) -> None:
-    """An error on all ranks."""
+def test_errors_and_settings(rank: Rank, kind: str) -> None:
+    """What differs between ranks is an error on all; what the user has set for ``state_dict()`` is as before it.
+
+    Others' models are left alone.
+    """
     model = made(rank, kind, net())
+    FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+    get_model_state_dict(model)
     state = net().state_dict() if rank.rank == 0 else {"first.weight": torch.ones(DIM, DIM)}
     with pytest.raises(RuntimeError, match="differ between ranks") as caught:
         set_model_state_dict(model, dict(state), options=WHOLE)
     raised_everywhere(rank, caught.value)
-
-
-@on_ranks(2)
-@told
-def test_settings_stay(rank: Rank) -> None:
-    """What the user has set for ``state_dict()`` is as before, also after an error; others' models are left alone."""
-    model = made(rank, "flat", net())
-    FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
-    get_model_state_dict(model)
-    with pytest.raises(RuntimeError):
-        set_model_state_dict(model, {"first.weight": torch.ones(1)}, options=WHOLE)
     assert FSDP.get_state_dict_type(model).state_dict_type is StateDictType.LOCAL_STATE_DICT
     plain = DistributedDataParallel(net())
     optimizer = adam(plain)
@@ -422,21 +421,24 @@ def test_optimizer_in(rank: Rank, kind: str, name: str) -> None:
     assert_dicts_equal(get_model_state_dict(again, options=WHOLE), get_model_state_dict(model, options=WHOLE))
 
 
+MAKERS: dict[str, Any] = {
+    "adam": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), foreach=False),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
+}
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("kind", KINDS[:-1])
-@pytest.mark.parametrize("name", ["adam", "nadam", "sgd", "adagrad", "asgd"])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(KINDS[(i + j) % 4], name) for i, name in enumerate(MAKERS) for j in (0, 1)]
+)
 @told
 def test_fresh_optimizers(rank: Rank, kind: str, name: str) -> None:
     """To look at a fresh optimizer changes nothing: no step is counted, no hook called; one sees its beginning."""
-    makers: dict[str, Any] = {
-        "adam": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), foreach=False),
-        "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
-        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-        "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
-        "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
-    }
     model = made(rank, kind, net())
-    optimizer, untouched = makers[name](model.parameters()), makers[name](made(rank, kind, net()).parameters())
+    optimizer, untouched = MAKERS[name](model.parameters()), MAKERS[name](made(rank, kind, net()).parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     told: list[Any] = []
     optimizer.register_step_pre_hook(lambda *a: told.append(a))
@@ -530,17 +532,16 @@ def test_wrappers_refuse(rank: Rank, form: str) -> None:
     with enable_torch_state_dict_functions():
         before = whole(get_model_state_dict(model))
     for options in (None, WHOLE, RANK0, BROADCAST):
-        calls: list[Callable[[], object]] = [
-            lambda: get_model_state_dict(model, options=options),  # noqa: B023
-            lambda: get_optimizer_state_dict(model, optimizer, options=options),  # noqa: B023
-            lambda: get_state_dict(model, optimizer, options=options),  # noqa: B023
-            lambda: set_model_state_dict(model, dict(state), options=options),  # noqa: B023
-            lambda: set_optimizer_state_dict(model, optimizer, optim, options=options),  # noqa: B023
-            lambda: set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optim, options=options),  # noqa: B023
-        ]
-        for call in calls:
+        for function, *arguments in (
+            (get_model_state_dict, model),
+            (get_optimizer_state_dict, model, optimizer),
+            (get_state_dict, model, optimizer),
+            (set_model_state_dict, model, dict(state)),
+            (set_optimizer_state_dict, model, optimizer, optim),
+            (functools.partial(set_state_dict, model_state_dict=state, optim_state_dict=optim), model, optimizer),
+        ):
             with pytest.raises(FullshardError, match="enable_torch_state_dict_functions") as caught:
-                call()
+                function(*arguments, options=options)
             raised_everywhere(rank, caught.value)
     assert not optimizer.state
     with enable_torch_state_dict_functions():
@@ -567,8 +568,11 @@ def load_and_step(rank: Rank, model: nn.Module, optimizer: Any, state: Any, opti
     step(rank, model, optimizer, 1)
 
 
-def test_it_is_undone() -> None:
-    """By whoever asked for it last, in whatever order, also around the drop-in; torch's module is then as it was."""
+def test_it_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whoever asked for it last, in whatever order, also around the drop-in; torch's module is then as it was.
+
+    A torch that lacks names says so, and nothing is changed.
+    """
     before = dict(vars(functions))
     with enable_torch_state_dict_functions() as mine:
         during = dict(vars(functions))
@@ -588,10 +592,6 @@ def test_it_is_undone() -> None:
         last.close()
         assert vars(functions) == before
     assert vars(functions) == before
-
-
-def test_a_torch_that_lacks_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says so, and changes nothing."""
     monkeypatch.delattr(functions, "_get_optim_state_dict")
     before = dict(vars(functions))
     with pytest.warns(UserWarning, match="_get_optim_state_dict"), enable_torch_state_dict_functions():

@@ -14,7 +14,6 @@ from parity import (
     Block,
     Net,
     Snapshot,
-    Tied,
     assert_states_alike,
     assert_trains_alike,
     batch,
@@ -86,27 +85,36 @@ POLICIES: dict[str, tuple[Any, list[str]]] = {
 
 
 @on_ranks(2)
-@MODES
 @pytest.mark.parametrize("name", POLICIES)
-def test_policies(rank: Rank, name: str, use_orig_params: bool) -> None:
+def test_policies(rank: Rank, name: str) -> None:
     """Each kind of policy wraps what it says, and the model trains like the unsharded one."""
     policy, expected = POLICIES[name]
+    use_orig_params = list(POLICIES).index(name) % 2 == 1
     model = built(Net)
     reference = copy.deepcopy(model)
     wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=use_orig_params)
     assert sorted(units_of(wrapped)) == expected
-    assert [m for m in wrapped.modules() if isinstance(m, FullyShardedDataParallel)] == (
-        FullyShardedDataParallel.fsdp_modules(wrapped)
-    )
+    found = [m for m in wrapped.modules() if isinstance(m, FullyShardedDataParallel)]
+    assert found == FullyShardedDataParallel.fsdp_modules(wrapped)
     assert_trains_alike(wrapped, reference, rank, microbatches=2, steps=2)
 
 
 @on_ranks(2)
 def test_every_module(rank: Rank) -> None:
-    """Everything wrapped, containers too, which are still read as before."""
+    """Everything wrapped, containers too, which are still read as before; by a subclass with arguments of its own."""
+
+    class Tagged(FullyShardedDataParallel):
+        def __init__(self, module: nn.Module, tag: str, **options: Any) -> None:
+            super().__init__(module, **options)
+            self.tag = tag
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            assert self.tag == "outer"
+            return super().forward(*args, **kwargs)
+
     model = built(Net)
     reference = copy.deepcopy(model)
-    wrapped = FullyShardedDataParallel(model, auto_wrap_policy=always_wrap_policy)
+    wrapped = Tagged(model, "outer", auto_wrap_policy=always_wrap_policy)
     names = [name for name, _ in reference.named_modules()]
     assert sorted(units_of(wrapped)) == sorted(names)
     assert wrapped.blocks[1].up.weight is not None and isinstance(wrapped.blocks, FullyShardedDataParallel)
@@ -131,8 +139,11 @@ class Attention(nn.Module):
 
 @on_ranks(2)
 @MODES
-def test_size_based_exceptions(rank: Rank, use_orig_params: bool) -> None:
-    """Attention is left whole to the unit above, lists and dicts are not units; with sets of one's own others are."""
+def test_sizes(rank: Rank, use_orig_params: bool) -> None:
+    """Attention is left whole to the unit above, lists and dicts are not units; with sets of one's own others are.
+
+    What is ignored does not count, so that a module may not reach the threshold any more.
+    """
     model = built(Attention)
     reference = copy.deepcopy(model)
     wrapped = FullyShardedDataParallel(model, auto_wrap_policy=by_size(40), use_orig_params=use_orig_params)
@@ -143,12 +154,6 @@ def test_size_based_exceptions(rank: Rank, use_orig_params: bool) -> None:
         auto_wrap_policy=by_size(50, force_leaf_modules={nn.ModuleDict}, exclude_wrap_modules={nn.MultiheadAttention}),
     )
     assert sorted(units_of(other)) == ["", "layers"]
-
-
-@on_ranks(2)
-def test_ignored_modules_do_not_count(rank: Rank) -> None:
-    """What is ignored reduces the number of elements, so that a module may not reach the threshold any more."""
-    assert units_of(FullyShardedDataParallel(built(Net), auto_wrap_policy=by_size(80))) == EACH_BLOCK
     model = built(Net)
     up = model.blocks[0].up
     wrapped = FullyShardedDataParallel(model, auto_wrap_policy=by_size(80), ignored_modules=[up])
@@ -194,29 +199,13 @@ def test_arguments_per_module(rank: Rank) -> None:
     assert len({c.kind for c in seen if c.unit == "blocks.0"}) == 1  # an all-reduce, or a reduction to it
 
 
-@on_ranks(2)
-def test_arguments_per_module_train(rank: Rank) -> None:
-    """A model of units with different strategies, forms and offloading trains as the unsharded one."""
-    for root in (S.FULL_SHARD, S.NO_SHARD):
-        model = built(Net, 4)
-        reference = copy.deepcopy(model)
-        chosen: dict[int, Any] = {
-            id(model.blocks[0]): {"sharding_strategy": S.NO_SHARD},
-            id(model.blocks[1]): {"use_orig_params": True, "sharding_strategy": S.SHARD_GRAD_OP},
-            id(model.blocks[2]): {"cpu_offload": CPUOffload(offload_params=True)},
-            id(model.blocks[3]): {"device_mesh": rank.make_mesh(2, 1), "sharding_strategy": S.HYBRID_SHARD},
-        }
-        wrapped = FullyShardedDataParallel(model, sharding_strategy=root, auto_wrap_policy=chosen_by(chosen))
-        assert_trains_alike(wrapped, reference, rank, microbatches=2)
-
-
 # -------------------------------------------------------------------- by hand and by policy
 
 
 @on_ranks(2)
 @MODES
 def test_manual_and_policy(rank: Rank, use_orig_params: bool) -> None:
-    """What was wrapped by hand is left alone by a policy, with all below it; the rest is wrapped."""
+    """What was wrapped by hand is left alone by a policy, with all below it, as are units of ``fully_shard``."""
     model = built(Net, 3)
     reference = copy.deepcopy(model)
     by_hand = FullyShardedDataParallel(
@@ -229,21 +218,9 @@ def test_manual_and_policy(rank: Rank, use_orig_params: bool) -> None:
     assert units_of(wrapped) == ["", "blocks.0", "blocks.0.norm", "blocks.1", "blocks.2", "blocks.2.norm"]
     assert wrapped.blocks[1] is by_hand and by_hand.sharding_strategy is S.SHARD_GRAD_OP
     assert_trains_alike(wrapped, reference, rank, microbatches=2)
-
-
-@on_ranks(2)
-def test_other_front_end_inside(rank: Rank) -> None:
-    """Modules of ``fully_shard`` are left alone as well."""
     model = built(Net)
-    reference = copy.deepcopy(model)
     fully_shard(model.blocks[0], mesh=rank.mesh)
-    wrapped = FullyShardedDataParallel(model, auto_wrap_policy=BLOCKS)
-    assert units_of(wrapped) == ["", "blocks.1"]
-    for step in range(2):
-        loss = mean_square(wrapped, batch(rank.rank, step))
-        loss.backward()
-        expected = mean_square(reference, batch(rank.rank, step))
-        torch.testing.assert_close(loss, expected)
+    assert units_of(FullyShardedDataParallel(model, auto_wrap_policy=BLOCKS)) == ["", "blocks.1"]
 
 
 @on_ranks(2)
@@ -268,56 +245,16 @@ def test_enable_wrap(rank: Rank, use_orig_params: bool) -> None:
     assert_trains_alike(model, reference, rank)
 
 
-@on_ranks(2)
-def test_a_class_of_ones_own(rank: Rank) -> None:
-    """A subclass with arguments of its own: what a policy wraps works without these."""
-
-    class Tagged(FullyShardedDataParallel):
-        def __init__(self, module: nn.Module, tag: str, **options: Any) -> None:
-            super().__init__(module, **options)
-            self.tag = tag
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            assert self.tag == "outer"
-            return super().forward(*args, **kwargs)
-
-    model = built(Net)
-    reference = copy.deepcopy(model)
-    wrapped = Tagged(model, "outer", auto_wrap_policy=BLOCKS)
-    assert units_of(wrapped) == EACH_BLOCK
-    assert_trains_alike(wrapped, reference, rank)
-
-
-# -------------------------------------------------------------------- shared, tied, frozen
-
-
-@on_ranks(2)
-@MODES
-@pytest.mark.parametrize("policy", [None, BLOCKS, ModuleWrapPolicy({Block, nn.Linear})], ids=["one", "blocks", "all"])
-def test_tied_over_units(rank: Rank, policy: Any, use_orig_params: bool) -> None:
-    """Tied parameters belong to the lowest unit above all their modules, and train as in the unsharded model."""
-    model = built(Tied)
-    reference = copy.deepcopy(model)
-    wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=use_orig_params)
-    assert_trains_alike(wrapped, reference, rank, microbatches=2)
-
-
-@on_ranks(2)
-@MODES
-def test_shared_module(rank: Rank, use_orig_params: bool) -> None:
-    """A module in two places is wrapped once, in both."""
-    model = built(lambda: nn.Sequential(nn.Linear(6, 6), Block(), nn.Sequential(Block(), nn.Tanh())))
-    model[2][0] = model[1]
-    reference = copy.deepcopy(model)
-    wrapped = FullyShardedDataParallel(model, auto_wrap_policy=BLOCKS, use_orig_params=use_orig_params)
-    assert len(FullyShardedDataParallel.fsdp_modules(wrapped)) == 2 and model[2][0] is model[1]
-    assert_trains_alike(wrapped, reference, rank)
+# -------------------------------------------------------------------- frozen
 
 
 @on_ranks(2)
 @MODES
 def test_frozen_beside_trainable(rank: Rank, use_orig_params: bool) -> None:
-    """Units that mix both train, with a warning that lists the frozen parameters; ignored ones are not listed."""
+    """Units that mix both train, with a warning that lists the frozen parameters; ignored ones are not.
+
+    Frozen units amid trainable ones are nothing to warn of, and are never reduced.
+    """
     model = built(Net)
     for frozen in (model.blocks[0].up.weight, model.blocks[1].norm.bias, *model.head.parameters()):
         frozen.requires_grad_(False)
@@ -332,17 +269,12 @@ def test_frozen_beside_trainable(rank: Rank, use_orig_params: bool) -> None:
     messages = [str(w.message) for w in caught]
     assert len(messages) == 1 and "blocks.1.norm.bias" in messages[0] and "head" not in messages[0]
     assert_trains_alike(wrapped, reference, rank)
-
-
-@on_ranks(2)
-def test_uniform_units_do_not_warn(rank: Rank) -> None:
-    """Frozen units amid trainable ones are nothing to warn of."""
     model = built(Net)
     model.blocks[0].requires_grad_(False)
     reference = copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        wrapped = FullyShardedDataParallel(model, auto_wrap_policy=BLOCKS)
+        wrapped = FullyShardedDataParallel(model, auto_wrap_policy=BLOCKS, use_orig_params=use_orig_params)
     with record() as seen:
         mean_square(wrapped, batch(rank.rank, 0)).backward()
     assert len({c.kind for c in seen if c.unit == "blocks.0"}) == 1  # gathered, never reduced

@@ -1,4 +1,4 @@
-"""``load_state_dict()`` of wrappers, and files."""
+"""``load_state_dict()`` of wrappers with full state, and files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from wrapped import (
     GRAD_OP,
     NO_SHARD,
     Net,
-    Part,
     assert_dicts_equal,
     assert_freed,
     assert_same_outputs,
@@ -28,7 +27,6 @@ from wrapped import (
     check_steps,
     on_cpu,
     other_net,
-    plain_strategies,
     reference_backward,
     train,
     wrapped,
@@ -40,16 +38,14 @@ from fullshard import (
     ShardingStrategy,
     fully_shard,
 )
-from fullshard.wrap import ModuleWrapPolicy
+from pairwise import pairwise
 from ranks import Rank, on_ranks
 
 # ---------------------------------------------------------------- loading
 
 
 @on_ranks(1, 2)
-@plain_strategies
-@both_forms
-@pytest.mark.parametrize("assign", [False, True])
+@pairwise(strategy=[FULL, GRAD_OP, NO_SHARD], orig=[False, True], assign=[False, True])
 def test_load_from_plain(rank: Rank, strategy: ShardingStrategy, orig: bool, assign: bool) -> None:
     """A plain model's state, also with ``assign``; the optimizer's parameters stay the model's."""
     model, _ = wrapped(rank, strategy, use_orig_params=orig)
@@ -74,31 +70,28 @@ def test_load_from_plain(rank: Rank, strategy: ShardingStrategy, orig: bool, ass
 
 @on_ranks(2)
 @both_forms
-def test_load_keeps_gradients(rank: Rank, orig: bool) -> None:
-    """Gradients, and those that wait for a later microbatch, are as they were before the load."""
-    model, reference = wrapped(rank, use_orig_params=orig)
+def test_load_between_microbatches(rank: Rank, orig: bool) -> None:
+    """Gradients, and those that wait for a later microbatch, are as they were before the load.
+
+    Loading counts for the next step, whatever is kept unsharded; values of another dtype are converted.
+    """
+    model, reference = wrapped(rank, GRAD_OP, use_orig_params=orig)
     backward(rank, model, 0)
     with model.no_sync():
         backward(rank, model, 1)
+    model(torch.ones(1, DIM))
     model.load_state_dict(reference.state_dict())
     backward(rank, model, 2)
     reference_backward(rank, reference, 0, 1, 2)
     check_gradients(model, reference)
-
-
-@on_ranks(2)
-@both_forms
-def test_load_into_plain(rank: Rank, orig: bool) -> None:
-    """What was saved after a step can be loaded into a plain model, and into a wrapper in another form."""
-    model, reference = wrapped(rank, use_orig_params=orig)
-    check_steps(rank, model, reference)
-    state = model.state_dict()
-    plain = Net()
-    plain.load_state_dict(state)
-    assert_same_outputs(rank, model, plain)
-    other = FSDP(Net(), use_orig_params=not orig, sharding_strategy=NO_SHARD)
-    other.load_state_dict(state)
-    assert_dicts_equal(other.state_dict(), state)
+    model.zero_grad()
+    model(torch.ones(1, DIM))
+    state = {n: v.double() if v.is_floating_point() else v for n, v in other_net().state_dict().items()}
+    model.load_state_dict(state)
+    other = other_net()
+    assert_same_outputs(rank, model, other)
+    check_steps(rank, model, other)
+    assert {n: v.dtype for n, v in model.state_dict().items()} == {n: v.dtype for n, v in other.state_dict().items()}
 
 
 @on_ranks(2)
@@ -117,20 +110,6 @@ def test_load_that_differs(rank: Rank) -> None:
     assert_equal(state["steps"], nets[rank.rank].steps, "buffers are not sharded")
 
 
-@on_ranks(2)
-@both_forms
-def test_between_steps(rank: Rank, orig: bool) -> None:
-    """Loading in the middle of a training counts for the next step, whatever is kept gathered."""
-    model, _ = wrapped(rank, GRAD_OP, use_orig_params=orig)
-    train(rank, model)
-    model(torch.ones(1, DIM))
-    other = other_net()
-    model.load_state_dict(other.state_dict())
-    assert_same_outputs(rank, model, other)
-    check_steps(rank, model, other)
-    assert_same_outputs(rank, model, other)
-
-
 def names_in(error: BaseException) -> str:
     assert "_fsdp_wrapped_module" not in str(error), str(error)
     assert "_flat_param" not in str(error), str(error)
@@ -138,8 +117,7 @@ def names_in(error: BaseException) -> str:
 
 
 @on_ranks(2)
-@both_forms
-@pytest.mark.parametrize("plain_root", [False, True])
+@pytest.mark.parametrize(("orig", "plain_root"), [(False, False), (True, True)])
 def test_missing_and_unexpected(rank: Rank, orig: bool, plain_root: bool) -> None:
     """Names in results and errors are the user's; what fits is loaded."""
     inner, _ = wrapped(rank, use_orig_params=orig)
@@ -167,46 +145,24 @@ def test_missing_and_unexpected(rank: Rank, orig: bool, plain_root: bool) -> Non
 
 @on_ranks(2)
 @both_forms
-def test_wrong_shapes(rank: Rank, orig: bool) -> None:
-    """A wrong shape is torch's error with the user's name; the model can be used and loaded afterwards."""
+def test_what_does_not_fit(rank: Rank, orig: bool) -> None:
+    """A wrong shape is torch's error with the user's name, as are values that are no tensors, and no dictionaries.
+
+    The model can be used and loaded afterwards.
+    """
     model, reference = wrapped(rank, use_orig_params=orig)
-    state = reference.state_dict()
-    state["parts.1.up.weight"] = torch.ones(2, 2)
-    state["last.bias"] = torch.ones(4)
+    wrong = {"parts.1.up.weight": torch.ones(2, 2), "last.bias": torch.ones(4)}
     with pytest.raises(RuntimeError, match=r"size mismatch") as caught:
-        model.load_state_dict(state)
+        model.load_state_dict({**reference.state_dict(), **wrong})
     assert "size mismatch for parts.1.up.weight" in names_in(caught.value)
-    check_steps(rank, model, reference)
-    assert_same_outputs(rank, model, reference)
-    model.load_state_dict(other_net().state_dict())
-    assert_dicts_equal(model.state_dict(), other_net().state_dict())
-
-
-@on_ranks(2)
-def test_what_is_no_state(rank: Rank) -> None:
-    """Values that are no tensors, and things that are no dictionaries, are torch's errors; the model goes on."""
-    model, reference = wrapped(rank)
-    state: Any = reference.state_dict()
-    state["first.weight"] = "text"
     with pytest.raises(RuntimeError, match=r"first\.weight"):
-        model.load_state_dict(state)
+        model.load_state_dict({**reference.state_dict(), "first.weight": "text"})
     with pytest.raises(TypeError):
         model.load_state_dict([1])  # type: ignore[arg-type]
     check_steps(rank, model, reference)
     assert_same_outputs(rank, model, reference)
-
-
-@on_ranks(2)
-@both_forms
-def test_dtypes_are_the_models(rank: Rank, orig: bool) -> None:
-    """Values of another dtype are converted, as by a plain model."""
-    model, reference = wrapped(rank, use_orig_params=orig)
-    state = {
-        name: value.double() if value.is_floating_point() else value for name, value in other_net().state_dict().items()
-    }
-    for module in (model, reference):
-        module.load_state_dict(state)
-    assert_dicts_equal(model.state_dict(), reference.state_dict())
+    model.load_state_dict(other_net().state_dict())
+    assert_dicts_equal(model.state_dict(), other_net().state_dict())
 
 
 @on_ranks(2)
@@ -247,10 +203,12 @@ def test_with_the_other_front_end_inside(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@both_forms
-@pytest.mark.parametrize("strategy", [FULL, NO_SHARD], ids=lambda s: s.name)
+@pytest.mark.parametrize(("strategy", "orig"), [(FULL, False), (FULL, True), (NO_SHARD, True)])
 def test_files(rank: Rank, strategy: ShardingStrategy, orig: bool, tmp_path: Path) -> None:
-    """Rank 0's state goes through ``torch.save`` and safetensors, at no more bytes than a plain model's."""
+    """Each rank's state goes through ``torch.save`` and safetensors, at no more bytes than a plain model's.
+
+    A plain model and a wrapper in another form load it.
+    """
     model, reference = wrapped(rank, strategy, use_orig_params=orig)
     check_steps(rank, model, reference)
     state = model.state_dict()
@@ -271,17 +229,3 @@ def test_files(rank: Rank, strategy: ShardingStrategy, orig: bool, tmp_path: Pat
     plain.load_state_dict(loaded)
     with FSDP.summon_full_params(model, writeback=False):
         assert_models_equal(model, plain)
-
-
-@on_ranks(2)
-def test_rank_0_to_all(rank: Rank) -> None:
-    """Saved everywhere, loaded by rank 0 before wrapping, and sent to all by ``sync_module_states``."""
-    model, _ = wrapped(rank)
-    train(rank, model)
-    state = model.state_dict()
-    torch.manual_seed(100 + rank.rank)
-    plain = Net()
-    if rank.rank == 0:
-        plain.load_state_dict(state)
-    again = FSDP(plain, sync_module_states=True, auto_wrap_policy=ModuleWrapPolicy({Part}))
-    assert_dicts_equal(again.state_dict(), state)

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from front_ends import (
     CLOSE,
-    Language,
     Stack,
     assert_at_rest,
     assert_same_gradients,
@@ -18,8 +17,8 @@ from front_ends import (
     batch,
     build,
     full_values,
+    reference_backward,
     square_loss,
-    token_loss,
     train,
     train_reference,
     wrapped,
@@ -52,28 +51,13 @@ def test_all_strategies_in_one_model(rank: Rank, use_orig_params: bool) -> None:
         square_loss(0)(model, rank.rank).backward()
     square_loss(1)(model, rank.rank).backward()
     for step in range(2):
-        for other in range(rank.world_size):
-            (square_loss(step)(reference, other) / rank.world_size).backward()
+        reference_backward(reference, rank.world_size, square_loss(step))
     assert_same_gradients(model, reference)
     norm = model.clip_grad_norm_(0.01)
     expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
     assert_close(norm, expected, "norm", **CLOSE)
     assert_same_gradients(model, reference)
     assert_at_rest(model)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("inner", [False, True])
-def test_both_parameter_modes_in_one_model(rank: Rank, inner: bool) -> None:
-    """Flat parameters visible in some units and original ones in others."""
-    reference = build(Language)
-    model = copy.deepcopy(reference)
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = FullyShardedDataParallel(block, device_mesh=rank.mesh, use_orig_params=inner)
-    model = FullyShardedDataParallel(model, device_mesh=rank.mesh, use_orig_params=not inner)
-    losses = train(model, rank, token_loss, 3)
-    assert_close(losses, train_reference(reference, rank, token_loss, 3), "losses", **CLOSE)
-    assert_same_values(model, reference, **CLOSE)
 
 
 @on_ranks(4)
@@ -83,12 +67,13 @@ def test_models_on_halves_of_the_world(rank: Rank, use_orig_params: bool) -> Non
     mesh = rank.make_mesh(2, 2, names=("model", "data"))
     half, place = divmod(rank.rank, 2)
     reference = build(Stack)
-    model = wrapped(reference, rank, device_mesh=mesh["data"], use_orig_params=use_orig_params)
+    where: Any = {"process_group": mesh["data"].get_group()} if use_orig_params else {"device_mesh": mesh["data"]}
+    model = wrapped(reference, rank, use_orig_params=use_orig_params, **where)
+    assert model.world_size == model.process_group.size() == 2
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
     for step in range(2 + 2 * half):  # not even as many steps
         square_loss(100 * half + step)(model, place).backward()
-        for other in range(2):
-            (square_loss(100 * half + step)(reference, other) / 2).backward()
+        reference_backward(reference, 2, square_loss(100 * half + step))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -104,68 +89,42 @@ def test_a_unit_on_a_group_of_its_own(rank: Rank, use_orig_params: bool) -> None
     reference = build(Stack)
     model = copy.deepcopy(reference)
     model.blocks[1] = FullyShardedDataParallel(
-        model.blocks[1], process_group=mesh["data"].get_group(), use_orig_params=use_orig_params
+        model.blocks[1], mesh["data"].get_group(), ShardingStrategy.SHARD_GRAD_OP, use_orig_params=use_orig_params
     )
     model = FullyShardedDataParallel(model, device_mesh=rank.mesh, use_orig_params=use_orig_params)
     references = [reference, copy.deepcopy(reference)]  # of each pair: they differ in the expert
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, *references)]
     for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         square_loss(step)(model, rank.rank).backward()
-        optimizer.step()
-        optimizer.zero_grad()
         for other in range(4):
-            (square_loss(step)(references[other // 2], other) / 4).backward()
-        shared = [
-            pair_of
-            for name, *pair_of in zip(
-                (n for n, _ in reference.named_parameters()), *(m.parameters() for m in references), strict=True
-            )
-            if not name.startswith("blocks.1.")
-        ]
-        with torch.no_grad():
-            for one, two in shared:
-                one.grad = one.grad + two.grad
-                two.grad = one.grad
-            for module in references:
-                for name, parameter in module.named_parameters():
-                    parameter.sub_((0.2 if name.startswith("blocks.1.") else 0.1) * parameter.grad)
-                module.zero_grad()
+            (square_loss(step)(references[other // 2], other) / 2).backward()
+        for (name, one), two in zip(reference.named_parameters(), references[1].parameters(), strict=True):
+            if not name.startswith("blocks.1."):
+                one.grad = two.grad = (one.grad + two.grad) / 2
+        for optimizer in optimizers:
+            optimizer.step()
     assert_same_values(model, references[pair], **CLOSE)
 
 
 @on_ranks(4)
 @both_modes
-def test_process_groups_for_hybrid(rank: Rank, use_orig_params: bool) -> None:
-    """A tuple of groups is the same as the mesh they come from, bit by bit."""
+def test_replicas_by_mesh_and_by_groups(rank: Rank, use_orig_params: bool) -> None:
+    """A tuple of groups is the same as the mesh they come from, and replicas of a shard agree, in every bit."""
     mesh = rank.make_mesh(2, 2, names=("replicate", "shard"))
-    model = build(Stack)
     groups = (mesh["shard"].get_group(), mesh["replicate"].get_group())
     options: dict[str, Any] = {
         "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
         "use_orig_params": use_orig_params,
     }
     by_mesh, by_groups = (
-        wrapped(model, rank, device_mesh=mesh, **options),
-        wrapped(model, rank, process_group=groups, **options),
+        wrapped(build(Stack), rank, device_mesh=mesh, **options),
+        wrapped(build(Stack), rank, process_group=groups, **options),
     )
-    assert_equal(train(by_mesh, rank, square_loss, 3), train(by_groups, rank, square_loss, 3), "losses")
+    assert_equal(train(by_mesh, rank, square_loss, 4), train(by_groups, rank, square_loss, 4), "losses")
     assert_same_values(by_mesh, by_groups)
-
-
-@on_ranks(4)
-@both_modes
-def test_replicas_stay_alike(rank: Rank, use_orig_params: bool) -> None:
-    """After steps with data that differ everywhere, replicas of a shard agree in every bit."""
-    mesh = rank.make_mesh(2, 2, names=("replicate", "shard"))
-    model = wrapped(
-        build(Stack),
-        rank,
-        device_mesh=mesh,
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-        use_orig_params=use_orig_params,
-    )
-    train(model, rank, square_loss, 4)
-    for name, value in full_values(model).items():
+    for name, value in full_values(by_mesh).items():
         others: list[Any] = [None] * rank.world_size
         dist.all_gather_object(others, value.cpu())
         for other in others:

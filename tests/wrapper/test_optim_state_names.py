@@ -1,23 +1,21 @@
-"""Optimizer state of wrapped models in odd cases: other names, other groups, nothing there, ranks that differ."""
+"""Names, groups and numbers in optimizer state of wrapped models, and state that some parameters do not have."""
 
 from __future__ import annotations
 
 import copy
-import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from two_layers import BOTH, Small, State, loaded, own, plain, small, step
 from wrapped import assert_states_close
 
 from checkpoint.kinds import Model, adam, build, train
-from checkpoint.optimizers import held_by, joined, trained
+from checkpoint.optimizers import held_by, trained
 from compare import fqn_of
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.checkpoint.state import optimizer_gather
-from fullshard.checkpoint.state.optimizer import optimizer_state
 from fullshard.checkpoint.state.types import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -26,73 +24,31 @@ from fullshard.checkpoint.state.types import (
     OptimStateKeyType,
     StateDictType,
 )
-from fullshard.errors import FullshardError, PhaseError
-from fullshard.wrapper.state_dict import optimizer_conversion
+from fullshard.errors import PhaseError
 from ranks import Rank, on_ranks
 
-State = dict[str, Any]
 NAME, ID = OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID
-BOTH = pytest.mark.parametrize("kind", ["flat", "original"])
-
-
-class Small(nn.Module):
-    """Two layers, one of which may be left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.one, self.two = nn.Linear(3, 5), nn.Linear(3, 5)
-
-    def forward(self, x: torch.Tensor, *, first: bool = True) -> torch.Tensor:
-        return self.one(x) + self.two(x) if first else self.two(x)
-
-
-def small(rank: Rank, kind: str = "original", **options: Any) -> FSDP:
-    """Each layer a unit."""
-    model = Small()
-    if kind != "fully":
-        for name in ("one", "two"):
-            setattr(model, name, FSDP(getattr(model, name), use_orig_params=kind == "original", device_mesh=rank.mesh))
-    return FSDP(model, use_orig_params=kind == "original", device_mesh=rank.mesh, **options)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, times: int = 1, **options: Any) -> None:
-    for index in range(times):
-        model(torch.full((2, 3), 1.0 + index), **options).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def plain(times: int = 2, **options: Any) -> tuple[Small, torch.optim.Optimizer]:
-    model = Small()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    step(model, optimizer, times, **options)
-    return model, optimizer
-
-
-def own(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    return joined(optimizer_state(model, optimizer)["state"])
-
-
-def loaded(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> State:
-    """What the optimizer holds after loading."""
-    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))
-    return own(model, optimizer)
-
-
 # ---------------------------------------------------------------- parameters without state
 
 
 @on_ranks(2)
 @BOTH
-def test_first_parameter_without_state(rank: Rank, kind: str) -> None:
-    """A unit that was not run has no state, before loading and after it; the others keep theirs and their steps."""
+def test_parameters_without_state(rank: Rank, kind: str) -> None:
+    """A unit that was not run has no state, before loading and after it; the others keep theirs and their steps.
+
+    An optimizer that has not stepped, or keeps nothing, is saved and loaded with its options.
+    """
     model = small(rank, kind)
+    for optimizer in (torch.optim.Adam(model.parameters(), lr=0.5), torch.optim.SGD(model.parameters(), lr=0.5)):
+        state = FSDP.optim_state_dict(model, optimizer)
+        assert state["state"] == {} and state["param_groups"][0]["lr"] == 0.5
+        other = type(optimizer)(model.parameters(), lr=1.0)
+        assert loaded(model, other, state) == {} and other.param_groups[0]["lr"] == 0.5
+        optimizer.step()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     step(model, optimizer, 3, first=False)
     state = FSDP.optim_state_dict(model, optimizer)
-    reference = plain(3, first=False)
-    assert_states_close(state["state"], held_by(*reference))
+    assert_states_close(state["state"], held_by(*plain(3, first=False)))
     assert set(state["state"]) == {"two.weight", "two.bias"}
     assert set(state["param_groups"][0]["params"]) == {"one.weight", "one.bias", "two.weight", "two.bias"}
     new = torch.optim.Adam(model.parameters())
@@ -104,28 +60,40 @@ def test_first_parameter_without_state(rank: Rank, kind: str) -> None:
 
 @on_ranks(2)
 @BOTH
-def test_empty_state(rank: Rank, kind: str) -> None:
-    """An optimizer that has not stepped, or keeps nothing, is saved and loaded with its options."""
+def test_requires_grad_changes(rank: Rank, kind: str) -> None:
+    """Parameters that are trained in turn: each has its own number of steps, after loading as well."""
     model = small(rank, kind)
-    for optimizer in (torch.optim.Adam(model.parameters(), lr=0.5), torch.optim.SGD(model.parameters(), lr=0.5)):
-        state = FSDP.optim_state_dict(model, optimizer)
-        assert state["state"] == {} and state["param_groups"][0]["lr"] == 0.5
-        other = type(optimizer)(model.parameters(), lr=1.0)
-        assert loaded(model, other, state) == {}
-        assert other.param_groups[0]["lr"] == 0.5
-        step(model, other)
+    reference = Small()
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, reference)]
+    for index in range(5):
+        for which, m in enumerate((model, reference)):
+            for name, parameter in m.named_parameters():
+                parameter.requires_grad_(("one" in name) == (index % 2 == 0))
+            step(m, optimizers[which])
+        state = FSDP.optim_state_dict(model, optimizers[0])
+        assert_states_close(state["state"], held_by(reference, optimizers[1]))
+        optimizers[0] = torch.optim.Adam(model.parameters(), lr=9.0)
+        optimizers[0].load_state_dict(FSDP.optim_state_dict_to_load(model, optimizers[0], state))
+    assert {fqn: float(v["step"]) for fqn, v in own(model, optimizers[0]).items()} == {
+        "one.weight": 3.0,
+        "one.bias": 3.0,
+        "two.weight": 2.0,
+        "two.bias": 2.0,
+    }
+
+
+# ---------------------------------------------------------------- what is given
 
 
 @on_ranks(2)
 @BOTH
-def test_without_groups(rank: Rank, kind: str) -> None:
-    """A state dict without ``param_groups`` stays one."""
+def test_given_state_dicts(rank: Rank, kind: str) -> None:
+    """A state dict without ``param_groups`` stays one; what was changed in the optimizer's is what is saved."""
     model = small(rank, kind)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     step(model, optimizer, 2)
-    given = optimizer.state_dict()
-    del given["param_groups"]
-    state = FSDP.optim_state_dict(model, optimizer, given)
+    given = copy.deepcopy(optimizer.state_dict())
+    state = FSDP.optim_state_dict(model, optimizer, {"state": given["state"]})
     assert list(state) == ["state"]
     assert_states_close(state["state"], held_by(*plain(2)))
     to_load = FSDP.optim_state_dict_to_load(model, optimizer, state)
@@ -133,15 +101,6 @@ def test_without_groups(rank: Rank, kind: str) -> None:
     assert list(to_load["state"]) == list(range(len(optimizer.param_groups[0]["params"])))
     for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
         assert_states_close(to_load["state"][number], optimizer.state[parameter], exact=True)
-
-
-@on_ranks(2)
-def test_edited_state_dict(rank: Rank) -> None:
-    """What was changed in the optimizer's state dict is what is saved."""
-    model = small(rank)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    step(model, optimizer, 2)
-    given = copy.deepcopy(optimizer.state_dict())
     for values in given["state"].values():
         values["exp_avg"].fill_(7.0)
     given["param_groups"][0]["lr"] = 0.75
@@ -170,27 +129,13 @@ def test_unknown_keys(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["flat", "original"])
-def test_requires_grad_changes(rank: Rank, kind: str) -> None:
-    """Parameters that are trained in turn: each has its own number of steps, after loading as well."""
-    model = small(rank, kind)
-    reference = Small()
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, reference)]
-    for index in range(5):
-        for which, m in enumerate((model, reference)):
-            for name, parameter in m.named_parameters():
-                parameter.requires_grad_(("one" in name) == (index % 2 == 0))
-            step(m, optimizers[which])
-        state = FSDP.optim_state_dict(model, optimizers[0])
-        assert_states_close(state["state"], held_by(reference, optimizers[1]))
-        optimizers[0] = torch.optim.Adam(model.parameters(), lr=9.0)
-        optimizers[0].load_state_dict(FSDP.optim_state_dict_to_load(model, optimizers[0], state))
-    assert {fqn: float(v["step"]) for fqn, v in own(model, optimizers[0]).items()} == {
-        "one.weight": 3.0,
-        "one.bias": 3.0,
-        "two.weight": 2.0,
-        "two.bias": 2.0,
-    }
+def test_in_the_middle_of_a_step(rank: Rank) -> None:
+    """While full parameters are summoned there is no state to save."""
+    model = small(rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    with FSDP.summon_full_params(model), pytest.raises(PhaseError):
+        FSDP.optim_state_dict(model, optimizer)
 
 
 # ---------------------------------------------------------------- groups and order
@@ -233,157 +178,6 @@ def test_groups_are_matched_by_name(rank: Rank) -> None:
         FSDP.optim_state_dict_to_load(model, mixed, state)
 
 
-# ---------------------------------------------------------------- what does not fit
-
-
-@on_ranks(2)
-@BOTH
-def test_missing_and_unexpected(rank: Rank, kind: str) -> None:
-    """Parameters that only one side has are named."""
-    model = small(rank, kind)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    step(model, optimizer)
-    state = FSDP.optim_state_dict(model, optimizer)
-    less = copy.deepcopy(state)
-    less["param_groups"][0]["params"].remove("two.bias")
-    del less["state"]["two.bias"]
-    with pytest.raises(ValueError, match=r"the saved optimizer has no parameters two\.bias"):
-        FSDP.optim_state_dict_to_load(model, optimizer, less)
-    more = copy.deepcopy(state)
-    more["param_groups"][0]["params"].append("three")
-    more["state"]["three"] = copy.deepcopy(more["state"]["two.bias"])
-    with pytest.raises(ValueError, match="the checkpoint has state for three, which this optimizer does not have"):
-        FSDP.optim_state_dict_to_load(model, optimizer, more)
-    wrong = copy.deepcopy(state)
-    wrong["state"]["two.weight"]["exp_avg"] = torch.zeros(4, 3)
-    with pytest.raises(ValueError, match=r"two.weight: exp_avg was saved with shape \(4, 3\).*\(5, 3\)"):
-        FSDP.optim_state_dict_to_load(model, optimizer, wrong)
-
-
-@on_ranks(2)
-def test_errors_of_the_first_rank(rank: Rank) -> None:
-    """With ``rank0_only`` an error in what the first rank has is raised on all."""
-    model = small(rank)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    step(model, optimizer)
-    by_number = optimizer.state_dict()
-    settings = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *settings):
-        with pytest.raises(ValueError, match="expected names of parameters as keys, found 0"):
-            FSDP.optim_state_dict_to_load(model, optimizer, by_number if rank.rank == 0 else {})
-        state = FSDP.optim_state_dict(model, optimizer)
-        if rank.rank == 0:
-            state["param_groups"][0]["params"].append("three")
-            state["state"]["three"] = state["state"]["two.bias"]
-        with pytest.raises(ValueError, match="the checkpoint has state for three"):
-            FSDP.optim_state_dict_to_load(model, optimizer, state)
-
-
-@on_ranks(2)
-def test_errors_of_one_rank(rank: Rank) -> None:
-    """Where loading communicates, what does not fit on one rank is an error on all, not a hang."""
-    model = small(rank)
-    parameters = list(model.parameters())
-    optimizer = torch.optim.Adam(parameters, lr=0.1)
-    step(model, optimizer)
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        state = FSDP.optim_state_dict(model, optimizer)
-        own = torch.optim.Adam(parameters[: 4 if rank.rank == 0 else 3])
-        with pytest.raises(ValueError, match="the checkpoint has state for two"):
-            FSDP.optim_state_dict_to_load(model, own, state)
-        stray = torch.optim.Adam([*parameters, nn.Parameter(torch.ones(2))] if rank.rank == 0 else parameters)
-        with pytest.raises(ValueError, match="is not in the model"):
-            FSDP.optim_state_dict_to_load(model, stray, state)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("form", ["sharded", "first", "loading"])
-def test_one_whole_tensor_at_a_time(rank: Rank, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the result hardly more than one whole tensor is alive, and on ranks that want none, none is made."""
-    made: list[weakref.ref[torch.Tensor]] = []
-    most = 0
-
-    def watched(function: Any) -> Any:
-        def gather(*args: Any, **kwargs: Any) -> Any:
-            nonlocal most
-            whole = function(*args, **kwargs)
-            if isinstance(whole, torch.Tensor):
-                made.append(weakref.ref(whole))
-            most = max(most, sum(ref() is not None for ref in made))
-            return whole
-
-        return gather
-
-    model = small(rank, "flat")
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    step(model, optimizer)
-    config = FullOptimStateDictConfig(rank0_only=True)
-    full = FSDP.full_optim_state_dict(model, optimizer)
-    monkeypatch.setattr(optimizer_gather, "_gather", watched(optimizer_gather._gather))
-    monkeypatch.setattr(optimizer_conversion, "_broadcast", watched(optimizer_conversion._broadcast))
-    if form == "sharded":
-        FSDP.sharded_optim_state_dict(model, optimizer)
-    elif form == "first":
-        FSDP.full_optim_state_dict(model, optimizer)
-    else:
-        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), config):
-            FSDP.optim_state_dict_to_load(model, optimizer, full)
-    monkeypatch.undo()
-    tensors = 8 if form != "loading" else 12  # with the numbers of steps
-    if form == "first":
-        alive = tensors if rank.device.type == "cpu" else 1  # else each goes to CPU memory at once
-        assert (len(made), most) == ((tensors, alive) if rank.rank == 0 else (0, 0))
-    else:
-        kept = tensors if form == "loading" and rank.rank == 0 else 3  # a back end lets go of a message a little later
-        assert len(made) == tensors and most <= kept, (len(made), most)
-
-
-@on_ranks(2)
-def test_keys_of_another_kind(rank: Rank) -> None:
-    """Numbers, and dictionaries that are no state dicts, are errors that say what to do."""
-    model = small(rank)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    step(model, optimizer)
-    with pytest.raises(ValueError, match="rekey_optim_state_dict"):
-        FSDP.optim_state_dict_to_load(model, optimizer, optimizer.state_dict())
-    with pytest.raises(ValueError, match=r"found the keys \['one'\]"):
-        FSDP.optim_state_dict_to_load(model, optimizer, {"one": 1})
-
-
-@on_ranks(2)
-@BOTH
-def test_ranks_with_different_state(rank: Rank, kind: str) -> None:
-    """State that one rank lacks is an error on all ranks, for saving in either form; it names parameter and ranks."""
-    model = small(rank, kind)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    step(model, optimizer)
-    if rank.rank == 0:
-        del optimizer.state[list(model.parameters())[-1]]
-    for type_ in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
-        with (
-            FSDP.state_dict_type(model, type_),
-            pytest.raises(FullshardError, match=r"two\.bias \(rank 0: nothing, rank 1"),
-        ):
-            FSDP.optim_state_dict(model, optimizer)
-
-
-@on_ranks(2)
-def test_ranks_with_different_parameters(rank: Rank) -> None:
-    """The same if a rank's optimizer does not have a parameter at all, or none of the unit."""
-    model = small(rank)
-    named = {fqn_of(name): p for name, p in model.named_parameters()}
-    extra = nn.Parameter(torch.ones(2))
-    holder = nn.ModuleDict({"model": model})
-    holder.register_parameter("extra", extra)
-    for lacking in ("two.bias", "two", ""):
-        names = [name for name in named if rank.rank == 0 or not name.startswith(lacking)]
-        optimizer = torch.optim.Adam([named[name] for name in names] + [extra], lr=0.1)
-        extra.grad = torch.ones(2)
-        step(model, optimizer)
-        with pytest.raises(FullshardError, match=r"model\.two\.bias \(rank 0: .*, rank 1: nothing\)"):
-            FSDP.optim_state_dict(holder, optimizer)
-
-
 @on_ranks(2)
 def test_parameters_that_are_not_sharded_may_differ(rank: Rank) -> None:
     """Of what no unit manages each rank saves what it has."""
@@ -424,33 +218,6 @@ def test_ignored_parameters(rank: Rank) -> None:
     stray = torch.optim.Adam([*wrapped.parameters(), nn.Parameter(torch.ones(2))])
     with pytest.raises(ValueError, match=r"parameter 4 of group 0 of the optimizer .* is not in the model"):
         FSDP.optim_state_dict(wrapped, stray)
-
-
-@on_ranks(2)
-def test_in_the_middle_of_a_step(rank: Rank) -> None:
-    """While full parameters are summoned there is no state to save."""
-    model = small(rank)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    step(model, optimizer)
-    with FSDP.summon_full_params(model), pytest.raises(PhaseError):
-        FSDP.optim_state_dict(model, optimizer)
-
-
-@on_ranks(2)
-def test_flat_parameters_with_different_steps(rank: Rank) -> None:
-    """Parts of one flat parameter that have made different numbers of steps are an error that names them."""
-    model = FSDP(Small(), device_mesh=rank.mesh)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    reference, unwrapped = plain(1)
-    step(reference, unwrapped, first=False)
-    state = {
-        "state": held_by(reference, unwrapped),
-        "param_groups": [{"lr": 0.1, "params": [name for name, _ in reference.named_parameters()]}],
-    }
-    with pytest.raises(
-        FullshardError, match=r"one\.weight and two\.weight share a flat parameter.* step, 1\.0 and 2\.0"
-    ):
-        FSDP.optim_state_dict_to_load(model, optimizer, state)
 
 
 @on_ranks(4)
@@ -500,8 +267,7 @@ class Named(torch.optim.Adam):
 
 
 @on_ranks(2)
-@BOTH
-@pytest.mark.parametrize("clean", [False, True], ids=["raw", "clean"])
+@pytest.mark.parametrize(("kind", "clean"), [("flat", True), ("original", False), ("original", True)])
 def test_named_optimizers(rank: Rank, kind: str, clean: bool) -> None:
     """An optimizer that knows names, with or without what wrappers add to them, gets its state under these."""
     model = small(rank, kind)
@@ -518,7 +284,10 @@ def test_named_optimizers(rank: Rank, kind: str, clean: bool) -> None:
 
 @on_ranks(2)
 def test_rekeyed_for_an_unwrapped_model(rank: Rank) -> None:
-    """What a wrapped model saved, an unwrapped one loads by numbers; what that saved, a wrapped one loads by names."""
+    """What a wrapped model saved, an unwrapped one loads by numbers; what that saved, a wrapped one loads by names.
+
+    A flat parameter is several names, so its state cannot be rekeyed; the error says what to use.
+    """
     model = small(rank, "flat")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     step(model, optimizer, 2)
@@ -535,6 +304,8 @@ def test_rekeyed_for_an_unwrapped_model(rank: Rank) -> None:
     again = torch.optim.Adam(model.parameters())
     again.load_state_dict(FSDP.shard_full_optim_state_dict(by_name, model, optim=again))
     assert_states_close(own(model, again), held_by(reference, unwrapped), exact=True)
+    with pytest.raises(ValueError, match=r"share a flat parameter, .*optim_state_dict_to_load"):
+        FSDP.rekey_optim_state_dict({"state": {"one.weight": {}}}, ID, model, optim=optimizer)
 
 
 def test_rekeying() -> None:
@@ -562,15 +333,6 @@ def test_rekeying() -> None:
         FSDP.rekey_optim_state_dict({"state": {"three": {}}}, ID, model)
     with pytest.raises(TypeError):
         FSDP.rekey_optim_state_dict(state, "name", model)  # type: ignore[arg-type]
-
-
-@on_ranks(2)
-def test_flat_parameters_have_no_numbers(rank: Rank) -> None:
-    """A flat parameter is several names, so its state cannot be rekeyed; the error says what to use."""
-    model = small(rank, "flat")
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"share a flat parameter, .*optim_state_dict_to_load"):
-        FSDP.rekey_optim_state_dict({"state": {"one.weight": {}}}, ID, model, optim=optimizer)
 
 
 # ---------------------------------------------------------------- LOCAL
@@ -608,15 +370,15 @@ def test_local_form(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["flat", "original", "mixture"])
-def test_local_form_of_the_large_model(rank: Rank, kind: str) -> None:
+def test_local_form_of_the_large_model(rank: Rank) -> None:
     """The same of all sorts of parameters."""
-    model = build(rank, kind)
-    optimizer = adam(model)
-    train(model, optimizer, 0, 2)
-    with local(model):
-        state = FSDP.optim_state_dict(model, optimizer)
-        new = adam(model)
-        FSDP.optim_state_dict_to_load(model, new, copy.deepcopy(state), load_directly=True)
-    assert_states_close(own(model, new), own(model, optimizer), exact=True)
-    assert len(trained(Model())) >= len(state["state"])
+    for kind in ("flat", "original", "mixture"):
+        model = build(rank, kind)
+        optimizer = adam(model)
+        train(model, optimizer, 0, 2)
+        with local(model):
+            state = FSDP.optim_state_dict(model, optimizer)
+            new = adam(model)
+            FSDP.optim_state_dict_to_load(model, new, copy.deepcopy(state), load_directly=True)
+        assert_states_close(own(model, new), own(model, optimizer), exact=True)
+        assert len(trained(Model())) >= len(state["state"])
