@@ -16,8 +16,7 @@ from checkpoint.kinds import Model, adam, build, train
 from checkpoint.optimizers import held_by, joined, trained
 from compare import fqn_of
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.checkpoint.state import optimizer_gather
-from fullshard.checkpoint.state.optimizer import optimizer_state
+from fullshard.checkpoint.state.optimizer.state import optimizer_state
 from fullshard.checkpoint.state.types import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -27,6 +26,7 @@ from fullshard.checkpoint.state.types import (
     StateDictType,
 )
 from fullshard.errors import FullshardError, PhaseError
+from fullshard.wrapper.state_dict import gather as gathering
 from fullshard.wrapper.state_dict import optimizer_conversion
 from ranks import Rank, on_ranks
 
@@ -319,7 +319,7 @@ def test_one_whole_tensor_at_a_time(rank: Rank, form: str, monkeypatch: pytest.M
     step(model, optimizer)
     config = FullOptimStateDictConfig(rank0_only=True)
     full = FSDP.full_optim_state_dict(model, optimizer)
-    monkeypatch.setattr(optimizer_gather, "_gather", watched(optimizer_gather._gather))
+    monkeypatch.setattr(gathering, "_gather", watched(gathering._gather))
     monkeypatch.setattr(optimizer_conversion, "_broadcast", watched(optimizer_conversion._broadcast))
     if form == "sharded":
         FSDP.sharded_optim_state_dict(model, optimizer)
