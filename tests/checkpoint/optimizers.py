@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from compare import assert_close, assert_equal, fqn_of
-from fullshard.checkpoint.state.optimizer import optimizer_state
-from fullshard.checkpoint.state.optimizer_entries import to_specs
-from fullshard.checkpoint.state.optimizer_target import OptimizerTarget
+from fullshard.checkpoint.state.optimizer.state import optimizer_state, to_specs
+from fullshard.checkpoint.state.optimizer.target import OptimizerTarget
 from fullshard.checkpoint.state.tensor_shards import TensorShards
 
 State = dict[str, dict[str, Any]]

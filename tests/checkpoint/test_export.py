@@ -21,7 +21,7 @@ from weight_models import FORMS, Net, build, form, full_state
 from compare import assert_equal
 from fullshard import FullshardError, PhaseError, UnmaterializedParameterError, fully_shard
 from fullshard.checkpoint.safetensors import export as export_module
-from fullshard.checkpoint.safetensors import shard_io
+from fullshard.checkpoint.safetensors import output, shard_io
 from fullshard.checkpoint.safetensors.export import export_safetensors
 from fullshard.checkpoint.safetensors.files import INDEX_NAME, SINGLE_NAME
 from fullshard.checkpoint.safetensors.importing import load_safetensors
@@ -182,7 +182,7 @@ def test_without_a_shared_folder_the_first_rank_writes(rank: Rank, name: str, fo
     with pytest.MonkeyPatch.context() as patch:
         if rank.rank == 1:
             patch.setattr(export_module, "_LOOKS", 1)
-            patch.setattr(export_module, "_token_file", lambda path, token: path / "elsewhere")
+            patch.setattr(output.OutputFiles, "token_file", property(lambda files: files.folder / "elsewhere"))
         written = note_writes(patch)
         export_safetensors(model, folder, max_shard_bytes=700)
     assert bool(written) == (rank.rank == 0)
@@ -209,7 +209,7 @@ def test_full_disk_on_one_rank_fails_all(rank: Rank, shared: bool, odd: int, fol
             patch.setattr(os, "pwrite", full)
         if not shared and rank.rank == 1:
             patch.setattr(export_module, "_LOOKS", 1)
-            patch.setattr(export_module, "_token_file", lambda path, token: path / "elsewhere")
+            patch.setattr(output.OutputFiles, "token_file", property(lambda files: files.folder / "elsewhere"))
         with pytest.raises(CheckpointError) as caught:
             export_safetensors(model, folder)
     message = str(caught.value)
@@ -250,7 +250,7 @@ def steps_of_publishing(folder: str, stop: int, limit: int) -> bool:
                 return _usual(path, *args, **options)
 
             patch.setattr(Path, name, counted)
-        patch.setattr(export_module._ExportFiles, "clean_up", lambda _: None)
+        patch.setattr(output.OutputFiles, "clean_up", lambda _: None)
         try:
             export_safetensors(build(2), folder, max_shard_bytes=limit)
         except KilledError:
@@ -322,7 +322,7 @@ def test_any_failure_of_the_rank_that_writes_alone_fails_all(rank: Rank, folder:
     with pytest.MonkeyPatch.context() as patch:
         if rank.rank == 1:
             patch.setattr(export_module, "_LOOKS", 1)
-            patch.setattr(export_module, "_token_file", lambda path, token: path / "elsewhere")
+            patch.setattr(output.OutputFiles, "token_file", property(lambda files: files.folder / "elsewhere"))
         patch.setattr(export_module.ShardFileIO, "write", fail)
         with pytest.raises(FullshardError, match=r"rank 0: .*none left"):
             export_safetensors(model, folder)

@@ -293,7 +293,7 @@ def test_export_removes_what_a_kill_has_left(tmp_path: Path, out: str) -> None:
         (folder / name).write_text("")
     code = (
         "import os\nfrom fullshard.checkpoint.safetensors import consolidate\n"
-        "consolidate._OutputFolder.publish = lambda self: os._exit(9)\n"
+        "consolidate.OutputFiles.publish = lambda *_: os._exit(9)\n"
         f"consolidate.export({str(tmp_path / 'c')!r}, {str(target)!r})"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 9

@@ -30,9 +30,15 @@ from checkpoint.optimizers import (
 from compare import assert_equal, fqn_of
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import fully_shard
-from fullshard.checkpoint.state.optimizer import agree_on_state, compare_fingerprints, fingerprint, optimizer_state
-from fullshard.checkpoint.state.optimizer_entries import TensorSpec, to_specs
-from fullshard.checkpoint.state.optimizer_target import OptimizerTarget
+from fullshard.checkpoint.state.optimizer.state import (
+    TensorSpec,
+    agree_on_state,
+    compare_fingerprints,
+    fingerprint,
+    optimizer_state,
+    to_specs,
+)
+from fullshard.checkpoint.state.optimizer.target import OptimizerTarget
 from fullshard.checkpoint.state.parameters import local_parameters
 from fullshard.checkpoint.state.tensor_shards import TensorShards
 from fullshard.checkpoint.state.types import StateDictType

@@ -22,7 +22,6 @@ from fullshard.checkpoint.safetensors.files import (
     SINGLE_NAME,
     FileTensor,
     TensorKind,
-    dtype_name,
     find_weights,
     index_text,
     plan_files,
@@ -135,7 +134,6 @@ def test_files_are_named_as_usual() -> None:
 
 def test_what_the_format_has_no_name_for_is_refused() -> None:
     """Unknown dtypes, with their names, and a tensor called as the metadata."""
-    assert dtype_name(torch.complex128) is None and dtype_name(torch.bfloat16) == "BF16"
     with pytest.raises(ValueError, match=r"a \(torch.complex128\)"):
         plan_files({"a": TensorKind(torch.complex128, (1,))}, 10, {})
     with pytest.raises(ValueError, match="__metadata__"):
@@ -145,58 +143,56 @@ def test_what_the_format_has_no_name_for_is_refused() -> None:
 # -------------------------------------------------------------------- hostile files
 
 
-HEADERS: dict[str, tuple[Any, bytes, str]] = {
-    "gap": ({"a": entry(offsets=(4, 12))}, bytes(12), "leaves a gap"),
-    "overlap": ({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12), "overlaps"),
-    "same place": ({"a": entry(), "b": entry()}, bytes(8), "overlaps"),
-    "reversed": ({"a": entry(offsets=(8, 0))}, bytes(8), "takes 8 bytes"),
-    "negative": ({"a": entry(offsets=(-8, 0))}, bytes(8), "between 0 and"),
-    "negative shape": ({"a": entry(shape=(-1, -2))}, bytes(8), "between 0 and"),
-    "overflow": ({"a": entry(shape=(2**32, 2**32), offsets=(0, 0))}, b"", "takes"),
-    "huge": ({"a": entry(shape=(2**70,))}, b"", "above 2\\*\\*63"),
-    "huge file": ({"a": entry(shape=(2**40,), offsets=(0, 2**42))}, bytes(8), "truncated"),
-    "fraction": ({"a": entry(shape=(2.0,))}, bytes(8), "expected sizes"),
-    "truth": ({"a": entry(shape=(True, 2))}, bytes(8), "expected sizes"),
-    "text": ({"a": entry(shape="22")}, bytes(8), "expected sizes"),
-    "three offsets": ({"a": entry(offsets=(0, 4, 8))}, bytes(8), "two offsets"),
-    "many dims": ({"a": entry(shape=(1,) * 100)}, bytes(8), "expected sizes"),
-    "unknown dtype": ({"a": entry(dtype="F31")}, bytes(8), "'F31'"),
-    "no dtype": ({"a": entry(dtype=["F32"])}, bytes(8), "not known"),  # type: ignore[arg-type]
-    "more keys": ({"a": {**entry(), "code": "x"}}, bytes(8), "expected dtype, shape and data_offsets"),
-    "no entry": ({"a": 3}, bytes(8), "expected dtype, shape and data_offsets"),
-    "list": ([1], b"", "expected a JSON object"),
-    "metadata": ({"__metadata__": {"a": 1}}, b"", "expected strings"),
-    "metadata list": ({"__metadata__": []}, b"", "expected strings"),
-    "too long": ({"a": entry()}, bytes(9), "expected .* bytes by its header"),
-    "too short": ({"a": entry()}, bytes(7), "truncated"),
+HEADERS: dict[str, tuple[Any, bytes]] = {
+    "gap": ({"a": entry(offsets=(4, 12))}, bytes(12)),
+    "overlap": ({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12)),
+    "same place": ({"a": entry(), "b": entry()}, bytes(8)),
+    "reversed": ({"a": entry(offsets=(8, 0))}, bytes(8)),
+    "negative": ({"a": entry(offsets=(-8, 0))}, bytes(8)),
+    "negative shape": ({"a": entry(shape=(-1, -2))}, bytes(8)),
+    "overflow": ({"a": entry(shape=(2**32, 2**32), offsets=(0, 0))}, b""),
+    "huge": ({"a": entry(shape=(2**70,))}, b""),
+    "huge file": ({"a": entry(shape=(2**40,), offsets=(0, 2**42))}, bytes(8)),
+    "fraction": ({"a": entry(shape=(2.0,))}, bytes(8)),
+    "truth": ({"a": entry(shape=(True, 2))}, bytes(8)),
+    "text": ({"a": entry(shape="22")}, bytes(8)),
+    "three offsets": ({"a": entry(offsets=(0, 4, 8))}, bytes(8)),
+    "many dims": ({"a": entry(shape=(1,) * 100)}, bytes(8)),
+    "dtype of the future": ({"a": entry(dtype="F31")}, bytes(8)),
+    "dtype that torch lacks": ({"a": entry(dtype="F4", shape=(16,))}, bytes(8)),
+    "no dtype": ({"a": entry(dtype=["F32"])}, bytes(8)),  # type: ignore[arg-type]
+    "no entry": ({"a": 3}, bytes(8)),
+    "list": ([1], b""),
+    "metadata": ({"__metadata__": {"a": 1}}, b""),
+    "metadata list": ({"__metadata__": []}, b""),
+    "too long": ({"a": entry()}, bytes(9)),
+    "too short": ({"a": entry()}, bytes(7)),
+}
+TEXTS = {
+    "name twice": b'{"a": 1, "a": 2}',
+    "key twice": b'{"a": {"dtype": "F32", "dtype": "F32"}}',
+    "deep": b"[" * 100_000,
+    "deep objects": b'{"a":' * 100_000,
+    "odd": b"{" + b"9" * 10_000 + b"}",
+    "long number": b'{"a": ' + b"9" * 10_000 + b"}",
+    "no text": b"\xff\xfe",
+    "no JSON": b"nothing",
 }
 
 
-@pytest.mark.parametrize("kind", HEADERS)
+@pytest.mark.parametrize("kind", [*HEADERS, *TEXTS])
 def test_wrong_headers_are_refused(kind: str, tmp_path: Path) -> None:
-    """Each with the file's name and what is wrong."""
-    entries, data, says = HEADERS[kind]
-    with pytest.raises(CheckpointError, match=f"a.safetensors.*{says}"):
-        read_header(write(tmp_path / "a.safetensors", entries, data))
+    """Each with the file's name; also what takes a parser's time, stack or memory."""
+    entries, data = HEADERS.get(kind, (None, b""))
+    with pytest.raises(CheckpointError, match=r"a\.safetensors: (not a safetensors|tensor 'a' has the dtype 'F4')"):
+        read_header(write(tmp_path / "a.safetensors", entries, data, text=TEXTS.get(kind)))
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (b'{"a": 1, "a": 2}', "duplicate name 'a'"),
-        (b'{"a": {"dtype": "F32", "dtype": "F32"}}', "duplicate name 'dtype'"),
-        (b"[" * 100_000, "invalid JSON"),
-        (b"{" + b"9" * 10_000 + b"}", "invalid JSON"),
-        (b'{"a": ' + b"9" * 10_000 + b"}", "invalid JSON"),
-        (b"\xff\xfe", "invalid JSON"),
-        (b"nothing", "invalid JSON"),
-    ],
-    ids=["name twice", "key twice", "deep", "odd", "long number", "no text", "no JSON"],
-)
-def test_wrong_json_is_refused(text: bytes, says: str, tmp_path: Path) -> None:
-    """Also what takes a parser's time, stack or memory."""
-    with pytest.raises(CheckpointError, match=says):
-        read_header(write(tmp_path / "a.safetensors", None, text=text))
+def test_a_name_twice_cannot_move_a_tensor(tmp_path: Path) -> None:
+    """Of two entries of one name the last counts, and all bytes have to be some tensor's: only a copy is harmless."""
+    first, second = json.dumps(entry()), json.dumps(entry(offsets=(8, 16)))
+    with pytest.raises(CheckpointError):
+        read_header(write(tmp_path / "a", None, bytes(16), text=f'{{"a": {first}, "a": {second}}}'.encode()))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +210,7 @@ def test_header_longer_than_the_format_allows_is_not_read(tmp_path: Path) -> Non
     with (tmp_path / "a.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", 200_000_000))
         file.truncate(300_000_000)
-    with pytest.raises(CheckpointError, match="a length of 200000000 bytes"):
+    with pytest.raises(CheckpointError, match="header too large"):
         read_header(tmp_path / "a.safetensors")
 
 

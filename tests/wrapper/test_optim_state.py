@@ -18,7 +18,7 @@ from checkpoint.optimizers import OPTIMIZERS, held_by, joined, map_leaves, train
 from compare import assert_equal, fqn_of
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy, fully_shard
-from fullshard.checkpoint.state.optimizer import optimizer_state
+from fullshard.checkpoint.state.optimizer.state import optimizer_state
 from fullshard.checkpoint.state.types import (
     FullOptimStateDictConfig,
     FullStateDictConfig,

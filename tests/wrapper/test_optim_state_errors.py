@@ -14,13 +14,13 @@ from two_layers import BOTH, Small, plain, small, step
 from checkpoint.optimizers import held_by
 from compare import fqn_of
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.checkpoint.state import optimizer_gather
 from fullshard.checkpoint.state.types import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     StateDictType,
 )
 from fullshard.errors import FullshardError
+from fullshard.wrapper.state_dict import gather as gathering
 from fullshard.wrapper.state_dict import optimizer_conversion
 from ranks import Rank, on_ranks
 
@@ -110,7 +110,7 @@ def test_one_whole_tensor_at_a_time(rank: Rank, form: str, monkeypatch: pytest.M
     step(model, optimizer)
     config = FullOptimStateDictConfig(rank0_only=True)
     full = FSDP.full_optim_state_dict(model, optimizer)
-    monkeypatch.setattr(optimizer_gather, "_gather", watched(optimizer_gather._gather))
+    monkeypatch.setattr(gathering, "_gather", watched(gathering._gather))
     monkeypatch.setattr(optimizer_conversion, "_broadcast", watched(optimizer_conversion._broadcast))
     if form == "sharded":
         FSDP.sharded_optim_state_dict(model, optimizer)

@@ -49,7 +49,7 @@ from compare import assert_close, assert_equal
 from fullshard import FullshardError, ShardingStrategy, StateDictType, dropin, fully_shard
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.activation_checkpoint import apply_activation_checkpointing
-from fullshard.checkpoint.state.initial_optimizer import give_initial_state
+from fullshard.checkpoint.state.optimizer.initial import give_initial_state
 from fullshard.dropin import enable_torch_state_dict_functions
 from fullshard.wrap import ModuleWrapPolicy
 from ranks import Rank, RankPool, on_ranks

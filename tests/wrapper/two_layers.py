@@ -10,7 +10,7 @@ from torch import nn
 
 from checkpoint.optimizers import joined
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.checkpoint.state.optimizer import optimizer_state
+from fullshard.checkpoint.state.optimizer.state import optimizer_state
 from ranks import Rank
 
 State = dict[str, Any]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fullshard.checkpoint.state.optimizer import compare_fingerprints
+from fullshard.checkpoint.state.optimizer.state import compare_fingerprints
 from fullshard.errors import CheckpointError
 
 __all__ = ["StateFingerprint", "compare_ranks"]

@@ -30,8 +30,8 @@ from fullshard.checkpoint.key_map import (
 from fullshard.checkpoint.saving import describe_call, wait_for_pending_save
 from fullshard.checkpoint.state.extras import joined, placeholder, set_random_state, split, tensors_in
 from fullshard.checkpoint.state.model import ModelState, model_state
-from fullshard.checkpoint.state.optimizer_entries import TensorSpec
-from fullshard.checkpoint.state.optimizer_target import OptimizerTarget
+from fullshard.checkpoint.state.optimizer.state import TensorSpec
+from fullshard.checkpoint.state.optimizer.target import OptimizerTarget
 from fullshard.checkpoint.state.parameters import mark_shards_written
 from fullshard.checkpoint.state.snapshot import (
     EXTRA,

@@ -34,7 +34,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard.checkpoint.state import types as state_dict_types
-from fullshard.checkpoint.state.initial_optimizer import give_initial_state
+from fullshard.checkpoint.state.optimizer.initial import give_initial_state
 from fullshard.checkpoint.state.parameters import local_parameters
 from fullshard.checkpoint.state.types import StateDictType
 from fullshard.engine.ownership import nested_units

@@ -1,9 +1,9 @@
 """Read checkpoints of torch.distributed.checkpoint's own writer: ``.metadata``, a pickle, and files of ``torch.save``.
 
 [Note: Reading a pickle without running it]
-A pickle is a program: it names callables and calls them. ``.metadata`` needs a dozen names, and each has a stand-in
-here that only records its arguments; any other name is rejected. The pickle creates no object of torch and can change
-none: the stand-ins are new for every file. The recorded arguments are then type-checked and become an
+A pickle is a program: it names callables and calls them. ``.metadata`` needs a dozen names; any other is refused. Not
+even torch's own classes are handed out, as a pickle can change attributes of the classes that it names: each name has a
+stand-in, new for every file, that only keeps the state that it is given. What comes out is type-checked and becomes an
 :class:`~fullshard.checkpoint.format.index.Index`, checked as any other. Tensors and values are read with torch's
 restricted unpickler.
 """
@@ -16,7 +16,7 @@ import pickle
 import posixpath
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -33,19 +33,14 @@ __all__ = ["METADATA_FILE", "TorchSource", "read_metadata_file"]
 METADATA_FILE = ".metadata"
 _AT_ONCE = 1 << 20  # bytes
 
-_METADATA = "torch.distributed.checkpoint.metadata"
-_RECORDED = {  # classes whose attributes are kept
-    (_METADATA, "Metadata"),
-    (_METADATA, "TensorStorageMetadata"),
-    (_METADATA, "BytesStorageMetadata"),
-    (_METADATA, "ChunkStorageMetadata"),
-    (_METADATA, "TensorProperties"),
-    (_METADATA, "MetadataIndex"),
-    (_METADATA, "StorageMeta"),
+_CLASSES = "torch.distributed.checkpoint.metadata"
+_KEPT = {  # classes whose instances are needed
+    *((_CLASSES, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties")),
+    *((_CLASSES, name) for name in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 }
-_IGNORED = {  # callables whose arguments are not needed
-    (_METADATA, "_MEM_FORMAT_ENCODING"),
+_IGNORED = {  # callables whose results are not needed
+    (_CLASSES, "_MEM_FORMAT_ENCODING"),
     ("torch.serialization", "_get_layout"),
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath", "Path")),
 }
@@ -99,32 +94,25 @@ class TorchSource(Source):
             raise self._damaged(key, entry, "compressed records")
         return data
 
-    def _damaged(self, key: str, entry: ShardEntry | ValueEntry, found: str) -> CheckpointError:
-        end = entry.start + entry.length
-        return CheckpointError(
-            f"{self.folder.where(entry.file)}: {key}: bytes {entry.start} to {end} are corrupted ({found}); no code in "
-            f"them was run. Copy the file again, or use another checkpoint"
-        )
-
     def _decoded(self, request: ReadRequest) -> torch.Tensor:
-        shard = request.shard
-        data = self._read_whole(request.key, shard)
-        where = f"{self.folder.where(shard.file)}: {request.key}"
+        data = self._read_whole(request.key, request.shard)
         try:
             found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged or hostile file may raise anything
-            raise CheckpointError(
-                f"{where}: shard {shard.region} cannot be read ({first_line(error)}); no code in it was run. Copy the "
-                "file again, or use another checkpoint"
-            ) from error
-        wanted = f"{shard.region.sizes} {request.dtype}"
-        shown = _shown(found)
+            raise self._damaged(request.key, request.shard, first_line(error)) from error
+        wanted, shown = f"{request.shard.region.sizes} {request.dtype}", _shown(found)
         if isinstance(found, torch.Tensor) and found.layout is torch.strided:
             shown = f"{tuple(found.shape)} {str(found.dtype).removeprefix('torch.')}"
         if shown != wanted:
-            raise CheckpointError(f"{where}: expected a tensor of {wanted}; found {shown}. Use another checkpoint")
+            raise self._damaged(request.key, request.shard, f"expected a tensor of {wanted}; found {shown}")
         flat: torch.Tensor = found.detach().contiguous().view(-1)
         return flat
+
+    def _damaged(self, key: str, entry: ShardEntry | ValueEntry, found: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.folder.where(entry.file)}: {key}: bytes {entry.start} to {entry.start + entry.length} cannot be "
+            f"read ({found}); no code in them was run. Copy the file again, or use another checkpoint"
+        )
 
 
 def read_metadata_file(folder: Folder) -> Index:
@@ -133,174 +121,144 @@ def read_metadata_file(folder: Folder) -> Index:
     Raises:
         CheckpointError: If it is corrupted, is no such index, or names files outside of the folder.
     """
+    where = folder.where(METADATA_FILE)
     with folder.read(METADATA_FILE) as stream:
         data = stream.read()
-    where = folder.where(METADATA_FILE)
     try:
-        found = _Unpickler(io.BytesIO(data), where).load()
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged pickle may raise anything
+        top = _fields(_Unpickler(io.BytesIO(data)).load(), "Metadata")
+        places = _places(top.get("storage_data"))
+        tensors, values = _entries(top, places)
+    except _RefusedError as error:
         raise CheckpointError(
-            f"{where} cannot be read ({type(error).__name__}: {error}). The file is corrupted: use another checkpoint"
+            f"{where}: {error}; no code in it was run. The file is corrupted, or was not written by "
+            "torch.distributed.checkpoint's FileSystemWriter: use another checkpoint"
         ) from error
-    return _MetadataParser(folder, where).index(found)
+    except Exception as error:  # a damaged pickle may raise anything, with a text of any length
+        raise CheckpointError(
+            f"{where} cannot be read ({type(error).__name__}). The file is corrupted: use another checkpoint"
+        ) from error
+    names = {shard.file for tensor in tensors.values() for shard in tensor.shards}
+    names |= {value.file for value in values.values()}
+    files = {name: FileEntry(folder.length(name)) for name in sorted(names)}
+    about = {"format": "torch.distributed.checkpoint", "version": _shown(top.get("version"))}
+    return Index(where, tensors, values, files, about=about, raw=False)
+
+
+class _RefusedError(Exception):
+    """Something that does not belong into such a file."""
+
+
+class _StandIn:
+    """Stands for an instance of a class of torch, and keeps the state that it is restored with."""
+
+    state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__["state"] = state
 
 
 class _Unpickler(pickle.Unpickler):
     """Unpickler that makes no objects but stand-ins. See [Note: Reading a pickle without running it]."""
 
-    _where: str
-    _classes: dict[tuple[str, str], Any]
-
-    def __init__(self, stream: io.BytesIO, where: str) -> None:
+    def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream)
-        self._where = where
-        self._classes = {known: _recording_class(known[1]) for known in _RECORDED}
+        self._names: dict[tuple[str, str], Any] = {known: type(known[1], (_StandIn,), {}) for known in _KEPT}
+        self._names |= {known: lambda *_: None for known in _IGNORED}
+        self._names |= {("torch", "Size"): lambda sizes=(): tuple(sizes), ("collections", "OrderedDict"): lambda *_: {}}
+        self._names |= {("torch", name): name for name in ITEM_SIZES}
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the stand-in for a name in the pickle."""
-        known = self._classes.get((module, name))
-        if known is not None:
-            return known
-        if (module, name) in _IGNORED:
-            return lambda *_: None
-        if (module, name) == ("torch", "Size"):
-            return lambda sizes=(): tuple(sizes)
-        if (module, name) == ("collections", "OrderedDict"):
-            return lambda *_: {}
-        if module == "torch" and name in ITEM_SIZES:
-            return name
-        raise CheckpointError(
-            f"{self._where} refers to {module}.{name}, which is not allowed in it; no code was run. It was not written "
-            "by torch.distributed.checkpoint's FileSystemWriter, or has been changed since: do not use it"
-        )
+        if (module, name) not in self._names:
+            raise _RefusedError(f"refers to {module[:80]}.{name[:80]}, which is not allowed in it")
+        return self._names[module, name]
 
     def persistent_load(self, pid: Any) -> NoReturn:
-        """Reject the pickle: nothing in such a file is stored elsewhere."""
-        raise CheckpointError(f"{self._where} refers to external data ({_shown(pid)}): do not use it")
+        """Refuse the pickle: nothing in such a file is stored elsewhere."""
+        raise _RefusedError("refers to external data")
 
 
-def _recording_class(name: str) -> type:
-    """Return a new class that records its attributes, as ``__reduce_ex__`` of dataclasses restores them."""
-
-    def set_state(self: Any, state: Any) -> None:
-        self.__dict__["state"] = state
-
-    return type(name, (), {"__setstate__": set_state, "kind": name})
+_Places = dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
 
 
-class _MetadataParser:
-    """Builds an index from the stand-ins of an unpickled ``.metadata``."""
+def _places(found: Any) -> _Places:
+    """Return file, first byte and length of all stored data, by key and offsets."""
+    places: _Places = {}
+    for index, info in _checked("storage_data", found, dict).items():
+        at, place = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
+        key, offset, name = _checked("a key", at.get("fqn"), str), at.get("offset"), place.get("relative_path")
+        start, length = place.get("offset"), place.get("length")
+        if not (isinstance(name, str) and type(start) is int and type(length) is int):
+            raise _RefusedError(f"{_shown(key)}: found an invalid location")
+        # A plain name: torch's writer has no subfolders.
+        if name in ("", ".", "..") or not posixpath.basename(name) == os.path.basename(name) == name:
+            raise _RefusedError(f"{_shown(key)}: found file {_shown(name)!r}, which is outside of the folder")
+        if re.search(r"[:\0\\]", name):
+            raise _RefusedError(f"{_shown(key)}: found file {_shown(name)!r}, which is not a name")
+        if place.get("transform_descriptors"):
+            raise _RefusedError(f"{_shown(key)}: stored with an extension that only torch's own reader supports")
+        places[key, None if offset is None else _sizes(key, offset)] = name, start, length
+    return places
 
-    _folder: Folder
-    _where: str
 
-    def __init__(self, folder: Folder, where: str) -> None:
-        self._folder, self._where = folder, where
-
-    def index(self, found: Any) -> Index:
-        top = self._state("metadata", found, "Metadata")
-        stored = self._stored(top.get("storage_data"))
-        mappings = top.get("planner_data")
-        paths = mappings if isinstance(mappings, dict) else {}
-        tensors: dict[str, TensorEntry] = {}
-        values: dict[str, ValueEntry] = {}
-        for key, entry in self._dict("state_dict_metadata", top.get("state_dict_metadata")).items():
-            self._is(key, isinstance(key, str), "a key that is not a string")
-            path = _path(paths.get(key))
-            if getattr(entry, "kind", None) == "BytesStorageMetadata":
-                self._is(key, (key, None) in stored, "a value without stored data")
-                values[key] = ValueEntry(*stored[key, None], path=path)
-            else:
-                tensors[key] = self._tensor(key, entry, stored, path)
-        names = {shard.file for tensor in tensors.values() for shard in tensor.shards}
-        names |= {value.file for value in values.values()}
-        files = {name: FileEntry(self._folder.length(name)) for name in sorted(names)}
-        about = {"format": "torch.distributed.checkpoint", "version": _shown(top.get("version"))}
-        return Index(self._where, tensors, values, files, about=about, raw=False)
-
-    def _stored(self, found: Any) -> dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]:
-        """Return file, first byte and length by key and offsets."""
-        places: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]] = {}
-        for index, info in self._dict("storage_data", found).items():
-            at = self._state("storage_data", index, "MetadataIndex")
-            info = self._state("storage_data", info, "_StorageInfo")
-            key, offset = at.get("fqn"), at.get("offset")
-            name, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
-            if not (isinstance(key, str) and isinstance(name, str) and type(start) is int and type(length) is int):
-                self._wrong(key, "an invalid location")
-            if not _stays_inside(name):
-                self._wrong(key, f"file {_shown(name)!r}, which is outside of the folder")
-            if info.get("transform_descriptors"):
-                raise CheckpointError(
-                    f"{self._where}: {key}: stored with an extension that only torch's own reader supports: load it "
-                    "with torch.distributed.checkpoint, and save it again"
-                )
-            places[key, None if offset is None else self._ints(key, offset)] = name, start, length
-        return places
-
-    def _tensor(self, key: str, entry: Any, stored: Mapping[Any, Any], path: tuple[str | int, ...]) -> TensorEntry:
-        fields = self._state(key, entry, "TensorStorageMetadata")
+def _entries(top: dict[str, Any], places: _Places) -> tuple[dict[str, TensorEntry], dict[str, ValueEntry]]:
+    """Return the tensors and values of the file."""
+    tensors: dict[str, TensorEntry] = {}
+    values: dict[str, ValueEntry] = {}
+    paths = top.get("planner_data")
+    for key, entry in _checked("state_dict_metadata", top.get("state_dict_metadata"), dict).items():
+        path = _path(paths.get(_checked("a key", key, str)) if isinstance(paths, dict) else None)
+        if type(entry).__name__ == "BytesStorageMetadata":
+            if (key, None) not in places:
+                raise _RefusedError(f"{_shown(key)}: found a value without stored data")
+            values[key] = ValueEntry(*places[key, None], path=path)
+            continue
+        fields, shards = _fields(entry, "TensorStorageMetadata", key), []
         properties = getattr(fields.get("properties"), "state", None)
         dtype = properties[0] if isinstance(properties, tuple) and properties else None
-        self._is(key, isinstance(dtype, str), "no dtype")
-        shards = []
-        for chunk in self._list(key, fields.get("chunks")):
-            part = self._state(key, chunk, "ChunkStorageMetadata")
-            offsets, sizes = self._ints(key, part.get("offsets")), self._ints(key, part.get("sizes"))
-            if 0 in sizes:
-                continue
-            self._is(key, (key, offsets) in stored, f"a shard at {offsets} without stored data")
-            self._is(key, len(offsets) == len(sizes) and min((*offsets, *sizes), default=0) >= 0, "negative sizes")
-            shards.append(ShardEntry(Region(offsets, sizes), *stored[key, offsets]))
-        shape = self._ints(key, fields.get("size"))
+        for chunk in _checked(key, fields.get("chunks"), list):
+            part = _fields(chunk, "ChunkStorageMetadata", key)
+            offsets, sizes = _sizes(key, part.get("offsets")), _sizes(key, part.get("sizes"))
+            if len(offsets) != len(sizes) or min((*offsets, *sizes), default=0) < 0:
+                raise _RefusedError(f"{_shown(key)}: found negative sizes")
+            if 0 not in sizes:
+                if (key, offsets) not in places:
+                    raise _RefusedError(f"{_shown(key)}: found a shard at {offsets} without stored data")
+                shards.append(ShardEntry(Region(offsets, sizes), *places[key, offsets]))
+        size = _sizes(key, fields.get("size"))
         try:
-            return TensorEntry(str(dtype), shape, Shards.of(shape, shards), path)
+            found = Shards.of(size, shards)
         except ValueError as error:
-            self._wrong(key, str(error))
-
-    def _wrong(self, key: Any, found: str) -> NoReturn:
-        raise CheckpointError(
-            f"{self._where}: {_shown(key)}: found {found}. The file is corrupted, or was not written by "
-            "torch.distributed.checkpoint: use another checkpoint"
-        )
-
-    def _is(self, key: Any, good: bool, found: str) -> None:
-        if not good:
-            self._wrong(key, found)
-
-    def _state(self, key: str, found: Any, kind: str) -> dict[str, Any]:
-        state = getattr(found, "state", None)
-        self._is(key, getattr(found, "kind", None) == kind and isinstance(state, dict), f"no {kind}")
-        assert isinstance(state, dict)
-        return state
-
-    def _dict(self, key: str, found: Any) -> dict[Any, Any]:
-        self._is(key, isinstance(found, dict), f"no dictionary, but {type(found).__name__}")
-        assert isinstance(found, dict)
-        return found
-
-    def _list(self, key: str, found: Any) -> list[Any]:
-        self._is(key, isinstance(found, list), f"no list, but {type(found).__name__}")
-        assert isinstance(found, list)
-        return found
-
-    def _ints(self, key: str, found: Any) -> tuple[int, ...]:
-        good = isinstance(found, (tuple, list)) and all(type(number) is int for number in found)
-        self._is(key, good, "something other than sizes")
-        return tuple(found)
+            raise _RefusedError(f"{_shown(key)}: found {error}") from error
+        tensors[key] = TensorEntry(_checked(f"{_shown(key)}: dtype", dtype, str), size, found, path)
+    return tensors, values
 
 
-def _stays_inside(name: str) -> bool:
-    """Return True if a relative path names a file of the folder; torch's writer has no subfolders."""
-    plain = posixpath.basename(name) == name and os.path.basename(name) == name and not re.search(r"[:\0\\]", name)
-    return plain and name not in ("", ".", "..")
+def _checked(key: str, found: Any, kind: type) -> Any:
+    if type(found) is not kind:
+        raise _RefusedError(f"{_shown(key)}: found no {kind.__name__}, but {_shown(found)}")
+    return found
+
+
+def _fields(found: Any, kind: str, key: str = "the pickle") -> dict[str, Any]:
+    """Return the attributes of a stand-in for an instance of that class."""
+    state = found.state if isinstance(found, _StandIn) and type(found).__name__ == kind else None
+    if type(state) is not dict:
+        raise _RefusedError(f"{_shown(key)}: found no {kind}, but {_shown(found)}")
+    return state
+
+
+def _sizes(key: str, found: Any) -> tuple[int, ...]:
+    if not isinstance(found, (tuple, list)) or not all(type(number) is int for number in found):
+        raise _RefusedError(f"{_shown(key)}: found something other than sizes")
+    return tuple(found)
 
 
 def _shown(found: Any) -> str:
     """Return something from a pickle as short text; never all of it: a few bytes may stand for gigabytes of text."""
-    return str(found)[:80] if isinstance(found, (str, int)) else type(found).__name__
+    if isinstance(found, str):
+        return found[:80]
+    return str(found) if isinstance(found, int) and abs(found) < 1 << 64 else type(found).__name__
 
 
 def _path(found: Any) -> tuple[str | int, ...]:

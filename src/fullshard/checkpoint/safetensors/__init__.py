@@ -2,5 +2,6 @@
 
 - ``export.py``, ``importing.py``  sharded models, on all ranks; ``stream.py``: one full tensor after another
 - ``consolidate.py``               checkpoints, without the model
-- ``files.py``, ``shard_io.py``    headers and byte ranges of files
+- ``files.py``, ``output.py``      layout of files that are read and written; files until they are complete
+- ``shard_io.py``                  shards at their byte ranges
 """

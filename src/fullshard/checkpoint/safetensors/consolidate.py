@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
 import torch
 
 from fullshard.checkpoint.format.host import bytes_of
-from fullshard.checkpoint.safetensors.export import ALIASES, TEMPORARY
-from fullshard.checkpoint.safetensors.files import (
-    INDEX_NAME,
-    SINGLE_NAME,
-    FilePlan,
-    TensorKind,
-    index_text,
-    local_path,
-    plan_files,
-    read_index,
-)
+from fullshard.checkpoint.safetensors.export import ALIASES
+from fullshard.checkpoint.safetensors.files import FilePlan, TensorKind, local_path, plan_files
+from fullshard.checkpoint.safetensors.output import OutputFiles, make_folder
 from fullshard.checkpoint.tools.offline import Checkpoint, open_checkpoint
 from fullshard.errors import CheckpointError
 
 __all__ = ["export"]
-
-_NUMBERED = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 def export(
@@ -71,17 +60,20 @@ def export(
         kinds = {name.removeprefix(prefix): _kind(checkpoint, name, dtype) for name in _names(checkpoint, prefix)}
         metadata = {"format": "pt", **_tied(checkpoint, prefix)}
         plans = plan_files(kinds, 1 << 62 if single else max_shard_bytes, metadata)
-        names = [target.name] if single else [plan.name for plan in plans]
-        with _OutputFolder(target.parent if single else target, is_layout=not single) as output:
-            for plan, name in zip(plans, names, strict=True):
-                with output.open(name) as stream:
+        if single:
+            plans = [replace(plans[0], name=target.name)]
+        folder = target.parent if single else target
+        files = OutputFiles(folder, plans, secrets.token_hex(8), is_single=single)
+        make_folder(folder)
+        try:
+            files.make()
+            for plan in plans:
+                with files.opened(plan) as descriptor, os.fdopen(descriptor, "wb", closefd=False) as stream:
+                    stream.seek(len(plan.header))
                     _write(checkpoint, plan, prefix, stream, progress)
-            if len(plans) > 1:
-                with output.open(INDEX_NAME) as stream:
-                    stream.write(index_text(plans, {}).encode())
-                names.append(INDEX_NAME)
-            output.publish()
-            return [output.folder / name for name in names]
+            return files.publish({})
+        finally:
+            files.clean_up()
 
 
 def _names(checkpoint: Checkpoint, prefix: str) -> list[str]:
@@ -114,74 +106,8 @@ def _tied(checkpoint: Checkpoint, prefix: str) -> dict[str, str]:
 def _write(
     checkpoint: Checkpoint, plan: FilePlan, prefix: str, stream: IO[bytes], progress: Callable[[int], object] | None
 ) -> None:
-    stream.write(plan.header)
     for name, place in sorted(plan.tensors.items(), key=lambda item: item[1].start):
         for _, part in checkpoint.parts(prefix + name):
             written = stream.write(bytes_of(part.to(place.dtype)))
             if progress is not None:
                 progress(written)
-
-
-class _OutputFolder:
-    """Output files, which are renamed to their final names once all are complete and removed on failure."""
-
-    folder: Path
-    is_layout: bool  # Hugging Face layout: files of an earlier export may exist
-    _made: list[str]
-    _token: str  # in the temporary names
-
-    def __init__(self, folder: Path, *, is_layout: bool) -> None:
-        self.folder, self.is_layout, self._made, self._token = folder, is_layout, [], secrets.token_hex(8)
-        with self.errors_with_path(""):
-            folder.mkdir(parents=True, exist_ok=True)
-
-    def __enter__(self) -> _OutputFolder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name in self._made:
-            with contextlib.suppress(OSError):
-                self._temporary(name).unlink()
-
-    @contextlib.contextmanager
-    def open(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a file under a temporary name. Leftovers of interrupted exports are removed."""
-        self._made.append(name)
-        with self.errors_with_path(name):
-            left = TEMPORARY if self.is_layout else re.compile(re.escape(f".{name}.") + r"[0-9a-f]{16}\.tmp")
-            for file in self.folder.iterdir():
-                if left.fullmatch(file.name) and self._token not in file.name:
-                    file.unlink(missing_ok=True)
-            with self._temporary(name).open("wb") as stream:
-                yield stream
-
-    def publish(self) -> None:
-        """Rename the files to their final names and remove the files that they replace, so that readers never see files
-        of two exports.
-        """
-        old = self._old() if self.is_layout else []
-        with self.errors_with_path(""):
-            if self.is_layout and INDEX_NAME in self._made:
-                (self.folder / INDEX_NAME).unlink(missing_ok=True)  # no index while its files change
-            for name in self._made:
-                self._temporary(name).replace(self.folder / name)
-            for name in old:
-                (self.folder / name).unlink(missing_ok=True)
-
-    @contextlib.contextmanager
-    def errors_with_path(self, name: str) -> Iterator[None]:
-        """Translate errors of the file system into CheckpointError with the path of the file."""
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(f"{self.folder / name} cannot be written: {error.strerror or error}") from error
-
-    def _old(self) -> list[str]:
-        """Return the files of an earlier export of the same layout that this one does not overwrite."""
-        found = [SINGLE_NAME, INDEX_NAME]
-        with contextlib.suppress(CheckpointError):
-            found += [name for name in read_index(self.folder / INDEX_NAME).values() if _NUMBERED.fullmatch(name)]
-        return [name for name in dict.fromkeys(found) if name not in self._made]
-
-    def _temporary(self, name: str) -> Path:
-        return self.folder / f".{name}.{self._token}.tmp"

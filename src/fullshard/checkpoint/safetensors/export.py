@@ -10,15 +10,12 @@ writes all, tensor by tensor, as :func:`fullshard.full_tensors` gathers them.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -28,16 +25,12 @@ from torch import nn
 
 from fullshard.checkpoint.format.host import plain
 from fullshard.checkpoint.safetensors.files import (
-    INDEX_NAME,
-    SINGLE_NAME,
-    FilePlan,
     TensorKind,
-    index_text,
     local_path,
     plan_files,
-    read_index,
     shortened,
 )
+from fullshard.checkpoint.safetensors.output import OutputFiles, errors_with_path, make_folder
 from fullshard.checkpoint.safetensors.shard_io import ShardFileIO
 from fullshard.checkpoint.safetensors.stream import full_tensors
 from fullshard.checkpoint.state.model import ModelState, model_state
@@ -45,13 +38,11 @@ from fullshard.checkpoint.state.tensor_shards import TensorShard, TensorShards
 from fullshard.errors import CheckpointError, UnmaterializedParameterError
 from fullshard.ranks.barrier import RankBarrier, rank_barrier
 
-__all__ = ["ALIASES", "TEMPORARY", "export_safetensors"]
+__all__ = ["ALIASES", "export_safetensors"]
 
 ALIASES = "aliases"  # metadata key: other names of tied parameters, each with the name in the files
 _LOOKS, _LOOK_S = 5, 0.2  # retries and interval when looking for the folder: a network file system may show it late
 _AGREED_BYTES = 16 * 1024 * 1024  # of one all-gather of digests
-_NUMBERED = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-TEMPORARY = re.compile(r"\.model[-.\w]*\.[0-9a-f]{16}\.tmp")
 
 
 def export_safetensors(
@@ -109,16 +100,16 @@ def export_safetensors(
         plans = barrier.run_on_all("planning", lambda: plan_files(kinds, max_shard_bytes, _header_texts(texts, state)))
         _compare(barrier, kinds)
         token = barrier.from_first_rank("making the folder", lambda: _make_folder(path))
-        files = _ExportFiles(path, plans, token, sync)
+        files = OutputFiles(path, plans, token, sync)
         try:
-            shared = not barrier.any_rank("looking for the folder", lambda: not files.is_folder_seen())
+            shared = not barrier.any_rank("looking for the folder", lambda: not _sees_folder(files))
             _on_first(barrier, "making files", files.make)
             if shared:
                 own, partial = _assign_shards(state, process_group)
                 barrier.run_on_all("assigning shards", lambda: _check_complete(partial, state))
-                barrier.run_on_all("writing", lambda: files.write(own))
+                barrier.run_on_all("writing", lambda: _write_shards(files, own))
             else:
-                error = files.write_stream(full_tensors(model, dtype=dtype), writes=barrier.rank == 0)
+                error = _write_stream(files, full_tensors(model, dtype=dtype), writes=barrier.rank == 0)
                 barrier.run_on_all("writing", lambda: _raise(error))
             _on_first(barrier, "naming files", lambda: files.publish(texts))
         finally:
@@ -126,7 +117,7 @@ def export_safetensors(
                 files.clean_up()
 
 
-def _on_first(barrier: RankBarrier, step: str, function: Callable[[], None]) -> None:
+def _on_first(barrier: RankBarrier, step: str, function: Callable[[], object]) -> None:
     barrier.run_on_all(step, function if barrier.rank == 0 else lambda: None)
 
 
@@ -247,149 +238,52 @@ def _writers(column: np.ndarray, loads: np.ndarray) -> list[int]:
 # -------------------------------------------------------------------- files
 
 
-def _make_folder(path: Path) -> str:
+def _make_folder(folder: Path) -> str:
     """Create the folder, and a file in it by which other ranks can tell that they see the same folder."""
     token = secrets.token_hex(8)
-    with _errors_with_path(path):
-        path.mkdir(parents=True, exist_ok=True)
-        _token_file(path, token).touch()
+    make_folder(folder)
+    with errors_with_path(folder):
+        OutputFiles(folder, (), token).token_file.touch()
     return token
 
 
-def _token_file(path: Path, token: str) -> Path:
-    return path / f".model.{token}.tmp"
+def _sees_folder(files: OutputFiles) -> bool:
+    """Return True if this rank sees the same folder as the first rank."""
+    for look in range(_LOOKS):
+        if files.token_file.exists():
+            return True
+        time.sleep(_LOOK_S if look + 1 < _LOOKS else 0)
+    return False
 
 
-@dataclass(frozen=True)
-class _ExportFiles:
-    """The files of one export.
+def _write_shards(files: OutputFiles, share: ShardList) -> None:
+    """Write shards to their byte ranges."""
+    plan_of = {name: index for index, plan in enumerate(files.plans) for name in plan.tensors}
+    by_file: dict[int, ShardList] = {}
+    for name, shard in share:
+        by_file.setdefault(plan_of[name], []).append((name, shard))
+    mover = ShardFileIO()
+    for index in sorted(by_file):
+        with files.opened(files.plans[index], sync=files.sync) as descriptor:
+            for name, shard in by_file[index]:
+                mover.write(descriptor, files.plans[index].tensors[name], shard)
 
-    Args:
-        folder: Folder of the files.
-        plans: Layout of each file.
-        token: Part of the temporary names.
-        sync: Flush files to disk before they are renamed.
+
+def _write_stream(files: OutputFiles, tensors: Iterator[tuple[str, torch.Tensor]], *, writes: bool) -> Exception | None:
+    """Write full tensors as they are gathered. A rank that does not write, or cannot write any more, still takes part
+    in the all-gathers.
+
+    Returns:
+        The error, if this rank cannot write.
     """
-
-    folder: Path
-    plans: Sequence[FilePlan]
-    token: str
-    sync: bool
-
-    def is_folder_seen(self) -> bool:
-        """Return True if this rank sees the same folder as the first rank."""
-        for look in range(_LOOKS):
-            if _token_file(self.folder, self.token).exists():
-                return True
-            time.sleep(_LOOK_S if look + 1 < _LOOKS else 0)
-        return False
-
-    def make(self) -> None:
-        """Create all files with their headers and at full length; remove leftovers of interrupted exports."""
-        for left in self.folder.iterdir():
-            if TEMPORARY.fullmatch(left.name) and self.token not in left.name:
-                left.unlink(missing_ok=True)
-        for plan in self.plans:
-            with _errors_with_path(self._temporary(plan)), self._temporary(plan).open("wb") as file:
-                file.write(plan.header)
-                file.truncate(plan.size)
-
-    def write(self, share: ShardList) -> None:
-        """Write shards to their byte ranges."""
-        plan_of = {name: index for index, plan in enumerate(self.plans) for name in plan.tensors}
-        files: dict[int, ShardList] = {}
-        for name, shard in share:
-            files.setdefault(plan_of[name], []).append((name, shard))
-        mover = ShardFileIO()
-        for index in sorted(files):
-            places = self.plans[index].tensors
-            with self._opened(self.plans[index], sync=self.sync) as descriptor:
-                for name, shard in files[index]:
-                    mover.write(descriptor, places[name], shard)
-
-    def write_stream(self, tensors: Iterator[tuple[str, torch.Tensor]], *, writes: bool) -> Exception | None:
-        """Write full tensors as they are gathered. A rank that does not write, or cannot write any more, still takes
-        part in the all-gathers.
-
-        Returns:
-            The error, if this rank cannot write.
-        """
-        error: Exception | None = None
-        mover, plan_of = ShardFileIO(), {name: plan for plan in self.plans for name in plan.tensors}
-        for name, tensor in tensors:
-            if not writes or error is not None or name not in plan_of:  # other names of tied tensors
-                continue
-            try:
-                with self._opened(plan_of[name], sync=False) as descriptor:
-                    mover.write(descriptor, plan_of[name].tensors[name], TensorShards.whole(tensor).shards[0])
-            except Exception as raised:  # any error: other ranks wait for this one in the next all-gather
-                error = raised
-        return error
-
-    def publish(self, texts: Mapping[str, str]) -> None:
-        """Rename the files to their final names, and remove the files that they replace."""
-        with _errors_with_path(self.folder):
-            index, single = self.folder / INDEX_NAME, self.folder / SINGLE_NAME
-            replaced = self._replaced(index)
-            if len(self.plans) > 1:
-                index.unlink(missing_ok=True)  # no index while files of two exports may exist
-            for plan in self.plans:
-                _sync(self._temporary(plan), self.sync)  # written by this rank, also by write_stream
-                self._temporary(plan).replace(self.folder / plan.name)
-            if len(self.plans) > 1:
-                made = _token_file(self.folder, self.token)
-                made.write_text(index_text(self.plans, texts))
-                _sync(made, self.sync)
-                made.replace(index)
-                single.unlink(missing_ok=True)  # last: readers prefer it
-            else:
-                index.unlink(missing_ok=True)
-            for name in replaced:
-                (self.folder / name).unlink(missing_ok=True)
-            _sync(self.folder, self.sync)
-
-    def clean_up(self) -> None:
-        """Remove temporary files."""
-        for path in (_token_file(self.folder, self.token), *map(self._temporary, self.plans)):
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
-
-    def _temporary(self, plan: FilePlan) -> Path:
-        return self.folder / f".{plan.name}.{self.token}.tmp"
-
-    @contextlib.contextmanager
-    def _opened(self, plan: FilePlan, *, sync: bool) -> Iterator[int]:
-        path = self._temporary(plan)
-        with _errors_with_path(self.folder / plan.name):
-            descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-            try:
-                yield descriptor
-                if sync:
-                    os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-
-    def _replaced(self, index: Path) -> set[str]:
-        """Return the files of an earlier export that this one does not overwrite."""
+    error: Exception | None = None
+    mover, plan_of = ShardFileIO(), {name: plan for plan in files.plans for name in plan.tensors}
+    for name, tensor in tensors:
+        if not writes or error is not None or name not in plan_of:  # other names of tied tensors
+            continue
         try:
-            names = set(read_index(index).values())
-        except CheckpointError:  # no earlier export
-            return set()
-        return {name for name in names if _NUMBERED.fullmatch(name)} - {plan.name for plan in self.plans}
-
-
-def _sync(path: Path, sync: bool) -> None:
-    if sync:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _errors_with_path(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error}") from error
+            with files.opened(plan_of[name]) as descriptor:
+                mover.write(descriptor, plan_of[name].tensors[name], TensorShards.whole(tensor).shards[0])
+        except Exception as raised:  # any error: other ranks wait for this one in the next all-gather
+            error = raised
+    return error

@@ -1,7 +1,9 @@
-"""Headers and layout of safetensors files, and of several files with a Hugging Face index: parsed and planned.
+"""Layout of safetensors files, and of several files with a Hugging Face index: read and planned.
 
-The safetensors package reads and writes whole tensors. Here ranks read and write *shards* of tensors at their byte
-offsets, straight from and into existing memory, so headers are parsed and written here. A header is untrusted input.
+The safetensors package reads and checks headers. The bytes of shards are read and written by :mod:`shard_io`, straight
+into and from existing memory: ``safe_open(...).get_slice`` maps the file, so that a file that is cut off, or an error
+of the disk, would end the process with SIGBUS where now every rank raises an error; and nothing of the package writes
+parts of tensors.
 
 A file is 8 bytes, the length of a JSON text (little-endian); that text, with dtype, shape and byte range of every
 tensor; and the tensors' bytes, row by row, one after another without gaps.
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from fullshard.errors import CheckpointError
 
@@ -31,7 +34,6 @@ __all__ = [
     "Header",
     "TensorKind",
     "WeightFiles",
-    "dtype_name",
     "find_weights",
     "index_text",
     "local_path",
@@ -162,11 +164,6 @@ def local_path(what: str, path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def dtype_name(dtype: torch.dtype) -> str | None:
-    """Return the name of a dtype in the format; None if the format does not have it."""
-    return _NAMES.get(dtype)
-
-
 # -------------------------------------------------------------------- reading
 
 
@@ -178,32 +175,23 @@ def read_header(path: Path) -> Header:
     """
     try:
         with _open(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if size < _LENGTH_BYTES:
-                raise CheckpointError(f"{path}: expected a safetensors file, found {size} bytes; is it truncated?")
-            if not 2 <= length <= min(MAX_HEADER_BYTES, size - _LENGTH_BYTES):
-                raise CheckpointError(
-                    f"{path}: its header has a length of {length} bytes, in a file of {size} bytes; this is not a "
-                    "safetensors file, or it is truncated"
-                )
-            text = file.read(length)
+            start = _LENGTH_BYTES + int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        with safe_open(path, framework="pt") as file:
+            found = {name: file.get_slice(name) for name in file.offset_keys()}
+            kinds = {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in found.items()}
+            metadata = file.metadata() or {}
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    entries = _parse(path, text)
-    metadata = _texts(path, entries.pop(METADATA, {}), METADATA)
-    start = _LENGTH_BYTES + length
-    tensors = {name: _tensor(path, name, entry, start) for name, entry in entries.items()}
-    end = start
-    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].kind.nbytes)):
-        if tensor.start != end:
-            what = "overlaps" if tensor.start < end else "leaves a gap after"
-            raise CheckpointError(f"{path}: tensor {name!r} {what} the previous one; the header is corrupted")
-        end += tensor.kind.nbytes
-    if end != size:
+    except SafetensorError as error:
         raise CheckpointError(
-            f"{path}: expected {end} bytes by its header, found {size}; it is truncated, or still being written"
-        )
+            f"{path}: not a safetensors file, or truncated, still being written or corrupted: {error}"
+        ) from error
+    tensors = {}
+    for name, (dtype, shape) in kinds.items():  # in the order of the file, which has no gaps
+        if dtype not in _DTYPES:
+            raise CheckpointError(f"{path}: tensor {name!r} has the dtype {dtype!r}, which is not supported")
+        tensors[name] = FileTensor(TensorKind(_DTYPES[dtype], shape), start)
+        start += tensors[name].kind.nbytes
     return Header(tensors, metadata)
 
 
@@ -259,7 +247,13 @@ def read_index(path: Path) -> dict[str, str]:
             text = file.read()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    places = _texts(path, _parse(path, text).get("weight_map"), "weight_map")
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: invalid JSON: {error}") from error
+    places = parsed.get("weight_map") if isinstance(parsed, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(file_name, str) for file_name in places.values()):
+        raise CheckpointError(f"{path}: expected strings by name as weight_map")
     for name, file_name in places.items():
         # A plain name: an untrusted index must not select files outside of its folder.
         if file_name in ("", ".", "..") or "\0" in file_name or set(file_name) & {"/", "\\"}:
@@ -279,57 +273,6 @@ def _open(path: Path) -> Any:
     except BaseException:
         os.close(descriptor)
         raise
-
-
-def _parse(path: Path, text: bytes) -> dict[str, Any]:
-    """Parse a JSON object and reject duplicate names."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
-            seen: set[str] = set()
-            twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-            raise CheckpointError(f"{path}: duplicate name {twice!r}")
-        return made
-
-    try:
-        parsed = json.loads(text.decode(), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: invalid JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found a {type(parsed).__name__}")
-    return parsed
-
-
-def _texts(path: Path, value: Any, what: str) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise CheckpointError(f"{path}: expected strings by name as {what}")
-    return value
-
-
-def _tensor(path: Path, name: str, entry: Any, start: int) -> FileTensor:
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{path}: tensor {name!r}: expected dtype, shape and data_offsets, found {entry!r:.200}")
-    dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
-    if dtype is None:
-        raise CheckpointError(f"{path}: tensor {name!r} has the dtype {entry['dtype']!r:.50}, which is not supported")
-    shape, offsets = entry["shape"], entry["data_offsets"]
-    if not _numbers(shape) or not _numbers(offsets) or len(offsets) != 2:
-        raise CheckpointError(
-            f"{path}: tensor {name!r}: expected sizes and two offsets between 0 and 2**63, found "
-            f"{shape!r:.100} and {offsets!r:.100}"
-        )
-    kind = TensorKind(dtype, tuple(shape))
-    if offsets[1] - offsets[0] != kind.nbytes:
-        raise CheckpointError(
-            f"{path}: tensor {name!r}: its shape {kind.shape} in {entry['dtype']} takes {kind.nbytes} bytes, but its "
-            f"offsets are {offsets}"
-        )
-    return FileTensor(kind, start + offsets[0])
-
-
-def _numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value) and len(value) <= 64
 
 
 # -------------------------------------------------------------------- writing

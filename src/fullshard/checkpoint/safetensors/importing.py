@@ -228,10 +228,8 @@ def _compare(
         CheckpointError: If files and model do not match.
     """
     state, meta, problems = _targets(model), MetaTensors(model, init_buffers), _Mismatches()
-    names: dict[str, list[str]] = {name: [name] for name in state.tensors}
-    for alias, first in state.aliases.items():
-        names[first].append(alias)
-    optional = _non_persistent_names(model)
+    names = state.names_of
+    optional = {name for name, _ in _non_persistent_buffers(model)}
     sources: dict[str, tuple[Path, FileTensor]] = {}
     missing = []
     for first, shards in state.tensors.items():
@@ -241,8 +239,7 @@ def _compare(
             _compare_one(problems, first, shards, found[1], cast=cast)
         elif first not in optional:
             missing.append(first)
-    known = {name for every in names.values() for name in every}
-    unexpected = sorted(name for name in source.tensors if name not in known)
+    unexpected = sorted(source.tensors.keys() - state.names)
     if strict:
         problems.add("not in the files", *(_described(name, state.tensors[name]) for name in missing))
         problems.add("in the files, but not in the model", *unexpected)
@@ -290,10 +287,6 @@ def _non_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tenso
                 yield prefix + name, buffer
 
 
-def _non_persistent_names(model: nn.Module) -> set[str]:
-    return {name for name, _ in _non_persistent_buffers(model)}
-
-
 # -------------------------------------------------------------------- values that no file has
 
 
@@ -307,9 +300,7 @@ def _values_to_keep(model: nn.Module, meta: MetaTensors, sources: Collection[str
     if not prefixes:
         return {}
     state = _targets(model)
-    names: dict[str, list[str]] = {name: [name] for name in state.tensors}
-    for alias, first in state.aliases.items():
-        names[first].append(alias)
+    names = state.names_of
     return {
         name: [plain(shard.local).clone() for shard in shards.shards]
         for name, shards in state.tensors.items()

@@ -97,9 +97,8 @@ class ShardFileIO:
     def _cast(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Copy into the block, contiguous and in another dtype."""
         if part.device.type != "cpu":
-            part = part.to(
-                dtype
-            ).contiguous()  # on the device: a copy that also casts or changes layout would do so on the host
+            # On the device: a copy that also casts or changes layout would do so on the host.
+            part = part.to(dtype).contiguous()
         block = self._memory(part.numel() * dtype.itemsize).view(dtype).view(part.shape)
         return block.copy_(part)
 

@@ -33,8 +33,7 @@ def full_tensors(
     """Yield all parameters and persistent buffers of ``model`` as full tensors, with their names as before wrapping.
 
     A collective: all ranks iterate together, to the end or to the same tensor. Beside the shards, one group of tensors
-        of
-    up to 256 MiB, or one larger tensor, is in memory at a time, unless the caller keeps references.
+    of up to 256 MiB, or one larger tensor, is in memory at a time, unless the caller keeps references.
 
     Args:
         model: A model of either front end, or plain; between steps. It must not run, and its parameters must not
@@ -67,9 +66,7 @@ def full_tensors(
 def _named(
     model: nn.Module, state: ModelState, dtype: torch.dtype | None, device: torch.device | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    names = {name: [name] for name in state.tensors}
-    for alias, first in state.aliases.items():
-        names[first].append(alias)
+    names = state.names_of
     for first, tensor in itertools.chain(_parameters(model, dtype), _buffers(model, state)):
         with torch.no_grad():
             wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

@@ -1,6 +1,6 @@
 """State of models and optimizers on one rank, by FQN and as regions of unsharded tensors.
 
 - ``tensor_shards.py``  a rank's shards of a tensor; ``parameters.py``: the parameters of a model as such shards
-- ``model.py``, ``optimizer*.py``, ``extras.py``  state of each; ``snapshot.py``: all state of one save
+- ``model.py``, ``optimizer/``, ``extras.py``  state of each; ``snapshot.py``: all state of one save
 - ``types.py``          state dict types of ``FullyShardedDataParallel``
 """

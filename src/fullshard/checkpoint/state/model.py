@@ -40,6 +40,14 @@ class ModelState:
         """Names of all tensors, including all names of tied ones."""
         return self.tensors.keys() | self.aliases.keys()
 
+    @property
+    def names_of(self) -> dict[str, list[str]]:
+        """All names of each tensor, by the first."""
+        names = {name: [name] for name in self.tensors}
+        for alias, first in self.aliases.items():
+            names[first].append(alias)
+        return names
+
     def set_extra(self, values: dict[str, Any]) -> None:
         """Pass loaded extra state to the modules."""
         for name, value in values.items():

@@ -20,7 +20,7 @@ from fullshard.checkpoint.format.values import to_bytes
 from fullshard.checkpoint.format.write_plan import TensorTable
 from fullshard.checkpoint.state.extras import random_state, split, state_of
 from fullshard.checkpoint.state.model import model_state
-from fullshard.checkpoint.state.optimizer import fingerprint, optimizer_state
+from fullshard.checkpoint.state.optimizer.state import fingerprint, optimizer_state
 from fullshard.checkpoint.state.parameters import local_parameters
 from fullshard.checkpoint.state.tensor_shards import TensorShard, TensorShards
 from fullshard.engine.ownership import nested_units

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from fullshard.checkpoint.format.index import ITEM_SIZES, TensorEntry
+from fullshard.checkpoint.format.index import TensorEntry
 from fullshard.checkpoint.format.reader import INDEX_FILE
 from fullshard.checkpoint.format.torch_format import METADATA_FILE
 from fullshard.checkpoint.safetensors.consolidate import export as export_files
@@ -58,7 +58,7 @@ def inspect(path: str, *, verify: bool, other: str | None, names: str | None, co
         checkpoint = open_checkpoint(path)
         second = open_checkpoint(other) if other is not None else None
     except CheckpointError as error:
-        return _fail("inspect", f"{error}{_perhaps(path)}{_perhaps(other) if other else ''}", WRONG_INPUT)
+        return _fail("inspect", f"{error}{_perhaps(path)}{_perhaps(other)}", WRONG_INPUT)
     code = GOOD
     with checkpoint:
         if second is None or names is not None:
@@ -105,28 +105,24 @@ def export(
             "export", f"--dtype: expected a floating-point dtype such as bfloat16, found {dtype!r}", WRONG_INPUT
         )
     try:
-        most = parse_size(max_shard_size)
-    except ValueError as error:
-        return _fail("export", f"--max-shard-size: {error}", WRONG_INPUT)
-    try:
+        try:
+            most = parse_size(max_shard_size)
+        except ValueError as error:
+            return _fail("export", f"--max-shard-size: {error}", WRONG_INPUT)
         local_path("OUT", out)
         with open_checkpoint(path) as checkpoint:
-            total = sum(_size(entry) for key, entry in checkpoint.index.tensors.items() if key.startswith(prefix))
-            if not any(key.startswith(prefix) for key in checkpoint.index.tensors):
+            sizes = [entry.nbytes for key, entry in checkpoint.index.tensors.items() if key.startswith(prefix)]
+            if not sizes:
                 return _fail("export", f"no tensor of {path} has a name that begins with {prefix!r}", WRONG_INPUT)
     except (CheckpointError, ValueError) as error:
         return _fail("export", f"{error}{_perhaps(path)}", WRONG_INPUT)
     try:
-        with _progress(console, "exporting", total) as advance:
+        with _progress(console, "exporting", sum(sizes)) as advance:
             files = export_files(path, out, prefix=prefix, dtype=chosen, max_shard_bytes=most, progress=advance)
-    except ValueError as error:
-        return _fail("export", str(error), WRONG_INPUT)
-    except CheckpointError as error:
-        return _fail("export", str(error), FOUND)
+    except (CheckpointError, ValueError) as error:
+        return _fail("export", str(error), FOUND if isinstance(error, CheckpointError) else WRONG_INPUT)
     console.print(Text(f"weights of {path}"), soft_wrap=True)
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("file", overflow="fold")
-    table.add_column("size", justify="right")
+    table = _table("file", "size>")
     for file in files:
         table.add_row(escape(str(file)), _bytes(file.stat().st_size))
     console.print(table)
@@ -151,11 +147,10 @@ def parse_size(text: str) -> int:
 
 def _show_head(checkpoint: Checkpoint, console: Console) -> None:
     index = checkpoint.index
-    total = sum(_size(entry) for entry in index.tensors.values())
     elements = sum(entry.numel for entry in index.tensors.values())
     console.print(Text.assemble(("checkpoint ", "dim"), (checkpoint.path, "bold")), soft_wrap=True)
     facts = [
-        f"{_count(len(index.tensors), 'tensor')} with {_elements(elements)} elements, {_bytes(total)}",
+        f"{_count(len(index.tensors), 'tensor')} with {_elements(elements)} elements, {_bytes(_total(checkpoint))}",
         _count(len(index.values), "other value"),
         _count(len(index.files), "file"),
     ]
@@ -163,19 +158,15 @@ def _show_head(checkpoint: Checkpoint, console: Console) -> None:
     about = [f"{key} {value}" for key, value in index.about.items() if value not in (None, "", [], {})]
     if about:
         console.print(Text(" · ".join(about), style="dim"))
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("part")
-    for column in ("tensors", "elements", "size"):
-        table.add_column(column, justify="right")
-    table.add_column("dtypes")
+    table = _table("part", "tensors>", "elements>", "size>", "dtypes")
     for part, entries in _parts(checkpoint).items():
         dtypes = Counter(entry.dtype for entry in entries)
         table.add_row(
             escape(part),
             str(len(entries)),
             _elements(sum(entry.numel for entry in entries)),
-            _bytes(sum(_size(entry) for entry in entries)),
-            ", ".join(f"{dtype}" if len(dtypes) == 1 else f"{dtype} ({n})" for dtype, n in dtypes.most_common()),
+            _bytes(sum(entry.nbytes for entry in entries)),
+            ", ".join(dtype if len(dtypes) == 1 else f"{dtype} ({n})" for dtype, n in dtypes.most_common()),
         )
     if index.tensors:
         console.print(table)
@@ -195,37 +186,28 @@ def _parts(checkpoint: Checkpoint) -> dict[str, list[TensorEntry]]:
 def _show_names(checkpoint: Checkpoint, pattern: str | None, console: Console) -> bool:
     """Print tables of tensors and values. Return False if none matches the pattern."""
     index = checkpoint.index
-    wanted = "*" if pattern is None else pattern
-    tensors = fnmatch.filter([*index.tensors, *index.aliases], wanted)
-    if pattern is None:
-        tensors = [name for name in tensors if ".state." not in name]  # optimizer state is summarized by part
-    values = fnmatch.filter(list(index.values), wanted)
-    most = _MOST_ROWS if pattern is None else max(len(tensors), len(values), 1)
+    every = [*index.tensors, *index.aliases]
+    tensors = fnmatch.filter(every, pattern or "*")
+    if pattern is None:  # optimizer state is summarized by part
+        tensors = [name for name in tensors if ".state." not in name]
+    values = fnmatch.filter(list(index.values), pattern or "*")
+    most = _MOST_ROWS if pattern is None else len(every) + len(values)
     if tensors:
-        table = Table(box=box.SIMPLE, pad_edge=False)
-        table.add_column("tensor", overflow="fold")
-        table.add_column("dtype")
-        table.add_column("shape")
-        for column in ("size", "shards"):
-            table.add_column(column, justify="right")
+        table = _table("tensor", "dtype", "shape", "size>", "shards>")
         for name in tensors[:most]:
-            entry = index.tensor(name)
+            entry, first = index.tensor(name), index.aliases.get(name)
             shape = " x ".join(map(str, entry.shape)) or "scalar"
-            if name in index.aliases:
-                table.add_row(escape(f"{name}\n= {index.aliases[name]}"), entry.dtype, shape, "", "")
-            else:
-                table.add_row(escape(name), entry.dtype, shape, _bytes(_size(entry)), str(len(entry.shards)))
+            size, shards = ("", "") if first else (_bytes(entry.nbytes), str(len(entry.shards)))
+            table.add_row(escape(f"{name}\n= {first}" if first else name), entry.dtype, shape, size, shards)
         console.print(table)
-        every = len(index.tensors) + len(index.aliases) if pattern is None else len(tensors)
-        _show_more(every - min(len(tensors), most), "tensors", console)
+        _show_more(len(every if pattern is None else tensors) - len(tensors[:most]), "tensors", console)
     if values:
-        table = Table(box=box.SIMPLE, pad_edge=False)
-        table.add_column("value", overflow="fold", min_width=_width_of(values[:most], console))
-        table.add_column("contents", overflow="fold")
+        table = _table("value", "contents")
+        table.columns[0].min_width = min(max(map(len, values[:most])), console.width // 2)
         for name in values[:most]:
             table.add_row(escape(name), _contents(checkpoint, name, limit=100 if pattern is None else _MOST_CHARACTERS))
         console.print(table)
-        _show_more(len(values) - min(len(values), most), "values", console)
+        _show_more(len(values) - len(values[:most]), "values", console)
     return bool(tensors or values or pattern is None)
 
 
@@ -246,23 +228,20 @@ def _contents(checkpoint: Checkpoint, name: str, limit: int) -> Text:
 
 
 def _verify(checkpoint: Checkpoint, console: Console) -> int:
-    total = sum(_size(entry) for entry in checkpoint.index.tensors.values())
-    with _progress(console, "verifying", total) as advance:
+    with _progress(console, "verifying", _total(checkpoint)) as advance:
         problems = checkpoint.verify(advance)
     for problem in problems:
         console.print(Text.assemble(("problem: ", "bold red"), problem), soft_wrap=True)
     if problems:
         console.print(Text(f"{_count(len(problems), 'problem')} found", style="bold red"))
         return FOUND
-    has_checksums = checkpoint.index.raw
-    what = "all checksums match" if has_checksums else "everything can be read; the format has no checksums"
-    console.print(Text.assemble(("verified: ", "bold green"), f"{_bytes(total)} of tensors, {what}"))
+    what = "all checksums match" if checkpoint.index.raw else "everything can be read; the format has no checksums"
+    console.print(Text.assemble(("verified: ", "bold green"), f"{_bytes(_total(checkpoint))} of tensors, {what}"))
     return GOOD
 
 
 def _diff(checkpoint: Checkpoint, other: Checkpoint, console: Console) -> int:
-    total = sum(_size(entry) for entry in checkpoint.index.tensors.values())
-    with _progress(console, "comparing", total) as advance:
+    with _progress(console, "comparing", _total(checkpoint)) as advance:
         differences = checkpoint.diff(other, advance)
     if not differences:
         console.print(Text.assemble(("equal: ", "bold green"), f"{checkpoint.path} and {other.path} hold the same"))
@@ -276,20 +255,27 @@ def _diff(checkpoint: Checkpoint, other: Checkpoint, console: Console) -> int:
 
 def _described(difference: Difference) -> Text:
     here, there = difference.here, difference.there
-    if there is None:
-        return Text.assemble(("only in the first: ", "yellow"), str(here))
-    if here is None:
-        return Text.assemble(("only in the second: ", "yellow"), there)
+    if here is None or there is None:
+        which, what = ("second", there) if here is None else ("first", here)
+        return Text.assemble((f"only in the {which}: ", "yellow"), str(what))
     text = Text(here if here == there else f"{here} -> {there}")
     if difference.elements:
         verb = "differs" if difference.elements == 1 else "differ"
         text.append(f": {_count(difference.elements, 'element')} {verb}", style="red")
-        if difference.max_abs is not None:
-            text.append(f" by at most {difference.max_abs:.3g}", style="red")
+        text.append(f" by at most {difference.max_abs:.3g}", style="red")
     return text
 
 
 # -------------------------------------------------------------------- formatting
+
+
+def _table(*columns: str) -> Table:
+    """Return a table; columns whose names end in ``>`` are aligned to the right, the first one and contents folded."""
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for number, name in enumerate(columns):
+        fold = "fold" if number == 0 or name == "contents" else "ellipsis"
+        table.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left", overflow=fold)  # type: ignore[arg-type]
+    return table
 
 
 @contextlib.contextmanager
@@ -304,9 +290,9 @@ def _progress(console: Console, what: str, total: int) -> Iterator[Callable[[int
         yield lambda done: progress.advance(task, done)
 
 
-def _perhaps(path: str) -> str:
+def _perhaps(path: str | None) -> str:
     """Suggest the newest checkpoint in the folder of a run or of checkpoints, if the user named that folder."""
-    if _is_checkpoint(Path(path)):
+    if path is None or _is_checkpoint(Path(path)):
         return ""
     found: list[tuple[float, Path]] = []
     for folder in (Path(path) / "checkpoints", Path(path)):
@@ -324,13 +310,8 @@ def _fail(command: str, message: str, code: int) -> int:
     return code
 
 
-def _width_of(names: Sequence[str], console: Console) -> int:
-    """Return the width of a column of names: enough for all of them, but at most half of the console."""
-    return min(max(map(len, names)), console.width // 2)
-
-
-def _size(entry: TensorEntry) -> int:
-    return entry.numel * ITEM_SIZES[entry.dtype]
+def _total(checkpoint: Checkpoint) -> int:
+    return sum(entry.nbytes for entry in checkpoint.index.tensors.values())
 
 
 def _bytes(count: int) -> str:
@@ -351,7 +332,3 @@ def _scaled(count: int, units: Sequence[str]) -> str:
 
 def _count(count: int, what: str) -> str:
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
-
-
-def _short(path: str) -> str:
-    return path if len(path) <= 30 else os.path.basename(path.rstrip("/")) or path

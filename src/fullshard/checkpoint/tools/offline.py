@@ -5,11 +5,10 @@ Everything is read in parts of a few megabytes, so a checkpoint of any size can 
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,9 @@ from fullshard.layout import Region, regions_of_range
 __all__ = ["Checkpoint", "Difference", "open_checkpoint"]
 
 _PART = 1 << 24  # bytes read at once
+_VALUE = "a value"
+
+Progress = Callable[[int], object]  # called with a number of bytes
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file that was read last."""
+    def __exit__(self, *_: object) -> None:
         self._source.close()
 
     @property
@@ -152,7 +148,7 @@ class Checkpoint:
         out = torch.empty(numel, dtype=dtype_of(entry.dtype), device="cpu")
         done = 0
         for region in regions_of_range(entry.shape, start, numel):
-            self._read_box(name, entry, region, out[done : done + region.numel].view(region.sizes))
+            self._read_region(name, entry, region, out[done : done + region.numel].view(region.sizes))
             done += region.numel
         return out
 
@@ -165,7 +161,7 @@ class Checkpoint:
         for start in range(0, entry.numel, step):
             yield start, self.read_range(name, start, min(step, entry.numel - start))
 
-    def verify(self, progress: Callable[[int], object] | None = None) -> list[str]:
+    def verify(self, progress: Progress | None = None) -> list[str]:
         """Read everything and compare it with its checksums.
 
         Args:
@@ -176,27 +172,30 @@ class Checkpoint:
             cannot be read are reported.
         """
         problems: list[str] = []
-        bad_files = set()
-        for name in self.index.files:
+
+        def succeeds(check: Callable[[], object]) -> bool:
             try:
-                self._source.check_file(name)
+                check()
             except CheckpointError as error:
                 problems.append(str(error))
+                return False
+            return True
+
+        bad_files = set()
+        for name in self.index.files:
+            if not succeeds(partial(self._source.check_file, name)):
                 bad_files.add(name)  # where its shards are is not known then
         for key, entry in self.index.tensors.items():
             for shard in entry.shards:
                 if shard.file in bad_files:
                     continue
-                problems += self._problems(key, entry, shard, progress)
+                succeeds(partial(self._check_shard, key, entry, shard, succeeds, progress))
         for key, value in self.index.values.items():
             if value.file not in bad_files:
-                try:
-                    self._source.value_bytes(key)
-                except CheckpointError as error:
-                    problems.append(str(error))
+                succeeds(partial(self._source.value_bytes, key))
         return problems
 
-    def diff(self, other: Checkpoint, progress: Callable[[int], object] | None = None) -> list[Difference]:
+    def diff(self, other: Checkpoint, progress: Progress | None = None) -> list[Difference]:
         """Compare with another checkpoint: names, shapes, dtypes and contents.
 
         Args:
@@ -210,15 +209,14 @@ class Checkpoint:
         mine, theirs = self._described(), other._described()
         for name in sorted(mine.keys() | theirs.keys()):
             here, there = mine.get(name), theirs.get(name)
-            both = self._is_tensor(name) and other._is_tensor(name)
-            if here is not None and there is not None and both and self.shape(name) == other.shape(name):
-                elements, max_abs = self._compare(other, name, progress)
-                if elements or here != there:
-                    found.append(Difference(name, here, there, elements, max_abs))
-            elif here is not None and there is not None and not self._is_tensor(name) and not other._is_tensor(name):
+            if here == there == _VALUE:
                 one, two = self.read(name), other.read(name)
                 if not _equal(one, two):
                     found.append(Difference(name, _shown(one), _shown(two)))
+            elif None not in (here, there) and _VALUE not in (here, there) and self.shape(name) == other.shape(name):
+                elements, max_abs = self._compare(other, name, progress)
+                if elements or here != there:
+                    found.append(Difference(name, here, there, elements, max_abs))
             elif here != there:
                 found.append(Difference(name, here, there))
         return found
@@ -229,78 +227,66 @@ class Checkpoint:
         except KeyError:
             raise KeyError(f"{self.path} has no tensor {name!r}") from None
 
-    def _is_tensor(self, name: str) -> bool:
-        return name in self.index.tensors or name in self.index.aliases
-
     def _described(self) -> dict[str, str]:
         tensors = {name: self._tensor(name) for name in (*self.index.tensors, *self.index.aliases)}
         described = {name: f"{entry.dtype} {list(entry.shape)}" for name, entry in tensors.items()}
-        return {**described, **dict.fromkeys(self.index.values, "a value")}
+        return {**described, **dict.fromkeys(self.index.values, _VALUE)}
 
-    def _problems(
-        self, key: str, entry: TensorEntry, shard: Shard, progress: Callable[[int], object] | None
-    ) -> list[str]:
+    def _check_shard(
+        self,
+        key: str,
+        entry: TensorEntry,
+        shard: Shard,
+        succeeds: Callable[[Callable[[], object]], bool],
+        progress: Progress | None,
+    ) -> None:
         """Check all blocks of a shard, also those after a bad one."""
-        try:
-            place = self._source.shard_entry(key, shard)
-        except CheckpointError as error:
-            return [str(error)]
+        place = self._source.shard_entry(key, shard)
         request = ReadRequest(key, entry.dtype, place, (Region.whole(shard.region.sizes),))
-        problems = []
         for start, numel in self._source.ranges(request):
-            try:
-                self._source.check(request, start, numel)
-            except CheckpointError as error:
-                problems.append(str(error))
+            succeeds(partial(self._source.check, request, start, numel))
             if progress is not None:
                 progress(numel * ITEM_SIZES[request.dtype])
-        return problems
 
-    def _read_box(self, name: str, entry: TensorEntry, region: Region, out: torch.Tensor) -> None:
+    def _read_region(self, name: str, entry: TensorEntry, region: Region, out: torch.Tensor) -> None:
         key = self.aliases.get(name, name)
         for shard in entry.shards.overlapping(region):
             both = (shard.region.overlap(region) if entry.shape else None) or region
-            wanted = both.relative_to(shard.region.offsets)
+            wanted, place = both.relative_to(shard.region.offsets), both.relative_to(region.offsets)
             request = ReadRequest(name, entry.dtype, self._source.shard_entry(key, shard), (wanted,))
-            place = out
-            for dim, (offset, size) in enumerate(
-                zip(both.relative_to(region.offsets).offsets, both.sizes, strict=True)
-            ):
-                place = place.narrow(dim, offset, size)
+            target = out[tuple(map(slice, place.offsets, place.ends))]
             for start, numel in self._source.ranges(request):
                 nbytes = numel * ITEM_SIZES[entry.dtype]
                 if self._buffer.numel() < nbytes and self.index.raw:
                     self._buffer = host_buffer(self.index.block, pinned=False)
                 flat = self._source.read(request, start, numel, self._buffer[:nbytes])
-                copy_range(flat, start, shard.region.sizes, wanted, place)
+                copy_range(flat, start, shard.region.sizes, wanted, target)
 
-    def _compare(self, other: Checkpoint, name: str, progress: Callable[[int], object] | None) -> tuple[int, float]:
+    def _compare(self, other: Checkpoint, name: str, progress: Progress | None) -> tuple[int, float]:
         """Return how many elements of a tensor differ, and the largest absolute difference."""
         count, largest = 0, 0.0
-        size = max(ITEM_SIZES[self._tensor(name).dtype], ITEM_SIZES[other._tensor(name).dtype])
-        step = _PART // size
         numel = self._tensor(name).numel
+        step = _PART // max(self.dtype(name).itemsize, other.dtype(name).itemsize)
         for start in range(0, numel, step):
             one, two = (c.read_range(name, start, min(step, numel - start)) for c in (self, other))
             if progress is not None:
                 progress(one.nbytes)
             if one.dtype == two.dtype and torch.equal(one.view(torch.uint8), two.view(torch.uint8)):
                 continue
-            different, distance = _distances(one, two)
-            count += int(different.sum())
-            part = float(distance[different].max()) if different.any() else 0.0
-            largest = part if math.isnan(part) else largest if math.isnan(largest) else max(largest, part)
+            distances = _distances(one, two)
+            if distances.numel():
+                count += distances.numel()
+                largest = float(torch.stack([distances.max(), torch.tensor(largest, dtype=torch.float64)]).max())
         return count, largest
 
 
-def _distances(one: torch.Tensor, two: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which elements differ, and the absolute differences of all."""
+def _distances(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    """Return the absolute differences of the elements that differ; NaN equals NaN."""
     wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
     left, right = one.to(wide), two.to(wide)
     exact = not any(t.is_floating_point() or t.is_complex() for t in (one, two))
     different = (one != two) if exact else (left != right) & ~(left.isnan() & right.isnan())
-    distance = (left - right).abs()
-    return different, distance
+    return (left - right).abs()[different]
 
 
 def _equal(one: Any, two: Any) -> bool:
@@ -308,8 +294,7 @@ def _equal(one: Any, two: Any) -> bool:
     if type(one) is not type(two):
         return False
     if isinstance(one, torch.Tensor):
-        same = one.dtype == two.dtype and one.shape == two.shape
-        return same and not bool(_distances(one, two)[0].any())
+        return one.dtype == two.dtype and one.shape == two.shape and not _distances(one, two).numel()
     if isinstance(one, np.ndarray):
         return one.dtype == two.dtype and bool(np.array_equal(one, two, equal_nan=one.dtype.kind in "fc"))
     if isinstance(one, dict):

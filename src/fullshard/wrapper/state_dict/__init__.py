@@ -1,5 +1,6 @@
 """State dicts of ``FullyShardedDataParallel``: full, sharded and local, for models and optimizers.
 
 - ``model.py``      the methods; ``saving.py`` and ``loading.py``: values registered meanwhile
-- ``optimizer.py``  the methods; ``optimizer_conversion.py``: conversion to and from each type
+- ``optimizer.py``  the methods; ``optimizer_conversion.py``: conversion to and from each type;
+  ``gather.py``: gathering of its tensors
 """

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fullshard.checkpoint.state.optimizer_gather import full_tensor
 from fullshard.engine.parameters.names import WRAPPED, clean_name
 from fullshard.engine.summoned_parameters import SummonedParameters, require_idle
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError
 from fullshard.ranks.groups import data_parallel_groups
+from fullshard.wrapper.state_dict.gather import full_tensor
 from fullshard.wrapper.state_dict.saving import VisibleSlice, owned_names, visible_slices
 
 __all__ = ["EndLoad", "load_into_full", "load_into_slices"]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.checkpoint.state.optimizer_entries import optimized_groups
+from fullshard.checkpoint.state.optimizer.state import optimized_groups
 from fullshard.checkpoint.state.types import (
     FullOptimStateDictConfig,
     OptimStateKeyType,

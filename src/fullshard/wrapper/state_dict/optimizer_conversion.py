@@ -13,26 +13,34 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.state.initial_optimizer import give_initial_state
-from fullshard.checkpoint.state.optimizer import agree_on_state, state_by_fqn
-from fullshard.checkpoint.state.optimizer_entries import (
+from fullshard.checkpoint.state.optimizer.initial import give_initial_state
+from fullshard.checkpoint.state.optimizer.state import (
     NAMELESS,
     OptimizedParameter,
     Path,
     TensorSpec,
+    agree_on_state,
     group_options,
     leaves_of,
+    named_groups,
     optimized_groups,
+    state_by_fqn,
     to_specs,
 )
-from fullshard.checkpoint.state.optimizer_gather import full_state, full_tensor, gather_groups, sharded_state
-from fullshard.checkpoint.state.optimizer_target import OptimizerTarget
+from fullshard.checkpoint.state.optimizer.target import OptimizerTarget
 from fullshard.checkpoint.state.parameters import LocalParameter, local_parameters
-from fullshard.checkpoint.state.sharded_tensor import ShardedTensor, gather_sharded_tensor
 from fullshard.checkpoint.state.tensor_shards import TensorShards
 from fullshard.checkpoint.state.types import StateDictSettings, StateDictType
 from fullshard.engine.ownership import nested_units
 from fullshard.engine.parameters.names import clean_name
+from fullshard.wrapper.state_dict.gather import (
+    ShardedTensor,
+    full_state,
+    full_tensor,
+    gather_groups,
+    gather_sharded_tensor,
+    sharded_state,
+)
 
 __all__ = ["load_local", "save_local", "saved_state", "state_to_load"]
 
@@ -86,10 +94,7 @@ def saved_state(
             saved[key] = copy.deepcopy(value)
     result: dict[str, Any] = {"state": saved}
     if options is not None:
-        result["param_groups"] = [
-            {**copy.deepcopy(group_options(own)), "params": [fqn for member in found for fqn in member.fqns]}
-            for own, found in zip(options, groups, strict=True)
-        ]
+        result["param_groups"] = copy.deepcopy(named_groups(groups, options))
     return result
 
 

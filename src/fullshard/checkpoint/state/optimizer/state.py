@@ -1,4 +1,6 @@
-"""The entries of an optimizer's state by FQN, and which of them are sharded as their parameter is.
+"""The state of an optimizer by FQN and as regions of unsharded tensors.
+
+That is the same for every way of wrapping and sharding the model, so that what one saved another one loads.
 
 [Note: Sharded and replicated optimizer state]
 An entry of a parameter's state is either *sharded* as the parameter, with one element for each of its elements, or
@@ -10,36 +12,47 @@ replicated where even that does not decide.
 
 Ranks come to the same result although their shards have different shapes: a sharded entry has the parameter's shape
 on every rank, also where a shard is empty, and a replicated one has it only by chance. Saving compares the results of
-the ranks, see :func:`fullshard.checkpoint.state.optimizer.fingerprint`. Loading goes by
-the shapes of whole tensors only, which all ranks know.
+the ranks, see :func:`fingerprint`. Loading goes by the shapes of whole tensors only, which all ranks know.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.state.parameters import LocalParameter, local_parameters
 from fullshard.checkpoint.state.tensor_shards import TensorShards
 from fullshard.engine.parameters.sharded import value_of
+from fullshard.errors import FullshardError
 
 __all__ = [
     "NAMELESS",
+    "STEP",
     "OptimizedParameter",
     "Path",
     "StateShapes",
     "TensorSpec",
+    "agree_on_state",
+    "compare_fingerprints",
+    "fingerprint",
     "group_options",
     "holds_tensors",
     "leaves_of",
     "map_leaves",
+    "named_groups",
     "optimized_groups",
+    "optimizer_state",
     "path_name",
+    "state_by_fqn",
     "to_specs",
 ]
 
@@ -134,6 +147,21 @@ def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
 
 
+def named_groups(
+    groups: Iterable[Iterable[OptimizedParameter]], options: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return parameter groups with FQNs in the place of parameters.
+
+    Args:
+        groups: Members of each group.
+        options: Groups to take the options of.
+    """
+    return [
+        {"params": [fqn for member in members for fqn in member.fqns], **group_options(own)}
+        for members, own in zip(groups, options, strict=True)
+    ]
+
+
 # ---------------------------------------------------------------- nested state
 
 
@@ -214,3 +242,159 @@ class StateShapes:
             own in (1, size) for own, size in zip(shape, parameter, strict=True)
         )
         return path in self._following and len(shape) > 0 and not alike
+
+
+# ---------------------------------------------------------------- state by FQN
+
+
+Leaf = Callable[
+    [LocalParameter, torch.Tensor, bool], Any
+]  # (parameter, state tensor, is it sharded as the parameter) -> value to save
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state of ``optimizer``. No communication.
+
+    Args:
+        model: The model that it optimizes: plain, DistributedDataParallel, of either front end, or a mixture.
+        optimizer: Any optimizer.
+
+    Returns:
+        ``{"state": {FQN: {name: value}}, "param_groups": [{"params": [FQN, ...], option: value}]}``. Values are
+        :class:`TensorShards` if the state is sharded as its parameter, tensors if it is the same on all ranks, and
+        other values as they are, all of them live. Tied parameters have their first name. Parameters without state are
+        in ``param_groups`` only. State that users added under a string key is included under that key; if it is no
+        mapping, in one with the only key "".
+
+    Raises:
+        ValueError: If the optimizer has parameters that are not in the model.
+        PhaseError: In the middle of a step.
+    """
+    groups = optimized_groups(model, optimizer.param_groups)
+    members = [member for group in groups for member in group]
+    state = state_by_fqn(members, optimizer.state, _as_shards)
+    for key, value in optimizer.state.items():
+        if isinstance(key, str):
+            state[key] = value if isinstance(value, Mapping) else {NAMELESS: value}
+    return {"state": state, "param_groups": named_groups(groups, optimizer.param_groups)}
+
+
+def _as_shards(original: LocalParameter, value: torch.Tensor, is_sharded: bool) -> TensorShards | torch.Tensor:
+    if is_sharded:
+        return original.shards_of(value)
+    return TensorShards.of(value) if isinstance(value, DTensor) else value.detach()
+
+
+def state_by_fqn(
+    members: Sequence[OptimizedParameter], state: Mapping[Any, Any], leaf: Leaf
+) -> dict[str, dict[str, Any]]:
+    """Return the state of the members by the first FQN of each parameter.
+
+    Args:
+        members: Parameters of an optimizer.
+        state: By parameter object.
+        leaf: Maps each tensor to the result. Called in the same order on all ranks, so that it may communicate.
+    """
+    held = [(member, state[member.parameter]) for member in members if state.get(member.parameter)]
+    shapes = StateShapes(
+        (path, value.shape, member.local_shape)
+        for member, values in held
+        for path, value in leaves_of(values).items()
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    )
+    found = {}
+    for member, values in sorted(held, key=lambda pair: pair[0].index):
+        for original in member.originals:
+
+            def converted(path: Path, value: Any, member: Any = member, original: LocalParameter = original) -> Any:
+                if not isinstance(value, torch.Tensor):
+                    return value
+                if isinstance(value, DTensor):
+                    return leaf(original, value, value.shape == original.shape)
+                return leaf(original, value, shapes.is_sharded(path, value.shape, member.local_shape))
+
+            found[original.fqn] = map_leaves(values, converted)
+    return found
+
+
+# ---------------------------------------------------------------- comparing ranks
+
+
+def fingerprint(state: Mapping[str, Any]) -> dict[str, str]:
+    """Describe the state by FQN in words that must be equal on all ranks that save together.
+
+    Compared are names, shapes, dtypes, and the contents of replicated tensors.
+
+    Args:
+        state: ``optimizer_state(...)["state"]``, or a subset of it.
+    """
+    return {fqn: "; ".join(_words(leaves_of(values))) for fqn, values in state.items() if isinstance(values, Mapping)}
+
+
+def _words(leaves: Mapping[Path, Any]) -> list[str]:
+    words = []
+    for path, value in leaves.items():
+        text = path_name(path)
+        if isinstance(value, (torch.Tensor, TensorShards)):
+            text += f" {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        if isinstance(value, torch.Tensor) and not value.is_meta:
+            host = value.detach().cpu()
+            data = host.contiguous().reshape(-1).view(torch.uint8)
+            shown = host.item() if value.numel() == 1 else f"#{zlib.crc32(data.numpy()):08x}"  # type: ignore[arg-type]
+            text += f" = {shown}"
+        elif isinstance(value, (bool, int, float, str)):
+            text += f" = {value!r}"
+        words.append(text)
+    return words
+
+
+def compare_fingerprints(found: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> None:
+    """Raise if ranks have different states, on every rank that calls it.
+
+    Args:
+        found: The :func:`fingerprint` of each rank.
+        ranks: Global ranks, in the same order.
+
+    Raises:
+        FullshardError: With the parameters and ranks that differ.
+    """
+    different = []
+    for fqn in dict.fromkeys(fqn for prints in found for fqn in prints):
+        having = {rank: prints.get(fqn) or "nothing" for rank, prints in zip(ranks, found, strict=True)}
+        if len(set(having.values())) > 1:
+            by_words: dict[str, list[int]] = {}
+            for rank, words in having.items():
+                by_words.setdefault(words, []).append(rank)
+            told = ", ".join(f"rank{'s' * (len(who) > 1)} {_some(who)}: {words}" for words, who in by_words.items())
+            different.append(f"{fqn} ({told})")
+    if different:
+        more = f" and {len(different) - 8} more" if len(different) > 8 else ""
+        raise FullshardError(
+            "optimizer state differs between ranks and cannot be saved; the optimizer must have the same state for a "
+            f"parameter on all ranks, also where a rank's shard is empty: {', '.join(different[:8])}{more}"
+        )
+
+
+def _some(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
+def agree_on_state(state: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> None:
+    """Raise on all ranks of ``group`` if their states differ. All of them call it: a collective of a few bytes.
+
+    Args:
+        state: ``optimizer_state(...)["state"]``, or a subset of it.
+        group: The ranks. None: all.
+
+    Raises:
+        FullshardError: With the parameters and ranks that differ.
+    """
+    own = fingerprint(state)
+    digest = hashlib.sha256(repr(sorted(own.items())).encode()).hexdigest()
+    ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
+    digests: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(digests, digest, group=group)
+    if len(set(digests)) > 1:
+        found: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(found, own, group=group)
+        compare_fingerprints(found, ranks)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -17,7 +19,7 @@ from fullshard.engine.parameters.placement import dtensor
 from fullshard.layout import FlatSlot
 from fullshard.ranks.groups import data_parallel_groups
 
-__all__ = ["full_state", "full_tensor", "gather_groups", "sharded_state"]
+__all__ = ["ShardedTensor", "full_state", "full_tensor", "gather_groups", "gather_sharded_tensor", "sharded_state"]
 
 
 def gather_groups(original: LocalParameter) -> Iterator[dist.ProcessGroup]:
@@ -170,3 +172,42 @@ def _broadcast_all(places: Sequence[torch.Tensor], local: torch.Tensor, rank: in
     for work in works:
         if work is not None:
             work.wait()
+
+
+def gather_sharded_tensor(value: ShardedTensor) -> torch.Tensor:
+    """All-gather a ShardedTensor on every rank of its group: one collective.
+
+    These are torch's sharded tensors before DTensor. ``load_sharded_optimizer_state_dict`` of
+    ``torch.distributed.checkpoint.optimizer``, with which Lightning reads optimizers, still returns them.
+
+    Args:
+        value: A sharded tensor with any number of shards per rank.
+
+    Returns:
+        The full tensor, on the device that its group communicates on.
+    """
+    group, metadata = value._process_group, value.metadata()
+    device = dist.distributed_c10d._get_pg_default_device(group)
+    regions: list[list[tuple[list[int], list[int]]]] = [[] for _ in range(dist.get_world_size(group))]
+    for shard in metadata.shards_metadata:
+        owner = shard.placement.rank()  # type: ignore[union-attr]
+        assert owner is not None
+        regions[dist.get_group_rank(group, owner)].append((list(shard.shard_offsets), list(shard.shard_sizes)))
+    local_shards = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in value.local_shards()}
+    most = max(sum(math.prod(sizes) for _, sizes in owned) for owned in regions)
+    local = torch.zeros(most, dtype=value.dtype, device=device)
+    if regions[dist.get_rank(group)]:
+        parts = [
+            local_shards[tuple(offsets)].detach().to(device).reshape(-1) for offsets, _ in regions[dist.get_rank(group)]
+        ]
+        torch.cat(parts, out=local[: sum(part.numel() for part in parts)])
+    received = [torch.empty_like(local) for _ in regions]
+    dist.all_gather(received, local, group=group)
+    full = torch.empty(metadata.size, dtype=value.dtype, device=device)
+    for owned, sent in zip(regions, received, strict=True):
+        at = 0
+        for offsets, sizes in owned:
+            region = full[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
+            region.copy_(sent[at : at + region.numel()].view(sizes))
+            at += region.numel()
+    return full

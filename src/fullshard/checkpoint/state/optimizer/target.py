@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from fullshard.checkpoint.state.optimizer_entries import (
+from fullshard.checkpoint.state.optimizer.state import (
     NAMELESS,
     STEP,
     OptimizedParameter,
@@ -19,18 +19,20 @@ from fullshard.checkpoint.state.optimizer_entries import (
     StateShapes,
     TensorSpec,
     group_options,
+    holds_tensors,
     leaves_of,
     map_leaves,
     optimized_groups,
     path_name,
 )
-from fullshard.checkpoint.state.optimizer_groups import SavedGroups
 from fullshard.checkpoint.state.parameters import LocalParameter
 from fullshard.checkpoint.state.tensor_shards import TensorShards
 from fullshard.engine.parameters.sharded import value_of
 from fullshard.errors import FullshardError
 
 __all__ = ["OptimizerTarget"]
+
+MOST_NAMES = 20  # in one message
 
 Leaves = dict[Path, Any]
 
@@ -75,7 +77,7 @@ class OptimizerTarget:
         model: The model that is optimized; idle.
         optimizer: Any optimizer, new or used.
         saved: By FQN and name, :class:`TensorSpec` for tensors, however nested, and values; tensors are values that are
-            there already. As :func:`~fullshard.checkpoint.state.optimizer.to_specs` makes it.
+            there already. As :func:`~fullshard.checkpoint.state.optimizer.state.to_specs` makes it.
         groups: The saved groups: options, and FQNs in ``params``. None: unknown, all groups keep their options.
         strict: Report parameters that only one side has as problems. Otherwise their state stays or is left out.
         reuse: Fill the optimizer's present tensors where they fit. Otherwise all are new.
@@ -85,8 +87,8 @@ class OptimizerTarget:
         PhaseError: In the middle of a step.
 
     Attributes:
-        tree: Targets to fill, in the form of :func:`~fullshard.checkpoint.state.optimizer.optimizer_state`, under the
-            saved names; values, and tensors that were passed as such, are set already.
+        tree: Targets to fill, in the form of :func:`~fullshard.checkpoint.state.optimizer.state.optimizer_state`,
+            under the saved names; values, and tensors that were passed as such, are set already.
         problems: Messages about mismatches; the same on all ranks.
     """
 
@@ -113,7 +115,7 @@ class OptimizerTarget:
     ) -> None:
         self._optimizer, self._reuse = optimizer, reuse
         self._groups = optimized_groups(model, optimizer.param_groups)
-        matched = SavedGroups(groups, saved, self._groups, strict=strict)
+        matched = _SavedGroups(groups, saved, self._groups, strict=strict)
         self.problems, self._options = matched.problems, matched.options
         self._planned, self._kept = [], set()
         self.tree = {"state": {}, "param_groups": [] if groups is None else [dict(group) for group in groups]}
@@ -401,3 +403,121 @@ def _option(present: Any, saved: Any) -> Any:
         if present.shape == saved.shape and present.dtype is saved.dtype:
             return present.copy_(saved)
     return saved.detach().clone() if isinstance(saved, torch.Tensor) else copy.deepcopy(saved)
+
+
+# ---------------------------------------------------------------- groups
+
+
+class _SavedGroups:
+    """Saved options for each group of this optimizer, and parameters that only one side has.
+
+    Args:
+        groups: Saved groups, with FQNs; None: not saved.
+        state: Saved state, by FQN.
+        members: Parameters of each group of this optimizer.
+        strict: Report parameters that only one side has as problems.
+
+    Attributes:
+        known: FQNs of the saved parameters, with or without state.
+        options: Saved options for each group of this optimizer; empty if it keeps its own.
+        others: Keys of the saved state that are no parameters.
+        problems: Messages about mismatches.
+    """
+
+    known: set[str]
+    options: list[dict[str, Any]]
+    others: list[str]
+    problems: list[str]
+    _groups: Sequence[Mapping[str, Any]]
+    _group_of: dict[str, int]
+    _names: dict[str, str]  # first FQN of a parameter here -> the FQN that it was saved under
+
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Any]] | None,
+        state: Mapping[str, Any],
+        members: Sequence[Sequence[OptimizedParameter]],
+        *,
+        strict: bool,
+    ) -> None:
+        self._groups = groups or []
+        self._group_of = {fqn: number for number, group in enumerate(self._groups) for fqn in group["params"]}
+        originals = [original for group in members for member in group for original in member.originals]
+        own = {fqn for original in originals for fqn in original.fqns}
+        if groups is None:
+            self.known = own & state.keys() or set(state)
+            self.others = [name for name in state if name not in own]
+        else:
+            self.known = set(self._group_of)
+            self.others = [name for name in state if name not in self.known]
+        self._names = {
+            original.fqn: next((n for n in original.fqns if n in self.known), original.fqn) for original in originals
+        }
+        self.problems = list(self._only_one_side(originals, own, state)) if strict and groups is not None else []
+        self.options = [self._options(number, group) for number, group in enumerate(members)]
+
+    def name_of(self, original: LocalParameter) -> str:
+        """Return the name that a parameter was saved under, or would have been."""
+        return self._names[original.fqn]
+
+    def _only_one_side(
+        self, originals: Sequence[LocalParameter], own: set[str], state: Mapping[str, Any]
+    ) -> Iterator[str]:
+        # Frozen parameters have no state: whether they were given to an optimizer says nothing.
+        missing = [
+            original.fqn
+            for original in originals
+            if self.name_of(original) not in self.known and original.parameter.requires_grad
+        ]
+        if missing:
+            yield f"the saved optimizer has no parameters {_list(missing)}"
+        unexpected = [fqn for fqn in self._group_of if fqn not in own and state.get(fqn)]
+        if unexpected:
+            yield f"the checkpoint has state for {_list(unexpected)}, which this optimizer does not have"
+
+    def _options(self, number: int, members: Sequence[OptimizedParameter]) -> dict[str, Any]:
+        """Return the saved options for a group."""
+        if not members:  # those of the saved group of that number, if that is empty too
+            is_empty = number < len(self._groups) and not self._groups[number]["params"]
+            return group_options(self._groups[number]) if is_empty else {}
+        sources: dict[int, list[str]] = {}
+        for original in (original for member in members for original in member.originals):
+            source = self._group_of.get(self.name_of(original))
+            if source is not None:
+                sources.setdefault(source, []).append(original.fqn)
+        if not sources:
+            return {}
+        (first, names), *rest = sources.items()
+        options = group_options(self._groups[first])
+        for other, others in rest:
+            differing = _differing(options, group_options(self._groups[other]))
+            if differing:
+                self.problems.append(
+                    f"group {number} of the optimizer has parameters that were saved in groups with different options "
+                    f"({', '.join(differing)}): {_list(names)} and {_list(others)}; group them as in the saved "
+                    "optimizer"
+                )
+        return options
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    return sorted(
+        name
+        for name in one.keys() | other.keys()
+        if name not in one or name not in other or not _same(one[name], other[name])
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        alike = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.shape == other.shape
+        return alike and bool((one == other).all())
+    if holds_tensors(one) or holds_tensors(other):
+        pairs = zip(one, other, strict=False) if isinstance(one, (list, tuple)) else ()
+        return isinstance(one, (list, tuple)) and len(one) == len(other) and all(_same(a, b) for a, b in pairs)
+    return bool(one == other)
+
+
+def _list(names: Sequence[str]) -> str:
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
