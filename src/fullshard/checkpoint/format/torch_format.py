@@ -148,7 +148,7 @@ class _RefusedError(Exception):
     """Something that does not belong into such a file."""
 
 
-class _StandIn:
+class _Restored:
     """Stands for an instance of a class of torch, and keeps the state that it is restored with."""
 
     state: Any = None
@@ -162,7 +162,7 @@ class _Unpickler(pickle.Unpickler):
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream)
-        self._names: dict[tuple[str, str], Any] = {known: type(known[1], (_StandIn,), {}) for known in _KEPT}
+        self._names: dict[tuple[str, str], Any] = {known: type(known[1], (_Restored,), {}) for known in _KEPT}
         self._names |= {known: lambda *_: None for known in _IGNORED}
         self._names |= {("torch", "Size"): lambda sizes=(): tuple(sizes), ("collections", "OrderedDict"): lambda *_: {}}
         self._names |= {("torch", name): name for name in ITEM_SIZES}
@@ -242,7 +242,7 @@ def _checked(key: str, found: Any, kind: type) -> Any:
 
 def _fields(found: Any, kind: str, key: str = "the pickle") -> dict[str, Any]:
     """Return the attributes of a stand-in for an instance of that class."""
-    state = found.state if isinstance(found, _StandIn) and type(found).__name__ == kind else None
+    state = found.state if isinstance(found, _Restored) and type(found).__name__ == kind else None
     if type(state) is not dict:
         raise _RefusedError(f"{_shown(key)}: found no {kind}, but {_shown(found)}")
     return state
