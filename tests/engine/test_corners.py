@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from compare import assert_close, assert_models_equal
-from engine.failing import fail_in_backward
+from failing import fail_in_backward
 from fullshard import fully_shard, register_fsdp_forward_method
 from fullshard.comm import record
 from fullshard.engine.ownership import unit_of

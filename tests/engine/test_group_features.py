@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from compare import assert_equal, assert_models_equal
-from engine.failing import fail, fail_in_backward
+from failing import fail, fail_in_backward
 from fullshard import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units, unit_of

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compare import assert_models_equal
-from engine.failing import fail, fail_in_backward
+from failing import fail, fail_in_backward
 from fullshard import fully_shard
 from fullshard.comm import CommRequest, launch_all
 from fullshard.engine.buckets import all_gather

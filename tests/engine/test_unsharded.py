@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from compare import assert_equal, assert_models_equal
-from engine.failing import fail, fail_in_backward
+from failing import fail, fail_in_backward
 from fullshard import fully_shard, unsharded
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units

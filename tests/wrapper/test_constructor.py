@@ -16,7 +16,6 @@ from parity import Block, Net, Snapshot, assert_trains_alike, batch, built, mean
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.models import tiny_units
 from fullshard import (
     BackwardPrefetch,
     CPUOffload,
@@ -28,6 +27,7 @@ from fullshard import (
 )
 from fullshard.comm import record
 from fullshard.wrap import ModuleWrapPolicy
+from models import tiny_units
 from ranks import Rank, on_ranks
 
 S = ShardingStrategy

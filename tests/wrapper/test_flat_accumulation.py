@@ -18,9 +18,9 @@ from wrapper_models import (
 )
 
 from compare import assert_close, assert_equal
-from engine.models import LossOf, Stack, batch, reference_backward, square_loss
 from fullshard import FullshardError, FullyShardedDataParallel, ShardingStrategy
 from fullshard.comm import record
+from models import LossOf, Stack, batch, reference_backward, square_loss
 from ranks import Rank, on_ranks
 
 BOTH = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])

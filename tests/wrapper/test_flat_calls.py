@@ -18,8 +18,8 @@ from wrapper_models import (
     with_reference,
 )
 
-from engine.models import LossOf, Stack, batch, reference_backward, square_loss
 from fullshard import ShardingStrategy
+from models import LossOf, Stack, batch, reference_backward, square_loss
 from ranks import Rank, on_ranks
 
 BOTH = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])

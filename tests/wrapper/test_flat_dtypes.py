@@ -22,10 +22,10 @@ from wrapper_models import (
 )
 
 from compare import assert_equal, fqn_of
-from engine.models import LossOf, Mlp, Stack, batch, square_loss
 from fullshard import FlatParameter, FullyShardedDataParallel, ShardingStrategy
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
+from models import LossOf, Mlp, Stack, batch, square_loss
 from ranks import Rank, on_ranks
 
 BOTH = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])

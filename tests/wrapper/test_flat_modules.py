@@ -21,8 +21,8 @@ from wrapper_models import (
 )
 
 from compare import assert_equal
-from engine.models import LossOf, Stack, batch, square_loss, tokens
 from fullshard import FullyShardedDataParallel, ShardingStrategy
+from models import LossOf, Stack, batch, square_loss, tokens
 from ranks import Rank, on_ranks
 
 BOTH = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])

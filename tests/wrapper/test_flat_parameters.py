@@ -23,9 +23,9 @@ from wrapper_models import (
 )
 
 from compare import assert_equal, fqn_of
-from engine.models import Language, Mlp, Stack, batch, square_loss, tokens
 from fullshard import FlatParameter, FullyShardedDataParallel, ShardingStrategy
 from fullshard.comm import record
+from models import Language, Mlp, Stack, batch, square_loss, tokens
 from ranks import Rank, on_ranks
 
 BOTH = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])

@@ -17,10 +17,10 @@ from wrapper_models import (
 )
 
 from compare import assert_close
-from engine.models import Mlp, Stack, batch, square_loss, tiny_units
 from fullshard import FlatParameter, ShardingStrategy
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
+from models import Mlp, Stack, batch, square_loss, tiny_units
 from ranks import Rank, on_ranks
 
 BOTH = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])

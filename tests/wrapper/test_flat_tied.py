@@ -10,10 +10,10 @@ from torch import nn
 from wrapper_models import adam, assert_at_rest, assert_trains_alike, with_reference, wrap
 
 from compare import assert_equal, fqn_of
-from engine.models import Block, Language, LossOf, tokens
 from fullshard import FlatParameter, FullyShardedDataParallel, TiedParameterError
 from fullshard.engine.ownership import nested_units
 from fullshard.wrap import ModuleWrapPolicy
+from models import Block, Language, LossOf, tokens
 from ranks import Rank, on_ranks
 
 BOTH = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])

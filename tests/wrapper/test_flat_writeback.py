@@ -11,8 +11,8 @@ from torch import nn
 from wrapper_models import assert_at_rest, assert_like, assert_trains_alike, pieces_of, slice_of, with_reference, wrap
 
 from compare import assert_close, assert_equal
-from engine.models import Language, Mlp, Stack, batch, square_loss, tokens
 from fullshard import FullshardError, FullyShardedDataParallel, ShardingStrategy
+from models import Language, Mlp, Stack, batch, square_loss, tokens
 from ranks import Rank, on_ranks
 
 BOTH = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])

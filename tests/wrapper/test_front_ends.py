@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from front_ends import (
+from earlier_front_ends import (
     AFTER_ADAM,
     CLOSE,
     EXACT_RATE,

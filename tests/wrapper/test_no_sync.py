@@ -25,7 +25,6 @@ from wrapped import (
 )
 
 from compare import assert_close
-from engine.models import tiny_units
 from fullshard import (
     CPUOffload,
     MixedPrecision,
@@ -34,6 +33,7 @@ from fullshard import (
 )
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
+from models import tiny_units
 from ranks import Rank, on_ranks
 
 

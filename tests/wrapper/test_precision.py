@@ -11,10 +11,10 @@ from parity import Block, Net, assert_states_alike, assert_trains_alike, batch, 
 from torch import nn
 
 from compare import assert_close, assert_equal
-from engine.models import tiny_units
 from fullshard import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fullshard.comm import record
 from fullshard.wrap import ModuleWrapPolicy
+from models import tiny_units
 from ranks import Rank, on_ranks
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from front_ends import (
+from earlier_front_ends import (
     CLOSE,
     EXACT_RATE,
     Block,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from front_ends import (
+from earlier_front_ends import (
     CLOSE,
     Language,
     Mlp,

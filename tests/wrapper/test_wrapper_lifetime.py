@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from front_ends import (
+from earlier_front_ends import (
     CLOSE,
     Block,
     Mlp,
@@ -28,10 +28,10 @@ from front_ends import (
 from torch import nn
 
 from compare import assert_close, assert_equal
-from engine.models import tiny_units
 from fullshard import FullyShardedDataParallel, ShardingStrategy
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
+from models import tiny_units
 from ranks import Rank, on_ranks
 
 both_modes = pytest.mark.parametrize("use_orig_params", [False, True])

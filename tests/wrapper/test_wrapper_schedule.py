@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from front_ends import (
+from earlier_front_ends import (
     CLOSE,
     Block,
     Events,
@@ -29,10 +29,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from compare import assert_close
-from engine.models import tiny_units
 from fullshard import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
 from fullshard.activation_checkpoint import apply_activation_checkpointing
 from fullshard.comm import record
+from models import tiny_units
 from ranks import Rank, on_ranks
 
 both_modes = pytest.mark.parametrize("use_orig_params", [False, True])

@@ -105,6 +105,44 @@ class Branch(nn.Module):
         return (self.odd if self.rank % 2 else self.even)(x)
 
 
+class Odd(nn.Module):
+    """All kinds of parameters at once, used in an order of their own.
+
+    0-D, integer, transposed, channels_last, expanded, conjugated, empty, unused; of float32, float64 and bfloat16.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.order = nn.Parameter(torch.tensor([4, 2, 0, 1, 3, 5]), requires_grad=False)
+        self.mask = nn.Parameter(torch.tensor([True, False, True, True, True]), requires_grad=False)
+        self.transposed = nn.Parameter(torch.randn(5, 6).t())
+        self.rows = nn.Parameter(torch.randn(1, 5).expand(4, 5))
+        self.phase = nn.Parameter(torch.randn(5, dtype=torch.complex64).conj())
+        self.conv = nn.Conv2d(3, 4, (2, 1)).to(memory_format=torch.channels_last)
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.unused = nn.Linear(3, 3)
+        self.wide = nn.Linear(5, 3).double()
+        self.low = nn.Linear(3, 3).bfloat16()
+        self.low.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(x[:, self.order] @ self.transposed * self.scale + self.rows) * self.mask
+        x = self.wide((x * self.phase).abs().double())
+        x = self.conv(x.float()[:, :, None, None].expand(-1, -1, 2, 1)).flatten(1)[:, :3]
+        return self.low(x.bfloat16()).float()
+
+
+class Frozen(Stack):
+    """Frozen parameters beside trainable ones in a block and in the root, and a block that is all frozen."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__(depth)
+        self.blocks[0].up.weight.requires_grad_(False)
+        self.blocks[1].requires_grad_(False)
+        self.first.requires_grad_(False)
+
+
 class _Mark(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, text: str, log: list[str]) -> torch.Tensor:
@@ -150,7 +188,8 @@ def square_loss(step: int = 0, *shape: int) -> LossOf:
     """The mean square of the outputs on the batch of ``step``."""
 
     def loss_of(model: nn.Module, rank: int) -> torch.Tensor:
-        return model(batch(rank, step, *(shape or (4, 6)))).square().mean()
+        output = model(batch(rank, step, *(shape or (4, 6))))
+        return (output.float() if output.dtype.itemsize < 4 else output).square().mean()
 
     return loss_of
 
@@ -222,15 +261,17 @@ def with_reference(model: nn.Module, rank: Rank, **settings: Any) -> tuple[nn.Mo
     return shard_blocks(model, rank, **settings), reference
 
 
-def reference_backward(reference: nn.Module, world_size: int, loss_of: LossOf) -> None:
-    """Add to ``.grad`` the mean over ranks of the gradients of their losses, summed in rank order."""
+def reference_backward(reference: nn.Module, world_size: int, loss_of: LossOf) -> torch.Tensor:
+    """Add to ``.grad`` the mean over ranks of the gradients of their losses, summed in rank order; the losses."""
     parameters = list(reference.parameters())
     before = [p.grad for p in parameters]
     totals: list[torch.Tensor | None] = [None] * len(parameters)
+    losses = []
     for rank in range(world_size):
         for parameter in parameters:
             parameter.grad = None
         loss = loss_of(reference, rank)
+        losses.append(loss.detach())
         if loss.requires_grad:
             loss.backward()
         for index, parameter in enumerate(parameters):
@@ -240,6 +281,7 @@ def reference_backward(reference: nn.Module, world_size: int, loss_of: LossOf) -
     for parameter, total, old in zip(parameters, totals, before, strict=True):
         mean = None if total is None else total.mul_(1 / world_size)
         parameter.grad = mean if old is None else old if mean is None else old + mean
+    return torch.stack(losses)
 
 
 def assert_at_rest(model: nn.Module) -> None:
