@@ -37,7 +37,7 @@ from fullshard import FullshardError, PhaseError
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.comm import Collective, record
 from models import Branch, LossOf, Stack, batch, reference_backward, square_loss, tiny_units
-from pairwise import pairwise
+from pairwise import each_value, pairwise
 from ranks import Rank, on_ranks
 
 each_wrapper = pytest.mark.parametrize("front_end", [ORIGINAL, FLAT], ids=str)
@@ -114,7 +114,7 @@ def test_collectives_without_sync(rank: Rank, front_end: FrontEnd, strategy: str
     assert gathered(model) == []
 
 
-@on_ranks(2)
+@on_ranks(1, 2)
 @each_front_end
 def test_equal_microbatches_count_equally(rank: Rank, front_end: FrontEnd) -> None:
     """The same microbatch twice without synchronization and once with it is thrice its gradient."""
@@ -181,7 +181,7 @@ def test_parameter_that_one_rank_used_without_sync(rank: Rank, front_end: FrontE
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, strategy=STRATEGIES)
+@each_value(front_end=FRONT_ENDS, strategy=STRATEGIES)
 def test_clearing_gradients_in_between(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
     """``zero_grad`` drops what waits for a reduction as well, set to None or to zero."""
     model, reference = sharded_with_reference(front_end, rank, build(Stack, 1), strategy=strategy)
@@ -196,7 +196,7 @@ def test_clearing_gradients_in_between(rank: Rank, front_end: FrontEnd, strategy
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, strategy=STRATEGIES)
+@each_value(1, front_end=FRONT_ENDS, strategy=STRATEGIES)
 def test_changing_parameters_in_between(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
     """A step of an optimizer, and edits of full parameters, between microbatches count in the next forward."""
     model, reference = sharded_with_reference(front_end, rank, build(Stack, 1), strategy=strategy)
@@ -277,7 +277,7 @@ def test_freezing_in_between(rank: Rank, when: str, front_end: FrontEnd) -> None
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, strategy=STRATEGIES)
+@each_value(2, front_end=FRONT_ENDS, strategy=STRATEGIES)
 def test_exception_in_between(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
     """If what runs without synchronization raises, synchronization is as before, and ``zero_grad`` a clean start."""
     model, reference = sharded_with_reference(front_end, rank, build(Stack, 1), strategy=strategy)

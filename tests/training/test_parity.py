@@ -35,9 +35,25 @@ from front_ends import (
     train_reference,
     unwrapped,
 )
+from fullshard import fully_shard
 from fullshard.comm import record
-from models import Branch, Frozen, Language, LossOf, Mlp, Odd, Stack, batch, reference_backward, square_loss, tokens
-from pairwise import pairwise
+from fullshard.engine.ownership import nested_units
+from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+from models import (
+    Block,
+    Branch,
+    Frozen,
+    Language,
+    LossOf,
+    Mlp,
+    Odd,
+    Stack,
+    batch,
+    reference_backward,
+    square_loss,
+    tokens,
+)
+from pairwise import each_value, pairwise
 from ranks import Rank, on_ranks
 
 
@@ -104,6 +120,39 @@ def test_strategies_of_all_front_ends(rank: Rank, strategy: str) -> None:
     assert_same_values(models[0], reference, **CLOSE)
 
 
+@on_ranks(4)
+@pairwise(front_end=FRONT_ENDS, strategy=HYBRID, shape=[(2, 2), (4, 1), (1, 4)])
+def test_hybrid_strategies_on_any_mesh(rank: Rank, front_end: FrontEnd, strategy: str, shape: tuple[int, int]) -> None:
+    """They train as unsharded on (n, 1) and (1, n) as well, with microbatches that are not synchronized."""
+    model, reference = sharded_with_reference(
+        front_end, rank, build(Language), strategy=strategy, mesh=rank.make_mesh(*shape)
+    )
+    with front_end.no_sync(model):
+        both_backward(model, reference, rank, token_loss(9))
+    assert_trains_alike(model, reference, rank, token_loss)
+
+
+POLICIES: dict[str, Any] = {
+    "classes": ModuleWrapPolicy({Block, nn.Linear, nn.Embedding}),
+    "size": lambda **asked: size_based_auto_wrap_policy(**asked, min_num_params=60),
+    "custom": CustomPolicy(lambda m: isinstance(m, (Block, nn.LayerNorm))),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_same_policy_in_all_front_ends(rank: Rank, policy: str) -> None:
+    """One policy serves all front ends, which give the same bits."""
+    models: list[Any] = [fully_shard(build(Language), mesh=rank.mesh, policy=POLICIES[policy])]
+    for front_end in FRONT_ENDS[1:]:
+        models.append(front_end.wrap(build(Language), rank, [], auto_wrap_policy=POLICIES[policy]))
+    losses = [train(model, rank, token_loss, 5) for model in models]
+    assert {len(nested_units(model)) for model in models} == {len(nested_units(models[0]))} and len(models) == 3
+    for model, found in zip(models[1:], losses[1:], strict=True):
+        assert_equal(found, losses[0], "losses")
+        assert_same_values(model, models[0])
+
+
 @on_ranks(2)
 @pairwise(front_end=FRONT_ENDS, strategy=STRATEGIES)
 def test_gradients_of_one_step_are_those_of_the_mean_bit_by_bit(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
@@ -141,8 +190,6 @@ def test_offloaded_parameters(rank: Rank, front_end: FrontEnd, precision: Any, s
     models = []
     options = front_end.precision(precision, torch.float32) if precision else {}
     for offload in ({}, front_end.offload()):
-        if front_end is COMPOSABLE and strategy == "NO_SHARD" and offload:
-            pytest.skip("replicate has offload_policy tests of its own")
         model = front_end.wrap(build(Stack), rank, strategy=strategy, **options, **offload)
         optimizer = sgd(model, 2.0**-4)
         for step in range(2):
@@ -200,7 +247,7 @@ class Outputs(nn.Module):
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, strategy=STRATEGIES)
+@each_value(1, front_end=FRONT_ENDS, strategy=STRATEGIES)
 def test_outputs_that_the_loss_does_not_use(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
     """A unit whose output is not in the loss has no gradient and is resharded after backward anyway."""
     model, reference = sharded_with_reference(front_end, rank, build(Outputs), strategy=strategy)
@@ -261,12 +308,12 @@ def test_models_without_anything_to_shard(rank: Rank, front_end: FrontEnd) -> No
 
 
 @on_ranks(1)
-@pairwise(front_end=FRONT_ENDS, strategy=STRATEGIES)
+@each_value(front_end=FRONT_ENDS, strategy=STRATEGIES)
 def test_one_rank_communicates_nothing(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
     """On one rank training equals plain training in every bit, without a collective and, composed, without a copy."""
     model, reference = sharded_with_reference(front_end, rank, build(Stack), strategy=strategy)
     seen: dict[str, int] = {}
-    if front_end is COMPOSABLE:
+    if front_end == COMPOSABLE:
         pointers = {name: p.to_local().data_ptr() for name, p in model.named_parameters()}
         for name, block in model.blocks.named_children():
             block.register_forward_hook(
@@ -277,7 +324,7 @@ def test_one_rank_communicates_nothing(rank: Rank, front_end: FrontEnd, strategy
     with record() as collectives:
         assert_trains_alike(model, reference, rank, rtol=0.0, atol=0.0)
     assert collectives == []
-    if front_end is COMPOSABLE:
+    if front_end == COMPOSABLE:
         assert len(seen) == 12 and all(pointers[name] == pointer for name, pointer in seen.items())
 
 
