@@ -19,10 +19,10 @@ $(error CPU=$(CPU): expected one of $(CPUS))
 endif
 
 # What runs on the emulated accelerator: all that is general, and of that a part in every run of the tests.
-ON_ACCELERATOR := tests/engine tests/optim tests/wrapper tests/checkpoint
-SOME_ON_ACCELERATOR := $(addprefix tests/,engine/test_training.py engine/test_collectives.py engine/test_offload.py \
-	engine/test_hsdp.py engine/test_mixed_precision.py engine/test_recovery.py optim/test_step_overlap.py \
-	wrapper/test_wrapper_training.py checkpoint/test_save_load.py)
+ON_ACCELERATOR := tests/training tests/engine tests/optim tests/wrapper tests/checkpoint
+SOME_ON_ACCELERATOR := $(addprefix tests/,training/test_parity.py training/test_low_precision.py \
+	training/test_exceptions.py engine/test_collectives.py engine/test_offload.py engine/test_hsdp.py \
+	optim/test_step_overlap.py checkpoint/test_save_load.py)
 
 .PHONY: help train test test-accelerator test-clients fuzz golden lint bench gpu clean
 

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from test_groups import CLOSE, DIM, GROUPS, Language, count, grouped, loss_at, loss_of_chunks, train
+from grouped_modules import (
+    CLOSE,
+    DIM,
+    GROUPS,
+    Language,
+    count,
+    grouped,
+    grouped_with_reference,
+    loss_at,
+    loss_of_chunks,
+    train,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,6 +29,7 @@ from fullshard import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_m
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units, unit_of
 from models import Block, assert_at_rest, batch, gathered, reference_backward, tokens
+from pairwise import pairwise
 from ranks import Rank, on_ranks
 
 
@@ -25,9 +37,7 @@ from ranks import Rank, on_ranks
 @pytest.mark.parametrize("group", ["embedding, norm, head", "everything", "norm and head", "embedding and block"])
 def test_tied_weights(rank: Rank, group: str) -> None:
     """A weight that embedding and head share may be inside a group, or shared between a group and the root."""
-    model = Language(tied=True)
-    reference = copy.deepcopy(model)
-    grouped(rank, model, group)
+    model, reference = grouped_with_reference(rank, group, tied=True)
     assert model.head.weight is model.embedding.weight
     train(rank, model, reference)
     assert model.head.weight is model.embedding.weight
@@ -37,9 +47,11 @@ def test_tied_weights(rank: Rank, group: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("around", ["members", "all"])
-@pytest.mark.parametrize("setting", [True, False], ids=["reshard", "keep"])
-@pytest.mark.parametrize("group", ["norm and head", "embedding and last block", "first and last block", "everything"])
+@pairwise(
+    group=["norm and head", "embedding and last block", "first and last block", "everything"],
+    setting=[True, False],
+    around=["members", "all"],
+)
 def test_checkpointed_members(rank: Rank, group: str, setting: bool, around: str) -> None:
     """Members whose forward is recomputed in backward, one by one or with all that lies between them."""
 
@@ -56,34 +68,14 @@ def test_checkpointed_members(rank: Rank, group: str, setting: bool, around: str
         train(rank, model, reference, steps=2)
 
 
-@on_ranks(2)
-def test_without_gradients(rank: Rank) -> None:
-    """Evaluation gathers a group once, gives the same values, leaves nothing gathered and disturbs no training."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    grouped(rank, model)
-    ids = tokens(0, 0, 9)
-    for mode in ("once", "chunks", "no head", "once"):
-        model.mode = reference.mode = mode
-        for context in (torch.no_grad, torch.inference_mode):
-            with context():
-                seen, output = count(model, lambda: model(ids))
-                assert torch.allclose(output, reference(ids), atol=1e-6)
-            assert seen["all_gather norm"] == 1  # the last unit stays unsharded until the outermost forward ends
-            assert_at_rest(model)
-    train(rank, model, reference)
-
-
 # ---------------------------------------------------------------- copies and saved weights
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", ["norm and head", "embedding and block", "with an unused one", "everything"])
 def test_deepcopy(rank: Rank, group: str) -> None:
     """The copy of a model has groups of its own: it trains alike, and the original does not see it."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    grouped(rank, model, group)
+    model, reference = grouped_with_reference(rank, group)
     train(rank, model, reference, steps=1)
     twin = copy.deepcopy(model)
     members, copied = ([unit_of(module) for module in GROUPS[group](m)] for m in (model, twin))
@@ -98,9 +90,7 @@ def test_deepcopy(rank: Rank, group: str) -> None:
 @on_ranks(2)
 def test_deepcopy_of_one_member(rank: Rank) -> None:
     """Copying one member alone takes the others along, so that the copy's unit is whole."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    grouped(rank, model)
+    model, reference = grouped_with_reference(rank)
     head = copy.deepcopy(model.head)
     x = batch(rank.rank, 0, 3, DIM)
     assert torch.allclose(head(x), reference.head(x), atol=1e-6)
@@ -113,9 +103,7 @@ def test_deepcopy_of_one_member(rank: Rank) -> None:
 @pytest.mark.parametrize("mode", ["once", "no head"])
 def test_state_dict(rank: Rank, mode: str) -> None:
     """Names are those of the plain model; values are the live shards; loading works, also into a part."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    grouped(rank, model, "everything")
+    model, reference = grouped_with_reference(rank, "everything")
     model.mode = mode
     model(tokens(rank.rank, 0, 9))
     state = model.state_dict()
@@ -137,10 +125,9 @@ def test_state_dict(rank: Rank, mode: str) -> None:
 @pytest.mark.parametrize("other", [torch.float64, torch.bfloat16], ids=str)
 def test_other_dtype(rank: Rank, other: torch.dtype) -> None:
     """``to(dtype)`` of the model, or of one member, before training."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    grouped(rank, model).to(other)
-    reference.to(other)
+    model, reference = grouped_with_reference(rank)
+    for module in (model, reference):
+        module.to(other)
     assert_models_equal(model, reference)
     assert all(p.dtype is other for p in model.parameters())
     train(rank, model.float(), reference.float())
@@ -176,14 +163,10 @@ FAILURES = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("remedy", ["reset", "alone"])
-@pytest.mark.parametrize("place", FAILURES)
-@pytest.mark.parametrize("group", ["norm and head", "embedding, norm, head", "everything"])
+@pairwise(group=["norm and head", "embedding, norm, head", "everything"], place=FAILURES, remedy=["reset", "alone"])
 def test_failure_in_a_member(rank: Rank, group: str, place: str, remedy: str) -> None:
     """After an exception in a member, in forward or backward, the next step is as if it had not happened."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    grouped(rank, model, group)
+    model, reference = grouped_with_reference(rank, group)
     parameters = list(model.parameters())
     for mode in ("once", "chunks"):
         model.mode = reference.mode = mode
@@ -204,9 +187,7 @@ def test_failure_in_a_member(rank: Rank, group: str, place: str, remedy: str) ->
 @on_ranks(2)
 def test_failure_in_a_member_called_alone(rank: Rank) -> None:
     """The same for a chunk that is called after the root's forward, and another model forward instead of it."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    grouped(rank, model)
+    model, reference = grouped_with_reference(rank)
     model.mode = reference.mode = "no head"
     for _ in range(2):
         hidden = model(tokens(rank.rank, 0, 9))
@@ -225,9 +206,7 @@ def test_failure_in_a_member_called_alone(rank: Rank) -> None:
 @on_ranks(2)
 def test_unshard_and_reshard(rank: Rank) -> None:
     """``unshard`` and ``reshard`` of any member are those of the whole group."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    grouped(rank, model)
+    model, reference = grouped_with_reference(rank)
     model.head.unshard()
     assert_equal(model.norm.weight.detach(), reference.norm.weight.detach(), "full norm weight")
     assert_equal(model.head.weight.detach(), reference.head.weight.detach(), "full head weight")
@@ -247,9 +226,7 @@ def test_unshard_and_reshard(rank: Rank) -> None:
 @on_ranks(2)
 def test_settings_of_one_member_are_the_groups(rank: Rank) -> None:
     """What is set on one member holds for all, also in lists of modules to prefetch."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    grouped(rank, model)
+    model, reference = grouped_with_reference(rank)
     model.blocks[2].set_modules_to_forward_prefetch([model.head])
     model.norm.set_modules_to_backward_prefetch([model.blocks[2]])
     model.head.set_reshard_after_forward(False)
@@ -346,8 +323,7 @@ class Plain(nn.Module):
 
 
 @on_ranks(1, 2, 4)
-@pytest.mark.parametrize("setting", [True, None, False], ids=["reshard", "default", "keep"])
-@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize(("times", "setting"), [(1, True), (3, None), (3, False)])
 def test_group_is_its_own_root(rank: Rank, times: int, setting: bool | None) -> None:
     """Without a unit above it a group trains right as well, with no module around it that knows of sharding."""
     model = Plain(times)
@@ -407,25 +383,10 @@ def test_group_of_roots_in_any_order(rank: Rank, order: tuple[int, ...]) -> None
 
 
 @on_ranks(2)
-def test_list_of_one_root(rank: Rank) -> None:
-    """A list of one module is that module, also as the root."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    (same,) = fully_shard([model], mesh=rank.mesh)
-    assert same is model
-    train(rank, model, reference)
-    seen, loss = count(model, lambda: loss_at(0)(model, rank.rank))
-    assert seen == {"all_gather ": 1}
-    loss.backward()
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("ran", [False, True], ids=["before the first forward", "later"])
 def test_member_is_taken_out(rank: Rank, ran: bool) -> None:
     """If a member, or a part of one, is replaced by another module, what is left of the group trains on."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    grouped(rank, model, "embedding, norm, head")
+    model, reference = grouped_with_reference(rank, "embedding, norm, head")
     if ran:
         train(rank, model, reference)
     for one in (model, reference):

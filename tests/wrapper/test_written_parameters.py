@@ -6,19 +6,26 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from wrapper_models import assert_at_rest, assert_like, assert_trains_alike, pieces_of, slice_of, with_reference, wrap
+from wrapper_models import (
+    adam,
+    assert_at_rest,
+    assert_like,
+    assert_trains_alike,
+    pieces_of,
+    slice_of,
+    with_reference,
+    wrap,
+)
 
 from compare import assert_close, assert_equal
-from fullshard import FullshardError, FullyShardedDataParallel, ShardingStrategy
-from models import Language, Mlp, Stack, batch, square_loss, tokens
+from fullshard import FullshardError, ShardingStrategy
+from models import Mlp, Stack, batch, reference_backward, square_loss
+from pairwise import pairwise
 from ranks import Rank, on_ranks
 
 BOTH = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
-STRATEGIES = pytest.mark.parametrize(
-    "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
-)
+ALL = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
 
 
 def run(model: nn.Module) -> torch.Tensor:
@@ -48,9 +55,7 @@ WAYS: dict[str, Callable[[nn.Module, str, torch.Tensor], object]] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("when", ["first", "forward", "step"])
-@STRATEGIES
+@pairwise(way=WAYS, when=["first", "forward", "step"], strategy=ALL)
 def test_new_pieces_count(rank: Rank, way: str, when: str, strategy: ShardingStrategy) -> None:
     """A new piece counts from the next forward on: before the first, after a forward, after a step."""
     model, reference = with_reference(Mlp(5, 7, 3), rank, use_orig_params=True, sharding_strategy=strategy)
@@ -111,8 +116,7 @@ def test_assigned_parameter_is_the_parameter(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@STRATEGIES
-@pytest.mark.parametrize("way", ["in place", "data", "parameter"])
+@pairwise(way=WAYS, strategy=ALL)
 def test_new_flat_parameters_count(rank: Rank, way: str, strategy: ShardingStrategy) -> None:
     """The same for visible flat parameters."""
     model, reference = with_reference(Mlp(5, 7, 3), rank, sharding_strategy=strategy)
@@ -125,13 +129,6 @@ def test_new_flat_parameters_count(rank: Rank, way: str, strategy: ShardingStrat
     assert_like(model, reference)
     assert len(list(model.parameters())) == 1
     assert_trains_alike(model, reference, rank, loss=lambda step: square_loss(step, 4, 5), steps=2)
-
-
-def assert_same_error(error: BaseException) -> None:
-    """Require the same text on all ranks."""
-    texts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, str(error))
-    assert len(set(texts)) == 1, texts
 
 
 @on_ranks(2)
@@ -153,44 +150,6 @@ def test_wrong_shapes_are_refused(rank: Rank, way: str, original: bool) -> None:
 
 
 @on_ranks(2)
-def test_wrong_shape_on_one_rank_is_the_same_error_everywhere(rank: Rank) -> None:
-    """The whole parameter's or the piece's shape is what all ranks expect, so that each refuses (2, 3)."""
-    model = wrap(Mlp(5, 8, 3), rank, use_orig_params=True)
-    model.module.layers[0].weight.data = torch.zeros(2, 3)
-    with pytest.raises(FullshardError, match=r"\(8, 5\)"):
-        run(model)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("where", ["embedding", "head", "both"])
-def test_tied_parameters_can_be_replaced(rank: Rank, where: str) -> None:
-    """A tied parameter that is replaced in one of its modules, or in all, is replaced in all, and stays tied."""
-    model, reference = with_reference(Language(), rank, use_orig_params=True)
-    with torch.no_grad():
-        reference.head.weight.mul_(-2)
-    new = nn.Parameter(pieces_of(list(reference.parameters()), rank)[0].clone())
-    for name in ("embedding", "head") if where == "both" else (where,):
-        getattr(model.module, name).weight = new
-    inputs = tokens(rank.rank, 0, 2, 3)
-    assert_equal(model(inputs), reference(inputs), "output")
-    assert model.module.embedding.weight is model.module.head.weight is new
-    assert_like(model, reference)
-
-
-@on_ranks(2)
-@BOTH
-def test_edits_in_place_between_forward_and_backward_of_steps(rank: Rank, original: bool) -> None:
-    """What an averaging of weights does: in place on what ``parameters()`` gives, at any time between steps."""
-    model, reference = with_reference(Stack(1), rank, ["blocks.0"], use_orig_params=original)
-    for step in range(3):
-        assert_trains_alike(model, reference, rank, steps=1, loss=lambda _, step=step: square_loss(step))
-        with torch.no_grad():
-            for parameter in (*model.parameters(), *reference.parameters()):
-                parameter.mul_(0.9)
-    assert_like(model, reference, rtol=1e-4, atol=1e-6)
-
-
-@on_ranks(2)
 def test_padding_is_dropped(rank: Rank) -> None:
     """What is written to the padding of a flat parameter changes nothing."""
     model, reference = with_reference(Mlp(5, 7, 3), rank)
@@ -208,22 +167,7 @@ def test_padding_is_dropped(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@BOTH
-def test_unsharded_values_written_inside_summon_count(rank: Rank, original: bool) -> None:
-    """The documented way of editing whole parameters, in both modes."""
-    model, reference = with_reference(Mlp(5, 7, 3), rank, use_orig_params=original)
-    with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
-        for parameter in model.module.parameters():
-            parameter.mul_(-2).add_(0.25)
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter.mul_(-2).add_(0.25)
-    assert_equal(run(model), run(reference), "output")
-    assert_like(model, reference)
-
-
-@on_ranks(2)
-@STRATEGIES
+@pytest.mark.parametrize("strategy", ALL, ids=lambda s: s.name)
 def test_new_pieces_while_full_ones_are_kept(rank: Rank, strategy: ShardingStrategy) -> None:
     """After a backward without sync, which may leave full parameters for the next forward, new pieces count too."""
     model, reference = with_reference(Stack(1), rank, ["blocks.0"], use_orig_params=True, sharding_strategy=strategy)
@@ -256,3 +200,36 @@ def test_removed_parameters_are_refused(rank: Rank) -> None:
         remove(plain)
         with pytest.raises(FullshardError, match="bias"):
             run(model)
+
+
+class Marked(nn.Parameter):
+    """A kind of parameter that a user has made."""
+
+
+@on_ranks(2)
+def test_parameters_of_the_users_own_class(rank: Rank) -> None:
+    """With original parameters their class stays, as the object does."""
+    plain = nn.Linear(6, 3)
+    plain.weight = Marked(plain.weight.detach())
+    weight = plain.weight
+    model, reference = with_reference(plain, rank, use_orig_params=True)
+    assert_trains_alike(model, reference, rank)
+    assert plain.weight is weight and type(plain.weight) is Marked
+
+
+@on_ranks(2)
+def test_size_of_pieces_is_what_optimizers_hold(rank: Rank) -> None:
+    """The state of an optimizer is sharded as the parameters are."""
+    model, reference = with_reference(Stack(1), rank, ["blocks.0"], use_orig_params=True)
+    optimizer = adam(model.parameters())
+    square_loss()(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, square_loss())
+    optimizer.step()
+    held = sum(state["exp_avg"].numel() for state in optimizer.state.values())
+    assert held == sum(p.numel() for p in model.parameters()) < sum(p.numel() for p in reference.parameters()) * 0.6
+    root = [p for name, p in reference.named_parameters() if not name.startswith("blocks")]
+    gradients = [p.grad for p in root]
+    expected = pieces_of(gradients, rank)
+    own = [p for name, p in model.named_parameters() if "blocks" not in name]
+    for parameter, gradient in zip(own, expected, strict=True):
+        torch.testing.assert_close(optimizer.state[parameter]["exp_avg"], 0.1 * gradient)

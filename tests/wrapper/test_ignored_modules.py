@@ -17,6 +17,7 @@ from compare import assert_close, assert_equal
 from fullshard import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
 from fullshard.comm import record
 from fullshard.wrap import ModuleWrapPolicy
+from pairwise import pairwise
 from ranks import Rank, on_ranks
 
 S = ShardingStrategy
@@ -47,9 +48,7 @@ def full_grads(wrapped: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @on_ranks(2)
-@MODES
-@pytest.mark.parametrize("policy", [None, BLOCKS], ids=["one", "blocks"])
-@pytest.mark.parametrize("kind", IGNORED)
+@pairwise(kind=IGNORED, policy=[None, BLOCKS], use_orig_params=[False, True])
 def test_ignored_parameters(rank: Rank, kind: str, policy: Any, use_orig_params: bool) -> None:
     """They stay the same objects, whole, with this rank's own gradients; the others are sharded and averaged."""
     model = built(Net)
@@ -75,24 +74,6 @@ def test_ignored_parameters(rank: Rank, kind: str, policy: Any, use_orig_params:
     state = wrapped.state_dict()
     assert state.keys() == built(Net).state_dict().keys()
     assert state[f"{SPARE}up.weight"].data_ptr() == spare["up.weight"].data_ptr()
-
-
-@on_ranks(2)
-@MODES
-def test_one_parameter_of_a_layer(rank: Rank, use_orig_params: bool) -> None:
-    """A parameter can be ignored while the others of its module are not."""
-    model = built(Net)
-    by_rank = [grads_on(model, r) for r in range(2)]
-    chosen = [model.first.weight, model.blocks[0].norm.bias]
-    wrapped = FullyShardedDataParallel(
-        model, auto_wrap_policy=BLOCKS, use_orig_params=use_orig_params, ignored_states=chosen
-    )
-    assert model.first.weight is chosen[0] and chosen[0].shape == (6, 6)
-    mean_square(wrapped, batch(rank.rank, 0)).backward()
-    for name, gradient in full_grads(wrapped).items():
-        mine, mean = by_rank[rank.rank][name], (by_rank[0][name] + by_rank[1][name]) / 2
-        own = name in ("first.weight", "blocks.0.norm.bias")
-        assert_close(gradient, mine if own else mean, name, 1e-5, 1e-7)
 
 
 @on_ranks(2)
