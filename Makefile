@@ -20,21 +20,20 @@ endif
 
 # What runs on the emulated accelerator: all that is general, and of that in every run of the tests what depends on streams,
 # copies to and from host memory, and NCCL's ways. Each line is a file and the tests of it.
-ON_ACCELERATOR := tests/engine tests/optim tests/wrapper tests/checkpoint
+ON_ACCELERATOR := tests/training tests/engine tests/optim tests/wrapper tests/checkpoint
 of = $(addprefix tests/$(strip $(1)).py::test_,$(2))
 SOME_ON_ACCELERATOR := \
-	$(call of,engine/test_training,uneven_layers_train_as_unsharded frozen_tied_and_uneven_together optimizer_in_backward \
-		large_direct_parameters_train_as_unsharded mixed_dtypes_in_one_unit evaluation_between_training_steps) \
+	$(call of,training/test_parity,ten_steps_of_all_front_ends hybrid_strategies_on_any_mesh offloaded_parameters \
+		frozen_tied_uneven_and_clipped_with_microbatches) \
+	$(call of,training/test_low_precision,every_combination_to_the_bit microbatches_add_up_in_the_reduce_dtype \
+		calls_before_one_backward_add_up_in_the_reduce_dtype) \
+	$(call of,training/test_exceptions,step_after_a_failure pending_gradients_and_failures \
+		backward_after_one_that_raised all_gather_that_fails) \
 	$(call of,engine/test_collectives,two_losses_on_one_graph manual_unshard_and_reshard) \
 	tests/engine/test_offload.py \
 	$(call of,engine/test_hsdp,parity_on_every_mesh interleavings microbatches_add_up_in_the_reduce_dtype) \
-	$(call of,engine/test_mixed_precision,every_combination dtypes_of_everything \
-		calls_before_one_backward_add_up_in_the_reduce_dtype) \
-	$(call of,engine/test_recovery,failure_in_the_very_first_step failed_backward_leaves_sharded_parameters \
-		pending_gradients_and_a_failed_backward backward_after_one_that_raised all_gather_that_fails) \
 	$(call of,optim/test_step_overlap,order same_bits replicas accumulation_and_evaluation writes_after_the_step \
 		wrapper gradients_land_in_inference_mode) \
-	$(call of,wrapper/test_wrapper_training,any_use_of_modules hybrid_trains_as_full_shard offload_trains_as_without) \
 	$(call of,checkpoint/test_save_load,any_kind_continues_what_another_saved async_save_is_of_the_moment_of_the_call)
 
 .PHONY: help train test test-accelerator test-clients fuzz golden lint bench gpu clean

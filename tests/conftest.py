@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # test modules of subf
 # Ranks inherit it: memory that is freed, and memory that is not filled yet, reads as NaN in the whole suite.
 os.environ.setdefault("FULLSHARD_POISON", "1")
 
-from every_other import leave_out
 from ranks import RankPool
 from ranks.device import device_type
 
@@ -33,8 +32,7 @@ def ranks() -> Iterator[RankPool]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what need not run every day, and skip what needs another device than the ranks have."""
-    leave_out(config, items)
+    """Skip what needs another device than the ranks have."""
     if device_type() != "cpu":
         for item in items:
             if (marker := item.get_closest_marker("cpu_only")) is not None:

@@ -1,4 +1,4 @@
-"""Few combinations of many variants: any two values of any two axes meet in at least one of them."""
+"""Few combinations of many variants, all of which run: any two values meet, or each value occurs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,18 @@ def pairwise(**axes: Iterable[Any]) -> pytest.MarkDecorator:
     values = {name: list(axis) for name, axis in axes.items()}
     rows = [tuple(values[name][i] for name, i in zip(values, row, strict=True)) for row in indices(values.values())]
     return pytest.mark.parametrize(tuple(values), rows, ids=["-".join(map(label, row)) for row in rows])
+
+
+def each_value(shift: int = 0, **axes: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test with as few combinations as there are values on the longest axis: each value occurs.
+
+    For what depends little on how axes meet. Tests that differ in ``shift`` (0 to 2) let other values meet: with three
+    front ends and three strategies, the shifts together have all nine pairs.
+    """
+    values = [list(axis) for axis in axes.values()]
+    count = max(map(len, values))
+    rows = [tuple(axis[(i + shift * k) % len(axis)] for k, axis in enumerate(values)) for i in range(count)]
+    return pytest.mark.parametrize(tuple(axes), rows, ids=["-".join(map(label, row)) for row in rows])
 
 
 def label(value: Any) -> str:

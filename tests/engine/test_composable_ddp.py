@@ -12,8 +12,8 @@ from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.tensor import DTensor
 
 import fullshard
-from engine.models import Stack
 from fullshard import fully_shard
+from models import Stack
 from ranks import Rank, on_ranks
 
 

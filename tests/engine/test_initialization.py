@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from compare import assert_close, assert_equal, assert_models_equal
 from fullshard import FSDPModule, UnmaterializedParameterError, fully_shard
-from fullshard.comm import record
 from fullshard.engine.ownership import nested_units, unit_of
 from ranks import Rank, on_ranks
 from ranks.device import EMULATED
@@ -98,31 +97,6 @@ def test_parameters_get_their_full_names_at_the_first_forward(rank: Rank) -> Non
     assert unit_of(inner[0][1]).parameters[0].fqn == "0.1.weight"
 
 
-@on_ranks(2, 4)
-def test_shared_and_nested_modules_are_managed_once(rank: Rank) -> None:
-    """A module reachable on several paths is sharded once, by the unit closest to it, and trains right."""
-
-    class Diamond(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bottom = nn.Linear(6, 6)
-            self.left = nn.Sequential(self.bottom, nn.Linear(6, 6))
-            self.right = nn.Sequential(self.bottom, nn.Linear(6, 6))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.left(x).tanh() + self.right(x)
-
-    torch.manual_seed(1)
-    reference = Diamond()
-    model = copy.deepcopy(reference)
-    for name in ("left", "right", ""):
-        fully_shard(model.get_submodule(name), mesh=rank.mesh)
-    owned = [id(p) for unit in nested_units(model) for p in unit.parameters]
-    assert len(owned) == len(set(owned)) == len(list(reference.parameters()))
-    assert list(model.state_dict()) == list(reference.state_dict())
-    assert_trains_alike(rank, model, reference)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("top_first", [False, True])
 def test_units_may_be_made_in_any_order(rank: Rank, top_first: bool) -> None:
@@ -185,54 +159,7 @@ def test_plain_script_without_launcher_is_a_world_of_one() -> None:
     assert done.stdout.split() == ["trained", "FSDPLinear"]
 
 
-@on_ranks(1)
-def test_world_of_one_copies_and_sends_nothing(rank: Rank) -> None:
-    """On one rank the full parameters are the shard buffer itself, and no collective is issued."""
-    model = shard(rank, build())
-    with record() as collectives:
-        model(inputs()).sum().backward()
-    assert collectives == []
-    pointer = model[0].weight.to_local().data_ptr()
-    model[0].unshard()
-    assert type(model[0].weight) is nn.Parameter and model[0].weight.data_ptr() == pointer
-    model[0].reshard()
-    assert all(bucket.allocated_bytes == 0 for unit in nested_units(model) for bucket in unit.buckets)
-
-
 # ---------------------------------------------------------------- ignored parameters
-
-
-@on_ranks(2, 4)
-def test_ignored_parameters_are_left_alone(rank: Rank) -> None:
-    """Ignored parameters stay the same plain objects, are never sent, and get this rank's own gradient."""
-    torch.manual_seed(1)
-    reference = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
-    model = copy.deepcopy(reference)
-    ignored = list(model[1].parameters())
-    fully_shard(model, mesh=rank.mesh, ignored_params=set(ignored))
-    assert list(model[1].parameters()) == ignored and not isinstance(model[1].weight, DTensor)
-    assert isinstance(model[0].weight, DTensor)
-    own = inputs()[rank.rank : rank.rank + 1]
-    with record() as collectives:
-        model(own).sum().backward()
-    reference(own).sum().backward()
-    assert_close(model[1].weight.grad, reference[1].weight.grad, "local gradient", rtol=1e-5)
-    names = [slot.parameter.fqn for b in unit_of(model).buckets for slot in b.layout.slots]
-    assert names == ["0.weight", "0.bias"]
-    assert {c.kind for c in collectives} == {"all_gather", "reduce_scatter"}
-    assert type(model.state_dict()["1.weight"]) is torch.Tensor
-
-
-@on_ranks(2)
-def test_ignored_parameters_count_for_one_call(rank: Rank) -> None:
-    """A unit above that does not ignore a parameter that one below ignores owns it."""
-    reference = nn.Sequential(nn.Sequential(nn.Linear(6, 4)), nn.Linear(4, 4))
-    model = copy.deepcopy(reference)
-    fully_shard(model[0], mesh=rank.mesh, ignored_params=model[0].parameters())
-    assert type(model[0][0].bias) is nn.Parameter
-    fully_shard(model, mesh=rank.mesh)
-    assert [p.fqn for p in unit_of(model).parameters] == ["1.weight", "1.bias"]
-    assert type(model[0][0].bias) is nn.Parameter
 
 
 # ---------------------------------------------------------------- meta device
@@ -318,26 +245,4 @@ def test_checkpoint_api_broadcasts_into_a_meta_model(rank: Rank) -> None:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     model.to_empty(device="cpu")
     set_model_state_dict(model, reference.state_dict() if rank.rank == 0 else {}, options=options)
-    assert_trains_alike(rank, model, reference)
-
-
-@on_ranks(1, 2, 4)
-@pytest.mark.parametrize("kind", ["full tensor", "DTensor"])
-@pytest.mark.parametrize("when", ["before the first forward", "between forwards"])
-def test_replaced_parameter_objects_are_honoured(rank: Rank, kind: str, when: str) -> None:
-    """A new nn.Parameter assigned to a module, full or sharded, is what the next forward and training use."""
-    reference = build()
-    model = shard(rank, build(seed=2))
-    if when == "between forwards":
-        model(inputs())
-    for layer, plain in zip(model, reference, strict=True):
-        for name, value in plain.named_parameters():
-            value = value.detach().clone()
-            setattr(
-                layer,
-                name,
-                nn.Parameter(distribute_tensor(value, rank.mesh, [Shard(0)]) if kind == "DTensor" else value),
-            )
-    assert_close(model(inputs()).detach(), reference(inputs()).detach(), "output", rtol=1e-5, atol=1e-6)
-    assert all(isinstance(p, DTensor) for p in model.parameters())
     assert_trains_alike(rank, model, reference)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from compare import assert_close
-from engine.failing import fail
+from failing import fail
 from fullshard import fully_shard
 from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.memory import Buffer, alias

@@ -8,42 +8,41 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from compare import assert_equal, assert_models_equal
-from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, PendingGradient, fully_shard
+from compare import assert_close, assert_equal
+from front_ends import (
+    CLOSE,
+    COMPOSABLE,
+    assert_at_rest,
+    assert_same_gradients,
+    assert_trains_alike,
+    build,
+    gathered,
+    sharded_with_reference,
+)
+from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, PendingGradient
 from fullshard.comm import record
-from models import Branch, Stack, assert_at_rest, batch, gathered, reference_backward, shard_blocks, square_loss
+from models import Branch, Stack, batch, reference_backward, square_loss
 from ranks import Rank, on_ranks
 
-CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
+
+def made(rank: Rank, strategy: str = "FULL_SHARD", **settings: Any) -> tuple[Any, Any]:
+    return sharded_with_reference(COMPOSABLE, rank, build(Stack, 2), strategy=strategy, **settings)
 
 
-def on_mesh(rank: Rank, mesh: DeviceMesh | None = None, **settings: Any) -> tuple[nn.Module, nn.Module]:
-    """A model sharded by blocks, and an unsharded copy."""
-    torch.manual_seed(0)
-    model = Stack(2)
-    reference = copy.deepcopy(model)
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh if mesh is not None else rank.mesh, **settings)
-    return model, reference
-
-
-def square(rank: Rank) -> DeviceMesh:
-    return rank.make_mesh(2, 2, names=("replicate", "shard"))
-
-
-def accumulate(model: nn.Module, rank: Rank, *steps: int) -> None:
-    """Microbatches without sync."""
+def accumulate(model: Any, rank: Rank, *steps: int) -> None:
+    """Microbatches without synchronization."""
     model.set_requires_gradient_sync(False)
     for step in steps:
         square_loss(step)(model, rank.rank).backward()
 
 
-def reference_of(reference: nn.Module, rank: Rank, *steps: int) -> None:
+def expect(model: Any, reference: Any, rank: Rank, *steps: int, **tolerance: float) -> None:
+    """Require the gradients to be those of these microbatches, beside what the reference has already."""
     for step in steps:
         reference_backward(reference, rank.world_size, square_loss(step))
+    assert_same_gradients(model, reference, **(tolerance or CLOSE))
 
 
 # -------------------------------------------------------------------- looking
@@ -51,167 +50,108 @@ def reference_of(reference: nn.Module, rank: Rank, *steps: int) -> None:
 
 @on_ranks(1, 2, 4)
 def test_nothing_pends(rank: Rank) -> None:
-    """Before the first forward, between forward and backward and after a synced step there is nothing, and no sync."""
-    model, _ = on_mesh(rank)
+    """Before, between forward and backward and after a synchronized step there is nothing, and nothing to reduce."""
+    model, _ = made(rank)
     with record() as seen:
-        for _ in range(2):
-            assert model.get_pending_gradients() == {}
-            model.synchronize_gradients()
-            model.zero_grad()
-    assert not seen
+        assert model.get_pending_gradients() == {}
+        model.synchronize_gradients()
     loss = square_loss()(model, rank.rank)
-    assert model.get_pending_gradients() == {}
+    assert model.get_pending_gradients() == {} and not seen
     loss.backward()
-    assert model.get_pending_gradients() == {}
     grads = {p: p.grad for p in model.parameters()}
     with record() as seen:
         model.synchronize_gradients()
-    assert not seen
+    assert model.get_pending_gradients() == {} and not seen
     assert all(p.grad is gradient for p, gradient in grads.items())
 
 
 @on_ranks(1, 2, 4)
-def test_full_gradients_by_parameter(rank: Rank) -> None:
-    """Keys are the registered parameters; values this rank's own full gradients, live, read without communication."""
-    model, reference = on_mesh(rank)
-    accumulate(model, rank, 0, 1)
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32], ids=str)
+def test_unreduced_gradients(rank: Rank, reduce_dtype: torch.dtype | None) -> None:
+    """By registered parameter, unit by unit: this rank's own, full, live, in the reduce dtype, read without a sound.
+
+    The tensors and their addresses stay the same over microbatches, forwards and reshards.
+    """
+    model, reference = made(rank, mp_policy=MixedPrecisionPolicy(reduce_dtype and torch.bfloat16, reduce_dtype))
+    accumulate(model, rank, 0)
     with record() as seen:
-        pending = model.get_pending_gradients()
+        first = model.get_pending_gradients()
     assert not seen and not gathered(model)
-    assert list(pending) == [parameter for module in _units(model) for parameter in module]
+    blocks = [p for block in model.blocks for p in block.parameters()]
+    root = [p for p in model.parameters() if all(p is not other for other in blocks)]
+    assert all(one is other for one, other in zip(first, [*root, *blocks], strict=True))
+    assert set(model.blocks[0].get_pending_gradients()) == set(model.blocks[0].parameters())
+    pointers = [entry.unreduced.data_ptr() for entry in first.values()]
+    accumulate(model, rank, 1)
+    with torch.no_grad():
+        square_loss()(model, rank.rank)
+    model.unshard()
+    for module in (*model.blocks, model):
+        module.reshard()
+    now = model.get_pending_gradients()
+    assert all(now[parameter].unreduced is entry.unreduced for parameter, entry in first.items())
+    assert [entry.unreduced.data_ptr() for entry in now.values()] == pointers
     for step in (0, 1):
         square_loss(step)(reference, rank.rank).backward()
-    expected = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
-        entry = pending[parameter]
+        entry = now[parameter]
         assert isinstance(entry, PendingGradient) and entry.partial is None and parameter.grad is None
-        torch.testing.assert_close(entry.unreduced, expected[name].grad, **CLOSE, msg=name)
-
-
-def _units(model: nn.Module) -> list[list[nn.Parameter]]:
-    """Parameters by unit: of the root, then of the blocks."""
-    blocks = [list(block.parameters()) for block in model.blocks]
-    inside = {id(parameter) for block in blocks for parameter in block}
-    return [[p for p in model.parameters() if id(p) not in inside], *blocks]
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32], ids=str)
-def test_same_tensors_in_every_microbatch(rank: Rank, reduce_dtype: torch.dtype | None) -> None:
-    """The tensors, and their addresses, stay the same over microbatches, forwards and ``reshard()``."""
-    model, _ = on_mesh(rank, mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype))
-    accumulate(model, rank, 0)
-    first = model.get_pending_gradients()
-    pointers = [entry.unreduced.data_ptr() for entry in first.values()]
-    assert {entry.unreduced.dtype for entry in first.values()} == {reduce_dtype or torch.bfloat16}
-    for step in (1, 2):
-        before = [entry.unreduced.clone() for entry in first.values()]
-        accumulate(model, rank, step)
-        with torch.no_grad():
-            square_loss()(model, rank.rank)
-        model.unshard()
-        for module in (*model.blocks, model):
-            module.reshard()
-        now = model.get_pending_gradients()
-        assert all(now[parameter].unreduced is entry.unreduced for parameter, entry in first.items())
-        assert [entry.unreduced.data_ptr() for entry in now.values()] == pointers
-        assert not all(torch.equal(old, e.unreduced) for old, e in zip(before, now.values(), strict=True))
+        tolerance = {"rtol": 0.1, "atol": 0.02} if reduce_dtype else CLOSE
+        assert_close(entry.unreduced, reference.get_parameter(name).grad, name, **tolerance)
 
 
 @on_ranks(4)
 def test_partial_gradients(rank: Rank) -> None:
-    """After reduce-scatters only: this rank's rows, means over the shard axis, still to be reduced over replicas."""
-    model, reference = on_mesh(rank, square(rank))
+    """After reduce-scatters only: this rank's rows, live, means over the shard axis, to be reduced over replicas.
+
+    A microbatch without synchronization leaves both kinds; together they make the gradient.
+    """
+    model, reference = made(rank, "HYBRID_SHARD")
     model.set_requires_all_reduce(False)
     for step in (0, 1):
         square_loss(step)(model, rank.rank).backward()
-    with record() as seen:
         pending = model.get_pending_gradients()
-    assert not seen
-    assert set(pending) == set(model.parameters())
-    mine = rank.rank // 2 * 2
-    for step in (0, 1):
-        for number in (mine, mine + 1):
+        for number in (rank.rank // 2 * 2, rank.rank // 2 * 2 + 1):
             (square_loss(step)(reference, number) / 2).backward()
-    expected = dict(reference.named_parameters())
-    for name, parameter in model.named_parameters():
-        entry = pending[parameter]
-        assert entry.unreduced is None and parameter.grad is None
-        chunks = torch.chunk(expected[name].grad, 2)
-        wanted = chunks[rank.rank % 2]
-        torch.testing.assert_close(entry.partial, wanted, **CLOSE, msg=name)
-
-
-@on_ranks(4)
-def test_full_and_partial_at_once(rank: Rank) -> None:
-    """A microbatch without sync after one with reduce-scatter only leaves both; together they make the gradient."""
-    model, reference = on_mesh(rank, square(rank))
-    model.set_requires_all_reduce(False)
-    square_loss(0)(model, rank.rank).backward()
-    accumulate(model, rank, 1)
-    for entry in model.get_pending_gradients().values():
-        assert entry.unreduced is not None and entry.partial is not None
+        for name, parameter in model.named_parameters():
+            entry = pending[parameter]
+            assert entry.unreduced is None and parameter.grad is None
+            expected = torch.chunk(reference.get_parameter(name).grad, 2)[rank.rank % 2]
+            assert_close(entry.partial, expected, name, **CLOSE)
+    reference.zero_grad()
+    for entry in pending.values():
+        entry.partial.mul_(3)
+    accumulate(model, rank, 2)
+    assert all(None not in entry for entry in model.get_pending_gradients().values())
+    now = model.get_pending_gradients()
+    assert all(new.partial.data_ptr() == pending[p].partial.data_ptr() for p, new in now.items())
     model.synchronize_gradients()
-    assert model.get_pending_gradients() == {}
-    reference_of(reference, rank, 0, 1)
-    assert_models_equal(model, reference, grads=True, **CLOSE)
+    for _ in range(3):
+        for step in (0, 1):
+            reference_backward(reference, 4, square_loss(step))
+    expect(model, reference, rank, 2)
 
 
-@on_ranks(2)
-def test_of_a_submodule(rank: Rank) -> None:
-    """A block's pending gradients are its own; the root's are all."""
-    model, _ = on_mesh(rank)
-    accumulate(model, rank, 0)
-    assert set(model.blocks[0].get_pending_gradients()) == set(model.blocks[0].parameters())
-    assert set(model.get_pending_gradients()) == set(model.parameters())
-    model.blocks[0].set_requires_gradient_sync(True)
-    square_loss(1)(model, rank.rank).backward()
-    assert model.blocks[0].get_pending_gradients() == {}
-    assert set(model.get_pending_gradients()) == set(model.parameters()) - set(model.blocks[0].parameters())
-
-
-# -------------------------------------------------------------------- changing
+# -------------------------------------------------------------------- changing, dropping, reducing
 
 
 @on_ranks(1, 2, 4)
 @pytest.mark.parametrize("sync", ["by backward", "by call"])
 def test_changes_count(rank: Rank, sync: str) -> None:
     """What is written to pending gradients is what is added to and reduced."""
-    model, reference = on_mesh(rank)
+    model, reference = made(rank)
     accumulate(model, rank, 0)
     for entry in model.get_pending_gradients().values():
         entry.unreduced.mul_(3)
     accumulate(model, rank, 1)
     reference_backward(reference, rank.world_size, lambda m, r: 3 * square_loss(0)(m, r))
-    reference_of(reference, rank, 1)
     if sync == "by call":
         model.synchronize_gradients()
+        expect(model, reference, rank, 1)
     else:
         model.set_requires_gradient_sync(True)
         square_loss(2)(model, rank.rank).backward()
-        reference_of(reference, rank, 2)
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
-@on_ranks(4)
-def test_changes_of_partial_gradients_count(rank: Rank) -> None:
-    """The same for rows that wait for the all-reduce: they are live, and stay where they are."""
-    model, reference = on_mesh(rank, square(rank))
-    model.set_requires_all_reduce(False)
-    square_loss(0)(model, rank.rank).backward()
-    first = {p: entry.partial for p, entry in model.get_pending_gradients().items()}
-    for partial in first.values():
-        partial.mul_(3)
-    square_loss(1)(model, rank.rank).backward()
-    now = model.get_pending_gradients()
-    assert all(now[p].partial.data_ptr() == partial.data_ptr() for p, partial in first.items())
-    model.synchronize_gradients()
-    reference_backward(reference, 4, lambda m, r: 3 * square_loss(0)(m, r))
-    reference_of(reference, rank, 1)
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
-# -------------------------------------------------------------------- dropping
+        expect(model, reference, rank, 1, 2)
 
 
 @on_ranks(1, 2, 4)
@@ -219,106 +159,56 @@ def test_changes_of_partial_gradients_count(rank: Rank) -> None:
 @pytest.mark.parametrize("mode", ["no sync", "reduce-scatter only"])
 def test_zero_grad(rank: Rank, mode: str, set_to_none: bool) -> None:
     """``zero_grad`` forgets pending gradients, or zeroes them in place, and later microbatches count alone."""
-    mesh = square(rank) if rank.world_size == 4 else rank.mesh
-    model, reference = on_mesh(rank, mesh)
+    model, reference = made(rank, "HYBRID_SHARD" if rank.world_size == 4 else "FULL_SHARD")
     model.set_requires_gradient_sync(mode != "no sync")
     model.set_requires_all_reduce(mode == "no sync")
     square_loss(0)(model, rank.rank).backward()
+    if mode == "no sync":
+        model.blocks[1].zero_grad()  # of a part: what pends elsewhere stays
+        assert set(model.get_pending_gradients()) == set(model.parameters()) - set(model.blocks[1].parameters())
     model.zero_grad(set_to_none=set_to_none)
     pending = model.get_pending_gradients()
+    assert all(not t.any() for entry in pending.values() for t in entry if t is not None)
     if set_to_none:
-        assert pending == {}
         with record() as seen:
             model.synchronize_gradients()
-        assert not seen
-        assert all(parameter.grad is None for parameter in model.parameters())
-    else:
-        for entry in pending.values():
-            assert all(not t.any() for t in entry if t is not None)
+        assert pending == {} and not seen and all(parameter.grad is None for parameter in model.parameters())
     square_loss(1)(model, rank.rank).backward()
     model.synchronize_gradients()
-    reference_of(reference, rank, 1)
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
-@on_ranks(2)
-def test_zero_grad_of_a_submodule(rank: Rank) -> None:
-    """``zero_grad`` of one block drops what pends there and nothing else."""
-    model, reference = on_mesh(rank)
-    accumulate(model, rank, 0)
-    model.blocks[1].zero_grad()
-    assert set(model.get_pending_gradients()) == set(model.parameters()) - set(model.blocks[1].parameters())
-    model.synchronize_gradients()
-    reference_of(reference, rank, 0)
-    reference.blocks[1].zero_grad()
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
-# -------------------------------------------------------------------- reducing
+    expect(model, reference, rank, 1)
 
 
 @on_ranks(1, 2, 4)
-def test_synchronize_equals_a_synced_backward(rank: Rank) -> None:
+def test_synchronize_equals_a_synchronized_backward(rank: Rank) -> None:
     """Reducing by call gives the bits that reducing at the end of backward gives; a second call does nothing."""
     grads = []
     for by_call in (False, True):
-        model, _ = on_mesh(rank)
+        model, _ = made(rank)
+        called: list[int] = []
+        model.first.weight.register_post_accumulate_grad_hook(lambda _, called=called: called.append(1))
         accumulate(model, rank, 0, *([1] if by_call else []))
         if by_call:
             with record() as seen:
                 model.synchronize_gradients()
-            reduced = sorted(c.unit for c in seen if c.kind == "reduce_scatter")
-            assert reduced == (["", "blocks.0", "blocks.1"] if rank.world_size > 1 else [])
-            assert not [c for c in seen if c.kind == "all_gather"]
+            kinds = sorted((c.kind, c.unit) for c in seen)
+            units = ["", "blocks.0", "blocks.1"] if rank.world_size > 1 else []
+            assert kinds == [("reduce_scatter", unit) for unit in units]
             with record() as seen:
                 model.synchronize_gradients()
             assert not seen
         else:
             model.set_requires_gradient_sync(True)
             square_loss(1)(model, rank.rank).backward()
-        assert_at_rest(model) if rank.world_size > 1 else None
-        assert model.get_pending_gradients() == {}
+        assert_at_rest(model)
+        assert model.get_pending_gradients() == {} and called == [1]
         grads.append([p.grad.to_local() for p in model.parameters()])
     assert_equal(grads[1], grads[0], "gradients")
 
 
 @on_ranks(2)
-def test_backward_after_synchronize(rank: Rank) -> None:
-    """A backward that does not come to a unit treats it as any backward does, although it was just reduced by call."""
-    model, _ = on_mesh(rank)
-    model.set_reduce_scatter_unused_params(True)
-    accumulate(model, rank, 0)
-    model.synchronize_gradients()
-    model.set_requires_gradient_sync(True)
-    model.zero_grad()
-    model(batch(rank.rank, 1, 4, 6), run=[0]).sum().backward()
-    for parameter in model.blocks[1].parameters():
-        assert parameter.grad is not None
-        assert_equal(
-            parameter.grad.to_local(), torch.zeros_like(parameter.to_local()), "gradient of an unused parameter"
-        )
-
-
-@on_ranks(1, 2, 4)
-def test_synchronize_in_the_middle(rank: Rank) -> None:
-    """Microbatches before and after the call add up, by sharded parameter, and its hooks run once per reduction."""
-    model, reference = on_mesh(rank)
-    called: list[str] = []
-    model.first.weight.register_post_accumulate_grad_hook(lambda parameter: called.append(str(parameter.grad.shape)))
-    accumulate(model, rank, 0, 1)
-    assert not called
-    model.synchronize_gradients()
-    accumulate(model, rank, 2)
-    model.synchronize_gradients()
-    assert len(called) == 2
-    reference_of(reference, rank, 0, 1, 2)
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
-@on_ranks(2)
 def test_synchronize_a_submodule(rank: Rank) -> None:
     """The call on a block reduces that block; the rest still pends, and nothing is counted twice."""
-    model, reference = on_mesh(rank)
+    model, reference = made(rank)
     accumulate(model, rank, 0)
     with record() as seen:
         model.blocks[0].synchronize_gradients()
@@ -326,29 +216,23 @@ def test_synchronize_a_submodule(rank: Rank) -> None:
     assert isinstance(model.blocks[0].up.weight.grad, DTensor) and model.blocks[1].up.weight.grad is None
     assert set(model.get_pending_gradients()) == set(model.parameters()) - set(model.blocks[0].parameters())
     model.synchronize_gradients()
-    reference_of(reference, rank, 0)
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
-@on_ranks(2, 4)
-def test_gradients_of_some_ranks_only(rank: Rank) -> None:
-    """A parameter that accumulated on one rank alone is reduced on all; what nobody has stays None."""
-    model = nn.Sequential(nn.Linear(6, 6), Branch())
-    reference = copy.deepcopy(model)
-    for module in (*model, model):
-        fully_shard(module, mesh=rank.mesh)
-
-    def loss_of(module: nn.Module, number: int) -> torch.Tensor:
-        module[1].rank = int(number == 1)
-        return square_loss()(module, number)
-
-    model.set_requires_gradient_sync(False)
-    loss_of(model, rank.rank).backward()
-    assert (model[1].odd.weight in model.get_pending_gradients()) == (rank.rank == 1)
+    accumulate(model, rank, 1)
     model.synchronize_gradients()
-    reference_backward(reference, rank.world_size, loss_of)
-    assert model[1].odd.weight.grad is not None and model[1].never.weight.grad is None
-    assert_models_equal(model, reference, grads=True, **CLOSE)
+    expect(model, reference, rank, 0, 1)
+
+
+@on_ranks(2)
+def test_backward_after_synchronize(rank: Rank) -> None:
+    """A backward that does not come to a unit treats it as any backward does, although it was just reduced by call."""
+    model, _ = made(rank)
+    model.set_reduce_scatter_unused_params(True)
+    accumulate(model, rank, 0)
+    model.synchronize_gradients()
+    model.set_requires_gradient_sync(True)
+    model.zero_grad()
+    model(batch(rank.rank, 1, 4, 6), run=[0]).sum().backward()
+    for parameter in model.blocks[1].parameters():
+        assert_equal(parameter.grad.to_local(), torch.zeros_like(parameter.to_local()), "unused parameter")
 
 
 @on_ranks(2)
@@ -356,153 +240,105 @@ def test_gradients_of_some_ranks_only(rank: Rank) -> None:
 def test_kinds_of_units(rank: Rank, kind: str) -> None:
     """Offloaded units, parameters cut on another dim, other dtypes and parameters frozen meanwhile."""
     settings: dict[str, Any] = {
-        "offload": {"offload_policy": CPUOffloadPolicy()},
+        "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
         "columns": {"shard_placement_fn": lambda p: Shard(p.ndim - 1)},
         "bf16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
         "frozen later": {},
     }[kind]
-    model, reference = on_mesh(rank, **settings)
+    model, reference = made(rank, **settings)
     accumulate(model, rank, 0, 1)
-    if kind == "frozen later":
-        model.blocks[1].requires_grad_(False)
-    assert {e.unreduced.shape for e in model.get_pending_gradients().values()} == {
-        p.shape for p in reference.parameters()
-    }
+    model.blocks[1].requires_grad_(kind != "frozen later")
+    shapes = {entry.unreduced.shape for entry in model.get_pending_gradients().values()}
+    assert shapes == {p.shape for p in reference.parameters()}
     model.synchronize_gradients()
     if kind == "frozen later":
         model.blocks[1].requires_grad_(True)
         model.synchronize_gradients()
         model.set_requires_gradient_sync(True)
         square_loss(2)(model, rank.rank).backward()
-        reference_of(reference, rank, 2)
-    reference_of(reference, rank, 0, 1)
-    tolerance = {"rtol": 0.1, "atol": 0.02} if kind == "bf16" else CLOSE
-    assert_models_equal(model, reference, grads=True, **tolerance)
+        reference_backward(reference, 2, square_loss(2))
+    expect(model, reference, rank, 0, 1, **({"rtol": 0.1, "atol": 0.02} if kind == "bf16" else CLOSE))
     assert all(p.grad.placements == p.placements for p in model.parameters())
-
-
-# -------------------------------------------------------------------- after exceptions
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("fails", ["forward", "reset"])
-def test_after_a_failed_forward(rank: Rank, fails: str) -> None:
-    """A forward that raises keeps what pends, for the microbatch can be run again; ``reset_iter_state`` drops it."""
-    model, reference = on_mesh(rank)
-    accumulate(model, rank, 0)
-    with pytest.raises(IndexError):
-        model(batch(rank.rank, 1, 4, 6), run=[0, 7])
-    if fails == "reset":
-        model.reset_iter_state()
-        assert model.get_pending_gradients() == {}
-    else:
-        assert set(model.get_pending_gradients()) == set(model.parameters())
-        reference_of(reference, rank, 0)
-    accumulate(model, rank, 1)
-    model.synchronize_gradients()
-    reference_of(reference, rank, 1)
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
-class _Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError("in backward")
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("then", ["forward", "synchronize", "pending"])
-def test_after_a_failed_backward(rank: Rank, then: str) -> None:
-    """A backward that raises drops what pends, half of which may be of the failed microbatch, whatever comes next."""
-    model, reference = on_mesh(rank)
-    accumulate(model, rank, 0)
-    handle = model.blocks[0].register_forward_hook(lambda module, args, output: _Raises.apply(output))
-    with pytest.raises(ArithmeticError):
-        square_loss(1)(model, rank.rank).backward()
-    handle.remove()
-    if then == "synchronize":
-        model.synchronize_gradients()
-        assert all(parameter.grad is None for parameter in model.parameters())
-    elif then == "pending":
-        assert model.get_pending_gradients() == {}
-    accumulate(model, rank, 2)
-    model.synchronize_gradients()
-    reference_of(reference, rank, 2)
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-    assert_at_rest(model)
 
 
 @on_ranks(2)
 def test_training_by_synchronize_alone(rank: Rank) -> None:
-    """A loop that never syncs in backward and calls ``synchronize_gradients`` before each step trains like any."""
-    model, reference = on_mesh(rank)
+    """A loop that never synchronizes in backward and calls ``synchronize_gradients`` before steps trains like any."""
+    model, reference = made(rank)
+    model.set_requires_gradient_sync(False)
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, reference)]
     for step in range(3):
-        accumulate(model, rank, 2 * step, 2 * step + 1)
+        square_loss(step)(model, rank.rank).backward()
         model.synchronize_gradients()
-        reference_of(reference, rank, 2 * step, 2 * step + 1)
-        assert_models_equal(model, reference, grads=True, **CLOSE)
+        expect(model, reference, rank, step)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         assert model.get_pending_gradients() == {}
+    model.set_requires_gradient_sync(True)
+    assert_trains_alike(model, reference, rank, steps=1)
 
 
-@on_ranks(2)
-def test_pending_gradients_do_not_share_with_a_copy(rank: Rank) -> None:
-    """A deep copy starts without pending gradients and leaves the original's alone."""
-    model = shard_blocks(Stack(1), rank)
-    accumulate(model, rank, 0)
-    copied = copy.deepcopy(model)
-    assert copied.get_pending_gradients() == {}
-    assert all(p.grad is None for p in copied.parameters())
-    assert set(model.get_pending_gradients()) == set(model.parameters())
+# -------------------------------------------------------------------- gradients of some ranks only
+
+
+def branch_loss(users: tuple[int, ...]) -> Any:
+    """Ranks in ``users`` run one branch, the others another."""
+
+    def loss_of(module: Any, number: int) -> torch.Tensor:
+        module[1].rank = int(number in users)
+        return square_loss()(module, number)
+
+    return loss_of
+
+
+@on_ranks(2, 4)
+def test_gradients_of_some_ranks_only(rank: Rank) -> None:
+    """A parameter that accumulated on one rank alone is reduced on all; what nobody has stays None."""
+    model, reference = sharded_with_reference(COMPOSABLE, rank, nn.Sequential(nn.Linear(6, 6), Branch()))
+    model.set_requires_gradient_sync(False)
+    branch_loss((1,))(model, rank.rank).backward()
+    assert (model[1].odd.weight in model.get_pending_gradients()) == (rank.rank == 1)
+    model.synchronize_gradients()
+    reference_backward(reference, rank.world_size, branch_loss((1,)))
+    assert model[1].odd.weight.grad is not None and model[1].never.weight.grad is None
+    assert_same_gradients(model, reference)
 
 
 @on_ranks(4)
 def test_partial_gradients_that_appear_later(rank: Rank) -> None:
     """A parameter that only a later microbatch uses pends too, with its rows of that one."""
-    model = Stack(2)
-    reference = copy.deepcopy(model)
-    fully_shard(model, mesh=square(rank))
+    plain = build(Stack, 2)
+    model, reference = sharded_with_reference(COMPOSABLE, rank, plain, [], strategy="HYBRID_SHARD")
     model.set_requires_all_reduce(False)
-    runs = ([0], [0, 1])
-    for step, run in enumerate(runs):
-        model(batch(rank.rank, step, 4, 6), run=run).square().mean().backward()
+    for step, run in enumerate(([0], [0, 1])):
+
+        def loss_of(module: Any, number: int, step: int = step, run: Any = run) -> torch.Tensor:
+            return module(batch(number, step, 4, 6), run=run).square().mean()
+
+        loss_of(model, rank.rank).backward()
+        reference_backward(reference, 4, loss_of)
     assert set(model.get_pending_gradients()) == set(model.parameters())
     model.synchronize_gradients()
-    for step, run in enumerate(runs):
-        reference_backward(reference, 4, lambda m, r, s=step, u=run: m(batch(r, s, 4, 6), run=u).square().mean())
-    assert_models_equal(model, reference, grads=True, **CLOSE)
+    assert_same_gradients(model, reference)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize(("set_to_none", "listed"), [(True, False), (False, False), (True, True)])
 def test_partial_gradients_from_other_ranks(rank: Rank, set_to_none: bool, listed: bool) -> None:
     """Rows reduced from another rank's gradient pend here as well, and ``zero_grad`` clears them everywhere."""
-    model = nn.Sequential(nn.Linear(6, 6), Branch())
-    reference = copy.deepcopy(model)
-    for module in (*model, model):
-        fully_shard(module, mesh=square(rank))
-
-    def loss_of(module: nn.Module, number: int, users: tuple[int, ...] = (1,)) -> torch.Tensor:
-        module[1].rank = int(number in users)
-        return square_loss()(module, number)
-
+    plain = build(lambda: nn.Sequential(nn.Linear(6, 6), Branch()))
+    reference = copy.deepcopy(plain)
+    model = COMPOSABLE.wrap(plain, rank, strategy="HYBRID_SHARD")
     model.set_requires_all_reduce(False)
-    loss_of(model, rank.rank).backward()
+    branch_loss((1,))(model, rank.rank).backward()
     assert (model[1].odd.weight in model.get_pending_gradients()) == (rank.rank < 2) or not listed
     model.zero_grad(set_to_none=set_to_none)
     model.set_requires_all_reduce(True)
-    loss_of(model, rank.rank, ()).backward()
-    reference_backward(reference, 4, lambda m, r: loss_of(m, r, ()))
+    branch_loss(())(model, rank.rank).backward()
+    reference_backward(reference, 4, branch_loss(()))
     for name, ours in model.named_parameters():
         theirs = reference.get_parameter(name).grad
         whole = None if ours.grad is None else ours.grad.full_tensor()
         if theirs is not None or whole is not None:
-            theirs = torch.zeros(ours.shape) if theirs is None else theirs
-            torch.testing.assert_close(whole, theirs, **CLOSE, msg=name)
+            assert_close(whole, torch.zeros(ours.shape) if theirs is None else theirs, name, **CLOSE)

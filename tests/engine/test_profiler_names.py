@@ -9,11 +9,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
-from engine.models import Block, Stack
 from fullshard import FullyShardedDataParallel, fully_shard
 from fullshard.optim import localize
 from fullshard.profiling import profiled
 from fullshard.wrap import ModuleWrapPolicy
+from models import Block, Stack
 from ranks import Rank, on_ranks
 
 DIM = 256  # large enough that no unit shares a launch with its neighbor

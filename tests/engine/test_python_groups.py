@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-from engine.models import Stack
 from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, replicate
 from fullshard.comm import CommRequest, GradScaling, Operand, PythonGroupTransport, SingleRankTransport, make_transport
 from fullshard.wrap import ModuleWrapPolicy
+from models import Stack
 from ranks import Rank, on_ranks
 
 

@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from compare import assert_close
+from front_ends import assert_same_gradients, assert_trains_alike, gathered
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import fully_shard, unsharded
 from fullshard.comm import record
-from models import gathered
+from models import reference_backward
 from ranks import Rank, on_ranks
 
 WIDTH, WORDS = 6, 11
@@ -53,18 +54,8 @@ def tokens(rank: int, step: int = 0) -> torch.Tensor:
     return torch.randint(0, WORDS, (3, 4), generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def compare_steps(rank: Rank, model: Any, reference: Language, steps: int = 3) -> None:
-    """The losses of plain SGD on the mean of all ranks' losses, and on one rank after the other's gradients."""
-    optimizer, expected = (torch.optim.SGD(m.parameters(), lr=0.3) for m in (model, reference))
-    for step in range(steps):
-        loss = model(tokens(rank.rank, step))
-        losses = [reference(tokens(each, step)) for each in range(rank.world_size)]
-        assert_close(loss.detach(), losses[rank.rank].detach(), f"loss of step {step}", rtol=1e-5)
-        loss.backward()
-        torch.stack(losses).mean().backward()
-        for each in (optimizer, expected):
-            each.step()
-            each.zero_grad()
+def loss_at(step: int) -> Any:
+    return lambda module, number: module(tokens(number, step))
 
 
 @on_ranks(2, 3)
@@ -78,7 +69,7 @@ def test_head_in_one_unit_with_the_norm(rank: Rank, reshard: bool | None) -> Non
     fully_shard(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        compare_steps(rank, model, reference)
+        assert_trains_alike(model, reference, rank, loss_at)
     assert DTensor not in model.seen
     assert isinstance(model.head.weight, DTensor)
 
@@ -99,12 +90,12 @@ def test_unit_that_stays_unsharded_after_its_forward(rank: Rank, engine: str) ->
     if engine == "composed":
         fully_shard(model.embedding, reshard_after_forward=False)
         fully_shard(model)
-        compare_steps(rank, model, reference)
+        assert_trains_alike(model, reference, rank, loss_at)
     else:
         from fullshard import ShardingStrategy
 
         model.embedding = FSDP(model.embedding, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True)
-        compare_steps(rank, FSDP(model, use_orig_params=True), reference)
+        assert_trains_alike(FSDP(model, use_orig_params=True), reference, rank, loss_at)
     assert DTensor not in model.seen
 
 
@@ -175,27 +166,6 @@ def test_nothing_is_left_unsharded(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 0)])
-def test_several_backwards(rank: Rank, order: tuple[int, int]) -> None:
-    """Of two graphs, or of one that is retained: a weight that was read is unsharded for each."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    fully_shard(model.block)
-    fully_shard([model.norm, model.head], reshard_after_forward=False)
-    fully_shard(model)
-    losses = [model(tokens(rank.rank, step)) for step in range(2)]
-    for index in order:
-        losses[index].backward(retain_graph=True)
-    for index in order:
-        torch.stack([reference(tokens(each, index)) for each in range(2)]).mean().backward()
-    for name, parameter in reference.named_parameters():
-        found = model.get_parameter(name).grad
-        assert isinstance(found, DTensor)
-        assert_close(found.full_tensor(), parameter.grad, name, rtol=1e-5, atol=1e-6)
-    assert gathered(model) == []
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("group", [False, True], ids=["head", "norm and head"])
 def test_weight_read_after_a_forward_without_gradients(rank: Rank, group: bool) -> None:
     """The unit's own forward ran under ``no_grad``, and the weight that is read in it needs its memory in backward."""
@@ -215,14 +185,8 @@ def test_weight_read_after_a_forward_without_gradients(rank: Rank, group: bool) 
     fully_shard(model)
     for step in range(2):
         model(tokens(rank.rank, step)).backward()
-        torch.stack([reference(tokens(each, step)) for each in range(2)]).mean().backward()
-    for name, parameter in reference.named_parameters():
-        found = model.get_parameter(name).grad
-        if parameter.grad is None:
-            assert found is None, name
-            continue
-        assert isinstance(found, DTensor), name
-        assert_close(found.full_tensor(), parameter.grad, name, rtol=1e-4, atol=1e-6)
+        reference_backward(reference, 2, loss_at(step))
+    assert_same_gradients(model, reference)
     assert gathered(model) == []
 
 
@@ -259,7 +223,7 @@ def test_weight_read_between_the_modules_of_a_unit(rank: Rank, fused: bool, pref
     fully_shard(model.block)
     fully_shard([model.norm, model.head], reshard_after_forward=True)
     fully_shard(model).set_prefetch_bytes(prefetch)
-    compare_steps(rank, model, reference)
+    assert_trains_alike(model, reference, rank, loss_at)
 
 
 class TwoHeads(Language):
@@ -297,26 +261,23 @@ def test_what_is_unsharded_depends_on_no_graph_that_one_rank_holds(rank: Rank) -
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("between", ["evaluation", "training"])
-@pytest.mark.parametrize("graphs", [1, 2], ids=["retained graph", "two graphs"])
-def test_forward_between_two_backwards(rank: Rank, graphs: int, between: str) -> None:
-    """A weight that was read is unsharded for the second backward, whatever has run since the first."""
+@pytest.mark.parametrize("between", ["nothing", "evaluation", "training"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 0)], ids=["two graphs", "the other way", "retained graph"])
+def test_several_backwards(rank: Rank, order: tuple[int, int], between: str) -> None:
+    """A weight that was read is unsharded for each backward, whatever has run since the one before."""
     model = Language()
     reference = copy.deepcopy(model)
     fully_shard(model.block)
-    fully_shard([model.norm, model.head])
+    fully_shard([model.norm, model.head], reshard_after_forward=False if between == "nothing" else None)
     fully_shard(model)
-    losses = [model(tokens(rank.rank, step)) for step in range(graphs)]
-    losses[0].backward(retain_graph=graphs == 1)
-    with torch.set_grad_enabled(between == "training"):
-        model(tokens(rank.rank, 7))
-    losses[-1].backward()
-    for index in (0, graphs - 1):
-        torch.stack([reference(tokens(each, index)) for each in range(2)]).mean().backward()
-    for name, parameter in reference.named_parameters():
-        found = model.get_parameter(name).grad
-        assert isinstance(found, DTensor)
-        assert_close(found.full_tensor(), parameter.grad, name, rtol=1e-5, atol=1e-6)
+    losses = [model(tokens(rank.rank, step)) for step in range(2)]
+    for count, index in enumerate(order):
+        losses[index].backward(retain_graph=True)
+        reference_backward(reference, 2, loss_at(index))
+        if between != "nothing" and count == 0:
+            with torch.set_grad_enabled(between == "training"):
+                model(tokens(rank.rank, 7))
+    assert_same_gradients(model, reference)
     del losses
     model(tokens(rank.rank, 8)).backward()
     assert gathered(model) == []

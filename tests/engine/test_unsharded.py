@@ -11,41 +11,40 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from compare import assert_equal, assert_models_equal
-from engine.failing import fail, fail_in_backward
-from fullshard import fully_shard, unsharded
-from fullshard.comm import record
-from fullshard.engine.ownership import nested_units
-from models import (
-    Stack,
+from compare import assert_close, assert_equal
+from failing import fail, fail_in_backward
+from front_ends import (
+    CLOSE,
+    COMPOSABLE,
     assert_at_rest,
-    batch,
+    assert_same_gradients,
+    assert_same_values,
+    assert_trains_alike,
+    build,
     gathered,
-    reference_backward,
-    square_loss,
-    with_reference,
+    sgd,
+    sharded_with_reference,
 )
+from fullshard import fully_shard, unsharded
+from fullshard.comm import Collective, record
+from fullshard.engine.ownership import nested_units
+from models import Stack, batch, reference_backward, square_loss
 from ranks import Rank, on_ranks
 
-CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
-DIM = 6
 ALL = ["", "blocks.0", "blocks.1", "blocks.2"]
 
 
-def train(rank: Rank, model: Any, reference: Any, steps: int = 2, first: int = 0) -> None:
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
-    for step in range(first, first + steps):
-        square_loss(step)(model, rank.rank).backward()
-        reference_backward(reference, rank.world_size, square_loss(step))
-        assert_models_equal(model, reference, grads=True, **CLOSE)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+def made(rank: Rank, **settings: Any) -> tuple[Any, Any]:
+    return sharded_with_reference(COMPOSABLE, rank, build(Stack), **settings)
 
 
-def check_output(model: nn.Module, reference: nn.Module, step: int = 0) -> None:
-    x = batch(0, step, 2, DIM)
-    assert torch.allclose(model(x), reference(x), atol=1e-6)
+def check_output(model: nn.Module, reference: nn.Module, step: int = 0) -> list[Collective]:
+    """Require the same output; the collectives that it took."""
+    x = batch(0, step, 2, 6).to(next(reference.parameters()).dtype)
+    with record() as seen:
+        output = model(x)
+    assert_close(output, reference(x), "output", rtol=1e-4, atol=1e-6)
+    return seen
 
 
 def pointers(model: nn.Module) -> list[int]:
@@ -54,96 +53,65 @@ def pointers(model: nn.Module) -> list[int]:
 
 
 @on_ranks(1, 2, 4)
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-@pytest.mark.parametrize("ran", [False, True], ids=["fresh", "trained"])
+@pytest.mark.parametrize(
+    ("context", "ran"), [(torch.no_grad, False), (torch.inference_mode, True), (torch.enable_grad, True)]
+)
 def test_gathers_once(rank: Rank, ran: bool, context: Any) -> None:
     """Loops inside gather nothing, with parameters at addresses that stay; afterwards all is as before."""
-    model, reference = with_reference(Stack(), rank)
+    model, reference = made(rank)
     if ran:
-        train(rank, model, reference)
+        assert_trains_alike(model, reference, rank)
     with context():
         with record() as entering, unsharded(model) as same:
             assert same is model
-            assert {c.kind for c in entering} <= {"all_gather"}
-            assert [c.unit for c in entering] == (ALL if rank.world_size > 1 else [])
+            assert [(c.kind, c.unit) for c in entering] == [("all_gather", u) for u in ALL if rank.world_size > 1]
             before = pointers(model)
-            with record() as seen:
-                for step in range(3):
-                    check_output(model, reference, step)
-                    assert pointers(model) == before
-            assert seen == []
+            for step in range(3):
+                assert check_output(model, reference, step) == []
+                assert pointers(model) == before
             assert gathered(model) == (ALL if rank.world_size > 1 else [])
-    assert_at_rest(model) if rank.world_size > 1 else None
-    train(rank, model, reference)
+    assert_at_rest(model)
+    assert_trains_alike(model, reference, rank)
 
 
 @on_ranks(2)
-def test_values_are_the_full_parameters(rank: Rank) -> None:
-    """Inside, parameters are plain and full; what is written to them is gone afterwards."""
-    model, reference = with_reference(Stack(), rank)
-    with unsharded(model):
-        for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert type(ours) is nn.Parameter
-            assert_equal(ours.detach(), theirs.detach(), name)
-        with torch.no_grad():
-            model.first.weight.zero_()
-            reference.first.weight.data, kept = torch.zeros(DIM, DIM), reference.first.weight.data
-            check_output(model, reference)
-            reference.first.weight.data = kept
-    check_output(model, reference)
-    assert_models_equal(model, reference)
-
-
-@on_ranks(2)
-def test_nested(rank: Rank) -> None:
-    """Contexts may be nested, over the same and over parts; only the outermost of a unit frees it."""
-    model, reference = with_reference(Stack(), rank)
-    train(rank, model, reference, steps=1)
+def test_nested_and_of_parts(rank: Rank) -> None:
+    """Contexts nest, over the same, over parts and over what has no units; only the outermost of a unit frees it."""
+    model, reference = made(rank)
+    assert_trains_alike(model, reference, rank, steps=1)
     with torch.no_grad():
         with unsharded(model.blocks[1]):
             assert gathered(model) == ["blocks.1"]
             check_output(model, reference)
             with unsharded(model), unsharded(model):
-                with unsharded(model.blocks[0]), record() as seen:
-                    check_output(model, reference)
-                assert seen == [] and gathered(model) == ALL
-            assert gathered(model) == ["blocks.1"]
-            assert type(model.blocks[1].up.weight) is nn.Parameter
+                with unsharded(model.blocks[0]):
+                    assert check_output(model, reference) == [] and gathered(model) == ALL
+            assert gathered(model) == ["blocks.1"] and type(model.blocks[1].up.weight) is nn.Parameter
             check_output(model, reference)
-    assert_at_rest(model)
-    train(rank, model, reference)
-
-
-@on_ranks(2)
-def test_parts(rank: Rank) -> None:
-    """A part, or a plain module with sharded ones in it, or one without any, can be unsharded as well."""
-    model, reference = with_reference(Stack(), rank)
-    train(rank, model, reference, steps=1)
-    with torch.no_grad():
+        assert_at_rest(model)
         with unsharded(model.blocks):
             assert gathered(model) == ALL[1:]
-            with record() as seen:
-                check_output(model, reference)
-            assert [c.unit for c in seen] == [""]
-        with unsharded(nn.Linear(2, 2)) as plain:
+            assert [c.unit for c in check_output(model, reference)] == [""]
+            model.blocks[0].reshard()  # by hand: the next forward gathers it, and holds it again
+            assert [c.unit for c in check_output(model, reference)] == ["", "blocks.0"]
+            assert [c.unit for c in check_output(model, reference)] == [""]
+        with unsharded(nn.Linear(2, 2)) as plain, unsharded(model.first):
             plain(torch.ones(2))
-        with unsharded(model.first):
             assert gathered(model) == []
-    others = nn.ModuleList([model, with_reference(Stack(depth=1), rank)[0]])
+    others = nn.ModuleList([model, made(rank)[0]])
     with unsharded(others):
-        assert sum(bool(gathered(one)) for one in others) == 2
+        assert [gathered(one) for one in others] == [ALL, ALL]
     assert_at_rest(others)
-    train(rank, model, reference)
+    assert_trains_alike(model, reference, rank)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("zeroed", ["optimizer", "model"])
-@pytest.mark.parametrize("setting", [True, None, False], ids=["reshard", "default", "keep"])
+@pytest.mark.parametrize(("setting", "zeroed"), [(True, "model"), (None, "optimizer"), (False, "model")])
 def test_training_inside(rank: Rank, setting: bool | None, zeroed: str) -> None:
     """Training inside is right: gradients are reduced, and a forward after an optimizer step gathers anew."""
-    model, reference = with_reference(Stack(), rank, reshard_after_forward=setting)
+    model, reference = made(rank, reshard_after_forward=setting)
     sharded = dict(model.named_parameters())
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    optimizers = [sgd(m, 0.1) for m in (model, reference)]
     with unsharded(model):
         for step in range(3):
             with record() as seen:
@@ -152,51 +120,26 @@ def test_training_inside(rank: Rank, setting: bool | None, zeroed: str) -> None:
             assert len([c for c in seen if c.kind == "reduce_scatter"]) == 4
             reference_backward(reference, rank.world_size, square_loss(step))
             for name, theirs in reference.named_parameters():
-                gradient = sharded[name].grad.full_tensor()
-                assert torch.allclose(gradient, theirs.grad, **CLOSE), name
-            for optimizer in optimizers:
+                assert_close(sharded[name].grad.full_tensor(), theirs.grad, name, **CLOSE)
+            for optimizer, module in zip(optimizers, (model, reference), strict=True):
                 optimizer.step()
-            if zeroed == "model":
-                model.zero_grad()
-                reference.zero_grad()
-            else:
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
-            if step == 0:
-                continue
-            with torch.no_grad():
-                with record() as seen:
-                    check_output(model, reference, step)
-                assert [c.unit for c in seen] == ALL
-                before = pointers(model)
-                check_output(model, reference, step)
-                assert pointers(model) == before
+                module.zero_grad() if zeroed == "model" else optimizer.zero_grad()
+            if step:
+                with torch.no_grad():
+                    assert [c.unit for c in check_output(model, reference, step)] == ALL
+                    before = pointers(model)
+                    assert check_output(model, reference, step) == [] and pointers(model) == before
     assert_at_rest(model)
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-    train(rank, model, reference)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("setting", [True, None], ids=["reshard", "default"])
-def test_after_a_forward_without_backward(rank: Rank, setting: bool | None) -> None:
-    """What an evaluation with gradients left gathered is not taken over: values written since are seen."""
-    model, reference = with_reference(Stack(), rank, reshard_after_forward=setting)
-    square_loss(7)(model, rank.rank)
-    with torch.no_grad():
-        for one in (model, reference):
-            one.first.weight.mul_(2)
-        with unsharded(model):
-            assert_equal(model.first.weight.detach(), reference.first.weight.detach(), "first.weight")
-            before = pointers(model)
-            with record() as seen:
-                check_output(model, reference)
-            assert seen == [] and pointers(model) == before
+    assert_trains_alike(model, reference, rank)
 
 
 @on_ranks(2)
 def test_between_forward_and_backward(rank: Rank) -> None:
-    """Entering and leaving between a forward and its backward, or with a backward inside only, is fine."""
-    model, reference = with_reference(Stack(), rank)
+    """Entering and leaving between a forward and its backward, or with a backward inside only, is fine.
+
+    What a forward with gradients has left gathered is not taken over: values written since are seen.
+    """
+    model, reference = made(rank)
     loss = square_loss(0)(model, rank.rank)
     with unsharded(model), torch.no_grad():
         check_output(model, reference)
@@ -208,45 +151,40 @@ def test_between_forward_and_backward(rank: Rank) -> None:
     loss.backward()
     for step in range(3):
         reference_backward(reference, rank.world_size, square_loss(step))
-    assert_models_equal(model, reference, grads=True, **CLOSE)
+    assert_same_gradients(model, reference)
     assert_at_rest(model)
+    square_loss(7)(model, rank.rank)
+    with torch.no_grad():
+        for one in (model, reference):
+            one.first.weight.mul_(2)
+        with unsharded(model):
+            assert_equal(model.first.weight.detach(), reference.first.weight.detach(), "first.weight")
+            assert check_output(model, reference) == []
 
 
 @on_ranks(2)
-def test_accumulation_inside(rank: Rank) -> None:
-    """Microbatches without sync inside, the last one outside."""
-    model, reference = with_reference(Stack(), rank)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_microbatches_and_zero_grad_inside(rank: Rank, set_to_none: bool) -> None:
+    """Microbatches without synchronization inside, the last one outside; ``zero_grad`` inside clears all of them."""
+    model, reference = made(rank)
+    for step in range(2):
+        square_loss(step)(model, rank.rank).backward()
+        with unsharded(model):
+            model.zero_grad(set_to_none)
+    reference.zero_grad()
+    for parameter in reference.parameters():
+        parameter.grad = None if set_to_none else torch.zeros_like(parameter)
+    assert_same_gradients(model, reference, rtol=0.0, atol=0.0)
     model.set_requires_gradient_sync(False)
     with unsharded(model), record() as seen:
         for step in range(2):
             square_loss(step)(model, rank.rank).backward()
-            assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
     assert seen == []
     model.set_requires_gradient_sync(True)
     square_loss(2)(model, rank.rank).backward()
     for step in range(3):
         reference_backward(reference, rank.world_size, square_loss(step))
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_inside(rank: Rank, set_to_none: bool) -> None:
-    """``zero_grad`` of the model inside clears the reduced gradients as well, so that nothing adds up unseen."""
-    model, reference = with_reference(Stack(), rank)
-    square_loss(0)(model, rank.rank).backward()
-    reference_backward(reference, rank.world_size, square_loss(0))
-    with unsharded(model):
-        for step in range(1, 3):
-            model.zero_grad(set_to_none)
-            reference.zero_grad(set_to_none)
-            square_loss(step)(model, rank.rank).backward()
-            reference_backward(reference, rank.world_size, square_loss(step))
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-    with unsharded(model):
-        model.zero_grad(set_to_none)
-    reference.zero_grad(set_to_none)
-    assert_models_equal(model, reference, grads=True)
+    assert_same_gradients(model, reference)
 
 
 @on_ranks(2)
@@ -254,7 +192,7 @@ def test_zero_grad_inside(rank: Rank, set_to_none: bool) -> None:
 @pytest.mark.parametrize("where", ["body", "forward", "backward"])
 def test_exception_inside(rank: Rank, where: str, caught: str) -> None:
     """After an exception in the body, in a forward or in a backward everything is freed, and training goes on."""
-    model, reference = with_reference(Stack(), rank)
+    model, reference = made(rank)
     hooks = {"forward": fail, "backward": fail_in_backward}
     for _ in range(2):
         handle = model.blocks[1].up.register_forward_hook(hooks[where]) if where in hooks else None
@@ -275,139 +213,93 @@ def test_exception_inside(rank: Rank, where: str, caught: str) -> None:
                     handle.remove()
                 with torch.no_grad():
                     check_output(model, reference)
-                    with record() as seen:
-                        check_output(model, reference)
-                    assert seen == []
+                    assert check_output(model, reference) == []
         if handle is not None:
             handle.remove()
         if where == "backward":
             model.reset_iter_state()
         assert_at_rest(model)
         model.zero_grad()
-        train(rank, model, reference)
+        assert_trains_alike(model, reference, rank)
 
 
 @on_ranks(2)
-def test_state_dict_inside(rank: Rank) -> None:
-    """Saving inside gives the live shards and leaves the full parameters; the next forward sees what is loaded."""
-    model, reference = with_reference(Stack(), rank)
+def test_states_copies_and_moves_inside(rank: Rank) -> None:
+    """Saving gives the live shards, loading and ``to`` take effect, a copy is at rest and on its own."""
+    model, reference = made(rank)
     with unsharded(model), torch.no_grad():
         before = pointers(model)
         state = model.state_dict()
-        assert all(isinstance(value, DTensor) for value in state.values())
         assert pointers(model) == before
-        for name, value in reference.state_dict().items():
-            assert_equal(state[name].full_tensor(), value, name)
-        doubled = {name: value.clone() * 2 for name, value in state.items()}
-        model.load_state_dict(doubled)
-        reference.load_state_dict({name: value * 2 for name, value in reference.state_dict().items()})
-        check_output(model, reference)
-        with record() as seen:
-            check_output(model, reference)
-        assert seen == []
-    assert_at_rest(model)
-    assert_models_equal(model, reference)
-    train(rank, model, reference)
-
-
-@on_ranks(2)
-def test_copy_inside(rank: Rank) -> None:
-    """A deepcopy made inside is at rest and on its own; the original computes on."""
-    model, reference = with_reference(Stack(), rank)
-    with unsharded(model), torch.no_grad():
+        for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert type(ours) is nn.Parameter
+            assert_equal(ours.detach(), theirs.detach(), name)
+            assert_equal(state[name].full_tensor(), theirs.detach(), name)
+            ours.zero_()  # what is written to full parameters is gone afterwards
         twin = copy.deepcopy(model)
         assert_at_rest(twin)
-        check_output(model, reference)
-        check_output(twin, reference)
+        model.load_state_dict({name: value.clone() * 2 for name, value in state.items()})
+        doubled = copy.deepcopy(reference)
+        doubled.load_state_dict({name: value * 2 for name, value in reference.state_dict().items()})
+        check_output(model, doubled)
+        assert check_output(model, doubled) == []
+        for module in (model, doubled):
+            module.double()
+        check_output(model, doubled)
+        model.float()
+        doubled.float()
     assert_at_rest(model)
-    train(rank, twin, copy.deepcopy(reference))
-    train(rank, model, reference)
-
-
-@on_ranks(2)
-def test_dtype_changed_inside(rank: Rank) -> None:
-    """``to(dtype)`` inside takes effect and does not break what holds the module."""
-    model, reference = with_reference(Stack(), rank)
-    with unsharded(model), torch.no_grad():
-        model.double()
-        reference.double()
-        x = batch(0, 0, 2, DIM).double()
-        assert torch.allclose(model(x), reference(x))
-    assert_at_rest(model)
-    assert_models_equal(model, reference)
-
-
-@on_ranks(2)
-def test_reshard_inside(rank: Rank) -> None:
-    """A unit that is freed by hand inside is gathered by the next forward and held again."""
-    model, reference = with_reference(Stack(), rank)
-    with unsharded(model), torch.no_grad():
-        model.blocks[0].reshard()
-        assert gathered(model) == ["", "blocks.1", "blocks.2"]
-        with record() as seen:
-            check_output(model, reference)
-            check_output(model, reference)
-        assert [c.unit for c in seen] == ["blocks.0"]
-        assert gathered(model) == ALL
-    assert_at_rest(model)
+    assert_same_values(model, doubled)
+    assert_trains_alike(twin, reference, rank)
+    assert_trains_alike(model, doubled, rank)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("setting", [True, False], ids=["reshard", "keep"])
-def test_group_inside(rank: Rank, setting: bool) -> None:
-    """A unit of several modules is held once, also if only a part of it runs."""
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM))
+def test_unit_of_several_modules_inside(rank: Rank, setting: bool) -> None:
+    """It is held once, also if only a part of it runs."""
+    model = build(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))
     reference = copy.deepcopy(model)
     fully_shard([model[0], model[2]], mesh=rank.mesh, reshard_after_forward=setting)
     fully_shard(model, mesh=rank.mesh)
-    with unsharded(model), torch.no_grad(), record() as seen:
-        check_output(model, reference)
-        check_output(model[2], reference[2])
-        check_output(model[:2], reference[:2])
-    assert seen == []
+    with unsharded(model), torch.no_grad():
+        for ours, theirs in ((model, reference), (model[2], reference[2]), (model[:2], reference[:2])):
+            assert check_output(ours, theirs) == []
     assert_at_rest(model)
-    train(rank, model, reference)
 
 
 @on_ranks(4)
 def test_on_two_axes(rank: Rank) -> None:
     """On a (replicate, shard) mesh it gathers over the shard axis alone, and trains right afterwards."""
-    model = Stack()
-    reference = copy.deepcopy(model)
-    mesh = rank.make_mesh(2, 2, names=("replicate", "shard"))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=1)
-    fully_shard(model, mesh=mesh)
+    model, reference = made(rank, strategy="HYBRID_SHARD", reshard_after_forward=True)
     with torch.no_grad(), record() as seen, unsharded(model):
         check_output(model, reference)
     assert [c.kind for c in seen] == ["all_gather"] * 4
     assert_at_rest(model)
-    train(rank, model, reference)
+    assert_trains_alike(model, reference, rank)
 
 
 @on_ranks(2)
-def test_leaves_nothing_behind(rank: Rank) -> None:
+def test_gathering_that_fails(rank: Rank) -> None:
     """If gathering fails half-way nothing stays held."""
-    model, reference = with_reference(Stack(), rank)
-    model(batch(0, 0, 2, DIM)).sum().backward()
+    model, reference = made(rank)
+    square_loss()(model, rank.rank).backward()
     model.zero_grad()
     kept = model.blocks[1].up.weight
     model.blocks[1].up.weight = nn.Parameter(torch.ones(2, 2))  # the wrong shape: its adoption raises
     with pytest.raises(ValueError, match=r"blocks\.1\.up\.weight"), unsharded(model):
         raise AssertionError("not reached")
     model.blocks[1].up.weight = kept
-    assert gathered(model) == []
-    assert all(unit.user_unshards == 0 for unit in nested_units(model))
-    train(rank, model, reference)
+    assert gathered(model) == [] and all(unit.user_unshards == 0 for unit in nested_units(model))
+    assert_trains_alike(model, reference, rank)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("by", ["unshard", "unsharded"])
 def test_prefetched_unit_that_a_forward_unshards_and_does_not_run(rank: Rank, by: str) -> None:
     """What the user unshards inside of a forward stays, although the prefetch that came before it was in vain."""
-    model, reference = with_reference(Stack(), rank)
-    train(rank, model, reference, steps=1)
+    model, reference = made(rank)
+    assert_trains_alike(model, reference, rank, steps=1)
     held = contextlib.ExitStack()
 
     def hold(*_: Any) -> None:
@@ -418,10 +310,10 @@ def test_prefetched_unit_that_a_forward_unshards_and_does_not_run(rank: Rank, by
 
     handle = model.blocks[0].register_forward_hook(hold)
     with torch.no_grad():
-        model(batch(0, 0, 2, DIM), run=[0])
+        model(batch(0, 0, 2, 6), run=[0])
     handle.remove()
     assert gathered(model) == ["blocks.1"]
     assert_equal(model.blocks[1].up.weight.detach(), reference.blocks[1].up.weight.detach(), "held weight")
     held.close()
     model.blocks[1].reshard()
-    train(rank, model, reference, first=1)
+    assert_trains_alike(model, reference, rank)

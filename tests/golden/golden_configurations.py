@@ -14,7 +14,6 @@ from golden_models import Loss, Shard, by_parts, replicated, wrapped
 from golden_steps import Run
 from torch import nn
 
-from engine.models import Branch, Language, Mlp, Stack
 from fullshard import BackwardPrefetch as Prefetch
 from fullshard import (
     CommQuantization,
@@ -26,6 +25,7 @@ from fullshard import (
 )
 from fullshard.comm_hooks import DefaultState, reduce_scatter_hook
 from fullshard.optim import overlap
+from models import Branch, Language, Mlp, Stack
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP16_REDUCE = MixedPrecisionPolicy(reduce_dtype=torch.float16)

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
-from engine.models import Block, Branch, Mlp, Stack, batch, tokens
 from engine.packed_tensor import Adapted, RoundedWeight, with_cast_weights
 from fullshard import FullyShardedDataParallel, fully_shard, replicate
 from fullshard.wrap import ModuleWrapPolicy
+from models import Block, Branch, Mlp, Stack, batch, tokens
 from ranks import Rank
 
 Shard = Callable[[nn.Module, Rank], nn.Module]

@@ -13,9 +13,9 @@ from golden_trace import Trace
 from torch import nn
 
 import fullshard
-from engine.failing import fail, fail_in_backward
-from engine.models import mark
+from failing import fail, fail_in_backward
 from fullshard import FSDPModule, FullyShardedDataParallel
+from models import mark
 from ranks import Rank
 
 

@@ -17,7 +17,7 @@ from golden_configurations import CONFIGURATIONS
 from golden_steps import Run, watch
 from golden_trace import Trace, difference
 
-from engine.models import tiny_units
+from models import tiny_units
 from ranks import Rank, RankPool, on_ranks
 
 TRACES = Path(__file__).parent / "traces"

@@ -11,7 +11,6 @@ from torch import nn
 
 import fullshard
 from compare import assert_equal
-from engine.models import Stack, shard_blocks, square_loss, tiny_units
 from fullshard import FullyShardedDataParallel, PhaseError, fully_shard
 from fullshard.comm import Collective, base, record
 from fullshard.engine.optimizer_overlap import GradientInFlight
@@ -21,6 +20,7 @@ from fullshard.optim import delocalize, localize, overlap
 from fullshard.optim.local.localize import local_step_of
 from fullshard.optim.local.step import LocalStep
 from fullshard.wrap import ModuleWrapPolicy
+from models import Stack, shard_blocks, square_loss, tiny_units
 from ranks import Rank, on_ranks
 
 

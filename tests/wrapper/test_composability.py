@@ -9,31 +9,25 @@ from typing import Any
 
 import pytest
 import torch
-from front_ends import (
-    CLOSE,
-    Language,
-    LossOf,
-    Stack,
-    assert_at_rest,
-    assert_same_values,
-    batch,
-    build,
-    full_values,
-    gathered,
-    reference_backward,
-    sgd,
-    square_loss,
-    token_loss,
-    train,
-    train_reference,
-    wrapped,
-)
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from compare import assert_close, assert_equal, fqn_of
+from front_ends import (
+    CLOSE,
+    assert_at_rest,
+    assert_same_values,
+    build,
+    full_values,
+    gathered,
+    sgd,
+    token_loss,
+    train,
+    train_reference,
+    wrapped,
+)
 from fullshard import (
     FullshardError,
     FullyShardedDataParallel,
@@ -45,6 +39,7 @@ from fullshard import (
 )
 from fullshard.activation_checkpoint import apply_activation_checkpointing
 from fullshard.comm import record
+from models import Language, LossOf, Stack, batch, reference_backward, square_loss
 from pairwise import pairwise
 from ranks import Rank, on_ranks
 

@@ -13,8 +13,8 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from wrapper_models import CLOSE, adam, assert_like, assert_trains_alike, backward, slice_of, with_reference, wrap
 
 from compare import assert_equal, fqn_of
-from engine.models import Branch, LossOf, Stack, batch, reference_backward, square_loss
 from fullshard import FullshardError, FullyShardedDataParallel, ShardingStrategy
+from models import Branch, LossOf, Stack, batch, reference_backward, square_loss
 from pairwise import pairwise
 from ranks import Rank, on_ranks
 

@@ -21,9 +21,9 @@ from wrapper_models import (
 )
 
 from compare import assert_equal, fqn_of
-from engine.models import Mlp, Stack, batch, square_loss
 from fullshard import FlatParameter, FullyShardedDataParallel, ShardingStrategy
 from fullshard.comm import record
+from models import Mlp, Stack, batch, square_loss
 from ranks import Rank, on_ranks
 
 BOTH = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])

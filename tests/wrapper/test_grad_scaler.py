@@ -14,8 +14,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from compare import assert_equal
-from fullshard import FullshardError, FullyShardedDataParallel, ShardingStrategy, fully_shard
+from front_ends import FRONT_ENDS, STRATEGIES, FrontEnd, assert_same_values, build, sharded_with_reference
+from fullshard import FullshardError, fully_shard
 from fullshard.optim.grad_scaler import ShardedGradScaler
+from pairwise import pairwise
 from ranks import Rank, on_ranks
 
 INF = float("inf")
@@ -97,33 +99,6 @@ def test_what_is_not_finite(rank: Rank, bad: float) -> None:
     scaler.step(scaled(scaler, [parameter(bad if rank.rank == 0 else 1.0)]))
     scaler.update()
     assert scaler.get_scale() == 4.0
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("unscale_first", [False, True])
-@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}], ids=["plain", "fused", "foreach"])
-def test_sharded_model_trains_as_unsharded(rank: Rank, options: dict[str, Any], unscale_first: bool) -> None:
-    """DTensor gradients: with one overflowing step among five, weights and scale are those of a plain scaler."""
-    model, reference = model_and_reference(rank)
-    scaler, plain = make_scaler(), torch.amp.GradScaler(here(), init_scale=8.0, growth_interval=2)
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1, **options) for m in (model, reference)]
-    for step in range(5):
-        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
-        for module, optimizer, own in zip((model, reference), optimizers, (scaler, plain), strict=True):
-            optimizer.zero_grad()
-            own.scale(module(x).square().mean()).backward()
-            if step == 2:  # only in what rank 1 has
-                gradient = module[1].weight.grad
-                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                if module is reference or rank.rank == 1:
-                    local[-1, 0] = INF
-            if unscale_first:
-                own.unscale_(optimizer)
-            own.step(optimizer)
-            own.update()
-        assert scaler.get_scale() == plain.get_scale() == [8, 16, 8, 8, 16][step]
-        for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(full(ours.detach()), theirs.detach(), rtol=1e-5, atol=1e-6, msg=name)
 
 
 @on_ranks(2)
@@ -283,27 +258,32 @@ def test_wrong_group(wrong: Any) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
-def test_wrapped_model(rank: Rank, strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """The wrapper's gradients: an overflow in one rank's part skips the step on all; other steps are as unsharded."""
-    torch.manual_seed(0)
-    reference = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
-    model = FullyShardedDataParallel(
-        copy.deepcopy(reference), rank.group, sharding_strategy=strategy, use_orig_params=use_orig_params
-    )
+@pairwise(front_end=FRONT_ENDS, strategy=STRATEGIES, options=["plain", "fused", "foreach"], unscale_first=[False, True])
+def test_models_train_as_unsharded(
+    rank: Rank, front_end: FrontEnd, strategy: str, options: str, unscale_first: bool
+) -> None:
+    """With one overflowing step among five, in one rank's part alone, weights and scale are those of a plain scaler."""
+    plain_model = build(lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, 1)))
+    model, reference = sharded_with_reference(front_end, rank, plain_model, strategy=strategy)
     scaler, plain = make_scaler(), torch.amp.GradScaler(here(), init_scale=8.0, growth_interval=2)
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, reference)]
-    for step in range(4):
+    more = {} if options == "plain" else {options: True}
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1, **more) for m in (model, reference)]
+    for step in range(5):
         x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
         for module, optimizer, own in zip((model, reference), optimizers, (scaler, plain), strict=True):
             optimizer.zero_grad()
             own.scale(module(x).square().mean()).backward()
-            if step == 1 and (module is reference or rank.rank == 1):
-                next(p.grad for p in module.parameters() if p.grad is not None and p.grad.numel()).view(-1)[0] = INF
+            if step == 2 and (module is reference or rank.rank == 1):
+                gradients = (p.grad for p in module.parameters() if p.grad is not None)
+                local = next(g for g in (local_part(each) for each in gradients) if g.numel())
+                local.view(-1)[0] = INF
+            if unscale_first:
+                own.unscale_(optimizer)
             own.step(optimizer)
             own.update()
-        assert scaler.get_scale() == plain.get_scale() == [8, 4, 4, 8][step]
-    with FullyShardedDataParallel.summon_full_params(model):
-        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        assert scaler.get_scale() == plain.get_scale() == [8, 16, 8, 8, 16][step]
+    assert_same_values(model, reference, rtol=1e-5, atol=1e-6)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -8,26 +8,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+
+from compare import assert_close, assert_equal
 from front_ends import (
     CLOSE,
-    Stack,
     assert_at_rest,
     assert_same_gradients,
     assert_same_values,
-    batch,
     build,
     full_values,
-    reference_backward,
-    square_loss,
     train,
     train_reference,
     wrapped,
 )
-from torch import nn
-
-from compare import assert_close, assert_equal
 from fullshard import FullyShardedDataParallel, ShardingStrategy
 from fullshard.comm import record
+from models import Stack, batch, reference_backward, square_loss
 from ranks import Rank, on_ranks
 
 both_modes = pytest.mark.parametrize("use_orig_params", [False, True])

@@ -21,7 +21,7 @@ from wrapped import (
     wrapped,
 )
 
-from compare import assert_models_equal
+from compare import assert_equal, assert_models_equal
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import (
     ShardingStrategy,
@@ -222,3 +222,15 @@ def test_names_with_checkpoint_wrappers(rank: Rank) -> None:
     model = FSDP(nn.Sequential(checkpoint_wrapper(FSDP(nn.Linear(2, 2))), FSDP(checkpoint_wrapper(nn.Linear(2, 2)))))
     with FSDP.summon_full_params(model):
         assert [name for name, _ in model.named_parameters()] == [name for name, _ in reference.named_parameters()]
+
+
+@on_ranks(2)
+@both_forms
+def test_containers_warn_and_keep_their_parameters(rank: Rank, orig: bool) -> None:
+    """A list of modules that is wrapped itself warns; its parameters are those of a unit, saved as ever."""
+    plain = nn.ModuleList([nn.Linear(6, 3), nn.Linear(3, 2)])
+    expected = {name: value.clone() for name, value in plain.state_dict().items()}
+    with pytest.warns(UserWarning, match="ModuleList has no forward"):
+        model = FSDP(plain, use_orig_params=orig)
+    for name, value in model.state_dict().items():
+        assert_equal(value, expected[name], name)

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine.models import tiny_units
 from fullshard import FullshardError, fully_shard
 from fullshard.comm import CommRequest, Operand, make_transport
 from fullshard.engine.runtime import Runtime
 from fullshard.ranks.order import TIMEOUT_VARIABLE, OrderCheck, OrderWatchdog, UnitOrder, explain_difference
+from models import tiny_units
 from ranks import Rank, RankPool, on_ranks
 
 SOON = 0.3  # seconds until a watch in these tests takes a rank for stalled

@@ -7,24 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Block, Net, assert_states_alike, assert_trains_alike, batch, built, mean_square
+from parity import Block, Net, assert_states_alike, batch, built, mean_square
 from torch import nn
 
 from compare import assert_close, assert_equal
-from engine.models import tiny_units
 from fullshard import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from fullshard.comm import record
-from fullshard.wrap import ModuleWrapPolicy
+from fullshard.wrap import CustomPolicy, ModuleWrapPolicy
 from ranks import Rank, on_ranks
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 S = ShardingStrategy
 BLOCKS = ModuleWrapPolicy({Block})
 MODES = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
-
-
-def dtypes_of(seen: list[Any], kinds: set[str]) -> set[torch.dtype]:
-    return {c.dtype for c in seen if c.kind in kinds}
 
 
 def casting_gradients(model: nn.Module, dtype: torch.dtype, *losses: torch.Tensor) -> list[list[torch.Tensor]]:
@@ -37,122 +31,7 @@ def casting_gradients(model: nn.Module, dtype: torch.dtype, *losses: torch.Tenso
     return found
 
 
-# -------------------------------------------------------------------- what is sent
-
-
-@on_ranks(2)
-@MODES
-@pytest.mark.parametrize(
-    ("precision", "gathered", "reduced"),
-    [
-        (MixedPrecision(), F32, F32),
-        (MixedPrecision(param_dtype=BF16), BF16, BF16),
-        (MixedPrecision(param_dtype=BF16, reduce_dtype=F32), BF16, F32),
-        (MixedPrecision(reduce_dtype=BF16), F32, BF16),
-        (MixedPrecision(param_dtype=F16), F16, F16),
-        (MixedPrecision(param_dtype=BF16, reduce_dtype=F16), BF16, F16),
-        (MixedPrecision(reduce_dtype=F64), F32, F64),
-        (MixedPrecision(buffer_dtype=BF16), F32, F32),
-    ],
-    ids=["none", "bf16", "bf16-f32", "f32-bf16", "f16", "bf16-f16", "f32-f64", "buffers"],
-)
-def test_dtypes_that_travel(
-    rank: Rank, precision: MixedPrecision, gathered: torch.dtype, reduced: torch.dtype, use_orig_params: bool
-) -> None:
-    """Parameters travel in param_dtype, gradients in reduce_dtype or else param_dtype; shards stay as they were."""
-    model = built(Net).requires_grad_(True)
-    with tiny_units():  # of which none would be gathered in backward
-        wrapped = FullyShardedDataParallel(
-            model, auto_wrap_policy=BLOCKS, mixed_precision=precision, use_orig_params=use_orig_params
-        )
-    with record() as forward:
-        loss = mean_square(wrapped, batch(rank.rank, 0))
-    kinds = {c.kind for c in forward}
-    with record() as backward:
-        loss.backward()
-    assert {c.dtype for c in forward} == {gathered}
-    assert dtypes_of(backward, kinds) == {gathered}
-    assert dtypes_of(backward, {c.kind for c in backward} - kinds) == {reduced}
-    assert {p.dtype for p in wrapped.parameters()} == {F32}
-    assert {p.grad.dtype for p in wrapped.parameters() if p.grad is not None} == {F32}
-
-
 # -------------------------------------------------------------------- values
-
-
-@on_ranks(2)
-@MODES
-@pytest.mark.parametrize("reduce", [F32, BF16, None], ids=str)
-@pytest.mark.parametrize("strategy", [S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD], ids=lambda s: s.name)
-def test_gradients_to_the_bit(
-    rank: Rank, strategy: ShardingStrategy, reduce: torch.dtype | None, use_orig_params: bool
-) -> None:
-    """Gradients are those of a model in bfloat16, averaged in the reduce dtype, and put into float32."""
-    model = built(Net)
-    per_rank = casting_gradients(model, BF16, batch(0, 0), batch(1, 0))
-    wrapped = FullyShardedDataParallel(
-        model,
-        sharding_strategy=strategy,
-        auto_wrap_policy=BLOCKS,
-        mixed_precision=MixedPrecision(param_dtype=BF16, reduce_dtype=reduce, buffer_dtype=BF16),
-        use_orig_params=use_orig_params,
-    )
-    mean_square(wrapped, batch(rank.rank, 0)).backward()
-    with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True):
-        found = {name: p.grad.clone() for name, p in wrapped.named_parameters()}
-    for (name, gradient), *each in zip(found.items(), *per_rank, strict=True):
-        total = each[0].to(reduce or BF16) + each[1].to(reduce or BF16)
-        assert_equal(gradient, (total / 2).float(), name)
-
-
-@on_ranks(2)
-@MODES
-def test_accumulation_in_the_reduce_dtype(rank: Rank, use_orig_params: bool) -> None:
-    """Gradients of four microbatches add up in float32, not in bfloat16, also without sync."""
-    model = built(Net)
-    by_rank = [casting_gradients(model, BF16, *(batch(r, step) for step in range(4))) for r in range(2)]
-    wrapped = FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=BLOCKS,
-        mixed_precision=MixedPrecision(param_dtype=BF16, reduce_dtype=F32, buffer_dtype=BF16),
-        use_orig_params=use_orig_params,
-    )
-    with wrapped.no_sync():
-        for step in range(3):
-            mean_square(wrapped, batch(rank.rank, step)).backward()
-    mean_square(wrapped, batch(rank.rank, 3)).backward()
-    with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True):
-        found = {name: p.grad.clone() for name, p in wrapped.named_parameters()}
-    for index, (name, gradient) in enumerate(found.items()):
-        sums = [sum(micro[index].float() for micro in micros) for micros in by_rank]
-        assert_close(gradient, (sums[0] + sums[1]) / 2, name, 1e-6, 1e-9)
-
-
-@on_ranks(2)
-@MODES
-@pytest.mark.parametrize("precision", [MixedPrecision(BF16, F32, BF16), MixedPrecision(F16, F32)], ids=["bf16", "f16"])
-def test_training_in_low_precision(rank: Rank, precision: MixedPrecision, use_orig_params: bool) -> None:
-    """Several steps stay as close to full precision as the dtype allows, and master weights are full precision."""
-    model = built(Net)
-    reference = copy.deepcopy(model)
-    wrapped = FullyShardedDataParallel(
-        model, auto_wrap_policy=BLOCKS, mixed_precision=precision, use_orig_params=use_orig_params
-    )
-    assert_trains_alike(wrapped, reference, rank, rtol=0.05, atol=0.02, microbatches=2)
-    assert not all(torch.equal(v, v.to(precision.param_dtype).to(v.dtype)) for v in wrapped.state_dict().values())
-
-
-@on_ranks(2)
-@MODES
-def test_half_precision_sums_do_not_overflow(rank: Rank, use_orig_params: bool) -> None:
-    """float16 gradients near the largest number are averaged, though their sum is too large for the dtype."""
-    model = nn.Linear(3, 1, bias=False)
-    wrapped = FullyShardedDataParallel(
-        model, mixed_precision=MixedPrecision(param_dtype=F16), use_orig_params=use_orig_params
-    )
-    wrapped(torch.full((1, 3), 60000.0)).sum().backward()
-    with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True):
-        assert_equal(model.weight.grad, torch.full((1, 3), 60000.0).half().float(), "gradient")
 
 
 @on_ranks(4)
@@ -177,7 +56,7 @@ def test_strategies_agree(rank: Rank, offload: bool, use_orig_params: bool) -> N
                 assert_close(p.grad, sum(g.float() for g in each) / 4, f"{name} with {strategy}", 1e-6, 1e-9)
 
 
-# -------------------------------------------------------------------- gradients that stay low, frozen, moved
+# -------------------------------------------------------------------- gradients that stay low
 
 
 @on_ranks(2)
@@ -204,76 +83,6 @@ def test_keep_low_precision_grads(rank: Rank, reduce: torch.dtype | None, use_or
         torch.optim.SGD(present, lr=0.1).zero_grad()
     for low, full in zip(gradients[1], gradients[0], strict=True):
         assert_close(low, full, "gradient", 1e-2, 1e-6)
-
-
-@on_ranks(2)
-@MODES
-def test_frozen_at_first_then_trained(rank: Rank, use_orig_params: bool) -> None:
-    """A unit that was frozen in its first forward is reduced in the reduce dtype once it is trained."""
-    model = built(Net)
-    model.blocks[0].requires_grad_(False)
-    wrapped = FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=BLOCKS,
-        mixed_precision=MixedPrecision(param_dtype=BF16, reduce_dtype=F32, buffer_dtype=BF16),
-        use_orig_params=use_orig_params,
-    )
-    mean_square(wrapped, batch(rank.rank, 0)).backward()
-    wrapped.zero_grad()
-    for parameter in model.blocks[0].parameters():
-        parameter.requires_grad_(True)
-    with record() as seen:
-        mean_square(wrapped, batch(rank.rank, 1)).backward()
-    assert {c.dtype for c in seen if c.unit == "blocks.0"} == {BF16, F32}
-    expected = casting_gradients(built(Net), BF16, batch(0, 1), batch(1, 1))
-    with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True):
-        for (name, p), *each in zip(wrapped.named_parameters(), *expected, strict=True):
-            assert_equal(p.grad, (each[0].float() + each[1].float()) / 2, name)
-
-
-@on_ranks(2)
-@MODES
-@pytest.mark.parametrize("start", [BF16, F64], ids=str)
-def test_moved_before_the_first_forward(rank: Rank, start: torch.dtype, use_orig_params: bool) -> None:
-    """Parameters made in another dtype and moved afterwards are gathered and reduced as the policy says."""
-    wrapped = FullyShardedDataParallel(
-        built(Net).to(start),
-        auto_wrap_policy=BLOCKS,
-        mixed_precision=MixedPrecision(param_dtype=BF16, reduce_dtype=F32),
-        use_orig_params=use_orig_params,
-    )
-    wrapped.to(F32)
-    with record() as seen:
-        mean_square(wrapped, batch(rank.rank, 0)).backward()
-    assert {c.dtype for c in seen} == {BF16, F32}
-    assert {p.dtype for p in wrapped.parameters()} == {F32}
-    assert {p.grad.dtype for p in wrapped.parameters() if p.grad is not None} == {F32}
-
-
-@on_ranks(2)
-@MODES
-def test_what_has_no_precision_to_choose(rank: Rank, use_orig_params: bool) -> None:
-    """Integer and complex parameters keep their dtype beside others that are cast."""
-
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 6)
-            self.index = nn.Parameter(torch.randperm(6), requires_grad=False)
-            self.phase = nn.Parameter(torch.randn(6, dtype=torch.complex64))
-            self.wide = nn.Parameter(torch.randn(6, dtype=F64))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            assert (self.index.dtype, self.phase.dtype, self.wide.dtype) == (torch.int64, torch.complex64, BF16)
-            return self.linear(x)[:, self.index] * self.phase.abs() + self.wide
-
-    model = built(Mixed)
-    reference = copy.deepcopy(model)
-    wrapped = FullyShardedDataParallel(
-        model, mixed_precision=MixedPrecision(BF16, F32), use_orig_params=use_orig_params
-    )
-    mean_square(wrapped, batch(rank.rank, 0)).backward()
-    assert_states_alike(wrapped, reference)
 
 
 # -------------------------------------------------------------------- buffers
@@ -388,15 +197,62 @@ def test_buffers_that_change(rank: Rank, use_orig_params: bool) -> None:
         assert state["1.running_mean"].abs().sum() > 0 and state["1.num_batches_tracked"].item() == step + 1
 
 
+# -------------------------------------------------------------------- inputs
+
+
+class Probe(nn.Module):
+    """A linear layer that notes the dtypes of its inputs, of its weight inside forward, and of its output."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.inner = inner
+        self.seen: list[Any] = []
+
+    def forward(self, x: torch.Tensor, *more: Any, scale: torch.Tensor | None = None) -> torch.Tensor:
+        rest = [value.dtype for value in (*more, scale) if isinstance(value, torch.Tensor)]
+        self.seen.append((x.dtype, self.linear.weight.dtype, *rest))
+        y = self.linear(x.to(self.linear.weight.dtype))
+        return y if self.inner is None else self.inner(y.to(x.dtype))
+
+
 @on_ranks(2)
-@MODES
-def test_computing_in_more_than_is_kept(rank: Rank, use_orig_params: bool) -> None:
-    """Parameters in bfloat16 can be computed and reduced in float32."""
-    wrapped = FullyShardedDataParallel(
-        built(Net).bfloat16(), use_orig_params=use_orig_params, mixed_precision=MixedPrecision(F32, F32)
-    )
-    with record() as seen:
-        out = wrapped(batch(rank.rank, 0).bfloat16())
-        out.sum().backward()
-    assert out.dtype is F32 and {c.dtype for c in seen} == {F32}
-    assert {p.dtype for p in wrapped.parameters()} == {BF16} == {p.grad.dtype for p in wrapped.parameters()}
+@pytest.mark.parametrize("root", [True, False], ids=["root", "no root"])
+@pytest.mark.parametrize("inner", [True, False], ids=["inner", "no inner"])
+def test_which_inputs_are_cast(rank: Rank, root: bool, inner: bool) -> None:
+    """cast_root_forward_inputs is for the root, cast_forward_inputs for all others, and only for them."""
+    model = Probe(Probe(Probe()))
+    first, second = model.inner, model.inner.inner
+    precision = MixedPrecision(param_dtype=BF16, cast_forward_inputs=inner, cast_root_forward_inputs=root)
+    wrapped = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Probe}), mixed_precision=precision)
+    out = wrapped(batch(rank.rank, 0))
+    at_root = BF16 if root else F32
+    below = BF16 if inner else at_root
+    assert model.seen == [(at_root, BF16)]
+    assert first.seen == [(below, BF16)] == second.seen
+    assert out.dtype is BF16  # what the last layer gave: outputs are left alone
+    out.float().sum().backward()
+
+
+@on_ranks(2)
+def test_casts_of_one_unit(rank: Rank) -> None:
+    """Units choose for themselves: one computes in half, its subgroup in full precision."""
+    model = Probe(Probe(Probe()))
+    first, second = model.inner, model.inner.inner
+    half = MixedPrecision(param_dtype=F16, cast_forward_inputs=True)
+    policy = CustomPolicy(lambda m: {"mixed_precision": half} if m is first else m is second)
+    wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy)
+    wrapped(batch(rank.rank, 0)).sum().backward()
+    assert model.seen == [(F32, F32)]
+    assert first.seen == [(F16, F16)]
+    assert second.seen == [(F16, F32)]  # no precision, so no cast
+
+
+@on_ranks(2)
+def test_no_cast_without_a_parameter_dtype(rank: Rank) -> None:
+    """reduce_dtype or buffer_dtype alone leave inputs alone."""
+    for precision in (MixedPrecision(reduce_dtype=BF16, cast_forward_inputs=True), MixedPrecision(buffer_dtype=BF16)):
+        model = Probe()
+        wrapped = FullyShardedDataParallel(model, mixed_precision=precision)
+        wrapped(batch(rank.rank, 0).double())
+        assert model.seen == [(F64, F32)]

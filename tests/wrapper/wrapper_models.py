@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from compare import assert_models_equal
-from engine.models import LossOf, reference_backward, square_loss
 from fullshard import FullyShardedDataParallel
 from fullshard.comm import Collective
 from fullshard.engine.ownership import nested_units
 from fullshard.engine.states import Phase
+from models import LossOf, reference_backward, square_loss
 from ranks import Rank
 
 CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}

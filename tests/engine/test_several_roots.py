@@ -1,0 +1,295 @@
+"""Several roots: models beside and below each other, parts on their own, shared streams, stages of a pipeline."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from front_ends import (
+    COMPOSABLE,
+    assert_at_rest,
+    assert_same_gradients,
+    assert_trains_alike,
+    build,
+    gathered,
+    sgd,
+    sharded_with_reference,
+)
+from fullshard import PhaseError, fully_shard, share_comm_ctx
+from fullshard.comm import record
+from fullshard.engine.ownership import unit_of
+from models import LossOf, Mlp, Stack, batch, reference_backward, square_loss, tiny_units, tokens
+from ranks import Rank, on_ranks
+
+
+def gathers(call: Callable[[], object]) -> Counter[str]:
+    """How often each unit was gathered during ``call``."""
+    with record() as seen:
+        call()
+    return Counter(c.unit for c in seen if c.kind == "all_gather")
+
+
+def two_roots(rank: Rank) -> tuple[Any, Any]:
+    """Two stages that are sharded on their own; nothing around them is."""
+    model = build(lambda: nn.Sequential(Mlp(6, 8, 6), Mlp(6, 5, 6)))
+    reference = copy.deepcopy(model)
+    for stage in model:
+        COMPOSABLE.wrap(stage, rank)
+    return model, reference
+
+
+@on_ranks(1, 2, 4)
+def test_two_roots(rank: Rank) -> None:
+    """Two models in one graph train right with one optimizer, and go on below a third root."""
+    model, reference = two_roots(rank)
+    assert_trains_alike(model, reference, rank)
+    assert unit_of(model[0]).runtime is not unit_of(model[1]).runtime
+    fully_shard(model, mesh=rank.mesh)
+    assert_trains_alike(model, reference, rank)
+    assert unit_of(model[0]).runtime is unit_of(model[1]).runtime is unit_of(model).runtime
+    assert [unit_of(stage).name for stage in model] == ["0", "1"]
+
+
+@on_ranks(2)
+def test_two_roots_that_take_turns(rank: Rank) -> None:
+    """Each of two models may be trained on the other's detached outputs, as in adversarial training."""
+    model, reference = two_roots(rank)
+
+    def first(step: int) -> LossOf:
+        return lambda m, r: m(batch(r, step, 4, 6)).square().mean()
+
+    def second(step: int) -> LossOf:
+        return lambda m, r: m[1](m[0](batch(r, step, 4, 6)).detach()).square().mean()
+
+    def only_first(step: int) -> LossOf:
+        return lambda m, r: m[0](batch(r, step, 4, 6)).square().mean()
+
+    optimizers = [sgd(m, 0.1) for m in (model, reference)]
+    for step, losses in enumerate([first, second, only_first, second, first]):
+        losses(step)(model, rank.rank).backward()
+        reference_backward(reference, rank.world_size, losses(step))
+        assert_at_rest(model[1])
+        # Of the first model there was a forward without a backward, if only the second was trained.
+        assert gathered(model[0]) == (["layers.0", "layers.1"] if losses is second else [])
+        assert_same_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_two_losses_of_two_roots(rank: Rank) -> None:
+    """Forwards of several roots may be open at once, and their backwards run in any order."""
+    model, reference = two_roots(rank)
+    for order in ([0, 1], [1, 0]):
+        losses = [stage(batch(rank.rank, 3, 4, 6)).square().mean() for stage in model]
+        for index in order:
+            losses[index].backward()
+            reference_backward(reference[index], rank.world_size, square_loss(3))
+        assert_same_gradients(model, reference)
+        assert_at_rest(model)
+
+
+class Trunk(nn.Module):
+    """Its own head on a trunk that others use too."""
+
+    def __init__(self, trunk: nn.Module) -> None:
+        super().__init__()
+        self.trunk, self.head = trunk, nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.trunk(x))
+
+
+def roots_of_a_trunk(rank: Rank) -> tuple[Any, Any]:
+    trunk = build(Mlp, 6, 8, 6)
+    model = nn.ModuleList([Trunk(trunk), Trunk(trunk)])
+    reference = copy.deepcopy(model)
+    COMPOSABLE.wrap(trunk, rank)
+    for root in model:
+        fully_shard(root, mesh=rank.mesh)
+    return model, reference
+
+
+@on_ranks(2)
+def test_trunk_of_two_roots(rank: Rank) -> None:
+    """A module that two roots contain may be trained through either; taking it in the middle of a step is refused."""
+    model, reference = roots_of_a_trunk(rank)
+    which = [0, 1, 1, 0, 1]
+
+    def loss_at(step: int) -> LossOf:
+        return lambda m, r: square_loss(step)(m[which[step]], r)
+
+    assert_trains_alike(model, reference, rank, loss_at, steps=5)
+    x = batch(rank.rank, 0, 4, 6)
+    handle = model[0].head.register_forward_pre_hook(lambda *_: model[1](x))
+    with pytest.raises(PhaseError, match="Trunk becomes the root while its units are in the middle of a step"):
+        model[0](x)
+    handle.remove()
+    for root in model:
+        root(x).sum().backward()
+        assert_at_rest(root)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("first", ["part", "root"])
+def test_part_as_a_root_of_its_own(rank: Rank, first: str) -> None:
+    """Its units join the model's when that runs: writes are seen, and gradients that wait are reduced with the rest."""
+    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack))
+
+    def of_part(module: Any, number: int) -> torch.Tensor:
+        return module.blocks[1](batch(number, 9, 4, 6)).square().mean()
+
+    if first == "root":
+        assert_trains_alike(model, reference, rank)
+    of_part(model, rank.rank)  # its backward never comes
+    with torch.no_grad():
+        for parameter in (*model.blocks[1].parameters(), *reference.blocks[1].parameters()):
+            parameter.mul_(2)
+    model.blocks[1].set_requires_gradient_sync(False)
+    of_part(model, rank.rank).backward()
+    model.set_requires_gradient_sync(True)
+    square_loss(0)(model, rank.rank).backward()
+    for loss in (of_part, square_loss(0)):
+        reference_backward(reference, rank.world_size, loss)
+    assert_same_gradients(model, reference)
+    assert unit_of(model.blocks[1]).runtime is unit_of(model).runtime
+    for module in (model, reference):
+        module.zero_grad()
+    assert_trains_alike(model, reference, rank)
+
+
+# ---------------------------------------------------------------- streams, events, embeddings
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("when", ["before", "after", "between"])
+def test_share_comm_ctx(rank: Rank, when: str) -> None:
+    """Roots share streams from the call on, whether they have run or not, also when a root is made anew."""
+    model, reference = two_roots(rank)
+    if when != "before":
+        ran = (model, reference) if when == "after" else (model[0], reference[0])
+        assert_trains_alike(*ran, rank)
+    share_comm_ctx(list(model)[:: 1 if when == "before" else -1])
+    assert_trains_alike(model, reference, rank)
+    streams = [unit_of(stage).runtime.comm_streams for stage in model]
+    assert streams[0] is streams[1]
+    fully_shard(model, mesh=rank.mesh)
+    assert_trains_alike(model, reference, rank)
+    assert unit_of(model).runtime.comm_streams is streams[0]
+    share_comm_ctx([])
+
+
+class Embedded(nn.Module):
+    """Two embeddings, one of which is called twice, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places, self.layer = nn.Embedding(13, 6), nn.Embedding(9, 6), nn.Linear(6, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(len(ids))
+        return self.layer(torch.tanh(self.words(ids) + self.places(places)) + self.words(ids.flip(0)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("sync", "tiny"), [(True, 0), (False, 65536), (True, 65536)])
+def test_embeddings_are_not_gathered_in_backward(rank: Rank, sync: bool, tiny: int) -> None:
+    """With ``set_unshard_in_backward(False)`` backward does not gather a unit whose parameters it does not read."""
+    with tiny_units(up_to=tiny):
+        model, reference = sharded_with_reference(
+            COMPOSABLE, rank, build(Embedded), ["words", "places", "layer"], reshard_after_forward=True
+        )
+    model.words.set_unshard_in_backward(False)
+    model.places.set_unshard_in_backward(False)
+
+    def losses(step: int) -> LossOf:
+        return lambda m, r: m(tokens(r, step, 9)).square().mean()
+
+    model.set_requires_gradient_sync(sync)
+    for step in range(3):
+        assert gathers(losses(step)(model, rank.rank).backward) == {"layer": 1}
+        reference_backward(reference, rank.world_size, losses(step))
+        assert_at_rest(model)
+    model.synchronize_gradients()
+    assert_same_gradients(model, reference)
+    model.zero_grad()
+    model.set_requires_gradient_sync(True)
+    model.words.set_unshard_in_backward(True)
+    assert gathers(losses(5)(model, rank.rank).backward) == {"layer": 1, "words": 1}
+
+
+class Recorded:
+    """An event of some device module; notes that it was waited for."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+@on_ranks(1, 2)
+def test_post_optim_event(rank: Rank) -> None:
+    """The first gathers of the next forward, and no others, wait for the event; training is right."""
+    with tiny_units():
+        model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack))
+    optimizers = [sgd(m, 0.1) for m in (model, reference)]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        event: Any = Recorded()
+        if step == 0 or rank.device.type != "cpu":
+            event = torch.get_device_module(rank.device).Event()
+            event.record()
+        model.set_post_optim_event(event)
+        square_loss(step)(model, rank.rank).backward()
+        square_loss(step)(model, rank.rank)
+        # The root and what is gathered ahead of its computation; on one rank nothing is gathered.
+        assert getattr(event, "waits", 2) == 2 or rank.world_size == 1
+        reference_backward(reference, rank.world_size, square_loss(step))
+        assert_same_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+    model.set_post_optim_event(torch.Event(device=rank.device) if rank.device.type != "cpu" else torch.Event())
+    model(batch(0, 0, 2, 6)).sum().backward()
+
+
+# ---------------------------------------------------------------- microbatches of a pipeline
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "unsharded ahead"])
+def test_stage_of_a_pipeline(rank: Rank, kept: bool) -> None:
+    """Each unit is gathered once per step: nothing freed between microbatches, or unsharded by hand ahead of them."""
+    with tiny_units():
+        model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack), strategy="SHARD_GRAD_OP")
+    model.set_reshard_after_backward(not kept)
+    optimizers = [sgd(m, 0.1) for m in (model, reference)]
+
+    def microbatches(step: int) -> None:
+        handles = [] if kept else [module.unshard(async_op=True) for module in (model, *model.blocks)]
+        losses = [square_loss(4 * step + number)(model, rank.rank) for number in range(2)]
+        for handle in handles:
+            handle.wait()
+        for number, loss in enumerate(losses):
+            model.set_is_last_backward(number == 1)
+            model.set_requires_gradient_sync(number == 1)
+            loss.backward()
+
+    for step in range(3):
+        seen = gathers(lambda step=step: microbatches(step))
+        assert set(seen.values()) == {1} if kept else set(seen) == {"", "blocks.0", "blocks.1", "blocks.2"}
+        for number in range(2):
+            reference_backward(reference, rank.world_size, square_loss(4 * step + number))
+        assert_same_gradients(model, reference)
+        assert kept or gathered(model) == []
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()

@@ -1,0 +1,242 @@
+"""What torch does to sharded models: ``torch.compile`` of and around units, and the functions of ``torch.func``."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+from compare import assert_close, assert_equal
+from front_ends import (
+    CLOSE,
+    COMPOSABLE,
+    FRONT_ENDS,
+    FrontEnd,
+    assert_at_rest,
+    assert_same_gradients,
+    assert_same_values,
+    assert_trains_alike,
+    build,
+    each_front_end,
+    sgd,
+    sharded_with_reference,
+    train,
+)
+from fullshard import FullshardError
+from fullshard.activation_checkpoint import checkpoint_wrapper
+from fullshard.comm import record
+from models import Mlp, Stack, batch, reference_backward, square_loss
+from pairwise import each_value
+from ranks import Rank, on_ranks
+from ranks.device import EMULATED
+
+HOW = ["in place before", "in place after", "wrapped before", "wrapped after", "whole model", "whole model in place"]
+
+
+def compiled(model: Any, front_end: FrontEnd, rank: Rank, how: str, backend: str = "aot_eager", **options: Any) -> Any:
+    """``model`` with each block a unit, compiled somewhere."""
+    for index, block in enumerate(model.blocks):
+        if how == "in place before":
+            block.compile(backend=backend)
+        elif how == "wrapped before":
+            block = torch.compile(block, backend=backend)
+        block = front_end.wrap(block, rank, [], **options)
+        if how == "in place after":
+            block.compile(backend=backend)
+        model.blocks[index] = torch.compile(block, backend=backend) if how == "wrapped after" else block
+    model = front_end.wrap(model, rank, [], **options)
+    if how == "whole model in place":
+        model.compile(backend=backend)
+    return torch.compile(model, backend=backend) if how == "whole model" else model
+
+
+@on_ranks(2, timeout=180)
+@each_value(front_end=FRONT_ENDS, how=HOW)
+def test_compiled(rank: Rank, front_end: FrontEnd, how: str) -> None:
+    """Blocks compiled before or after sharding, in place or not, or the whole model, train as eager ones."""
+    torch._dynamo.reset()
+    reference = build(Stack, 2)
+    model = compiled(copy.deepcopy(reference), front_end, rank, how)
+    if how == "wrapped before" and front_end.composable:
+        assert type(model.blocks[0]).__name__ == "FSDPOptimizedModule"
+    assert_trains_alike(model, reference, rank)
+    torch._dynamo.reset()
+
+
+@on_ranks(2, timeout=180)
+@each_value(1, front_end=FRONT_ENDS, how=["in place before", "in place after", "whole model in place"])
+def test_compiled_in_mixed_precision(rank: Rank, front_end: FrontEnd, how: str) -> None:
+    """Compiled units compute and reduce in the dtypes chosen, and train as those that are not compiled."""
+    torch._dynamo.reset()
+    options = front_end.precision(torch.bfloat16, torch.float32)
+    models = [compiled(build(Stack, 2), front_end, rank, each, **options) for each in (how, "not")]
+    with record() as seen:
+        losses = [train(model, rank, square_loss, 3) for model in models]
+    assert {c.dtype for c in seen if c.kind == "all_gather"} == {torch.bfloat16}
+    assert {c.dtype for c in seen if c.kind == "reduce_scatter"} == {torch.float32}
+    assert_close(losses[0], losses[1], "losses", rtol=2e-2, atol=1e-3)
+    assert_same_values(*models, rtol=2e-2, atol=1e-3)
+    torch._dynamo.reset()
+
+
+@on_ranks(2, timeout=180)
+@each_front_end
+def test_compiled_and_recomputed(rank: Rank, front_end: FrontEnd) -> None:
+    """Compiled blocks in checkpoints inside of units train as unsharded ones."""
+    torch._dynamo.reset()
+    model, reference = build(Stack, 2), build(Stack, 2)
+    for index, block in enumerate(model.blocks):
+        block.compile(backend="aot_eager")
+        model.blocks[index] = front_end.wrap(checkpoint_wrapper(block), rank, [])
+    assert_trains_alike(front_end.wrap(model, rank, []), reference, rank)
+    torch._dynamo.reset()
+
+
+@on_ranks(2, timeout=180)
+def test_compiled_by_inductor(rank: Rank) -> None:
+    """Blocks compiled with generated kernels train as eager ones."""
+    if rank.device.type == EMULATED:
+        pytest.skip("inductor generates no kernels for the emulated device")
+    torch._dynamo.reset()
+    reference = build(Stack, 1)
+    model = compiled(copy.deepcopy(reference), COMPOSABLE, rank, "in place after", "inductor")
+    assert_trains_alike(model, reference, rank)
+    torch._dynamo.reset()
+
+
+class Layer(nn.Module):
+    """Norm, up, down, with a residual around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Sequence(nn.Module):
+    """Two such layers between linear ones, on (batch, sequence, 6)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def cut_by_sequence(model: Sequence, tp: DeviceMesh) -> None:
+    """Tensor and sequence parallelism of everything."""
+    plan: dict[str, Any] = {
+        "first": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for index in range(len(model.layers)):
+        plan[f"layers.{index}.norm"] = SequenceParallel()
+        plan[f"layers.{index}.up"] = ColwiseParallel(input_layouts=Shard(1))
+        plan[f"layers.{index}.down"] = RowwiseParallel(output_layouts=Shard(1))
+    parallelize_module(model, tp, plan)
+
+
+@on_ranks(4, timeout=180)
+def test_compiled_sequence_parallel_blocks(rank: Rank) -> None:
+    """Blocks cut by sequence, compiled in place and sharded on a (2, 2) mesh train with the unsharded losses.
+
+    Compiled code takes what functional collectives return; a boundary that loses the node which made it leaves the
+    layers before without gradients, and the losses drift from the second step on.
+    """
+    mesh = rank.make_mesh(2, 2, names=("dp", "tp"))
+    model = build(Sequence)
+    reference = copy.deepcopy(model)
+    cut_by_sequence(model, mesh["tp"])
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    COMPOSABLE.wrap(model, rank, mesh=mesh["dp"])
+
+    def loss_of(step: int, one: nn.Module, number: int) -> torch.Tensor:
+        return one(batch(number, step, 3, 4, 6)).square().mean()
+
+    number = mesh["dp"].get_local_rank()
+    optimizers = [torch.optim.Adam(one.parameters(), lr=0.02, foreach=False) for one in (model, reference)]
+    try:
+        for step in range(4):
+            loss = loss_of(step, model, number)
+            loss.backward()
+            expected = reference_backward(reference, 2, partial(loss_of, step))[number]
+            assert_close(loss.detach(), expected, f"loss {step}", rtol=1e-4)
+            assert_same_gradients(model, reference, rtol=1e-4, atol=1e-5)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        torch._dynamo.reset()
+    assert_at_rest(model)
+
+
+# -------------------------------------------------------------------- torch.func
+
+
+@on_ranks(1, 2)
+@each_front_end
+def test_functional_call_does_not_overwrite_the_weights(rank: Rank, front_end: FrontEnd) -> None:
+    """Other tensors in place of the parameters are refused, the model's own are fine, and the weights stay."""
+    model, reference = sharded_with_reference(front_end, rank, build(Mlp, 6, 5, 3))
+    x = batch(rank.rank, 0, 4, 6)
+    others = {name: parameter.detach() * 2 for name, parameter in model.named_parameters()}
+    for _ in range(2):
+        with pytest.raises(FullshardError, match=r"no nn\.Parameter|instead of a parameter"):
+            torch.func.functional_call(model, others, (x,))
+    own = dict(model.named_parameters())
+    assert_equal(torch.func.functional_call(model, own, (x,)), reference(x), "output")
+    assert_same_values(model, reference)
+    assert_trains_alike(model, reference, rank)
+
+
+@on_ranks(1, 2)
+@each_front_end
+def test_forward_mode(rank: Rank, front_end: FrontEnd) -> None:
+    """torch.func.jvp goes through a sharded model, before and between training steps."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack, 2))
+    x, tangent = batch(rank.rank, 0, 4, 6), batch(rank.rank, 1, 4, 6)
+    for _ in range(2):
+        expected = torch.func.jvp(reference, (x,), (tangent,))
+        for actual, wanted in zip(torch.func.jvp(model, (x,), (tangent,)), expected, strict=True):
+            assert_close(actual, wanted, "jvp", **CLOSE)
+        assert_trains_alike(model, reference, rank)
+
+
+@on_ranks(2)
+@each_front_end
+def test_two_models_in_one_graph(rank: Rank, front_end: FrontEnd) -> None:
+    """A generator and its critic, each sharded on its own, on a group of its own."""
+    pairs = [
+        sharded_with_reference(front_end, rank, build(Mlp, 6, 5, 6)),
+        sharded_with_reference(front_end, rank, build(Stack), mesh=rank.make_mesh(2, names=("critic",))),
+    ]
+    ours, theirs = zip(*pairs, strict=True)
+    optimizers = [sgd(module, 0.1) for module in (*ours, *theirs)]
+
+    def loss(models: Any, number: int, step: int) -> torch.Tensor:
+        return models[1](models[0](batch(number, step, 4, 6))).square().mean()
+
+    for step in range(3):
+        loss(ours, rank.rank, step).backward()
+        for number in range(rank.world_size):
+            (loss(theirs, number, step) / rank.world_size).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for model, reference in pairs:
+        assert_same_values(model, reference, **CLOSE)

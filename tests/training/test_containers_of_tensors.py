@@ -1,0 +1,337 @@
+"""Inputs and outputs of units in containers of any kind: found, cast, watched, and otherwise left as they are."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import register_pytree_node
+
+from compare import assert_close, assert_equal
+from front_ends import (
+    COMPOSABLE,
+    FRONT_ENDS,
+    FrontEnd,
+    assert_at_rest,
+    assert_trains_alike,
+    build,
+    each_front_end,
+    sharded_with_reference,
+    unwrapped,
+)
+from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.comm import record
+from models import LossOf, batch, square_loss, tiny_units
+from pairwise import each_value, pairwise
+from ranks import Rank, on_ranks
+
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+
+
+class Pair(NamedTuple):
+    """Two things by name."""
+
+    left: Any
+    right: Any
+
+
+@dataclass
+class Bundle:
+    """Two things, and a label."""
+
+    left: Any
+    right: Any = None
+    label: str = "bundle"
+
+
+@dataclass(frozen=True)
+class FrozenBundle:
+    """A dataclass that cannot be assigned to, with a field that its constructor does not take."""
+
+    left: Any
+    right: Any = None
+    computed: list[int] = field(default_factory=list, init=False)
+
+
+class Registered:
+    """A class that torch's pytree knows, and nobody else."""
+
+    def __init__(self, left: Any, right: Any) -> None:
+        self.items = [left, right]
+
+
+register_pytree_node(Registered, lambda r: (r.items, None), lambda items, _: Registered(*items))
+
+
+class Plain:
+    """A class that nobody knows, with slots and a reference to itself."""
+
+    __slots__ = ("__dict__", "left")
+
+    def __init__(self, left: Any, right: Any) -> None:
+        self.left, self.right, self.itself = left, Bundle(right), self
+
+
+PACKINGS: dict[str, Callable[[Any, Any], Any]] = {
+    "list": lambda a, b: [a, None, b],
+    "tuple": lambda a, b: (a, None, b, 3),
+    "namedtuple": Pair,
+    "dict": lambda a, b: {"a": a, "b": {"c": [b]}, 3: None, "text": "text"},
+    "ordered dict": lambda a, b: OrderedDict(a=a, b=b),
+    "dataclass": Bundle,
+    "frozen dataclass": FrozenBundle,
+    "nested": lambda a, b: [{"deep": (Bundle(a, {"b": FrozenBundle(Pair(b, 2))}),)}, None],
+    "deque": lambda a, b: deque([a, b]),
+    "registered": Registered,
+    "plain": Plain,
+}
+UNCAST = {"deque", "registered", "plain"}  # tensors in them are watched, and not replaced
+
+
+def unpack(value: Any) -> list[torch.Tensor]:
+    """The tensors in any of the packings, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Bundle | FrozenBundle | Plain):
+        return unpack([value.left, value.right])
+    if isinstance(value, Registered):
+        return unpack(value.items)
+    if isinstance(value, dict):
+        return unpack(list(value.values()))
+    if isinstance(value, list | tuple | deque):
+        return [tensor for item in value for tensor in unpack(item)]
+    return []
+
+
+class Packing(nn.Module):
+    """Takes and returns two tensors in the containers of one packing; notes their dtypes."""
+
+    def __init__(self, packing: str) -> None:
+        super().__init__()
+        self.left, self.right, self.packing = nn.Linear(6, 6), nn.Linear(6, 6), packing
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, packed: Any, *, scale: Any = None) -> Any:
+        assert type(packed) is type(PACKINGS[self.packing](1, 2)) or type(packed) is list
+        left, right = unpack(packed)
+        self.seen = [left.dtype, right.dtype]
+        if scale is not None:
+            right = right * unpack(scale)[0]
+        return PACKINGS[self.packing](torch.tanh(self.left(left)), torch.tanh(self.right(right)))
+
+
+class Packed(nn.Module):
+    """A chain of modules that hand each other containers, positionally or by keyword."""
+
+    def __init__(self, packing: str, by_keyword: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), Packing(packing), Packing(packing)])
+        self.packing, self.by_keyword = packing, by_keyword
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, middle, final = self.layers
+        x = first(x)
+        packed = PACKINGS[self.packing](x, x + 1)
+        packed = middle(packed=packed, scale=[{"x": x}]) if self.by_keyword else middle(packed)
+        assert type(packed) is type(PACKINGS[self.packing](x, x))
+        left, right = unpack(final(packed))
+        return left * right
+
+
+@on_ranks(2)
+@pairwise(front_end=FRONT_ENDS, packing=PACKINGS, by_keyword=[False, True])
+def test_containers(rank: Rank, front_end: FrontEnd, packing: str, by_keyword: bool) -> None:
+    """Tensors in any container are found at any depth: each unit's backward ends before the one before begins."""
+    with tiny_units():
+        model, reference = sharded_with_reference(front_end, rank, build(Packed, packing, by_keyword))
+    assert_trains_alike(model, reference, rank)
+    with record() as seen:
+        square_loss()(model, rank.rank).backward()
+    reduced = list(dict.fromkeys(c.unit for c in seen if c.kind == "reduce_scatter"))
+    order = ["layers.2", "layers.1", "layers.0"]
+    # Inputs of classes that nobody knows cannot be watched: the end of the backward pass ends the unit's.
+    assert sorted(reduced) == sorted(order) if packing == "plain" else reduced == order
+
+
+@on_ranks(2)
+@each_value(front_end=FRONT_ENDS, packing=PACKINGS, strategy=["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_outputs_of_a_root_that_is_one_unit(rank: Rank, front_end: FrontEnd, packing: str, strategy: str) -> None:
+    """The root's own outputs are found: its parameters are unsharded for their backward."""
+    model, reference = sharded_with_reference(front_end, rank, build(Packing, packing), [], strategy=strategy)
+
+    def loss_at(step: int) -> LossOf:
+        def loss_of(module: Any, number: int) -> torch.Tensor:
+            x = batch(number, step, 4, 6)
+            left, right = unpack(module([x, x]))
+            return (left * right).square().mean()
+
+        return loss_of
+
+    assert_trains_alike(model, reference, rank, loss_at)
+
+
+@on_ranks(2)
+@each_value(1, front_end=FRONT_ENDS, packing=[name for name in PACKINGS if name not in UNCAST])
+def test_casts_in_containers(rank: Rank, front_end: FrontEnd, packing: str) -> None:
+    """Floats in any container are cast for the unit, the caller's own is untouched, and gradients flow back."""
+    model, reference = sharded_with_reference(
+        front_end, rank, build(Packing, packing).double(), [], **front_end.precision(F64, F32)
+    )
+    model.float()
+    x = batch(rank.rank, 0, 4, 6).requires_grad_()
+    given = PACKINGS[packing](x, x + 1)
+    outputs = unpack(model(given, scale=(x,)))
+    assert unwrapped(model).seen == [F64, F64] == [output.dtype for output in outputs]
+    assert [tensor.dtype for tensor in unpack(given)] == [F32, F32] and unpack(given)[0] is x
+    torch.stack(outputs).sum().backward()
+    wide = x.detach().double().requires_grad_()
+    expected = unpack(reference(PACKINGS[packing](wide, wide + 1), scale=(wide,)))
+    torch.stack(expected).sum().backward()
+    for ours, theirs in zip(outputs, expected, strict=True):
+        assert_close(ours, theirs, "output", rtol=1e-5, atol=1e-6)
+    assert_close(x.grad, wide.grad.float(), "gradient of the input", rtol=1e-4, atol=1e-5)
+    assert_at_rest(model)
+
+
+class Through(nn.Module):
+    """Returns what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.seen: Any = None
+
+    def forward(self, value: Any) -> Any:
+        self.seen = value
+        return value
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("packing", [name for name in PACKINGS if name not in UNCAST])
+def test_nothing_to_cast(rank: Rank, packing: str) -> None:
+    """Integers, bools and complex numbers are never cast: the same container arrives; outputs are cast if asked."""
+    model = Through()
+    fully_shard(model, mesh=rank.mesh, mp_policy=MixedPrecisionPolicy(BF16, F32, F32))
+    for dtype in (torch.int64, torch.uint8, torch.bool, torch.complex64, torch.int32, BF16):
+        given = PACKINGS[packing](torch.ones(6, dtype=dtype), torch.ones(6, dtype=dtype))
+        output = model(given)
+        assert model.seen is given
+        assert {tensor.dtype for tensor in unpack(output)} == {F32 if dtype is BF16 else dtype}
+
+
+class Identity(nn.Module):
+    """Notes whether its query is its key, and passes on outputs that require no gradient beside one that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.same: list[bool] = []
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, bundle: Bundle) -> dict[str, Any]:
+        self.same.append(query is key and bundle.left is query)
+        assert bundle.label == "label" and not bundle.right.requires_grad
+        x = self.linear(query) + key
+        return {"x": x * bundle.right, "mask": bundle.right, "argmax": query.argmax(-1), "detached": query.detach()}
+
+
+@on_ranks(2)
+@each_front_end
+def test_identity_of_tensors(rank: Rank, front_end: FrontEnd) -> None:
+    """A tensor passed twice is one object inside, as attention relies on; outputs without gradients come through."""
+    model = front_end.wrap(build(Identity), rank, [])
+    x, mask = batch(rank.rank, 0, 4, 6).requires_grad_(), torch.ones(6)
+    bundle = Bundle(x, mask, label="label")
+    output = model(x, key=x, bundle=bundle)
+    assert output["mask"] is mask and not output["argmax"].requires_grad and not output["detached"].requires_grad
+    output["x"].sum().backward()
+    assert_at_rest(model)
+    model(x, x.clone(), bundle)
+    assert unwrapped(model).same == [True, False]
+    assert bundle.left is x and x.grad is not None  # the caller's own is not changed
+
+
+class Cache:
+    """Keys of all layers that have run."""
+
+    def __init__(self) -> None:
+        self.keys: list[torch.Tensor] = []
+
+
+class Attention(nn.Module):
+    """Adds its keys to the cache, attends to all that are there, and returns the cache as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.value = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, cache: Cache) -> tuple[torch.Tensor, Cache]:
+        cache.keys.append(self.key(x))
+        return x + torch.tanh(self.value(x)) * torch.stack(cache.keys).mean(0), cache
+
+
+class Caching(nn.Module):
+    """Layers that share a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.layers = nn.ModuleList(Attention() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, cache = self.first(x), Cache()
+        for layer in self.layers:
+            x, cache = layer(x, cache)
+        return x
+
+
+@on_ranks(2)
+@each_front_end
+def test_cache_of_earlier_units(rank: Rank, front_end: FrontEnd) -> None:
+    """What an object holds of earlier units changes nothing: each unit's backward ends before the one before begins."""
+    with tiny_units():
+        model, reference = sharded_with_reference(front_end, rank, build(Caching))
+    assert_trains_alike(model, reference, rank)
+    loss = square_loss()(model, rank.rank)
+    with record() as seen:
+        loss.backward()
+    names = [f"layers.{index}" for index in (3, 2, 1, 0)]
+    assert list(dict.fromkeys(c.unit for c in seen if c.kind == "reduce_scatter")) == [*names, ""]
+    unsharded = [c.unit for c in seen if c.kind == "all_gather"]
+    assert len(unsharded) == len(set(unsharded))
+
+
+class Sequence(nn.Module):
+    """An LSTM on a PackedSequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(12, 12)
+
+    def forward(self, packed: Any) -> Any:
+        self.taken = packed
+        return self.lstm(packed)[0]
+
+
+@on_ranks(2)
+def test_packed_sequences(rank: Rank) -> None:
+    """A unit takes a PackedSequence, whose sizes stay on the CPU, and casts only its data."""
+    model, reference = sharded_with_reference(
+        COMPOSABLE, rank, build(Sequence), [], mp_policy=MixedPrecisionPolicy(F64, output_dtype=F32)
+    )
+    lengths = torch.tensor([2, 4], device="cpu")  # not sorted: the packed sequence carries the two orders as well
+    values = batch(rank.rank, 0, 4, 2, 12)
+    packed = nn.utils.rnn.pack_padded_sequence(values, lengths, batch_first=False, enforce_sorted=False)
+    output = model(packed)
+    expected = reference.double()(packed._replace(data=packed.data.double()))
+    assert model.taken.data.dtype is F64 and model.taken.batch_sizes.dtype is torch.int64
+    assert model.taken.batch_sizes.device.type == "cpu" and output.data.dtype is F32
+    for name in ("batch_sizes", "sorted_indices", "unsorted_indices"):
+        assert_equal(getattr(output, name), getattr(expected, name), name)
+    assert_close(output.data, expected.data.float(), "output", rtol=1e-5, atol=1e-7)
+    output.data.square().sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

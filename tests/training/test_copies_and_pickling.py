@@ -1,0 +1,304 @@
+"""Copies of sharded models, their end, and pickling."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from compare import assert_close, assert_equal
+from front_ends import (
+    CLOSE,
+    COMPOSABLE,
+    FRONT_ENDS,
+    FrontEnd,
+    assert_at_rest,
+    assert_same_gradients,
+    assert_same_values,
+    assert_trains_alike,
+    build,
+    each_front_end,
+    full_values,
+    sgd,
+    sharded_with_reference,
+    token_loss,
+    train,
+    train_reference,
+    unwrapped,
+)
+from fullshard import FSDPModule, FullshardError, fully_shard
+from fullshard.engine.ownership import nested_units, unit_of
+from models import Language, Mlp, batch, square_loss, tokens
+from pairwise import pairwise
+from ranks import Rank, on_ranks
+
+STATES: dict[str, Callable[[Any, Rank], object]] = {
+    "new": lambda model, rank: None,
+    "trained": lambda model, rank: train(model, rank, token_loss, 2),
+    "after a forward": lambda model, rank: token_loss()(model, rank.rank),
+    "with pending gradients": lambda model, rank: token_loss()(model, rank.rank).backward(),
+}
+
+
+@on_ranks(1, 2)
+@pairwise(front_end=FRONT_ENDS, state=STATES, offloaded=[False, True])
+def test_deepcopy(rank: Rank, front_end: FrontEnd, state: str, offloaded: bool) -> None:
+    """A copy has equal values, no gradients and memory of its own; both train on, bit by bit alike."""
+    model = front_end.wrap(build(Language), rank, **(front_end.offload() if offloaded else {}))
+    if state == "with pending gradients":
+        with front_end.no_sync(model):
+            STATES[state](model, rank)
+    else:
+        STATES[state](model, rank)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    before = full_values(model)
+    copied = copy.deepcopy(model)
+    pairs = list(zip(copied.parameters(), model.parameters(), strict=True))
+    assert all(p.grad is None and type(p) is type(q) and p is not q for p, q in pairs)
+    for p, q in pairs:
+        ours, theirs = (t.to_local() if isinstance(t, DTensor) else t for t in (p, q))
+        assert not ours.numel() or ours.data_ptr() != theirs.data_ptr()
+    assert copied.get_pending_gradients() == {}
+    assert bool(model.get_pending_gradients()) == (state == "with pending gradients" and rank.world_size > 0)
+    assert unwrapped(copied).head.weight is unwrapped(copied).embedding.weight or front_end.flat
+    model.zero_grad()
+    assert_same_values(copied, model)
+    losses = train(copied, rank, token_loss, 3)
+    for name, value in full_values(model).items():
+        assert_equal(value, before[name], name)
+    assert_equal(losses, train(model, rank, token_loss, 3), "losses")
+    assert_same_values(copied, model)
+
+
+@on_ranks(2)
+@each_front_end
+@pytest.mark.parametrize("frozen", [True, False])
+def test_deepcopy_keeps_settings(rank: Rank, frozen: bool, front_end: FrontEnd) -> None:
+    """What was frozen, or unfrozen, after sharding is so in a copy; units, names and settings are the original's."""
+    plain = build(Mlp, 6, 5, 3)
+    plain.layers[0].requires_grad_(frozen)
+    model, reference = sharded_with_reference(front_end, rank, plain)
+    for module in (model, reference):
+        module.layers[0].requires_grad_(not frozen)
+    copied = copy.deepcopy(model)
+    assert [p.requires_grad for p in copied.parameters()] == [p.requires_grad for p in model.parameters()]
+    for ours, theirs in zip(nested_units(model), nested_units(copied), strict=True):
+        assert ours is not theirs and ours.settings.reshard_after_forward == theirs.settings.reshard_after_forward
+        assert [p.fqn for p in ours.parameters] == [p.fqn for p in theirs.parameters]
+    assert_trains_alike(copied, reference, rank)
+
+
+@on_ranks(2, 4)
+@each_front_end
+@pytest.mark.parametrize("by", ["hand", "swa_utils"])
+def test_averages_of_weights(rank: Rank, by: str, front_end: FrontEnd) -> None:
+    """An exponential moving average over a copy's parameters, by hand or AveragedModel, is that of plain modules."""
+    rate = torch.optim.swa_utils.get_ema_multi_avg_fn(0.75)
+    models = sharded_with_reference(front_end, rank, build(Mlp, 6, 5, 3))
+    averages: list[Any] = []
+    for model in models:
+        if by == "hand":
+            averages.append(copy.deepcopy(model).requires_grad_(False))
+        else:
+            averages.append(torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=rate))
+    x = batch(0, 0, 4, 6)
+    for step in range(3):
+        train(models[0], rank, lambda _, step=step: square_loss(step), 1)
+        train_reference(models[1], rank, lambda _, step=step: square_loss(step), 1)
+        for average, source in zip(averages, models, strict=True):
+            if by == "swa_utils":
+                average.update_parameters(source)
+                continue
+            with torch.no_grad():
+                for slow, fast in zip(average.parameters(), source.parameters(), strict=True):
+                    slow.lerp_(fast, 0.25)
+        with torch.no_grad():
+            assert_close(averages[0](x), averages[1](x), f"output {step}", **CLOSE)
+    assert_same_values(models[0], models[1], **CLOSE)
+
+
+@on_ranks(2)
+@each_front_end
+def test_copies_of_parts(rank: Rank, front_end: FrontEnd) -> None:
+    """A copy of one unit is the root of itself; a plain module around units is copied with them."""
+    model = front_end.wrap(build(Language), rank)
+    token_loss()(model, rank.rank).backward()
+    block = copy.deepcopy(model.blocks[0])
+    x = torch.ones(2, 6)
+    assert_equal(block(x).detach(), model.blocks[0](x).detach(), "output")
+    block(x).sum().backward()
+    assert unit_of(block).runtime is not unit_of(model).runtime
+    around = nn.ModuleDict({"a": front_end.wrap(nn.Linear(3, 2), rank, []), "b": nn.Linear(2, 2)})
+    copied = copy.deepcopy(around)
+    with torch.no_grad():
+        for p in copied.parameters():
+            p.zero_()
+        assert not copied["a"](torch.ones(1, 3)).any() and around["a"](torch.ones(1, 3)).any()
+
+
+@on_ranks(2)
+def test_deepcopy_of_a_composable_model(rank: Rank) -> None:
+    """Its class and settings are the original's; setting the copy's, and an unsharded original, change no other."""
+    model = COMPOSABLE.wrap(build(Language), rank)
+    model.blocks[1].set_reshard_after_forward(False)
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
+    model.blocks[0].unshard()
+    copied = copy.deepcopy(model)
+    assert type(copied) is type(model) and isinstance(copied.blocks[0], FSDPModule)
+    assert_at_rest(copied)
+    copied.blocks[1].set_reshard_after_forward(True)
+    assert unit_of(model.blocks[1]).settings.reshard_after_forward is False
+    token_loss()(copied, rank.rank).backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Uncopied:
+    def __deepcopy__(self, memo: object) -> None:
+        raise AssertionError("nobody copies this")
+
+
+class Choosy(nn.Linear):
+    """A class that says what belongs to a copy of it."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.owner: Uncopied | None = Uncopied()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "owner": None}
+
+
+class Tupled(nn.Linear):
+    """A class whose ``__getstate__`` is for its own ``__setstate__`` alone."""
+
+    def __getstate__(self) -> object:
+        return (dict(self.__dict__), "more")
+
+    def __setstate__(self, state: object) -> None:
+        super().__setstate__(state[0] if isinstance(state, tuple) else state)  # type: ignore[arg-type]
+
+
+@on_ranks(1, 2)
+def test_classes_that_choose_what_is_copied(rank: Rank) -> None:
+    """``__getstate__`` counts, as for modules that are not sharded; states of any kind are copied."""
+    for model in (fully_shard(Choosy(), mesh=rank.mesh), fully_shard(Tupled(3, 3), mesh=rank.mesh)):
+        copied = copy.deepcopy(model)
+        assert getattr(copied, "owner", None) is None
+        copied(torch.ones(1, 3)).sum().backward()
+        assert model.weight.grad is None and copied.weight.grad is not None
+
+
+# ---------------------------------------------------------------- the end of a model
+
+
+def watched(model: nn.Module) -> dict[str, weakref.ref[Any]]:
+    """Weak references to everything that would keep memory or the model alive."""
+    found: dict[str, weakref.ref[Any]] = {"model": weakref.ref(model)}
+    for number, unit in enumerate(nested_units(model)):
+        found[f"unit {number}"] = unit.ref
+        for index, bucket in enumerate(unit.buckets):
+            found[f"shard buffer {number}/{index}"] = weakref.ref(bucket.shard_buffer)
+        for parameter in unit.parameters:
+            found[f"sharded {number}/{parameter.fqn}"] = weakref.ref(parameter.sharded)
+            if parameter.has_unsharded:
+                found[f"unsharded {number}/{parameter.fqn}"] = weakref.ref(parameter.unsharded)
+    return found
+
+
+@contextlib.contextmanager
+def without_collector() -> Any:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+ENDS = ["nothing", "a no-grad forward", "a forward", "steps", "a failed forward", "prefetch settings", "a copy"]
+
+
+@on_ranks(2)
+@pairwise(front_end=FRONT_ENDS, after=ENDS)
+def test_deleting_a_model_frees_it_at_once(rank: Rank, front_end: FrontEnd, after: str) -> None:
+    """Without the garbage collector's help, units, shards and full parameters go with the last reference.
+
+    Flat parameters alone wait for the collector.
+    """
+    with without_collector():
+        model = front_end.wrap(build(Language), rank)
+        output: Any = None
+        if after == "a no-grad forward":
+            with torch.no_grad():
+                model(tokens(0, 0, 2, 3))
+        elif after == "a forward":
+            output = model(tokens(0, 0, 2, 3))  # a graph whose backward never runs
+        elif after == "steps":
+            train(model, rank, token_loss, 2)
+        elif after == "a failed forward":
+            with contextlib.suppress(RuntimeError, TypeError, IndexError):
+                model(torch.ones(3, 3))
+        elif after == "prefetch settings" and front_end.composable:
+            model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
+            model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])
+            train(model, rank, token_loss, 1)
+        elif after == "a copy":
+            original, model = model, copy.deepcopy(model)
+            train(model, rank, token_loss, 1)
+        references = watched(model)
+        assert len(references) > 6
+        del model, output
+        if front_end.flat:
+            gc.collect()  # flat parameters are in a cycle
+        assert [name for name, reference in references.items() if reference() is not None] == []
+    if after == "a copy":
+        train(original, rank, token_loss, 1)
+
+
+# ---------------------------------------------------------------- pickling
+
+
+@on_ranks(1, 2)
+@each_front_end
+def test_pickling_is_refused_with_the_remedy(rank: Rank, front_end: FrontEnd) -> None:
+    """A sharded module cannot be pickled, by whatever means; the error says what to save instead."""
+    model = front_end.wrap(build(Language), rank)
+    match = r"FSDPLanguage cannot be pickled.*model\.state_dict\(\)" if front_end.composable else "state_dict"
+    save = functools.partial(torch.save, f=io.BytesIO())
+    for how, saved in ((pickle.dumps, model), (save, model), (pickle.dumps, nn.ModuleList([model]))):
+        with pytest.raises(FullshardError if front_end.composable else RuntimeError, match=match):
+            how(saved)
+
+
+@on_ranks(2)
+@each_front_end
+def test_parameters_can_be_saved(rank: Rank, front_end: FrontEnd) -> None:
+    """Sharded parameters, their state dict and copies of it go through torch.save, read back by anyone."""
+    model = front_end.wrap(build(Mlp, 6, 5, 3), rank)
+    optimizer = sgd(model, 0.1)
+    for values in (dict(model.named_parameters()), model.state_dict(), copy.deepcopy(model.state_dict())):
+        file = io.BytesIO()
+        if front_end.flat and values.keys() != model.state_dict().keys():
+            continue  # flat parameters are of a class of their own
+        torch.save(values, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        assert list(loaded) == list(values)
+        for name, value in values.items():
+            ours, theirs = (t.to_local() if isinstance(t, DTensor) else t for t in (loaded[name], value))
+            assert_equal(ours.detach(), theirs.detach(), name)
+    square_loss()(model, rank.rank).backward()
+    optimizer.step()
+    assert_same_gradients(model, model)

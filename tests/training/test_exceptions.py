@@ -1,0 +1,481 @@
+"""After an exception the next step is that of a model that never failed; and no rank hangs on one that failed."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from failing import fail, fail_in_backward
+from front_ends import (
+    COMPOSABLE,
+    FRONT_ENDS,
+    FrontEnd,
+    adam,
+    assert_at_rest,
+    assert_same_gradients,
+    assert_same_values,
+    assert_trains_alike,
+    both_backward,
+    build,
+    each_front_end,
+    full_values,
+    gathered,
+    sharded_with_reference,
+    unwrapped,
+)
+from fullshard import fully_shard
+from fullshard.comm import CommRequest, launch_all
+from fullshard.engine.buckets import all_gather
+from fullshard.engine.ownership import nested_units, unit_of
+from fullshard.engine.reduction.grad_reduction import GradReduction
+from fullshard.engine.runtime import runtime_of
+from fullshard.errors import FullshardError
+from models import Stack, batch, reference_backward, square_loss, tiny_units
+from pairwise import pairwise
+from ranks import Rank, RankPool, on_ranks
+from ranks.device import device_type
+
+# where -> a function that makes the model fail there and returns the handle that removes the failure
+PLACES: dict[str, Callable[[Any], Any]] = {
+    "forward of the first block": lambda m: m.blocks[0].register_forward_pre_hook(fail),
+    "forward of a block": lambda m: unwrapped(m.blocks[1]).up.register_forward_hook(fail),
+    "forward of the root, at its start": lambda m: m.first.register_forward_pre_hook(fail),
+    "forward of the root, at its end": lambda m: m.last.register_forward_hook(fail),
+    "backward of the root": lambda m: m.last.register_forward_hook(fail_in_backward),
+    "backward of a block": lambda m: unwrapped(m.blocks[1]).up.register_forward_hook(fail_in_backward),
+    "backward of the first layer": lambda m: m.first.register_forward_hook(fail_in_backward),
+}
+BACKWARDS = [place for place in PLACES if place.startswith("backward")]
+
+
+def run_failing_step(model: Any, rank: Rank, place: str, step: int = 0) -> None:
+    handle = PLACES[place](unwrapped(model))
+    with pytest.raises(ZeroDivisionError, match=place.split()[0]):
+        square_loss(step)(model, rank.rank).backward()
+    handle.remove()
+
+
+def assert_next_step_is_right(model: Any, reference: Any, rank: Rank, step: int = 0) -> None:
+    """Clear the gradients of ``model``, and have one more step give those of ``reference``."""
+    model.zero_grad()
+    both_backward(model, reference, rank, square_loss(step))
+    assert_same_gradients(model, reference)
+    assert_at_rest(model)
+
+
+def sharded(front_end: FrontEnd, rank: Rank, tiny: int = 0, **options: Any) -> tuple[Any, Any]:
+    with tiny_units(up_to=tiny):
+        return sharded_with_reference(front_end, rank, build(Stack), **options)
+
+
+@on_ranks(2)
+@pairwise(
+    front_end=FRONT_ENDS,
+    place=PLACES,
+    strategy=["FULL_SHARD", "SHARD_GRAD_OP"],
+    remedy=["reset", "zero_grad", "alone"],
+    tiny=[0, 65536],
+)
+def test_step_after_a_failure(
+    rank: Rank, front_end: FrontEnd, place: str, strategy: str, remedy: str, tiny: int
+) -> None:
+    """The step after an exception anywhere, in the first step too, gives the gradients of a model that never failed."""
+    model, reference = sharded(front_end, rank, tiny, strategy=strategy)
+    optimizers = adam(model.parameters()), adam(reference.parameters())
+    registered = list(model.parameters())
+    for step in range(3):
+        run_failing_step(model, rank, place, step)
+        if place.startswith("forward"):
+            assert_at_rest(model)
+        if remedy == "reset" and front_end.composable:
+            model.reset_iter_state()
+            assert_at_rest(model)
+        if remedy == "alone":  # nothing of the module is called before its next forward
+            for parameter in registered:
+                parameter.grad = None
+        else:
+            model.zero_grad()
+        assert all(one is other for one, other in zip(model.parameters(), registered, strict=True))
+        reference.zero_grad()
+        assert_trains_alike(
+            model, reference, rank, lambda _, step=step: square_loss(step), steps=1, optimizers=optimizers
+        )
+        model.zero_grad()
+
+
+@on_ranks(2)
+@pairwise(front_end=FRONT_ENDS, place=BACKWARDS)
+def test_parameters_after_a_failed_backward(rank: Rank, front_end: FrontEnd, place: str) -> None:
+    """Right after it the registered parameters are the sharded ones: they can be cleared, read and saved."""
+    model, reference = sharded(front_end, rank)
+    square_loss(5)(model, rank.rank).backward()
+    registered = dict(model.named_parameters())
+    run_failing_step(model, rank, place)
+    assert all(parameter is registered[name] for name, parameter in model.named_parameters())
+    model.zero_grad()
+    assert all(parameter.grad is None for parameter in registered.values())
+    state = model.state_dict()
+    for name, value in reference.state_dict().items():
+        assert torch.equal(state[name].full_tensor() if front_end.composable else state[name], value), name
+    assert set(full_values(model)) == set(reference.state_dict())
+    assert_at_rest(model)
+
+
+@on_ranks(2)
+@each_front_end
+def test_failed_evaluation(rank: Rank, front_end: FrontEnd) -> None:
+    """A forward without gradients that raised is recovered from as well."""
+    model, reference = sharded(front_end, rank)
+    handle = model.blocks[1].register_forward_hook(fail)
+    with pytest.raises(ZeroDivisionError), torch.no_grad():
+        model(batch(rank.rank, 0, 4, 6))
+    handle.remove()
+    assert_at_rest(model)
+    assert_trains_alike(model, reference, rank)
+
+
+@on_ranks(2)
+@each_front_end
+@pytest.mark.parametrize("place", ["forward of a block", "backward of a block"])
+@pytest.mark.parametrize("reset", [True, False], ids=["reset", "alone"])
+def test_pending_gradients_and_failures(rank: Rank, reset: bool, place: str, front_end: FrontEnd) -> None:
+    """A failed forward keeps gradients that wait for a later microbatch, ``reset_iter_state`` drops them.
+
+    A failed backward drops all of them, for nobody can tell how far they are complete.
+    """
+    model, reference = sharded(front_end, rank)
+    with front_end.no_sync(model):
+        square_loss(0)(model, rank.rank).backward()
+        run_failing_step(model, rank, place, step=1)
+    if not reset:
+        assert bool(model.get_pending_gradients()) == place.startswith("forward")
+    reset = reset and front_end.composable
+    if reset:
+        model.reset_iter_state()
+    if not reset and place.startswith("forward"):
+        reference_backward(reference, rank.world_size, square_loss(0))
+    both_backward(model, reference, rank, square_loss(2))
+    assert_same_gradients(model, reference)
+
+
+@on_ranks(2)
+@each_front_end
+@pytest.mark.parametrize("unit", ["first.bias", "blocks.2.down.weight"], ids=["at the end", "during the pass"])
+def test_hook_on_a_gradient_that_raises(rank: Rank, unit: str, front_end: FrontEnd) -> None:
+    """It is raised by ``backward()``, and nothing of the step is left: no phase, no message, no reduction."""
+    model, reference = sharded(front_end, rank, tiny=65536)  # reduced at the end of the pass
+    holder = unwrapped(model) if unit.startswith("first") else unwrapped(model.blocks[2])
+    parameter = holder._flat_param if front_end.flat else holder.get_parameter(unit.removeprefix("blocks.2."))
+    handle = parameter.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        square_loss(1)(model, rank.rank).backward()
+    assert not runtime_of(nested_units(model)[0]).busy
+    assert_at_rest(model)
+    handle.remove()
+    assert_next_step_is_right(model, reference, rank)
+
+
+def fail_once() -> Any:
+    """A hook that raises in the first backward of what a module returns."""
+    failures = [ZeroDivisionError("once")]
+
+    def hook(_: torch.Tensor) -> None:
+        if failures:
+            raise failures.pop()
+
+    def watch(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+        output.register_hook(hook)
+
+    return watch
+
+
+@on_ranks(2)
+@pairwise(
+    front_end=FRONT_ENDS,
+    place=["first", "up", "last"],
+    then=["the same graph", "another loss", "another forward"],
+)
+def test_backward_after_one_that_raised(rank: Rank, front_end: FrontEnd, place: str, then: str) -> None:
+    """It gives all gradients, although no forward has noticed the failure: of the same graph, or of another."""
+    model, reference = sharded(front_end, rank)
+    registered = list(model.parameters())
+    holder = unwrapped(model.blocks[1]) if place == "up" else unwrapped(model)
+    handle = getattr(holder, place).register_forward_hook(fail_once())
+    output = model(batch(rank.rank, 1, 4, 6))
+    handle.remove()
+    losses = [output.square().mean(), output.abs().mean()]
+    other = model(batch(rank.rank, 2, 4, 6)).square().mean()
+    with pytest.raises(ZeroDivisionError):
+        losses[0].backward(retain_graph=True)
+    for parameter in registered:
+        parameter.grad = None
+    if then == "the same graph":
+        losses[0].backward()
+        reference_backward(reference, rank.world_size, square_loss(1))
+    elif then == "another loss":
+        losses[1].backward()
+        reference_backward(reference, rank.world_size, lambda m, r: m(batch(r, 1, 4, 6)).abs().mean())
+    else:
+        other.backward()
+        reference_backward(reference, rank.world_size, square_loss(2))
+    assert_same_gradients(model, reference)
+
+
+class Searching(Stack):
+    """Runs two backwards in its forward, of which the first may fail in a block, and goes on with all of its layers."""
+
+    fails: int | None = None
+    is_reference = False
+
+    def forward(self, x: torch.Tensor, run: Any = None) -> torch.Tensor:
+        x = self.first(x)
+        for step in range(2):
+            inner = x.detach().requires_grad_()
+            found = self.blocks[0](inner)
+            if self.fails is not None and step == 0:
+                handle = unwrapped(self.blocks[self.fails]).down.register_forward_hook(fail_in_backward)
+                with pytest.raises(ZeroDivisionError):
+                    self.blocks[1](self.blocks[2](found)).sum().backward()
+                handle.remove()
+                if self.is_reference:  # a sharded model drops the gradients of a backward that raised
+                    self.blocks.zero_grad()
+            else:
+                (gradient,) = torch.autograd.grad(found.square().sum(), inner)
+                x = x - 0.01 * gradient
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+@on_ranks(2)
+@pairwise(front_end=FRONT_ENDS, strategy=["FULL_SHARD", "SHARD_GRAD_OP"], fails=[None, 1, 2])
+def test_backward_inside_a_forward_that_fails(
+    rank: Rank, front_end: FrontEnd, strategy: str, fails: int | None
+) -> None:
+    """The forward that it lies in goes on, with its own parameters, and so does its backward."""
+    plain = build(Searching)
+    model, reference = sharded_with_reference(front_end, rank, plain, strategy=strategy)
+    plain.fails = reference.fails = fails
+    reference.is_reference = True
+    assert_trains_alike(model, reference, rank)
+
+
+@on_ranks(2)
+@each_front_end
+def test_model_is_freed_after_a_failed_backward(rank: Rank, front_end: FrontEnd) -> None:
+    """A backward that raised leaves no reference cycle that keeps the model."""
+    model, _ = sharded(front_end, rank)
+    gc.collect()
+    gc.disable()
+    try:
+        handle = model.blocks[1].register_forward_hook(fail_in_backward)
+        with contextlib.suppress(ZeroDivisionError):
+            square_loss()(model, rank.rank).backward()
+        handle.remove()
+        unit = weakref.ref(unit_of(model.blocks[0]))
+        del model, handle
+        until = time.monotonic() + 5  # on accelerators, a thread of autograd's lets go of the exception a moment later
+        while unit() is not None and time.monotonic() < until:
+            time.sleep(0.01)
+        assert unit() is None
+    finally:
+        gc.enable()
+
+
+# -------------------------------------------------------------------- failures of the engine's own steps
+
+
+class LostPeer:
+    """Work that fails."""
+
+    def wait(self) -> None:
+        raise RuntimeError("peer lost")
+
+
+@on_ranks(2)
+@each_front_end
+@pytest.mark.parametrize("remedy", ["none", "reset"])
+def test_all_gather_that_fails(rank: Rank, remedy: str, front_end: FrontEnd) -> None:
+    """In a unit with two dtypes: the forward raises, and the next one is right."""
+    plain = build(Stack)
+    plain.blocks[1].down.double().register_forward_pre_hook(lambda _, args: (args[0].double(),))
+    plain.blocks[1].down.register_forward_hook(lambda _module, _args, output: output.float())
+    model, reference = sharded_with_reference(front_end, rank, plain)
+    square_loss(1)(model, rank.rank).backward()
+
+    def launch_and_lose(requests: Iterable[tuple[Any, CommRequest]], kind: Any) -> list[Any]:
+        requests = list(requests)
+        units = [request.unit for _, request in requests]
+        return [*launch_all(requests, kind), *([LostPeer()] if "blocks.1" in units else [])]
+
+    all_gather.launch_all = launch_and_lose
+    try:
+        with pytest.raises(RuntimeError, match="peer lost"):
+            model(batch(rank.rank, 1, 4, 6))
+    finally:
+        all_gather.launch_all = launch_all
+    if remedy == "reset" and front_end.composable:
+        model.reset_iter_state()
+    assert not runtime_of(nested_units(model)[0]).busy
+    assert_next_step_is_right(model, reference, rank)
+
+
+@on_ranks(2)
+@each_front_end
+@pytest.mark.parametrize("by", ["backward", "synchronize_gradients"])
+def test_reduction_that_gets_no_memory(rank: Rank, by: str, front_end: FrontEnd) -> None:
+    """An error between the allocation of a message and its launch frees the message, and the next step is right."""
+    model, reference = sharded(front_end, rank)
+    square_loss(1)(model, rank.rank).backward()
+    messages = [bucket._plans for unit in nested_units(model) for bucket in unit.buckets]
+    if by == "synchronize_gradients":
+        with front_end.no_sync(model):
+            square_loss(1)(model, rank.rank).backward()
+    usual = GradReduction.copy_in
+    GradReduction.copy_in = fail  # type: ignore[method-assign,assignment]
+    try:
+        with pytest.raises(ZeroDivisionError):
+            model.synchronize_gradients() if by != "backward" else square_loss(1)(model, rank.rank).backward()
+    finally:
+        GradReduction.copy_in = usual  # type: ignore[method-assign]
+    model.zero_grad()
+    assert not any(plan.message.allocated_bytes for plans in messages for plan in plans.values())
+    assert_next_step_is_right(model, reference, rank)
+
+
+@on_ranks(2)
+@each_front_end
+def test_failure_as_a_forward_begins(rank: Rank, front_end: FrontEnd) -> None:
+    """What raises before the unit computes, such as a check of the order of units, leaves no forward open."""
+    model, reference = sharded(front_end, rank)
+    square_loss(1)(model, rank.rank).backward()
+    runtime = runtime_of(nested_units(model)[0])
+    usual, runtime.prefetcher.order.on_start = runtime.prefetcher.order.on_start, fail
+    with pytest.raises(ZeroDivisionError):
+        square_loss(1)(model, rank.rank)
+    runtime.prefetcher.order.on_start = usual
+    assert not runtime.busy
+    assert_next_step_is_right(model, reference, rank)
+
+
+# -------------------------------------------------------------------- reset_iter_state
+
+
+@on_ranks(2)
+def test_reset_iter_state(rank: Rank) -> None:
+    """A no-op before anything ran and at rest, refused by nested units; it frees what a forward has kept."""
+    model, reference = sharded(COMPOSABLE, rank, strategy="SHARD_GRAD_OP")
+    model.reset_iter_state()
+    both_backward(model, reference, rank, square_loss())
+    with pytest.raises(FullshardError, match=r"unit 'blocks\.1'.*root module, a FSDPStack"):
+        model.blocks[1].reset_iter_state()
+    model.reset_iter_state()
+    assert_same_gradients(model, reference)
+    square_loss(1)(model, rank.rank)
+    assert gathered(model) == ["", "blocks.0", "blocks.1", "blocks.2"]
+    reference.zero_grad()
+    model.reset_iter_state()
+    assert_next_step_is_right(model, reference, rank)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("before", ["backward that is not the last", "failed backward"])
+def test_new_root_above_a_model(rank: Rank, before: str) -> None:
+    """A larger model takes over what the last backward left: its gradients, or nothing if it raised."""
+    model, reference = sharded(COMPOSABLE, rank)
+    if before == "failed backward":
+        run_failing_step(model, rank, "backward of a block")
+        model.zero_grad()
+    else:
+        model.set_is_last_backward(False)
+        both_backward(model, reference, rank, square_loss(1))
+    larger = fully_shard(nn.Sequential(model, nn.Linear(3, 3)), mesh=rank.mesh)
+    larger[1].requires_grad_(False)
+    reference = nn.Sequential(reference, nn.Linear(3, 3))
+    reference[1].load_state_dict({k: v.full_tensor() for k, v in larger[1].state_dict().items()})
+    square_loss()(larger, rank.rank).backward()
+    reference_backward(reference[0], rank.world_size, lambda m, r: reference[1](m(batch(r, 0, 4, 6))).square().mean())
+    assert_same_gradients(larger[0], reference[0])
+
+
+@on_ranks(2)
+def test_custom_all_gather_that_refuses(rank: Rank) -> None:
+    """After a gather that raised on all ranks, the next one gathers instead of handing out what is not there."""
+
+    class Refuses:
+        def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        def __call__(self, **_: object) -> None:
+            raise RuntimeError("refused")
+
+    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack), [])
+    model.set_custom_all_gather(Refuses())
+    with pytest.raises(RuntimeError, match="refused"):
+        model.unshard()
+    model.set_custom_all_gather(None)
+    model.unshard()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    model.reshard()
+    assert_same_values(model, reference)
+
+
+# -------------------------------------------------------------------- one rank alone fails
+
+
+def fail_on_one_rank(rank: Rank, place: str) -> None:
+    """Rank 1 raises in the middle of the second step; the group gives up on silent ranks after two seconds."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model = COMPOSABLE.wrap(Stack(), rank, mesh=DeviceMesh.from_group(group, rank.device.type))
+    square_loss(0)(model, rank.rank).backward()
+    if rank.rank == 1:
+        PLACES[place](model)
+    square_loss(1)(model, rank.rank).backward()
+    if rank.device.type != "cpu":
+        torch.accelerator.synchronize()  # before, the host has waited for nothing
+    time.sleep(30)  # not reached: it would count as hung
+
+
+@pytest.mark.parametrize("place", ["forward of a block", "backward of a block"])
+def test_one_failing_rank_does_not_hang_the_other(ranks: RankPool, place: str) -> None:
+    """If one rank raises in the middle of a step, the other one's collective ends with an error in time."""
+    if device_type() == "cuda":
+        pytest.skip("NCCL does not notice that a rank is gone; its watchdog ends the process after the group's timeout")
+    waiting, failed = ranks(2, fail_on_one_rank, place, fresh=True, expect_failure=True, timeout=20)
+    assert (failed.kind, failed.error_type) == ("raised", "ZeroDivisionError")
+    assert waiting.kind == "raised", waiting
+    assert "RuntimeError" in waiting.error_types
+
+
+def fail_at_different_units(rank: Rank) -> list[float]:
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))
+    for number, layer in enumerate(model):
+        nn.init.constant_(layer.weight, number + 1.0)
+    COMPOSABLE.wrap(model, rank)
+    handle = model[rank.rank].register_forward_pre_hook(fail)
+    with contextlib.suppress(ZeroDivisionError):
+        model(torch.ones(1, 2))
+    handle.remove()
+    return model(torch.ones(1, 2)).flatten().tolist()
+
+
+def test_ranks_out_of_step_never_take_each_others_units(ranks: RankPool) -> None:
+    """Ranks that failed in different units end with an error or the right result, never with mixed-up weights."""
+    outcomes = ranks(2, fail_at_different_units, fresh=True, expect_failure=True, timeout=50)
+    for outcome in outcomes:
+        if outcome.kind == "returned":
+            assert outcome.value == [24.0 * 16, 24.0 * 16]
+        else:
+            assert outcome.kind in ("raised", "died")

@@ -1,0 +1,470 @@
+"""Hooks on parameters and modules, optimizers in backward, and gradients that users put or look at."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from compare import assert_close, assert_equal
+from front_ends import (
+    CLOSE,
+    COMPOSABLE,
+    FRONT_ENDS,
+    STRATEGIES,
+    FrontEnd,
+    assert_at_rest,
+    assert_same_gradients,
+    assert_same_values,
+    both_backward,
+    build,
+    each_front_end,
+    full,
+    full_gradients,
+    sgd,
+    sharded_with_reference,
+    unwrapped,
+)
+from fullshard.comm import GlooTransport
+from fullshard.optim import localize
+from models import Mlp, Stack, batch, reference_backward, square_loss
+from pairwise import each_value, pairwise
+from ranks import Rank, on_ranks
+
+
+@on_ranks(2)
+@each_value(front_end=FRONT_ENDS, strategy=STRATEGIES)
+def test_hooks_on_sharded_parameters(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
+    """They see the reduced gradient of this rank's shard once per backward, and may replace it."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack), strategy=strategy)
+    seen: dict[str, torch.Tensor] = {}
+    calls: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+
+        def double(gradient: torch.Tensor, name: str = name) -> torch.Tensor:
+            calls[f"hook {name}"] += 1
+            seen[name] = gradient * 2
+            return gradient * 2
+
+        def after(parameter: torch.Tensor, name: str = name) -> None:
+            calls[f"after {name}"] += 1
+            assert_equal(local(parameter.grad), local(seen[name]), name)
+
+        parameter.register_hook(double)
+        parameter.register_post_accumulate_grad_hook(after)
+    for _ in range(2):
+        model.zero_grad()
+        reference.zero_grad()
+        both_backward(model, reference, rank, square_loss())
+    named = [name for name, p in model.named_parameters() if local(p).numel()]
+    assert all(calls[f"{kind} {name}"] == 2 for kind in ("hook", "after") for name in named)
+    for parameter in reference.parameters():
+        parameter.grad.mul_(2)
+    assert_same_gradients(model, reference)
+    for parameter in model.parameters():
+        assert (parameter.grad.shape, parameter.grad.dtype) == (parameter.shape, parameter.dtype)
+        assert local(parameter.grad).shape == local(parameter).shape
+        assert not isinstance(parameter, DTensor) or parameter.grad.placements == parameter.placements
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@on_ranks(1, 2)
+@each_front_end
+def test_hook_that_removes_itself(rank: Rank, front_end: FrontEnd) -> None:
+    """It runs once."""
+    model = front_end.wrap(nn.Linear(4, 4), rank, [])
+    calls = []
+
+    def hook(parameter: torch.Tensor) -> None:
+        calls.append(1)
+        handle.remove()
+
+    handle = next(model.parameters()).register_post_accumulate_grad_hook(hook)
+    for _ in range(2):
+        model(torch.ones(3, 4)).sum().backward()
+    assert calls == [1]
+
+
+@on_ranks(2)
+@each_front_end
+def test_hooks_on_modules(rank: Rank, front_end: FrontEnd) -> None:
+    """Forward and full backward hooks, on units and on what is inside, see what an unsharded module's see."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack))
+
+    def watch(module: Any) -> dict[str, torch.Tensor]:
+        seen: dict[str, torch.Tensor] = {}
+        watched = {"blocks.0": module.blocks[0], "up": unwrapped(module.blocks[1]).up, "last": module.last}
+        for name, inner in watched.items():
+            inner.register_forward_hook(lambda _, a, o, name=name: seen.update({name: o.detach().clone()}))
+            inner.register_full_backward_hook(
+                lambda _, gi, go, name=name: seen.update({name + " in": gi[0], name + " out": go[0]})
+            )
+        return seen
+
+    ours, theirs = watch(model), watch(reference)
+    for module in (model, reference):
+        module(batch(rank.rank, 0, 4, 6)).square().mean().backward()
+    assert set(ours) == set(theirs) and len(ours) == 9
+    for name, value in theirs.items():
+        assert_close(ours[name], value, name, **CLOSE)
+
+
+@on_ranks(2)
+@each_value(1, front_end=FRONT_ENDS, strategy=STRATEGIES)
+def test_optimizer_in_backward(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
+    """Optimizers that step from hooks in backward train as one that steps after it, and keep no gradient."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack), strategy=strategy)
+    optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
+
+    def step_now(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step_now)
+    theirs = sgd(reference, 0.1, momentum=0.9)
+    for step in range(3):
+        theirs.zero_grad()
+        both_backward(model, reference, rank, square_loss(step))
+        theirs.step()
+        assert all(p.grad is None for p in model.parameters())
+        assert_at_rest(model)
+    assert_same_values(model, reference, **CLOSE)
+
+
+OPTIMIZERS: dict[str, Callable[[Any, bool], torch.optim.Optimizer]] = {
+    "Adam-foreach": lambda p, _: torch.optim.Adam(p, lr=1e-2, eps=1e-4, foreach=True),
+    "Adam-fused": lambda p, ours: torch.optim.Adam(p, lr=1e-2, eps=1e-4, fused=ours),
+    "AdamW-foreach": lambda p, _: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, weight_decay=0.1, foreach=True),
+    "AdamW-fused": lambda p, ours: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, weight_decay=0.1, fused=ours),
+    # fused: torch 2.13 has no DTensor rule for _fused_sgd_
+    "SGD-foreach": lambda p, _: torch.optim.SGD(p, lr=1e-2, momentum=0.9, foreach=True),
+}
+
+
+@on_ranks(2)
+@pairwise(front_end=FRONT_ENDS, kind=OPTIMIZERS)
+def test_optimizer_variants(rank: Rank, front_end: FrontEnd, kind: str) -> None:
+    """Foreach and fused optimizers work on sharded parameters, empty shards included; groups have their own rates."""
+    model, reference = sharded_with_reference(front_end, rank, build(Mlp, 6, 1, 5))
+    optimizers = []
+    for module in (model, reference):
+        groups = [{"params": list(layer.parameters()), "lr": 0.01 / (i + 1)} for i, layer in enumerate(module.layers)]
+        optimizers.append(OPTIMIZERS[kind](groups, module is model))
+    for step in range(3):
+        square_loss(step)(model, rank.rank).backward()
+        reference_backward(reference, rank.world_size, square_loss(step))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_values(model, reference, rtol=1e-3, atol=1e-5)
+
+
+# -------------------------------------------------------------------- gradients put by hand
+
+
+class FusedWeightGradient(torch.autograd.Function):
+    """Adds the gradient of a weight to its ``.grad`` itself; the weight is none of its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, module: nn.Module) -> torch.Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x)
+        return x @ module.weight.detach().t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        weight = ctx.module.weight
+        mine = gradient.t() @ x
+        weight.grad = mine if weight.grad is None else weight.grad + mine
+        return gradient @ weight.detach(), None
+
+
+class Fused(nn.Linear):
+    """A layer that computes the gradient of its weight itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return FusedWeightGradient.apply(x, self)
+
+
+def double(parameter: torch.Tensor) -> None:
+    parameter.grad.mul_(2.0)
+
+
+class Hooked(nn.Linear):
+    """Scales the gradient of its weight where it is accumulated."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        if not getattr(weight, "has_hook", False):
+            weight.has_hook = True
+            weight.register_post_accumulate_grad_hook(double)
+        return super().forward(x)
+
+
+class Lookup(nn.Module):
+    """An embedding whose gradients are sparse in one microbatch and dense in the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4, sparse=True)
+        self.dense = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.dense:
+            return x @ self.table.weight.t()
+        return self.table(torch.arange(3)) * x[:3].sum()
+
+
+BY_HAND: dict[str, Callable[[], nn.Module]] = {
+    "fused": lambda: Fused(4, 5, bias=False),
+    "hooked": lambda: Hooked(4, 5),
+    "lookup": Lookup,
+}
+
+
+@on_ranks(1, 2)
+@pairwise(kind=BY_HAND, strategy=["FULL_SHARD", "NO_SHARD"], microbatches=[1, 3])
+def test_gradients_by_hand(rank: Rank, kind: str, strategy: str, microbatches: int) -> None:
+    """What functions and hooks put into ``.grad`` of unsharded parameters is reduced, and added up."""
+    plain = build(lambda: nn.Sequential(nn.Linear(4, 4), BY_HAND[kind]()))
+    model, reference = sharded_with_reference(COMPOSABLE, rank, plain, ["1"], strategy=strategy)
+
+    def loss_of(module: Any, number: int, step: int) -> torch.Tensor:
+        if kind == "lookup":
+            module[1].dense = step % 2 == 1
+        return module(batch(number, step, 3, 4)).square().mean()
+
+    for step in range(microbatches):
+        model.set_requires_gradient_sync(step == microbatches - 1)
+        loss_of(model, rank.rank, step).backward()
+    total: dict[str, torch.Tensor] = {}
+    for step in range(microbatches):
+        for number in range(rank.world_size):
+            (loss_of(reference, number, step) / rank.world_size).backward()
+            for name, parameter in reference.named_parameters():
+                gradient, parameter.grad = parameter.grad.to_dense(), None
+                total[name] = total[name] + gradient if name in total else gradient
+    for name, expected in total.items():
+        assert_close(full_gradients(model)[name], expected, name, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_gradient_of_another_placement(rank: Rank) -> None:
+    """A replicated gradient that the user has set is added to as DTensors are."""
+    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Mlp, 8, 8, 8), [])
+    for part in (model, reference):
+        ones = torch.ones(8, 8)
+        part.layers[0].weight.grad = DTensor.from_local(ones, rank.mesh, [Replicate()]) if part is model else ones
+    square_loss(0, 4, 8)(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, square_loss(0, 4, 8))
+    assert_same_gradients(model, reference)
+
+
+# -------------------------------------------------------------------- complex gradients
+
+
+class Branches(nn.Module):
+    """Complex parameters, of which even ranks use one and odd ranks the other."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.even, self.odd = (nn.Parameter(torch.ones(4, dtype=torch.complex64)) for _ in range(2))
+        self.rank = rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (self.odd if self.rank % 2 else self.even)
+
+
+@on_ranks(2)
+@each_front_end
+def test_complex_parameter_used_on_one_rank_only(rank: Rank, front_end: FrontEnd) -> None:
+    """Complex parameters take part in a reduction although this rank has no gradient for them."""
+    model = front_end.wrap(Branches(rank.rank), rank, [])
+    model(torch.ones(3, 4)).abs().sum().backward()
+    for name, gradient in full_gradients(model).items():
+        assert_close(gradient, torch.full((4,), 1.5 + 0j), name, rtol=1e-5, atol=1e-6)
+
+
+class Flipped(nn.Module):
+    """``weight.conj()`` times the input, summed: the gradient of the weight is the lazy conjugate of a plain tensor."""
+
+    def __init__(self, direct_rows: int) -> None:
+        super().__init__()
+        sizes = {"even": (direct_rows, 64), "uneven": (direct_rows + 1, 64), "small": (3, 2)}
+        for name, size in sizes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(size, dtype=torch.complex64)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        totals = [(weight.conj() * weight.shape[0] * x).sum() for weight in self.parameters()]
+        return sum(total.abs().square() for total in totals)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_lazily_conjugated_gradients(rank: Rank, microbatches: int) -> None:
+    """Complex parameters whose gradients are conjugated lazily train as without sharding.
+
+    Collectives see complex numbers as pairs of real ones; such a gradient has to be resolved before it can be so seen.
+    """
+    rows = 4 * GlooTransport.direct_bytes // 8 // 64  # of those that travel on their own
+    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Flipped, rows), [])
+
+    def loss_at(step: int) -> Any:
+        return lambda module, number: module(torch.complex(*batch(number, step, 2)) / 1e5).real
+
+    loss_at(0)(reference, 0).backward()
+    assert all(p.grad.is_conj() and p.grad.imag.abs().max() > 0 for p in reference.parameters())
+    reference.zero_grad()
+    optimizers = [sgd(one, 0.5) for one in (model, reference)]
+    for step in range(3):
+        for microbatch in range(microbatches):
+            model.set_requires_gradient_sync(microbatch == microbatches - 1)
+            both_backward(model, reference, rank, loss_at(10 * step + microbatch))
+        assert_same_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+# -------------------------------------------------------------------- [Note: Who owns a gradient]
+
+ROWS, WIDE = 16, 2048  # 128 KiB in fp32: they are reduced in place, without being packed
+
+
+class Positions(nn.Module):
+    """Its parameters are added to each other and to the activation, which all have one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(ROWS, WIDE) * 0.1) for _ in range(2))
+        self.scale = nn.Parameter(torch.randn(()))
+        self.gain = nn.Parameter(torch.randn(WIDE) * 0.1 + 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.a.unsqueeze(0)
+        x = x + self.a.view(1, ROWS, -1) + self.b.view(1, ROWS, -1)
+        return torch.tanh(x * self.gain) * self.scale
+
+
+class Embedding(nn.Module):
+    """Three of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Positions() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def shared_loss(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return module(batch(rank, step, 1, ROWS, WIDE)).square().sum() / 1000
+
+
+def expected_gradients(reference: nn.Module, ranks: int, steps: list[int]) -> dict[str, torch.Tensor]:
+    """Sums over steps of means over ranks, added up outside of autograd, which adds to gradients that share memory."""
+    names, parameters = zip(*reference.named_parameters(), strict=True)
+    total = [torch.zeros_like(p) for p in parameters]
+    for step in steps:
+        for rank in range(ranks):
+            gradients = torch.autograd.grad(shared_loss(reference, rank, step), parameters)
+            for sum_, gradient in zip(total, gradients, strict=True):
+                sum_.add_(gradient, alpha=1 / ranks)
+    return dict(zip(names, total, strict=True))
+
+
+@on_ranks(1, 2, 4)
+@each_value(1, front_end=FRONT_ENDS, strategy=["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"], microbatches=[1, 3])
+def test_gradients_that_share_their_memory(rank: Rank, front_end: FrontEnd, strategy: str, microbatches: int) -> None:
+    """Every holder keeps its own: of microbatches, of gradients that add up over steps, and once they are clipped.
+
+    What users hold of an activation's gradient does not change.
+    """
+    if strategy == "HYBRID_SHARD" and rank.world_size % 2:
+        pytest.skip("two axes")
+    model, reference = sharded_with_reference(front_end, rank, build(Embedding), strategy=strategy)
+    x = batch(rank.rank, 0, 1, ROWS, WIDE).requires_grad_()
+    for step in range(2 * microbatches):
+        if step % microbatches == microbatches - 1:
+            shared_loss(model, rank.rank, step).backward()
+        else:
+            with front_end.no_sync(model):
+                shared_loss(model, rank.rank, step).backward()
+    found = full_gradients(model)
+    for name, gradient in expected_gradients(reference, rank.world_size, list(range(2 * microbatches))).items():
+        assert_close(found[name], gradient, name, rtol=1e-4, atol=1e-5)
+    retained: list[torch.Tensor] = []
+    model.blocks[1].register_forward_pre_hook(lambda _, args: args[0].retain_grad() or retained.append(args[0]))
+    model(x).square().sum().backward()
+    before = [tensor.grad.clone() for tensor in (x, *retained)]
+    front_end.clip(model, 1e-3)
+    model.zero_grad(set_to_none=False)
+    for tensor, expected in zip((x, *retained), before, strict=True):
+        assert_close(tensor.grad, expected, "gradient of an activation", rtol=0)
+
+
+@on_ranks(2, 3)
+@pairwise(front_end=FRONT_ENDS, strategy=["FULL_SHARD", "NO_SHARD"])
+def test_shared_gradients_divided_before_the_sum(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
+    """fp16 gradients are divided before they are summed; the memory that is divided is the reduction's own."""
+    plain = build(Embedding).half()
+    half = copy.deepcopy(plain).float()
+    model = front_end.wrap(plain, rank, strategy=strategy, **front_end.precision(reduce=torch.float16))
+    output = model(batch(rank.rank, 0, 1, ROWS, WIDE).half()).float()
+    (output.square().sum() / 1000).backward()
+    found = full_gradients(model)
+    for name, gradient in expected_gradients(half, rank.world_size, [0]).items():
+        error = ((full(found[name]).float() - gradient).norm() / gradient.norm()).item()
+        assert error < 0.1, f"{name}: {error}"  # fp16 computes to some hundredths here; halved gradients are off by 0.5
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_localized_steps_on_shared_gradients(rank: Rank, strategy: str) -> None:
+    """Clipping scales each gradient once; all parameters are trained, 0-D ones by a localized optimizer as well."""
+    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Embedding), strategy=strategy)
+    optimizers = [
+        localize(torch.optim.SGD(model.parameters(), lr=0.1)),
+        torch.optim.SGD(reference.parameters(), lr=0.1),
+    ]
+    for step in range(2):
+        shared_loss(model, rank.rank, step).backward()
+        for name, gradient in expected_gradients(reference, rank.world_size, [step]).items():
+            reference.get_parameter(name).grad = gradient
+        for module, optimizer in zip((model, reference), optimizers, strict=True):
+            nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_values(model, reference, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+def test_memory_that_users_write_to(rank: Rank) -> None:
+    """The gradient of an input shares its memory with that of a parameter; clearing it changes only its own."""
+    model = nn.Module()
+    model.position = nn.Parameter(build(lambda: torch.randn(16, 1024)))
+    model.forward = lambda x: torch.tanh(x + model.position)
+    before = model.position.detach().clone()
+    COMPOSABLE.wrap(model, rank, [])
+    expected = torch.zeros_like(before)
+    x = batch(rank.rank, 0, 16, 1024).requires_grad_()
+    for step in range(3):
+        model.set_requires_gradient_sync(step == 2)
+        model(x).sum().backward()
+        x.grad.zero_()
+    for number in range(2):
+        expected += 3 * (1 - torch.tanh(batch(number, 0, 16, 1024) + before).square()) / 2
+    assert_close(model.position.grad.full_tensor(), expected, "gradient of position", rtol=1e-5, atol=1e-6)

@@ -1,0 +1,186 @@
+"""Gradients of gradients: penalties, forces, products with the Hessian, meta-learning."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from compare import assert_close
+from front_ends import (
+    COMPOSABLE,
+    FRONT_ENDS,
+    STRATEGIES,
+    FrontEnd,
+    assert_same_gradients,
+    assert_trains_alike,
+    build,
+    each_front_end,
+    sharded_with_reference,
+)
+from fullshard import unsharded
+from models import LossOf, batch, reference_backward
+from pairwise import pairwise
+from ranks import Rank, on_ranks
+
+WIDTH = 6
+EXACT: dict[str, float] = {"rtol": 1e-9, "atol": 1e-12}
+
+
+class Critic(nn.Module):
+    """Blocks that are called several times in a step, with parameters of the root before and behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh()) for _ in range(2)
+        )
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def data(rank: int, step: int, kind: int = 0) -> torch.Tensor:
+    return batch(rank, 10 * step + kind, 4, WIDTH).double()
+
+
+def gradient_of_input(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+    return gradient
+
+
+def penalty(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """A loss that is nothing but a gradient penalty."""
+    return (gradient_of_input(module, data(rank, step)).norm(dim=1) - 1).square().mean()
+
+
+def wasserstein(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """The critic's loss of WGAN-GP: outputs for two batches, and a penalty between them."""
+    real, fake = data(rank, step, 1), data(rank, step, 2)
+    return module(fake).mean() - module(real).mean() + 10 * penalty(module, rank, step)
+
+
+def penalty_first(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """The same with the penalty computed ahead of the batches."""
+    between = penalty(module, rank, step)
+    return between + module(data(rank, step, 1)).square().mean()
+
+
+def force(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """A force that is to match a target."""
+    return (-gradient_of_input(module, data(rank, step)) - data(rank, step, 3)).square().mean()
+
+
+def two_penalties(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """A penalty on the second derivative."""
+    x = data(rank, step).requires_grad_()
+    (first,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+    return second.square().mean() + first.square().mean()
+
+
+def inside_a_unit(module: Any, rank: int, step: int) -> torch.Tensor:
+    """A penalty on the gradient of an activation inside a unit, whose parameters the second backward needs."""
+    kept: list[torch.Tensor] = []
+    norm = next(m for m in module.modules() if isinstance(m, nn.LayerNorm))
+    handle = norm.register_forward_hook(lambda *args: kept.append(args[2]))
+    loss = module(data(rank, step)).square().mean()
+    handle.remove()
+    (gradient,) = torch.autograd.grad(loss, kept[0], create_graph=True)
+    return gradient.square().mean() * 100
+
+
+Loss = Callable[[Any, int, int], torch.Tensor]
+LOSSES: list[Loss] = [penalty, wasserstein, penalty_first, force, two_penalties, inside_a_unit]
+
+
+def at(loss: Loss) -> Callable[[int], LossOf]:
+    return lambda step: lambda module, rank: loss(module, rank, step)
+
+
+@on_ranks(2)
+@pairwise(front_end=FRONT_ENDS, strategy=[*STRATEGIES, "one unit", "kept"], loss=LOSSES)
+def test_training_on_gradients(rank: Rank, front_end: FrontEnd, strategy: str, loss: Loss) -> None:
+    """Losses, gradients and weights are those of the unsharded model, with any strategy, in units or in one."""
+    units = [] if strategy == "one unit" else None
+    options = {
+        "strategy": strategy if strategy in STRATEGIES else "SHARD_GRAD_OP" if strategy == "kept" else "FULL_SHARD"
+    }
+    model, reference = sharded_with_reference(front_end, rank, build(Critic).double(), units, **options)
+    if strategy == "kept" and front_end.composable:  # what docs/differences.md recommends
+        model.set_reshard_after_backward(False)
+        optimizers = [torch.optim.Adam(m.parameters(), lr=0.05) for m in (model, reference)]
+        for step in range(3):
+            found = loss(model, rank.rank, step)
+            found.backward()
+            expected = reference_backward(reference, rank.world_size, at(loss)(step))[rank.rank]
+            assert_close(found.detach(), expected, f"loss of step {step}", rtol=1e-9)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return
+    assert_trains_alike(model, reference, rank, at(loss), rtol=1e-7, atol=1e-10)
+
+
+@on_ranks(2)
+@each_front_end
+def test_backward_twice(rank: Rank, front_end: FrontEnd) -> None:
+    """The graph of gradients can be run again: parameters are unsharded for it each time."""
+    model, reference = sharded_with_reference(front_end, rank, build(Critic).double())
+    for _ in range(2):
+        loss = wasserstein(model, rank.rank, 0)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        for _ in range(2):
+            reference_backward(reference, rank.world_size, at(wasserstein)(0))
+        assert_same_gradients(model, reference, **EXACT)
+
+
+@on_ranks(2)
+@each_front_end
+def test_microbatches_of_penalties(rank: Rank, front_end: FrontEnd) -> None:
+    """Penalty-only losses in microbatches without synchronization, then a loss with it."""
+    model, reference = sharded_with_reference(front_end, rank, build(Critic).double())
+    with front_end.no_sync(model):
+        penalty(model, rank.rank, 0).backward()
+        force(model, rank.rank, 1).backward()
+    wasserstein(model, rank.rank, 2).backward()
+    for step, loss in enumerate((penalty, force, wasserstein)):
+        reference_backward(reference, rank.world_size, at(loss)(step))
+    assert_same_gradients(model, reference, **EXACT)
+
+
+@on_ranks(2)
+def test_derivatives_by_parameters_inside_unsharded(rank: Rank) -> None:
+    """A product with the Hessian, and training on a norm of gradients, although no output of a unit is in it."""
+    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Critic).double())
+
+    def product(module: nn.Module) -> list[torch.Tensor]:
+        parameters = list(module.parameters())
+        loss = module(data(0, 0)).square().mean()
+        gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+        inner = torch.stack([(g * torch.ones_like(g)).sum() for g in gradients]).sum()
+        return list(torch.autograd.grad(inner, parameters))
+
+    def norm(module: nn.Module, number: int) -> torch.Tensor:
+        loss = module(data(number, 0)).square().mean()
+        gradients = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
+        return torch.stack([gradient.square().sum() for gradient in gradients]).sum()
+
+    with unsharded(model):
+        found = product(model)
+    for actual, expected in zip(found, product(copy.deepcopy(reference)), strict=True):
+        assert_close(actual, expected, "product with the Hessian", **EXACT)
+    with unsharded(model):
+        norm(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, norm)
+    assert_same_gradients(model, reference, **EXACT)

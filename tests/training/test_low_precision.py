@@ -1,0 +1,463 @@
+"""Mixed precision: in which dtypes units gather, compute, add up, reduce and land, against a hand-written run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compare import assert_equal
+from front_ends import (
+    COMPOSABLE,
+    FRONT_ENDS,
+    STRATEGIES,
+    FrontEnd,
+    assert_at_rest,
+    assert_same_gradients,
+    assert_same_values,
+    build,
+    each_front_end,
+    full_gradients,
+    sgd,
+    unit_names,
+    unwrapped,
+)
+from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.comm import Collective, record
+from models import Language, LossOf, Stack, batch, square_loss, tiny_units, tokens
+from pairwise import pairwise
+from ranks import Rank, on_ranks
+
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+Grads = list["torch.Tensor | None"]
+
+
+# -------------------------------------------------------------------- the hand-written reference
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What is computed and reduced in; None as in the front ends."""
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.param}-{self.reduce}".replace("torch.", "")
+
+
+LOW = Precision(BF16, F32)
+
+
+def casting_copy(master: nn.Module, precision: Precision, units: Sequence[str]) -> nn.Module:
+    """A plain copy with weights cast, and hooks that cast the inputs of ``units``."""
+    model = copy.deepcopy(master)
+    for parameter in model.parameters():
+        parameter.grad = None
+        if precision.param is not None:
+            parameter.data = parameter.data.to(precision.param)
+    for name in units if precision.param is not None else ():
+        model.get_submodule(name).register_forward_pre_hook(lambda _, args: cast(precision.param, args))
+    return model
+
+
+def cast(dtype: torch.dtype | None, value: Any) -> Any:
+    def one(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return torch.utils._pytree.tree_map(one, value)
+
+
+def local_gradients(
+    master: nn.Module, precision: Precision, units: Sequence[str], rank: int, losses: Sequence[LossOf]
+) -> Grads:
+    """One rank's gradients, added up over microbatches in the reduce dtype."""
+    model = casting_copy(master, precision, units)
+    totals: Grads = [None for _ in model.parameters()]
+    for loss in losses:
+        model.zero_grad()
+        loss(model, rank).backward()
+        for index, parameter in enumerate(model.parameters()):
+            if parameter.grad is not None:
+                gradient, before = parameter.grad.to(precision.reduce or parameter.dtype), totals[index]
+                totals[index] = gradient if before is None else before + gradient
+    return totals
+
+
+def mean_over_ranks(terms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The mean in the dtype of the terms, as the engine documents it for gloo."""
+    dtype, count = terms[0].dtype, len(terms)
+    before, after = (2, count / 2) if dtype is F16 and count > 1 else (1, count)
+    terms = [term * (1 / before) for term in terms]
+    wide = F32 if dtype in (F16, BF16) and count > 2 else dtype
+    total = terms[0].to(wide)
+    for term in terms[1:]:
+        total = total + term.to(wide)
+    return (total * (1 / after)).to(dtype)
+
+
+def reference_gradients(master: nn.Module, precision: Precision, world_size: int, *losses: LossOf) -> None:
+    """Add to ``master.grad`` what one synchronized backward after unsynchronized ones has to give."""
+    units = [*unit_names(master), ""]
+    by_rank = [local_gradients(master, precision, units, rank, losses) for rank in range(world_size)]
+    for parameter, gradients in zip(master.parameters(), zip(*by_rank, strict=True), strict=True):
+        if all(gradient is None for gradient in gradients):
+            continue
+        like = next(gradient for gradient in gradients if gradient is not None)
+        terms = [torch.zeros_like(like) if gradient is None else gradient for gradient in gradients]
+        landed = mean_over_ranks(terms).to(parameter.dtype)
+        parameter.grad = landed if parameter.grad is None else parameter.grad + landed
+
+
+def wire(collectives: list[Collective], kind: str) -> set[torch.dtype]:
+    return {c.dtype for c in collectives if c.kind == kind}
+
+
+def wrap(front_end: FrontEnd, rank: Rank, master: nn.Module, precision: Precision, **options: Any) -> Any:
+    """A copy of ``master`` in that precision."""
+    options.update(front_end.precision(precision.param, precision.reduce))
+    return front_end.wrap(copy.deepcopy(master), rank, **options)
+
+
+# -------------------------------------------------------------------- every combination
+
+
+def train_and_compare(rank: Rank, front_end: FrontEnd, precision: Precision, **options: Any) -> None:
+    """Train with accumulation (two microbatches, then one) and require the bits of the reference."""
+    master = build(Stack, 2)
+    with tiny_units():
+        model = wrap(front_end, rank, master, precision, **options)
+    optimizers = [sgd(m, 0.5, momentum=0.5) for m in (model, master)]
+    for step in range(2):
+        losses = [square_loss(3 * step + micro) for micro in range(3)]
+        with record() as seen:
+            with front_end.no_sync(model):
+                losses[0](model, rank.rank).backward()
+            losses[1](model, rank.rank).backward()
+            losses[2](model, rank.rank).backward()
+        computed = precision.param or F32
+        reduced = {precision.reduce or computed}
+        if options.get("strategy") == "NO_SHARD":
+            assert (wire(seen, "all_gather"), wire(seen, "all_reduce")) == (set(), reduced)
+        else:
+            assert (wire(seen, "all_gather"), wire(seen, "reduce_scatter")) == ({computed}, reduced)
+        reference_gradients(master, precision, rank.world_size, *losses[:2])
+        reference_gradients(master, precision, rank.world_size, losses[2])
+        assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {F32}
+        assert_same_gradients(model, master, rtol=0.0, atol=0.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_values(model, master)
+    assert_at_rest(model)
+
+
+@on_ranks(2)
+@pairwise(front_end=FRONT_ENDS, param=[None, F32, BF16, F16, F64], reduce=[None, F32, BF16, F16, F64])
+def test_every_combination_to_the_bit(rank: Rank, front_end: FrontEnd, param: Any, reduce: Any) -> None:
+    """Gradients and weights have the bits of a hand-written run; wires carry the dtypes chosen."""
+    train_and_compare(rank, front_end, Precision(param, reduce))
+
+
+@on_ranks(2)
+@pairwise(front_end=FRONT_ENDS, strategy=STRATEGIES, precision=[LOW, Precision(BF16), Precision(None, BF16)])
+def test_strategies_to_the_bit(rank: Rank, front_end: FrontEnd, strategy: str, precision: Precision) -> None:
+    """However long parameters are kept, and without sharding them, the bits are the same."""
+    train_and_compare(rank, front_end, precision, strategy=strategy)
+
+
+@pytest.mark.cpu_only("other back ends round at every hop, and add in another order")
+@on_ranks(4)
+@pairwise(front_end=FRONT_ENDS, precision=[LOW, Precision(BF16), Precision(F16), Precision(None, BF16)])
+def test_sums_of_four_ranks(rank: Rank, front_end: FrontEnd, precision: Precision) -> None:
+    """Sums of more than two half-precision terms are rounded once."""
+    train_and_compare(rank, front_end, precision)
+
+
+@on_ranks(2)
+@each_front_end
+@pytest.mark.parametrize("then", ["born in bf16", F32, F64], ids=str)
+def test_models_moved_to_other_dtypes(rank: Rank, then: Any, front_end: FrontEnd) -> None:
+    """Born in bf16, moved before the first forward or after steps: the wire keeps its dtypes, shards have their own."""
+    master = build(Stack, 2).to(BF16)
+    model = wrap(front_end, rank, master, LOW)
+    for dtype in [BF16] if then == "born in bf16" else [then, BF16, then]:
+        for module in (model, master):
+            module.zero_grad()
+            module.to(dtype)
+        with record() as seen:
+            square_loss()(model, rank.rank).backward()
+        assert (wire(seen, "all_gather"), wire(seen, "reduce_scatter")) == ({BF16}, {F32})
+        assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {dtype}
+        reference_gradients(master, LOW, rank.world_size, square_loss())
+        assert_same_gradients(model, master, rtol=0.0, atol=0.0)
+
+
+@on_ranks(2)
+@each_front_end
+def test_computing_in_more_than_is_kept(rank: Rank, front_end: FrontEnd) -> None:
+    """Parameters in bfloat16 can be computed and reduced in float32; a first forward of frozen ones changes nothing."""
+    master = build(Stack, 2)
+    for master_, precision in ((copy.deepcopy(master).bfloat16(), Precision(F32, F32)), (master, LOW)):
+        model = wrap(front_end, rank, master_, precision)
+        model.requires_grad_(False)
+        square_loss(5)(model, rank.rank)
+        model.requires_grad_(True)
+        with record() as seen:
+            square_loss()(model, rank.rank).backward()
+        assert wire(seen, "reduce_scatter") == {F32}
+        reference_gradients(master_, precision, rank.world_size, square_loss())
+        assert_same_gradients(model, master_, rtol=0.0, atol=0.0)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("dtype", [BF16, F64], ids=str)
+def test_bytes_on_the_wire(rank: Rank, dtype: torch.dtype) -> None:
+    """Gathers take the bytes of ``param_dtype``, reductions those of ``reduce_dtype`` (plus presence numbers)."""
+    model = fully_shard(nn.Linear(128, 128), mesh=rank.mesh, mp_policy=MixedPrecisionPolicy(dtype, F32))
+    with record() as seen:
+        model(batch(rank.rank, 0, 4, 128)).sum().backward()
+    elements, presence = 128 * 128 + 128, 16 // F32.itemsize  # two numbers, padded to 16 bytes
+    n = rank.world_size
+    assert sum(c.nbytes for c in seen if c.kind == "all_gather") == elements * dtype.itemsize * (n - 1) // n
+    reduced = sum(c.nbytes for c in seen if c.kind == "reduce_scatter")
+    assert reduced == (elements + n * presence) * F32.itemsize * (n - 1) // n
+
+
+# -------------------------------------------------------------------- adding up
+
+
+class Scale(nn.Module):
+    """One weight whose gradient is the sum of the input; ``late`` is a second one that only some calls use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.late = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor, with_late: bool = False) -> torch.Tensor:
+        return self.weight * x + self.late * x if with_late else self.weight * x
+
+
+def accumulate(front_end: FrontEnd, model: Any, values: Sequence[float], late_at: int = -1) -> None:
+    """One microbatch per value, all but the last without synchronization; the gradient of each is the value."""
+    for index, value in enumerate(values):
+        inputs = torch.full((4,), value), index == late_at
+        if index < len(values) - 1:
+            with front_end.no_sync(model):
+                model(*inputs).float().sum().backward()
+        else:
+            model(*inputs).float().sum().backward()
+
+
+def gradients_of(model: nn.Module) -> tuple[float | None, float | None]:
+    """The one value of both gradients."""
+    found = full_gradients(model)
+    values = []
+    for name in ("weight", "late"):
+        gradient = found[name]
+        assert gradient is None or (gradient.dtype is F32 and gradient.unique().numel() == 1)
+        values.append(None if gradient is None or (name == "late" and not gradient.any()) else gradient[0].item())
+    return values[0], values[1]
+
+
+@on_ranks(2)
+@each_front_end
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [
+        (Precision(), 259.0),
+        (LOW, 259.0),
+        (Precision(BF16, F64), 259.0),
+        (Precision(BF16), 256.0),
+        (Precision(None, BF16), 256.0),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_microbatches_add_up_in_the_reduce_dtype(
+    rank: Rank, precision: Precision, expected: float, front_end: FrontEnd
+) -> None:
+    """256 + 1 + 1 + 1 is 259, but in bf16 it stays 256: what adds up has the reduce dtype from the first on."""
+    model = wrap(front_end, rank, Scale(), precision, units=[])
+    accumulate(front_end, model, [256.0, 1.0, 1.0, 1.0])
+    assert gradients_of(model) == (expected, None)
+    model.zero_grad()
+    for value in (256.0, 1.0, 1.0, 1.0):  # reduced every time, they add up in the dtype of the shards
+        model(torch.full((4,), value)).float().sum().backward()
+    assert gradients_of(model) == (259.0, None)
+
+
+@on_ranks(2)
+@each_front_end
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_calls_before_one_backward_add_up_in_the_reduce_dtype(rank: Rank, strategy: str, front_end: FrontEnd) -> None:
+    """256 + 1 is 257 of two calls in one forward and of two forwards; in bf16 it would stay 256."""
+
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = Scale()
+
+        def forward(self, *values: float) -> torch.Tensor:
+            return sum((self.scale(torch.full((4,), value)).float() for value in values), torch.zeros(4)).sum()
+
+    model = wrap(front_end, rank, Calls(), LOW, units=["scale"], strategy=strategy)
+    for loss in (lambda: model(256.0, 1.0), lambda: model(256.0) + model(1.0), lambda: model(1.0, 256.0)):
+        model.zero_grad()
+        loss().backward()
+        assert_equal(full_gradients(model)["scale.weight"], torch.full((4,), 257.0), "gradient")
+
+
+@on_ranks(2)
+@each_front_end
+@pytest.mark.parametrize("reduce", [None, F32], ids=str)
+def test_parameter_first_used_in_the_last_microbatch(rank: Rank, reduce: Any, front_end: FrontEnd) -> None:
+    """A fresh gradient beside accumulated ones is no error on any rank, also if one rank alone has it."""
+    for late_rank in (None, 1):
+        model = wrap(front_end, rank, Scale(), Precision(BF16, reduce), units=[])
+        accumulate(front_end, model, [256.0, 1.0, 1.0], late_at=2 if late_rank in (None, rank.rank) else -1)
+        assert gradients_of(model) == (258.0 if reduce is F32 else 256.0, 1.0 if late_rank is None else 0.5)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("front_end", FRONT_ENDS[:2], ids=str)
+@pytest.mark.parametrize("first", ["frozen", "trainable"])
+def test_freezing_between_microbatches(rank: Rank, first: str, front_end: FrontEnd) -> None:
+    """Whichever way round parameters are frozen, and whenever, their gradients keep the reduce dtype."""
+    model = wrap(front_end, rank, Scale(), LOW, units=[])
+    late = unwrapped(model).late
+    late.requires_grad_(first == "trainable")
+    with record() as seen:
+        model(torch.full((4,), 3.0), True).float().sum().backward()
+        late.requires_grad_(first == "frozen")
+        accumulate(front_end, model, [256.0, 1.0, 1.0], late_at=2)
+    assert wire(seen, "reduce_scatter") == {F32}
+    assert gradients_of(model) == (261.0, 1.0 if first == "frozen" else 3.0)
+
+
+@on_ranks(4)
+@each_front_end
+@pytest.mark.parametrize("precision", [Precision(F16), Precision(None, F16)], ids=lambda p: p.name)
+def test_fp16_sums_do_not_overflow(rank: Rank, precision: Precision, front_end: FrontEnd) -> None:
+    """fp16 ends at 65504: means of gradients whose sum is beyond it are right, for they are divided before."""
+    model = wrap(front_end, rank, Scale(), precision, units=[])
+    model(torch.full((4,), 120000.0 / rank.world_size)).float().sum().backward()
+    assert gradients_of(model)[0] == torch.tensor(120000.0 / rank.world_size).half().item()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("factor", "value", "expected"), [(1.0, 40000.0, float("inf")), (8.0, 60000.0, 15000.0)])
+def test_fp16_divide_factor(rank: Rank, factor: float, value: float, expected: float) -> None:
+    """A factor of one's own is split likewise; a sum that nobody divides does overflow."""
+    model = wrap(COMPOSABLE, rank, Scale(), Precision(F16), units=[])
+    model.set_gradient_divide_factor(factor)
+    model(torch.full((4,), value)).float().sum().backward()
+    assert gradients_of(model)[0] == torch.tensor(expected).half().item()
+
+
+# -------------------------------------------------------------------- what is cast
+
+
+class Kinds(nn.Module):
+    """Parameters of several dtypes in one unit; those that are packed data are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.short = nn.Parameter(torch.randn(6, dtype=BF16))
+        self.wide = nn.Parameter(torch.randn(6, dtype=F64), requires_grad=False)
+        self.phase = nn.Parameter(torch.randn(6, dtype=torch.complex64), requires_grad=False)
+        self.codes = nn.Parameter(torch.arange(-3, 3, dtype=torch.int8), requires_grad=False)
+        self.packed = nn.Parameter(torch.randn(6).to(torch.float8_e4m3fn), requires_grad=False)
+        self.mask = nn.Parameter(torch.arange(6) % 2 == 0, requires_grad=False)
+        self.seen: dict[str, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        names = ("weight", "short", "wide", "phase", "codes", "packed", "mask")
+        self.seen = {name: getattr(self, name).detach().clone() for name in names}
+        x = x.to(self.weight.dtype)
+        scale = self.codes.to(x.dtype) + self.packed.to(x.dtype) + self.wide.to(x.dtype) + self.mask
+        return x @ self.weight * scale * self.phase.abs().to(x.dtype) + self.short
+
+
+@on_ranks(1, 2)
+@pairwise(front_end=FRONT_ENDS, precision=[Precision(), LOW])
+def test_parameters_of_many_dtypes_in_one_unit(rank: Rank, front_end: FrontEnd, precision: Precision) -> None:
+    """Floats are cast; integers, complex numbers and one-byte floats travel as they are, and nothing is an error."""
+    master = build(Kinds)
+    model = wrap(front_end, rank, master, precision, units=[])
+    with record() as seen:
+        model(batch(rank.rank, 0, 4, 6).to(BF16)).float().square().mean().backward()
+    for name, parameter in master.named_parameters():
+        value = parameter.detach()
+        if precision.param is not None and name in ("weight", "short", "wide"):
+            value = value.to(precision.param)
+        assert_equal(unwrapped(model).seen[name], value, name)
+    reduced = {F32} if precision.reduce else {F32, BF16}
+    assert wire(seen, "reduce_scatter") == (reduced if rank.world_size > 1 else set())
+    assert_same_values(model, master)
+    found = {name: gradient.dtype for name, gradient in full_gradients(model).items() if gradient is not None}
+    assert found == {"weight": F32, "short": BF16}
+
+
+@on_ranks(2)
+@each_front_end
+def test_token_ids_are_never_cast(rank: Rank, front_end: FrontEnd) -> None:
+    """A language model takes integer ids; the uses of its tied weight add up in the reduce dtype too."""
+    untied = build(Language)
+    model = wrap(front_end, rank, untied, LOW)
+    untied.head.weight = nn.Parameter(untied.head.weight.detach().clone())
+
+    def loss_of(module: nn.Module, number: int) -> torch.Tensor:
+        ids = tokens(number, 0, 4, 5)
+        logits = module(ids)
+        assert logits.dtype is BF16
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
+
+    loss_of(model, rank.rank).backward()
+    reference_gradients(untied, LOW, rank.world_size, loss_of)
+    untied.embedding.weight.grad += untied.head.weight.grad
+    untied.head.weight = untied.embedding.weight
+    assert_same_gradients(model, untied, rtol=1e-6, atol=1e-7)
+
+
+class Probe(nn.Module):
+    """Notes the dtypes of its input, of what its caller made, and of its weight; calls what is inside."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(6, 6), inner
+        self.seen: list[Any] = []
+
+    def forward(self, x: torch.Tensor, made: torch.Tensor | None = None) -> torch.Tensor:
+        self.seen.append((x.dtype, None if made is None else made.dtype, self.linear.weight.dtype))
+        y = self.linear(x.to(self.linear.weight.dtype))
+        return y if self.inner is None else self.inner(y.to(x.dtype), torch.ones(6))
+
+
+@on_ranks(2)
+@pairwise(front_end=FRONT_ENDS, inner=["nothing", "fp16", "fp16 as it is"], outer=["bf16", "nothing"])
+def test_each_unit_casts_by_its_own_policy(rank: Rank, outer: str, inner: str, front_end: FrontEnd) -> None:
+    """Also what was made in fp32 inside its parent; and only if it is to cast inputs."""
+    choices = {
+        "nothing": {},
+        "bf16": front_end.precision(BF16),
+        "fp16": front_end.precision(F16),
+        "fp16 as it is": front_end.precision(F16, cast_inputs=False),
+    }
+    model = Probe(Probe())
+    child = model.inner
+    model.inner = front_end.wrap(child, rank, [], **choices[inner])
+    model = front_end.wrap(model, rank, [], **choices[outer])
+    model(batch(rank.rank, 0, 4, 6)).float().sum().backward()
+    given = BF16 if outer == "bf16" else F32
+    assert unwrapped(model).seen == [(given, None, given)]
+    weight = F32 if inner == "nothing" else F16
+    assert child.seen == [(F16, F16, F16) if inner == "fp16" else (given, F32, weight)]
+    assert {p.grad.dtype for p in model.parameters()} == {F32}

@@ -1,0 +1,434 @@
+"""Several backwards before a step of the optimizer: with and without synchronization, in any order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compare import assert_close
+from front_ends import (
+    CLOSE,
+    COMPOSABLE,
+    FLAT,
+    FRONT_ENDS,
+    HYBRID,
+    ORIGINAL,
+    STRATEGIES,
+    FrontEnd,
+    adam,
+    assert_at_rest,
+    assert_same_gradients,
+    assert_same_values,
+    assert_trains_alike,
+    build,
+    each_front_end,
+    full_gradients,
+    gathered,
+    sgd,
+    sharded_with_reference,
+    unwrapped,
+)
+from fullshard import FullshardError, PhaseError
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard.comm import Collective, record
+from models import Branch, LossOf, Stack, batch, reference_backward, square_loss, tiny_units
+from pairwise import each_value, pairwise
+from ranks import Rank, on_ranks
+
+each_wrapper = pytest.mark.parametrize("front_end", [ORIGINAL, FLAT], ids=str)
+
+
+def counts(seen: list[Collective]) -> Counter[str]:
+    """How many launches for a unit there were of each kind."""
+    return Counter(kind for kind, _, _ in {(c.kind, c.unit, c.launch) for c in seen})
+
+
+def accumulate(front_end: FrontEnd, model: Any, reference: Any, rank: Rank, pattern: str, first: int = 0) -> None:
+    """One microbatch per letter on both models, (S)ynchronized or u(N)synchronized."""
+    for number, letter in enumerate(pattern):
+        with front_end.no_sync(model) if letter == "N" else contextlib.nullcontext(), record() as seen:
+            square_loss(first + number)(model, rank.rank).backward()
+        assert bool({c.kind for c in seen} - {"all_gather"}) == (letter == "S")
+        reference_backward(reference, rank.world_size, square_loss(first + number))
+
+
+@on_ranks(2)
+@pairwise(front_end=FRONT_ENDS, strategy=STRATEGIES, pattern=["NNNS", "SNS", "NSNNS", "SS"])
+def test_any_order_of_microbatches(rank: Rank, front_end: FrontEnd, strategy: str, pattern: str) -> None:
+    """However microbatches with and without synchronization alternate, gradients are those of all at the last."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack, 2), strategy=strategy)
+    optimizers = adam(model.parameters()), adam(reference.parameters())
+    for step in range(2):
+        accumulate(front_end, model, reference, rank, pattern, first=10 * step)
+        assert_same_gradients(model, reference)
+        assert_at_rest(model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_values(model, reference, **CLOSE)
+
+
+@on_ranks(4)
+@pairwise(front_end=FRONT_ENDS, strategy=HYBRID)
+def test_both_axes_wait(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
+    """Without synchronization neither the shard axis nor the replicate axis reduces; afterwards each does once."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack, 2), strategy=strategy)
+    with record() as seen, front_end.no_sync(model):
+        for step in range(2):
+            square_loss(step)(model, rank.rank).backward()
+    assert set(counts(seen)) == {"all_gather"}
+    with record() as seen:
+        square_loss(2)(model, rank.rank).backward()
+    assert counts(seen)["reduce_scatter"] == counts(seen)["all_reduce"] == 3
+    for step in range(3):
+        reference_backward(reference, rank.world_size, square_loss(step))
+    assert_same_gradients(model, reference)
+
+
+@on_ranks(2)
+@each_front_end
+@pytest.mark.parametrize(
+    ("strategy", "first", "again"),
+    [("FULL_SHARD", 4, 4), ("SHARD_GRAD_OP", 3, 0), ("NO_SHARD", 0, 0)],
+    ids=STRATEGIES,
+)
+def test_collectives_without_sync(rank: Rank, front_end: FrontEnd, strategy: str, first: int, again: int) -> None:
+    """Nothing is reduced, nothing is in ``.grad``; the wrapper keeps what its strategy keeps till a sync."""
+    with tiny_units():
+        model = front_end.wrap(build(Stack, 2), rank, strategy=strategy)
+    for expected in (first, first if front_end.composable else again):
+        with record() as seen, front_end.no_sync(model):
+            square_loss()(model, rank.rank).backward()
+        assert counts(seen) == Counter(all_gather=expected)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        kept = strategy == "SHARD_GRAD_OP" and not front_end.composable
+        assert len(gathered(model)) == (3 if kept else 0)
+    with record() as seen:
+        square_loss()(model, rank.rank).backward()
+    assert counts(seen)["all_reduce" if strategy == "NO_SHARD" else "reduce_scatter"] == 3
+    assert gathered(model) == []
+
+
+@on_ranks(1, 2)
+@each_front_end
+def test_equal_microbatches_count_equally(rank: Rank, front_end: FrontEnd) -> None:
+    """The same microbatch twice without synchronization and once with it is thrice its gradient."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack, 2))
+    for count in range(3):
+        with front_end.no_sync(model) if count < 2 else contextlib.nullcontext():
+            square_loss()(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, lambda m, r: 3 * square_loss()(m, r))
+    assert_same_gradients(model, reference, rtol=1e-5, atol=1e-7)
+
+
+@on_ranks(2)
+@each_front_end
+def test_some_units_without_sync(rank: Rank, front_end: FrontEnd) -> None:
+    """A unit inside may accumulate while the others reduce, and is reduced with the next microbatch."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack, 3))
+    with front_end.no_sync(model.blocks[1]), record() as seen:
+        square_loss(0)(model, rank.rank).backward()
+    assert sorted({c.unit for c in seen if c.kind == "reduce_scatter"}) == ["", "blocks.0", "blocks.2"]
+    square_loss(1)(model, rank.rank).backward()
+    for step in range(2):
+        reference_backward(reference, rank.world_size, square_loss(step))
+    assert_same_gradients(model, reference)
+
+
+@on_ranks(2)
+@each_front_end
+@pytest.mark.parametrize("runs", [([0], [0, 1]), ([0, 1], [0]), ([1], [0])], ids=str)
+def test_units_that_some_microbatches_skip(rank: Rank, runs: tuple[list[int], ...], front_end: FrontEnd) -> None:
+    """A unit that runs in the first microbatch only, or in the last, has the gradients of that one."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack, 2))
+
+    def loss_of(step: int) -> LossOf:
+        return lambda module, number: module(batch(number, step, 4, 6), runs[step]).square().mean()
+
+    with front_end.no_sync(model):
+        loss_of(0)(model, rank.rank).backward()
+    loss_of(1)(model, rank.rank).backward()
+    for step in range(2):
+        reference_backward(reference, rank.world_size, loss_of(step))
+    assert_same_gradients(model, reference)
+    assert_at_rest(model)
+
+
+@on_ranks(2)
+@each_front_end
+def test_parameter_that_one_rank_used_without_sync(rank: Rank, front_end: FrontEnd) -> None:
+    """A gradient that one rank alone accumulated reaches all ranks with the next synchronized microbatch."""
+    model, reference = sharded_with_reference(front_end, rank, nn.Sequential(nn.Linear(6, 6), Branch()), ["0", "1"])
+    for step in range(2):
+
+        def loss_of(module: Any, number: int, step: int = step) -> torch.Tensor:
+            unwrapped(module[1]).rank = number if step == 0 else 0
+            return square_loss(step)(module, number)
+
+        with front_end.no_sync(model) if step == 0 else contextlib.nullcontext():
+            loss_of(model, rank.rank).backward()
+        reference_backward(reference, rank.world_size, loss_of)
+    assert full_gradients(model)["1.odd.weight"] is not None
+    assert_same_gradients(model, reference)
+
+
+# -------------------------------------------------------------------- what may happen in between
+
+
+@on_ranks(2)
+@each_value(front_end=FRONT_ENDS, strategy=STRATEGIES)
+def test_clearing_gradients_in_between(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
+    """``zero_grad`` drops what waits for a reduction as well, set to None or to zero."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack, 1), strategy=strategy)
+    for to_none in (True, False):
+        with front_end.no_sync(model):
+            square_loss(5)(model, rank.rank).backward()
+        model.zero_grad(set_to_none=to_none)
+        accumulate(front_end, model, reference, rank, "NS")
+        assert_same_gradients(model, reference)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+@on_ranks(2)
+@each_value(1, front_end=FRONT_ENDS, strategy=STRATEGIES)
+def test_changing_parameters_in_between(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
+    """A step of an optimizer, and edits of full parameters, between microbatches count in the next forward."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack, 1), strategy=strategy)
+    optimizers = [sgd(m, 0.1) for m in (model, reference)]
+
+    def compare_outputs() -> None:
+        with torch.no_grad():
+            assert_close(model(batch(0, 9, 4, 6)), reference(batch(0, 9, 4, 6)), "output", **CLOSE)
+
+    accumulate(front_end, model, reference, rank, "S")
+    with front_end.no_sync(model):
+        square_loss(1)(model, rank.rank).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    compare_outputs()
+    with torch.no_grad():
+        if front_end.composable:
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        else:
+            with FSDP.summon_full_params(model):
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+        for parameter in reference.parameters():
+            parameter.mul_(0.5)
+    compare_outputs()
+    model.zero_grad()
+    assert_same_values(model, reference, **CLOSE)
+
+
+@on_ranks(2)
+@each_front_end
+@pytest.mark.parametrize("remedy", ["synchronize", "zero_grad"])
+def test_dtype_moves_in_between_are_refused(rank: Rank, remedy: str, front_end: FrontEnd) -> None:
+    """``to(dtype)`` would lose gradients that wait: it names both ways out, and either works."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack, 2))
+    with front_end.no_sync(model):
+        square_loss()(model, rank.rank).backward()
+    with pytest.raises(FullshardError, match=r"unit '.*' holds gradients of microbatches.*synchronize_gradients\(\)"):
+        model.double()
+    model.float()  # what had been moved
+    if remedy == "synchronize":
+        model.synchronize_gradients()
+        reference_backward(reference, rank.world_size, square_loss())
+    else:
+        model.zero_grad()
+    assert_same_gradients(model, reference)
+    model.double()
+    reference.double()
+
+    def loss_of(module: nn.Module, number: int) -> torch.Tensor:
+        return module(batch(number, 1, 4, 6).double()).square().mean()
+
+    loss_of(model, rank.rank).backward()
+    reference_backward(reference, rank.world_size, loss_of)
+    assert_same_gradients(model, reference)
+
+
+@on_ranks(2)
+@each_front_end
+@pytest.mark.parametrize("when", ["frozen later", "unfrozen later", "frozen in the last"])
+def test_freezing_in_between(rank: Rank, when: str, front_end: FrontEnd) -> None:
+    """What has accumulated before a parameter is frozen is kept; what is unfrozen later starts then."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack, 2))
+    for step in range(3):
+        trains = {"frozen later": step != 1, "unfrozen later": step != 0, "frozen in the last": step != 2}[when]
+        for module in (unwrapped(model), reference):
+            part = module.blocks[0] if front_end.flat else unwrapped(module.blocks[0]).up
+            part.requires_grad_(trains)
+            if front_end.flat and module is reference:
+                module.blocks[0].requires_grad_(trains)
+        accumulate(front_end, model, reference, rank, "S" if step == 2 else "N", first=step)
+    assert_same_gradients(model, reference)
+    for module in (model, reference):
+        module.requires_grad_(True)
+        module.zero_grad()
+    assert_trains_alike(model, reference, rank)
+
+
+@on_ranks(2)
+@each_value(2, front_end=FRONT_ENDS, strategy=STRATEGIES)
+def test_exception_in_between(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
+    """If what runs without synchronization raises, synchronization is as before, and ``zero_grad`` a clean start."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack, 1), strategy=strategy)
+    with pytest.raises(KeyError), front_end.no_sync(model):
+        backward_and_raise(model, rank)
+    model.zero_grad()
+    accumulate(front_end, model, reference, rank, "SNS")
+    assert_same_gradients(model, reference)
+    assert_at_rest(model)
+
+
+def backward_and_raise(model: nn.Module, rank: Rank) -> None:
+    square_loss(3)(model, rank.rank).backward()
+    raise KeyError
+
+
+@on_ranks(2)
+@each_front_end
+def test_no_sync_around_the_backward_only(rank: Rank, front_end: FrontEnd) -> None:
+    """Entered between forward and backward, it counts for that backward."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack, 2))
+    loss = square_loss(0)(model, rank.rank)
+    with record() as seen, front_end.no_sync(model):
+        loss.backward()
+    assert counts(seen)["reduce_scatter"] == 0
+    square_loss(1)(model, rank.rank).backward()
+    for step in range(2):
+        reference_backward(reference, rank.world_size, square_loss(step))
+    assert_same_gradients(model, reference)
+
+
+# -------------------------------------------------------------------- the context of the wrapper
+
+
+@on_ranks(2)
+@each_wrapper
+def test_no_sync_may_be_nested(rank: Rank, front_end: FrontEnd) -> None:
+    """The inner context ends without ending the outer one."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack, 1))
+    with model.no_sync():
+        with model.no_sync():
+            square_loss(0)(model, rank.rank).backward()
+        with record() as seen:
+            square_loss(1)(model, rank.rank).backward()
+        assert counts(seen)["reduce_scatter"] == 0
+    square_loss(2)(model, rank.rank).backward()
+    for step in range(3):
+        reference_backward(reference, rank.world_size, square_loss(step))
+    assert_same_gradients(model, reference)
+
+
+@on_ranks(2)
+def test_no_sync_in_a_step_is_refused(rank: Rank) -> None:
+    """In a forward it raises, and the step goes on."""
+    model = ORIGINAL.wrap(build(Stack, 1), rank)
+    errors = []
+
+    def enter(*_: Any) -> None:
+        with pytest.raises(PhaseError, match="between steps") as caught, model.no_sync():
+            pass
+        errors.append(caught.value)
+
+    handle = unwrapped(model).last.register_forward_pre_hook(enter)
+    output = model(torch.ones(2, 6))
+    handle.remove()
+    assert len(errors) == 1
+    output.sum().backward()
+
+
+@on_ranks(2)
+def test_unreduced_gradients_of_original_parameters(rank: Rank) -> None:
+    """Without synchronization ``.grad`` stays as it was; what pends is this rank's own gradient, and full."""
+    model, reference = sharded_with_reference(ORIGINAL, rank, build(Stack, 1))
+    with model.no_sync():
+        square_loss()(model, rank.rank).backward()
+    square_loss()(reference, rank.rank).backward()
+    pending = model.get_pending_gradients()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert ours.grad is None
+        assert_close(pending[ours].unreduced, theirs.grad, "pending", rtol=0.0)
+    model.synchronize_gradients()
+    reference.zero_grad()
+    reference_backward(reference, rank.world_size, square_loss())
+    assert_same_gradients(model, reference)
+
+
+# -------------------------------------------------------------------- settings of the composable front end
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("which", "reduced"), [("root", ["blocks.0", "blocks.1", "blocks.2"]), ("some", ["", "blocks.2"])]
+)
+def test_setting_of_single_units(rank: Rank, which: str, reduced: list[str]) -> None:
+    """Only units that synchronize reduce; the others' ``.grad`` stays None until they do, and then they reduce once."""
+    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack))
+    chosen = [model] if which == "root" else model.blocks[:2]
+    for sync, steps in ((False, (0, 1)), (True, (2,))):
+        for module in chosen:
+            module.set_requires_gradient_sync(sync, recurse=False)
+        with record() as seen:
+            for step in steps:
+                square_loss(step)(model, rank.rank).backward()
+                reference_backward(reference, rank.world_size, square_loss(step))
+        units = sorted(c.unit for c in seen if c.kind == "reduce_scatter")
+        assert units == (["", "blocks.0", "blocks.1", "blocks.2"] if sync else sorted(reduced * 2))
+        assert (model.first.weight.grad is None) == (not sync and "" not in reduced)
+        assert (model.blocks[0].up.weight.grad is None) == (not sync and "blocks.0" not in reduced)
+    assert_same_gradients(model, reference)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=["first-in-first-out", "last-in-first-out"])
+@pytest.mark.parametrize("sync", ["at the last", "each"])
+def test_only_the_last_backward_finishes(rank: Rank, sync: str, order: tuple[int, ...]) -> None:
+    """Forwards, then their backwards in any order, all but the last with ``set_is_last_backward(False)``."""
+    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack))
+    for start in (0, 10):
+        losses = [square_loss(start + step)(model, rank.rank) for step in range(3)]
+        for count, step in enumerate(order):
+            model.set_is_last_backward(count == 2)
+            model.set_requires_gradient_sync(count == 2 or sync == "each")
+            losses[step].backward()
+            reference_backward(reference, rank.world_size, square_loss(start + step))
+        assert_same_gradients(model, reference)
+        assert_at_rest(model)
+
+
+@on_ranks(2)
+def test_parameters_kept_after_backward(rank: Rank) -> None:
+    """With ``set_reshard_after_backward(False)`` parameters stay unsharded for the next forward, till a step."""
+    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack), strategy="SHARD_GRAD_OP")
+    model.set_reshard_after_backward(False)
+    every = ["", "blocks.0", "blocks.1", "blocks.2"]
+    optimizers = [sgd(m, 0.5) for m in (model, reference)]
+    for step in range(3):
+        with record() as seen:
+            accumulate(COMPOSABLE, model, reference, rank, "NS", first=10 * step)
+        assert len([c for c in seen if c.kind == "all_gather"]) == 4  # once for both microbatches
+        assert gathered(model) == every
+        assert_same_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            assert_close(model(batch(0, 0, 2, 6)), reference(batch(0, 0, 2, 6)), "evaluation", **CLOSE)
+    model.set_reshard_after_backward(True)
+    square_loss()(model, rank.rank).backward()
+    assert_at_rest(model)
+    model.blocks[1].set_reshard_after_backward(False, recurse=False)
+    square_loss()(model, rank.rank).backward()
+    assert gathered(model) == ["blocks.1"]
+    model.blocks[1].reshard()
+    assert_at_rest(model)

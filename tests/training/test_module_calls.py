@@ -1,0 +1,494 @@
+"""Modules used any number of times, in any order and graph: losses and gradients are those of the unsharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compare import assert_close, assert_equal
+from front_ends import (
+    CLOSE,
+    COMPOSABLE,
+    FRONT_ENDS,
+    STRATEGIES,
+    FrontEnd,
+    assert_at_rest,
+    assert_same_gradients,
+    assert_same_values,
+    assert_trains_alike,
+    both_backward,
+    build,
+    each_front_end,
+    full_values,
+    gathered,
+    sharded_with_reference,
+    unwrapped,
+)
+from fullshard import register_fsdp_forward_method
+from fullshard.comm import record
+from models import Block, LossOf, Stack, batch, reference_backward, square_loss, tiny_units
+from pairwise import each_value, pairwise
+from ranks import Rank, on_ranks
+
+# -------------------------------------------------------------------- forwards of one step
+
+Forward = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def repeated(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """The same block in the middle, in a row and at the end."""
+    return model(x, run=[0, 1, 0, 0, 2, 1, 0])
+
+
+def two_forwards(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Two forwards for one backward, of other sizes."""
+    return torch.cat([model(x), model(x[:3] + 1)])
+
+
+def other_parts(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Forwards that run parts of the model, then all of it, then none of the blocks."""
+    return sum(model(x + i, run=run) for i, run in enumerate(([0], [2, 1], None, [1, 0], [])))
+
+
+def output_unused(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """A forward whose output is dropped before another one."""
+    model(x + 3)
+    return model(x)
+
+
+def evaluated_between(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Forwards without gradients, of the model and of a part, between forward and backward."""
+    output = model(x)
+    with torch.no_grad():
+        model(-x)
+        model.blocks[2](x)
+    return output
+
+
+def skipped(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """A block that does not run."""
+    return model(x, run=[0, 2])
+
+
+def differentiable_input(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Inputs that require gradients, as those from elsewhere do."""
+    return model(x.requires_grad_())
+
+
+def part_alone(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """A unit inside, without its root."""
+    return model.blocks[1](x)
+
+
+def part_and_root(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """The unit inside before, and after, the root that has it as well."""
+    return torch.cat([model.blocks[1](x)[:, :3], model(x), model.blocks[1](x + 1)[:, :3]])
+
+
+FORWARDS: list[Forward] = [
+    repeated,
+    two_forwards,
+    other_parts,
+    output_unused,
+    evaluated_between,
+    skipped,
+    differentiable_input,
+    part_alone,
+    part_and_root,
+]
+
+
+def loss_of(forward: Forward, step: int) -> LossOf:
+    return lambda model, rank: forward(model, batch(rank, step, 4, 6)).square().mean()
+
+
+@on_ranks(2)
+@pairwise(front_end=FRONT_ENDS, strategy=STRATEGIES, forward=FORWARDS)
+def test_any_use_of_modules(rank: Rank, front_end: FrontEnd, strategy: str, forward: Forward) -> None:
+    """Modules used repeatedly, partly, alone or in vain train as unsharded ones, and each unit is reduced once."""
+    with tiny_units():
+        model, reference = sharded_with_reference(front_end, rank, build(Stack), strategy=strategy)
+    model.zero_grad()
+    for step in range(3):
+        with record() as seen:
+            both_backward(model, reference, rank, loss_of(forward, step))
+        reduced = {(c.unit, c.launch) for c in seen if c.kind in ("reduce_scatter", "all_reduce")}
+        alone = forward is part_and_root  # what runs before the root is a root of its own
+        assert alone or len(reduced) == len({unit for unit, _ in reduced})
+        assert_same_gradients(model, reference)
+        for one in (model, reference):
+            one.zero_grad(set_to_none=step == 1)
+        model.blocks[1].reshard() if front_end.composable else None
+    assert_trains_alike(model, reference, rank)
+
+
+@on_ranks(2)
+@each_front_end
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_step_in_another_way(rank: Rank, strategy: str, front_end: FrontEnd) -> None:
+    """Every step may use the model in another way than the one before: prefetches that guess wrong harm nobody."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack), strategy=strategy)
+    uses = [forward for forward in FORWARDS if forward is not part_and_root]
+    assert_trains_alike(model, reference, rank, lambda step: loss_of(uses[step % len(uses)], step), steps=len(uses) + 2)
+
+
+@on_ranks(2)
+@pairwise(front_end=FRONT_ENDS, strategy=STRATEGIES, order=["FFbB", "FFBb", "FFs", "FBB", "FBs"])
+def test_graphs_and_backwards(rank: Rank, front_end: FrontEnd, strategy: str, order: str) -> None:
+    """Two (F)orwards with (B)ackwards in any order, of the (s)um, or of one graph that is retained."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack), strategy=strategy)
+    for _ in range(2):
+        if order.startswith("FF"):
+            losses = [square_loss(step)(model, rank.rank) for step in range(2)]
+            if order == "FFs":
+                sum(losses).backward()
+            else:
+                for loss in losses if order == "FFBb" else losses[::-1]:
+                    loss.backward()
+            expected = [square_loss(step) for step in range(2)]
+        else:
+            output = model(batch(rank.rank, 0, 4, 6))
+            output.square().mean().backward(retain_graph=True)
+            if strategy != "SHARD_GRAD_OP":
+                assert [name for name in gathered(model) if "blocks" in name] == []
+            (output.sum() if order == "FBs" else output.square().mean()).backward()
+            second = (lambda m, r: m(batch(r, 0, 4, 6)).sum()) if order == "FBs" else square_loss(0)
+            expected = [square_loss(0), second]
+        for each in expected:
+            reference_backward(reference, rank.world_size, each)
+        assert_same_gradients(model, reference)
+        assert_at_rest(model)
+
+
+@on_ranks(2)
+@each_value(front_end=FRONT_ENDS, strategy=STRATEGIES)
+def test_gradients_of_inputs(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
+    """An input's gradient is that of this rank's own loss; ``autograd.grad`` leaves no other and nothing unsharded."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack), strategy=strategy)
+    for step in range(2):
+        inputs = [batch(rank.rank, step, 4, 6).requires_grad_() for _ in range(2)]
+        ours, theirs = (
+            torch.autograd.grad(module(x).square().mean(), x)[0]
+            for module, x in zip((model, reference), inputs, strict=True)
+        )
+        assert_close(ours, theirs, "gradient of the input", **CLOSE)
+        assert all(p.grad is None for p in model.parameters())
+        assert gathered(model) == []
+        for module, x in zip((model, reference), inputs, strict=True):
+            module(x).square().mean().backward()
+            module.zero_grad()
+        assert_close(inputs[0].grad, inputs[1].grad, "gradient of the input", **CLOSE)
+    assert_trains_alike(model, reference, rank)
+
+
+@on_ranks(2)
+@each_value(1, front_end=FRONT_ENDS, strategy=STRATEGIES)
+def test_backward_through_a_part(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
+    """A loss on what a block in the middle returned: units behind it have no gradients, and are resharded."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack), strategy=strategy)
+
+    def loss(module: Any, number: int) -> torch.Tensor:
+        kept: list[torch.Tensor] = []
+        handle = module.blocks[1].register_forward_hook(lambda _, inputs, output: kept.append(output))
+        module(batch(number, 0, 4, 6))
+        handle.remove()
+        return kept[0].square().mean()
+
+    for _ in range(2):
+        both_backward(model, reference, rank, loss)
+        assert gathered(model) == []
+    assert_same_gradients(model, reference)
+    model.zero_grad()
+    reference.zero_grad()
+    assert_trains_alike(model, reference, rank)
+
+
+@on_ranks(2)
+@each_value(2, front_end=FRONT_ENDS, strategy=STRATEGIES)
+def test_looking_at_full_values_in_between(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
+    """Full parameters and state dicts after a forward that has a graph change nothing for the next one."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack), strategy=strategy)
+    for step in range(2):
+        dropped = model(batch(rank.rank, step, 4, 6))
+        for name, value in full_values(model).items():
+            assert_equal(value, reference.get_parameter(name).detach(), name)
+        model(batch(rank.rank, step, 4, 6))
+        model.state_dict()
+        del dropped
+        both_backward(model, reference, rank, square_loss(step))
+        assert_same_gradients(model, reference)
+    assert_same_values(model, reference)
+
+
+class Tenfold(nn.Module):
+    """One layer, ten times, every other time without gradients."""
+
+    def __init__(self, alternate: bool) -> None:
+        super().__init__()
+        self.first, self.layer, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.alternate = alternate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for index in range(10):
+            if self.alternate and index % 2:
+                with torch.no_grad():
+                    offset = self.layer(x)
+                x = x + offset
+            else:
+                x = torch.tanh(self.layer(x))
+        return self.last(x)
+
+
+@on_ranks(2)
+@each_front_end
+@pytest.mark.parametrize("alternate", [False, True])
+def test_ten_calls_of_one_layer(rank: Rank, alternate: bool, front_end: FrontEnd) -> None:
+    """A layer that a forward calls ten times, in turn with and without gradients, trains right."""
+    units = ["first", "layer", "last"]
+    model, reference = sharded_with_reference(front_end, rank, build(Tenfold, alternate), units)
+    assert_trains_alike(model, reference, rank)
+
+
+class Parallel(nn.Module):
+    """Two branches through one block, joined at the end; the second call's output may be left out of the loss."""
+
+    def __init__(self, joined: bool) -> None:
+        super().__init__()
+        self.block, self.last, self.joined = Block(6), nn.Linear(6, 6), joined
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right = self.block(x), self.block(torch.tanh(x + 1))
+        return self.last(left + right if self.joined else left)
+
+
+@on_ranks(2)
+@pairwise(front_end=FRONT_ENDS, joined=[True, False], differentiable=[True, False])
+def test_parallel_calls(rank: Rank, front_end: FrontEnd, joined: bool, differentiable: bool) -> None:
+    """Two independent calls of one unit work, with and without differentiable inputs or a used output."""
+    model, reference = sharded_with_reference(front_end, rank, build(Parallel, joined), ["block", "last"])
+
+    def loss_at(step: int) -> LossOf:
+        return lambda m, number: m(batch(number, step, 4, 6).requires_grad_(differentiable)).square().mean()
+
+    assert_trains_alike(model, reference, rank, loss_at)
+
+
+class Recursive(Block):
+    """Calls its unit again, twice."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+        self.__dict__["again"] = self
+
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        x = super().forward(x)
+        return x if depth == 0 else self.__dict__["again"](x, depth - 1)
+
+
+@on_ranks(2)
+@each_value(1, front_end=FRONT_ENDS, strategy=STRATEGIES)
+def test_recursion(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
+    """A unit that runs inside its own forward trains right."""
+    plain = build(Stack)
+    plain.blocks = nn.ModuleList(build(Recursive) for _ in range(2))
+    model, reference = sharded_with_reference(front_end, rank, plain, strategy=strategy)
+    for copied, unit in zip(reference.blocks, model.blocks, strict=True):
+        copied.__dict__["again"] = copied
+        unwrapped(unit).__dict__["again"] = unit
+    assert_trains_alike(model, reference, rank)
+
+
+class Strange(nn.Module):
+    """Units that return their input, take no tensor, have no parameters, or return nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.layers = nn.ModuleList([Same(6, 6), Constant(), nn.Tanh(), Silent(), nn.Linear(6, 3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        same, constant, without, silent, last = self.layers
+        x = same(self.first(x)) + constant(6)
+        silent(x)
+        return last(without(x))
+
+
+class Same(nn.Linear):
+    """Has parameters, and returns its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Constant(nn.Module):
+    """Takes a number; its output depends on parameters alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9))
+
+    def forward(self, size: int) -> torch.Tensor:
+        return torch.sin(self.table[:size])
+
+
+class Silent(nn.Linear):
+    """Returns nothing, and remembers the mean of what it saw."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> None:  # type: ignore[override]
+        self.mean = super().forward(x).mean().detach()
+
+
+@on_ranks(2)
+@each_value(2, front_end=FRONT_ENDS, strategy=STRATEGIES)
+def test_units_that_autograd_hardly_sees(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
+    """They are resharded, reduced if they have gradients, and train right; without gradients nothing stays."""
+    model, reference = sharded_with_reference(front_end, rank, build(Strange), strategy=strategy)
+    assert_trains_alike(model, reference, rank)
+    with torch.no_grad():
+        model(batch(0, 0, 4, 6))
+    assert gathered(model) == []
+
+
+# -------------------------------------------------------------------- views and operations in place
+
+
+class View(nn.Module):
+    """Returns a view of what it computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(torch.tanh(x)).view(-1, 2, 3)
+
+
+class ViewChanged(nn.Module):
+    """Changes in place the view that a unit returned, or a view of that."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layers, self.how = nn.ModuleList([View(), View()]), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.layers:
+            x = part(x)
+            if self.how == "whole":
+                x.mul_(2)
+            elif self.how == "part":
+                x[:, 0].add_(1)
+            else:
+                x.flatten(1).unbind(0)  # views that nobody changes
+            x = x.flatten(1)
+        return x
+
+
+@on_ranks(2)
+@pairwise(front_end=FRONT_ENDS, how=["whole", "part", "not"], strategy=["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_view_of_an_output_changed_in_place(rank: Rank, front_end: FrontEnd, how: str, strategy: str) -> None:
+    """An operation in place on a view that a unit returned leaves its reductions where they were in backward."""
+    with tiny_units():
+        model, reference = sharded_with_reference(front_end, rank, build(ViewChanged, how), strategy=strategy)
+    assert_trains_alike(model, reference, rank)
+    with record() as seen:
+        square_loss()(model, rank.rank).backward()
+    assert list(dict.fromkeys(c.unit for c in seen if c.kind == "reduce_scatter")) == ["layers.1", "layers.0"]
+
+
+class InPlace(nn.Module):
+    """Changes its first input in place: by itself, or by adding a second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        return self.linear(x.relu_() if y is None else x.add_(y))
+
+
+@on_ranks(2)
+@each_front_end
+@pytest.mark.parametrize("inputs", [1, 2])
+def test_input_changed_in_place(rank: Rank, inputs: int, front_end: FrontEnd) -> None:
+    """A unit that changes a differentiable input in place is refused by autograd, never wrong, and recovers."""
+    model, reference = sharded_with_reference(front_end, rank, build(InPlace), [])
+    x = batch(rank.rank, 0, 4, 6).requires_grad_()
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        model(*[x * 1 for _ in range(inputs)])
+    assert_at_rest(model)
+    # An input that requires no gradient is the caller's own tensor, as in an unsharded module.
+    constant = batch(rank.rank, 0, 4, 6)
+    assert_close(model(constant), reference(batch(rank.rank, 0, 4, 6)), "output", rtol=1e-5, atol=1e-6)
+    assert constant.min() == 0
+
+
+# -------------------------------------------------------------------- calls of the composable front end
+
+
+@on_ranks(2)
+def test_unsharding_by_hand_between_forwards(rank: Rank) -> None:
+    """Forward, ``unshard`` and ``reshard`` by hand, another forward, then one backward give the right gradients."""
+    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack))
+    losses = []
+    for step in range(2):
+        losses.append(square_loss(step)(model, rank.rank))
+        for block in model.blocks:
+            block.unshard()
+            block.reshard()
+        reference_backward(reference, rank.world_size, square_loss(step))
+    sum(losses).backward()
+    assert_same_gradients(model, reference)
+
+
+class Scorer(nn.Module):
+    """Has a method that calls the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(x)
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return self(torch.tanh(self.a(x)))
+
+
+@on_ranks(1, 2)
+def test_forward_method_that_calls_the_module_itself(rank: Rank) -> None:
+    """A forward inside a forward of the same unit ends the unit's backward only once, after both."""
+    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Scorer), [])
+    register_fsdp_forward_method(model, "score")
+
+    def loss(module: Any, number: int) -> torch.Tensor:
+        return module.score(batch(number, 0, 4, 6).requires_grad_(module is model)).square().mean()
+
+    for _ in range(2):
+        both_backward(model, reference, rank, loss)
+        assert_same_gradients(model, reference)
+
+
+@on_ranks(2)
+@each_front_end
+def test_part_without_gradients_beside_one_with(rank: Rank, front_end: FrontEnd) -> None:
+    """A unit run under ``no_grad`` amid others has no gradient, and nothing stays unsharded."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack))
+
+    def loss(module: Any, number: int) -> torch.Tensor:
+        hidden = module.blocks[0](batch(number, 0, 4, 6))
+        with torch.no_grad():
+            module.blocks[1](hidden)
+        return hidden.square().mean()
+
+    both_backward(model, reference, rank, loss)
+    assert_same_gradients(model, reference)
+    assert_at_rest(model)

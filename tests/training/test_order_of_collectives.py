@@ -1,0 +1,545 @@
+"""What is gathered ahead of what, when reductions start, and what is unsharded meanwhile: exact, by strategy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compare import assert_close
+from front_ends import (
+    COMPOSABLE,
+    FLAT,
+    FRONT_ENDS,
+    HYBRID,
+    ORIGINAL,
+    STRATEGIES,
+    Events,
+    FrontEnd,
+    adam,
+    assert_at_rest,
+    assert_same_gradients,
+    assert_trains_alike,
+    both_backward,
+    build,
+    each_front_end,
+    full_values,
+    gathered,
+    sharded_with_reference,
+    unwrapped,
+)
+from fullshard import BackwardPrefetch, fully_shard
+from fullshard.comm import record
+from fullshard.engine.ownership import nested_units
+from fullshard.frontend.sharded_module import unit_at
+from models import Block, Mlp, Stack, batch, mark, reference_backward, square_loss, tiny_units
+from pairwise import pairwise
+from ranks import Rank, on_ranks
+
+each_wrapper = pytest.mark.parametrize("front_end", [ORIGINAL, FLAT], ids=str)
+
+
+def make(front_end: FrontEnd, rank: Rank, depth: int = 3, **options: Any) -> tuple[Any, Events]:
+    """A sharded stack of units that travel alone, and its log."""
+    events = Events()
+    with tiny_units():
+        return front_end.wrap(build(Stack, depth, log=events), rank, **options), events
+
+
+def run_step(model: Any, events: Events, rank: Rank, step: int = 0, **options: Any) -> tuple[str, str]:
+    """One forward and backward; the events of each."""
+    with events:
+        loss = model(batch(rank.rank, step, 4, 6), **options).square().mean()
+    forward = events.short()
+    with events:
+        loss.backward()
+    return forward, events.short()
+
+
+def only(events: str, letter: str) -> list[str]:
+    return [event for event in events.split() if event[0] == letter]
+
+
+# -------------------------------------------------------------------- default order
+
+FORWARD = "Gr G0 G1 F0 G2 F1 F2"
+BACKWARD = {
+    "resharded": "Gr G2 G1 B2 R2 G0 B1 R1 B0 R0 Bf Rr",
+    "FULL_SHARD": "G1 B2 R2 G0 B1 R1 B0 R0 Bf Rr",  # the root and what ran last are kept
+    "SHARD_GRAD_OP": "B2 R2 B1 R1 B0 R0 Bf Rr",
+    "HYBRID_SHARD": "G1 B2 R2 A2 G0 B1 R1 A1 B0 R0 A0 Bf Rr Ar",
+    "_HYBRID_SHARD_ZERO2": "B2 R2 A2 B1 R1 A1 B0 R0 A0 Bf Rr Ar",
+}
+
+
+@on_ranks(2)
+@pairwise(front_end=FRONT_ENDS, strategy=["FULL_SHARD", "SHARD_GRAD_OP"], checkpointed=[None, False, True])
+def test_default_order(rank: Rank, front_end: FrontEnd, strategy: str, checkpointed: bool | None) -> None:
+    """The next unit is gathered before a unit computes, and reductions start as units end, in every step.
+
+    Recomputation inside of units changes nothing about it.
+    """
+    model, events = make(front_end, rank, strategy=strategy)
+    for block in model.blocks:
+        unwrapped(block).checkpointed = checkpointed
+    for step in range(3):
+        assert run_step(model, events, rank, step) == (FORWARD, BACKWARD[strategy])
+        assert_at_rest(model)
+
+
+@on_ranks(4)
+@pairwise(front_end=FRONT_ENDS, strategy=HYBRID)
+def test_order_of_hybrid_strategies(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
+    """Each reduce-scatter is followed by its all-reduce; backward does not wait for either."""
+    model, events = make(front_end, rank, strategy=strategy)
+    for step in range(3):
+        forward, backward = run_step(model, events, rank, step)
+        assert forward == FORWARD
+        for letter in "GR":
+            assert only(backward, letter) == only(BACKWARD[strategy], letter)
+        assert sorted(only(backward, "A")) == sorted(only(BACKWARD[strategy], "A"))
+
+
+@on_ranks(2)
+@each_front_end
+def test_no_shard_all_reduces_only(rank: Rank, front_end: FrontEnd) -> None:
+    """Nothing is gathered; each unit is all-reduced as the one before it ends its backward."""
+    model, events = make(front_end, rank, strategy="NO_SHARD")
+    for step in range(3):
+        forward, backward = run_step(model, events, rank, step)
+        assert forward == "F0 F1 F2" and backward == "B2 B1 A2 B0 A1 Bf A0 Ar"
+
+
+@on_ranks(2)
+def test_everything_resharded_after_forward(rank: Rank) -> None:
+    """With ``reshard_after_forward=True`` the root and what ran last are gathered again as well."""
+    model, events = make(COMPOSABLE, rank, reshard_after_forward=True)
+    for step in range(2):
+        assert run_step(model, events, rank, step) == (FORWARD, BACKWARD["resharded"])
+
+
+@on_ranks(2)
+@each_front_end
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_around_units(rank: Rank, reentrant: bool, front_end: FrontEnd) -> None:
+    """A unit that is recomputed is gathered once in forward and once for recomputation and backward."""
+    model, events = make(front_end, rank)
+    unwrapped(model).checkpointed = reentrant
+    for step in range(2):
+        forward, backward = run_step(model, events, rank, step)
+        assert forward == FORWARD
+        if front_end.composable and not reentrant:
+            assert backward == "G1 B2 F2 R2 G0 B1 F1 R1 B0 F0 R0 Bf Rr"
+        assert sorted(only(backward, "R")) == ["R0", "R1", "R2", "Rr"] and len(only(backward, "G")) <= 6
+
+
+@on_ranks(2)
+@each_front_end
+def test_order_is_recorded(rank: Rank, front_end: FrontEnd) -> None:
+    """The first step guesses the order of ``modules()``; the second prefetches in the order of the first."""
+    model, events = make(front_end, rank)
+    first, second = (run_step(model, events, rank, run=[2, 0, 1]) for _ in range(2))
+    assert first == ("Gr G0 G2 F2 F0 G1 F1", "G1 G0 B1 R1 B0 R0 B2 R2 Bf Rr")  # block 2, thought to be last, was kept
+    assert second == ("Gr G2 G0 F2 G1 F0 F1", "G0 B1 R1 G2 B0 R0 B2 R2 Bf Rr")
+    assert [run_step(model, events, rank, run=[0, 2])[0] for _ in range(2)][1] == "Gr G0 G2 F0 F2"
+    assert_at_rest(model)
+
+
+# -------------------------------------------------------------------- the wrapper's kinds of prefetch
+
+PREFETCH: dict[BackwardPrefetch | None, str] = {
+    # The next unit is gathered before this one computes gradients (what ran last is kept for when the root comes),
+    BackwardPrefetch.BACKWARD_PRE: "b2 G1 B2 R2 b1 G0 B1 R1 b0 B0 R0 Bf Rr",
+    # or after that, but before what lies between the two,
+    BackwardPrefetch.BACKWARD_POST: "b2 G2 B2 G1 R2 b1 B1 G0 R1 b0 B0 R0 Bf Rr",
+    # or when it is needed.
+    None: "b2 G2 B2 R2 b1 G1 B1 R1 b0 G0 B0 R0 Bf Rr",
+}
+
+
+def without_ties(events: str) -> str:
+    """Gather and reduction that follow each other may be issued in either order."""
+    words = events.split()
+    for index in range(len(words) - 1):
+        if words[index][0] == "R" and words[index + 1][0] == "G":
+            words[index : index + 2] = words[index + 1], words[index]
+    return " ".join(words)
+
+
+@on_ranks(2)
+@each_wrapper
+@pytest.mark.parametrize("prefetch", PREFETCH, ids=str)
+def test_kinds_of_backward_prefetch(rank: Rank, prefetch: BackwardPrefetch | None, front_end: FrontEnd) -> None:
+    """Each kind issues gathers where it says, in every step, and in the order that was recorded."""
+    model, events = make(front_end, rank, backward_prefetch=prefetch, forward_prefetch=True)
+    reference = build(Stack)
+    for index, block in enumerate(model.blocks):  # marks what lies between the backwards of two blocks
+        block.register_forward_hook(lambda _m, _a, out, i=index: mark(out, f"between blocks.{i}", events))
+    for step in range(3):
+        forward, backward = run_step(model, events, rank, step)
+        assert forward == FORWARD
+        assert without_ties(backward) == without_ties(PREFETCH[prefetch])
+        model.zero_grad()
+    order = [2, 0, 1]
+    for _ in range(2):
+        model.zero_grad()
+        forward, backward = run_step(model, events, rank, run=order)
+    assert only(forward, "G") == ["Gr", "G2", "G0", "G1"]
+    kept = prefetch is BackwardPrefetch.BACKWARD_PRE
+    assert only(backward, "G") == [*([] if kept else ["G1"]), "G0", "G2"]
+    reference_backward(reference, rank.world_size, lambda m, r: m(batch(r, 0, 4, 6), run=order).square().mean())
+    assert_same_gradients(model, reference)
+
+
+@on_ranks(2)
+@each_wrapper
+@pytest.mark.parametrize("prefetch", PREFETCH, ids=str)
+def test_wrong_guesses_of_prefetch(rank: Rank, prefetch: BackwardPrefetch | None, front_end: FrontEnd) -> None:
+    """Forwards whose order changes at every step never deadlock and train right; nothing stays gathered."""
+    orders = [[0, 1, 2], [2, 1, 0], [1], [0, 2, 0], [2], [1, 0]]
+    model, _ = make(front_end, rank, backward_prefetch=prefetch)
+
+    def loss_at(step: int) -> Any:
+        return lambda module, number: module(batch(number, step, 4, 6), run=orders[step]).square().mean()
+
+    assert_trains_alike(model, build(Stack), rank, loss_at, steps=6)
+
+
+# -------------------------------------------------------------------- lists of modules, and budgets
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("depth", "forward", "backward"),
+    [
+        (1, "Gr G0 G1 F0 G2 F1 G3 F2 F3", "G2 B3 R3 G1 B2 R2 G0 B1 R1 B0 R0 Bf Rr"),
+        (2, "Gr G0 G1 G2 F0 G3 F1 F2 F3", "G2 G1 B3 R3 G0 B2 R2 B1 R1 B0 R0 Bf Rr"),
+    ],
+)
+def test_listed_prefetch(rank: Rank, depth: int, forward: str, backward: str) -> None:
+    """Lists of modules to prefetch, one or two units ahead, are gathered just before their unit computes."""
+    model, events = make(COMPOSABLE, rank, 4)
+    blocks = list(model.blocks)
+    for index, block in enumerate(blocks):
+        if ahead := blocks[index + 1 : index + 1 + depth]:
+            block.set_modules_to_forward_prefetch(ahead)
+        if behind := blocks[max(index - depth, 0) : index][::-1]:
+            block.set_modules_to_backward_prefetch(behind)
+    for step in range(2):
+        assert run_step(model, events, rank, step) == (forward, backward)
+
+
+@on_ranks(2)
+def test_root_prefetches_what_it_is_told(rank: Rank) -> None:
+    """The root's own lists work too, and an empty list returns to the recorded order."""
+    model, events = make(COMPOSABLE, rank)
+    model.set_modules_to_forward_prefetch(list(model.blocks[:2]))
+    model.set_modules_to_backward_prefetch([model.blocks[2], model.blocks[1]])
+    assert run_step(model, events, rank) == ("Gr G0 G1 F0 G2 F1 F2", "G2 G1 B2 R2 G0 B1 R1 B0 R0 Bf Rr")
+    model.set_modules_to_forward_prefetch([])
+    model.set_modules_to_backward_prefetch([])
+    assert run_step(model, events, rank) == (FORWARD, BACKWARD["FULL_SHARD"])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("target", [[2], [1], [0, 2], [2, 1, 0]], ids=str)
+def test_wrong_prefetch_targets(rank: Rank, target: list[int]) -> None:
+    """Prefetching units that are through or far away neither blocks nor changes a value nor leaves memory."""
+    with tiny_units():
+        model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack))
+    for block in model.blocks:
+        wrong = [model.blocks[i] for i in target]
+        block.set_modules_to_backward_prefetch(wrong)
+        block.set_modules_to_forward_prefetch(wrong)
+    assert_trains_alike(model, reference, rank)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("budget", "forward", "backward"),
+    [
+        (None, "Gr G0 G1 F0 G2 F1 G3 F2 F3", "G2 B3 R3 G1 B2 R2 G0 B1 R1 B0 R0 Bf Rr"),
+        (0, "Gr G0 F0 G1 F1 G2 F2 G3 F3", "G3 B3 R3 G2 B2 R2 G1 B1 R1 G0 B0 R0 Bf Rr"),
+        (0.5, "Gr G0 G1 F0 G2 F1 G3 F2 F3", "G2 B3 R3 G1 B2 R2 G0 B1 R1 B0 R0 Bf Rr"),
+        (2, "Gr G0 G1 G2 F0 G3 F1 F2 F3", "G1 G0 B3 R3 B2 R2 B1 R1 B0 R0 Bf Rr"),
+        (9, "Gr G0 G1 G2 G3 F0 F1 F2 F3", "B3 R3 B2 R2 B1 R1 B0 R0 Bf Rr"),
+    ],
+)
+def test_prefetch_within_a_budget(rank: Rank, budget: float | None, forward: str, backward: str) -> None:
+    """As many of the next units are gathered ahead as fit into the bytes given, at least one; into 0 bytes none."""
+    model, events = make(COMPOSABLE, rank, 4)
+    model.set_prefetch_bytes(budget and int(budget * unit_at(model.blocks[0]).unsharded_bytes))
+    for step in range(2):
+        assert run_step(model, events, rank, step) == (forward, backward)
+    assert_at_rest(model)
+
+
+@on_ranks(2)
+def test_budget_counts_bytes(rank: Rank) -> None:
+    """A large unit waits until it fits; one larger than the budget is gathered when nothing else is ahead."""
+    events = Events()
+    with tiny_units():
+        model = Stack(depth=4, log=events)
+        model.blocks[2] = Block(24, "blocks.2", events)
+        body = model.blocks[2].body
+        model.blocks[2].body = lambda x: body(x.repeat(1, 4))[:, :6]
+        COMPOSABLE.wrap(model, rank)
+    model.set_prefetch_bytes(2 * unit_at(model.blocks[0]).unsharded_bytes)
+    for step in range(2):
+        forward, backward = run_step(model, events, rank, step)
+        assert forward == "Gr G0 G1 F0 G2 F1 G3 F2 F3"
+        assert backward == "G2 B3 R3 G1 G0 B2 R2 B1 R1 B0 R0 Bf Rr"
+    for bad, error, words in (
+        (-1, ValueError, "at least 0 bytes, found -1"),
+        (1.5, TypeError, "a number of bytes or None, found 1.5"),
+        (True, TypeError, "a number of bytes or None, found True"),
+    ):
+        with pytest.raises(error, match=f"set_prefetch_bytes: expected {words}"):
+            model.set_prefetch_bytes(bad)
+
+
+# -------------------------------------------------------------------- what is sent, and what is held
+
+
+@on_ranks(2)
+@each_wrapper
+def test_elements_of_a_step(rank: Rank, front_end: FrontEnd) -> None:
+    """One message per unit and collective with all of its elements, and the presence numbers behind reductions."""
+    with tiny_units():
+        model = front_end.wrap(build(Stack, 2), rank)
+    root, block = 68, 162  # 36, 6 + 2, 18 + 2, 3 + 1 and 72, 12, 72, 6
+    for step in range(2):
+        with record() as seen:
+            square_loss(step)(model, rank.rank).backward()
+        gathers = [(c.unit, c.numel) for c in seen if c.kind == "all_gather"]
+        assert gathers == [("", root), ("blocks.0", block), ("blocks.1", block), ("blocks.0", block)]
+        reductions = [(c.unit, c.numel) for c in seen if c.kind == "reduce_scatter"]
+        units = (("blocks.1", block), ("blocks.0", block), ("", root))
+        assert reductions == [(unit, numel) for unit, size in units for numel in (size, 8)]
+        assert len(seen) == len(gathers) + len(reductions)
+
+
+@on_ranks(2)
+@each_front_end
+def test_nothing_is_sent_by_looking(rank: Rank, front_end: FrontEnd) -> None:
+    """Parameters, names, optimizers and clearing gradients need no communication."""
+    model = front_end.wrap(build(Stack, 2), rank)
+    square_loss()(model, rank.rank).backward()
+    with record() as seen:
+        optimizer = adam(model.parameters())
+        optimizer.step()
+        model.zero_grad()
+        list(model.named_parameters())
+        model.train()
+        model.eval()
+    assert seen == []
+
+
+@on_ranks(2)
+@pairwise(front_end=FRONT_ENDS, strategy=["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_two_units_are_unsharded_at_a_time(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
+    """Of equal blocks one that computes and the next; SHARD_GRAD_OP keeps them till backward, FULL_SHARD the last."""
+    model, _ = make(front_end, rank, 6, strategy=strategy)
+    largest: list[int] = []
+
+    def look(*_: Any) -> None:
+        largest.append(len([name for name in gathered(model) if "blocks" in name]))
+
+    for block in model.blocks:
+        inner = unwrapped(block)
+        inner.up.register_forward_pre_hook(look)
+        inner.down.register_forward_hook(look)
+        inner.up.register_full_backward_hook(look)
+        inner.down.register_full_backward_hook(look)
+    for step in range(2):
+        loss = square_loss(step)(model, rank.rank)
+        kept = [name for name in gathered(model) if "blocks" in name]
+        assert kept == [f"blocks.{index}" for index in range(6) if index == 5 or strategy != "FULL_SHARD"]
+        loss.backward()
+        assert_at_rest(model)
+    assert len(largest) == 48 and (strategy != "FULL_SHARD" or max(largest) == 2)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            model(batch(0, 0, 4, 6))
+        assert_at_rest(model)
+
+
+@on_ranks(2)
+@pairwise(front_end=FRONT_ENDS, strategy=STRATEGIES)
+def test_shards_are_all_that_stays(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
+    """At rest a rank holds its part of parameters, padded, and as much of gradients, and memory for nothing else."""
+    model, reference = sharded_with_reference(front_end, rank, build(Mlp, 8, 64, 64, 8), strategy=strategy)
+    whole = sum(p.numel() for p in reference.parameters())
+    most = whole if strategy == "NO_SHARD" else whole / rank.world_size
+    for step in range(2):
+        square_loss(step, 4, 8)(model, rank.rank).backward()
+        assert_at_rest(model)
+        for unit in nested_units(model):
+            for parameter in unit.parameters:
+                assert parameter.unsharded.grad is None
+                assert strategy == "NO_SHARD" or parameter.unsharded.untyped_storage().nbytes() == 0
+            assert all(plan.message.allocated_bytes == 0 for bucket in unit.buckets for plan in bucket.plans)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        for tensors in (list(model.parameters()), gradients):
+            local = [t.to_local() if front_end.composable else t for t in tensors]
+            held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local if t.numel()}
+            assert sum(held.values()) <= 4 * most + 3 * 160
+    assert set(full_values(model)) == {name for name, _ in reference.named_parameters()}
+
+
+# -------------------------------------------------------------------- unsharding by hand
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("waited", ["by forward", "by handle", "twice", "first by handle"])
+def test_asynchronous_unshard(rank: Rank, waited: str) -> None:
+    """The forward waits for a gather issued by hand and does not repeat it; so does the handle."""
+    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack))
+    for step in range(2):
+        with record() as seen:
+            handles = [module.unshard(async_op=True) for module in (model.blocks[1], model, model.blocks[0])]
+            assert type(model.blocks[1].up.weight) is not nn.Parameter  # only a handle that was waited for registers
+            waits = {"by handle": [0, 1, 2], "first by handle": [0], "twice": [1, 1]}
+            for index in waits.get(waited, []):
+                handles[index].wait()
+            loss = square_loss(step)(model, rank.rank)
+        assert len([c for c in seen if c.kind == "all_gather"]) == 4
+        loss.backward()
+        reference_backward(reference, rank.world_size, square_loss(step))
+        assert_at_rest(model)
+    assert_same_gradients(model, reference)
+
+
+@on_ranks(2)
+def test_unshard_and_reshard(rank: Rank) -> None:
+    """Unsharding before anything ran gives full values; a handle after ``reshard`` does nothing; training goes on."""
+    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack))
+    handle = model.blocks[0].unshard(async_op=True)
+    handle.wait()
+    model.blocks[1].unshard()
+    for index in range(2):
+        for ours, theirs in zip(model.blocks[index].parameters(), reference.blocks[index].parameters(), strict=True):
+            assert_close(ours.detach(), theirs.detach(), "full parameter", rtol=0.0)
+    model.blocks[0].reshard()
+    handle.wait()
+    assert [unit_at(block).is_unsharded for block in model.blocks] == [False, True, False]
+    for step in range(2):
+        both_backward(model, reference, rank, square_loss(step))
+        assert_same_gradients(model, reference)
+    assert_at_rest(model)
+
+
+@on_ranks(1, 2)
+def test_unit_without_parameters(rank: Rank) -> None:
+    """A unit that has nothing to gather works as a no-op, by hand and in training."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+    fully_shard(model[1], mesh=rank.mesh)
+    with record() as seen:
+        assert model[1].unshard() is None
+        handle = model[1].unshard(async_op=True)
+        handle.wait()
+        model[1].reshard()
+        assert torch.equal(model[1](torch.tensor([-1.0, 2.0])), torch.tensor([0.0, 2.0]))
+    assert seen == []
+    fully_shard(model, mesh=rank.mesh)
+    for _ in range(2):
+        model(batch(rank.rank, 0, 4, 6)).sum().backward()
+
+
+# -------------------------------------------------------------------- what optimizers outdate
+
+
+@on_ranks(2)
+def test_another_optimizer_on_one_rank_changes_nothing(rank: Rank) -> None:
+    """Steps of an optimizer that holds none of our parameters, on one rank only, do not change what is gathered."""
+    model, _ = make(COMPOSABLE, rank)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    for _ in range(2):
+        with record() as seen:
+            loss = square_loss()(model, rank.rank)
+            if rank.rank == 0:
+                other.param_groups[0]["params"][0].grad = torch.ones(2)
+                other.step()
+            loss.backward()
+    assert [c.unit for c in seen if c.kind == "all_gather"] == [
+        "",
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+        "blocks.1",
+        "blocks.0",
+    ]
+
+
+@on_ranks(2)
+def test_only_the_units_of_an_optimizer_become_outdated(rank: Rank) -> None:
+    """A step outdates what it may have written to, and no other unit is gathered again."""
+    with tiny_units():
+        model = COMPOSABLE.wrap(Mlp(6, 6, 6), rank, strategy="SHARD_GRAD_OP")
+    optimizer = torch.optim.SGD(model.layers[0].parameters(), lr=0.0)
+    for changed in ({"layers.0"}, {"layers.0"}, {"layers.0", "layers.1"}):
+        square_loss()(model, rank.rank).backward()
+        model(batch(rank.rank, 0, 4, 6))
+        if len(changed) == 2:
+            optimizer.add_param_group({"params": list(model.layers[1].parameters())})
+        optimizer.step()
+        with record() as seen:
+            model(batch(rank.rank, 0, 4, 6))
+        assert {c.unit for c in seen} == changed
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("change", ["add_param_group", "replace", "append"])
+def test_parameters_that_an_optimizer_gets_later(rank: Rank, change: str) -> None:
+    """Units whose parameters an optimizer was given after its first step are gathered anew after the next.
+
+    Both layers keep their full parameters after forward. Were the units of an optimizer looked up at its first step
+    only, the last forward would compute with the old weights of the second layer.
+    """
+    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Mlp, 6, 6, 6), strategy="SHARD_GRAD_OP")
+    optimizers = [torch.optim.SGD(one.layers[0].parameters(), lr=0.5) for one in (model, reference)]
+    for step in range(2):
+        square_loss(step)(model, rank.rank).backward()
+        reference_backward(reference, rank.world_size, square_loss(step))
+        if step == 1:
+            for one, optimizer in zip((model, reference), optimizers, strict=True):
+                later = list(one.layers[1].parameters())
+                if change == "add_param_group":
+                    optimizer.add_param_group({"params": later})
+                elif change == "replace":
+                    optimizer.param_groups[0]["params"] = later  # as many as before
+                else:
+                    optimizer.param_groups[0]["params"] += later
+            model(batch(rank.rank, step, 4, 6))  # leaves full parameters behind
+            assert unit_at(model.layers[1]).is_unsharded
+        for optimizer in optimizers:
+            optimizer.step()
+    x = batch(0, 9, 4, 6)
+    assert_close(model(x).detach(), reference(x).detach(), "output after the step", rtol=1e-5, atol=1e-7)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("setting", "gathers"), [(True, 10), (None, 5)])
+def test_optimizer_in_backward_keeps_what_was_gathered_ahead(rank: Rank, setting: bool | None, gathers: int) -> None:
+    """Stepping a unit's optimizer in backward neither gathers other units twice nor those that were kept again."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    COMPOSABLE.wrap(model, rank, reshard_after_forward=setting)
+    optimizers = {p: sgd_of(p) for p in model.parameters()}
+
+    def step(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for _ in range(2):
+        with record() as seen:
+            model(torch.ones(3, 4)).sum().backward()
+    assert Counter(c.kind for c in seen)["all_gather"] == gathers
+
+
+def sgd_of(parameter: nn.Parameter) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter], lr=0.1)

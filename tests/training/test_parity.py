@@ -1,0 +1,462 @@
+"""Sharded training equals unsharded training on the mean of all ranks' gradients, in each front end."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compare import assert_close, assert_equal
+from front_ends import (
+    AFTER_ADAM,
+    CLOSE,
+    COMPOSABLE,
+    FRONT_ENDS,
+    HYBRID,
+    STRATEGIES,
+    FrontEnd,
+    assert_at_rest,
+    assert_same_gradients,
+    assert_same_values,
+    assert_trains_alike,
+    both_backward,
+    build,
+    each_front_end,
+    full_gradients,
+    full_values,
+    sgd,
+    sharded_with_reference,
+    token_loss,
+    train,
+    train_reference,
+    unwrapped,
+)
+from fullshard import fully_shard
+from fullshard.comm import record
+from fullshard.engine.ownership import nested_units
+from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+from models import (
+    Block,
+    Branch,
+    Frozen,
+    Language,
+    LossOf,
+    Mlp,
+    Odd,
+    Stack,
+    batch,
+    reference_backward,
+    square_loss,
+    tokens,
+)
+from pairwise import each_value, pairwise
+from ranks import Rank, on_ranks
+
+
+class Normalized(nn.Module):
+    """Batch norm: buffers that forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], LossOf]]] = {
+    "uneven": (lambda: Mlp(6, 7, 15, 16, 17), square_loss),
+    "tiny": (lambda: Mlp(6, 3, 5, 1, 2), square_loss),
+    "large": (lambda: Mlp(6, 257, 256, 3), square_loss),  # evenly and unevenly cut messages of their own
+    "stack": (Stack, square_loss),
+    "frozen": (Frozen, square_loss),
+    "tied": (Language, token_loss),
+    "odd": (Odd, square_loss),
+    "buffers": (Normalized, square_loss),
+}
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("case", MODELS)
+def test_ten_steps_of_all_front_ends(rank: Rank, case: str) -> None:
+    """Losses, weights and buffers of all front ends are the same bits, and those of unsharded training closely."""
+    make, loss_at = MODELS[case]
+    reference = build(make)
+    models = [front_end.wrap(copy.deepcopy(reference), rank) for front_end in FRONT_ENDS]
+    for parameter in reference.parameters():  # optimizers refuse parameters whose elements share memory
+        parameter.data = parameter.data.resolve_conj().clone()
+    losses = [train(model, rank, loss_at) for model in models]
+    for model, found in zip(models[1:], losses[1:], strict=True):
+        assert_equal(found, losses[0], "losses")
+        assert_same_values(model, models[0])
+        for (name, ours), theirs in zip(model.named_buffers(), models[0].buffers(), strict=True):
+            assert_equal(ours, theirs, name)
+        if rank.world_size > 1:
+            assert_at_rest(model)
+    if case == "buffers":
+        return  # the reference would see the batches of all ranks
+    tolerance = {"rtol": 5e-2, "atol": 5e-3} if case == "odd" else CLOSE  # bfloat16 weights
+    assert_close(losses[0], train_reference(reference, rank, loss_at), "losses", **tolerance)
+    assert_same_values(models[0], reference, **tolerance)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *HYBRID])
+def test_strategies_of_all_front_ends(rank: Rank, strategy: str) -> None:
+    """Each strategy gives the same bits in all front ends, and trains as FULL_SHARD does."""
+    reference = build(Language)
+    models = [front_end.wrap(copy.deepcopy(reference), rank, strategy=strategy) for front_end in FRONT_ENDS]
+    losses = [train(model, rank, token_loss, 5) for model in models]
+    for model, found in zip(models[1:], losses[1:], strict=True):
+        assert_equal(found, losses[0], "losses")
+        assert_same_values(model, models[0])
+    assert_close(losses[0], train_reference(reference, rank, token_loss, 5), "losses", **CLOSE)
+    assert_same_values(models[0], reference, **CLOSE)
+
+
+@on_ranks(4)
+@pairwise(front_end=FRONT_ENDS, strategy=HYBRID, shape=[(2, 2), (4, 1), (1, 4)])
+def test_hybrid_strategies_on_any_mesh(rank: Rank, front_end: FrontEnd, strategy: str, shape: tuple[int, int]) -> None:
+    """They train as unsharded on (n, 1) and (1, n) as well, with microbatches that are not synchronized."""
+    model, reference = sharded_with_reference(
+        front_end, rank, build(Language), strategy=strategy, mesh=rank.make_mesh(*shape)
+    )
+    with front_end.no_sync(model):
+        both_backward(model, reference, rank, token_loss(9))
+    assert_trains_alike(model, reference, rank, token_loss)
+
+
+POLICIES: dict[str, Any] = {
+    "classes": ModuleWrapPolicy({Block, nn.Linear, nn.Embedding}),
+    "size": lambda **asked: size_based_auto_wrap_policy(**asked, min_num_params=60),
+    "custom": CustomPolicy(lambda m: isinstance(m, (Block, nn.LayerNorm))),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_same_policy_in_all_front_ends(rank: Rank, policy: str) -> None:
+    """One policy serves all front ends, which give the same bits."""
+    models: list[Any] = [fully_shard(build(Language), mesh=rank.mesh, policy=POLICIES[policy])]
+    for front_end in FRONT_ENDS[1:]:
+        models.append(front_end.wrap(build(Language), rank, [], auto_wrap_policy=POLICIES[policy]))
+    losses = [train(model, rank, token_loss, 5) for model in models]
+    assert {len(nested_units(model)) for model in models} == {len(nested_units(models[0]))} and len(models) == 3
+    for model, found in zip(models[1:], losses[1:], strict=True):
+        assert_equal(found, losses[0], "losses")
+        assert_same_values(model, models[0])
+
+
+@on_ranks(2)
+@pairwise(front_end=FRONT_ENDS, strategy=STRATEGIES)
+def test_gradients_of_one_step_are_those_of_the_mean_bit_by_bit(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
+    """Gradients are summed in rank order, so those of a step equal the reference's in every bit."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack), strategy=strategy)
+    for step in range(2):
+        square_loss(step)(model, rank.rank).backward()
+        reference_backward(reference, rank.world_size, square_loss(step))
+        assert_same_gradients(model, reference, rtol=0.0, atol=0.0)
+
+
+@on_ranks(2, 4)
+@each_front_end
+@pytest.mark.parametrize("kind", [2.0, float("inf"), 1.0])
+def test_adam_on_clipped_gradients(rank: Rank, kind: float, front_end: FrontEnd) -> None:
+    """Norms over all ranks, and weights after steps whose gradients are cleared to None and to zero in turn."""
+    # No rank is without rows where the norm is infinite: torch refuses that of an empty tensor.
+    model, reference = sharded_with_reference(front_end, rank, build(Mlp, *((6, 8, 4) if kind > 2 else (6, 7, 3, 5))))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
+    for step in range(6):
+        square_loss(step)(model, rank.rank).backward()
+        reference_backward(reference, rank.world_size, square_loss(step))
+        norm = front_end.clip(model, 0.05, kind)
+        assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.05, kind), "norm", **AFTER_ADAM)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+    assert_same_values(model, reference, **AFTER_ADAM)
+
+
+@on_ranks(2)
+@pairwise(front_end=FRONT_ENDS, precision=[None, torch.bfloat16], strategy=STRATEGIES)
+def test_offloaded_parameters(rank: Rank, front_end: FrontEnd, precision: Any, strategy: str) -> None:
+    """Offloading changes no bit, with microbatches without sync and several reductions per step as well."""
+    models = []
+    options = front_end.precision(precision, torch.float32) if precision else {}
+    for offload in ({}, front_end.offload()):
+        model = front_end.wrap(build(Stack), rank, strategy=strategy, **options, **offload)
+        optimizer = sgd(model, 2.0**-4)
+        for step in range(2):
+            for micro, sync in enumerate((True, False, False, True)):
+                loss = square_loss(10 * step + micro)
+                if sync:
+                    loss(model, rank.rank).backward()
+                else:
+                    with front_end.no_sync(model):
+                        loss(model, rank.rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model)
+    assert_same_values(*models)
+
+
+# -------------------------------------------------------------------- what has no gradient
+
+
+@on_ranks(2, 4)
+@each_front_end
+def test_parameters_that_some_ranks_or_none_use(rank: Rank, front_end: FrontEnd) -> None:
+    """A parameter without gradient on some ranks gets the mean everywhere; one without on all stays put."""
+    model, reference = sharded_with_reference(
+        front_end, rank, nn.Sequential(nn.Linear(6, 6), Branch(), nn.Linear(6, 6)), ["0", "1", "2"]
+    )
+
+    def loss_of(module: Any, number: int) -> torch.Tensor:
+        unwrapped(module[1]).rank = number
+        return square_loss()(module, number)
+
+    for _ in range(2):
+        loss_of(model, rank.rank).backward()
+        reference_backward(reference, rank.world_size, loss_of)
+    assert_same_gradients(model, reference)
+    if not front_end.flat:
+        assert full_gradients(model)["1.never.weight"] is None
+    before = full_values(model)
+    torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5 * (not front_end.flat)).step()
+    after = full_values(model)
+    assert_equal(after["1.never.weight"], before["1.never.weight"], "what no rank used")
+    assert (after["1.odd.weight"] != before["1.odd.weight"]).all()
+
+
+class Outputs(nn.Module):
+    """Returns both of two units' outputs, of which the loss may use one; a third unit is not used at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.layers[0](x)
+        return {"first": x, "second": self.layers[1](x)}
+
+
+@on_ranks(2)
+@each_value(1, front_end=FRONT_ENDS, strategy=STRATEGIES)
+def test_outputs_that_the_loss_does_not_use(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
+    """A unit whose output is not in the loss has no gradient and is resharded after backward anyway."""
+    model, reference = sharded_with_reference(front_end, rank, build(Outputs), strategy=strategy)
+
+    def loss_at(step: int) -> LossOf:
+        key = ("first", "second", "first")[step]
+        return lambda module, number: module(batch(number, step, 4, 6))[key].square().mean()
+
+    assert_trains_alike(model, reference, rank, loss_at)
+
+
+# -------------------------------------------------------------------- units of little or nothing
+
+
+class Nothing(nn.Module):
+    """Modules without parameters, with empty ones, and with one element, each a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Tanh()
+        self.empty = nn.ParameterDict({"empty": nn.Parameter(torch.empty(0, 6))})
+        self.one = nn.Linear(1, 1, bias=False)
+        self.body = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.none(self.body(x))
+        x = torch.cat([x, x @ self.empty["empty"].t()], dim=1)
+        return self.one(x.reshape(-1, 1)).view_as(x)
+
+
+@on_ranks(2, 3)
+@each_front_end
+@pytest.mark.parametrize("units", [["none", "one"], ["none", "one", "body"]], ids=["some", "all"])
+def test_units_of_little_or_nothing(rank: Rank, front_end: FrontEnd, units: list[str]) -> None:
+    """Units without parameters, or with fewer elements than ranks, run, train and are saved."""
+    model, reference = sharded_with_reference(front_end, rank, build(Nothing), units)
+    assert list(model.none.parameters()) == []
+    assert_trains_alike(model, reference, rank)
+    state = model.state_dict()
+    assert list(state) == list(reference.state_dict()) and state["empty.empty"].shape == (0, 6)
+
+
+@on_ranks(1, 2)
+@each_front_end
+def test_models_without_anything_to_shard(rank: Rank, front_end: FrontEnd) -> None:
+    """Without parameters, and where all of them are ignored, a model runs, and nothing is sent."""
+    model = front_end.wrap(nn.Sequential(nn.Tanh(), nn.Dropout(0.0)), rank, [])
+    x = batch(rank.rank, 0, 2, 3).requires_grad_()
+    plain = Mlp(6, 5, 3)
+    held = dict(plain.named_parameters())
+    ignoring = front_end.wrap(plain, rank, [], **front_end.ignoring(plain.parameters()))
+    with record() as seen:
+        model(x).sum().backward()
+        square_loss()(ignoring, rank.rank).backward()
+    assert seen == [] and list(model.parameters()) == [] and dict(model.state_dict()) == {}
+    assert_close(x.grad, 1 - torch.tanh(x.detach()) ** 2, "gradient", 1e-5)
+    assert all(plain.get_parameter(name) is p and p.grad.shape == p.shape for name, p in held.items())
+
+
+@on_ranks(1)
+@each_value(front_end=FRONT_ENDS, strategy=STRATEGIES)
+def test_one_rank_communicates_nothing(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
+    """On one rank training equals plain training in every bit, without a collective and, composed, without a copy."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack), strategy=strategy)
+    seen: dict[str, int] = {}
+    if front_end == COMPOSABLE:
+        pointers = {name: p.to_local().data_ptr() for name, p in model.named_parameters()}
+        for name, block in model.blocks.named_children():
+            block.register_forward_hook(
+                lambda block, _args, _output, name=name: seen.update(
+                    {f"blocks.{name}.{key}": p.data_ptr() for key, p in block.named_parameters()}
+                )
+            )
+    with record() as collectives:
+        assert_trains_alike(model, reference, rank, rtol=0.0, atol=0.0)
+    assert collectives == []
+    if front_end == COMPOSABLE:
+        assert len(seen) == 12 and all(pointers[name] == pointer for name, pointer in seen.items())
+
+
+# -------------------------------------------------------------------- modules with ways of their own
+
+
+class Recurrent(nn.Module):
+    """An LSTM, which keeps a list of its parameters beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.last = nn.LSTM(6, 5, num_layers=2, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.lstm(x.view(2, -1, 6))[0])
+
+
+class Attentive(nn.Module):
+    """Attention, which uses some parameters without calling the module that holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.norm = nn.MultiheadAttention(6, 2, batch_first=True), nn.BatchNorm1d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.view(1, -1, 6)
+        return self.norm(self.attention(x, x, x, need_weights=False)[0].view(-1, 6))
+
+
+class Listed(nn.Module):
+    """Parameters in a list and in a dictionary, and one under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(6, 6) for _ in range(3))
+        self.by_name = nn.ParameterDict({"scale": torch.randn(6), "shift": torch.randn(6)})
+        self.a = self.b = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = torch.tanh(x @ weight)
+        return (x * self.by_name["scale"] + self.by_name["shift"]) @ self.a @ self.b
+
+
+class Normed(nn.Module):
+    """A layer whose weight is computed from two others, and one whose weight is kept orthogonal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+        self.orthogonal = nn.utils.parametrizations.orthogonal(nn.Linear(6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.orthogonal(torch.tanh(self.normed(x)))
+
+
+class Watchful(nn.Linear):
+    """Notes which attributes are set, as modules with caches do."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "weight":
+            super().__setattr__("cached", [value])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.cached[0], self.bias)
+
+
+OF_THEIR_OWN: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "lstm": (Recurrent, ["lstm"]),
+    "lstm in the root": (Recurrent, []),
+    "attention": (Attentive, ["attention"]),
+    "attention in the root": (Attentive, []),
+    "lists": (Listed, []),
+    "parametrized": (Normed, ["normed", "orthogonal"]),
+    "parametrized in the root": (Normed, []),
+    "own setattr": (lambda: nn.Sequential(Watchful(6, 6), nn.Linear(6, 3)), ["0"]),
+}
+
+
+@on_ranks(2)
+@pairwise(front_end=FRONT_ENDS, kind=OF_THEIR_OWN)
+def test_modules_that_treat_parameters_in_their_own_way(rank: Rank, front_end: FrontEnd, kind: str) -> None:
+    """They train as unsharded ones do, freed and kept after forward, and their states can be loaded."""
+    make, units = OF_THEIR_OWN[kind]
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        model, reference = sharded_with_reference(front_end, rank, build(make), units, strategy=strategy)
+        optimizers = [sgd(m, 0.1, momentum=0.9) for m in (model, reference)]
+        assert_trains_alike(model, reference, rank, optimizers=optimizers)
+        state = model.state_dict()
+        assert list(state) == list(reference.state_dict())
+        fresh = front_end.wrap(build(make, seed=9), rank, units, strategy=strategy)
+        fresh.load_state_dict(state)
+        assert_same_values(fresh, reference, **CLOSE)
+
+
+@on_ranks(2)
+@each_front_end
+@pytest.mark.parametrize("sparse", [False, True])
+def test_embeddings(rank: Rank, sparse: bool, front_end: FrontEnd) -> None:
+    """An embedding with a padding row trains as the unsharded one does, also if its own gradient is sparse."""
+    embedding = nn.Embedding(17, 6, padding_idx=3, sparse=sparse)
+    model, reference = sharded_with_reference(front_end, rank, nn.Sequential(embedding, nn.Linear(6, 3)))
+    reference[0].sparse = False  # the sharded gradient is dense
+
+    def loss_at(step: int) -> LossOf:
+        return lambda module, number: module(tokens(number, step, 2, 3)).square().mean()
+
+    assert_trains_alike(model, reference, rank, loss_at)
+
+
+@on_ranks(2)
+@each_front_end
+@pytest.mark.parametrize("foreach", [True, False])
+def test_frozen_tied_uneven_and_clipped_with_microbatches(rank: Rank, front_end: FrontEnd, foreach: bool) -> None:
+    """Everything at once over ten steps: a tied uneven embedding, frozen parts, accumulation, clipping and Adam."""
+    plain = build(Language)
+    plain.blocks[0].up.weight.requires_grad_(False)
+    plain.blocks[1].requires_grad_(False)
+    model, reference = sharded_with_reference(front_end, rank, plain)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4, foreach=foreach) for m in (model, reference)]
+    for step in range(10):
+        for micro in range(2):
+            if micro == 0:
+                with front_end.no_sync(model):
+                    both_backward(model, reference, rank, token_loss(20 * step))
+            else:
+                both_backward(model, reference, rank, token_loss(20 * step + 1))
+        front_end.clip(model, 0.5)
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+    assert_at_rest(model)
+    assert_same_values(model, reference, **AFTER_ADAM)

@@ -1,0 +1,274 @@
+"""Tied parameters: owned once, by the lowest unit that contains all their holders, under all their names."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compare import assert_close, assert_equal, fqn_of
+from front_ends import (
+    CLOSE,
+    COMPOSABLE,
+    FLAT,
+    FRONT_ENDS,
+    ORIGINAL,
+    FrontEnd,
+    adam,
+    assert_at_rest,
+    assert_same_gradients,
+    assert_same_values,
+    assert_trains_alike,
+    build,
+    each_front_end,
+    full_values,
+    sharded_with_reference,
+    token_loss,
+    unwrapped,
+)
+from fullshard import FlatParameter, TiedParameterError, fully_shard
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard.comm import record
+from fullshard.engine.ownership import nested_units
+from fullshard.wrap import ModuleWrapPolicy
+from models import Block, Language, LossOf, square_loss, tokens
+from pairwise import pairwise
+from ranks import Rank, on_ranks
+
+
+class Deeper(nn.Module):
+    """A language model below another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.last = Language(), nn.Linear(13, 5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.last(self.model(ids))
+
+
+# Which modules become units, innermost first, below the root; and the unit that has to own the weight ("" is the root).
+NESTINGS: dict[str, tuple[list[str], str]] = {
+    "one unit": ([], ""),
+    "blocks": (["model.blocks.0", "model.blocks.1"], ""),
+    "sibling units": (["model.embedding", "model.head"], ""),
+    "head first": (["model.head", "model.embedding"], ""),
+    "embedding alone": (["model.embedding"], ""),
+    "head alone": (["model.head"], ""),
+    "ancestor in the middle": (["model.embedding", "model.norm", "model.head", "model"], "model"),
+    "head and ancestor in the middle": (["model.head", "model"], "model"),
+}
+
+
+def loss_at(step: int) -> LossOf:
+    return lambda model, rank: model(tokens(rank, step, 3, 4)).square().mean()
+
+
+@on_ranks(2)
+@pairwise(front_end=FRONT_ENDS, nesting=NESTINGS)
+def test_lowest_common_unit_owns_it_once(rank: Rank, front_end: FrontEnd, nesting: str) -> None:
+    """However its holders are spread over units: one owner, all names, one object, and training as unsharded."""
+    units, owner = NESTINGS[nesting]
+    model, reference = sharded_with_reference(front_end, rank, build(Deeper), units)
+    names = ["model.embedding.weight", "model.head.weight"]
+    with record() as seen:
+        assert_trains_alike(model, reference, rank, loss_at)
+    assert all(c.numel for c in seen if c.kind == "all_gather")
+    holders = {unit.name: p for unit in nested_units(model) for p in unit.parameters if len(p.fqns) > 1}
+    assert list(holders) == [owner] and sorted(holders[owner].fqns) == names
+    fqns = [fqn for unit in nested_units(model) for p in unit.parameters for fqn in p.fqns]
+    assert len(fqns) == len(list(reference.named_parameters(remove_duplicate=False)))
+    if not front_end.flat:
+        assert len(list(model.parameters())) == len(list(reference.parameters()))
+        visible = {fqn_of(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+        assert visible[names[0]] is visible[names[1]]
+    state, expected = model.state_dict(), reference.state_dict()
+    assert list(state) == list(expected)
+    if front_end.composable:
+        assert state[names[0]].to_local().data_ptr() == state[names[1]].to_local().data_ptr()
+    else:
+        with FSDP.summon_full_params(model, writeback=False):
+            shown = {fqn_of(n): p for n, p in model.named_parameters(remove_duplicate=False)}
+            assert shown[names[0]] is shown[names[1]]
+            listed = [fqn_of(n) for n, _ in model.named_parameters()]
+            assert listed == [n for n, _ in reference.named_parameters()]
+    assert_at_rest(model)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("front_end", [ORIGINAL, FLAT], ids=str)
+@pytest.mark.parametrize("classes", [{Block}, {nn.Embedding, nn.Linear}, {nn.Embedding, Block}], ids=len)
+def test_units_of_a_policy(rank: Rank, classes: set[type[nn.Module]], front_end: FrontEnd) -> None:
+    """Where a policy chooses the units, the weight belongs to their lowest common ancestor as well."""
+    model, reference = sharded_with_reference(
+        front_end, rank, build(Language), [], auto_wrap_policy=ModuleWrapPolicy(classes)
+    )
+    assert_trains_alike(model, reference, rank, token_loss)
+    (owner,) = [unit for unit in nested_units(model) for p in unit.parameters if len(p.fqns) > 1]
+    assert owner.name == ""
+    assert list(model.state_dict()) == list(reference.state_dict())
+
+
+@on_ranks(4)
+@pairwise(front_end=FRONT_ENDS, units=[[], ["embedding", "head"]])
+def test_every_row_of_an_uneven_vocabulary_is_updated(rank: Rank, front_end: FrontEnd, units: list[str]) -> None:
+    """All rows change in one step on all ranks, by what the plain module would change them; frozen, none does."""
+    for frozen in (False, True):
+        plain = build(Language)
+        plain.embedding.weight.requires_grad_(not frozen)
+        model, reference = sharded_with_reference(front_end, rank, plain, units)
+        before = full_values(model)["head.weight"]
+
+        def loss_of(module: nn.Module, _: int) -> torch.Tensor:
+            return module(torch.arange(13).unsqueeze(0)).square().mean()
+
+        assert_trains_alike(model, reference, rank, lambda _, loss_of=loss_of: loss_of, steps=1)
+        assert (full_values(model)["embedding.weight"] != before).any(dim=1).all() != frozen
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("order", [("embedding", "head"), ("head", "embedding")], ids="-".join)
+@pytest.mark.parametrize("first", ["model", "embedding", "head"])
+def test_units_without_a_common_unit_are_refused(rank: Rank, order: tuple[str, str], first: str) -> None:
+    """Whichever of two units that share a parameter runs first, it raises on every rank; a unit above both helps."""
+    reference, model = build(Language), build(Language)
+    for name in order:
+        fully_shard(getattr(model, name), mesh=rank.mesh)
+    inputs = torch.ones(2, 6) if first == "head" else tokens(0, 0, 2, 3)
+    with pytest.raises(TiedParameterError, match=r"weight \(shape \(13, 6\).*call fully_shard on a module that"):
+        (model if first == "model" else getattr(model, first))(inputs)
+    fully_shard(model, mesh=rank.mesh)
+    ids = tokens(0, 0, 2, 3)
+    assert_close(model(ids).detach(), reference(ids).detach(), "output", **CLOSE)
+
+
+@on_ranks(2)
+def test_separate_wrappers_are_refused(rank: Rank) -> None:
+    """A weight that two wrapped models share without a wrapper around both is refused, on all ranks."""
+    first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+    second.weight = first.weight
+    wrapped = ORIGINAL.wrap(first, rank, [])
+    with pytest.raises(TiedParameterError, match="weight"):
+        ORIGINAL.wrap(second, rank, [])(wrapped(torch.ones(2, 6)))
+
+
+@on_ranks(2)
+def test_sharding_layer_by_layer_gives_no_false_ties(rank: Rank) -> None:
+    """Layers that are built, sharded and collected one by one never count as tied, though ids are used again."""
+    kept = nn.ModuleList()
+    for index in range(60):
+        layer = fully_shard(nn.Linear(4, 4), mesh=rank.mesh)
+        if index % 10 == 0:
+            kept.append(layer)
+        del layer
+        gc.collect(0)
+    model = fully_shard(nn.Sequential(*kept), mesh=rank.mesh)
+    model(torch.ones(2, 4)).sum().backward()
+    assert [len(unit.parameters) for unit in nested_units(model)] == [0] + [2] * len(kept)
+    assert len({id(p) for p in model.parameters()}) == 2 * len(kept)
+
+
+# -------------------------------------------------------------------- shared modules
+
+
+class Twice(nn.Module):
+    """One module under two names, which a third module has as well, between layers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.block = Block(6)
+        self.again = self.block
+        self.left = nn.Sequential(self.block, nn.Linear(6, 6))
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.left(self.again(self.first(self.block(x)))))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("front_end", [COMPOSABLE, ORIGINAL, FLAT], ids=str)
+@pytest.mark.parametrize("units", [[], ["block"], ["left"]], ids=str)
+def test_modules_under_several_names(rank: Rank, front_end: FrontEnd, units: list[str]) -> None:
+    """A shared module is one unit, or part of one, and runs several times; each parameter is owned once."""
+    if front_end.flat and units == ["left"]:
+        pytest.skip("what one flat parameter hides is not found outside of its wrapper")
+    plain = build(Twice)
+    if not front_end.composable and units == ["block"]:  # what one wraps by hand has to be put in all its places
+        policy: dict[str, Any] = {"auto_wrap_policy": ModuleWrapPolicy({Block})}
+        model, reference = sharded_with_reference(front_end, rank, plain, [], **policy)
+    else:
+        model, reference = sharded_with_reference(front_end, rank, plain, units)
+    owned = [fqn for unit in nested_units(model) for p in unit.parameters for fqn in p.fqns]
+    assert len(nested_units(model)) == 1 + len(units) and len(owned) == len(set(owned))
+    assert_trains_alike(model, reference, rank)
+    assert list(model.state_dict()) == list(reference.state_dict())
+
+
+# -------------------------------------------------------------------- which object it is
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("where", ["embedding", "head", "both"])
+@pytest.mark.parametrize("front_end", [COMPOSABLE, ORIGINAL], ids=str)
+def test_replaced_under_one_name(rank: Rank, where: str, front_end: FrontEnd) -> None:
+    """Replacing a tied parameter in one of its modules, or in all, replaces it in all; it stays tied and trains."""
+    model, reference = sharded_with_reference(front_end, rank, build(Language))
+    ids = tokens(rank.rank, 0, 2, 3)
+    model(ids)
+    with torch.no_grad():
+        reference.head.weight.mul_(-2)
+    new = nn.Parameter(reference.head.weight.detach().clone())
+    for name in ("embedding", "head") if where == "both" else (where,):
+        getattr(unwrapped(model), name).weight = new
+    assert_equal(model(ids), reference(ids), "output")
+    assert unwrapped(model).embedding.weight is unwrapped(model).head.weight
+    assert_same_values(model, reference)
+    assert_trains_alike(model, reference, rank, token_loss)
+
+
+@on_ranks(2)
+def test_original_parameters_stay_the_objects_that_they_were(rank: Rank) -> None:
+    """Both modules hold the object from before wrapping, and an optimizer from before trains it."""
+    plain, reference = build(Language), build(Language)
+    before = plain.embedding.weight
+    optimizers = adam(plain.parameters()), adam(reference.parameters())
+    model = ORIGINAL.wrap(plain, rank, ["head", "embedding"])
+    assert_trains_alike(model, reference, rank, token_loss, optimizers=optimizers)
+    assert plain.head.weight is plain.embedding.weight is before
+    assert sum(p is before for p in model.parameters()) == 1
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("units", [[], ["embedding"], ["head"], ["head", "embedding"]], ids=str)
+def test_names_in_a_flat_parameter(rank: Rank, units: list[str]) -> None:
+    """A flat parameter has a tied one once, under a name that it has in the module that is wrapped."""
+    model = FLAT.wrap(Language(depth=0), rank, units)
+    (flat,) = model.parameters()
+    assert isinstance(flat, FlatParameter)
+    names = {name.replace("head", "embedding") for name in flat.fqns}
+    assert names == {"embedding.weight", "norm.weight", "norm.bias"}
+    assert flat.numel() == -(-(13 * 6 + 2 + 6 + 2 + 6) // 2)
+
+
+@on_ranks(2)
+@each_front_end
+def test_parameter_under_two_names_of_one_module(rank: Rank, front_end: FrontEnd) -> None:
+    """Two attributes of one module may hold the same parameter, inside a forward too."""
+
+    class Same(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = self.b = nn.Parameter(torch.randn(3, 6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert self.a is self.b
+            return x @ self.a.t() @ self.b
+
+    model, reference = sharded_with_reference(front_end, rank, build(Same), [])
+    square_loss()(model, rank.rank)
+    assert_trains_alike(model, reference, rank)
+    assert_same_gradients(model, reference)
