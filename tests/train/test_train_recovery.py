@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from train_processes import LIMIT, SIZE, command, rank_of, run, start, wait_for, workers_of, write_text
+from train_processes import LIMIT, SIZE, command, last_step, rank_of, run, start, wait_for, workers_of, write_text
 
-from fullshard.train.metrics import last_step, read_metrics
+from fullshard.train.metrics import read_metrics
 
 STEPS = 130
 RUN = [*SIZE, "--steps", STEPS, "--eval-every", 20, "--eval-bytes", 2000, "--generate", 5]
@@ -94,9 +94,9 @@ def numbers(metrics: Path) -> list[tuple[object, ...]]:
 
 
 def test_run_killed_at_random_moments_ends_as_an_undisturbed_one(disturbed: Disturbed) -> None:
-    """Twenty kills of workers and launchers, in training, while saving and while starting: the same bytes."""
+    """Ten kills of workers and launchers, in training, while saving and while starting: the same bytes."""
     draw = random.Random(5)
-    for number in range(20):
+    for number in range(10):
         disturbed.revive()
         if number % 2:
             target = last_step(disturbed.metrics) + draw.randint(1, MOST_STEPS)
@@ -104,7 +104,7 @@ def test_run_killed_at_random_moments_ends_as_an_undisturbed_one(disturbed: Dist
         else:
             time.sleep(draw.uniform(0, LONGEST_DELAY))
         disturbed.kill(draw)
-    assert len(disturbed.kills) == 20
+    assert len(disturbed.kills) == 10
     while disturbed.revive().wait(LIMIT):
         pass
     story = disturbed.story()
