@@ -139,16 +139,21 @@ def test_saved_model_has_the_measured_loss(finished: Finished, text: Path) -> No
     assert float(loss) == pytest.approx(finished.metrics[-1]["loss"], abs=1e-5)
 
 
-def test_config_repeats_the_run_bitwise(finished: Finished) -> None:
-    """A run from config.toml alone has the same losses to the last bit, and writes the same config and model."""
-    line = ["--config", finished.folder / "config.toml", "--out", finished.folder.parent, "--name", "again"]
+def test_config_repeats_the_run_bitwise(finished: Finished, tmp_path: Path) -> None:
+    """A run from config.toml alone has the same losses to the last bit, and writes the same config and model; with
+    --fresh it takes the place of an old one, which is kept under another name.
+    """
+    shutil.copytree(finished.folder, tmp_path / "again")
+    line = ["--config", finished.folder / "config.toml", "--out", tmp_path, "--name", "again", "--fresh"]
     done = run(*command(*line))
     assert done.returncode == 0, done.stdout + done.stderr
-    again = Finished(finished.folder.parent / "again", done.stdout)
+    assert f"--fresh: the contents of {tmp_path / 'again'} were moved to {tmp_path / 'again.before-1'}" in done.stdout
+    assert "resumed" not in done.stdout and "changed" not in done.stdout
+    assert read_metrics(tmp_path / "again.before-1" / "metrics.jsonl") == finished.metrics
+    again = Finished(tmp_path / "again", done.stdout)
     assert losses(again.metrics) == losses(finished.metrics)
     for name in ("config.toml", "model.safetensors"):
         assert (again.folder / name).read_bytes() == (finished.folder / name).read_bytes()
-    assert "changed" not in done.stdout
 
 
 def torchrun(*options: object) -> list[object]:
@@ -270,18 +275,6 @@ def test_run_goes_on_only_as_itself(
     assert result.exit_code == 2
     assert message in result.output
     assert (finished.folder / "metrics.jsonl").stat() == before
-
-
-def test_fresh_moves_results_aside(finished: Finished, tmp_path: Path) -> None:
-    """With --fresh a run starts from the beginning, and what was there is kept under another name."""
-    shutil.copytree(finished.folder, tmp_path / "again")
-    line = ["--config", finished.folder / "config.toml", "--out", tmp_path, "--name", "again", "--fresh"]
-    done = run(*command(*line))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"--fresh: the contents of {tmp_path / 'again'} were moved to {tmp_path / 'again.before-1'}" in done.stdout
-    assert "resumed" not in done.stdout
-    assert read_metrics(tmp_path / "again.before-1" / "metrics.jsonl") == finished.metrics
-    assert losses(read_metrics(tmp_path / "again" / "metrics.jsonl")) == losses(finished.metrics)
 
 
 @pytest.fixture
@@ -418,18 +411,6 @@ def test_failed_rank_is_named_with_its_exception(text: Path, tmp_path: Path) -> 
     assert "fullshard train: rank 1 failed: RuntimeError: disk on fire" in done.stderr
     assert "Traceback" not in done.stderr
     assert "in sample" in (tmp_path / "failed" / "error.txt").read_text()
-
-
-def test_results_are_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that has results already is an error that says so."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "taken").mkdir(parents=True)
-    (tmp_path / "runs" / "taken" / "metrics.jsonl").write_text("precious")
-    (tmp_path / "big.txt").write_text("big " * 1000)
-    result = CliRunner().invoke(app, ["train", "big.txt", "--name", "taken"])
-    assert result.exit_code == 2
-    assert "choose another --name" in result.output
-    assert (tmp_path / "runs" / "taken" / "metrics.jsonl").read_text() == "precious"
 
 
 @finds_processes

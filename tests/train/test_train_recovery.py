@@ -56,12 +56,12 @@ class Disturbed:
         self.revive()
         return last_step(self.metrics) >= step
 
-    def kill(self, draw: random.Random) -> None:
-        """End one of the processes, with or without a chance to save."""
+    def kill(self, draw: random.Random, *, worker: bool = False) -> None:
+        """End one of the processes, with or without a chance to save; `worker`: a worker, without."""
         process = self.revive()
         workers = [pid for pid in workers_of(self.out) if rank_of(pid) is not None]
-        launcher = draw.random() < 0.3 or not workers
-        number = signal.SIGTERM if draw.random() < 0.3 else signal.SIGKILL
+        launcher = not worker and (draw.random() < 0.3 or not workers)
+        number = signal.SIGTERM if draw.random() < 0.3 and not worker else signal.SIGKILL
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid if launcher else draw.choice(workers), number)
             who = "launcher" if launcher else "worker"
@@ -103,7 +103,7 @@ def test_run_killed_at_random_moments_ends_as_an_undisturbed_one(disturbed: Dist
             wait_for(lambda target=target: disturbed.has_reached(target))
         else:
             time.sleep(draw.uniform(0, LONGEST_DELAY))
-        disturbed.kill(draw)
+        disturbed.kill(draw, worker=number == 9)
     assert len(disturbed.kills) == 10
     while disturbed.revive().wait(LIMIT):
         pass

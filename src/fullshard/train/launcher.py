@@ -79,20 +79,26 @@ def launch(config: TrainConfig, location: RunLocation, max_restarts: int) -> int
     previous = signal.signal(signal.SIGINT, _interrupt)
     try:
         with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch:
-            code_file, config_file = Path(scratch, "exit-code"), Path(scratch, CONFIG)
-            os.environ[CODE_FILE_VARIABLE] = str(code_file)
-            config_file.write_text(config.to_toml(), encoding="utf-8")
-            words = ["-m", "fullshard", "train", "--config", config_file, *location.words()]
-            elastic_launch(_settings(config.ranks, scratch, max_restarts), sys.executable)(*map(str, words))
-            return int(code_file.read_text()) if code_file.exists() else 0
+            return _run_agent(config, location, max_restarts, Path(scratch))
     except _Interrupted:
         return 128 + signal.SIGINT
     except SignalException as error:
         return 128 + int(error.sigval)
-    except ChildFailedError as error:
-        raise _explain(error) from None
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+def _run_agent(config: TrainConfig, location: RunLocation, max_restarts: int, scratch: Path) -> int:
+    """Run the agent until its workers have ended, and return the code that they left. See [Note: Exit codes]."""
+    code_file, config_file = scratch / "exit-code", scratch / CONFIG
+    os.environ[CODE_FILE_VARIABLE] = str(code_file)
+    config_file.write_text(config.to_toml(), encoding="utf-8")
+    words = ["-m", "fullshard", "train", "--config", str(config_file), *location.words()]
+    try:
+        elastic_launch(_settings(config.ranks, str(scratch), max_restarts), sys.executable)(*words)
+    except ChildFailedError as error:
+        raise _explain(error) from None
+    return int(code_file.read_text()) if code_file.exists() else 0
 
 
 def _settings(ranks: int, scratch: str, max_restarts: int) -> LaunchConfig:

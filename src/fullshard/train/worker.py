@@ -117,7 +117,7 @@ def _set_up(config: TrainConfig, location: RunLocation, group: Group) -> tuple[l
     optimizer = build_optimizer(model, config.training)
     stop = StopRequest()  # not before: until here there is nothing to save
     checkpoint, position, notes = checkpoints.resume(checkpoint, folder, model, optimizer, config, group)
-    best = group.from_rank0(lambda: _prepare_folder(folder, checkpoint, position, config))
+    position, best = group.from_rank0(lambda: _prepare_folder(folder, checkpoint, position, config))
     if _restarts() != "0":
         notes.insert(0, f"restart {_restarts()} of {os.environ.get('TORCHELASTIC_MAX_RESTARTS')}")
     if not checkpoint and known not in ("", corpus.sha256):
@@ -167,26 +167,29 @@ def _check_folder_on_all_ranks(folder: Path, config: TrainConfig, group: Group) 
 
 def _prepare_folder(
     folder: Path, checkpoint: Path | None, position: Position, config: TrainConfig
-) -> BestValidation | None:
+) -> tuple[Position, BestValidation | None]:
     """Make the run's folder consistent with the checkpoint: later steps are repeated. On rank 0 only.
 
     Returns:
-        The best validation so far. It may be of a later step than the checkpoint, which is then reached again.
+        The position, with the time of a last validation that is kept, and the best validation so far. That may be of
+        a later step than the checkpoint, which is then reached again.
     """
     source = checkpoint_folder.run_of(checkpoint) if checkpoint else None
     source = source or folder
     (folder / run_folder.ERROR).unlink(missing_ok=True)  # of an earlier part of this run
     checkpoint_folder.remove_incomplete(folder / CHECKPOINTS)
     remove_unfinished(folder)
-    records = read_metrics(source / run_folder.METRICS)
-    write_metrics(folder / run_folder.METRICS, up_to(records, position.step, config.training.steps))
+    records = up_to(read_metrics(source / run_folder.METRICS), position.step, config.training.steps)
+    write_metrics(folder / run_folder.METRICS, records)
+    elapsed = max([position.elapsed, *(record["elapsed_s"] for record in records)])
     run_folder.replace_text(folder / run_folder.CONFIG, config.to_toml())
     best = BestValidation.read(source / run_folder.BEST)
     if best is not None and source != folder:
-        if best.step > position.step:
-            return None
-        shutil.copyfile(source / run_folder.BEST, folder / run_folder.BEST)
-    return best
+        if best.step <= position.step:
+            shutil.copyfile(source / run_folder.BEST, folder / run_folder.BEST)
+        else:
+            best = None
+    return dataclasses.replace(position, elapsed=elapsed), best
 
 
 def _announce(once: loop.Run, notes: list[str]) -> None:
