@@ -43,8 +43,8 @@ from fullshard.policy import CommQuantization
 from fullshard.train import corpus as texts
 from fullshard.train.config import COMM_QUANTIZATIONS, GPTConfig, TrainConfig, TrainingConfig
 from fullshard.train.evaluation import HeldOut
-from fullshard.train.learning_rate import learning_rate
 from fullshard.train.model import GPT, initialize
+from fullshard.train.optimizer import learning_rate
 
 DOCUMENT = REPOSITORY / "docs" / "low_bandwidth.md"
 TARGET = 0.01  # of the validation loss in full precision

@@ -1,19 +1,21 @@
-"""The command line: `fullshard train`, `inspect`, `export`. Reads options and calls the implementations.
+"""The command line: `fullshard train`, `generate`, `inspect`, `export`. Reads options and calls the implementations.
 
-torch and matplotlib are imported inside the command, so that `fullshard --help` answers at once.
+torch and matplotlib are imported inside of the commands, so that `fullshard --help` answers at once.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import inspect as signatures
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Optional
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from fullshard.train.config import ConfigError, TrainConfig, option_names
-from fullshard.train.position import Setting
+from fullshard.train.config import ConfigError, TrainConfig, options
 from fullshard.train.run_folder import RunLocation
 from fullshard.version import __version__
 
@@ -26,7 +28,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-DEFAULT = TrainConfig()
 
 
 def _print_version(wanted: bool) -> None:
@@ -45,143 +46,51 @@ def main(
     """Fully sharded training for PyTorch: parameters, gradients and optimizer state sharded over ranks."""
 
 
-DATA, MODEL, TRAINING, RANKS, OUTPUT = "Text", "Model", "Training", "Ranks", "Validation and output"
-CHECKPOINTS = "Checkpoints"
+def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of a run and of all its settings, in the place of its `**given`."""
+    own = list(signatures.signature(command, eval_str=True).parameters.values())[:-1]
+    derived = []
+    for name, kind, value, option in (*options(RunLocation), *options()):
+        default = f"  [dim]\\[default: {option.default}][/]" if option.default else ""
+        declared = typer.Option(
+            value,
+            help=option.help + default,
+            show_default=not option.default,
+            metavar=option.metavar or "|".join(option.choices) or None,
+            rich_help_panel=option.panel,
+        )
+        derived.append(signatures.Parameter(name, own[-1].kind, default=declared, annotation=kind))
+    command.__signature__ = signatures.Signature([*own, *derived])  # type: ignore[attr-defined]
+    return command
 
 
 @app.command()
+@_with_settings
 def train(
     context: typer.Context,
     data: Annotated[
-        Optional[list[Path]],  # noqa: UP045
+        list[Path] | None,
         typer.Argument(
             metavar="FILE_OR_FOLDER",
             help="Text to train on; folders are searched. Default: Python's own source code.",
             show_default=False,
         ),
     ] = None,
-    layers: Annotated[int, typer.Option(help="Transformer blocks.", rich_help_panel=MODEL)] = DEFAULT.model.layers,
-    width: Annotated[
-        int, typer.Option(help="Size of the residual stream.", rich_help_panel=MODEL)
-    ] = DEFAULT.model.width,
-    heads: Annotated[int, typer.Option(help="Attention heads per block.", rich_help_panel=MODEL)] = DEFAULT.model.heads,
-    sequence: Annotated[
-        int, typer.Option(help="Context length in bytes.", rich_help_panel=MODEL)
-    ] = DEFAULT.model.sequence,
-    steps: Annotated[int, typer.Option(help="Optimizer steps.", rich_help_panel=TRAINING)] = DEFAULT.training.steps,
-    batch: Annotated[
-        int, typer.Option(help="Sequences per step on each rank.", rich_help_panel=TRAINING)
-    ] = DEFAULT.training.batch,
-    lr: Annotated[
-        float,
-        typer.Option(help="Peak learning rate of AdamW; falls to 1/20 as a cosine.", rich_help_panel=TRAINING),
-    ] = DEFAULT.training.lr,
-    warmup: Annotated[
-        int, typer.Option(help="Steps of linear warm-up.", rich_help_panel=TRAINING)
-    ] = DEFAULT.training.warmup,
-    weight_decay: Annotated[
-        float, typer.Option(help="Decay of matrices.", rich_help_panel=TRAINING)
-    ] = DEFAULT.training.weight_decay,
-    clip: Annotated[
-        float, typer.Option(help="Largest gradient norm.", rich_help_panel=TRAINING)
-    ] = DEFAULT.training.clip,
-    seed: Annotated[
-        int, typer.Option(help="Decides split, first weights, batches and sample.", rich_help_panel=TRAINING)
-    ] = DEFAULT.seed,
-    ranks: Annotated[
-        int,
+    config: Annotated[
+        Path | None,
         typer.Option(
-            help="Worker processes.  [dim]\\[default: one per accelerator, or 2 without][/]",
+            help="config.toml of an earlier run to repeat; options take precedence.",
             show_default=False,
-            rich_help_panel=RANKS,
+            rich_help_panel=RunLocation.PANEL,
         ),
-    ] = DEFAULT.ranks,
-    device: Annotated[
-        str,
-        typer.Option(
-            help="auto: accelerators if there is one for each rank, else the CPU. TYPE: as torch calls them.",
-            rich_help_panel=RANKS,
-            metavar="auto|cpu|TYPE",
-        ),
-    ] = DEFAULT.device,
-    comm_quantization: Annotated[
-        str,
-        typer.Option(
-            help="Send large weights and gradients in fewer bytes, for slow networks: int8 blocks, or fp8 weights.",
-            rich_help_panel=RANKS,
-            metavar="none|int8|fp8",
-        ),
-    ] = DEFAULT.comm_quantization,
+    ] = None,
     max_restarts: Annotated[
         int,
         typer.Option(
-            help="How often to start all workers anew when the system killed one, or one failed after new steps.",
-            min=0,
-            rich_help_panel=RANKS,
+            help="How often to start all workers anew when one failed.", min=0, rich_help_panel=RunLocation.PANEL
         ),
     ] = 3,
-    checkpoint_every: Annotated[
-        int,
-        typer.Option(
-            help="Steps between checkpoints; 0: never.  [dim]\\[default: 1/20 of all steps, at least 10][/]",
-            show_default=False,
-            rich_help_panel=CHECKPOINTS,
-        ),
-    ] = DEFAULT.checkpoints.checkpoint_every,
-    keep: Annotated[
-        int, typer.Option(help="Checkpoints to keep.", rich_help_panel=CHECKPOINTS)
-    ] = DEFAULT.checkpoints.keep,
-    resume: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(
-            help="Start from another run's newest checkpoint, or from this one. A run that has checkpoints of its own "
-            "resumes from those instead, if its --name is given.",
-            metavar="FOLDER",
-            show_default=False,
-            rich_help_panel=CHECKPOINTS,
-        ),
-    ] = None,
-    fresh: Annotated[
-        bool,
-        typer.Option(
-            "--fresh",
-            help="Start from the beginning; the contents of the run's folder are moved aside.",
-            rich_help_panel=CHECKPOINTS,
-        ),
-    ] = False,
-    eval_every: Annotated[
-        int, typer.Option(help="Steps between validations.", rich_help_panel=OUTPUT)
-    ] = DEFAULT.evaluation.eval_every,
-    eval_bytes: Annotated[
-        int,
-        typer.Option(
-            help="Held-out bytes of the last validation and the baselines; 1/8 in between.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = DEFAULT.evaluation.eval_bytes,
-    prompt: Annotated[
-        str, typer.Option(help="Text to continue at the end.", rich_help_panel=OUTPUT)
-    ] = DEFAULT.evaluation.prompt,
-    generate: Annotated[
-        int, typer.Option(help="Bytes to generate.", rich_help_panel=OUTPUT)
-    ] = DEFAULT.evaluation.generate,
-    out: Annotated[Path, typer.Option(help="Folder of runs.", rich_help_panel=OUTPUT)] = Path("runs"),
-    name: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(
-            help="The run's folder in it; an existing run is resumed.  [dim]\\[default: next free number][/]",
-            rich_help_panel=OUTPUT,
-            show_default=False,
-        ),
-    ] = None,
-    config: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(
-            help="config.toml of an earlier run to repeat; options take precedence.",
-            rich_help_panel=OUTPUT,
-            show_default=False,
-        ),
-    ] = None,
+    **given: Any,
 ) -> None:
     """Train a small GPT on real text, sharded over the ranks of this machine.
 
@@ -189,21 +98,24 @@ def train(
 
     Writes metrics, plot, config, summary, weights and checkpoints to runs/NAME.
 
-    Ctrl-C stops all ranks and keeps them; SIGTERM only saves a checkpoint. The same --name resumes from it.
+    Ctrl-C and SIGTERM stop all ranks and save. The same --name resumes.
     """
-    given = {
-        option: value
-        for option, value in context.params.items()
-        if option in option_names() and getattr(context.get_parameter_source(option), "name", "DEFAULT") != "DEFAULT"
+    settings = {
+        option.name: given[option.name]
+        for option in options()
+        if getattr(context.get_parameter_source(option.name), "name", "DEFAULT") != "DEFAULT"
     }
+    if data:
+        settings |= {"data": tuple(str(path.resolve()) for path in data), "data_sha256": ""}
+    is_worker = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # started by torchrun, or by the launcher
     try:
-        location = RunLocation(out, name, resume, fresh)
-        code = _train(given, config, location, max_restarts)
+        location = RunLocation(**{option.name: given[option.name] for option in options(RunLocation)})
+        code = (_work if is_worker else _launch)(_checked(settings, config, location), location, max_restarts)
     except ConfigError as error:
         _fail(str(error))
     except KeyboardInterrupt:
         code = 130
-    if _is_worker():
+    if is_worker:  # a rank whose peers are gone can block in the teardown of a back end; all files are closed
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -211,15 +123,36 @@ def train(
 
 
 @app.command()
+def generate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or a file of weights in it.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
+    count: Annotated[int, typer.Option("--bytes", help="Bytes to generate.", min=1)] = 500,
+    temperature: Annotated[float, typer.Option(help="Below 1, likely bytes are drawn more often.")] = 0.8,
+    seed: Annotated[int, typer.Option(help="Decides what is drawn.", min=0)] = 0,
+    weights: Annotated[
+        str, typer.Option(metavar="best|last", help="Weights of the best validation, or after the last step.")
+    ] = "best",
+) -> None:
+    """Continue a text with the weights of a run of `fullshard train`, in this process."""
+    from fullshard.train import generation
+
+    try:
+        path = generation.find_weights(run, weights)
+        typer.echo(generation.text_from(path, prompt, count, temperature, seed))
+    except ConfigError as error:
+        _fail(str(error), "generate")
+
+
+@app.command()
 def inspect(
     checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="Folder or URL of a checkpoint.")],
     verify: Annotated[bool, typer.Option("--verify", help="Read everything; compare it with its checksums.")] = False,
     diff: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(metavar="OTHER", help="Compare with another checkpoint.", show_default=False),
     ] = None,
     names: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(metavar="PATTERN", help="List all that match, such as 'model.*.weight'.", show_default=False),
     ] = None,
 ) -> None:
@@ -241,7 +174,7 @@ def export(
         str, typer.Argument(metavar="OUT", help="A .safetensors file, or a folder for the Hugging Face layout.")
     ],
     dtype: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(help="Convert floating-point tensors, to bfloat16 for example.", show_default=False),
     ] = None,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of each file of a folder.")] = "5GB",
@@ -256,85 +189,67 @@ def export(
     raise typer.Exit(commands.export(checkpoint, out, prefix=prefix, dtype=dtype, max_shard_size=max_shard_size))
 
 
-def _train(given: dict[str, Any], config_file: Path | None, location: RunLocation, max_restarts: int) -> int:
-    """Check everything that can be checked without workers, then work or launch.
-
-    Returns:
-        The exit code.
+def _checked(given: dict[str, Any], config_file: Path | None, location: RunLocation) -> TrainConfig:
+    """Return the settings of a run, after checking what can be checked without workers and without torch.
 
     Raises:
         ConfigError: an option is wrong.
     """
-    if "data" in given:
-        given["data"] = tuple(str(path.resolve()) for path in given["data"])
-        given["data_sha256"] = ""
+    from fullshard.train.setting import check_setting, setting_of
+
     settings = location.settings()
-    base = TrainConfig.from_toml(config_file) if config_file else settings or DEFAULT
+    base = TrainConfig.from_toml(config_file) if config_file else settings or TrainConfig()
     config = base.with_options(given)
     location.check(config)
     if settings:
-        Setting.of(settings).check(Setting.of(config), str(location.checkpoint()))
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        _fail("the loss plot needs matplotlib: pip install 'fullshard[train]'")
-    return _work(config, location) if _is_worker() else _launch(config, location, max_restarts)
+        check_setting(setting_of(settings), config, location.checkpoint())
+    for module, extra, is_needed in (
+        ("matplotlib", "train", True),
+        ("tensorboard", "tensorboard", config.evaluation.tensorboard),
+    ):
+        if is_needed and importlib.util.find_spec(module) is None:
+            raise ConfigError(f"{module} is not installed: pip install 'fullshard[{extra}]'")
+    return config
 
 
-def _work(config: TrainConfig, location: RunLocation) -> int:
-    """Run as one rank that torchrun started."""
-    from fullshard.train import run_folder
-    from fullshard.train.worker import guarded, run
+def _work(config: TrainConfig, location: RunLocation, max_restarts: int) -> int:
+    """Run as one rank under torch's elastic agent."""
+    if location.name is None:
+        raise ConfigError("under torchrun a run needs a --name, which a restart can find")
+    from fullshard.train.worker import work
 
-    return guarded(
-        lambda: run(config, lambda: run_folder.begin(run_folder.enter(location, typer.echo), location.resume))
-    )
+    return work(config, location)
 
 
 def _launch(config: TrainConfig, location: RunLocation, max_restarts: int) -> int:
     """Start this machine's ranks after checking their input."""
     from fullshard.train import corpus, run_folder
 
-    if location.is_finished(config.training.steps):
-        typer.echo(
-            f"{location.existing_folder} has done all of its {config.training.steps} steps: train on with more "
-            f"--steps, or start from the beginning with --fresh"
-        )
-        return 0
     try:
         corpus.read(config.data, seed=config.seed, sequence=config.model.sequence)
         from fullshard.train import launcher  # imports torch: after what can be checked without it
 
         config = launcher.resolve_ranks(config)
-        folder = run_folder.enter(location, typer.echo)
-    except (corpus.CorpusError, ConfigError) as error:
-        _fail(str(error))
+        location = location.claim(typer.echo)
+    except corpus.CorpusError as error:
+        raise ConfigError(str(error)) from None
     except OSError as error:
-        _fail(f"cannot write results to {location.out}: {error}")
-    log = folder / run_folder.ERROR
-    job = launcher.Job(config, folder, location.resume, max_restarts)
+        raise ConfigError(f"cannot write results to {location.out}: {error}") from None
     try:
-        code = launcher.launch(job, lambda text: typer.echo(f"fullshard train: {text}", err=True))
+        return launcher.launch(config, location, max_restarts)
     except launcher.WorkerError as failure:
         typer.echo(f"fullshard train: {failure}", err=True)
         if failure.traceback:
+            log = location.folder / run_folder.ERROR
             log.write_text(failure.traceback, encoding="utf-8")
             typer.echo(f"its traceback is in {log}", err=True)
         return 1
-    if code == 0:
-        log.unlink(missing_ok=True)  # of an earlier part of this run
-    return code
 
 
-def _is_worker() -> bool:
-    """Return True if torchrun, or a similar launcher, started this process as one of its ranks."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def _fail(message: str) -> NoReturn:
+def _fail(message: str, command: str = "train") -> NoReturn:
     """Report wrong input in a line and exit with 2; of torchrun's ranks, only one reports."""
     if os.environ.get("RANK", "0") == "0":
-        typer.echo(f"fullshard train: {message}", err=True)
+        typer.echo(f"fullshard {command}: {message}", err=True)
     raise typer.Exit(2)
 
 

@@ -1,10 +1,8 @@
-"""Checkpoint folders, positions, metrics and best weights of a run: files and values without ranks."""
+"""Checkpoint folders, run folders, metrics, best weights and stop requests of a run: files and values without ranks."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import shutil
 import signal
 import subprocess
@@ -17,29 +15,27 @@ import torch
 
 import fullshard
 from fullshard.errors import CheckpointError
-from fullshard.train import best_weights, checkpoint_folder, run_folder, weights
-from fullshard.train.atomic_file import replacing
-from fullshard.train.checkpoint_folder import CheckpointFolder
-from fullshard.train.checkpoints import Checkpoints, find_corruption
-from fullshard.train.config import CheckpointConfig, ConfigError, GPTConfig, TrainConfig
-from fullshard.train.metrics import MetricsFile, last_step, read_metrics, up_to, write_metrics
+from fullshard.train import checkpoint_folder, run_folder, weights
+from fullshard.train.checkpoints import Checkpoints, Position, find_corruption
+from fullshard.train.config import ConfigError, GPTConfig, TrainConfig
+from fullshard.train.metrics import read_metrics, up_to, write_metrics
 from fullshard.train.model import GPT
-from fullshard.train.position import BestValidation, Position, Setting
-from fullshard.train.run_folder import RunLocation
-from fullshard.train.stop import INTERRUPTED, STOP_FILE_VARIABLE, TERMINATED, StopRequest, agreed_exit_code
+from fullshard.train.run_folder import RunLocation, replace_text
+from fullshard.train.weights import BestValidation, save_full
 
 CONFIG = TrainConfig(data_sha256="a", ranks=2)
+SMALL = GPTConfig(layers=1, width=8, heads=1, sequence=8)
 
 
-def make(folder: Path, *steps: int, complete: bool = True) -> CheckpointFolder:
+def make(folder: Path, *steps: int, complete: bool = True) -> Path:
     """Checkpoints of these steps, as far as their folders go."""
     for step in steps:
-        path = folder / f"step-{step:08d}"
+        path = checkpoint_folder.path_of(folder, step)
         path.mkdir(parents=True)
         (path / "data-0.safetensors").touch()
         if complete:
             (path / "fullshard.json").touch()
-    return CheckpointFolder(folder)
+    return folder
 
 
 def names(folder: Path) -> list[str]:
@@ -48,27 +44,22 @@ def names(folder: Path) -> list[str]:
 
 def test_newest_complete_checkpoint_counts(tmp_path: Path) -> None:
     """Steps are compared as numbers, incomplete folders and strangers do not count, and only the former are removed."""
-    folder = make(tmp_path, 5, 100_000_000, 20)
+    make(tmp_path, 5, 100_000_000, 20)
     make(tmp_path, 200_000_000, 7, complete=False)
     (tmp_path / "step-notes").mkdir()
-    assert folder.newest() == tmp_path / "step-100000000"
-    assert [path.name for path in folder.remove_incomplete()] == ["step-00000007", "step-200000000"]
+    assert checkpoint_folder.newest(tmp_path) == tmp_path / "step-100000000"
+    checkpoint_folder.remove_incomplete(tmp_path)
     assert names(tmp_path) == ["step-00000005", "step-00000020", "step-100000000", "step-notes"]
+    assert checkpoint_folder.newest(tmp_path / "none") is None
 
 
 def test_last_few_checkpoints_are_kept(tmp_path: Path) -> None:
     """The oldest go; incomplete ones are left alone, as one of them may be being written."""
-    folder = make(tmp_path, 1, 2, 3, 4)
+    make(tmp_path, 1, 2, 3, 4)
     make(tmp_path, 5, complete=False)
-    folder.keep(2)
-    assert names(tmp_path) == ["step-00000003", "step-00000004", "step-00000005"]
-    folder.keep(2)
-    assert len(names(tmp_path)) == 3
-
-
-def test_no_folder_has_no_checkpoints(tmp_path: Path) -> None:
-    """A run without checkpoints is no error."""
-    assert CheckpointFolder(tmp_path / "none").newest() is None
+    for _ in range(2):
+        checkpoint_folder.keep(tmp_path, 2)
+        assert names(tmp_path) == ["step-00000003", "step-00000004", "step-00000005"]
 
 
 def test_checkpoints_are_found_by_run_folder_or_itself(tmp_path: Path) -> None:
@@ -84,219 +75,17 @@ def test_checkpoints_are_found_by_run_folder_or_itself(tmp_path: Path) -> None:
             checkpoint_folder.find(wrong)
 
 
-@pytest.mark.parametrize(("every", "steps", "interval"), [(-1, 500, 25), (-1, 30, 10), (0, 500, 0), (7, 500, 7)])
-def test_interval_of_checkpoints(every: int, steps: int, interval: int) -> None:
-    """A twentieth of the steps, but at least ten, unless the user says otherwise."""
-    assert CheckpointConfig(checkpoint_every=every).interval(steps) == interval
-
-
-def test_position_and_setting_survive_a_checkpoint() -> None:
-    """Both read back equal from what JSON could hold, and leave out what a later version may add."""
-    position = Position(7, False, 1.5, BestValidation(4, 2.0, 256, "a"), 3.0, "/elsewhere")
-    setting = Setting.of(CONFIG)
-    for value in (position, Position(), setting):
-        assert type(value).from_dict(json.loads(json.dumps(value.to_dict())) | {"later": 1}) == value
-
-
-def test_setting_that_cannot_go_on_is_named() -> None:
-    """Every option of the model that differs is named with both values; so is another seed."""
-    before = Setting.of(CONFIG)
-    other = Setting.of(CONFIG.with_options({"layers": 7, "width": 64}))
-    with pytest.raises(ConfigError, match=r"has a model of --layers 4, not 7, --width 128, not 64: leave"):
-        before.check(other, "there")
-    with pytest.raises(ConfigError, match=r"--seed 0, not 3: another seed holds out other files"):
-        before.check(Setting.of(CONFIG.with_options({"seed": 3})), "there")
-    same = CONFIG.with_options({"steps": 3, "eval_every": 1, "lr": 1.0, "keep": 9, "prompt": "x"})
-    before.check(Setting.of(same), "there")
-    assert before.notes(Setting.of(same)) == []
-
-
-def test_other_text_and_batch_are_noted() -> None:
-    """A text or a global batch that changes is said; more ranks with as many sequences less are not."""
-    before = Setting.of(CONFIG)
-    (note,) = before.notes(Setting.of(dataclasses.replace(CONFIG, data_sha256="b")))
-    assert "the text has changed" in note
-    (note,) = before.notes(Setting.of(dataclasses.replace(CONFIG, ranks=4)))
-    assert "sees 32 sequences (4 ranks of 8), and 16 so far" in note
-    assert before.notes(Setting.of(CONFIG.with_options({"ranks": 4, "batch": 4}))) == []
-
-
-def record(kind: str, step: int) -> dict[str, object]:
-    return {"kind": kind, "step": step}
-
-
-def test_metrics_are_cut_at_a_step(tmp_path: Path) -> None:
-    """Later records go, and the validation of that very step if it was not done; a torn line goes anyway."""
-    path = tmp_path / "metrics.jsonl"
-    with MetricsFile(path) as metrics:
-        for step in (1, 2, 3):
-            metrics.write(record("train", step))
-            metrics.write(record("validation", step))
-    with path.open("a") as file:
-        file.write('{"kind": "train", "st')
-    assert last_step(path) == 3
-    kept = up_to(read_metrics(path), 2, validated=True)
-    assert [r["step"] for r in kept] == [1, 1, 2, 2]
-    write_metrics(path, up_to(read_metrics(path), 2, validated=False))
-    assert read_metrics(path) == [record("train", 1), record("validation", 1), record("train", 2)]
-    with MetricsFile(path) as metrics:
-        metrics.write(record("train", 3))
-    assert [r["step"] for r in read_metrics(path)] == [1, 1, 2, 3]
-    assert names(tmp_path) == ["metrics.jsonl"]
-
-
-@pytest.mark.parametrize("text", ["", '{"ste', "\n", '[1]\n{"kind": 1}\n'])
-def test_no_step_is_found_where_there_is_none(tmp_path: Path, text: str) -> None:
-    """A file without whole records, and no file, have done no step."""
-    assert last_step(tmp_path / "missing") == 0
-    (tmp_path / "metrics.jsonl").write_text(text)
-    assert last_step(tmp_path / "metrics.jsonl") == 0
-
-
-def test_last_step_of_a_long_file(tmp_path: Path) -> None:
-    """Only the end of the file is read, wherever that cuts a line."""
-    path = tmp_path / "metrics.jsonl"
-    write_metrics(path, [record("train", step) | {"more": "x" * step} for step in range(1, 300)])
-    assert last_step(path) == 299
-
-
-def test_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
-    """An exception while writing leaves the old content and nothing else."""
-    path = tmp_path / "file"
-    path.write_text("old")
-
-    def fail() -> None:
-        with replacing(path) as file:
-            file.write(b"new")
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert path.read_text() == "old" and names(tmp_path) == ["file"]
-    with replacing(path) as file:
-        file.write(b"new")
-        assert path.read_text() == "old"
-    assert path.read_text() == "new" and names(tmp_path) == ["file"]
-
-
-def export(folder: Path, step: int, loss: float, *needed: int) -> BestValidation:
-    best = BestValidation(step, loss)
-    model = GPT(GPTConfig(layers=1, width=8, heads=1, sequence=8))
-    best_weights.export(folder, model, best, set(needed), leads=True)
-    return best
-
-
-def test_best_weights_go_back_with_the_checkpoint(tmp_path: Path) -> None:
-    """Until a checkpoint knows of better weights, those that it knows stay; going on from it brings them back."""
-    known = export(tmp_path, 10, 3.0)
-    export(tmp_path, 20, 2.0, 10)
-    newest = export(tmp_path, 30, 1.0, 10, 20)
-    assert names(tmp_path) == ["best-00000010.safetensors", "best-00000020.safetensors", "best.safetensors"]
-    best_weights.remove_replaced(tmp_path, {10})
-    assert names(tmp_path) == ["best-00000010.safetensors", "best.safetensors"]
-    assert best_weights.step_of(tmp_path / "best.safetensors") == 30
-    assert best_weights.restore(tmp_path, known) == known
-    assert names(tmp_path) == ["best.safetensors"]
-    assert best_weights.step_of(tmp_path / "best.safetensors") == 10
-    assert best_weights.restore(tmp_path, newest) is None  # its file is gone: any validation is better than none
-    assert names(tmp_path) == []
-
-
-def test_best_weights_that_no_checkpoint_knows_go_at_once(tmp_path: Path) -> None:
-    """However many better validations there are between two checkpoints, one replaced file is kept, or none."""
-    for step in (10, 20, 30, 40):
-        export(tmp_path, step, 1.0, 20)
-    assert names(tmp_path) == ["best-00000020.safetensors", "best.safetensors"]
-    export(tmp_path, 50, 1.0)
-    assert names(tmp_path) == ["best.safetensors"]
-
-
-@pytest.mark.parametrize("saved", [False, True])
-def test_checkpoints_know_which_best_weights_are_needed(
-    saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of the newest checkpoint until the one after it is there, and then only that one's."""
-    writing: Future[None] = Future()
-    monkeypatch.setattr("fullshard.train.checkpoints.async_save", lambda *args, **options: writing)
-    model = GPT(GPTConfig(layers=1, width=8, heads=1, sequence=8))
-    optimizer = torch.optim.SGD(model.parameters())
-    kept = Checkpoints(tmp_path, every=1, keep=2, setting=Setting.of(CONFIG), leads=True, say=lambda text: None)
-    assert kept.best_steps == set()
-    kept.resume_from(Position(15, best=BestValidation(10, 3.0)))
-    assert kept.best_steps == {10}
-    kept.save(model, optimizer, Position(25, best=BestValidation(20, 2.0)))
-    if saved:
-        writing.set_result(None)
-    kept.poll()
-    assert kept.best_steps == ({20} if saved else {10, 20})
-
-
-def test_checkpoint_that_cannot_be_written_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk ends a run only if it is still full at the last checkpoint."""
-    futures: list[Future[None]] = [Future() for _ in range(3)]
-    results = iter(futures)
-    monkeypatch.setattr("fullshard.train.checkpoints.async_save", lambda *args, **options: next(results))
-    model, said = GPT(GPTConfig(layers=1, width=8, heads=1, sequence=8)), list[str]()
-    optimizer = torch.optim.SGD(model.parameters())
-    kept = Checkpoints(tmp_path, every=1, keep=2, setting=Setting.of(CONFIG), leads=True, say=said.append)
-    kept.save(model, optimizer, Position(1))
-    futures[0].set_exception(CheckpointError("no space left"))
-    make(tmp_path / "checkpoints", 1)
-    (tmp_path / "checkpoints" / "step-00000001" / "fullshard.json").unlink()
-    kept.poll()
-    kept.save(model, optimizer, Position(2))
-    assert not (tmp_path / "checkpoints" / "step-00000001").exists()
-    assert said == ["warning: the checkpoint after step 1 was not written: no space left"]
-    assert kept.newest_step == 0
-    futures[1].set_result(None)
-    make(tmp_path / "checkpoints", 2)
-    kept.wait()
-    assert kept.newest_step == 2
-    kept.save(model, optimizer, Position(3))
-    futures[2].set_exception(CheckpointError("no space left"))
-    with pytest.raises(CheckpointError, match="no space left"):
-        kept.wait()
-
-
-def test_losses_on_other_bytes_are_not_compared() -> None:
-    """Another number of held-out bytes or another text makes a best that any validation may replace."""
-    best = BestValidation(10, 3.0, 256, "a")
-    assert best.is_comparable(BestValidation(20, 2.0, 256, "a"))
-    assert not best.is_comparable(BestValidation(20, 2.0, 512, "a"))
-    assert not best.is_comparable(BestValidation(20, 2.0, 256, "b"))
-    assert not best.is_comparable(BestValidation.from_dict({"step": 10, "loss": 3.0, "later": 1}))
-
-
-def test_unfinished_weights_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an export that failed has written goes at once; what a killed one has left, at the next start."""
-
-    def fail(model: object, folder: Path, **options: object) -> None:
-        folder.mkdir()
-        (folder / "half").touch()
-        raise OSError("disk full")
-
-    monkeypatch.setattr(weights, "export_safetensors", fail)
-    with pytest.raises(OSError, match="disk full"):
-        export(tmp_path, 10, 3.0)
-    assert names(tmp_path) == []
-    with contextlib.suppress(OSError):
-        fail(None, tmp_path / ".best.safetensors.export")
-    (tmp_path / "model.safetensors").touch()
-    weights.remove_unfinished(tmp_path)
-    assert names(tmp_path) == ["model.safetensors"]
-
-
 def test_damaged_checkpoint_counts_no_more(tmp_path: Path) -> None:
     """It is kept under another name, every time under a new one; the one before it is the newest then."""
-    folder = make(tmp_path, 1, 2, 3)
-    bad = folder.newest()
-    assert bad is not None and folder.before(bad) == tmp_path / "step-00000002"
-    assert folder.set_aside(bad) == tmp_path / "step-00000003.damaged"
+    make(tmp_path, 1, 2, 3)
+    bad = tmp_path / "step-00000003"
+    assert checkpoint_folder.before(bad) == tmp_path / "step-00000002"
+    assert checkpoint_folder.set_aside(bad) == tmp_path / "step-00000003.damaged"
     make(tmp_path, 3)
-    assert folder.set_aside(bad) == tmp_path / "step-00000003.damaged-2"
-    folder.keep(1)
+    assert checkpoint_folder.set_aside(bad) == tmp_path / "step-00000003.damaged-2"
+    checkpoint_folder.keep(tmp_path, 1)
     assert names(tmp_path) == ["step-00000002", "step-00000003.damaged", "step-00000003.damaged-2"]
-    assert folder.before(tmp_path / "step-00000002") is None
+    assert checkpoint_folder.before(tmp_path / "step-00000002") is None
 
 
 def test_only_what_is_not_as_written_is_damage(tmp_path: Path) -> None:
@@ -317,18 +106,101 @@ def test_only_what_is_not_as_written_is_damage(tmp_path: Path) -> None:
     assert data.name in find_corruption(less)
 
 
-def test_best_weights_are_taken_along_to_another_run(tmp_path: Path) -> None:
-    """A run that starts from another's checkpoint gets the weights that the checkpoint knows, and no later ones."""
-    source, folder = tmp_path / "source", tmp_path / "folder"
-    source.mkdir(), folder.mkdir()
-    known, later = export(source, 10, 3.0), export(source, 20, 2.0, 10)
-    best_weights.copy_from(source, folder, None)
-    assert names(folder) == []
-    best_weights.copy_from(source, folder, known)
-    assert best_weights.step_of(folder / "best.safetensors") == 10
-    best_weights.copy_from(source, folder, later)
-    assert best_weights.step_of(folder / "best.safetensors") == 20
-    assert names(source) == ["best-00000010.safetensors", "best.safetensors"]
+@pytest.fixture
+def saves(monkeypatch: pytest.MonkeyPatch) -> list[Future[None]]:
+    """Futures of background saves, which the test completes."""
+    futures: list[Future[None]] = []
+
+    def begin(*args: object, **options: object) -> Future[None]:
+        futures.append(Future())
+        return futures[-1]
+
+    monkeypatch.setattr("fullshard.train.checkpoints.async_save", begin)
+    return futures
+
+
+def test_checkpoint_that_cannot_be_written_is_tried_again(tmp_path: Path, saves: list[Future[None]]) -> None:
+    """A full disk ends a run only if it is still full at the last checkpoint."""
+    model, said = GPT(SMALL), list[str]()
+    optimizer = torch.optim.SGD(model.parameters())
+    kept = Checkpoints(tmp_path, CONFIG.with_options({"checkpoint_every": 1}), leads=True, say=said.append)
+    kept.save(model, optimizer, Position(1))
+    saves[0].set_exception(CheckpointError("no space left"))
+    make(tmp_path / "checkpoints", 1, complete=False)
+    kept.poll()
+    kept.save(model, optimizer, Position(2))
+    assert names(tmp_path / "checkpoints") == []
+    assert said == ["warning: the checkpoint after step 1 was not written: no space left"]
+    assert kept.newest_step == 0
+    saves[1].set_result(None)
+    make(tmp_path / "checkpoints", 2)
+    kept.wait()
+    assert kept.newest_step == 2 and not kept.are_due(2, last=True) and kept.are_due(3)
+    kept.save(model, optimizer, Position(3))
+    saves[2].set_exception(CheckpointError("no space left"))
+    with pytest.raises(CheckpointError, match="no space left"):
+        kept.wait()
+
+
+def record(kind: str, step: int) -> dict[str, object]:
+    return {"kind": kind, "step": step}
+
+
+def test_metrics_are_cut_at_a_step(tmp_path: Path) -> None:
+    """Later records go, and a final validation that will be repeated; so does a torn line."""
+    path = tmp_path / "metrics.jsonl"
+    assert read_metrics(path) == []
+    written = [record(kind, step) for step in (1, 2, 3) for kind in ("train", "validation", "final_validation")]
+    write_metrics(path, written)
+    with path.open("a") as file:
+        file.write('{"kind": "train", "st')
+    assert read_metrics(path) == written
+    assert up_to(written, 2, 3) == written[:6]
+    assert up_to(written, 2, 2) == written[:5]
+    assert names(tmp_path) == ["metrics.jsonl"]
+
+
+def test_file_is_replaced_whole(tmp_path: Path) -> None:
+    """The new text is complete under another name before it takes the place of the old."""
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(UnicodeEncodeError):
+        replace_text(path, "\ud800")
+    assert path.read_text() == "old"
+    replace_text(path, "new")
+    assert path.read_text() == "new" and names(tmp_path) == ["file"]
+
+
+def test_best_validation_is_kept_with_its_weights(tmp_path: Path) -> None:
+    """It reads back from the file; a file without, or no file, has none. Other bytes or text cannot be compared."""
+    best, path = BestValidation(10, 3.0625, 256, "a"), tmp_path / "best.safetensors"
+    assert BestValidation.read(path) is None
+    save_full(path, GPT(SMALL), leads=True)
+    assert BestValidation.read(path) is None
+    save_full(path, GPT(SMALL), best.notes(), leads=True)
+    assert BestValidation.read(path) == best
+    assert best.is_comparable(BestValidation(20, 2.0, 256, "a"))
+    assert not best.is_comparable(BestValidation(20, 2.0, 512, "a"))
+    assert not best.is_comparable(BestValidation(20, 2.0, 256, "b"))
+
+
+def test_unfinished_weights_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an export that failed has written goes at once; what a killed one has left, at the next start."""
+
+    def fail(model: object, folder: Path, **options: object) -> None:
+        folder.mkdir()
+        (folder / "half").touch()
+        raise OSError("disk full")
+
+    monkeypatch.setattr(weights, "export_safetensors", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save_full(tmp_path / "best.safetensors", GPT(SMALL), leads=True)
+    assert names(tmp_path) == []
+    with contextlib.suppress(OSError):
+        fail(None, tmp_path / ".best.safetensors.export")
+    (tmp_path / "model.safetensors").touch()
+    weights.remove_unfinished(tmp_path)
+    assert names(tmp_path) == ["model.safetensors"]
 
 
 def test_unfinished_run_without_checkpoint_starts_again(tmp_path: Path) -> None:
@@ -350,28 +222,41 @@ def test_unfinished_run_without_checkpoint_starts_again(tmp_path: Path) -> None:
         place.check(CONFIG)
 
 
-def test_settings_are_those_of_the_run_that_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "resume", "fresh", "layers"),
+    [
+        ("own", "other", False, 1),
+        ("own", "other", True, 2),
+        ("new", "other", False, 2),
+        ("new", None, False, None),
+        ("own", None, True, None),
+    ],
+)
+def test_settings_are_those_of_the_run_that_resumes(
+    name: str, resume: str | None, fresh: bool, layers: int | None, tmp_path: Path
+) -> None:
     """A run's own checkpoint comes before the one that it was started from, and so do its settings."""
-    for name, layers in (("own", 1), ("other", 2)):
-        make(tmp_path / name / "checkpoints", 5)
-        (tmp_path / name / "config.toml").write_text(CONFIG.with_options({"layers": layers}).to_toml())
+    for each, number in (("own", 1), ("other", 2)):
+        make(tmp_path / each / "checkpoints", 5)
+        (tmp_path / each / "config.toml").write_text(CONFIG.with_options({"layers": number}).to_toml())
+    settings = RunLocation(tmp_path, name, tmp_path / resume if resume else None, fresh).settings()
+    assert (settings.model.layers if settings else None) == layers
 
-    def layers_of(place: RunLocation) -> int | None:
-        settings = place.settings()
-        return settings.model.layers if settings else None
 
-    assert layers_of(RunLocation(tmp_path, "own", resume=tmp_path / "other")) == 1
-    assert layers_of(RunLocation(tmp_path, "own", resume=tmp_path / "other", fresh=True)) == 2
-    assert layers_of(RunLocation(tmp_path, "new", resume=tmp_path / "other")) == 2
-    assert layers_of(RunLocation(tmp_path, "new")) is None
-    assert layers_of(RunLocation(tmp_path, "own", fresh=True)) is None
+def test_run_folders_are_numbered(tmp_path: Path) -> None:
+    """A run without a name gets the number after the largest; the location's words lead to the same folder."""
+    for name in ("007", "notes"):
+        (tmp_path / name).mkdir()
+    place = RunLocation(tmp_path).claim(print)
+    assert place.folder == tmp_path / "008" and place.folder.is_dir()
+    assert place.words() == ["--out", str(tmp_path), "--name", "008"]
 
 
 def test_run_folder_has_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a process holds the folder another gives up, and says so; when it is killed the folder is free."""
     code = (
         "import sys, time; from pathlib import Path; from fullshard.train import run_folder\n"
-        "run_folder.begin(Path(sys.argv[1]), None); print('held', flush=True); time.sleep(1000)"
+        "run_folder.lock(Path(sys.argv[1])); print('held', flush=True); time.sleep(1000)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
     try:
@@ -379,77 +264,53 @@ def test_run_folder_has_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         holder.stdout.readline()
         monkeypatch.setattr(run_folder, "LOCK_TIMEOUT_S", 0.0)
         with pytest.raises(ConfigError, match="another process is writing to"):
-            run_folder.begin(tmp_path, None)
+            run_folder.lock(tmp_path)
     finally:
         holder.kill()
         holder.communicate()
     monkeypatch.setattr(run_folder, "LOCK_TIMEOUT_S", 60.0)
-    assert run_folder.begin(tmp_path, None).checkpoint is None
-
-
-def test_any_rank_that_is_asked_stops_all() -> None:
-    """Sums of marks give the code that all exit with; being taken away beats Ctrl-C."""
-    assert (INTERRUPTED, TERMINATED) == (130, 143)
-    assert [agreed_exit_code(0, 0), agreed_exit_code(2, 0), agreed_exit_code(0, 1), agreed_exit_code(1, 1)] == [
-        0,
-        130,
-        143,
-        143,
-    ]
-
-
-@pytest.mark.parametrize(("written", "code"), [("130", 130), ("143", 143), ("129", 143), ("", 143)])
-def test_stop_file_asks(written: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the launcher was asked decides how workers stop: only Ctrl-C leaves time for results."""
-    monkeypatch.setenv(STOP_FILE_VARIABLE, str(tmp_path / "stop"))
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    stop = StopRequest()
-    assert stop.code == 0 and stop.marks == (0.0, 0.0)
-    (tmp_path / "stop").write_text(written)
-    assert stop.code == code
-    assert agreed_exit_code(*stop.marks) == code
+    assert run_folder.lock(tmp_path) is not None
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="there is no SIGHUP")
 @pytest.mark.parametrize("nohup", [False, True])
-def test_closed_terminal_asks_to_end(nohup: bool) -> None:
-    """SIGHUP stops a worker as SIGTERM does; one that was started to ignore it goes on."""
+def test_signals_ask_once_and_end_the_process_if_they_come_again(nohup: bool) -> None:
+    """SIGHUP stops a worker as SIGTERM does, unless it was started to ignore it; a later signal means now."""
     code = (
-        "import os, signal, sys; from fullshard.train.stop import StopRequest\n"
+        "import os, signal, sys; from fullshard.train import stop\n"
         # Set in both cases: the tests themselves may have been started by nohup.
         "signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[1] == 'True' else signal.SIG_DFL)\n"
-        "request = StopRequest(); os.kill(os.getpid(), signal.SIGHUP); print(request.code)"
+        "request = stop.StopRequest(); os.kill(os.getpid(), signal.SIGHUP); print(request.code)\n"
+        "os.kill(os.getpid(), signal.SIGTERM); print(request.code, flush=True)\n"
+        "stop.AGAIN = 0; os.kill(os.getpid(), signal.SIGTERM); print('alive')"
     )
     done = subprocess.run([sys.executable, "-c", code, str(nohup)], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "0\n" if nohup else "143\n")
+    assert (done.returncode, done.stdout) == (143, "0\n143\n" if nohup else "129\n129\n")
 
 
-@pytest.mark.parametrize("hangs", [False, True])
-def test_rank_without_peers_ends_when_asked_to(hangs: bool) -> None:
-    """A rank that is terminated while another is gone ends by itself, even from C++; while all are there it goes on."""
-    wait = "HashStore().wait(['never'], timedelta(seconds=1000))" if hangs else "sys.stdin.readline()"
+@pytest.mark.parametrize("within", [False, True])
+def test_rank_without_peers_ends(within: bool) -> None:
+    """A rank whose peer was killed ends, even from C++; once no collective follows, peers may go."""
+    wait = "HashStore().wait(['never'], timedelta(seconds=1000))" if within else "pass"
     code = (
-        "import sys, time; from datetime import timedelta; from fullshard.train import stop\n"
+        "import os, sys; from datetime import timedelta; from fullshard.train import stop\n"
         "from torch._C._distributed_c10d import HashStore\n"
-        "request = stop.StopRequest(); request.watch([int(sys.argv[1])])\n"
-        f"print('ready', flush=True); {wait}; print(request.code, flush=True); time.sleep(1000)"
+        "stop.FAREWELL = 0.1\n"
+        "with stop.ending_with_peers([int(sys.argv[1])]):\n"
+        f"    print('ready', flush=True); {wait}\n"
+        "sys.stdin.readline(); print('alive', flush=True)"
     )
-    pipe = subprocess.PIPE
-    peer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=pipe)
-    line = [sys.executable, "-c", code, str(peer.pid)]
-    rank = subprocess.Popen(line, stdin=pipe, stdout=pipe, text=True)
-    try:
-        assert rank.stdin is not None and rank.stdout is not None
-        assert rank.stdout.readline() == "ready\n"
-        rank.terminate()
-        if not hangs:
-            rank.stdin.write("\n")
-            rank.stdin.flush()
-            assert rank.stdout.readline() == "143\n"
-        assert rank.poll() is None
-        peer.kill()  # not waited for: a zombie is gone, too
-        assert rank.wait(60) == 1
-    finally:
-        for process in (rank, peer):
-            process.kill()
-            process.communicate()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with (
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as peer,
+        subprocess.Popen([sys.executable, "-c", code, str(peer.pid)], **pipes) as rank,  # type: ignore[call-overload]
+    ):
+        try:
+            assert rank.stdout.readline() == "ready\n" and rank.poll() is None
+            peer.kill()
+            peer.wait()
+            output, _ = rank.communicate("\n", timeout=60)
+            assert (rank.returncode, output) == ((1, "") if within else (0, "alive\n"))
+        finally:
+            peer.kill()
+            rank.kill()

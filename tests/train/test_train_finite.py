@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from train_processes import SIZE, command, run, write_text
+from train_processes import SIZE, command, last_step, run, write_text
 
 import fullshard
-from fullshard.train.checkpoint_folder import CheckpointFolder
+from fullshard.train import checkpoint_folder
 from fullshard.train.config import GPTConfig
 from fullshard.train.finite import DivergedError, check_loss, check_weights, clip_gradients
-from fullshard.train.metrics import last_step
 from fullshard.train.model import GPT
 
 RUN = [*SIZE, "--steps", 12, "--ranks", 2, "--checkpoint-every", 3, "--eval-every", 5, "--eval-bytes", 2000]
@@ -40,7 +40,7 @@ def test_infinite_loss_stops_the_run_and_keeps_the_last_checkpoint(tmp_path: Pat
     (tmp_path / "text").mkdir()
     line = command(write_text(tmp_path / "text"), *RUN, "--out", tmp_path, "--name", "run")
     (tmp_path / "sitecustomize.py").write_text(POISON)
-    done = run(*line, PYTHONPATH=str(tmp_path))
+    done = run(*line, PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     folder = tmp_path / "run"
     assert done.returncode == 3, done.stdout + done.stderr
     (message,) = done.stderr.strip().splitlines()
@@ -50,8 +50,8 @@ def test_infinite_loss_stops_the_run_and_keeps_the_last_checkpoint(tmp_path: Pat
     )
     assert last_step(folder / "metrics.jsonl") == 7
     assert not (folder / "model.safetensors").exists()
-    checkpoints = CheckpointFolder(folder / "checkpoints")
-    assert [path.name for path in checkpoints.complete()] == ["step-00000003", "step-00000006"]
+    complete = checkpoint_folder.complete(folder / "checkpoints")
+    assert [path.name for path in complete] == ["step-00000003", "step-00000006"]
     again = run(*line)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "resumed from step 6" in again.stdout
@@ -78,8 +78,8 @@ def test_error_names_ranks_and_the_first_module_that_is_not_finite() -> None:
     loss = model(tokens).sum().item()
     expected = r"step 4: the loss is nan on rank 1 \(first in blocks.1.attention.qkv\), inf on rank 2"
     with pytest.raises(DivergedError, match=expected):
-        check_loss(model, tokens, loss, math.nan, 4, group)  # type: ignore[arg-type]
-    check_loss(model, tokens, 2.0, 7.0, 4, SimpleNamespace())  # type: ignore[arg-type]  # no collective if all is well
+        check_loss(model, [tokens], loss, math.nan, 4, group)  # type: ignore[arg-type]
+    check_loss(model, [tokens], 2.0, 7.0, 4, SimpleNamespace())  # type: ignore[arg-type]  # no collective if all is well
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

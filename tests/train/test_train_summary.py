@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -9,29 +10,32 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fullshard.train.footprint import Footprint
+from fullshard.engine.quantized_report import QuantizationReport, QuantizationTraffic, QuantizedParameter
 from fullshard.train.plot import plot_losses
-from fullshard.train.summary import Summary, escape, show, verdicts
+from fullshard.train.summary import Footprint, Summary, as_text, escape, quantization_totals, show, verdicts
 
 
-def printed(bits_per_byte: float | None = 2.0, ranks: int = 2, sample: bytes = b"text") -> str:
+def printed(
+    bits_per_byte: float | None = 2.0, ranks: int = 2, sample: bytes = b"text", report: QuantizationReport | None = None
+) -> str:
     """The summary of a made-up run, as a wide console shows it."""
     summary = Summary(
-        folder=Path("runs/001"),
         parameters=1000,
+        steps=5,
         bits_per_byte=bits_per_byte,
+        best=None,
         baselines={"order-0 entropy coding": 4.5, "zlib level 9": 1.5},
         held_out_bytes=4096,
-        sequence=77,
-        local=[Footprint(2**20 * (rank + 1), 2**20, 2**21) for rank in range(ranks)],
-        unsharded=Footprint(2**21, 2**21, 2**22),
+        bytes_per_rank=[Footprint(2**20 * (rank + 1), 2**20, 2**21) for rank in range(ranks)],
+        bytes_unsharded=Footprint(2**21, 2**21, 2**22),
         prompt="def ",
-        sample=sample,
+        sample=as_text(sample),
         seconds=3.0,
+        comm_quantization=quantization_totals("fp8", report) if report else None,
     )
-    json.dumps(summary.to_dict())
+    json.dumps(dataclasses.asdict(summary))
     file = io.StringIO()
-    show(summary, Console(file=file, width=500))
+    show(summary, 77, Path("runs/001"), Console(file=file, width=500))
     return file.getvalue()
 
 
@@ -60,6 +64,20 @@ def test_stopped_run_has_no_comparison() -> None:
     text = printed(bits_per_byte=None)
     assert "stopped before the last validation" in text
     assert "better than" not in text and "worse than" not in text
+
+
+def test_quantized_communication_is_summed_up() -> None:
+    """Bytes in MiB, their ratio and the parameters; one rank sends nothing."""
+    parameters = (
+        QuantizedParameter("", "a", "fp8", "int8", "(no)"),
+        QuantizedParameter("", "b", "(no)", "(no)", "(no)"),
+    )
+    traffic = QuantizationTraffic("shard", "all_gather", 3, 2**20, 4 * 2**20, 4 * 2**20)
+    assert (
+        "comm quantization fp8: rank 0 received 1.0 MiB of weights and gradients instead of 4.0 (0.250); 1 of 2 "
+        "parameters are quantized"
+    ) in printed(report=QuantizationReport((traffic,), parameters))
+    assert "fp8: nothing was sent, with one rank" in printed(report=QuantizationReport((), parameters))
 
 
 def test_many_ranks_show_the_extremes() -> None:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from fullshard.train.metrics import read_metrics
+
 SIZE = ["--layers", "1", "--width", "16", "--heads", "2", "--sequence", "32", "--batch", "2", "--device", "cpu"]
 SHORT = [*SIZE, "--steps", "5", "--warmup", "2", "--eval-every", "2", "--eval-bytes", "1100", "--generate", "20"]
 LIMIT = 120  # seconds after which a hung run is given up
@@ -84,3 +86,8 @@ def rank_of(process: int) -> int | None:
     except OSError:
         return None
     return next((int(each[5:]) for each in variables if each.startswith(b"RANK=")), None)
+
+
+def last_step(metrics: Path) -> int:
+    """The last step in a metrics.jsonl that may still be written; 0 for none."""
+    return max((record["step"] for record in read_metrics(metrics)), default=0)

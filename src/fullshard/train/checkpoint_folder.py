@@ -1,4 +1,4 @@
-"""The checkpoints of a run as folders on disk: complete ones, the newest one, and which to remove.
+"""The checkpoints of a run as folders on disk, one for each saved step.
 
 Nothing here needs torch, so that a wrong `--resume` is found at once.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard.train.config import ConfigError
@@ -17,72 +16,54 @@ CHECKPOINTS = "checkpoints"  # in a run's folder
 STEP = re.compile(r"step-(\d+)")
 
 
-@dataclass(frozen=True)
-class CheckpointFolder:
-    """A folder of checkpoints, one folder each, named by step.
-
-    Attributes:
-        path: the folder; it need not be there.
-    """
-
-    path: Path
-
-    def of_step(self, step: int) -> Path:
-        """Return the path of the checkpoint after optimizer step `step`."""
-        return self.path / f"step-{step:08d}"
-
-    def complete(self) -> list[Path]:
-        """Return complete checkpoints, the oldest first."""
-        return [path for path in self._all() if (path / INDEX).is_file()]
-
-    def newest(self) -> Path | None:
-        """Return the newest complete checkpoint; None if there is none."""
-        return max(self.complete(), key=step_of, default=None)
-
-    def remove_incomplete(self) -> list[Path]:
-        """Remove incomplete checkpoints. Call it only while no process writes one.
-
-        Returns:
-            What was removed.
-        """
-        incomplete = [path for path in self._all() if not (path / INDEX).is_file()]
-        for path in incomplete:
-            _remove(path)
-        return incomplete
-
-    def before(self, checkpoint: Path) -> Path | None:
-        """Return the complete checkpoint before this one; None if it is the oldest."""
-        earlier = [path for path in self.complete() if step_of(path) < step_of(checkpoint)]
-        return earlier[-1] if earlier else None
-
-    def set_aside(self, checkpoint: Path) -> Path:
-        """Rename a corrupted checkpoint, so that it is ignored.
-
-        Returns:
-            Where it is now.
-        """
-        number, aside = 1, checkpoint.with_name(f"{checkpoint.name}.damaged")
-        while aside.exists():
-            number += 1
-            aside = checkpoint.with_name(f"{checkpoint.name}.damaged-{number}")
-        return checkpoint.rename(aside)
-
-    def keep(self, count: int) -> None:
-        """Remove complete checkpoints except the newest `count`."""
-        for path in self.complete()[:-count]:
-            _remove(path)
-
-    def _all(self) -> list[Path]:
-        if not self.path.is_dir():
-            return []
-        found = (entry for entry in self.path.iterdir() if STEP.fullmatch(entry.name) and entry.is_dir())
-        return sorted(found, key=step_of)
+def path_of(folder: Path, step: int) -> Path:
+    """Return the path of the checkpoint after optimizer step `step`."""
+    return folder / f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
     """Return the step in the name of a checkpoint's folder; 0 if it has another name."""
     match = STEP.fullmatch(checkpoint.name)
     return int(match[1]) if match else 0
+
+
+def complete(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in `folder`, the oldest first."""
+    return [path for path in _all(folder) if (path / INDEX).is_file()]
+
+
+def newest(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint; None if there is none."""
+    return max(complete(folder), key=step_of, default=None)
+
+
+def before(checkpoint: Path) -> Path | None:
+    """Return the complete checkpoint before this one; None if it is the oldest."""
+    earlier = [path for path in complete(checkpoint.parent) if step_of(path) < step_of(checkpoint)]
+    return earlier[-1] if earlier else None
+
+
+def keep(folder: Path, count: int) -> None:
+    """Remove complete checkpoints except the newest `count`."""
+    for path in complete(folder)[:-count]:
+        (path / INDEX).unlink(missing_ok=True)  # first: what is half removed must not count as complete
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_incomplete(folder: Path) -> None:
+    """Remove incomplete checkpoints. Call it only while no process writes one."""
+    for path in _all(folder):
+        if not (path / INDEX).is_file():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Rename a corrupted checkpoint, so that it is ignored, and return where it is now."""
+    number, aside = 1, checkpoint.with_name(f"{checkpoint.name}.damaged")
+    while aside.exists():
+        number += 1
+        aside = checkpoint.with_name(f"{checkpoint.name}.damaged-{number}")
+    return checkpoint.rename(aside)
 
 
 def run_of(checkpoint: Path) -> Path | None:
@@ -98,14 +79,14 @@ def find(folder: Path) -> Path:
     """
     if (folder / INDEX).is_file():
         return folder
-    for place in (folder / CHECKPOINTS, folder):
-        newest = CheckpointFolder(place).newest()
-        if newest:
-            return newest
-    reason = "holds no complete checkpoint" if folder.is_dir() else "is no folder"
-    raise ConfigError(f"cannot resume: {folder} {reason}; name the folder of a run, or one in its {CHECKPOINTS}/")
+    found = newest(folder / CHECKPOINTS) or newest(folder)
+    if found is None:
+        reason = "holds no complete checkpoint" if folder.is_dir() else "is no folder"
+        raise ConfigError(f"cannot resume: {folder} {reason}; name the folder of a run, or one in its {CHECKPOINTS}/")
+    return found
 
 
-def _remove(checkpoint: Path) -> None:
-    (checkpoint / INDEX).unlink(missing_ok=True)  # first: what is half removed must not count as complete
-    shutil.rmtree(checkpoint, ignore_errors=True)
+def _all(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted((entry for entry in folder.iterdir() if STEP.fullmatch(entry.name) and entry.is_dir()), key=step_of)

@@ -1,6 +1,8 @@
-"""Settings of a training run: frozen values that are written beside the results and read back.
+"""Settings of a training run: frozen values, written beside the results and read back.
 
-Nothing here needs torch, so that wrong settings are found at once.
+Each setting is stated once, as a field with its default, its help text and its limits. Options of the command line,
+checks, TOML files and the table in docs/training.md are derived from that. Nothing here needs torch, so that wrong
+settings are found at once.
 """
 
 from __future__ import annotations
@@ -8,12 +10,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import tomli_w
 
@@ -23,6 +24,8 @@ else:
     import tomli as tomllib
 
 COMM_QUANTIZATIONS = ("none", "int8", "fp8")
+OPTIMIZERS = ("adamw", "muon")
+DTYPES = ("fp32", "bf16")
 VOCABULARY = 256  # a token is a byte
 CHECKPOINTS_PER_RUN = 20  # unless the user says how often
 LEAST_INTERVAL = 10  # steps, likewise: a short run is repeated sooner than saved
@@ -33,23 +36,62 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTConfig:
-    """Size of the model.
+class Option:
+    """A setting as users see it."""
 
-    Attributes:
-        layers: number of blocks.
-        width: size C of the residual stream.
-        heads: attention heads; `width / heads` must be even, as rotary positions turn pairs.
-        sequence: longest context in tokens (bytes).
-    """
+    help: str  # one or two sentences
+    least: float | None = None  # smallest value
+    above: float | None = None  # value that a number must exceed
+    choices: tuple[str, ...] = ()  # the only values
+    metavar: str | None = None  # placeholder of the value in help; None: its type, or the choices
+    default: str = ""  # the default in words, where the value does not tell
+    panel: str = ""  # title of the group in help; empty: that of the section
 
-    layers: int = 4
-    width: int = 128
-    heads: int = 4
-    sequence: int = 128
+    def check(self, name: str, value: Any) -> None:
+        """Raise `ConfigError` if `value` is out of range."""
+        if self.choices and value not in self.choices:
+            raise ConfigError(f"{name} must be one of {', '.join(self.choices)}, found {value!r}")
+        if self.least is not None and not self.least <= value < math.inf:
+            raise ConfigError(f"{name} must be at least {self.least}, found {value}")
+        if self.above is not None and not self.above < value < math.inf:
+            raise ConfigError(f"{name} must be a number above {self.above}, found {value}")
+
+
+class NamedOption(NamedTuple):
+    """An option with its name, type and default value; `option.panel` is set."""
+
+    name: str
+    type: type
+    value: Any
+    option: Option
+
+
+def option(value: Any, help: str, **more: Any) -> Any:
+    """Return a field with this default value, help text and what else an `Option` has."""
+    return field(default=value, metadata={Option: Option(help=help, **more)})
+
+
+class _Checked:
+    """Base class of settings that checks them against their options."""
 
     def __post_init__(self) -> None:
-        _at_least(self, layers=1, width=2, heads=1, sequence=8)
+        for item in dataclasses.fields(typing.cast(Any, self)):
+            if Option in item.metadata:
+                item.metadata[Option].check(item.name, getattr(self, item.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig(_Checked):
+    """Size of the model. `width / heads` must be even, as rotary positions turn pairs."""
+
+    PANEL: ClassVar[str] = "Model"
+    layers: int = option(4, "Transformer blocks.", least=1)
+    width: int = option(128, "Size of the residual stream.", least=2)
+    heads: int = option(4, "Attention heads per block.", least=1)
+    sequence: int = option(128, "Context length in bytes.", least=8)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.width % (2 * self.heads):
             raise ConfigError(
                 f"width must be a multiple of 2 * heads, so that each head has an even size; found width "
@@ -69,70 +111,55 @@ class GPTConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
-    """Settings of training.
+class TrainingConfig(_Checked):
+    """Settings of training."""
 
-    Attributes:
-        steps: optimizer steps.
-        batch: sequences per step **per rank**.
-        lr: peak learning rate of AdamW.
-        warmup: steps of linear warm-up; a cosine to 1/20 of `lr` follows.
-        weight_decay: AdamW's decay, for matrices only.
-        clip: largest gradient norm.
-    """
-
-    steps: int = 500
-    batch: int = 8
-    lr: float = 6e-3
-    warmup: int = 40
-    weight_decay: float = 0.1
-    clip: float = 1.0
-
-    def __post_init__(self) -> None:
-        _at_least(self, steps=1, batch=1, warmup=0)
-        for name in ("lr", "clip"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ConfigError(f"{name} must be a positive number, found {getattr(self, name)}")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ConfigError(f"weight_decay must be a number of at least 0, found {self.weight_decay}")
+    PANEL: ClassVar[str] = "Training"
+    steps: int = option(500, "Optimizer steps.", least=1)
+    batch: int = option(8, "Sequences of a forward on each rank.", least=1)
+    accumulate: int = option(1, "Forwards and backwards per step; their gradients are added.", least=1)
+    optimizer: str = option("adamw", "muon: Muon for the matrices of blocks, AdamW for all others.", choices=OPTIMIZERS)
+    lr: float = option(6e-3, "Peak learning rate of AdamW; falls to 1/20 as a cosine.", above=0)
+    muon_lr: float = option(0.02, "Peak learning rate of Muon; falls alike.", above=0)
+    warmup: int = option(40, "Steps of linear warm-up.", least=0)
+    weight_decay: float = option(0.1, "Decay of matrices.", least=0)
+    clip: float = option(1.0, "Largest gradient norm.", above=0)
+    dtype: str = option(
+        "fp32", "Of computation and all-gathers; weights, reductions and optimizer stay in fp32.", choices=DTYPES
+    )
+    activation_checkpointing: bool = option(
+        False, "Recompute the activations of blocks in backward: less memory, a third more computation."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationConfig:
-    """Settings of validation and generation.
+class EvaluationConfig(_Checked):
+    """Settings of validation and of the generated text."""
 
-    Attributes:
-        eval_every: steps between validations.
-        eval_bytes: held-out bytes of the last validation and the baselines; an eighth of them in between.
-        prompt: text that the generated bytes continue.
-        generate: number of bytes to generate.
-    """
-
-    eval_every: int = 100
-    eval_bytes: int = 256 * 1024
-    prompt: str = "def "
-    generate: int = 200
+    PANEL: ClassVar[str] = "Validation and output"
+    eval_every: int = option(100, "Steps between validations.", least=1)
+    eval_bytes: int = option(
+        256 * 1024, "Held-out bytes of the last validation and the baselines; 1/8 in between.", least=1024
+    )
+    prompt: str = option("def ", "Text to continue at the end.")
+    generate: int = option(200, "Bytes to generate.", least=0)
+    tensorboard: bool = option(False, "Write metrics for TensorBoard, too.")
 
     def __post_init__(self) -> None:
-        _at_least(self, eval_every=1, eval_bytes=1024, generate=0)
+        super().__post_init__()
         if not self.prompt:
             raise ConfigError("prompt must hold at least one character")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """Settings of checkpointing.
+class CheckpointConfig(_Checked):
+    """Settings of checkpointing; `checkpoint_every` is -1 for the default interval."""
 
-    Attributes:
-        checkpoint_every: steps between checkpoints; 0: never; -1: a twentieth of all steps, but at least 10.
-        keep: number of checkpoints to keep, the newest ones.
-    """
-
-    checkpoint_every: int = -1
-    keep: int = 2
-
-    def __post_init__(self) -> None:
-        _at_least(self, checkpoint_every=-1, keep=1)
+    PANEL: ClassVar[str] = "Checkpoints"
+    checkpoint_every: int = option(
+        -1, "Steps between checkpoints; 0: never.", least=-1, default="1/20 of all steps, at least 10"
+    )
+    keep: int = option(2, "Checkpoints to keep.", least=1)
 
     def interval(self, steps: int) -> int:
         """Return the steps between checkpoints in a run of `steps`; 0: never."""
@@ -142,41 +169,41 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """All settings that affect a run's results, and its checkpoint interval, but not its output folder.
+class TrainConfig(_Checked):
+    """All settings that affect a run's results or what it keeps, but not its output folder.
 
-    Field names are unique over this class and its sections: they are the options of the command line.
+    Names of fields are unique over this class and its sections: they are the options of the command line.
 
     Attributes:
         data: files and folders of text; empty means the source code of Python's standard library.
         data_sha256: digest of what was read; a run from this config warns if it differs. Empty: unknown.
-        ranks: number of ranks; 0 means one per accelerator, or two without.
-        device: "cpu", "auto" or a type of accelerator; only where it runs is known which there are.
-        seed: decides split, starting weights, batches and generated text.
-        comm_quantization: how weights are sent: "none" in full precision, "int8" or "fp8" in blocks; then gradients
-            are sent in int8 blocks.
-        model: the model's size.
-        training: how it is trained.
-        evaluation: how it is judged.
-        checkpoints: how often it is kept.
     """
 
     data: tuple[str, ...] = ()
     data_sha256: str = ""
-    ranks: int = 0
-    device: str = "auto"
-    seed: int = 0
-    comm_quantization: str = "none"
+    ranks: int = option(0, "Worker processes.", least=0, default="one per accelerator, or 2 without", panel="Ranks")
+    device: str = option(
+        "auto",
+        "auto: accelerators if there is one for each rank, else the CPU. TYPE: as torch calls them.",
+        metavar="auto|cpu|TYPE",
+        panel="Ranks",
+    )
+    seed: int = option(0, "Decides split, first weights, batches and sample.", least=0, panel="Training")
+    comm_quantization: str = option(
+        "none",
+        "Send large weights and gradients in fewer bytes, for slow networks: int8 blocks, or fp8 weights.",
+        choices=COMM_QUANTIZATIONS,
+        panel="Ranks",
+    )
     model: GPTConfig = field(default_factory=GPTConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
 
-    def __post_init__(self) -> None:
-        _at_least(self, ranks=0, seed=0)
-        if self.comm_quantization not in COMM_QUANTIZATIONS:
-            known, found = ", ".join(COMM_QUANTIZATIONS), self.comm_quantization
-            raise ConfigError(f"comm_quantization must be one of {known}, found {found!r}")
+    @property
+    def sequences(self) -> int:
+        """Sequences per optimizer step, over all ranks."""
+        return self.ranks * self.training.batch * self.training.accumulate
 
     def with_options(self, options: Mapping[str, Any]) -> TrainConfig:
         """Return this config with some fields replaced, given by name without sections.
@@ -187,10 +214,10 @@ class TrainConfig:
         changes: dict[str, Any] = {}
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            if dataclasses.is_dataclass(value) and not isinstance(value, type):
-                names = {inner.name for inner in dataclasses.fields(value)}
+            if isinstance(value, _Checked):
+                names = {inner.name for inner in dataclasses.fields(typing.cast(Any, value))}
                 own = {name: options[name] for name in names & options.keys()}
-                changes[item.name] = dataclasses.replace(value, **own)
+                changes[item.name] = dataclasses.replace(typing.cast(Any, value), **own)
             elif item.name in options:
                 changes[item.name] = options[item.name]
         return dataclasses.replace(self, **changes)
@@ -214,44 +241,39 @@ class TrainConfig:
             raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not a TOML file: {error}") from error
+        flat: dict[str, Any] = {}
+        for name, value in values.items():
+            flat |= value if isinstance(value, dict) else {name: value}
+        types = {"data": tuple, "data_sha256": str} | {each.name: each.type for each in options()}
         try:
-            config = _build(cls, values)
+            unknown = sorted(flat.keys() - types.keys())
+            if unknown:
+                raise ConfigError(f"unknown settings: {', '.join(unknown)}; known are {', '.join(types)}")
+            return cls().with_options({name: _convert(name, value, types[name]) for name, value in flat.items()})
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
-        assert isinstance(config, cls)
-        return config
 
 
-def option_names() -> set[str]:
-    """Return the names of all settings, including those of sections."""
-    sections = (TrainConfig, GPTConfig, TrainingConfig, EvaluationConfig, CheckpointConfig)
-    return {item.name for section in sections for item in dataclasses.fields(section)}
+def options(section: Any = TrainConfig) -> Iterator[NamedOption]:
+    """Yield the options of a dataclass, by default all settings, in the order of the fields and with its sections."""
+    kinds, panel = typing.get_type_hints(section), getattr(section, "PANEL", "")
+    for item in dataclasses.fields(section):
+        kind = kinds[item.name]
+        if dataclasses.is_dataclass(kind):
+            yield from options(kind)
+        elif Option in item.metadata:
+            stated = item.metadata[Option]
+            stated = dataclasses.replace(stated, panel=stated.panel or panel)
+            yield NamedOption(item.name, kind, item.default, stated)
 
 
-def _at_least(config: object, **smallest: int) -> None:
-    for name, least in smallest.items():
-        if getattr(config, name) < least:
-            raise ConfigError(f"{name} must be at least {least}, found {getattr(config, name)}")
-
-
-def _build(kind: type, values: Mapping[str, Any]) -> object:
-    """Build a config class from parsed TOML, with its sections from sub-tables."""
-    wanted = typing.get_type_hints(kind)
-    unknown = sorted(set(values) - set(wanted))
-    if unknown:
-        raise ConfigError(f"unknown settings: {', '.join(unknown)}; known are {', '.join(wanted)}")
-    return kind(**{name: _convert(name, value, wanted[name]) for name, value in values.items()})
-
-
-def _convert(name: str, value: Any, wanted: Any) -> Any:
-    """Convert a TOML value to the type of the field, or raise `ConfigError`."""
-    if isinstance(wanted, types.GenericAlias):  # tuple[str, ...]
-        if isinstance(value, list) and all(isinstance(item, str) for item in value):
-            return tuple(value)
-    elif isinstance(value, dict) and dataclasses.is_dataclass(wanted):
-        return _build(typing.cast(type, wanted), value)
-    elif wanted is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+def _convert(name: str, value: Any, wanted: type) -> Any:
+    """Return a TOML value as the type of a field, or raise `ConfigError`."""
+    if wanted is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    if wanted is float and type(value) is int:
         return float(value)
-    elif isinstance(value, wanted) and not isinstance(value, bool):
+    if type(value) is wanted:
         return value
-    raise ConfigError(f"{name} must be {getattr(wanted, '__name__', wanted)}, found {value!r}")
+    expected = "a list of strings" if wanted is tuple else wanted.__name__
+    raise ConfigError(f"{name} must be {expected}, found {value!r}")

@@ -21,13 +21,18 @@ class DivergedError(ArithmeticError):
     def __init__(self, step: int, found: str) -> None:
         super().__init__(f"step {step}: {found}")
 
+    def with_advice(self, advice: str) -> DivergedError:
+        """Return this error with a sentence added."""
+        self.args = (f"{self}. {advice}",)
+        return self
 
-def check_loss(model: nn.Module, tokens: Tensor, own: float, total: float, step: int, group: Group) -> None:
+
+def check_loss(model: nn.Module, inputs: Sequence[Tensor], own: float, total: float, step: int, group: Group) -> None:
     """Raise if the loss of any rank is not finite; only then a collective, in which the model runs once more.
 
     Args:
         model: with the weights that the loss was computed with.
-        tokens: input of this rank.
+        inputs: of this rank, one for each forward.
         own: loss of this rank.
         total: sum of the losses of all ranks.
         step: the optimizer step that is under way.
@@ -38,7 +43,7 @@ def check_loss(model: nn.Module, tokens: Tensor, own: float, total: float, step:
     """
     if math.isfinite(total):
         return
-    found = enumerate(group.gather((own, _first_module(model, tokens))))
+    found = enumerate(group.gather((own, _first_module(model, inputs))))
     bad = [f"{loss} on rank {rank} (first in {name})" for rank, (loss, name) in found if not math.isfinite(loss)]
     raise DivergedError(step, f"the loss is {_listed(bad)}")
 
@@ -81,8 +86,8 @@ def _listed(found: Sequence[str]) -> str:
     return ", ".join(found[:SHOWN]) + more
 
 
-def _first_module(model: nn.Module, tokens: Tensor) -> str:
-    """Run a forward, and return the name of the first module in it whose output is not finite."""
+def _first_module(model: nn.Module, inputs: Sequence[Tensor]) -> str:
+    """Run the forwards, and return the name of the first module whose output is not finite."""
     found: list[str] = []
 
     def look(name: str) -> Callable[..., None]:
@@ -95,7 +100,8 @@ def _first_module(model: nn.Module, tokens: Tensor) -> str:
     handles = [module.register_forward_hook(look(name)) for name, module in model.named_modules()]
     try:
         with torch.no_grad():
-            model(tokens)
+            for tokens in inputs:
+                model(tokens)
     finally:
         for handle in handles:
             handle.remove()

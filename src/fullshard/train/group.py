@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from fullshard.train.config import ConfigError
-from fullshard.train.rendezvous import agent_store, rendezvous, start_store
 
 CPU_RANKS = 2  # ranks on a machine without accelerators
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,8 @@ class Group:
 
     def processes_here(self) -> list[int]:
         """Return the process ids of the other ranks of this node, as torch elastic numbers nodes. A collective."""
-        found = self.gather((os.environ.get("GROUP_RANK"), os.getpid()))
-        node = found[self.rank][0]
-        return [process for other, process in found if other == node and process != os.getpid()] if node else []
+        node, own = os.environ.get("GROUP_RANK"), os.getpid()
+        return [process for other, process in self.gather((node, own)) if other == node and process != own]
 
     def leave(self) -> None:
         """Destroy the process group."""
@@ -74,11 +76,28 @@ class Group:
         total: list[float] = torch.stack(parts).cpu().view(torch.float64).sum(0).tolist()
         return total
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: T) -> list[T]:
         """Return every rank's small picklable `value`, in rank order, on every rank."""
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, value)
         return gathered
+
+    def from_rank0(self, make: Callable[[], T]) -> T:
+        """Return what `make` returns on rank 0, on every rank.
+
+        Raises:
+            ConfigError: on all ranks, if `make` raises that or an `OSError`.
+        """
+        made, problem = None, ""
+        if self.leads:
+            try:
+                made = make()
+            except (ConfigError, OSError) as error:
+                problem = str(error)
+        made, problem = self.gather((made, problem))[0]
+        if problem:
+            raise ConfigError(problem)
+        return made  # type: ignore[return-value]
 
 
 def choose(wanted: str, ranks: int) -> tuple[str, int]:
@@ -123,10 +142,23 @@ def _accelerators() -> tuple[str, int]:
 
 
 def _initialize(backend: str, device: torch.device | None) -> None:
-    store = agent_store()
-    if store is None:
+    """Initialize the process group of this start.
+
+    [Note: Stores of torchrun]
+    Unless it is told otherwise, torchrun keeps one store for all of its starts, and torch (as of 2.13) uses the same
+    keys in each, so that ranks which were started anew would wait at the addresses of killed ones. On one node the
+    number of restarts tells the starts apart. Nodes count them each for itself, so that on several torchrun has to be
+    told.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group(backend, device_id=device)
         return
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    own = start_store(rendezvous(store, rank, size), rank, os.environ["MASTER_ADDR"])
+    nodes, restarts = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if nodes != "1" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        raise ValueError(
+            "torchrun --max-restarts on several nodes needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment "
+            "and --rdzv-backend c10d: otherwise restarted ranks find addresses of killed ones"
+        )
+    store, rank, size = next(rendezvous("env://"))
+    own = PrefixStore(f"start-{restarts}", store)
     dist.init_process_group(backend, store=own, rank=rank, world_size=size, device_id=device)

@@ -5,71 +5,33 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from fullshard import fully_shard
+from fullshard import CommQuantization, MixedPrecisionPolicy, fully_shard
+from fullshard.activation_checkpoint import apply_activation_checkpointing
+from fullshard.composable.fsdp_module import FSDPModule
 from fullshard.errors import CheckpointError
-from fullshard.optim import localize
-from fullshard.train import best_weights, finite, footprint
-from fullshard.train.checkpoints import Checkpoints
-from fullshard.train.config import TrainConfig, TrainingConfig
+from fullshard.train import finite
+from fullshard.train.checkpoints import Checkpoints, Position
+from fullshard.train.config import TrainConfig
 from fullshard.train.corpus import Corpus, sample
 from fullshard.train.evaluation import HeldOut, evaluate
-from fullshard.train.footprint import Footprint
 from fullshard.train.group import Group
-from fullshard.train.learning_rate import learning_rate
-from fullshard.train.metrics import Record, bits
-from fullshard.train.model import GPT, initialize
-from fullshard.train.position import BestValidation, Position
-from fullshard.train.stop import INTERRUPTED, StopRequest, agreed_exit_code
+from fullshard.train.metrics import bits
+from fullshard.train.model import GPT, Block, initialize
+from fullshard.train.optimizer import learning_rate, set_learning_rates
+from fullshard.train.run_folder import BEST
+from fullshard.train.run_log import RunLog
+from fullshard.train.stop import StopRequest
+from fullshard.train.summary import Footprint
+from fullshard.train.weights import BestValidation, save_full
 
-BETAS = (0.9, 0.95)
-OPTIONS = ("weight_decay", "betas")  # optimizer options that a resumed run takes from its settings; lr is per step
 BETWEEN = 8  # validations during the run use one such share of `eval_bytes`
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Result of the loop, equal on every rank except for `local`.
-
-    Attributes:
-        position: progress of the run.
-        stopped: exit code of a run that was asked to stop early; 0: it is complete.
-        local: training state on this rank.
-        unsharded: training state of one unsharded copy.
-    """
-
-    position: Position
-    stopped: int
-    local: Footprint
-    unsharded: Footprint
-
-    @property
-    def is_terminated(self) -> bool:
-        """True if the machine is being taken away: work that can be done after resuming is skipped."""
-        return self.stopped not in (0, INTERRUPTED)
-
-
-@dataclass(frozen=True)
-class Observer:
-    """Callbacks of a run.
-
-    Attributes:
-        folder: folder of the best weights.
-        record: called with each record of `metrics.jsonl`.
-        saving: called before a checkpoint is saved, so that all records before it are on the disk.
-    """
-
-    folder: Path
-    record: Callable[[Record], None] = lambda record: None
-    saving: Callable[[], None] = lambda: None
 
 
 def build_model(config: TrainConfig, group: Group) -> GPT:
@@ -77,19 +39,23 @@ def build_model(config: TrainConfig, group: Group) -> GPT:
     model = GPT(config.model)
     initialize(model, config.seed)
     model.to(group.device)
+    if config.training.activation_checkpointing:
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    precision = MixedPrecisionPolicy()
+    if config.training.dtype == "bf16":
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, mp_policy=precision)
+    fully_shard(model, mp_policy=precision)
+    if config.comm_quantization != "none":
+        weights = cast('Literal["int8", "fp8"]', config.comm_quantization)
+        sharded(model).set_comm_quantization(shard=CommQuantization(all_gather=weights, reduce="int8"))
     return model
 
 
-def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """Return AdamW on the sharded parameters, stepped as local tensors; weight decay on matrices only."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=BETAS, weight_decay=config.weight_decay, fused=True)
-    return localize(optimizer)
+def sharded(model: GPT) -> FSDPModule:
+    """Return the model as what `fully_shard` has made of it."""
+    return cast("FSDPModule", model)
 
 
 def interim_validation_data(corpus: Corpus, config: TrainConfig) -> HeldOut:
@@ -97,200 +63,145 @@ def interim_validation_data(corpus: Corpus, config: TrainConfig) -> HeldOut:
     return HeldOut.take(corpus.validation, config.evaluation.eval_bytes // BETWEEN, config.model.sequence)
 
 
+@dataclass
 class Run:
-    """A training run on one rank: the same code on every rank, with one collective decision per step."""
+    """A training run on one rank."""
 
-    model: GPT
-    optimizer: torch.optim.Optimizer
-    corpus: Corpus
     config: TrainConfig
+    corpus: Corpus  # equal on every rank
     group: Group
-    stop: StopRequest
-    observer: Observer
+    stop: StopRequest  # looked at in every step, see [Note: Stopping all ranks]
+    folder: Path  # of the run
+    model: GPT  # from `build_model`; trained in place
+    optimizer: torch.optim.Optimizer
     checkpoints: Checkpoints
+    log: RunLog  # gets a record of every step and validation
     position: Position
-    _stopped: int  # exit code; 0: the run continues
-    _saved: Position | None  # position of the last checkpoint; None: not saved yet
-    _footprints: tuple[Footprint, Footprint] | None  # local and whole
-    _start: float
+    best: BestValidation | None  # None before the first validation
+    footprints: tuple[Footprint, Footprint] | None = None  # on this rank, and of one unsharded copy; after a step
+    stopped: bool = False  # all ranks have seen that one of them was asked to stop
 
-    def __init__(
-        self,
-        model: GPT,
-        optimizer: torch.optim.Optimizer,
-        corpus: Corpus,
-        config: TrainConfig,
-        group: Group,
-        stop: StopRequest,
-    ) -> None:
-        """Initialize a run.
-
-        Args:
-            model: sharded, from `build_model`; trained in place.
-            optimizer: from `build_optimizer`.
-            corpus: the text; equal on every rank.
-            config: the settings.
-            group: the ranks.
-            stop: asked at every step, see [Note: Stopping all ranks].
-        """
-        self.model = model
-        self.optimizer = optimizer
-        self.corpus = corpus
-        self.config = config
-        self.group = group
-        self.stop = stop
-        self._stopped = 0
-        self._footprints = None
-
-    def train(self, position: Position, checkpoints: Checkpoints, observer: Observer) -> Outcome:
-        """Run all remaining steps, with validations in between and a full one at the end, and checkpoints.
-
-        Args:
-            position: progress of model and optimizer.
-            checkpoints: checkpoints of the run.
-            observer: callbacks.
+    def train(self) -> None:
+        """Run all remaining steps, with validations in between, and checkpoints, the last of which is complete.
 
         Raises:
             CheckpointError: on all ranks, if the last checkpoint cannot be written, or one cannot be begun.
-            DivergedError: on all ranks, if a loss, gradient or weight is not finite; no
-                checkpoint is being written any more then.
+            DivergedError: on all ranks, if a loss, gradient or weight is not finite; no checkpoint is being written any
+                more then.
         """
-        self.observer, self.checkpoints, self.position = observer, checkpoints, position
-        checkpoints.resume_from(position)
-        self._saved = position if position.step else None
-        self._start = time.perf_counter() - position.elapsed
+        start = time.perf_counter() - self.position.elapsed
         try:
-            self._run()
+            while not self.stopped and self.position.step < self.config.training.steps:
+                self._train_step(self.position.step + 1, start)
+                if self._is_validation_due():
+                    self._validate()
+                self.checkpoints.poll()
+                if self.checkpoints.are_due(self.position.step):
+                    self._save()
+            finite.check_weights(self.model, self.position.step)
+            if self.checkpoints.are_due(self.position.step, last=True):
+                self._save()
         except finite.DivergedError as error:
             with contextlib.suppress(CheckpointError):  # on all ranks; what is wrong here comes first
                 self.checkpoints.wait()
             self.group.gather(None)  # until rank 0 has removed older checkpoints
-            self.stop.allow_peers_to_exit()
-            kept = "Start again with --fresh and a lower --lr"
-            if self.checkpoints.newest_step:
-                kept = f"The checkpoint after step {self.checkpoints.newest_step} is kept: resume with a lower --lr"
-            error.args = (f"{error}. {kept}",)
-            raise
+            newest = self.checkpoints.newest_step
+            kept = f"The checkpoint after step {newest} is kept: resume with a lower --lr"
+            raise error.with_advice(kept if newest else "Start again with --fresh and a lower --lr") from error
         self.checkpoints.wait()
-        self.position = replace(self.position, elapsed=self._elapsed())
-        local, unsharded = self._footprints or self._measure()
-        return Outcome(self.position, self._stopped, local, unsharded)
 
-    def _run(self) -> None:
-        if not self.position.validated:  # stopped during that validation
-            self._validate_if_due()
-        while not self._stopped and self.position.step < self.config.training.steps:
-            self._train_step(self.position.step + 1)
-            self._validate_if_due()
-            self.checkpoints.poll()
-            if not self._stopped and self.checkpoints.are_due(self.position.step):
-                self._save()
-        finite.check_weights(self.model, self.position.step)
-        if self.checkpoints.every and self._saved is not self.position:
-            self._save()
-
-    def _train_step(self, step: int) -> None:
+    def _train_step(self, step: int, start: float) -> None:
         """Perform one optimizer step (counted from 1) and record it."""
         began = time.perf_counter()
         settings, sequence = self.config.training, self.config.model.sequence
-        for parameters in self.optimizer.param_groups:
-            parameters["lr"] = learning_rate(step, settings)
-        part = (self.group.rank, self.group.size)
-        key = (self.config.seed, step)
-        pairs = sample(self.corpus.train, batch=settings.batch, sequence=sequence, key=key, part=part)
-        tokens = torch.from_numpy(pairs).to(self.group.device)
-        logits = self.model(tokens[:, :-1])
-        own_loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-        torch.autograd.backward(own_loss)
-        total, *marks = self.group.sum(own_loss.item(), *self.stop.marks)
-        finite.check_loss(self.model, tokens[:, :-1], own_loss.item(), total, step, self.group)
+        set_learning_rates(self.optimizer, step, settings)
+        windows = sample(
+            self.corpus.train,
+            batch=settings.batch * settings.accumulate,
+            sequence=sequence,
+            key=(self.config.seed, step),
+            part=(self.group.rank, self.group.size),
+        )
+        microbatches = torch.split(torch.from_numpy(windows).to(self.group.device), settings.batch)
+        losses = []
+        for number, tokens in enumerate(microbatches, start=1):
+            sharded(self.model).set_requires_gradient_sync(number == len(microbatches))
+            logits = self.model(tokens[:, :-1])
+            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()) / len(microbatches)
+            torch.autograd.backward(loss)
+            losses.append(loss.detach())
+        own_loss = torch.stack(losses).sum().item()
+        total, stops = self.group.sum(own_loss, self.stop.code != 0)
+        finite.check_loss(self.model, [t[:, :-1] for t in microbatches], own_loss, total, step, self.group)
         norm = finite.clip_gradients(self.model, settings.clip, step)
         self.optimizer.step()
-        if self._footprints is None:
-            self._footprints = self._measure()
+        if self.footprints is None:
+            self.footprints = self.measure()
         self.optimizer.zero_grad()
-        self._stopped = agreed_exit_code(*marks)
-        validated = not self._is_validation_due(step)
-        self.position = replace(self.position, step=step, validated=validated, validation_loss=None)
-        loss, took = total / self.group.size, time.perf_counter() - began
-        self.observer.record(
+        self.stopped = stops > 0
+        now = time.perf_counter()
+        self.position = Position(step, now - start)
+        self.log.record(
             {
                 "kind": "train",
                 "step": step,
-                "loss": loss,
-                "bits_per_byte": bits(loss),
+                "loss": total / self.group.size,
+                "bits_per_byte": bits(total / self.group.size),
                 "lr": learning_rate(step, settings),
                 "grad_norm": norm,
-                "tokens_per_s": settings.batch * sequence * self.group.size / took,
-                "elapsed_s": self._elapsed(),
+                "tokens_per_s": self.config.sequences * sequence / (now - began),
+                "elapsed_s": self.position.elapsed,
             }
         )
 
-    def _is_validation_due(self, step: int) -> bool:
+    def _is_validation_due(self) -> bool:
+        step = self.position.step
         return step == self.config.training.steps or step % self.config.evaluation.eval_every == 0
 
-    def _validate_if_due(self) -> None:
-        """Validate on a part of the held-out bytes, after the last step also on all; keep the best weights.
+    def _validate(self) -> None:
+        """Validate on a part of the held-out bytes, and keep the best weights.
 
-        Losses on different bytes cannot be compared, so these are two kinds of records, and the best is chosen by the
-        part. For the same reason a best on another part or text, from before the run was resumed, is replaced by any.
+        Losses on different bytes cannot be compared. So a best on another part or text, from before the run was
+        resumed, is replaced by any.
         """
-        if self._stopped or self.position.validated:
-            return
-        step, part, final = self.position.step, interim_validation_data(self.corpus, self.config), None
-        loss = self._evaluate(part)
-        if step == self.config.training.steps:
-            everything = HeldOut.take(self.corpus.validation, self.config.evaluation.eval_bytes, part.sequence)
-            final = self._evaluate(everything)
-            if final is None:
-                return
-        if loss is None:
-            return
-        self._record_validation("validation", loss, part)
-        if final is not None:
-            self._record_validation("final_validation", final, everything)
-        best, new = self.position.best, BestValidation(step, loss, len(part.targets), self.corpus.sha256)
-        if best is None or not best.is_comparable(new) or loss < best.loss:
-            best = new
-            finite.check_weights(self.model, step)
-            needed = self.checkpoints.best_steps
-            best_weights.export(self.observer.folder, self.model, best, needed, leads=self.group.leads)
-        self.position = replace(self.position, validated=True, best=best, validation_loss=final)
+        part = interim_validation_data(self.corpus, self.config)
+        loss = self.evaluate("validation", part)
+        new = BestValidation(self.position.step, loss, len(part.targets), self.corpus.sha256)
+        if self.best is None or not self.best.is_comparable(new) or loss < self.best.validation_loss:
+            finite.check_weights(self.model, self.position.step)
+            save_full(self.folder / BEST, self.model, new.notes(), leads=self.group.leads)
+            self.best = new
 
-    def _evaluate(self, held_out: HeldOut) -> float | None:
-        """Return the loss on held-out bytes; None if the run is asked to stop meanwhile."""
-        if self._stopped:
-            return None
-        loss = evaluate(self.model, held_out, self.config.training.batch, self.group, self.stop)
-        if loss is None:
-            self._stopped = agreed_exit_code(*self.group.sum(*self.stop.marks))
-        elif not math.isfinite(loss):
+    def evaluate(self, kind: str, held_out: HeldOut) -> float:
+        """Return the loss on held-out bytes, and record it. A collective.
+
+        Raises:
+            DivergedError: on all ranks, if it is not finite.
+        """
+        began = time.perf_counter()
+        loss = evaluate(self.model, held_out, self.config.training.batch, self.group)
+        if not math.isfinite(loss):
             finite.check_weights(self.model, self.position.step)
             raise finite.DivergedError(self.position.step, f"the validation loss is {loss}")
-        return loss
-
-    def _record_validation(self, kind: str, loss: float, held_out: HeldOut) -> None:
-        self.observer.record(
+        self.position = replace(self.position, elapsed=self.position.elapsed + time.perf_counter() - began)
+        self.log.record(
             {
                 "kind": kind,
                 "step": self.position.step,
                 "loss": loss,
                 "bits_per_byte": bits(loss),
                 "bytes": len(held_out.targets),
-                "elapsed_s": self._elapsed(),
+                "elapsed_s": self.position.elapsed,
             }
         )
+        return loss
 
     def _save(self) -> None:
         finite.check_weights(self.model, self.position.step)
-        self.position = replace(self.position, elapsed=self._elapsed())
-        self.observer.saving()
+        self.log.sync()
         self.checkpoints.save(self.model, self.optimizer, self.position)
-        self._saved = self.position
 
-    def _measure(self) -> tuple[Footprint, Footprint]:
-        local, unsharded = (footprint.measure(self.model, self.optimizer, local=local) for local in (True, False))
+    def measure(self) -> tuple[Footprint, Footprint]:
+        """Count the bytes of training state on this rank, and of one unsharded copy."""
+        local, unsharded = (Footprint.of(self.model, self.optimizer, local=local) for local in (True, False))
         return local, unsharded
-
-    def _elapsed(self) -> float:
-        return time.perf_counter() - self._start

@@ -1,65 +1,68 @@
-"""The output folder of a run, and its lock."""
+"""The output folder of a run: its name, its lock, and which checkpoint the run resumes from."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from fullshard.train import checkpoint_folder
-from fullshard.train.checkpoint_folder import CHECKPOINTS, CheckpointFolder
-from fullshard.train.config import ConfigError, TrainConfig
+from fullshard.train.checkpoint_folder import CHECKPOINTS
+from fullshard.train.config import ConfigError, TrainConfig, option
+from fullshard.train.stop import GRACE
 
 METRICS = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
 PLOT = "loss.png"
 CONFIG = "config.toml"
 MODEL = "model.safetensors"
 BEST = "best.safetensors"
 SUMMARY = "summary.json"
 ERROR = "error.txt"
-LOCK_TIMEOUT_S = 150.0  # seconds to wait for a lock: orphaned workers save and end before that
+LOCK_TIMEOUT_S = GRACE + 30.0  # seconds to wait for a lock: orphaned workers save and end before that
 POLL = 0.1  # seconds between attempts
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # environment of a worker: number of restarts by torch elastic
-RUN_MARK = ".torchelastic"  # in the folder of a run without a name: identifies its torchrun
 
 
 @dataclass(frozen=True)
 class RunLocation:
-    """Folder and resume options of a run, as given by the user.
+    """Folder of a run, and what it starts from, as given by the user. Its fields are options of the command line."""
 
-    Attributes:
-        out: folder of runs.
-        name: the run's name, one folder in `out`; None takes the next free number.
-        resume: another run, or a checkpoint, to start from; None for none.
-        fresh: start from the beginning although the run has a checkpoint.
-    """
-
-    out: Path
-    name: str | None = None
-    resume: Path | None = None
-    fresh: bool = False
+    PANEL: ClassVar[str] = "Run"
+    out: Path = option(Path("runs"), "Folder of runs.")
+    name: str | None = option(None, "The run's folder in it; an existing run is resumed.", default="next free number")
+    resume: Path | None = option(
+        None,
+        "Start from another run's newest checkpoint, or from this one. A run that has checkpoints of its own "
+        "resumes from those instead, if its --name is given.",
+        metavar="FOLDER",
+        default="none",
+    )
+    fresh: bool = option(False, "Start from the beginning; the contents of the run's folder are moved aside.")
 
     def __post_init__(self) -> None:
         if self.name is not None and (self.name in ("", ".", "..") or Path(self.name).name != self.name):
             raise ConfigError(f"--name must be the name of one folder in {self.out}, found {self.name!r}; see --out")
 
     @property
+    def folder(self) -> Path:
+        """The run's folder; the name must be settled."""
+        assert self.name is not None
+        return self.out.resolve() / self.name
+
+    @property
     def existing_folder(self) -> Path | None:
         """The run's folder, if it exists and the run resumes in it."""
-        if self.name is None or self.fresh:
-            return None
-        folder = self.out / self.name
-        return folder if folder.is_dir() else None
+        return self.folder if self.name is not None and not self.fresh and self.folder.is_dir() else None
 
     @property
     def own_checkpoint(self) -> Path | None:
         """The newest checkpoint of the run itself."""
-        return CheckpointFolder(self.existing_folder / CHECKPOINTS).newest() if self.existing_folder else None
+        return checkpoint_folder.newest(self.existing_folder / CHECKPOINTS) if self.existing_folder else None
 
     def checkpoint(self) -> Path | None:
         """Return the checkpoint to resume from: the run's newest, else that of `resume`; None if there is none.
@@ -67,7 +70,7 @@ class RunLocation:
         Raises:
             ConfigError: `resume` names no checkpoint.
         """
-        return self.own_checkpoint or (checkpoint_folder.find(self.resume) if self.resume else None)
+        return self.own_checkpoint or (checkpoint_folder.find(self.resume).resolve() if self.resume else None)
 
     def settings(self) -> TrainConfig | None:
         """Return the settings of the run to resume; they replace the defaults of options."""
@@ -75,15 +78,10 @@ class RunLocation:
         run = checkpoint_folder.run_of(checkpoint) if checkpoint else None
         return TrainConfig.from_toml(run / CONFIG) if run and (run / CONFIG).is_file() else None
 
-    def is_finished(self, steps: int) -> bool:
-        """Return True if the run has done that many steps, and has its results."""
-        checkpoint = self.own_checkpoint
-        if self.existing_folder is None or checkpoint is None or checkpoint_folder.step_of(checkpoint) != steps:
-            return False
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            summary = json.loads((self.existing_folder / SUMMARY).read_text(encoding="utf-8"))
-            return summary.get("bits_per_byte") is not None and summary.get("steps") == steps
-        return False
+    def words(self) -> list[str]:
+        """Return the options of the command line that stand for this location; not `--fresh`, which is done once."""
+        words = ["--out", str(self.out), *(["--name", self.name] if self.name is not None else [])]
+        return [*words, *(["--resume", str(self.resume)] if self.resume else [])]
 
     def check(self, config: TrainConfig) -> None:
         """Raise if a run with these settings may not write to the folder.
@@ -104,117 +102,45 @@ class RunLocation:
             f"which moves them aside"
         )
 
+    def claim(self, say: Callable[[str], None]) -> RunLocation:
+        """Create the run's folder and return its location, with its name settled; `fresh` moves old contents aside.
 
-@dataclass(frozen=True)
-class Start:
-    """The initial state of a run, the same on every rank.
+        Args:
+            say: called with a message about moved files.
 
-    Attributes:
-        folder: the run's folder, absolute.
-        checkpoint: the checkpoint to load; None starts from the beginning.
-        origin: the folder named by `--resume`, absolute; empty for none.
-    """
-
-    folder: Path
-    checkpoint: Path | None
-    origin: str
-
-    @property
-    def is_own(self) -> bool:
-        """True if the checkpoint is the run's own, not another's."""
-        return self.checkpoint is not None and self.checkpoint.parent == self.folder / CHECKPOINTS
+        Raises:
+            OSError: the folder cannot be made.
+        """
+        self.out.mkdir(parents=True, exist_ok=True)
+        if self.name is None:
+            return replace(self, name=_next_number(self.out), fresh=False)
+        if self.fresh and self.folder.is_dir() and any(self.folder.iterdir()):
+            say(f"--fresh: the contents of {self.out / self.name} were moved to {_set_aside(self.out / self.name)}")
+        self.folder.mkdir(exist_ok=True)
+        return replace(self, fresh=False)
 
 
-def enter(location: RunLocation, say: Callable[[str], None]) -> Path:
-    """Return the folder of a run, created if missing; with `fresh`, existing contents are moved aside.
-
-    Call it once: by the launcher, or by rank 0 under torchrun, whose restarts resume in the folder of the first start.
-
-    Args:
-        location: folder and options given by the user.
-        say: called with a message about moved files.
-
-    Raises:
-        OSError: the folder cannot be made.
-    """
-    location.out.mkdir(parents=True, exist_ok=True)
-    restarted = os.environ.get(RESTARTS, "0") != "0"
-    if location.name is None:
-        return (_folder_of_torchrun(location.out) if restarted else None) or _numbered(location.out)
-    folder = location.out / location.name
-    if location.fresh and not restarted and folder.is_dir() and any(folder.iterdir()):
-        say(f"--fresh: the contents of {folder} were moved to {_set_aside(folder)}")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def replace_text(path: Path, text: str) -> None:
+    """Replace the content of `path` by `text` in UTF-8, atomically, whenever the process is killed."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
 
 
-def begin(folder: Path, resume: Path | None) -> Start:
-    """Lock a run's folder for the lifetime of this process, and choose the checkpoint to resume from.
+def lock(folder: Path) -> int | None:
+    """Lock a run's folder until the process ends, however it ends.
 
-    Args:
-        folder: from `enter`.
-        resume: another run, or a checkpoint, to start from if the run has none.
-
-    Raises:
-        ConfigError: another process has locked the folder, or `resume` names no checkpoint.
-    """
-    folder = folder.resolve()
-    if resume is not None and resume.resolve() == folder:
-        resume = None
-    _lock(folder)
-    checkpoint = CheckpointFolder(folder / CHECKPOINTS).newest()
-    if checkpoint is None and resume is not None:
-        checkpoint = checkpoint_folder.find(resume).resolve()
-    return Start(folder, checkpoint, str(resume.resolve()) if resume else "")
-
-
-def _numbered(out: Path) -> Path:
-    number = max((int(entry.name) for entry in out.iterdir() if entry.name.isdecimal()), default=0)
-    while True:
-        number += 1
-        folder = out / f"{number:03d}"
-        try:
-            folder.mkdir()
-        except FileExistsError:  # another run was faster
-            continue
-        if RESTARTS in os.environ:
-            (folder / RUN_MARK).write_text(_torchrun_id(), encoding="utf-8")
-        return folder
-
-
-def _folder_of_torchrun(out: Path) -> Path | None:
-    """Return the newest folder that the first start of this torchrun created."""
-    for folder in sorted(out.iterdir(), reverse=True):
-        with contextlib.suppress(OSError):
-            if (folder / RUN_MARK).read_text(encoding="utf-8") == _torchrun_id():
-                return folder
-    return None
-
-
-def _torchrun_id() -> str:
-    """Return an identifier of this worker's torchrun: its run id, or its process."""
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return run_id if run_id != "none" else f"process {os.getppid()} on {os.uname().nodename}"
-
-
-def _set_aside(folder: Path) -> Path:
-    descriptor = _lock(folder)
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.before-{number}")).exists():
-        number += 1
-    folder.rename(aside)
-    if descriptor is not None:
-        os.close(descriptor)
-    return aside
-
-
-def _lock(folder: Path) -> int | None:
-    """Lock a folder until the process ends, however it ends.
-
-    After a launcher was killed, its orphaned workers may still be saving a checkpoint when the next one starts.
+    After a launcher was killed, its orphaned workers may still be saving a checkpoint when the next one starts: the
+    lock is waited for.
 
     Returns:
         The open folder that carries the lock; None where the file system or the platform has no locks.
+
+    Raises:
+        ConfigError: another process has locked the folder.
     """
     if sys.platform == "win32":
         return None
@@ -235,3 +161,23 @@ def _lock(folder: Path) -> int | None:
             return None
         else:
             return descriptor
+
+
+def _next_number(out: Path) -> str:
+    number = max((int(entry.name) for entry in out.iterdir() if entry.name.isdecimal()), default=0)
+    while True:
+        number += 1
+        with contextlib.suppress(FileExistsError):  # another run was faster
+            (out / f"{number:03d}").mkdir()
+            return f"{number:03d}"
+
+
+def _set_aside(folder: Path) -> Path:
+    descriptor = lock(folder)
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.before-{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    if descriptor is not None:
+        os.close(descriptor)
+    return aside

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard import export_safetensors
@@ -15,6 +16,42 @@ from fullshard.train.model import GPT, METADATA_KEY
 
 SCRATCH = ".export"  # how the name of the folder ends in which a file is written
 LONGEST_HEADER = 100 << 20  # bytes; the format's own limit
+NOTE = "fullshard.train."  # before the names of the fields of `BestValidation` in metadata
+
+
+@dataclass(frozen=True)
+class BestValidation:
+    """The best validation so far; it is kept in the metadata of its weights, and nowhere else.
+
+    Attributes:
+        step: optimizer step of the validation.
+        validation_loss: nats per byte, on the part of the held-out bytes that validations during the run use.
+        bytes: number of these bytes.
+        data_sha256: digest of the text and its split.
+    """
+
+    step: int
+    validation_loss: float
+    bytes: int
+    data_sha256: str
+
+    def notes(self) -> dict[str, str]:
+        """Return the metadata of the weights."""
+        return {NOTE + name: str(value) for name, value in dataclasses.asdict(self).items()}
+
+    @classmethod
+    def read(cls, path: Path) -> BestValidation | None:
+        """Return the validation of the weights in a file; None if there is none."""
+        notes = _read_notes(path)
+        try:
+            step, loss, count, digest = (notes[NOTE + field.name] for field in dataclasses.fields(cls))
+            return cls(int(step), float(loss), int(count), digest)
+        except (KeyError, ValueError):
+            return None
+
+    def is_comparable(self, other: BestValidation) -> bool:
+        """Return True if both losses are on the same bytes."""
+        return (self.bytes, self.data_sha256) == (other.bytes, other.data_sha256)
 
 
 def save_full(path: Path, model: GPT, notes: Mapping[str, str] | None = None, *, leads: bool) -> None:
@@ -46,8 +83,7 @@ def remove_unfinished(folder: Path) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def read_notes(path: Path) -> dict[str, str]:
-    """Return the metadata of a file of weights; empty if there is no such file."""
+def _read_notes(path: Path) -> dict[str, str]:
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")

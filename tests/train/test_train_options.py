@@ -1,0 +1,227 @@
+"""Options of `fullshard train`: stated once, checked before anything starts, in files, help and documentation alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from train_processes import run
+from typer.testing import CliRunner
+
+from fullshard.cli import app
+from fullshard.train.config import CheckpointConfig, ConfigError, GPTConfig, TrainConfig, options
+from fullshard.train.run_folder import RunLocation
+from fullshard.train.setting import check_setting, setting_of
+
+ROOT = Path(__file__).resolve().parents[2]
+OTHER = {  # a value of every option that is not its default
+    "ranks": 3,
+    "device": "cpu",
+    "seed": 7,
+    "comm_quantization": "int8",
+    "tensorboard": True,
+    "prompt": "\n\t'\"",
+    "layers": 1,
+    "width": 8,
+    "heads": 2,
+    "sequence": 9,
+    "steps": 5,
+    "batch": 2,
+    "accumulate": 3,
+    "warmup": 0,
+    "optimizer": "muon",
+    "lr": 1e-5,
+    "muon_lr": 1.0,
+    "weight_decay": 0.0,
+    "clip": 2.5,
+    "dtype": "bf16",
+    "activation_checkpointing": True,
+    "eval_every": 3,
+    "eval_bytes": 2000,
+    "generate": 0,
+    "checkpoint_every": 17,
+    "keep": 4,
+}
+
+
+def test_config_survives_toml(tmp_path: Path) -> None:
+    """A config with every setting changed reads back equal, awkward strings included."""
+    assert {option.name for option in options()} == OTHER.keys()
+    assert all(option.value != OTHER[option.name] for option in options())
+    data = ("/a b/ü.txt", 'quo"te')
+    config = TrainConfig().with_options({**OTHER, "data": data, "data_sha256": "ff"})
+    path = tmp_path / "config.toml"
+    path.write_text(config.to_toml(), encoding="utf-8")
+    assert TrainConfig.from_toml(path) == config
+
+
+def test_option_names_are_unique() -> None:
+    """No two settings share a name, so that each can be an option."""
+    names = [option.name for option in options()]
+    assert len(set(names)) == len(names)
+
+
+def test_table_of_options_is_that_of_the_settings() -> None:
+    """docs/training.md lists every option with its default and help."""
+    rows = []
+    for name, _, value, option in (*options(RunLocation), *options()):
+        default = option.default or (str(value).lower() if isinstance(value, bool) else str(value))
+        shown = f" ({', '.join(option.choices)})" if option.choices else ""
+        rows.append(f"| `--{name.replace('_', '-')}` | {default} | {option.help}{shown} |")
+    text = (ROOT / "docs" / "training.md").read_text()
+    found = re.findall(r"^\| `--[^|]*\|[^|]*\|[^|]*\|$", text, re.MULTILINE)
+    assert [row for row in found if row in rows] == rows, "\n".join(["expected:", *rows])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[model]\nlayrs = 3", "unknown settings: layrs"),
+        ("seed = 'one'", "seed must be int"),
+        ("seed = true", "seed must be int"),
+        ("[training]\nactivation_checkpointing = 1", "activation_checkpointing must be bool"),
+        ("data = 'file'", "data must be a list of strings"),
+        ("[training]\nsteps = 0", "steps must be at least 1"),
+        ("[training]\nlr = nan", "lr must be a number above 0"),
+        ("[training]\noptimizer = 'sgd'", "optimizer must be one of adamw, muon, found 'sgd'"),
+        ("[model]\nwidth = 10\nheads = 4", "multiple of 2"),
+        ("seed = ", "not a TOML file"),
+    ],
+)
+def test_wrong_config_is_named(tmp_path: Path, text: str, message: str) -> None:
+    """A config file with a mistake is an error that names the file and the setting."""
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"wrong.toml.*{message}"):
+        TrainConfig.from_toml(path)
+
+
+@pytest.mark.parametrize(("every", "steps", "interval"), [(-1, 500, 25), (-1, 30, 10), (0, 500, 0), (7, 500, 7)])
+def test_interval_of_checkpoints(every: int, steps: int, interval: int) -> None:
+    """A twentieth of the steps, but at least ten, unless the user says otherwise."""
+    assert CheckpointConfig(checkpoint_every=every).interval(steps) == interval
+
+
+CONFIG = TrainConfig(data_sha256="a", ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": 7, "width": 64}, r"has a model of --layers 4, not 7, --width 128, not 64: leave"),
+        ({"optimizer": "muon"}, r"was trained with --optimizer adamw, not muon, whose state it lacks"),
+        ({"seed": 3}, r"--seed 0, not 3: another seed holds out other files"),
+    ],
+)
+def test_setting_that_cannot_resume_is_named(changes: dict[str, int], message: str) -> None:
+    """Every option of the model that differs is named with both values; so is another seed."""
+    with pytest.raises(ConfigError, match=message):
+        check_setting(setting_of(CONFIG), CONFIG.with_options(changes), Path("there"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "notes"),
+    [
+        ({"steps": 3, "eval_every": 1, "lr": 1.0, "keep": 9, "prompt": "x"}, []),
+        ({"data_sha256": "b"}, ["the text has changed"]),
+        ({"ranks": 4}, ["sees 32 sequences, and 16 so far"]),
+        ({"ranks": 1, "batch": 4, "accumulate": 4}, []),
+        ({"accumulate": 2}, ["sees 32 sequences, and 16 so far"]),
+    ],
+)
+def test_changes_that_matter_are_noted(changes: dict[str, object], notes: list[str]) -> None:
+    """Another text or another number of sequences per step is said, however they are divided."""
+    found = check_setting(setting_of(CONFIG), CONFIG.with_options(changes), None)
+    assert len(found) == len(notes) and all(note in each for note, each in zip(notes, found, strict=True))
+
+
+def test_parameter_count_by_hand() -> None:
+    """One block of width 8 with MLP width 32, two norms, embedding, head and last norm."""
+    assert GPTConfig(layers=1, width=8, heads=2).parameter_count == 4 * 64 + 3 * 8 * 32 + 16 + 2 * 256 * 8 + 8
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty working directory but for some texts, in which nothing may be written."""
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "small.txt").write_text("small")
+    (tmp_path / "big.txt").write_text("big " * 1000)
+    (tmp_path / "folder").mkdir()
+    yield tmp_path
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("nowhere", "nowhere"),
+        ("empty.txt", "empty.txt is empty"),
+        ("folder", "no text in the folder"),
+        ("small.txt", "needed at --sequence 128"),
+        ("big.txt --steps 0", "steps must be at least 1"),
+        ("big.txt --accumulate 0", "accumulate must be at least 1"),
+        ("big.txt --dtype fp16", "dtype must be one of fp32, bf16"),
+        ("big.txt --device tpu", "device must be one of"),
+        ("big.txt --config missing.toml", "missing.toml"),
+        ("big.txt --keep 0", "keep must be at least 1"),
+        ("big.txt --name ../../elsewhere", "found '../../elsewhere'; see --out"),
+        ("big.txt --name ..", "found '..'; see --out"),
+        ("big.txt --name /tmp/elsewhere --fresh", "found '/tmp/elsewhere'; see --out"),
+        ("big.txt --checkpoint-every -2", "checkpoint_every must be at least -1"),
+        ("big.txt --resume nowhere", "nowhere is no folder"),
+        ("big.txt --resume folder", "folder holds no complete checkpoint"),
+    ],
+)
+def test_wrong_input_is_an_error_before_any_worker(folder: Path, arguments: str, message: str) -> None:
+    """Wrong input exits with 2 and a line that names it; no run folder is made and nothing is launched."""
+    result = CliRunner().invoke(app, ["train", *arguments.split()])
+    assert (result.exit_code, message in result.output) == (2, True), result.output
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "extra"),
+    [("matplotlib", [], "fullshard[train]"), ("tensorboard", ["--tensorboard"], "fullshard[tensorboard]")],
+)
+def test_missing_package_is_said_before_training(
+    folder: Path, module: str, arguments: list[str], extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it the command says what to install, and trains nothing."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else found("json"))
+    result = CliRunner().invoke(app, ["train", "big.txt", *arguments])
+    assert result.exit_code == 2
+    assert extra in result.output
+
+
+def test_help_and_wrong_options_need_no_torch() -> None:
+    """Help lists the options, the version is printed, a mistake is named, and none waits for the import of torch."""
+    code = """
+import sys
+import fullshard
+from fullshard.cli import app
+for arguments in (["--version"], ["train", "--help"], ["train", "--lr", "-1"], ["train", "--resume", "nowhere"]):
+    try:
+        app(arguments)
+    except SystemExit as end:
+        print("exit", end.code)
+print("heavy:", {"torch", "matplotlib"} & set(sys.modules))
+"""
+    done = run(sys.executable, "-c", code, COLUMNS="120")
+    assert done.stdout.startswith("fullshard ")
+    assert all(f"--{option.name.replace('_', '-')}" in done.stdout for option in options())
+    assert re.findall(r"exit \d", done.stdout) == ["exit 0", "exit 0", "exit 2", "exit 2"]
+    assert done.stdout.endswith("heavy: set()\n"), done.stdout + done.stderr
+
+
+def test_default_fields_have_no_section_of_their_own() -> None:
+    """Every field of a section is an option; of the others only the text and its digest are none."""
+    plain = {item.name for item in dataclasses.fields(TrainConfig)} - {option.name for option in options()}
+    assert plain == {"data", "data_sha256", "model", "training", "evaluation", "checkpoints"}
