@@ -68,14 +68,31 @@ def train(
     sequence: Annotated[
         int, typer.Option(help="Context length in bytes.", rich_help_panel=MODEL)
     ] = DEFAULT.model.sequence,
+    ngrams: Annotated[
+        int, typer.Option(help="Length of the longest n-grams that have learned vectors.", rich_help_panel=MODEL)
+    ] = DEFAULT.model.ngrams,
+    ngram_rows: Annotated[
+        int, typer.Option(help="Rows of their table for each length.", rich_help_panel=MODEL)
+    ] = DEFAULT.model.ngram_rows,
     steps: Annotated[int, typer.Option(help="Optimizer steps.", rich_help_panel=TRAINING)] = DEFAULT.training.steps,
     batch: Annotated[
         int, typer.Option(help="Sequences per step on each rank.", rich_help_panel=TRAINING)
     ] = DEFAULT.training.batch,
     lr: Annotated[
         float,
-        typer.Option(help="Peak learning rate of AdamW; falls to 1/20 as a cosine.", rich_help_panel=TRAINING),
+        typer.Option(help="Peak learning rate of AdamW.", rich_help_panel=TRAINING),
     ] = DEFAULT.training.lr,
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            help="muon: Muon for the matrices of blocks, AdamW for all others.",
+            rich_help_panel=TRAINING,
+            metavar="muon|adamw",
+        ),
+    ] = DEFAULT.training.optimizer,
+    muon_lr: Annotated[
+        float, typer.Option(help="Peak learning rate of Muon.", rich_help_panel=TRAINING)
+    ] = DEFAULT.training.muon_lr,
     warmup: Annotated[
         int, typer.Option(help="Steps of linear warm-up.", rich_help_panel=TRAINING)
     ] = DEFAULT.training.warmup,

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fullshard.train.config import GPTConfig
-from fullshard.train.model import GPT, generate, initialize, load
+from fullshard.train.model import METADATA_KEY, TEMPERATURE, GPT, generate, initialize, load, ngram_rows
 from fullshard.train.weights import save_full
 
-CONFIG = GPTConfig(layers=2, width=16, heads=2, sequence=12)
+CONFIG = GPTConfig(layers=2, width=16, heads=2, sequence=12, ngrams=4, ngram_rows=64)
 
 
 @pytest.fixture
@@ -35,6 +35,31 @@ def test_model_is_causal(model: GPT) -> None:
     before, after = model(tokens), model(changed)
     assert torch.equal(before[:, :7], after[:, :7])
     assert all((before[:, at] != after[:, at]).any() for at in range(7, 12))
+
+
+def test_ngrams_end_at_their_position() -> None:
+    """A byte has a part in the n-grams that end at it or up to n - 1 bytes later, and in no others."""
+    tokens = torch.randint(0, 256, (1, 12), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[0, 7] = (changed[0, 7] + 1) % 256
+    differ = (ngram_rows(tokens, 4, 2**20) != ngram_rows(changed, 4, 2**20))[0]
+    assert [differ[:, n - 2].nonzero().flatten().tolist() for n in (2, 3, 4)] == [[7, 8], [7, 8, 9], [7, 8, 9, 10]]
+
+
+def test_equal_ngrams_have_equal_rows_anywhere() -> None:
+    """Rows depend on the n bytes alone, each length has rows of its own, and the start of a window is no byte."""
+    rows = ngram_rows(torch.tensor([[1, 2, 3, 4, 5, 9, 2, 3, 4, 5]]), 4, 1000)[0]
+    assert torch.equal(rows[4], rows[9])
+    assert rows[5, 0] != rows[6, 0]
+    assert [(row // 1000).unique().tolist() for row in rows.T] == [[0], [1], [2]]
+    assert ngram_rows(torch.tensor([[7]]), 2, 2**20) != ngram_rows(torch.tensor([[0, 7]]), 2, 2**20)[0, 1]
+
+
+def test_ngrams_are_spread_over_the_rows() -> None:
+    """As many different n-grams as rows occupy about as many rows as random ones would, 63%."""
+    text = torch.arange(64).repeat_interleave(64), torch.arange(64).repeat(64)
+    rows = ngram_rows(torch.stack(text, dim=-1) + 32, 2, 4096)[:, 1, 0]
+    assert 0.55 < len(rows.unique()) / 4096 < 0.75
 
 
 def test_model_knows_positions(model: GPT) -> None:
@@ -92,6 +117,23 @@ def test_foreign_file_is_refused(tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(1)}, path)
     with pytest.raises(ValueError, match=r"other\.safetensors"):
         load(path)
+
+
+def test_model_of_another_version_is_refused(tmp_path: Path) -> None:
+    """A size without the n-grams of today is an error that shows it, not a model of other weights."""
+    path = tmp_path / "old.safetensors"
+    save_file({"weight": torch.zeros(1)}, path, {METADATA_KEY: '{"layers": 4, "width": 128}'})
+    with pytest.raises(ValueError, match=r"old\.safetensors holds a model of another version .*'width': 128"):
+        load(path)
+
+
+def test_generation_matches_forward(model: GPT) -> None:
+    """Byte by byte, generation draws from what one forward over the whole text gives at each position."""
+    made = list(generate(model, b"ab", 10, CONFIG.sequence, torch.Generator().manual_seed(5)))
+    logits = model(torch.tensor([[*b"ab", *made]]))[0, 1:-1].detach()
+    generator = torch.Generator().manual_seed(5)
+    drawn = [int(torch.multinomial(row, 1, generator=generator)) for row in (logits / TEMPERATURE).softmax(dim=-1)]
+    assert drawn == made
 
 
 def test_generation_repeats(model: GPT) -> None:

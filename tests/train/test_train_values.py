@@ -13,8 +13,8 @@ import pytest
 from fullshard.train.baselines import order0_bits_per_byte, zlib_bits_per_byte
 from fullshard.train.config import ConfigError, GPTConfig, TrainConfig, TrainingConfig, option_names
 from fullshard.train.evaluation import HeldOut
-from fullshard.train.learning_rate import learning_rate
 from fullshard.train.metrics import read_metrics
+from fullshard.train.optimizer import learning_rate
 
 
 def test_order0_against_hand_computed_value() -> None:
@@ -43,6 +43,10 @@ def test_config_survives_toml(tmp_path: Path) -> None:
             "sequence": 9,
             "steps": 5,
             "batch": 2,
+            "ngrams": 3,
+            "ngram_rows": 100,
+            "optimizer": "adamw",
+            "muon_lr": 1e-4,
             "lr": 1e-5,
             "warmup": 0,
             "weight_decay": 0.0,
@@ -84,6 +88,8 @@ def test_option_names_are_unique() -> None:
         ("data = 'file'", "data must be"),
         ("[training]\nsteps = 0", "steps must be at least 1"),
         ("[model]\nwidth = 10\nheads = 4", "multiple of 2"),
+        ("[training]\noptimizer = 'sgd'", "optimizer must be one of adamw, muon, found 'sgd'"),
+        ("[model]\nngrams = 1", "ngrams must be at least 2"),
         ("seed = ", "not a TOML file"),
     ],
 )
@@ -96,17 +102,18 @@ def test_wrong_config_is_named(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_parameter_count_by_hand() -> None:
-    """One block of width 8 with MLP width 32, two norms, embedding, head and last norm."""
-    assert GPTConfig(layers=1, width=8, heads=2).parameter_count == 4 * 64 + 3 * 8 * 32 + 16 + 2 * 256 * 8 + 8
+    """One block of width 8 with MLP width 32, embedding, head, and rows for n-grams of 2 and of 3 bytes."""
+    config = GPTConfig(layers=1, width=8, heads=2, ngrams=3, ngram_rows=100)
+    assert config.parameter_count == 4 * 64 + 2 * 8 * 32 + 2 * 256 * 8 + 2 * 100 * 8
 
 
 def test_learning_rate_warms_up_and_falls() -> None:
-    """The rate rises in equal steps, peaks at the end of warm-up, and ends at a twentieth."""
+    """The rate rises in equal steps, stays at the peak, and falls in equal steps, the last one to zero."""
     config = TrainingConfig(steps=100, warmup=3, lr=1.0)
     assert [learning_rate(step, config) for step in (1, 2, 3)] == [0.25, 0.5, 0.75]
-    rates = [learning_rate(step, config) for step in range(3, 101)]
-    assert rates[1:] == sorted(rates[1:], reverse=True)
-    assert rates[-1] == pytest.approx(0.05)
+    assert [learning_rate(step, config) for step in (4, 31)] == [1.0, 1.0]
+    assert [learning_rate(step, config) for step in (66, 100, 101)] == pytest.approx([0.5, 1 / 70, 0.0])
+    assert learning_rate(66, config, peak=4.0) == pytest.approx(2.0)
 
 
 def test_held_out_windows_predict_every_byte_once() -> None:

@@ -23,6 +23,7 @@ else:
     import tomli as tomllib
 
 COMM_QUANTIZATIONS = ("none", "int8", "fp8")
+OPTIMIZERS = ("adamw", "muon")
 VOCABULARY = 256  # a token is a byte
 CHECKPOINTS_PER_RUN = 20  # unless the user says how often
 LEAST_INTERVAL = 10  # steps, likewise: a short run is repeated sooner than saved
@@ -41,15 +42,19 @@ class GPTConfig:
         width: size C of the residual stream.
         heads: attention heads; `width / heads` must be even, as rotary positions turn pairs.
         sequence: longest context in tokens (bytes).
+        ngrams: length in bytes of the longest n-grams that have learned vectors; at least 2.
+        ngram_rows: rows of their table for each length. Sequences of bytes with one hash share a row.
     """
 
     layers: int = 4
     width: int = 128
     heads: int = 4
     sequence: int = 128
+    ngrams: int = 4
+    ngram_rows: int = 16384
 
     def __post_init__(self) -> None:
-        _at_least(self, layers=1, width=2, heads=1, sequence=8)
+        _at_least(self, layers=1, width=2, heads=1, sequence=8, ngrams=2, ngram_rows=1)
         if self.width % (2 * self.heads):
             raise ConfigError(
                 f"width must be a multiple of 2 * heads, so that each head has an even size; found width "
@@ -58,14 +63,15 @@ class GPTConfig:
 
     @property
     def hidden(self) -> int:
-        """Width of the SwiGLU MLP: 8/3 of `width`, rounded up to a multiple of 32."""
-        return math.ceil(self.width * 8 / 3 / 32) * 32
+        """Width of the MLP."""
+        return 4 * self.width
 
     @property
     def parameter_count(self) -> int:
         """Number of parameters of a `GPT` of this size."""
-        block = 4 * self.width**2 + 3 * self.width * self.hidden + 2 * self.width
-        return self.layers * block + 2 * VOCABULARY * self.width + self.width
+        block = 4 * self.width**2 + 2 * self.width * self.hidden
+        rows = 2 * VOCABULARY + (self.ngrams - 1) * self.ngram_rows
+        return self.layers * block + rows * self.width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +81,9 @@ class TrainingConfig:
     Attributes:
         steps: optimizer steps.
         batch: sequences per step **per rank**.
+        optimizer: "muon": Muon for the matrices of blocks, AdamW for all others; "adamw": AdamW for all.
         lr: peak learning rate of AdamW.
+        muon_lr: peak learning rate of Muon.
         warmup: steps of linear warm-up; a cosine to 1/20 of `lr` follows.
         weight_decay: AdamW's decay, for matrices only.
         clip: largest gradient norm.
@@ -83,14 +91,18 @@ class TrainingConfig:
 
     steps: int = 500
     batch: int = 8
-    lr: float = 6e-3
+    optimizer: str = "muon"
+    lr: float = 0.02
+    muon_lr: float = 0.02
     warmup: int = 40
     weight_decay: float = 0.1
     clip: float = 1.0
 
     def __post_init__(self) -> None:
         _at_least(self, steps=1, batch=1, warmup=0)
-        for name in ("lr", "clip"):
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, found {self.optimizer!r}")
+        for name in ("lr", "muon_lr", "clip"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ConfigError(f"{name} must be a positive number, found {getattr(self, name)}")
         if not 0 <= self.weight_decay < math.inf:

@@ -8,30 +8,26 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from fullshard import fully_shard
 from fullshard.errors import CheckpointError
-from fullshard.optim import localize
 from fullshard.train import best_weights, finite, footprint
 from fullshard.train.checkpoints import Checkpoints
-from fullshard.train.config import TrainConfig, TrainingConfig
+from fullshard.train.config import TrainConfig
 from fullshard.train.corpus import Corpus, sample
 from fullshard.train.evaluation import HeldOut, evaluate
 from fullshard.train.footprint import Footprint
 from fullshard.train.group import Group
-from fullshard.train.learning_rate import learning_rate
 from fullshard.train.metrics import Record, bits
 from fullshard.train.model import GPT, initialize
+from fullshard.train.optimizer import learning_rate, set_learning_rates
 from fullshard.train.position import BestValidation, Position
 from fullshard.train.stop import INTERRUPTED, StopRequest, agreed_exit_code
 
-BETAS = (0.9, 0.95)
-OPTIONS = ("weight_decay", "betas")  # optimizer options that a resumed run takes from its settings; lr is per step
+OPTIONS = ("weight_decay", "peak_lr")  # optimizer options that a resumed run takes from its settings; lr is per step
 BETWEEN = 8  # validations during the run use one such share of `eval_bytes`
 
 
@@ -83,15 +79,6 @@ def build_model(config: TrainConfig, group: Group) -> GPT:
     return model
 
 
-def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """Return AdamW on the sharded parameters, stepped as local tensors; weight decay on matrices only."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=BETAS, weight_decay=config.weight_decay, fused=True)
-    return localize(optimizer)
-
-
 def interim_validation_data(corpus: Corpus, config: TrainConfig) -> HeldOut:
     """Return the held-out bytes of validations during the run."""
     return HeldOut.take(corpus.validation, config.evaluation.eval_bytes // BETWEEN, config.model.sequence)
@@ -127,7 +114,7 @@ class Run:
 
         Args:
             model: sharded, from `build_model`; trained in place.
-            optimizer: from `build_optimizer`.
+            optimizer: from `fullshard.train.optimizer.build_optimizer`.
             corpus: the text; equal on every rank.
             config: the settings.
             group: the ranks.
@@ -193,8 +180,7 @@ class Run:
         """Perform one optimizer step (counted from 1) and record it."""
         began = time.perf_counter()
         settings, sequence = self.config.training, self.config.model.sequence
-        for parameters in self.optimizer.param_groups:
-            parameters["lr"] = learning_rate(step, settings)
+        set_learning_rates(self.optimizer, step, settings)
         part = (self.group.rank, self.group.size)
         key = (self.config.seed, step)
         pairs = sample(self.corpus.train, batch=settings.batch, sequence=sequence, key=key, part=part)

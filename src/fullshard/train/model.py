@@ -1,13 +1,18 @@
-"""The model of `fullshard train`: a small byte-level GPT.
+"""The model of `fullshard train`: a small byte-level GPT that also looks up short strings in a table.
 
-Pre-norm blocks, causal attention with rotary positions, a SwiGLU MLP, no biases, an untied output head. One
-file, no dependence on how the model is sharded: it is a plain `nn.Module`.
+With single bytes alone, a model learns spelling by matrix products. Here every position also gets learned vectors for
+the last 2, 3, ... bytes, from a table that their hash points into. A lookup costs no product, so the blocks can be few
+and small, and see more text in the same time.
 
-Letters in shapes: B batch, T sequence, C width, H heads, D = C / H head size, V vocabulary.
+Blocks are pre-norm: causal attention with rotary positions, then an MLP with squared ReLU; no biases, norms without
+gains, an untied output head. One file, no dependence on how the model is sharded: it is a plain `nn.Module`.
+
+Letters in shapes: B batch, T sequence, C width, H heads, D = C / H head size, N length of the longest n-grams.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +27,46 @@ METADATA_KEY = "fullshard.train.model"
 TEMPERATURE = 0.8  # of generated text: below 1, likely bytes are drawn more often than the model says
 
 
+def ngram_rows(tokens: Tensor, longest: int, rows: int) -> Tensor:
+    """Return the table row of each n-gram: of the last 2, 3, ... `longest` bytes up to each position.
+
+    Different n-grams may share a row. Where one begins before the first position, what is missing counts as a value
+    that is no byte.
+
+    Args:
+        tokens: bytes as int64, shape `(B, T)`.
+        longest: N.
+        rows: number of rows for the n-grams of each length, a power of two.
+
+    Returns:
+        int64, shape `(B, T, N - 1)`; those of length n are between `(n - 2) * rows` and `(n - 1) * rows`.
+    """
+    code, found = tokens + 1, []
+    for length in range(2, longest + 1):
+        earlier = F.pad(tokens + 1, (length - 1, 0))[:, : tokens.shape[1]]
+        code = (code * 257 + earlier) % 2**31  # below 2^31, so that no product overflows
+        mixed = (code ^ (code >> 15)) * 0x2C1B3C6D % 2**31  # the upper bits depend on all bytes, the lower ones do not
+        found.append(mixed * rows // 2**31 + (length - 2) * rows)
+    return torch.stack(found, dim=-1)
+
+
+class NGrams(nn.Module):
+    """Learned vectors of n-grams, added up, `(B, T) -> (B, T, C)`."""
+
+    longest: int
+    rows: int
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.longest, self.rows = config.ngrams, config.ngram_rows
+        self.table = nn.Embedding((config.ngrams - 1) * config.ngram_rows, config.width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look up the n-grams of every length that end at each position."""
+        vectors: Tensor = self.table(ngram_rows(tokens, self.longest, self.rows))
+        return vectors.sum(dim=-2)
+
+
 class Attention(nn.Module):
     """Causal multi-head self-attention, `(B, T, C) -> (B, T, C)`."""
 
@@ -30,33 +75,35 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.heads = config.heads
-        self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.query = nn.Linear(config.width, config.width, bias=False)
+        self.key = nn.Linear(config.width, config.width, bias=False)
+        self.value = nn.Linear(config.width, config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Mix every position with the ones before it. `angles`: cosines and sines of shape `(T, D / 2)`."""
-        batch, length, width = x.shape
-        qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            made(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for made in (self.query, self.key, self.value)
+        )
         # Normed queries and keys bound the logits, which lets a short run use a high learning rate.
-        q, k = (_rotate(F.rms_norm(t, t.shape[-1:]), angles) for t in (q, k))
+        q, k = (F.rms_norm(t, t.shape[-1:]) for t in (q, k))
+        q, k = _rotate(q, angles), _rotate(_shift_half(k), angles)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
         return out
 
 
 class MLP(nn.Module):
-    """SwiGLU: `out(silu(gate(x)) * up(x))`, `(B, T, C) -> (B, T, C)`."""
+    """`out(relu(up(x)) ** 2)`, `(B, T, C) -> (B, T, C)`."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(config.width, 2 * config.hidden, bias=False)
+        self.up = nn.Linear(config.width, config.hidden, bias=False)
         self.out = nn.Linear(config.hidden, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform every position separately."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        out: Tensor = self.out(F.silu(gate) * up)
+        out: Tensor = self.out(F.relu(self.up(x)).square())
         return out
 
 
@@ -65,15 +112,13 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.width)
         self.attention = Attention(config)
-        self.mlp_norm = nn.RMSNorm(config.width)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Transform `(B, T, C) -> (B, T, C)`; `angles` as in `Attention.forward`."""
-        x = x + self.attention(self.attention_norm(x), angles)
-        mixed: Tensor = self.mlp(self.mlp_norm(x))
+        x = x + self.attention(_norm(x), angles)
+        mixed: Tensor = self.mlp(_norm(x))
         return x + mixed
 
 
@@ -94,8 +139,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(VOCABULARY, config.width)
+        self.ngrams = NGrams(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.width)
         self.head = nn.Linear(config.width, VOCABULARY, bias=False)
         cos, sin = _rotary_angles(config)
         self.register_buffer("cos", cos, persistent=False)
@@ -114,10 +159,10 @@ class GPT(nn.Module):
         if length > self.config.sequence:
             raise ValueError(f"at most {self.config.sequence} tokens fit this model, found {length}")
         angles = (self.cos[:length], self.sin[:length])
-        x = self.embedding(tokens)
+        x = _norm(self.embedding(tokens) + self.ngrams(tokens))
         for block in self.blocks:
             x = block(x, angles)
-        logits: Tensor = self.head(self.norm(x))
+        logits: Tensor = self.head(_norm(x))
         return logits
 
 
@@ -125,15 +170,14 @@ def initialize(model: GPT, seed: int) -> None:
     """Initialize the full (unsharded) `model` in place: a pure function of size and `seed`.
 
     Matrices are normal with standard deviation `1 / sqrt(fan-in)`; those that write into the residual stream
-    are zero, so that every block starts as the identity; the head starts small. Draws come from a CPU
-    generator of their own, so that every rank, whatever its device, starts with equal weights.
+    are zero, so that every block starts as the identity, and so are n-grams, so that one that was never seen adds
+    nothing; the head starts small. Draws come from a CPU generator of their own, so that every rank, whatever its
+    device, starts with equal weights.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-            elif name.endswith(".out.weight"):
+            if name.endswith((".out.weight", "ngrams.table.weight")):
                 parameter.zero_()
             else:
                 scale = {"embedding.weight": 1.0, "head.weight": 0.02}.get(name, parameter.shape[1] ** -0.5)
@@ -150,7 +194,7 @@ def load(path: str | Path) -> GPT:
         The model in evaluation mode on the CPU, in the saved dtype.
 
     Raises:
-        ValueError: the file was not written by `fullshard train`.
+        ValueError: the file was not written by `fullshard train`, or by another version of it.
     """
     from safetensors import safe_open
 
@@ -158,7 +202,10 @@ def load(path: str | Path) -> GPT:
         metadata = file.metadata() or {}
         if METADATA_KEY not in metadata:
             raise ValueError(f"{path} holds no model of fullshard train: its metadata lacks {METADATA_KEY!r}")
-        model = GPT(GPTConfig(**json.loads(metadata[METADATA_KEY])))
+        size = json.loads(metadata[METADATA_KEY])
+        if set(size) != {field.name for field in dataclasses.fields(GPTConfig)}:
+            raise ValueError(f"{path} holds a model of another version of fullshard: its size is given by {size}")
+        model = GPT(GPTConfig(**size))
         model.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     return model.eval()
 
@@ -190,6 +237,20 @@ def generate(model: nn.Module, prompt: bytes, count: int, sequence: int, generat
         token = int(torch.multinomial(probabilities, 1, generator=generator))
         context.append(token)
         yield token
+
+
+def _norm(x: Tensor) -> Tensor:
+    """Scale every vector to a root mean square of 1."""
+    return F.rms_norm(x, x.shape[-1:])
+
+
+def _shift_half(keys: Tensor) -> Tensor:
+    """Take the second half of every head's key, `(B, H, T, D)`, from the position before.
+
+    So one layer, not two, can find where the last bytes occurred before and copy what came next there.
+    """
+    own, other = keys.chunk(2, dim=-1)
+    return torch.cat((own, F.pad(other, (0, 0, 1, -1))), dim=-1)
 
 
 def _rotary_angles(config: GPTConfig) -> tuple[Tensor, Tensor]:

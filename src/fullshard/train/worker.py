@@ -32,6 +32,7 @@ from fullshard.train.footprint import Footprint
 from fullshard.train.group import Group
 from fullshard.train.metrics import MetricsFile, Record, bits, read_metrics, up_to, write_metrics
 from fullshard.train.model import GPT, generate
+from fullshard.train.optimizer import build_optimizer
 from fullshard.train.plot import plot_losses
 from fullshard.train.position import BestValidation, Position, Setting
 from fullshard.train.progress import RunProgress
@@ -129,7 +130,7 @@ def _set_up(config: TrainConfig, begin: Callable[[], Start]) -> tuple[loop.Run, 
     config = dataclasses.replace(config, data_sha256=corpus.sha256, ranks=group.size, device=group.device.type)
     model = loop.build_model(config, group)
     set_comm_quantization(model, config.comm_quantization)
-    optimizer = loop.build_optimizer(model, config.training)
+    optimizer = build_optimizer(model, config.training)
     start, position, notes = _resume(start, config, group, model, optimizer)
     if group.leads:
         position = _prepare_folder(start, config, position)
