@@ -102,7 +102,7 @@ def test_setting_that_cannot_go_on_is_named() -> None:
     """Every option of the model that differs is named with both values; so is another seed."""
     before = Setting.of(CONFIG)
     other = Setting.of(CONFIG.with_options({"layers": 7, "width": 64}))
-    with pytest.raises(ConfigError, match=r"has a model of --layers 4, not 7, --width 128, not 64: leave"):
+    with pytest.raises(ConfigError, match=r"has a model of --layers 3, not 7, --width 128, not 64: leave"):
         before.check(other, "there")
     with pytest.raises(ConfigError, match=r"--seed 0, not 3: another seed holds out other files"):
         before.check(Setting.of(CONFIG.with_options({"seed": 3})), "there")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fullshard.train.config import GPTConfig
-from fullshard.train.model import METADATA_KEY, TEMPERATURE, GPT, generate, initialize, load, ngram_rows
+from fullshard.train.config import MATCH_LENGTHS, GPTConfig
+from fullshard.train.model import GPT, METADATA_KEY, TEMPERATURE, generate, initialize, load, match_rows, ngram_rows
 from fullshard.train.weights import save_full
 
 CONFIG = GPTConfig(layers=2, width=16, heads=2, sequence=12, ngrams=4, ngram_rows=64)
@@ -55,6 +55,21 @@ def test_equal_ngrams_have_equal_rows_anywhere() -> None:
     assert ngram_rows(torch.tensor([[7]]), 2, 2**20) != ngram_rows(torch.tensor([[0, 7]]), 2, 2**20)[0, 1]
 
 
+def test_matches_against_a_search() -> None:
+    """The byte after the last earlier occurrence, found by comparing strings; texts of few letters repeat often."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.cat([torch.randint(0, letters, (2, 60), generator=generator) for letters in (2, 5)])
+    found = match_rows(tokens)
+    for text, rows in zip(tokens.tolist(), found.tolist(), strict=True):
+        for number, length in enumerate(MATCH_LENGTHS):
+            for end in range(1, 61):
+                last = text[end - length : end] if end >= length else None
+                starts = [at for at in range(end - length) if text[at : at + length] == last]
+                expected = text[starts[-1] + length] if starts else 256
+                assert rows[end - 1][number] == expected + 257 * number
+    assert len(found.unique()) > 10
+
+
 def test_ngrams_are_spread_over_the_rows() -> None:
     """As many different n-grams as rows occupy about as many rows as random ones would, 63%."""
     text = torch.arange(64).repeat_interleave(64), torch.arange(64).repeat(64)
@@ -83,7 +98,7 @@ def test_starting_weights_are_a_function_of_the_seed() -> None:
         initialize(models[-1], seed)
     first, again, other = (dict(each.named_parameters()) for each in models)
     assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not torch.equal(first["embedding.weight"], other["embedding.weight"])
+    assert not torch.equal(first["embedding.bytes.weight"], other["embedding.bytes.weight"])
 
 
 def test_start_is_nearly_uniform() -> None:

@@ -39,7 +39,7 @@ def test_config_survives_toml(tmp_path: Path) -> None:
         {
             "layers": 1,
             "width": 8,
-            "heads": 2,
+            "heads": 1,
             "sequence": 9,
             "steps": 5,
             "batch": 2,
@@ -49,7 +49,7 @@ def test_config_survives_toml(tmp_path: Path) -> None:
             "muon_lr": 1e-4,
             "lr": 1e-5,
             "warmup": 0,
-            "weight_decay": 0.0,
+            "weight_decay": 0.5,
             "clip": 2.5,
             "eval_every": 3,
             "eval_bytes": 2000,
@@ -102,9 +102,9 @@ def test_wrong_config_is_named(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_parameter_count_by_hand() -> None:
-    """One block of width 8 with MLP width 32, embedding, head, and rows for n-grams of 2 and of 3 bytes."""
+    """One block of width 8 with MLP width 32, embedding, head, rows for n-grams of 2 and 3 bytes, and for matches."""
     config = GPTConfig(layers=1, width=8, heads=2, ngrams=3, ngram_rows=100)
-    assert config.parameter_count == 4 * 64 + 2 * 8 * 32 + 2 * 256 * 8 + 2 * 100 * 8
+    assert config.parameter_count == 4 * 64 + 2 * 8 * 32 + 2 * 256 * 8 + 2 * 100 * 8 + 3 * 257 * 8
 
 
 def test_learning_rate_warms_up_and_falls() -> None:

@@ -25,6 +25,7 @@ else:
 COMM_QUANTIZATIONS = ("none", "int8", "fp8")
 OPTIMIZERS = ("adamw", "muon")
 VOCABULARY = 256  # a token is a byte
+MATCH_LENGTHS = (3, 5, 8)  # bytes that have to occur again for a match
 CHECKPOINTS_PER_RUN = 20  # unless the user says how often
 LEAST_INTERVAL = 10  # steps, likewise: a short run is repeated sooner than saved
 
@@ -46,10 +47,10 @@ class GPTConfig:
         ngram_rows: rows of their table for each length. Sequences of bytes with one hash share a row.
     """
 
-    layers: int = 4
+    layers: int = 3
     width: int = 128
-    heads: int = 4
-    sequence: int = 128
+    heads: int = 2
+    sequence: int = 256
     ngrams: int = 4
     ngram_rows: int = 16384
 
@@ -70,7 +71,7 @@ class GPTConfig:
     def parameter_count(self) -> int:
         """Number of parameters of a `GPT` of this size."""
         block = 4 * self.width**2 + 2 * self.width * self.hidden
-        rows = 2 * VOCABULARY + (self.ngrams - 1) * self.ngram_rows
+        rows = 2 * VOCABULARY + (self.ngrams - 1) * self.ngram_rows + len(MATCH_LENGTHS) * (VOCABULARY + 1)
         return self.layers * block + rows * self.width
 
 
@@ -89,13 +90,13 @@ class TrainingConfig:
         clip: largest gradient norm.
     """
 
-    steps: int = 500
-    batch: int = 8
+    steps: int = 540
+    batch: int = 4
     optimizer: str = "muon"
-    lr: float = 0.02
-    muon_lr: float = 0.02
-    warmup: int = 40
-    weight_decay: float = 0.1
+    lr: float = 0.06
+    muon_lr: float = 0.03
+    warmup: int = 20
+    weight_decay: float = 0.0
     clip: float = 1.0
 
     def __post_init__(self) -> None:

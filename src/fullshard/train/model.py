@@ -1,8 +1,13 @@
-"""The model of `fullshard train`: a small byte-level GPT that also looks up short strings in a table.
+"""The model of `fullshard train`: a small byte-level GPT whose input knows the last few bytes, not just one.
 
-With single bytes alone, a model learns spelling by matrix products. Here every position also gets learned vectors for
-the last 2, 3, ... bytes, from a table that their hash points into. A lookup costs no product, so the blocks can be few
-and small, and see more text in the same time.
+With single bytes, a model learns spelling, and then copying, by matrix products. Here each position also gets
+
+- vectors of the last 2, 3, ... bytes (n-grams), from a table that their hash points into;
+- vectors of the bytes to expect if the text repeats itself (matches): what came after the last 3, 5 and 8 bytes when
+  they occurred before in the window.
+
+Both depend on earlier bytes only, and looking up a vector costs no product: the blocks can be few and small, and see
+more text in the same time.
 
 Blocks are pre-norm: causal attention with rotary positions, then an MLP with squared ReLU; no biases, norms without
 gains, an untied output head. One file, no dependence on how the model is sharded: it is a plain `nn.Module`.
@@ -21,50 +26,91 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fullshard.train.config import VOCABULARY, GPTConfig
+from fullshard.train.config import MATCH_LENGTHS, VOCABULARY, GPTConfig
 
 METADATA_KEY = "fullshard.train.model"
 TEMPERATURE = 0.8  # of generated text: below 1, likely bytes are drawn more often than the model says
 
 
-def ngram_rows(tokens: Tensor, longest: int, rows: int) -> Tensor:
-    """Return the table row of each n-gram: of the last 2, 3, ... `longest` bytes up to each position.
+def ngram_codes(tokens: Tensor, longest: int) -> list[Tensor]:
+    """Return a number for the last 1, 2, ... `longest` bytes up to each position.
 
-    Different n-grams may share a row. Where one begins before the first position, what is missing counts as a value
-    that is no byte.
+    Up to 7 bytes, different ones have different numbers; of more, almost always. Where an n-gram begins before the
+    first position, what is missing counts as a value that is no byte.
 
     Args:
         tokens: bytes as int64, shape `(B, T)`.
         longest: N.
-        rows: number of rows for the n-grams of each length, a power of two.
+
+    Returns:
+        N tensors, int64 of shape `(B, T)`.
+    """
+    codes = [tokens + 1]
+    for length in range(2, longest + 1):
+        earlier = F.pad(tokens + 1, (length - 1, 0))[:, : tokens.shape[1]]
+        codes.append(codes[-1] * 257 + earlier)  # of more than 7 bytes, modulo 2^64
+    return codes
+
+
+def ngram_rows(tokens: Tensor, longest: int, rows: int) -> Tensor:
+    """Return the table row of each n-gram of 2, 3, ... `longest` bytes that ends at each position.
+
+    Different n-grams may share a row.
+
+    Args:
+        tokens: bytes as int64, shape `(B, T)`.
+        longest: N.
+        rows: number of rows for the n-grams of each length.
 
     Returns:
         int64, shape `(B, T, N - 1)`; those of length n are between `(n - 2) * rows` and `(n - 1) * rows`.
     """
-    code, found = tokens + 1, []
-    for length in range(2, longest + 1):
-        earlier = F.pad(tokens + 1, (length - 1, 0))[:, : tokens.shape[1]]
-        code = (code * 257 + earlier) % 2**31  # below 2^31, so that no product overflows
-        mixed = (code ^ (code >> 15)) * 0x2C1B3C6D % 2**31  # the upper bits depend on all bytes, the lower ones do not
-        found.append(mixed * rows // 2**31 + (length - 2) * rows)
+    found = []
+    for number, code in enumerate(ngram_codes(tokens, longest)[1:]):
+        mixed = (code % 0x7FFFFFFF) * 0x2C1B3C6D % 2**31  # the upper bits depend on all bytes, the lower ones do not
+        found.append(mixed * rows // 2**31 + number * rows)
     return torch.stack(found, dim=-1)
 
 
-class NGrams(nn.Module):
-    """Learned vectors of n-grams, added up, `(B, T) -> (B, T, C)`."""
+def match_rows(tokens: Tensor) -> Tensor:
+    """Return what to expect if the text repeats itself: the byte after the last earlier occurrence of the last n bytes.
 
-    longest: int
-    rows: int
+    Args:
+        tokens: bytes as int64, shape `(B, T)`.
+
+    Returns:
+        int64, shape `(B, T, len(MATCH_LENGTHS))`: for each n the byte, or 256 if these n bytes are new in the window,
+        plus 257 for each length before.
+    """
+    found = []
+    codes = ngram_codes(tokens, max(MATCH_LENGTHS))
+    for number, length in enumerate(MATCH_LENGTHS):
+        # Equal ones lie side by side then, in the order of their positions.
+        ordered, positions = codes[length - 1].sort(dim=1, stable=True)
+        after = torch.where(ordered[:, 1:] == ordered[:, :-1], positions[:, :-1] + 1, 0)
+        following = torch.zeros_like(tokens).scatter(1, positions[:, 1:], after)  # position of the byte; 0: none
+        expected = tokens.gather(1, following).masked_fill(following == 0, VOCABULARY)
+        found.append(expected + number * (VOCABULARY + 1))
+    return torch.stack(found, dim=-1)
+
+
+class InputEmbedding(nn.Module):
+    """Vectors of the byte, the n-grams and the matches at each position, added up and normed, `(B, T) -> (B, T, C)`."""
+
+    config: GPTConfig
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.longest, self.rows = config.ngrams, config.ngram_rows
-        self.table = nn.Embedding((config.ngrams - 1) * config.ngram_rows, config.width)
+        self.config = config
+        self.bytes = nn.Embedding(VOCABULARY, config.width)
+        self.ngrams = nn.Embedding((config.ngrams - 1) * config.ngram_rows, config.width)
+        self.matches = nn.Embedding(len(MATCH_LENGTHS) * (VOCABULARY + 1), config.width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look up the n-grams of every length that end at each position."""
-        vectors: Tensor = self.table(ngram_rows(tokens, self.longest, self.rows))
-        return vectors.sum(dim=-2)
+        """Look up bytes as int64."""
+        ngrams = self.ngrams(ngram_rows(tokens, self.config.ngrams, self.config.ngram_rows))
+        matches = self.matches(match_rows(tokens))
+        return _norm(self.bytes(tokens) + ngrams.sum(dim=-2) + matches.sum(dim=-2))
 
 
 class Attention(nn.Module):
@@ -138,8 +184,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(VOCABULARY, config.width)
-        self.ngrams = NGrams(config)
+        self.embedding = InputEmbedding(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.head = nn.Linear(config.width, VOCABULARY, bias=False)
         cos, sin = _rotary_angles(config)
@@ -159,7 +204,7 @@ class GPT(nn.Module):
         if length > self.config.sequence:
             raise ValueError(f"at most {self.config.sequence} tokens fit this model, found {length}")
         angles = (self.cos[:length], self.sin[:length])
-        x = _norm(self.embedding(tokens) + self.ngrams(tokens))
+        x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, angles)
         logits: Tensor = self.head(_norm(x))
@@ -170,17 +215,17 @@ def initialize(model: GPT, seed: int) -> None:
     """Initialize the full (unsharded) `model` in place: a pure function of size and `seed`.
 
     Matrices are normal with standard deviation `1 / sqrt(fan-in)`; those that write into the residual stream
-    are zero, so that every block starts as the identity, and so are n-grams, so that one that was never seen adds
-    nothing; the head starts small. Draws come from a CPU generator of their own, so that every rank, whatever its
+    are zero, so that every block starts as the identity, and so are n-grams and matches, so that what was never seen
+    adds nothing; the head starts small. Draws come from a CPU generator of their own, so that every rank, whatever its
     device, starts with equal weights.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith((".out.weight", "ngrams.table.weight")):
+            if name.endswith((".out.weight", ".ngrams.weight", ".matches.weight")):
                 parameter.zero_()
             else:
-                scale = {"embedding.weight": 1.0, "head.weight": 0.02}.get(name, parameter.shape[1] ** -0.5)
+                scale = {"embedding.bytes.weight": 1.0, "head.weight": 0.02}.get(name, parameter.shape[1] ** -0.5)
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
 
 

@@ -11,8 +11,8 @@ from fullshard.optim import Muon, localize
 from fullshard.train.config import TrainingConfig
 from fullshard.train.model import GPT
 
-BETAS = (0.9, 0.95)
-HEAD = 0.2  # the head's learning rate, in those of the embeddings: its every column has gradients in every step
+BETAS, EPS = (0.8, 0.95), 1e-10  # rows of rare n-grams have small gradients
+HEAD = 0.07  # the head's learning rate, in those of the embeddings: its every column has gradients in every step
 COOLING = 0.7  # share of the steps in which learning rates fall
 PEAK, METHOD = "peak_lr", "method"  # options of parameter groups: the largest learning rate; "muon" or "adamw"
 
@@ -30,7 +30,7 @@ class MuonAndAdamW(Optimizer):
     def __init__(self, groups: list[dict[str, Any]], weight_decay: float) -> None:
         # Momentum is orthogonalized in fp32: few CPUs multiply bf16 matrices fast.
         muon = Muon(_of("muon", groups), weight_decay=weight_decay, ns_dtype=torch.float32)
-        adamw = AdamW(_of("adamw", groups), betas=BETAS, weight_decay=weight_decay, fused=True)
+        adamw = AdamW(_of("adamw", groups), betas=BETAS, eps=EPS, weight_decay=weight_decay, fused=True)
         self.parts = {"muon": muon, "adamw": localize(adamw)}
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
 
@@ -46,7 +46,7 @@ class MuonAndAdamW(Optimizer):
 def build_optimizer(model: GPT, config: TrainingConfig) -> Optimizer:
     """Return the optimizer of a sharded model. Only matrices of blocks decay."""
     blocks = list(model.blocks.parameters())
-    head, other = [model.head.weight], [model.embedding.weight, model.ngrams.table.weight]
+    head, other = [model.head.weight], list(model.embedding.parameters())
     groups: list[dict[str, Any]] = [
         {"params": blocks, PEAK: config.muon_lr, METHOD: "muon"},
         {"params": head, PEAK: HEAD * config.lr, METHOD: "adamw", "weight_decay": 0.0},
@@ -55,7 +55,7 @@ def build_optimizer(model: GPT, config: TrainingConfig) -> Optimizer:
     if config.optimizer == "muon":
         return MuonAndAdamW(groups, config.weight_decay)
     groups[0].update({PEAK: HEAD * config.lr, METHOD: "adamw"})
-    return localize(AdamW(groups, betas=BETAS, weight_decay=config.weight_decay, fused=True))
+    return localize(AdamW(groups, betas=BETAS, eps=EPS, weight_decay=config.weight_decay, fused=True))
 
 
 def set_learning_rates(optimizer: Optimizer, step: int, config: TrainingConfig) -> None:
