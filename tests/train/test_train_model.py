@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fullshard.train.config import MATCH_LENGTHS, GPTConfig
-from fullshard.train.model import GPT, METADATA_KEY, TEMPERATURE, generate, initialize, load, match_rows, ngram_rows
+from fullshard.train.input_embedding import match_rows, ngram_rows
+from fullshard.train.model import GPT, METADATA_KEY, TEMPERATURE, generate, initialize, load
 from fullshard.train.weights import save_full
 
 CONFIG = GPTConfig(layers=2, width=16, heads=2, sequence=12, ngrams=4, ngram_rows=64)
