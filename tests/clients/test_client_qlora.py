@@ -41,7 +41,7 @@ from ranks import Rank, on_ranks
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "qlora.py"
 PAGE = ROOT / "docs" / "qlora.md"
-SMALL = GPTConfig(layers=2, width=64, heads=2, sequence=32)
+SMALL = GPTConfig(layers=2, width=64, heads=2, sequence=32, ngram_rows=64)
 CPU = torch.device("cpu")
 
 
@@ -144,9 +144,9 @@ def test_base_is_packed_at_rest_and_on_the_wire(rank: Rank) -> None:
     with folder(rank) as out:
         base = qlora.Base.open(write_base(out / "model.safetensors"))
         model = qlora.build(base, settings, CPU)
-    linear = [p for name, p in model.named_parameters() if re.search(r"blocks.*(qkv|out|gate_up)\.weight$", name)]
+    linear = [p for name, p in model.named_parameters() if re.search(r"blocks.*(qkv|out|up)\.weight$", name)]
     weights = sum(parameter.numel() for parameter in linear)
-    assert len(linear) == 8 and weights == 2 * (4 * 64 * 64 + 3 * 64 * 192)
+    assert len(linear) == 8 and weights == 2 * (4 * 64 * 64 + 2 * 64 * 256)
     codes = weights // 2 + weights // 64 + weights // 64 // 32 * 4
     parts = ("quantized_data", "quantized_scalers", "quantization_factor")
     held = sum(getattr(parameter.to_local(), part).nbytes for parameter in linear for part in parts)

@@ -1,8 +1,8 @@
 """The model of `fullshard train`: a small byte-level GPT whose input knows the last few bytes, not just one.
 
 That input is in `input_embedding.py`. Blocks are pre-norm: causal attention with rotary positions, then an MLP with
-squared ReLU; no biases, norms without gains, an untied output head. Nothing depends on how the model is sharded: it is a
-plain `nn.Module`.
+squared ReLU; no biases, norms without gains, an untied output head. Nothing depends on how the model is sharded: it
+is a plain `nn.Module`.
 
 Letters in shapes: B batch, T sequence, C width, H heads, D = C / H head size.
 """
@@ -33,16 +33,12 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.heads = config.heads
-        self.query = nn.Linear(config.width, config.width, bias=False)
-        self.key = nn.Linear(config.width, config.width, bias=False)
-        self.value = nn.Linear(config.width, config.width, bias=False)
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Mix every position with the ones before it. `angles`: cosines and sines of shape `(T, D / 2)`."""
-        q, k, v = (
-            made(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for made in (self.query, self.key, self.value)
-        )
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         # Normed queries and keys bound the logits, which lets a short run use a high learning rate.
         q, k = (F.rms_norm(t, t.shape[-1:]) for t in (q, k))
         q, k = _rotate(q, angles), _rotate(_shift_half(k), angles)
