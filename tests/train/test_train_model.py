@@ -16,26 +16,39 @@ from fullshard.train.weights import save_full
 CONFIG = GPTConfig(layers=2, width=16, heads=2, sequence=12, ngrams=4, ngram_rows=64)
 
 
-@pytest.fixture
-def model() -> GPT:
-    """A small model in which no matrix is zero, so that every position can influence every later one."""
-    made = GPT(CONFIG)
+def disturbed(config: GPTConfig) -> GPT:
+    """A model in which no weight is zero, so that every position can influence every later one."""
+    made = GPT(config)
     initialize(made, seed=0)
-    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in made.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     return made
 
 
-def test_model_is_causal(model: GPT) -> None:
-    """Changing a token changes no earlier logits, and does change those at and after it."""
-    tokens = torch.randint(0, 256, (2, 12))
-    changed = tokens.clone()
-    changed[:, 7] = (changed[:, 7] + 1) % 256
-    before, after = model(tokens), model(changed)
-    assert torch.equal(before[:, :7], after[:, :7])
-    assert all((before[:, at] != after[:, at]).any() for at in range(7, 12))
+@pytest.fixture
+def model() -> GPT:
+    """A small disturbed model."""
+    return disturbed(CONFIG)
+
+
+@pytest.mark.parametrize("letters", [2, 256])
+def test_model_is_causal(letters: int) -> None:
+    """Changing a byte changes no earlier logits, and does change those at it, whether the text repeats itself or not.
+
+    Repeats are sorted to be found, so that every position is tried: in texts of two letters each is in many of them.
+    """
+    config = GPTConfig(layers=1, width=16, heads=2, sequence=40, ngrams=4, ngram_rows=64)
+    model = disturbed(config)
+    tokens = torch.randint(0, letters, (3, 40), generator=torch.Generator().manual_seed(0))
+    before = model(tokens)
+    for at in range(40):
+        changed = tokens.clone()
+        changed[:, at] = (changed[:, at] + 1) % letters
+        after = model(changed)
+        assert torch.equal(before[:, :at], after[:, :at])
+        assert all(one.ne(other).any() for one, other in zip(before[:, at], after[:, at], strict=True))
 
 
 def test_ngrams_end_at_their_position() -> None:
@@ -143,10 +156,11 @@ def test_model_of_another_version_is_refused(tmp_path: Path) -> None:
         load(path)
 
 
-def test_generation_matches_forward(model: GPT) -> None:
-    """Byte by byte, generation draws from what one forward over the whole text gives at each position."""
-    made = list(generate(model, b"ab", 10, CONFIG.sequence, torch.Generator().manual_seed(5)))
-    logits = model(torch.tensor([[*b"ab", *made]]))[0, 1:-1].detach()
+def test_generation_matches_forward() -> None:
+    """Byte by byte, generation draws from what one forward over the whole text gives, n-grams and matches included."""
+    model, prompt = disturbed(GPTConfig(layers=1, width=16, heads=2, sequence=40, ngram_rows=64)), b"abcdabcdabcda"
+    made = list(generate(model, prompt, 20, 40, torch.Generator().manual_seed(5)))
+    logits = model(torch.tensor([[*prompt, *made]]))[0, len(prompt) - 1 : -1].detach()
     generator = torch.Generator().manual_seed(5)
     drawn = [int(torch.multinomial(row, 1, generator=generator)) for row in (logits / TEMPERATURE).softmax(dim=-1)]
     assert drawn == made
