@@ -42,7 +42,7 @@ def test_config_survives_toml(tmp_path: Path) -> None:
             "heads": 1,
             "sequence": 9,
             "steps": 5,
-            "batch": 2,
+            "batch": 3,
             "ngrams": 3,
             "ngram_rows": 100,
             "optimizer": "adamw",

@@ -50,7 +50,7 @@ class GPTConfig:
     layers: int = 3
     width: int = 128
     heads: int = 2
-    sequence: int = 256
+    sequence: int = 512
     ngrams: int = 4
     ngram_rows: int = 16384
 
@@ -90,8 +90,8 @@ class TrainingConfig:
         clip: largest gradient norm.
     """
 
-    steps: int = 540
-    batch: int = 4
+    steps: int = 400
+    batch: int = 2
     optimizer: str = "muon"
     lr: float = 0.06
     muon_lr: float = 0.03
