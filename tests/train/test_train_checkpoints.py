@@ -28,7 +28,7 @@ from fullshard.train.position import BestValidation, Position, Setting
 from fullshard.train.run_folder import RunLocation
 from fullshard.train.stop import INTERRUPTED, STOP_FILE_VARIABLE, TERMINATED, StopRequest, agreed_exit_code
 
-CONFIG = TrainConfig(data_sha256="a", ranks=2)
+CONFIG = TrainConfig(data_sha256="a", ranks=2).with_options({"batch": 8})
 
 
 def make(folder: Path, *steps: int, complete: bool = True) -> CheckpointFolder:
