@@ -174,7 +174,7 @@ def units_of(model: GPT) -> list[Unit]:
     return [
         *(Unit([block], adapted=True) for block in model.blocks),
         Unit([model.embedding]),
-        Unit([model.norm, model.head], stays=True),
+        Unit([model.head], stays=True),
     ]
 
 
@@ -371,7 +371,7 @@ class Row:
 
 def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Row]:
     """What a rank holds at rest. Call it between an optimizer step and `zero_grad`."""
-    base, other = Row("base, in NF4"), Row("embedding, norms, head")
+    base, other = Row("base, in NF4"), Row("embedding, head")
     adapters, gradients, state = Row("adapters, fp32"), Row("their gradients"), Row("their AdamW state")
     for parameter in model.parameters():
         local, share = parameter.to_local(), parameter.numel() / dist.get_world_size()
