@@ -170,7 +170,7 @@ class Unit(NamedTuple):
 
 
 def units_of(model: GPT) -> list[Unit]:
-    """How the model is cut into units. The norm and the head run at the end, where backward begins: they stay."""
+    """How the model is cut into units. The head runs at the end, where backward begins: it stays."""
     return [
         *(Unit([block], adapted=True) for block in model.blocks),
         Unit([model.embedding]),
