@@ -38,6 +38,7 @@ from fullshard.train import corpus
 from fullshard.train.config import GPTConfig
 from fullshard.train.model import GPT, METADATA_KEY, initialize
 
+SMALL_BASE = GPTConfig(layers=4, heads=4, sequence=128, ngram_rows=512)  # that is trained if none is given
 BLOCK = 64  # weights that share a scale, as in the paper
 
 
@@ -462,7 +463,7 @@ def train_epoch(
 
 def pretrain(path: Path, steps: int, device: torch.device, config: GPTConfig | None = None) -> None:
     """Train a small base on Python's standard library, all of its weights, and write it to `path`."""
-    model = GPT(config or GPTConfig())
+    model = GPT(config or SMALL_BASE)
     initialize(model, seed=0)
     model.to(device)
     for block in model.blocks:
