@@ -60,7 +60,8 @@ REPLICATE: dict[str, CommQuantization] = {
 }
 # Small enough for several seeds: one run of each says little about differences of a few thousandths.
 REPLICATED = TrainConfig(
-    model=GPTConfig(layers=2, width=64, heads=2, sequence=64), training=TrainingConfig(batch=4, warmup=20)
+    model=GPTConfig(layers=2, width=64, heads=2, sequence=64, ngram_rows=512),
+    training=TrainingConfig(batch=4, warmup=20, lr=6e-3),
 )
 BANDWIDTHS = {"1 Gbit/s": 0.125e9, "10 Gbit/s": 1.25e9, "25 Gbit/s": 3.125e9, "100 Gbit/s": 12.5e9}
 # Bytes per parameter of gathers (twice a step) and of the reduction: what is usual, and what becomes of it.

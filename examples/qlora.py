@@ -38,6 +38,7 @@ from fullshard.train import corpus
 from fullshard.train.config import GPTConfig
 from fullshard.train.model import GPT, METADATA_KEY, initialize
 
+SMALL_BASE = GPTConfig(layers=4, heads=4, sequence=128, ngram_rows=512)  # that is trained if none is given
 BLOCK = 64  # weights that share a scale, as in the paper
 
 
@@ -170,11 +171,11 @@ class Unit(NamedTuple):
 
 
 def units_of(model: GPT) -> list[Unit]:
-    """How the model is cut into units. The norm and the head run at the end, where backward begins: they stay."""
+    """How the model is cut into units. The head runs at the end, where backward begins: it stays."""
     return [
         *(Unit([block], adapted=True) for block in model.blocks),
         Unit([model.embedding]),
-        Unit([model.norm, model.head], stays=True),
+        Unit([model.head], stays=True),
     ]
 
 
@@ -371,7 +372,7 @@ class Row:
 
 def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Row]:
     """What a rank holds at rest. Call it between an optimizer step and `zero_grad`."""
-    base, other = Row("base, in NF4"), Row("embedding, norms, head")
+    base, other = Row("base, in NF4"), Row("embedding, head")
     adapters, gradients, state = Row("adapters, fp32"), Row("their gradients"), Row("their AdamW state")
     for parameter in model.parameters():
         local, share = parameter.to_local(), parameter.numel() / dist.get_world_size()
@@ -462,7 +463,7 @@ def train_epoch(
 
 def pretrain(path: Path, steps: int, device: torch.device, config: GPTConfig | None = None) -> None:
     """Train a small base on Python's standard library, all of its weights, and write it to `path`."""
-    model = GPT(config or GPTConfig())
+    model = GPT(config or SMALL_BASE)
     initialize(model, seed=0)
     model.to(device)
     for block in model.blocks:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from compare import assert_models_equal
-from engine.failing import fail
+from failing import fail
 from fullshard import CommQuantization, MixedPrecisionPolicy, fully_shard
 from fullshard.comm import Collective, record
 from fullshard.engine.buckets.per_parameter import PerParameterBucket

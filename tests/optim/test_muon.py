@@ -230,6 +230,9 @@ def test_orthogonalise() -> None:
             inner = u.T @ one.float() @ v.T
             assert float(inner.diagonal().min()) > 0.6 and float(inner.diagonal().max()) < 1.3
             assert float((inner - inner.diagonal().diag()).abs().max()) < 0.1
+            in_fp32 = orthogonalize(matrix, dtype=torch.float32)
+            assert in_fp32.dtype is torch.float32
+            assert_close(in_fp32, one.float(), "fp32", rtol=0.05, atol=0.02)
     assert_equal(orthogonalize(torch.zeros(2, 3)), torch.zeros(2, 3).bfloat16(), "zeros")
 
 
@@ -244,6 +247,7 @@ def test_orthogonalise() -> None:
         ({"ns_steps": 100}, "ns_steps"),
         ({"ns_coefficients": (1.0, 2.0)}, "three numbers"),
         ({"comm_dtype": torch.int8}, "comm_dtype"),
+        ({"ns_dtype": torch.int8}, "ns_dtype"),
         ({"round_bytes": 0}, "round_bytes"),
     ],
 )

@@ -108,14 +108,16 @@ def test_metrics_hold_every_step(finished: Finished) -> None:
 
 
 def test_summary_counts_sharded_bytes(finished: Finished) -> None:
-    """Each rank holds half of parameters, gradients and AdamW's two moments; sizes are known by hand."""
+    """Each rank holds half of parameters, gradients and moments: two of AdamW, one of Muon for matrices of blocks."""
     summary = json.loads((finished.folder / "summary.json").read_text())
-    full = 4 * GPTConfig(layers=1, width=16, heads=2, sequence=32).parameter_count
+    full = 4 * GPTConfig(layers=1, width=16, heads=2, sequence=32, ngrams=3, ngram_rows=64).parameter_count
+    blocks = 4 * (4 * 16**2 + 2 * 16 * 64)
     assert summary["bytes_unsharded"]["parameters"] == full
     assert summary["bytes_unsharded"]["gradients"] == full
-    for rank in summary["bytes_per_rank"]:
-        assert rank["parameters"] == rank["gradients"] == full / 2
-        assert 2 * full / 2 <= rank["optimizer"] < 2 * full / 2 + 1000  # and step counters
+    odd_row = 4 * 16  # of the table of matches, which has 771
+    for rank, sign in zip(summary["bytes_per_rank"], (1, -1), strict=True):
+        assert rank["parameters"] == rank["gradients"] == (full + sign * odd_row) / 2
+        assert 0 <= rank["optimizer"] - (2 * full - blocks + 2 * sign * odd_row) / 2 < 1000  # step counters
     assert len(summary["bytes_per_rank"]) == 2
     assert summary["held_out_bytes"] == 1088
     assert set(summary["baselines"]) == {"order-0 entropy coding", "zlib level 9"}

@@ -19,7 +19,8 @@ from fullshard.train.optimizer import build_optimizer
 from ranks import Rank, on_ranks
 
 CONFIG = TrainConfig(
-    model=GPTConfig(layers=2, width=16, heads=2, sequence=16), training=TrainingConfig(steps=8, warmup=0, batch=4)
+    model=GPTConfig(layers=2, width=16, heads=2, sequence=16, ngrams=3, ngram_rows=64),
+    training=TrainingConfig(steps=8, warmup=0, batch=4, optimizer="adamw", lr=0.02),
 )
 
 

@@ -28,16 +28,18 @@ OTHER = {  # a value of every option that is not its default
     "prompt": "\n\t'\"",
     "layers": 1,
     "width": 8,
-    "heads": 2,
+    "heads": 1,
     "sequence": 9,
+    "ngrams": 3,
+    "ngram_rows": 100,
     "steps": 5,
-    "batch": 2,
+    "batch": 3,
     "accumulate": 3,
     "warmup": 0,
-    "optimizer": "muon",
+    "optimizer": "adamw",
     "lr": 1e-5,
     "muon_lr": 1.0,
-    "weight_decay": 0.0,
+    "weight_decay": 0.5,
     "clip": 2.5,
     "dtype": "bf16",
     "activation_checkpointing": True,
@@ -107,14 +109,14 @@ def test_interval_of_checkpoints(every: int, steps: int, interval: int) -> None:
     assert CheckpointConfig(checkpoint_every=every).interval(steps) == interval
 
 
-CONFIG = TrainConfig(data_sha256="a", ranks=2)
+CONFIG = TrainConfig(data_sha256="a", ranks=2).with_options({"batch": 8})
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layers": 7, "width": 64}, r"has a model of --layers 4, not 7, --width 128, not 64: leave"),
-        ({"optimizer": "muon"}, r"was trained with --optimizer adamw, not muon, whose state it lacks"),
+        ({"layers": 7, "width": 64}, r"has a model of --layers 3, not 7, --width 128, not 64: leave"),
+        ({"optimizer": "adamw"}, r"was trained with --optimizer muon, not adamw, whose state it lacks"),
         ({"seed": 3}, r"--seed 0, not 3: another seed holds out other files"),
     ],
 )
@@ -141,8 +143,9 @@ def test_changes_that_matter_are_noted(changes: dict[str, object], notes: list[s
 
 
 def test_parameter_count_by_hand() -> None:
-    """One block of width 8 with MLP width 32, two norms, embedding, head and last norm."""
-    assert GPTConfig(layers=1, width=8, heads=2).parameter_count == 4 * 64 + 3 * 8 * 32 + 16 + 2 * 256 * 8 + 8
+    """One block of width 8 with MLP width 32, embedding, head, rows for n-grams of 2 and 3 bytes, and for matches."""
+    config = GPTConfig(layers=1, width=8, heads=2, ngrams=3, ngram_rows=100)
+    assert config.parameter_count == 4 * 64 + 2 * 8 * 32 + 2 * 256 * 8 + 2 * 100 * 8 + 3 * 257 * 8
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from fullshard.train.metrics import read_metrics
 
-SIZE = ["--layers", "1", "--width", "16", "--heads", "2", "--sequence", "32", "--batch", "2", "--device", "cpu"]
+MODEL = ["--layers", "1", "--width", "16", "--heads", "2", "--sequence", "32", "--ngrams", "3", "--ngram-rows", "64"]
+SIZE = [*MODEL, "--batch", "2", "--device", "cpu"]
 SHORT = [*SIZE, "--steps", "5", "--warmup", "2", "--eval-every", "2", "--eval-bytes", "1100", "--generate", "20"]
 LIMIT = 120  # seconds after which a hung run is given up
 

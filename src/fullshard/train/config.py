@@ -27,6 +27,7 @@ COMM_QUANTIZATIONS = ("none", "int8", "fp8")
 OPTIMIZERS = ("adamw", "muon")
 DTYPES = ("fp32", "bf16")
 VOCABULARY = 256  # a token is a byte
+MATCH_LENGTHS = (3, 5, 8)  # bytes that have to occur again for a match
 CHECKPOINTS_PER_RUN = 20  # unless the user says how often
 LEAST_INTERVAL = 10  # steps, likewise: a short run is repeated sooner than saved
 
@@ -85,10 +86,12 @@ class GPTConfig(_Checked):
     """Size of the model. `width / heads` must be even, as rotary positions turn pairs."""
 
     PANEL: ClassVar[str] = "Model"
-    layers: int = option(4, "Transformer blocks.", least=1)
+    layers: int = option(3, "Transformer blocks.", least=1)
     width: int = option(128, "Size of the residual stream.", least=2)
-    heads: int = option(4, "Attention heads per block.", least=1)
-    sequence: int = option(128, "Context length in bytes.", least=8)
+    heads: int = option(2, "Attention heads per block.", least=1)
+    sequence: int = option(512, "Context length in bytes.", least=8)
+    ngrams: int = option(4, "Length in bytes of the longest n-grams that have learned vectors.", least=2)
+    ngram_rows: int = option(16384, "Rows of their table for each length; n-grams with one hash share a row.", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,14 +103,15 @@ class GPTConfig(_Checked):
 
     @property
     def hidden(self) -> int:
-        """Width of the SwiGLU MLP: 8/3 of `width`, rounded up to a multiple of 32."""
-        return math.ceil(self.width * 8 / 3 / 32) * 32
+        """Width of the MLP."""
+        return 4 * self.width
 
     @property
     def parameter_count(self) -> int:
         """Number of parameters of a `GPT` of this size."""
-        block = 4 * self.width**2 + 3 * self.width * self.hidden + 2 * self.width
-        return self.layers * block + 2 * VOCABULARY * self.width + self.width
+        block = 4 * self.width**2 + 2 * self.width * self.hidden
+        rows = 2 * VOCABULARY + (self.ngrams - 1) * self.ngram_rows + len(MATCH_LENGTHS) * (VOCABULARY + 1)
+        return self.layers * block + rows * self.width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,14 +119,14 @@ class TrainingConfig(_Checked):
     """Settings of training."""
 
     PANEL: ClassVar[str] = "Training"
-    steps: int = option(500, "Optimizer steps.", least=1)
-    batch: int = option(8, "Sequences of a forward on each rank.", least=1)
+    steps: int = option(400, "Optimizer steps.", least=1)
+    batch: int = option(2, "Sequences of a forward on each rank.", least=1)
     accumulate: int = option(1, "Forwards and backwards per step; their gradients are added.", least=1)
-    optimizer: str = option("adamw", "muon: Muon for the matrices of blocks, AdamW for all others.", choices=OPTIMIZERS)
-    lr: float = option(6e-3, "Peak learning rate of AdamW; falls to 1/20 as a cosine.", above=0)
-    muon_lr: float = option(0.02, "Peak learning rate of Muon; falls alike.", above=0)
-    warmup: int = option(40, "Steps of linear warm-up.", least=0)
-    weight_decay: float = option(0.1, "Decay of matrices.", least=0)
+    optimizer: str = option("muon", "muon: Muon for the matrices of blocks, AdamW for all others.", choices=OPTIMIZERS)
+    lr: float = option(0.06, "Peak learning rate of embeddings in AdamW; the rest of AdamW gets 0.07 of it.", above=0)
+    muon_lr: float = option(0.03, "Peak learning rate of Muon.", above=0)
+    warmup: int = option(20, "Steps of linear warm-up.", least=0)
+    weight_decay: float = option(0.0, "Decay of the matrices of blocks.", least=0)
     clip: float = option(1.0, "Largest gradient norm.", above=0)
     dtype: str = option(
         "fp32", "Of computation and all-gathers; weights, reductions and optimizer stay in fp32.", choices=DTYPES

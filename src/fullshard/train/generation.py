@@ -7,28 +7,14 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
 
 from fullshard.train.config import ConfigError
-from fullshard.train.model import GPT, TEMPERATURE, load
 from fullshard.train.model import generate as continue_bytes
+from fullshard.train.model import load
 from fullshard.train.run_folder import BEST, MODEL
 from fullshard.train.summary import as_text, escape
 
 FILES = {"best": BEST, "last": MODEL}
-
-
-class _Tempered(nn.Module):
-    """A model whose bytes are drawn at another temperature than `generate` draws at."""
-
-    def __init__(self, model: GPT, temperature: float) -> None:
-        super().__init__()
-        self.model, self.factor = model, TEMPERATURE / temperature
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Scale the logits."""
-        logits: Tensor = self.model(tokens) * self.factor
-        return logits
 
 
 def find_weights(run: Path, weights: str) -> Path:
@@ -62,7 +48,5 @@ def text_from(path: Path, prompt: str, count: int, temperature: float, seed: int
     except (ValueError, OSError, SafetensorError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     generator = torch.Generator().manual_seed(seed)
-    made = continue_bytes(
-        _Tempered(model, temperature), prompt.encode("utf-8"), count, model.config.sequence, generator
-    )
+    made = continue_bytes(model, prompt.encode("utf-8"), count, model.config.sequence, generator, temperature)
     return escape(prompt + as_text(bytes(made)))

@@ -1,13 +1,15 @@
-"""The model of `fullshard train`: a small byte-level GPT.
+"""The model of `fullshard train`: a small byte-level GPT whose input knows the last few bytes, not just one.
 
-Pre-norm blocks, causal attention with rotary positions, a SwiGLU MLP, no biases, an untied output head. One
-file, no dependence on how the model is sharded: it is a plain `nn.Module`.
+That input is in `input_embedding.py`. Blocks are pre-norm: causal attention with rotary positions, then an MLP with
+squared ReLU; no biases, norms without gains, an untied output head. Nothing depends on how the model is sharded: it
+is a plain `nn.Module`.
 
-Letters in shapes: B batch, T sequence, C width, H heads, D = C / H head size, V vocabulary.
+Letters in shapes: B batch, T sequence, C width, H heads, D = C / H head size.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fullshard.train.config import VOCABULARY, GPTConfig
+from fullshard.train.input_embedding import InputEmbedding
 
 METADATA_KEY = "fullshard.train.model"
 TEMPERATURE = 0.8  # of generated text: below 1, likely bytes are drawn more often than the model says
@@ -35,28 +38,26 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Mix every position with the ones before it. `angles`: cosines and sines of shape `(T, D / 2)`."""
-        batch, length, width = x.shape
-        qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         # Normed queries and keys bound the logits, which lets a short run use a high learning rate.
-        q, k = (_rotate(F.rms_norm(t, t.shape[-1:]), angles) for t in (q, k))
+        q, k = (F.rms_norm(t, t.shape[-1:]) for t in (q, k))
+        q, k = _rotate(q, angles), _rotate(_shift_half(k), angles)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
         return out
 
 
 class MLP(nn.Module):
-    """SwiGLU: `out(silu(gate(x)) * up(x))`, `(B, T, C) -> (B, T, C)`."""
+    """`out(relu(up(x)) ** 2)`, `(B, T, C) -> (B, T, C)`."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(config.width, 2 * config.hidden, bias=False)
+        self.up = nn.Linear(config.width, config.hidden, bias=False)
         self.out = nn.Linear(config.hidden, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform every position separately."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        out: Tensor = self.out(F.silu(gate) * up)
+        out: Tensor = self.out(F.relu(self.up(x)).square())
         return out
 
 
@@ -65,15 +66,13 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.width)
         self.attention = Attention(config)
-        self.mlp_norm = nn.RMSNorm(config.width)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Transform `(B, T, C) -> (B, T, C)`; `angles` as in `Attention.forward`."""
-        x = x + self.attention(self.attention_norm(x), angles)
-        mixed: Tensor = self.mlp(self.mlp_norm(x))
+        x = x + self.attention(_norm(x), angles)
+        mixed: Tensor = self.mlp(_norm(x))
         return x + mixed
 
 
@@ -93,9 +92,8 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(VOCABULARY, config.width)
+        self.embedding = InputEmbedding(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.width)
         self.head = nn.Linear(config.width, VOCABULARY, bias=False)
         cos, sin = _rotary_angles(config)
         self.register_buffer("cos", cos, persistent=False)
@@ -117,7 +115,7 @@ class GPT(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, angles)
-        logits: Tensor = self.head(self.norm(x))
+        logits: Tensor = self.head(_norm(x))
         return logits
 
 
@@ -125,18 +123,17 @@ def initialize(model: GPT, seed: int) -> None:
     """Initialize the full (unsharded) `model` in place: a pure function of size and `seed`.
 
     Matrices are normal with standard deviation `1 / sqrt(fan-in)`; those that write into the residual stream
-    are zero, so that every block starts as the identity; the head starts small. Draws come from a CPU
-    generator of their own, so that every rank, whatever its device, starts with equal weights.
+    are zero, so that every block starts as the identity, and so are n-grams and matches, so that what was never seen
+    adds nothing; the head starts small. Draws come from a CPU generator of their own, so that every rank, whatever its
+    device, starts with equal weights.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-            elif name.endswith(".out.weight"):
+            if name.endswith((".out.weight", ".ngrams.weight", ".matches.weight")):
                 parameter.zero_()
             else:
-                scale = {"embedding.weight": 1.0, "head.weight": 0.02}.get(name, parameter.shape[1] ** -0.5)
+                scale = {"embedding.bytes.weight": 1.0, "head.weight": 0.02}.get(name, parameter.shape[1] ** -0.5)
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
@@ -150,7 +147,7 @@ def load(path: str | Path) -> GPT:
         The model in evaluation mode on the CPU, in the saved dtype.
 
     Raises:
-        ValueError: the file was not written by `fullshard train`.
+        ValueError: the file was not written by `fullshard train`, or by another version of it.
     """
     from safetensors import safe_open
 
@@ -158,13 +155,23 @@ def load(path: str | Path) -> GPT:
         metadata = file.metadata() or {}
         if METADATA_KEY not in metadata:
             raise ValueError(f"{path} holds no model of fullshard train: its metadata lacks {METADATA_KEY!r}")
-        model = GPT(GPTConfig(**json.loads(metadata[METADATA_KEY])))
+        size = json.loads(metadata[METADATA_KEY])
+        if set(size) != {field.name for field in dataclasses.fields(GPTConfig)}:
+            raise ValueError(f"{path} holds a model of another version of fullshard: its size is given by {size}")
+        model = GPT(GPTConfig(**size))
         model.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     return model.eval()
 
 
-def generate(model: nn.Module, prompt: bytes, count: int, sequence: int, generator: torch.Generator) -> Iterator[int]:
-    """Continue `prompt` byte by byte, sampling from the model's distribution at `TEMPERATURE`.
+def generate(
+    model: nn.Module,
+    prompt: bytes,
+    count: int,
+    sequence: int,
+    generator: torch.Generator,
+    temperature: float = TEMPERATURE,
+) -> Iterator[int]:
+    """Continue `prompt` byte by byte, sampling from the model's distribution.
 
     A forward of a sharded model is a collective, so every rank must call this with equal arguments and
     exhaust it. Logits are equal on every rank (each holds the same gathered weights), and so are equally
@@ -176,6 +183,7 @@ def generate(model: nn.Module, prompt: bytes, count: int, sequence: int, generat
         count: number of bytes to generate.
         sequence: longest context of `model`.
         generator: CPU generator; draws one number per byte.
+        temperature: below 1, likely bytes are drawn more often than the model says.
 
     Yields:
         The generated bytes as ints.
@@ -186,10 +194,24 @@ def generate(model: nn.Module, prompt: bytes, count: int, sequence: int, generat
         tokens = torch.tensor([context[-sequence:]], dtype=torch.int64, device=device)
         with torch.no_grad():
             logits = model(tokens)[0, -1]
-        probabilities = torch.softmax(logits.float().cpu() / TEMPERATURE, dim=-1)
+        probabilities = torch.softmax(logits.float().cpu() / temperature, dim=-1)
         token = int(torch.multinomial(probabilities, 1, generator=generator))
         context.append(token)
         yield token
+
+
+def _norm(x: Tensor) -> Tensor:
+    """Scale every vector to a root mean square of 1."""
+    return F.rms_norm(x, x.shape[-1:])
+
+
+def _shift_half(keys: Tensor) -> Tensor:
+    """Take the second half of every head's key, `(B, H, T, D)`, from the position before.
+
+    So one layer, not two, can find where the last bytes occurred before and copy what came next there.
+    """
+    own, other = keys.chunk(2, dim=-1)
+    return torch.cat((own, F.pad(other, (0, 0, 1, -1))), dim=-1)
 
 
 def _rotary_angles(config: GPTConfig) -> tuple[Tensor, Tensor]:

@@ -1,83 +1,81 @@
-"""The optimizers of a run and their learning rates."""
+"""The optimizer of a run: Muon for the matrices of blocks and AdamW for all else, or AdamW for everything."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.optim import AdamW, Optimizer
 
 from fullshard.optim import Muon, localize
 from fullshard.train.config import TrainingConfig
 from fullshard.train.model import GPT
 
-BETAS = (0.9, 0.95)
-FLOOR = 0.05  # share of the peak that the cosine ends at
-PEAK = "peak_lr"  # option of a parameter group: its learning rate between warm-up and decay
+BETAS, EPS = (0.8, 0.95), 1e-10  # rows of rare n-grams have small gradients
+HEAD = 0.07  # the head's learning rate, in those of the embeddings: its every column has gradients in every step
+COOLING = 0.7  # share of the steps in which learning rates fall
+PEAK, METHOD = "peak_lr", "method"  # options of parameter groups: the largest learning rate; "muon" or "adamw"
 
 
-class OptimizerList(torch.optim.Optimizer):
-    """Several optimizers as one, so that they are stepped, saved and loaded together.
+class MuonAndAdamW(Optimizer):
+    """Two optimizers as one that is stepped, saved and loaded: each steps the groups whose `METHOD` names it.
 
     Args:
-        parts: optimizers of different parameters. They share groups and state with this one.
+        groups: parameter groups.
+        weight_decay: default of groups.
     """
 
-    parts: Sequence[torch.optim.Optimizer]
+    parts: dict[str, Optimizer]
 
-    def __init__(self, *parts: torch.optim.Optimizer) -> None:
-        super().__init__([group for part in parts for group in part.param_groups], {})
-        self.parts = parts
-        for part in parts:
-            self.state.update(part.state)
-            part.state = self.state
+    def __init__(self, groups: list[dict[str, Any]], weight_decay: float) -> None:
+        # Momentum is orthogonalized in fp32: few CPUs multiply bf16 matrices fast.
+        muon = Muon(_of("muon", groups), weight_decay=weight_decay, ns_dtype=torch.float32)
+        adamw = AdamW(_of("adamw", groups), betas=BETAS, eps=EPS, weight_decay=weight_decay, fused=True)
+        self.parts = {"muon": muon, "adamw": localize(adamw)}
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
 
     def step(self, closure: Any = None) -> Any:
-        """Step all parts."""
+        """Step all parameters. A collective."""
         if closure is not None:
-            raise ValueError("an OptimizerList takes no closure")
-        for part in self.parts:
+            raise ValueError("MuonAndAdamW.step() takes no closure")
+        for method, part in self.parts.items():  # loading replaces groups and state of this optimizer
+            part.param_groups, part.state = _of(method, self.param_groups), self.state
             part.step()
 
 
-def build_optimizer(model: GPT, config: TrainingConfig) -> torch.optim.Optimizer:
-    """Return the optimizer of a sharded model; weight decay on matrices only.
-
-    AdamW steps its parameters as local tensors. With Muon, it steps those that are no matrices of blocks.
-    """
-    in_blocks = {id(p) for p in model.blocks.parameters()} if config.optimizer == "muon" else set()
-    parameters = list(model.parameters())
-    hidden = [p for p in parameters if p.dim() == 2 and id(p) in in_blocks]
-    matrices = [p for p in parameters if p.dim() >= 2 and not (p.dim() == 2 and id(p) in in_blocks)]
-    vectors = [p for p in parameters if p.dim() < 2]
+def build_optimizer(model: GPT, config: TrainingConfig) -> Optimizer:
+    """Return the optimizer of a sharded model. Only matrices of blocks decay."""
+    blocks = list(model.blocks.parameters())
+    head, other = [model.head.weight], list(model.embedding.parameters())
     groups: list[dict[str, Any]] = [
-        {"params": matrices, PEAK: config.lr},
-        {"params": vectors, PEAK: config.lr, "weight_decay": 0.0},
+        {"params": blocks, PEAK: config.muon_lr, METHOD: "muon"},
+        {"params": head, PEAK: HEAD * config.lr, METHOD: "adamw", "weight_decay": 0.0},
+        {"params": other, PEAK: config.lr, METHOD: "adamw", "weight_decay": 0.0},
     ]
-    adamw = localize(torch.optim.AdamW(groups, config.lr, BETAS, weight_decay=config.weight_decay, fused=True))
-    if not hidden:
-        return adamw
-    muon = Muon([{"params": hidden, PEAK: config.muon_lr}], lr=config.muon_lr, weight_decay=config.weight_decay)
-    return OptimizerList(muon, adamw)
+    if config.optimizer == "muon":
+        return MuonAndAdamW(groups, config.weight_decay)
+    groups[0].update({PEAK: HEAD * config.lr, METHOD: "adamw"})
+    return localize(AdamW(groups, betas=BETAS, eps=EPS, weight_decay=config.weight_decay, fused=True))
 
 
-def set_learning_rates(optimizer: torch.optim.Optimizer, step: int, config: TrainingConfig) -> None:
-    """Set the learning rate of each group for optimizer step `step`."""
+def set_learning_rates(optimizer: Optimizer, step: int, config: TrainingConfig) -> None:
+    """Set the learning rate of every group for optimizer step `step`."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step, config, group[PEAK])
 
 
 def learning_rate(step: int, config: TrainingConfig, peak: float | None = None) -> float:
-    """Return the rate of optimizer step `step` (counted from 1): linear warm-up, then a cosine to 1/20 of the peak.
+    """Return the rate of optimizer step `step` (counted from 1): linear warm-up, the peak, a linear decay to zero.
 
     Args:
         step: the step.
-        config: steps and warm-up.
+        config: steps and warm-up; the decay takes the share `COOLING` of the steps.
         peak: the largest rate; None: `config.lr`.
     """
-    peak = config.lr if peak is None else peak
-    if step <= config.warmup:
-        return peak * step / (config.warmup + 1)
-    progress = (step - config.warmup) / max(1, config.steps - config.warmup)
-    return peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+    rise = step / (config.warmup + 1)
+    fall = (config.steps + 1 - step) / max(1.0, COOLING * config.steps)
+    return (config.lr if peak is None else peak) * max(0.0, min(1.0, rise, fall))
+
+
+def _of(method: str, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [group for group in groups if group[METHOD] == method]
