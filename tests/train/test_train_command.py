@@ -387,7 +387,7 @@ def test_failed_rank_is_named_with_its_exception(text: Path, tmp_path: Path) -> 
         (["nowhere"], "nowhere"),
         (["empty.txt"], "empty.txt is empty"),
         (["folder"], "no text in the folder"),
-        (["small.txt"], "needed at --sequence 128"),
+        (["small.txt"], "needed at --sequence 512"),
         (["big.txt", "--steps", "0"], "steps must be at least 1"),
         (["big.txt", "--device", "tpu"], "device must be one of"),
         (["big.txt", "--config", "missing.toml"], "missing.toml"),
