@@ -182,7 +182,7 @@ def test_base_is_never_whole_on_a_rank(rank: Rank) -> None:
     units = qlora.units_of
     with folder(rank) as out, mock.patch.multiple(qlora, fully_shard=shard, units_of=units_of):
         qlora.build(qlora.Base.open(write_base(out / "model.safetensors")), qlora.Settings(), CPU)
-    assert whole == [{"Block"}, {"Block"}, {"Embedding"}, {"RMSNorm", "Linear"}]
+    assert whole == [{"Block"}, {"Block"}, {"InputEmbedding"}, {"Linear"}]
 
 
 @on_ranks(2)
@@ -358,7 +358,7 @@ def test_program(tmp_path: Path) -> None:
     assert [line.split()[0] for line in lines[:5]] == ["base", "base", "adapters", "text", "start"]
     assert re.search(r"epoch +1 loss \d+\.\d+ -> \d+\.\d+, held-out \d+\.\d+", first.stdout)
     table = re.findall(r"^  (\S.*?) {2,}([\d.,]+) +([\d.,]+) +([\d.,]+)$", first.stdout, re.MULTILINE)
-    assert table[0] == ("base, in NF4", "204.0", "204.0", "784.0") and table[-1][0] == "together" and len(table) == 6
+    assert table[0] == ("base, in NF4", "199.8", "199.8", "768.0") and table[-1][0] == "together" and len(table) == 6
     assert {"adapter", "adapters", "base", "merged"} == {path.name for path in tmp_path.iterdir()}
 
     second = run_here(*options, "--epochs", "2")

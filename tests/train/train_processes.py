@@ -34,6 +34,8 @@ def environment(**more: str) -> dict[str, str]:
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
     launchers = ("FULLSHARD_", "TORCHELASTIC")
     kept = {k: v for k, v in os.environ.items() if k not in dropped and not k.startswith(launchers)}
+    if "PYTHONPATH" in more:  # what is found there already is still found
+        more["PYTHONPATH"] = os.pathsep.join([more["PYTHONPATH"], kept.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     return kept | {"OMP_NUM_THREADS": "1"} | more
 
 
