@@ -494,7 +494,7 @@ FAULTS: dict[str, Fault] = {
         replace(runtime.Runtime, "_enter_forward", _enter_with_a_stale_event), failing_forward
     ),
     "a checkpoint is written before its copies are there": Fault(
-        replace(snapshot, "wait_for_stream", lambda device: None), saved
+        replace(snapshot, "stream_waiter", lambda device: lambda: None), saved
     ),
 }
 
