@@ -262,7 +262,7 @@ def test_finished_run_goes_on_with_more_steps(finished: Finished, tmp_path: Path
     ("options", "message"),
     [
         (["--layers", "2"], "has a model of --layers 1, not 2"),
-        (["--optimizer", "muon"], "was trained with --optimizer adamw, not muon"),
+        (["--optimizer", "adamw"], "was trained with --optimizer muon, not adamw"),
         (["--seed", "1"], "was trained with --seed 0, not 1"),
     ],
 )
