@@ -96,7 +96,7 @@ class Snapshot:
             for (_, copy), (_, local) in zip(copies, entry.shards, strict=True):
                 copy.copy_(local, non_blocking=accelerator is not None)
             entries[key] = TensorShards(entry.shape, entry.dtype, torch.device("cpu"), copies, equal=entry.equal)
-        wait = self.wait if accelerator is None else stream_waiter(accelerator)
+        wait = self.wait if accelerator is None else _waiter([shard.local for shard in shards], accelerator)
         return Snapshot(entries, self.aliases, self.about, self.fingerprint, wait)
 
 
@@ -290,6 +290,20 @@ def _add_value(entries: dict[str, TensorShards | bytes], key: str, value: Any) -
     tensors: dict[str, TensorShards] = {}
     entries[key] = to_bytes(key, split(value, tensors, f"{key}.tensor"))
     entries.update(tensors)
+
+
+def _waiter(sources: list[torch.Tensor], accelerator: torch.device) -> Callable[[], None]:
+    """Return a function that waits for the copies of ``sources``, and keeps those alive until then.
+
+    One that belongs to another stream, freed before, would be handed out again while the copy still reads it.
+    """
+    copied = stream_waiter(accelerator)
+
+    def wait() -> None:
+        copied()
+        sources.clear()
+
+    return wait
 
 
 def _aligned(nbytes: int) -> int:

@@ -174,6 +174,8 @@ class FlatParameterRegistration(Registration):
         self._handles = list(handles)
         owned = [(owner.module(), owner.name, parameter) for parameter in parameters for owner in parameter.owners]
         self._hidden = [(vars(module), name, parameter) for module, name, parameter in owned if module is not None]
+        for hidden in parameters:
+            cast("FlatShardedParameter", hidden).refuse_own_gradient()
 
     def use_sharded(self) -> None:
         """Register the flat parameters; modules have the 1-D parts as attributes."""

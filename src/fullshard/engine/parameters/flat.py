@@ -12,6 +12,7 @@ while they compute, and the :class:`FlatParameter` with all shards is what is re
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.engine import hooks
 from fullshard.engine.parameters.sharded import ShardedParameter, accumulate_gradient, clear_gradient, mark, value_of
 from fullshard.errors import FullshardError
 from fullshard.layout import FlatLayout, FlatShard, FlatSlot
@@ -159,6 +161,27 @@ class FlatShardedParameter(ShardedParameter):
     def accumulate(self, local: torch.Tensor) -> None:
         """Set the sharded gradient to ``local``, or add ``local`` to it, and run the user's hooks."""
         accumulate_gradient(self.sharded, local)
+
+    def refuse_own_gradient(self) -> None:
+        """Have autograd raise where it accumulates a gradient of this parameter, which a flat parameter hides.
+
+        With one rank it has its whole shape at rest, so a module that holds it can be called outside of its wrapper.
+        The optimizer would never see that gradient.
+        """
+        ref = weakref.ref(self)
+
+        def accumulated(sharded: torch.Tensor) -> None:
+            parameter = ref()
+            if parameter is not None and parameter.handle is not None:
+                sharded.grad = None
+                raise FullshardError(
+                    f"{parameter.describe()} got a gradient from a call outside of its FSDP wrapper, which the flat "
+                    f"parameter {parameter.handle.name} would never receive: its module is part of the wrapped module "
+                    "and of another one too. Wrap the shared module itself, call it only through its wrapper, or use "
+                    "use_orig_params=True"
+                )
+
+        hooks.after_accumulation(self.sharded, accumulated)
 
     def memoize(self, memo: dict[int, Any]) -> None:
         """Put a copy of the sharded parameter, without its gradient, into a deepcopy's memo."""
