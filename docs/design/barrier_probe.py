@@ -16,7 +16,7 @@ from fullshard.ranks.barrier import rank_barrier
 warnings.simplefilter("ignore")
 dist.init_process_group("gloo")
 RANK, RANKS = dist.get_rank(), dist.get_world_size()
-TIMEOUT_S, TURNS = 2, 100
+TIMEOUT_S, GROUP_TIMEOUT_S, TURNS = 2, 6, 100
 
 
 def monitored(group: dist.ProcessGroup) -> None:
@@ -26,6 +26,10 @@ def monitored(group: dist.ProcessGroup) -> None:
 def ours(_: dist.ProcessGroup) -> None:
     with rank_barrier("save /a", timeout=TIMEOUT_S):
         pass
+
+
+def new_group() -> dist.ProcessGroup:
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S))
 
 
 def say(text: str) -> None:
@@ -46,7 +50,7 @@ def outcome(what: str, enter: Callable[[dist.ProcessGroup], None], group: dist.P
 
 
 for enter in (monitored, ours):
-    group = dist.new_group(backend="gloo")
+    group = new_group()
     enter(group)
     dist.barrier()
     start = time.monotonic()
@@ -54,7 +58,7 @@ for enter in (monitored, ours):
         enter(group)
     say(f"{enter.__name__}: {(time.monotonic() - start) / TURNS * 1e3:.2f} ms")
     for absent in (2, 0):
-        group = dist.new_group(backend="gloo")
+        group = new_group()
         enter(group)
         dist.barrier()
         lines = [outcome("missing", enter, group)] if absent != RANK else []
