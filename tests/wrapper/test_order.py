@@ -28,6 +28,7 @@ from fullshard.ranks.order import (
     explain_difference,
     warn_of_change,
 )
+from fullshard.ranks.store import GroupStore
 from fullshard.wrap import ModuleWrapPolicy
 from ranks import Rank, RankPool, on_ranks
 
@@ -212,6 +213,28 @@ def test_slow_rank_is_left_alone(rank: Rank) -> None:
     assert no_watch_runs()
     dist.barrier()
     assert store.num_keys() <= before
+
+
+def test_state_that_is_removed_while_it_is_read() -> None:
+    """A leader reads orders that ranks remove as their forward ends: it has them or not, and does not wait for them."""
+    store = GroupStore(None, "removed")
+    store.post(["a"])
+    keys = store.keys
+
+    class Removing:
+        """Keys of which the posted one is gone after the first request."""
+
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            def request(*args: Any) -> Any:
+                answer = getattr(keys, name)(*args)
+                keys.delete_key("rank/0")
+                return answer
+
+            return request
+
+    store.__dict__["keys"] = Removing()
+    assert store.posted() == {0: ["a"]}
+    assert store.posted() == {}
 
 
 @on_ranks(2)

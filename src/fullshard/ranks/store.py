@@ -9,7 +9,6 @@ import math
 import os
 import threading
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from fullshard.ranks.agreement import digest_of
 
 __all__ = ["GroupStore", "seconds_from"]
 
-_REQUEST_TIMEOUT = timedelta(seconds=30)
+_UNSET = "unset"  # not JSON
 
 
 class GroupStore:
@@ -49,9 +48,7 @@ class GroupStore:
     @functools.cached_property
     def keys(self) -> Store:
         """The store, on a separate connection: a store is locked while a thread waits on it."""
-        store = HashStore() if self._default is None else self._default.clone()
-        store.set_timeout(_REQUEST_TIMEOUT)  # another rank may remove a key between check and get
-        return PrefixStore(self._prefix, store)
+        return PrefixStore(self._prefix, HashStore() if self._default is None else self._default.clone())
 
     @property
     def global_rank(self) -> int:
@@ -78,7 +75,9 @@ class GroupStore:
 
     def decision(self, key: str) -> Any:
         """Return the value of ``key``; None if it is not set."""
-        return json.loads(self.keys.get(key)) if self.keys.check([key]) else None
+        # One request: after a check, another rank may remove the key, and get() would wait for it.
+        found = self.keys.compare_set(key, _UNSET, _UNSET)
+        return None if found == _UNSET.encode() else json.loads(found)
 
     def clear(self, *keys: str) -> None:
         """Remove this rank's state and ``keys``."""
