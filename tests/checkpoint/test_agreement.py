@@ -91,5 +91,5 @@ def test_lists_of_ranks_are_short() -> None:
     assert list_ranks([1, 0]) == "ranks 0, 1"
     assert list_ranks([*range(5), 9]) == "ranks 0-4, 9"
     assert list_ranks(range(0, 100, 2)).endswith(", 22 and 38 more")
-    assert list_values({"'a'": [0, 1], "'b'": [2]}) == "'a' on ranks 0, 1; 'b' on rank 2"
-    assert list_values({str(n): [n] for n in range(15)}).endswith("11 on rank 11; and 3 others on other ranks")
+    assert list_values({0: "'a'", 1: "'a'", 2: "'b'"}) == "'a' on ranks 0, 1; 'b' on rank 2"
+    assert list_values({n: str(n) for n in range(15)}).endswith("11 on rank 11; and 3 others on other ranks")

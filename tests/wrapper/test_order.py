@@ -195,47 +195,32 @@ def test_stall_is_explained_and_ended(rank: Rank, units: Sequence[str], odd: Seq
 
 @on_ranks(2)
 def test_slow_rank_is_left_alone(rank: Rank) -> None:
-    """A rank that waits for a slow one goes on waiting, and the forward succeeds; few keys stay in the store."""
+    """A rank that waits for a slow one goes on waiting, and the forward succeeds."""
     group = new_group()
-    run_watched(rank, group, ["", "a"])
-    store = dist.distributed_c10d._get_default_store()
-    dist.barrier()
-    before = store.num_keys()
-    for _ in range(2):
-        run_watched(rank, group, ["", "a", "b"], slow="a")
+    run_watched(rank, group, ["", "a", "b"], slow="a")
     assert no_watch_runs()
-    dist.barrier()
-    assert store.num_keys() <= before
 
 
-def test_state_that_is_removed_while_it_is_read() -> None:
-    """A leader reads orders that ranks remove as their forward ends: it has them or not, and does not wait for them."""
-    store = GroupStore(None, "removed")
-    store.post(["a"])
-    keys = store.keys
-
-    class Removing:
-        """Keys of which the posted one is gone after the first request."""
-
-        def __getattr__(self, name: str) -> Callable[..., Any]:
-            def request(*args: Any) -> Any:
-                answer = getattr(keys, name)(*args)
-                keys.delete_key("rank/0")
-                return answer
-
-            return request
-
-    store.__dict__["keys"] = Removing()
-    assert store.posted() == {0: ["a"]}
-    assert store.posted() == {}
+def test_reports_and_result_of_a_rendezvous() -> None:
+    """The last report of each rank counts, and the first result; keys that are not there are not waited for."""
+    store = GroupStore(None, "test")
+    one = store.next_rendezvous()
+    assert one.reports() == {} and one.result() is None
+    assert [one.report(["a"]), one.report(["a", "b\n"])] == [1, 2]
+    assert one.reports() == {0: ["a", "b\n"]}
+    assert [one.propose("first"), one.propose("second"), one.result()] == ["first"] * 3
+    other = store.next_rendezvous()
+    assert other.reports() == {} and other.result() is None
+    one.leave()
+    assert one.reports() == {} and one.result() is None
 
 
 @on_ranks(2)
 def test_failure_of_an_earlier_forward_is_not_reported(rank: Rank) -> None:
     """Watchdogs of one group have separate keys; other failures stay what they are."""
     group = new_group()
-    watch = OrderWatchdog(group, SOON)
-    watch.store.decide("failure", "of an earlier forward")
+    watch = OrderWatchdog(group)
+    watch.rendezvous.propose("of an earlier forward")
     watch.finished()
     dist.barrier()
     with pytest.raises(RuntimeError, match="of the user") as caught, compare_order([group]):
@@ -243,22 +228,28 @@ def test_failure_of_an_earlier_forward_is_not_reported(rank: Rank) -> None:
     assert not isinstance(caught.value, FullshardError)
 
 
+def fail_with(rank: Rank, error: Exception) -> None:
+    """A forward that fails after rank 0 has published a failure."""
+    with compare_order([rank.group]) as watch:
+        assert no_watch_runs()
+        if rank.rank == 0:
+            watch.rendezvous.propose("they differ")
+        dist.barrier()
+        raise error
+
+
 @on_ranks(2)
 def test_closed_connection_is_explained(rank: Rank) -> None:
     """A rank whose connection another one has closed finds the failure in the store, without a thread of its own."""
-    group = new_group()
-    watch = OrderWatchdog(group, 0)
-    if rank.rank == 0:
-        watch.store.decide("failure", "they differ")
-    dist.barrier()
-    assert no_watch_runs()
-    with pytest.raises(FullshardError, match="they differ") as caught, watch.guard():
-        raise RuntimeError("Connection closed by peer")
-    assert isinstance(caught.value.__cause__, RuntimeError)
-    with pytest.raises(FullshardError, match="they differ"), watch.guard():
-        pass  # as over NCCL, where broken collectives may go unnoticed
-    with pytest.raises(FullshardError, match="its own"), watch.guard():
-        raise FullshardError("its own")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TIMEOUT_VARIABLE, "0")
+        with pytest.raises(FullshardError, match="they differ") as caught:
+            fail_with(rank, RuntimeError("Connection closed by peer"))
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        with pytest.raises(FullshardError, match="they differ"), compare_order([rank.group]) as watch:
+            watch.failure = "they differ"  # by the thread; broken collectives may go unnoticed over NCCL
+        with pytest.raises(FullshardError, match="its own"):
+            fail_with(rank, FullshardError("its own"))
 
 
 @on_ranks(2)

@@ -34,6 +34,7 @@ __all__ = [
     "list_values",
     "raise_on_all",
     "raised_on_all",
+    "resolve_group",
     "who_differs",
 ]
 
@@ -45,6 +46,13 @@ _RAISED: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": Ty
 _RAISED |= {name: getattr(errors, name) for name in errors.__all__}
 
 
+def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the default group for None; None if there are no process groups."""
+    if group is None and dist.is_initialized():
+        return dist.group.WORLD
+    return group
+
+
 def gather(value: T, group: dist.ProcessGroup | None) -> dict[int, T]:
     """Return the values of all ranks, small and pickled, by global rank.
 
@@ -52,25 +60,25 @@ def gather(value: T, group: dist.ProcessGroup | None) -> dict[int, T]:
         value: This rank's.
         group: The ranks. None: the default group, or this process alone if there is none.
     """
-    if _is_alone(group):
-        return {0: value}
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return dict(zip(dist.get_process_group_ranks(group), values, strict=True))
+    group = resolve_group(group)
+    ranks = [0] if group is None else dist.get_process_group_ranks(group)
+    values: list[Any] = [value] * len(ranks)
+    if len(ranks) > 1:
+        dist.all_gather_object(values, value, group=group)
+    return dict(zip(ranks, values, strict=True))
 
 
 def differs(value: object, group: dist.ProcessGroup | None) -> bool:
     """Return True on all ranks if the ``repr`` of their values differs; ``group`` as for :func:`gather`."""
-    if _is_alone(group):
+    group = resolve_group(group)
+    if group is None or group.size() == 1:
         return False
-    size = dist.get_world_size(group)
-    found = dist.distributed_c10d._get_default_group() if group is None else group
-    devices = [device.type for device in found._device_types]  # none: a process group written in Python
+    devices = [device.type for device in group._device_types]  # none: a process group written in Python
     device = "cpu" if "cpu" in devices or not devices else devices[0]
     own = torch.tensor(list(digest_of(value)), dtype=torch.uint8, device=device)
-    everyone = own.new_empty(size * own.numel())
-    all_gather_flat(found, everyone, own).wait()
-    return bool((everyone.view(size, -1) != own).any())
+    everyone = own.new_empty(group.size() * own.numel())
+    all_gather_flat(group, everyone, own).wait()
+    return bool((everyone.view(group.size(), -1) != own).any())
 
 
 def gather_if_different(value: T, group: dist.ProcessGroup | None) -> dict[int, T]:
@@ -157,19 +165,20 @@ def list_differences(values: Mapping[int, Mapping[str, str]]) -> str:
     """Format the keys whose values differ between ranks, such as "weight ('a' on rank 0; nothing on ranks 1-3)"."""
     different = []
     for key in dict.fromkeys(key for own in values.values() for key in own):
-        ranks: dict[str, list[int]] = {}
-        for rank, own in values.items():
-            ranks.setdefault(own.get(key) or "nothing", []).append(rank)
-        if len(ranks) > 1:
-            different.append(f"{key} ({list_values(ranks)})")
+        here = {rank: own.get(key) or "nothing" for rank, own in values.items()}
+        if len(set(here.values())) > 1:
+            different.append(f"{key} ({list_values(here)})")
     more = len(different) - _MAX_KEYS_SHOWN
     return ", ".join(different[:_MAX_KEYS_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def list_values(values: Mapping[str, Sequence[int]]) -> str:
-    """Format values and the ranks that have them, such as "'a' on ranks 0, 3-7; 'b' on rank 1"."""
-    parts = [f"{value} on {list_ranks(ranks)}" for value, ranks in itertools.islice(values.items(), _MAX_PARTS_SHOWN)]
-    more = len(values) - len(parts)
+def list_values(values: Mapping[int, str]) -> str:
+    """Format the values of ranks, such as "'a' on ranks 0, 3-7; 'b' on rank 1"."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    parts = [f"{value} on {list_ranks(own)}" for value, own in itertools.islice(ranks.items(), _MAX_PARTS_SHOWN)]
+    more = len(ranks) - len(parts)
     return "; ".join(parts) + (f"; and {more} others on other ranks" if more else "")
 
 
@@ -184,9 +193,3 @@ def list_ranks(ranks: Sequence[int]) -> str:
     parts = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}" for a, b in spans[:_MAX_PARTS_SHOWN]]
     more = sum(b - a + 1 for a, b in spans[_MAX_PARTS_SHOWN:])
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts) + (f" and {more} more" if more else "")
-
-
-def _is_alone(group: dist.ProcessGroup | None) -> bool:
-    if group is None and not (dist.is_available() and dist.is_initialized()):
-        return True
-    return dist.get_world_size(group) == 1

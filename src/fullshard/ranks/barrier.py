@@ -4,30 +4,26 @@ one.
 [Note: Rank barrier]
 Ranks synchronize through the key-value store of the process group and not in a collective of its back end: a collective
 that a rank never joins ends in a timeout that names no rank, and a broken group (docs/design/ranks.md compares it with
-``monitored_barrier``). Barriers are numbered; each rank counts for itself. A rank that arrives posts the name of its
-operation and increments a counter; the last one publishes the result, and the others wait for it. The first rank
-that has waited too long publishes a failure that names the missing ranks. There is one result per barrier, the
-first one published, and it is valid for all ranks, also for one that arrives late. So all ranks leave a barrier with
-the same result, and stay synchronized for the next.
+``monitored_barrier``). A barrier is a [Note: Rendezvous]: a rank that arrives reports the name of its operation, the
+last one compares the names and proposes the result, and the others wait for it. The first rank that has waited too
+long proposes a failure that names the missing ranks. So all ranks leave a barrier with the same result, also one that
+arrives late, and stay synchronized for the next.
 
-A rank makes a handful of requests to the store per barrier, independent of the number of ranks; the names of operations
-are read, by one rank, only in case of an error. The last rank that leaves a barrier removes its keys.
+A rank makes a handful of requests to the store per barrier, independent of the number of ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from fullshard.errors import FullshardError
-from fullshard.ranks.agreement import describe_error, error_from, list_ranks, list_values
-from fullshard.ranks.store import GroupStore, seconds_from
+from fullshard.ranks.agreement import describe_error, error_from, list_ranks, list_values, resolve_group
+from fullshard.ranks.store import GroupStore, Rendezvous, seconds_from
 
 __all__ = [
     "BARRIER_TIMEOUT_VARIABLE",
@@ -46,11 +42,9 @@ STEP_TIMEOUT_VARIABLE = "FULLSHARD_STEP_TIMEOUT_S"
 _BARRIER_TIMEOUT_S = 30.0  # a rank may be delayed by an evaluation, or by the end of another save
 LOAD_TIMEOUT_S = 120.0  # start-up times of ranks differ
 _STEP_TIMEOUT_S = 3600.0  # between steps, ranks read and write different amounts
-_REPORT_S = 10.0  # for one rank to collect the names
+_REPORT_S = 10.0  # for the first rank to report who is missing, before the others do, in case it has ended
 _FIRST_POLL_S, _LAST_POLL_S = 0.0005, 0.05
 _REQUESTS_PER_S = 20_000  # to the store while all ranks wait
-_MISMATCH = 1 << 32  # added to the counter by a rank whose operation is not that of the first
-_KEYS = ("first", "arrived", "leader", "result", "left")
 
 
 class RankBarrier:
@@ -58,16 +52,16 @@ class RankBarrier:
 
     Args:
         name: Name of the operation, for errors.
-        store: Keys of the group's barriers.
+        store: The rendezvous of the group's barriers.
     """
 
     name: str
     rank: int  # in the group
+    failed: bool  # all ranks have raised, or will
     _store: GroupStore
-    _failed: bool  # all ranks have raised, or will
 
     def __init__(self, name: str, store: GroupStore) -> None:
-        self.name, self.rank, self._store, self._failed = name, store.rank, store, False
+        self.name, self.rank, self._store, self.failed = name, store.rank, store, False
 
     def run_on_all(self, step: str, function: Callable[[], T]) -> T:
         """Run a step on all ranks and wait until it is done on all. If it fails on one, it fails on all.
@@ -83,7 +77,13 @@ class RankBarrier:
             ValueError, TypeError, FullshardError: The error of any rank's ``function``, with that rank's number; other
                 exceptions as FullshardError.
         """
-        value = self._run(step, function)
+        try:
+            value = function()
+        except Exception as error:
+            failure = self.fail(error, step)
+            if len(self._store.ranks) == 1 and type(failure) is type(error):
+                raise  # without the number of the rank
+            raise failure from error
         self.wait(step)
         return value
 
@@ -97,26 +97,20 @@ class RankBarrier:
         Raises:
             FullshardError: If a rank did not arrive, arrived too late, or for another operation or step.
         """
-        name = f"{self.name}, {step}" if step else self.name
-        try:
-            with self._store_errors():
-                while True:
-                    number, late = self._arrive(name)
-                    result = self._wait_for_result(number, name, step, step_timeout() if timeout is None else timeout)
-                    self._leave(number)
-                    # A failed barrier that was for another operation, which this rank skipped, is not its own.
-                    if not late or not result[2] or name in result[2]:
-                        break
-            kind, message, names = result
-            if late and names:
-                raise FullshardError(
-                    f"{name}: rank {self._store.global_rank} arrived after the others had timed out: {message}"
-                )
+        name, seconds = self._name_of(step), step_timeout() if timeout is None else timeout
+        with self._raised_on_all():
+            while True:
+                rendezvous = self._store.next_rendezvous()
+                found: _Result | None = rendezvous.result()
+                kind, message, names = found or self._arrive(rendezvous, name, step, seconds)
+                rendezvous.leave()
+                # A failed barrier that was for another operation, which this rank skipped, is not its own.
+                if found is None or not names or name in names:
+                    break
+            if found is not None and names:
+                message = f"{name}: rank {self._store.global_rank} arrived after the others had timed out: {message}"
             if kind:
                 raise error_from(kind, message)
-        except Exception:
-            self._failed = True
-            raise
 
     def fail(self, error: BaseException, step: str = "") -> Exception:
         """Make the next barrier fail on all ranks with this rank's error, without waiting.
@@ -124,108 +118,46 @@ class RankBarrier:
         Returns:
             The exception that all ranks raise: this error, or an earlier one.
         """
-        name = f"{self.name}, {step}" if step else self.name
         kind, message = describe_error(error)
-        with self._store_errors():
-            number = self._store.next_number()
-            kind, message, _ = self._publish(number, (kind, f"{name}: rank {self._store.global_rank}: {message}", []))
-            self._leave(number)
-        self._failed = True
+        with self._raised_on_all():
+            rendezvous = self._store.next_rendezvous()
+            text = f"{self._name_of(step)}: rank {self._store.global_rank}: {message}"
+            kind, message, _ = rendezvous.propose((kind, text, []))
+            rendezvous.leave()
+        self.failed = True
         return error_from(kind or FullshardError.__name__, message)
 
-    def close(self, error: BaseException | None) -> None:
-        """Wait until all ranks are done, or fail the operation on all ranks if this one has raised."""
-        if not self._failed and error is None:
-            self.wait("done")
-        elif not self._failed and error is not None:
-            self.fail(error)
+    def _name_of(self, step: str) -> str:
+        return f"{self.name}, {step}" if step else self.name
 
-    def _run(self, step: str, function: Callable[[], T]) -> T:
-        try:
-            return function()
-        except Exception as error:
-            failure = self.fail(error, step)
-            if len(self._store.ranks) == 1 and type(failure) is type(error):
-                raise  # without the number of the rank
-            raise failure from error
-
-    # ---------------------------------------------------------------- one barrier
-
-    def _arrive(self, name: str) -> tuple[int, bool]:
-        """Arrive at the next barrier, and publish its result as the last rank.
-
-        Returns:
-            The barrier's number, and True if it had a result already.
-        """
-        keys, number = self._store.keys, self._store.next_number()
-        late = keys.check([f"{number}/result"])
-        self._store.post([number, name])
-        same = self._store.decide(f"{number}/first", name) == name
-        arrived = keys.add(f"{number}/arrived", 1 if same else 1 + _MISMATCH)
-        if arrived % _MISMATCH == len(self._store.ranks):
-            result: _Result = ("", "", [])
-            if arrived > _MISMATCH:
-                called = list_values({repr(each): ranks for each, ranks in self._arrived(number).items()})
-                advice = "Call the same functions on all ranks, in the same order"
-                result = FullshardError.__name__, f"ranks called different functions: {called}. {advice}", []
-            self._publish(number, result)
-        return number, late
-
-    def _wait_for_result(self, number: int, name: str, step: str, timeout: float) -> _Result:
-        """Return the result; after the timeout, one rank publishes a failure with the names of all."""
+    def _arrive(self, rendezvous: Rendezvous, name: str, step: str, timeout: float) -> _Result:
+        """Report to a barrier and return its result: as the last rank, after the timeout, or as another rank found."""
+        count, ranks = rendezvous.report(name), self._store.ranks
+        deadline = time.monotonic() + (timeout if count == 1 else timeout + _REPORT_S)
         # Not store.wait(): that locks the store, blocks signal handlers, and logs its timeouts.
-        deadline, pause, reported = time.monotonic() + timeout, _FIRST_POLL_S, False
-        longest = max(_LAST_POLL_S, len(self._store.ranks) / _REQUESTS_PER_S)
-        while (found := self._result(number)) is None:
-            left = deadline - time.monotonic()
-            if left > 0:
-                time.sleep(min(pause, left))
-                pause = min(1.5 * pause, longest)
-                continue
-            leads = not reported and self._store.decide(f"{number}/leader", self.rank) == self.rank
-            names = self._arrived(number) if leads else {name: list(self._store.ranks)}
-            missing = sorted(set(self._store.ranks).difference(*names.values()))
-            if missing or reported:
-                return self._publish(number, _missing(names, missing, timeout, step))
-            # Another rank collects the names, or the last one has just arrived; but they may have ended.
-            deadline, reported = deadline + _REPORT_S, True
-        return found
-
-    def _arrived(self, number: int) -> dict[str, list[int]]:
-        """Return the ranks that have arrived at a barrier, by the names of their operations."""
-        ranks: dict[str, list[int]] = {}
-        for rank, (at, name) in self._store.posted().items():
-            if at == number:
-                ranks.setdefault(name, []).append(rank)
-        return ranks
-
-    def _result(self, number: int) -> _Result | None:
-        found: _Result | None = self._store.decision(f"{number}/result")
-        return found
-
-    def _publish(self, number: int, result: _Result) -> _Result:
-        """Publish a result unless there is one, and return the result that counts."""
-        decided: _Result = self._store.decide(f"{number}/result", result)
+        pause, longest = _FIRST_POLL_S, max(_LAST_POLL_S, len(ranks) / _REQUESTS_PER_S)
+        while count < len(ranks) and time.monotonic() < deadline:
+            result: _Result | None = rendezvous.result()
+            if result is not None:
+                return result
+            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+            pause = min(1.5 * pause, longest)
+        decided: _Result = rendezvous.propose(_result_of(rendezvous.reports(), ranks, timeout, step))
         return decided
 
-    def _leave(self, number: int) -> None:
-        if self._store.keys.add(f"{number}/left", 1) == len(self._store.ranks):
-            for key in _KEYS:
-                self._store.keys.delete_key(f"{number}/{key}")
-
     @contextlib.contextmanager
-    def _store_errors(self) -> Iterator[None]:
+    def _raised_on_all(self) -> Iterator[None]:
+        """Record that other ranks raise as well if the block does, and explain errors of the store."""
         try:
             yield
-        except dist.DistError as error:
+        except Exception as error:
+            self.failed = True
+            if not isinstance(error, dist.DistError):
+                raise
             raise FullshardError(
                 f"{self.name}: rank {self._store.global_rank} cannot reach the store of the process group; did the "
                 f"process that serves it, usually rank 0, end? ({error})"
             ) from error
-
-
-_lock = threading.Lock()
-_stores: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupStore] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -253,28 +185,23 @@ def rank_barrier(
         ValueError: If this process is not in the group, or the environment variable is invalid.
     """
     seconds = seconds_from(BARRIER_TIMEOUT_VARIABLE, timeout)
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
+    group = resolve_group(group)
     if group is not None and dist.get_rank(group) < 0:
         raise ValueError(
             f"{name}: rank {dist.get_rank()} is not in the process group; call it only on the group's ranks"
         )
-    with _lock:
-        store = GroupStore(None, "barrier") if group is None else _stores.get(group) or GroupStore(group, "barrier")
-        if group is not None:
-            _stores[group] = store
+    store = GroupStore.of(group, "barrier")
     with store.lock:
         barrier = RankBarrier(name, store)
+        barrier.wait(timeout=seconds)
         try:
-            barrier.wait(timeout=seconds)
-            try:
-                yield barrier
-            except BaseException as error:
-                barrier.close(error)
-                raise
-            barrier.close(None)
-        finally:
-            store.clear()
+            yield barrier
+        except BaseException as error:
+            if not barrier.failed:
+                barrier.fail(error)
+            raise
+        if not barrier.failed:
+            barrier.wait("done")
 
 
 def step_timeout() -> float:
@@ -282,12 +209,16 @@ def step_timeout() -> float:
     return seconds_from(STEP_TIMEOUT_VARIABLE, _STEP_TIMEOUT_S)
 
 
-def _missing(names: dict[str, list[int]], missing: Sequence[int], timeout: float, step: str) -> _Result:
-    """Return the failure of ranks that have waited too long for others."""
-    first, *others = names
-    who = list_values({repr(name): ranks for name, ranks in names.items()})
-    if not others:
-        who = f"{first}: reached by {list_ranks(names[first])}" if missing else f"{first}: not reached by all ranks"
+def _result_of(reports: Mapping[int, str], ranks: Sequence[int], timeout: float, step: str) -> _Result:
+    """Return the result of a barrier: a failure if ranks are missing, or have arrived for different operations."""
+    names = list(dict.fromkeys(reports.values()))
+    called = list_values({rank: repr(name) for rank, name in reports.items()})
+    missing = [rank for rank in ranks if rank not in reports]
+    if not missing and len(names) == 1:
+        return "", "", []
+    if not missing:
+        advice = "Call the same functions on all ranks, in the same order"
+        return FullshardError.__name__, f"ranks called different functions: {called}. {advice}", []
     hint = (
         "If they are still working, raise the timeout with the environment variable "
         f"{STEP_TIMEOUT_VARIABLE} (seconds); if they hang or have ended, see their own output"
@@ -296,6 +227,6 @@ def _missing(names: dict[str, list[int]], missing: Sequence[int], timeout: float
         "that have failed. If they are only slow, raise the timeout with the environment variable "
         f"{BARRIER_TIMEOUT_VARIABLE} (seconds)"
     )
-    but_not = f", but not by {list_ranks(missing)}" if missing else ""
-    message = f"{who}{but_not} within {timeout:g} s. {hint}"
-    return FullshardError.__name__, message, list(names)
+    who = called if len(names) > 1 else f"{names[0]}: reached by {list_ranks(list(reports))}"
+    message = f"{who}, but not by {list_ranks(missing)} within {timeout:g} s. {hint}"
+    return FullshardError.__name__, message, names

@@ -8,21 +8,15 @@ import torch.distributed as dist
 
 from fullshard.comm import part_of
 from fullshard.comm.mesh import ShardMesh
+from fullshard.ranks.agreement import resolve_group
 from fullshard.ranks.barrier import step_timeout
 
-__all__ = ["coordination_group", "data_parallel_groups", "resolve_group"]
+__all__ = ["coordination_group", "data_parallel_groups"]
 
 
 def data_parallel_groups(mesh: ShardMesh) -> list[dist.ProcessGroup]:
     """Return the process groups of the shard and of the replicate axis that have more than one rank, in this order."""
     return [axis.get_group() for axis in (mesh.shard, mesh.replicate) if axis is not None and axis.size() > 1]
-
-
-def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the default group for None; None if there are no process groups."""
-    if group is None and dist.is_initialized():
-        return dist.group.WORLD
-    return group
 
 
 def coordination_group(group: dist.ProcessGroup | None, *, background: bool = False) -> dist.ProcessGroup | None:

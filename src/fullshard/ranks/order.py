@@ -13,7 +13,6 @@ import logging
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,7 +22,7 @@ import torch.distributed as dist
 
 from fullshard.errors import FullshardError
 from fullshard.ranks.agreement import compare, gather_if_different, list_values, raise_on_all
-from fullshard.ranks.store import GroupStore, seconds_from
+from fullshard.ranks.store import GroupStore, Rendezvous, seconds_from
 
 __all__ = ["END", "TIMEOUT_VARIABLE", "OrderWatchdog", "compare_order", "explain_difference", "warn_of_change"]
 
@@ -31,7 +30,7 @@ END = "(end)"  # follows the names of the units in the execution order of a forw
 TIMEOUT_VARIABLE = "FULLSHARD_ORDER_TIMEOUT_S"
 _DEFAULT_TIMEOUT_S = 10.0
 _POLL_S = 0.5  # poll interval of a stalled rank
-_PATIENCE_S = 3.0  # wait for ranks that have not published their order
+_PATIENCE_S = 3.0  # wait for ranks that have not reported their order
 
 _logger = logging.getLogger(__name__)
 
@@ -51,17 +50,20 @@ def compare_order(groups: Sequence[dist.ProcessGroup]) -> Iterator[OrderWatchdog
     """
     watch, failure = OrderWatchdog(groups[0]), None
     try:
-        with watch.guard():
-            yield watch
-            watch.completed()
-            orders = gather_if_different(watch.order, groups[0])
-            failure = _failure(orders) if orders else None
-    except FullshardError as error:
-        if watch.failure is None:
+        yield watch
+        watch.started(END)  # the watchdog continues, since others may wait for this rank
+        orders = gather_if_different(watch.order, groups[0])
+        failure = _failure(orders) if orders else None
+    except RuntimeError as error:  # may be a symptom: a closed connection, or an aborted communicator
+        text = None if isinstance(error, FullshardError) else watch.reported()
+        if text is None:
             raise
-        failure = error
+        failure = FullshardError(text)
+        failure.__cause__ = error
     finally:
         watch.finished()
+    if failure is None and watch.failure is not None:  # the symptom went unnoticed, as it may over NCCL
+        failure = FullshardError(watch.failure)
     # Ranks of other groups may agree among themselves; they learn of the failure here.
     raise_on_all(failure, groups[1:])
     compare(watch.order, groups[1:], _failure)
@@ -74,14 +76,11 @@ def explain_difference(orders: Mapping[int, Sequence[str]]) -> str | None:
         orders: Names of the units that ran, by global rank; with :data:`END` if the forward is over.
     """
     for position in range(max(map(len, orders.values()), default=0)):
-        ranks: dict[str, list[int]] = {}
-        for rank, order in sorted(orders.items()):
-            if position < len(order):
-                ranks.setdefault(_describe(order[position]), []).append(rank)
-        if len(ranks) > 1:
+        here = {rank: _describe(order[position]) for rank, order in orders.items() if position < len(order)}
+        if len(set(here.values())) > 1:
             return (
                 "the ranks ran the model's units in different orders in the first forward, so their collectives do not "
-                f"match; the first difference is at position {position} (from 0): {list_values(ranks)}. Make all "
+                f"match; the first difference is at position {position} (from 0): {list_values(here)}. Make all "
                 "ranks call the same modules in the same order: look for control flow that depends on the rank or on "
                 "its data, and call modules that a rank does not need with an input of zeros"
             )
@@ -112,41 +111,35 @@ def _describe(name: str) -> str:
     return "nothing, its forward was over," if name == END else repr(name) if name else "the root"
 
 
-# Watchdogs per group so far. Counted per group, since its ranks create the same watchdogs; see comm/groups.py.
-_watches: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
-
-
 class OrderWatchdog:
     """Watchdog for hangs in the first forward: if ranks stall because their orders differ, it aborts and reports that.
 
-    A rank on which no unit starts for a while posts its execution order in the group's store. The first of these
-    ranks compares the orders. If they differ it publishes the failure, and all stalled ranks abort their collectives.
-    The group is unusable afterwards. If orders agree so far (a rank may just be slow), nothing happens.
+    A rank on which no unit starts for a while reports its execution order to a rendezvous in the group's store. The
+    first of these ranks compares the orders. If they differ it proposes the failure, and all stalled ranks abort their
+    collectives. The group is unusable afterwards. If orders agree so far (a rank may just be slow), nothing happens.
 
     Create it on all ranks of the group.
 
     Args:
         group: The ranks.
-        after_s: Seconds without a new unit that count as a stall, unless the environment variable
-            ``FULLSHARD_ORDER_TIMEOUT_S`` is set. 0: never.
 
     Raises:
         ValueError: If the environment variable is invalid.
     """
 
-    group: dist.ProcessGroup
-    after_s: float
+    after_s: float  # without a new unit, which count as a stall; 0: never
     failure: str | None  # error message if the wait was aborted; the same on all ranks
-    store: GroupStore
+    rendezvous: Rendezvous
+    _group: dist.ProcessGroup
     _names: list[str]
     _last: float  # when a unit started last
     _stop: threading.Event
     _thread: threading.Thread | None
 
-    def __init__(self, group: dist.ProcessGroup, after_s: float = _DEFAULT_TIMEOUT_S) -> None:
-        self.group, self.failure = group, None
-        self.after_s = seconds_from(TIMEOUT_VARIABLE, after_s, allow_zero=True)
-        self.store = GroupStore(group, f"order/{next(_watches.setdefault(group, itertools.count()))}")
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.after_s = seconds_from(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT_S, allow_zero=True)
+        self.failure, self._group = None, group
+        self.rendezvous = GroupStore.of(group, "order").next_rendezvous()
         self._names, self._last = [], time.monotonic()
         self._stop, self._thread = threading.Event(), None
         if self.after_s > 0 and group.size() > 1:
@@ -166,80 +159,43 @@ class OrderWatchdog:
         """Units that have started, in order."""
         return tuple(self._names)
 
-    def completed(self) -> None:
-        """Record that this rank's forward is over. The watchdog continues, since others may wait for this rank."""
-        self.started(END)
-
     def finished(self) -> None:
         """Stop the thread. May be called again."""
         self._stop.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not None:
             self._thread.join(timeout=2 * _PATIENCE_S)
         self._thread = None
 
-    @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
-        """Raise the reported failure instead of its symptom: a closed connection or an aborted communicator.
-
-        Raises:
-            FullshardError: At the end of the block, if a failure was reported.
-        """
-        try:
-            yield
-        except FullshardError:
-            raise
-        except RuntimeError as error:
-            with contextlib.suppress(RuntimeError):  # another rank may have closed the connection before this one knew
-                self.failure = self.failure or self.store.decision("failure")
-            if self.failure is None:
-                raise
-            raise FullshardError(self.failure) from error
-        if self.failure is not None:
-            raise FullshardError(self.failure)
+    def reported(self) -> str | None:
+        """Return the failure; another rank may have closed connections because of it before this one's thread knew."""
+        with contextlib.suppress(RuntimeError):
+            self.failure = self.failure or self.rendezvous.result()
+        return self.failure
 
     # ---------------------------------------------------------------- on the thread
 
     def _run(self) -> None:
-        """Post this rank's order once it stalls, until a failure is reported or the forward is over."""
-        stalled = leads = False
+        """Report this rank's order when it stalls, until a failure is known or the forward is over."""
+        known, leads = -1, False  # units in its last report; the first rank that stalls compares
         try:
             while not self._stop.wait(min(_POLL_S, self.after_s / 4)):
-                if not stalled:
-                    stalled = time.monotonic() - self._last >= self.after_s
-                    leads = stalled and self.store.decide("leader", self.store.rank) == self.store.rank
-                    continue
-                self.store.post(self._names)
+                order, stalled_s = self.order, time.monotonic() - self._last - self.after_s
+                if len(order) > known and stalled_s >= 0:
+                    known, leads = len(order), self.rendezvous.report(order) == 1 or leads
                 if leads:
-                    self._publish_difference()
-                self.failure = self.store.decision("failure")
+                    orders = self.rendezvous.reports()
+                    found = explain_difference(orders)
+                    if found is not None and (len(orders) == self._group.size() or stalled_s > _PATIENCE_S):
+                        self.rendezvous.propose(found)
+                if known >= 0:
+                    self.failure = self.rendezvous.result()
                 if self.failure is not None:
                     _logger.error("%s", self.failure)
-                    self._wait_until_known()
-                    _abort(self.group)
+                    self._stop.wait(2 * _POLL_S)  # the other ranks read why, before their connections close
+                    _abort(self._group)
                     return
-            if stalled:
-                self.store.clear(*["leader"] if leads else [])
         except RuntimeError as error:  # the store is gone
             _logger.warning("cannot find out whether ranks stall because their orders of units differ: %s", error)
-
-    def _publish_difference(self) -> None:
-        """Publish a failure if orders differ, once all ranks have posted theirs or had time to."""
-        deadline = time.monotonic() + _PATIENCE_S
-        while (found := explain_difference(orders := self.store.posted())) is not None:
-            if len(orders) == self.group.size() or time.monotonic() > deadline:
-                self.store.decide("failure", found)
-                return
-            if self._stop.wait(_POLL_S):
-                return
-            self.store.post(self._names)
-
-    def _wait_until_known(self) -> None:
-        """Wait until the other ranks know why their connections close."""
-        deadline = time.monotonic() + _PATIENCE_S
-        known = self.store.keys.add("known", 1)
-        while known < self.group.size() and time.monotonic() < deadline:
-            time.sleep(_POLL_S / 10)
-            known = self.store.keys.add("known", 0)
 
 
 def _abort(group: dist.ProcessGroup) -> None:

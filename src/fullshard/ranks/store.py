@@ -1,13 +1,20 @@
-"""The part of the process groups' key-value store that belongs to one group of ranks and one purpose."""
+"""Coordination of the ranks of a group through the process groups' key-value store, which works while collectives hang.
+
+[Note: Rendezvous]
+A rendezvous is three keys of the store. Ranks *report* to the first, to which each appends a line, so that one request
+reads the reports of all ranks. The second counts reports: who counts 1 was the first rank, and who counts the size of
+the group the last. The third is the *result*. Any rank may propose one, the first proposal counts, and it is valid for
+all ranks, also for one that looks later. So ranks never disagree on how a rendezvous ended.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import math
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,34 +23,46 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from fullshard.ranks.agreement import digest_of
 
-__all__ = ["GroupStore", "seconds_from"]
+__all__ = ["GroupStore", "Rendezvous", "seconds_from"]
 
+_KEYS = _REPORTS, _COUNT, _RESULT, _LEFT = "reports", "count", "result", "left"
 _UNSET = "unset"  # not JSON
 
 
 class GroupStore:
-    """Keys of a group of ranks: each rank posts its state, and a value that is decided once is valid for all ranks.
+    """The rendezvous of a group of ranks for one purpose, numbered; each rank counts for itself.
 
     Args:
         group: The ranks. Kept only by name. None: this process alone.
         purpose: Prefix that separates the keys of one group.
     """
 
-    rank: int
     ranks: Sequence[int]  # global ranks of the group
+    rank: int  # in the group
     lock: threading.RLock  # for threads that use it in turns
     _prefix: str
     _default: Any
     _count: int
 
     def __init__(self, group: dist.ProcessGroup | None, purpose: str) -> None:
-        self.rank, self.ranks, self._prefix, self._default = 0, [0], purpose, None
+        self.ranks, self.rank, self._prefix, self._default = [0], 0, purpose, None
         self.lock, self._count = threading.RLock(), 0
         if group is not None:
-            self.rank, self.ranks = group.rank(), dist.get_process_group_ranks(group)
+            self.ranks, self.rank = dist.get_process_group_ranks(group), group.rank()
             self._prefix = f"fullshard/{purpose}/{digest_of((group.group_name, self.ranks)).hex()}"
             # Looked up here: ranks that are threads have separate default stores, and other threads may use this.
             self._default = dist.distributed_c10d._get_default_store()
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None, purpose: str) -> GroupStore:
+        """Return the store of a group for a purpose, which continues to count."""
+        if group is None:
+            return cls(None, purpose)
+        with _lock:
+            stores = _stores.setdefault(group, {})
+            if purpose not in stores:
+                stores[purpose] = cls(group, purpose)
+            return stores[purpose]
 
     @functools.cached_property
     def keys(self) -> Store:
@@ -55,35 +74,62 @@ class GroupStore:
         """This process."""
         return self.ranks[self.rank]
 
-    def next_number(self) -> int:
-        """Count, from 0, what all ranks do in the same order."""
+    def next_rendezvous(self) -> Rendezvous:
+        """Return the next rendezvous. All ranks of the group call it for the same ones, in the same order."""
         self._count += 1
-        return self._count - 1
+        return Rendezvous(self, self._count)
 
-    def post(self, state: Any) -> None:
-        """Replace this rank's state, a JSON value."""
-        self.keys.set(f"rank/{self.rank}", json.dumps(state))
 
-    def posted(self) -> dict[int, Any]:
-        """Return the states of all ranks that have posted one, by global rank."""
-        found = {rank: self.decision(f"rank/{index}") for index, rank in enumerate(self.ranks)}
-        return {rank: state for rank, state in found.items() if state is not None}
+_lock = threading.Lock()
+_stores: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, GroupStore]] = weakref.WeakKeyDictionary()
 
-    def decide(self, key: str, value: Any) -> Any:
-        """Set ``key`` unless another rank has, and return its value."""
-        return json.loads(self.keys.compare_set(key, "", json.dumps(value)))
 
-    def decision(self, key: str) -> Any:
-        """Return the value of ``key``; None if it is not set."""
-        # One request: after a check, another rank may remove the key, and get() would wait for it.
-        found = self.keys.compare_set(key, _UNSET, _UNSET)
-        return None if found == _UNSET.encode() else json.loads(found)
+class Rendezvous:
+    """Reports of ranks, and one result for all of them; values are JSON. See [Note: Rendezvous].
 
-    def clear(self, *keys: str) -> None:
-        """Remove this rank's state and ``keys``."""
-        with contextlib.suppress(RuntimeError):
-            for key in (f"rank/{self.rank}", *keys):
-                self.keys.delete_key(key)
+    Args:
+        store: The store of the ranks.
+        number: Prefix that separates the keys of one store.
+    """
+
+    _store: GroupStore
+    _number: int
+
+    def __init__(self, store: GroupStore, number: int) -> None:
+        self._store, self._number = store, number
+
+    def report(self, value: Any) -> int:
+        """Add a report of this rank, and return how many there are."""
+        line = json.dumps([self._store.global_rank, value]) + "\n"
+        self._store.keys.append(self._key(_REPORTS), line)  # type: ignore[attr-defined]  # torch's stubs lack it
+        return self._store.keys.add(self._key(_COUNT), 1)
+
+    def reports(self) -> dict[int, Any]:
+        """Return the last report of each rank that has made one, by global rank."""
+        reports = [json.loads(line) for line in self._read(_REPORTS).splitlines()]
+        return dict(sorted(reports, key=lambda report: report[0]))
+
+    def propose(self, result: Any) -> Any:
+        """Make ``result`` the result unless there is one, and return the one that counts."""
+        return json.loads(self._store.keys.compare_set(self._key(_RESULT), "", json.dumps(result)))
+
+    def result(self) -> Any:
+        """Return the result; None if there is none yet."""
+        return json.loads(self._read(_RESULT) or "null")
+
+    def leave(self) -> None:
+        """Record that this rank needs no more of it; when all ranks have left, the keys are removed."""
+        if self._store.keys.add(self._key(_LEFT), 1) == len(self._store.ranks):
+            for key in _KEYS:
+                self._store.keys.delete_key(self._key(key))
+
+    def _key(self, name: str) -> str:
+        return f"{self._number}/{name}"
+
+    def _read(self, name: str) -> bytes:
+        # One request that never waits, which get() would if the key is not there.
+        found: bytes = self._store.keys.compare_set(self._key(name), _UNSET, _UNSET)
+        return b"" if found == _UNSET.encode() else found
 
 
 def seconds_from(variable: str, default: float, *, allow_zero: bool = False) -> float:
