@@ -186,10 +186,7 @@ def _assign_shards(state: ModelState, group: dist.ProcessGroup | None) -> tuple[
     loads, mine, partial = np.zeros(size, dtype=np.int64), set(), {}
     names, step = list(state.tensors), max(1, _AGREED_BYTES // (own.itemsize * 3 * size))
     for start in range(0, len(names), step):
-        gathered = [own[start : start + step].tobytes()] * size
-        if not alone:
-            dist.all_gather_object(gathered, gathered[0], group)
-        table = np.stack([np.frombuffer(each, dtype=np.int64).reshape(-1, 3) for each in gathered])
+        table = np.stack(list(gather(own[start : start + step], group).values()))
         for name, column in zip(names[start : start + step], table.transpose(1, 0, 2), strict=True):
             writers = _writers(column, loads)
             loads[writers] += column[writers, 1]
