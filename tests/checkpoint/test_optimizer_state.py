@@ -33,7 +33,6 @@ from fullshard import fully_shard
 from fullshard.checkpoint.state.optimizer.state import (
     TensorSpec,
     agree_on_state,
-    compare_fingerprints,
     fingerprint,
     optimizer_state,
     to_specs,
@@ -307,7 +306,7 @@ def test_state_on_some_ranks_only(rank: Rank, kind: str) -> None:
     train(model, optimizer, 0, 1)
     state = optimizer_state(model, optimizer)["state"]
     with pytest.raises(
-        FullshardError, match=r"one \((rank 0: nothing, rank 1|rank 0: momentum_buffer.*rank 1: nothing)"
+        FullshardError, match=r"one \((nothing on rank 0; |momentum_buffer.* on rank 0; nothing on rank 1)"
     ):
         agree_on_state(state)
 
@@ -321,16 +320,15 @@ def test_shared_tensors_that_differ(rank: Rank) -> None:
     if rank.rank == 1:
         optimizer.state[next(p for n, p in model.named_parameters() if n == "low")]["step"] += 1
     with pytest.raises(
-        FullshardError, match=r"low \(rank 0: .*step \(\) float32 = 3\.0, rank 1: .*step \(\) float32 = 4\.0"
+        FullshardError, match=r"low \(.*step \(\) float32 = 3\.0 on rank 0; .*step \(\) float32 = 4\.0 on rank 1"
     ):
         agree_on_state(optimizer_state(model, optimizer)["state"])
 
 
 def test_fingerprints() -> None:
-    """Equal ones pass; a name, shape, dtype, shared value or parameter that differs does not."""
+    """A name, shape, dtype, shared value or parameter that differs is seen."""
     state = {"a": {"m": TensorShards.whole(torch.ones(2, 3)), "step": torch.tensor(3.0), "x": None}}
     one = fingerprint(state)
-    compare_fingerprints([one, dict(one)], [0, 1])
     for changed in (
         {"a": {**state["a"], "m": TensorShards.whole(torch.ones(3, 2))}},
         {"a": {**state["a"], "m": TensorShards.whole(torch.ones(2, 3).half())}},
@@ -339,10 +337,7 @@ def test_fingerprints() -> None:
         {},
         {**state, "b": {"step": torch.tensor(3.0)}},
     ):
-        with pytest.raises(FullshardError, match="rank"):
-            compare_fingerprints([one, fingerprint(changed)], [4, 6])
-    with pytest.raises(FullshardError, match=r"a \(ranks 4, 5: .*, rank 6: nothing\)"):
-        compare_fingerprints([one, one, {}], [4, 5, 6])
+        assert fingerprint(changed) != one
 
 
 # ---------------------------------------------------------------- loading

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import re
 import threading
 import time
 import warnings
@@ -16,10 +16,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard import FullshardError, fully_shard
+from fullshard import FullshardError, FullyShardedDataParallel, fully_shard
 from fullshard.comm import CommRequest, Operand, make_transport
 from fullshard.engine.runtime import Runtime
-from fullshard.ranks.order import TIMEOUT_VARIABLE, OrderCheck, OrderWatchdog, UnitOrder, explain_difference
+from fullshard.ranks.order import (
+    END,
+    TIMEOUT_VARIABLE,
+    OrderWatchdog,
+    compare_order,
+    explain_difference,
+    warn_of_change,
+)
+from fullshard.ranks.store import GroupStore
+from fullshard.wrap import ModuleWrapPolicy
 from models import tiny_units
 from ranks import Rank, RankPool, on_ranks
 
@@ -58,28 +67,22 @@ def count_collectives(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # -------------------------------------------------------------------- comparison
 
 
+def compare(group: dist.ProcessGroup, units: Sequence[str]) -> None:
+    """A first forward of ``units`` that communicates nothing."""
+    with compare_order([group]) as watch:
+        for unit in units:
+            watch.started(unit)
+
+
 @on_ranks(2, 4)
 def test_equal_orders(rank: Rank) -> None:
-    """Ranks with the same order compare with one all-gather, whatever the number of units.
-
-    Later only the rank that deviates warns, and it does not communicate.
-    """
-    check = OrderCheck(rank.group, rank.device)
+    """Ranks with the same order compare with one all-gather, whatever the number of units."""
     with pytest.MonkeyPatch.context() as patch:
         taken = count_collectives(patch)
-        check.compare([f"blocks.{i}" for i in range(100)])
+        compare(rank.group, [f"blocks.{i}" for i in range(100)])
         assert taken == ["all_gather"]
-        check.compare([])
-        check.compare(["a", "b"])
-        assert taken == ["all_gather"] * 3
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            if rank.rank == 1:
-                check.warn_if_changed(["a"])
-        assert taken == ["all_gather"] * 3
-    assert len(caught) == (rank.rank == 1)
-    if caught:
-        assert "at position 1 (from 0), 'b' ran then and nothing" in str(caught[0].message)
+        compare(rank.group, [])
+    assert taken == ["all_gather"] * 2
 
 
 DIFFERENT_ORDERS = [
@@ -93,83 +96,89 @@ DIFFERENT_ORDERS = [
 @on_ranks(4)
 def test_different_orders_raise_everywhere(rank: Rank) -> None:
     """Every rank raises the same error, which names the first position, and the units and ranks of the world there."""
-    check = OrderCheck(rank.group, rank.device)
     for odd, position, told in DIFFERENT_ORDERS:
         with pytest.raises(FullshardError) as caught:
-            check.compare(odd if rank.rank == 2 else ["", "a", "b"])
+            compare(rank.group, odd if rank.rank == 2 else ["", "a", "b"])
         message = str(caught.value)
         assert f"at position {position} (from 0): {told}. Make all" in message
         messages: list[str] = [""] * rank.world_size
         dist.all_gather_object(messages, message)
         assert set(messages) == {message}
-        check.compare(["fine"])  # the group is as good as before
+        compare(rank.group, ["fine"])  # the group is as good as before
     group = dist.new_group([1, 3])
     if rank.rank in (1, 3):
         with pytest.raises(FullshardError, match="'1' on rank 1; '3' on rank 3"):
-            OrderCheck(group, rank.device).compare([str(rank.rank)])
+            compare(group, [str(rank.rank)])
+
+
+@on_ranks(4)
+def test_difference_between_replicas_raises_everywhere(rank: Rank) -> None:
+    """Ranks whose own groups agree raise as well, whether shard groups differ inside or from each other."""
+    mesh = rank.make_mesh(2, 2, names=("replicate", "shard"))
+    groups = [mesh.get_group("shard"), mesh.get_group("replicate")]
+    for odd in ([3], [2, 3]):
+        with pytest.raises(FullshardError, match=r"'a' on ranks? \d.*; 'b' on rank"), compare_order(groups) as watch:
+            watch.started("b" if rank.rank in odd else "a")
 
 
 def test_explanations() -> None:
     """Of many ranks and units, few are named; a rank that has not come as far is no difference."""
-    told = explain_difference({rank: UnitOrder(("x" if rank % 8 else "y",)) for rank in range(1000)})
+    told = explain_difference({rank: ["x" if rank % 8 else "y"] for rank in range(1000)})
+    assert told is not None and len(told) < 700
+    assert "'y' on ranks 0, 8, 16, " in told and "; 'x' on ranks 1-7, 9-15, " in told
+    told = explain_difference({rank: [f"u{rank}"] for rank in range(100)})
     assert told is not None
-    assert "'y' on ranks 0, 8, 16, 24 and 121 more; 'x' on ranks 1, 2, 3, 4 and 871 more." in told
-    told = explain_difference({rank: UnitOrder((f"u{rank}",)) for rank in range(100)})
-    assert told is not None
-    assert told.count(" on rank ") == 8 and "and 92 other units on other ranks" in told
-    assert explain_difference({0: UnitOrder(("a", "b")), 1: UnitOrder(("a",), complete=False)}) is None
-    assert explain_difference({0: UnitOrder(("a", "b")), 1: UnitOrder(("a",))}) is not None
+    assert told.count(" on rank ") == 12 and "and 88 others on other ranks" in told
+    assert explain_difference({0: ["a", "b"], 1: ["a"]}) is None
+    assert explain_difference({0: ["a", "b"], 1: ["a", END]}) is not None
+    assert explain_difference({0: ["a", END], 1: ["a", "b"]}) is not None
+    assert explain_difference({0: ["a", END], 1: ["a"]}) is None
     assert explain_difference({}) is None
 
 
-def test_later_deviation_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first forward in another order warns with position and units; further ones do not."""
-    monkeypatch.setattr(dist, "get_rank", lambda: 3)
-    check = OrderCheck.__new__(OrderCheck)
-    check._order, check._warned = None, False
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check.warn_if_changed(["a", "b", "c"])
-        check.warn_if_changed(["a", "b", "c"])
-    with pytest.warns(UserWarning, match=r"rank 3 .* at position 1 \(from 0\), 'b' ran then and 'c' ran now"):
-        check.warn_if_changed(["a", "c", "b"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check.warn_if_changed(["c"])
+@on_ranks(1)
+@pytest.mark.parametrize(
+    ("now", "told"),
+    [(["a", "c", "b"], "1 (from 0), 'b' ran then and 'c'"), (["a"], "1 (from 0), 'b' ran then and nothing")],
+    ids=["another", "fewer"],
+)
+def test_warning_of_another_order(rank: Rank, now: Sequence[str], told: str) -> None:
+    """It names the first position, and what ran there."""
+    with pytest.warns(UserWarning, match=re.escape(told)):
+        warn_of_change(["a", "b", "c"], now)
 
 
 # -------------------------------------------------------------------- watch
 
 
-def run_watched(rank: Rank, group: dist.ProcessGroup, units: Sequence[str], after_s: float = SOON) -> OrderWatchdog:
-    """A first forward of ``units``, each of which is gathered, as the engine watches it."""
-    watch = OrderWatchdog(group, rank.device, after_s)
-    try:
-        with watch.guard():
+def run_watched(
+    rank: Rank, group: dist.ProcessGroup, units: Sequence[str], *, after_s: float = SOON, slow: str | None = None
+) -> None:
+    """A first forward of ``units``, each of which is gathered; rank 1 is late for the unit ``slow``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TIMEOUT_VARIABLE, str(after_s))
+        with compare_order([group]) as watch:
             for unit in units:
                 watch.started(unit)
+                if unit == slow and rank.rank == 1:
+                    time.sleep(5 * SOON + 1)
                 gather(rank, group, unit)
-            watch.completed()
-            OrderCheck(group, rank.device).compare(units)
-    finally:
-        watch.finished()
-    return watch
 
 
 def no_watch_runs() -> bool:
-    return not any(thread.name == "fullshard order watch" for thread in threading.enumerate())
+    return not any("fullshard order" in thread.name for thread in threading.enumerate())
 
 
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("units", "odd", "told"),
     [
-        (["", "a", "b"], ["", "b", "a"], "position 1 (from 0): 'a' on ranks 0, 1, 2; 'b' on rank 3"),
-        (["", "a", "b"], ["", "b"], "position 1 (from 0): 'a' on ranks 0, 1, 2; 'b' on rank 3"),
+        (["", "a", "b"], ["", "b", "a"], "position 1 (from 0): 'a' on ranks 0-2; 'b' on rank 3"),
+        (["", "a", "b"], ["", "b"], "position 1 (from 0): 'a' on ranks 0-2; 'b' on rank 3"),
         (
             ["", "a", "b"],
             ["", "a"],
-            "position 2 (from 0): 'b' on ranks 0, 1, 2; nothing, its forward was over, on rank 3",
+            "position 2 (from 0): 'b' on ranks 0-2; nothing, its forward was over, on rank 3",
         ),
     ],
     ids=["swapped", "skipped", "shorter"],
@@ -188,81 +197,75 @@ def test_stall_is_explained_and_ended(rank: Rank, units: Sequence[str], odd: Seq
 def test_slow_rank_is_left_alone(rank: Rank) -> None:
     """A rank that waits for a slow one goes on waiting, and the forward succeeds."""
     group = new_group()
-    units = ["", "a", "b"]
-    watch = OrderWatchdog(group, rank.device, SOON)
-    with watch.guard():
-        for unit in units:
-            watch.started(unit)
-            if unit == "a" and rank.rank == 1:
-                time.sleep(5 * SOON + 1)
-            gather(rank, group, unit)
-        watch.completed()
-        OrderCheck(group, rank.device).compare(units)
-    watch.finished()
-    assert watch.failure is None and no_watch_runs()
+    run_watched(rank, group, ["", "a", "b"], slow="a")
+    assert no_watch_runs()
+
+
+def test_reports_and_result_of_a_rendezvous() -> None:
+    """The last report of each rank counts, and the first result; keys that are not there are not waited for."""
+    store = GroupStore(None, "test")
+    one = store.next_rendezvous()
+    assert one.reports() == {} and one.result() is None
+    assert [one.report(["a"]), one.report(["a", "b\n"])] == [1, 2]
+    assert one.reports() == {0: ["a", "b\n"]}
+    assert [one.propose("first"), one.propose("second"), one.result()] == ["first"] * 3
+    other = store.next_rendezvous()
+    assert other.reports() == {} and other.result() is None
+    one.leave()
+    assert one.reports() == {} and one.result() is None
 
 
 @on_ranks(2)
-def test_watches_of_one_group_do_not_mix(rank: Rank) -> None:
-    """What was published for one root does not accuse the next; other failures stay what they are."""
+def test_failure_of_an_earlier_forward_is_not_reported(rank: Rank) -> None:
+    """Watchdogs of one group have separate keys; other failures stay what they are."""
     group = new_group()
-    for name in ("x", "y"):
-        watch = OrderWatchdog(group, rank.device, SOON)
-        with watch.guard():
-            watch.started(name)
-            time.sleep(2 * SOON + 0.2)  # so that it is published
-            gather(rank, group, name)
-        watch.finished()
-        assert watch.failure is None
-    dist.barrier()  # no rank watches any more
-    if rank.rank == 0:
-        watch._store.set("failure", "of an earlier forward")
+    watch = OrderWatchdog(group)
+    watch.rendezvous.propose("of an earlier forward")
+    watch.finished()
     dist.barrier()
-    watch = OrderWatchdog(group, rank.device, SOON)
-    with pytest.raises(RuntimeError, match="of the user") as caught, watch.guard():
+    with pytest.raises(RuntimeError, match="of the user") as caught, compare_order([group]):
         raise RuntimeError("of the user")
     assert not isinstance(caught.value, FullshardError)
-    watch.finished()
-    watch.finished()
+
+
+def fail_with(rank: Rank, error: Exception) -> None:
+    """A forward that fails after rank 0 has published a failure."""
+    with compare_order([rank.group]) as watch:
+        assert no_watch_runs()
+        if rank.rank == 0:
+            watch.rendezvous.propose("they differ")
+        dist.barrier()
+        raise error
 
 
 @on_ranks(2)
 def test_closed_connection_is_explained(rank: Rank) -> None:
     """A rank whose connection another one has closed finds the failure in the store, without a thread of its own."""
-    group = new_group()
-    watch = OrderWatchdog(group, rank.device, 0)
-    assert watch._thread is None
-    if rank.rank == 0:
-        watch._store.set("failure", "they differ")
-    dist.barrier()
-    with pytest.raises(FullshardError, match="they differ") as caught, watch.guard():
-        raise RuntimeError("Connection closed by peer")
-    assert isinstance(caught.value.__cause__, RuntimeError)
-    with pytest.raises(FullshardError, match="they differ"), watch.guard():
-        pass  # as over NCCL, where broken collectives may go unnoticed
-    with pytest.raises(FullshardError, match="its own"), watch.guard():
-        raise FullshardError("its own")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TIMEOUT_VARIABLE, "0")
+        with pytest.raises(FullshardError, match="they differ") as caught:
+            fail_with(rank, RuntimeError("Connection closed by peer"))
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        with pytest.raises(FullshardError, match="they differ"), compare_order([rank.group]) as watch:
+            watch.failure = "they differ"  # by the thread; broken collectives may go unnoticed over NCCL
+        with pytest.raises(FullshardError, match="its own"):
+            fail_with(rank, FullshardError("its own"))
 
 
 @on_ranks(2)
 def test_timeout_setting(rank: Rank) -> None:
     """The environment says when a rank is stalled; 0 is never; what is no number is refused."""
-    for text, thread in (("0", False), ("2.5", True)):
-        os.environ[TIMEOUT_VARIABLE] = text
-        watch = OrderWatchdog(rank.group, rank.device)
-        assert (watch.after_s, watch._thread is not None) == (float(text), thread)
-        watch.finished()
-        assert no_watch_runs()
-    for text in ("soon", "-1", "nan"):
-        os.environ[TIMEOUT_VARIABLE] = text
-        with pytest.raises(ValueError, match=f"{TIMEOUT_VARIABLE}.*{text}"):
-            OrderWatchdog(rank.group, rank.device)
-    with pytest.raises(ValueError, match="after_s"):
-        OrderWatchdog(rank.group, rank.device, -2)
-    os.environ.pop(TIMEOUT_VARIABLE)
-    watch = OrderWatchdog(rank.group, rank.device)
-    assert watch.after_s == 10
-    watch.finished()
+    with pytest.MonkeyPatch.context() as patch:
+        for text in ("0", "2.5"):
+            patch.setenv(TIMEOUT_VARIABLE, text)
+            watch = OrderWatchdog(rank.group)
+            assert watch.after_s == float(text) and no_watch_runs() == (text == "0")
+            watch.finished()
+            assert no_watch_runs()
+        for text in ("soon", "-1", "nan"):
+            patch.setenv(TIMEOUT_VARIABLE, text)
+            with pytest.raises(ValueError, match=f"{TIMEOUT_VARIABLE}.*{text}"):
+                OrderWatchdog(rank.group)
 
 
 def end_without_watch(rank: Rank, odd: Sequence[str]) -> None:
@@ -292,23 +295,20 @@ class Blocks(nn.Module):
         return x
 
 
-def run_model(rank: Rank, model: nn.Module, group: dist.ProcessGroup) -> None:
-    """The first forward of ``model``, watched as the engine does it."""
-    watch, usual = OrderWatchdog(group, rank.device, SOON), Runtime._enter_forward
-
-    def enter(runtime: Runtime, unit: Any) -> None:
-        watch.started(unit.name)
-        usual(runtime, unit)
+def run_model(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """The first forward of ``model``, watched as the wrapper does it."""
+    usual = Runtime._enter_forward
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runtime, "_enter_forward", enter)
-        try:
-            with watch.guard():
-                model(torch.ones(2, 8))
-                watch.completed()
-                OrderCheck(group, rank.device).compare(watch.names)
-        finally:
-            watch.finished()
+        patch.setenv(TIMEOUT_VARIABLE, str(SOON))
+        with compare_order([group]) as watch:
+
+            def enter(runtime: Runtime, unit: Any) -> None:
+                watch.started(unit.name)
+                usual(runtime, unit)
+
+            patch.setattr(Runtime, "_enter_forward", enter)
+            model(torch.ones(2, 8))
 
 
 @on_ranks(2)
@@ -330,6 +330,26 @@ def test_stall_of_a_sharded_model(rank: Rank, odd: Sequence[int], told: str) -> 
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         with pytest.raises(FullshardError) as caught:
-            run_model(rank, model, group)
+            run_model(model, group)
     assert told in str(caught.value)
     assert no_watch_runs()
+
+
+@on_ranks(2)
+def test_change_after_the_first_forward_warns_once(rank: Rank) -> None:
+    """The first forward in another order warns; further ones, and those in the first order, do not."""
+    model = FullyShardedDataParallel(
+        Blocks([0, 1, 2, 3]).to(rank.device), auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
+    )
+    blocks = model.module
+    assert isinstance(blocks, Blocks)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for order in ([0, 1, 2, 3], [0, 1, 2, 3], [0, 2, 1, 3], [3, 2, 1, 0], [0, 1, 2, 3]):
+            blocks.order = order
+            model(torch.ones(2, 8, device=rank.device)).sum().backward()
+    found = [str(each.message) for each in caught if "another order" in str(each.message)]
+    assert len(found) == 1
+    assert (
+        f"rank {rank.rank} ran" in found[0] and "at position 2 (from 0), 'blocks.1' ran then and 'blocks.2'" in found[0]
+    )

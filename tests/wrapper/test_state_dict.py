@@ -418,7 +418,9 @@ def test_loading_what_only_rank_0_has(rank: Rank, orig: bool, strict: bool) -> N
     state = first_rank_state(model)
     for value in state.values():
         value.fill_(9)
-    with pytest.raises(FullshardError, match=r"missing on some, a tensor on others.*sync_module_states") as caught:
+    with pytest.raises(
+        FullshardError, match=r"\(a tensor on rank 0; missing on rank 1\).*sync_module_states"
+    ) as caught:
         model.load_state_dict(state, strict=strict)
     raised_everywhere(rank, caught.value)
     check_steps(rank, model, reference)

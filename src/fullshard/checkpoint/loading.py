@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
@@ -46,7 +45,8 @@ from fullshard.checkpoint.state.snapshot import (
 )
 from fullshard.checkpoint.state.tensor_shards import TensorShards
 from fullshard.errors import CheckpointError
-from fullshard.ranks.barrier import RankBarrier, load_timeout, rank_barrier
+from fullshard.ranks.agreement import compare, digest_of, who_differs
+from fullshard.ranks.barrier import LOAD_TIMEOUT_S, RankBarrier, rank_barrier
 from fullshard.ranks.groups import coordination_group
 
 __all__ = ["load"]
@@ -101,7 +101,7 @@ def load(
     wait_for_pending_save(process_group)
     mapped = "" if key_map is None else f", key_map={dict(key_map)}"
     what = describe_call(f"load (strict={strict}, cast={cast}{mapped})", path, optimizer, extra)
-    with rank_barrier(what, process_group, timeout=load_timeout()) as barrier:
+    with rank_barrier(what, process_group, timeout=LOAD_TIMEOUT_S) as barrier:
         reader = CheckpointReader(path) if storage_reader is None else storage_reader
         if storage_reader is not None:
             reader.reset(path)
@@ -133,21 +133,16 @@ class _SharedCheckpoint:
         self.metadata = barrier.run_on_all("reading the index", reader.read_metadata)
         self._stored = self._new = {key: key for key in self.metadata.state_dict_metadata}
         # All ranks must read the same index: ranks that see a folder at different times may see two saves.
-        own = hashlib.sha256(repr(self._described()).encode()).hexdigest()
-        first = barrier.from_first_rank("reading the index", lambda: own)
-        barrier.run_on_all("comparing the index", lambda: self._compare(own, first))
+        own = digest_of(self._described())
+        advice = "is a save in progress, or do ranks see different folders?"
+        compare(
+            own, [group], lambda found: CheckpointError(f"{path}: {who_differs(found)} in what they read; {advice}")
+        )
 
     def _described(self) -> list[tuple[str, Any]]:
         """Return all keys with shapes and dtypes."""
         found = {key: self.tensor(key) for key in self.keys}
         return sorted((k, None if t is None else (tuple(t.size), str(t.properties.dtype))) for k, t in found.items())
-
-    def _compare(self, own: str, first: str) -> None:
-        if own != first:
-            raise CheckpointError(
-                f"{self.path}: this rank reads a different checkpoint than the first rank; is a save in progress, or "
-                "do ranks see different folders?"
-            )
 
     def match(
         self, state: ModelState, optimizer: torch.optim.Optimizer | None, key_map: Mapping[str, str] | None

@@ -23,8 +23,9 @@ from fullshard.checkpoint.format.compact_save import CompactSavePlanner, Compact
 from fullshard.checkpoint.format.planner import ALL, SavePlanner
 from fullshard.checkpoint.format.storage import CheckpointWriter
 from fullshard.checkpoint.state.snapshot import Snapshot, StagingMemory, snapshot
+from fullshard.ranks.agreement import resolve_group
 from fullshard.ranks.barrier import rank_barrier
-from fullshard.ranks.groups import coordination_group, resolve_group
+from fullshard.ranks.groups import coordination_group
 
 __all__ = ["SaveFuture", "async_save", "describe_call", "save", "wait_for_pending_save"]
 

@@ -22,7 +22,6 @@ from itertools import dropwhile, islice
 
 from fullshard.engine.states import ParameterState
 from fullshard.engine.unit import Unit
-from fullshard.ranks.order import OrderCheck
 
 __all__ = ["MAX_TINY_UNITS_TOGETHER", "ExecutionOrder", "Prefetcher"]
 
@@ -43,15 +42,16 @@ class ExecutionOrder:
     """
 
     on_start: Callable[[str], None] | None  # called with the name of each unit whose forward begins
-    checks: list[OrderCheck] | None  # that compare it between ranks; None: not compared yet
+    compared: list[str] | None  # names of the units in the first forward, which all ranks ran
+    change_warned: bool  # the user was warned of another order
     changed: bool  # the last forward ran other units than the one before
     _known: list[_UnitRef]
     _recorded: list[_UnitRef]  # in the forward that runs now
     _position: int  # of that forward in the known order
 
     def __init__(self, guess: list[_UnitRef]) -> None:
-        self.on_start = self.checks = None
-        self.changed = False
+        self.on_start = self.compared = None
+        self.changed = self.change_warned = False
         self._known, self._recorded, self._position = list(guess), [], 0
 
     def begin(self) -> None:

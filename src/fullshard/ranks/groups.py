@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from fullshard.comm import part_of
 from fullshard.comm.mesh import ShardMesh
-from fullshard.ranks.barrier import STEP_TIMEOUT_S, STEP_TIMEOUT_VARIABLE
+from fullshard.ranks.agreement import resolve_group
+from fullshard.ranks.barrier import step_timeout
 
-__all__ = ["any_rank", "coordination_group", "data_parallel_groups", "resolve_group"]
+__all__ = ["coordination_group", "data_parallel_groups"]
 
 
 def data_parallel_groups(mesh: ShardMesh) -> list[dist.ProcessGroup]:
     """Return the process groups of the shard and of the replicate axis that have more than one rank, in this order."""
     return [axis.get_group() for axis in (mesh.shard, mesh.replicate) if axis is not None and axis.size() > 1]
-
-
-def any_rank(flag: bool, mesh: ShardMesh) -> bool:
-    """Return True if ``flag`` is true on any rank of ``mesh``. A collective."""
-    for group in data_parallel_groups(mesh):
-        anywhere = torch.tensor([flag], dtype=torch.int32, device=mesh.device)
-        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
-        flag = bool(anywhere.item())
-    return flag
-
-
-def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the default group for None; None if there are no process groups."""
-    if group is None and dist.is_initialized():
-        return dist.group.WORLD
-    return group
 
 
 def coordination_group(group: dist.ProcessGroup | None, *, background: bool = False) -> dist.ProcessGroup | None:
@@ -48,5 +31,5 @@ def coordination_group(group: dist.ProcessGroup | None, *, background: bool = Fa
         return None
     if found is not dist.group.WORLD and not background:
         return found
-    limit = timedelta(seconds=float(os.environ.get(STEP_TIMEOUT_VARIABLE, STEP_TIMEOUT_S)))
+    limit = timedelta(seconds=step_timeout())
     return part_of(found, dist.get_process_group_ranks(found), "checkpoint", backend="gloo", timeout=limit)

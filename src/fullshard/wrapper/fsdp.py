@@ -31,9 +31,11 @@ from fullshard.frontend.sharded_module import (
 )
 from fullshard.optim.norms import clip_grad_norm_
 from fullshard.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fullshard.ranks.agreement import raised_on_all
+from fullshard.ranks.groups import data_parallel_groups
 from fullshard.wrap import Policy, PolicyFunction, WrapPlan
 from fullshard.wrapper.auto_wrap import plan_wrappers
-from fullshard.wrapper.initialization import Initializer, raised_on_all, sync_states
+from fullshard.wrapper.initialization import Initializer, sync_states
 from fullshard.wrapper.options import API, Groups, WrapperOptions, ignored_states
 from fullshard.wrapper.order import checked_execution_order
 from fullshard.wrapper.rollback import rollback_on_failure
@@ -161,7 +163,7 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
         self._fsdp_wrapped_module = module
         mesh, managed = options.mesh, self._managed
         ranks_agree = options.param_init_fn is not None or options.sync_module_states  # user code; a collective follows
-        with raised_on_all(mesh) if ranks_agree else contextlib.nullcontext():
+        with raised_on_all(data_parallel_groups(mesh)) if ranks_agree else contextlib.nullcontext():
             initializer.materialize(managed, options.param_init_fn, mesh.device)
         self._ignored_parameters = initializer.current(initializer.ignored_parameters)
         ignored = self._ignored_parameters | initializer.current(left_out)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 import torch.distributed as dist
@@ -11,11 +10,10 @@ from torch import nn
 
 from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.parameters.sharded import value_of
-from fullshard.errors import FullshardError
-from fullshard.ranks.groups import any_rank, data_parallel_groups
+from fullshard.ranks.groups import data_parallel_groups
 from fullshard.wrapper.options import API
 
-__all__ = ["Initializer", "raised_on_all", "sync_states"]
+__all__ = ["Initializer", "sync_states"]
 
 # Large enough to hide latency, small enough for memory.
 BROADCAST_BYTES = 250 * 1024 * 1024
@@ -132,22 +130,3 @@ def _broadcast(states: list[torch.Tensor], group: dist.ProcessGroup, device: tor
                 state.data = received  # expanded: elements share memory
             else:
                 state.copy_(received)
-
-
-@contextlib.contextmanager
-def raised_on_all(mesh: ShardMesh) -> Iterator[None]:
-    """Raise an error of the ``with`` block on this rank, and one about it on the other ranks. A collective.
-
-    Raises:
-        FullshardError: If the block failed on another rank only.
-    """
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    failed = any_rank(failure is not None, mesh)
-    if failure is not None:
-        raise failure
-    if failed:
-        raise FullshardError(f"{API}: the initialization of a module failed on another rank; see its error")

@@ -35,6 +35,7 @@ from fullshard.policy import (
     OffloadPolicy,
     ShardingStrategy,
 )
+from fullshard.ranks.agreement import gather
 
 __all__ = ["API", "Groups", "WrapperOptions"]
 
@@ -199,9 +200,8 @@ def _mesh_of(strategy: ShardingStrategy, groups: Groups, device_type: str | None
         if len(given) == 1:
             return DeviceMesh.from_group(given[0], device_type)
         shard, replicate = given
-        rows: list[Any] = [None] * replicate.size()
-        dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
-        ranks = torch.tensor(rows, dtype=torch.int, device="cpu")
+        rows = gather(dist.get_process_group_ranks(shard), replicate)
+        ranks = torch.tensor(list(rows.values()), dtype=torch.int, device="cpu")
         return DeviceMesh.from_group([replicate, shard], device_type, mesh=ranks, mesh_dim_names=AXES)
 
     return mesh_once(given[0], (tuple(group.group_name for group in given), device_type), make)

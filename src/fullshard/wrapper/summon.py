@@ -11,7 +11,8 @@ from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.engine.summoned_parameters import SummonedParameters
 from fullshard.errors import FullshardError
 from fullshard.frontend.arguments import check_bool, check_instance
-from fullshard.ranks.groups import any_rank
+from fullshard.ranks.agreement import any_rank
+from fullshard.ranks.groups import data_parallel_groups
 
 __all__ = ["summon_full_params"]
 
@@ -65,7 +66,7 @@ def summon_full_params(
         failed = error is not None
         if rank0_only and writeback and len(summoned) == len(units):  # the first rank's edits are sent to all
             for mesh in dict.fromkeys(unit.mesh for unit in units):
-                failed = any_rank(failed, mesh)
+                failed = any_rank(failed, data_parallel_groups(mesh))
         with contextlib.ExitStack() as stack:  # close all, also if one fails
             for copies in summoned:
                 stack.callback(

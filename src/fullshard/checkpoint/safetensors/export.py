@@ -36,6 +36,7 @@ from fullshard.checkpoint.safetensors.stream import full_tensors
 from fullshard.checkpoint.state.model import ModelState, model_state
 from fullshard.checkpoint.state.tensor_shards import TensorShard, TensorShards
 from fullshard.errors import CheckpointError, UnmaterializedParameterError
+from fullshard.ranks.agreement import any_rank, compare, digest_of, gather, who_differs
 from fullshard.ranks.barrier import RankBarrier, rank_barrier
 
 __all__ = ["ALIASES", "export_safetensors"]
@@ -98,11 +99,13 @@ def export_safetensors(
         state = barrier.run_on_all("planning", lambda: _exportable_state(model))
         kinds = {name: _kind(shards, dtype) for name, shards in state.tensors.items()}
         plans = barrier.run_on_all("planning", lambda: plan_files(kinds, max_shard_bytes, _header_texts(texts, state)))
-        _compare(barrier, kinds)
-        token = barrier.from_first_rank("making the folder", lambda: _make_folder(path))
+        _compare(kinds, process_group)
+        made = barrier.run_on_all("making the folder", lambda: _make_folder(path) if barrier.rank == 0 else "")
+        token = next(iter(gather(made, process_group).values()))
         files = OutputFiles(path, plans, token, sync)
         try:
-            shared = not barrier.any_rank("looking for the folder", lambda: not _sees_folder(files))
+            seen = barrier.run_on_all("looking for the folder", lambda: _sees_folder(files))
+            shared = not any_rank(not seen, [process_group])
             _on_first(barrier, "making files", files.make)
             if shared:
                 own, partial = _assign_shards(state, process_group)
@@ -155,20 +158,11 @@ def _header_texts(texts: Mapping[str, str], state: ModelState) -> dict[str, str]
     return {"format": "pt", **texts, **aliases}  # some readers require the format
 
 
-def _compare(barrier: RankBarrier, kinds: Mapping[str, TensorKind]) -> None:
+def _compare(kinds: Mapping[str, TensorKind], group: dist.ProcessGroup | None) -> None:
     """Raise if ranks do not hold shards of the same tensors: pipeline stages, for example."""
-    listed = repr([(name, str(kind.dtype), kind.shape) for name, kind in kinds.items()])
-    digest = hashlib.blake2b(listed.encode(), digest_size=16).hexdigest()
-    expected = barrier.from_first_rank("comparing", lambda: digest)
-
-    def compare() -> None:
-        if digest != expected:
-            raise CheckpointError(
-                f"this rank's model has other tensors than the first rank's ({len(kinds)} tensors, the first is "
-                f"{next(iter(kinds), None)!r}); pass the process_group of the ranks that one model is sharded over"
-            )
-
-    barrier.run_on_all("comparing", compare)
+    digest = digest_of([(name, str(kind.dtype), kind.shape) for name, kind in kinds.items()])
+    advice = "pass the process_group of the ranks that one model is sharded over"
+    compare(digest, [group], lambda found: CheckpointError(f"{who_differs(found)} in the model's tensors; {advice}"))
 
 
 ShardList = list[tuple[str, TensorShard]]
@@ -192,10 +186,7 @@ def _assign_shards(state: ModelState, group: dist.ProcessGroup | None) -> tuple[
     loads, mine, partial = np.zeros(size, dtype=np.int64), set(), {}
     names, step = list(state.tensors), max(1, _AGREED_BYTES // (own.itemsize * 3 * size))
     for start in range(0, len(names), step):
-        gathered = [own[start : start + step].tobytes()] * size
-        if not alone:
-            dist.all_gather_object(gathered, gathered[0], group)
-        table = np.stack([np.frombuffer(each, dtype=np.int64).reshape(-1, 3) for each in gathered])
+        table = np.stack(list(gather(own[start : start + step], group).values()))
         for name, column in zip(names[start : start + step], table.transpose(1, 0, 2), strict=True):
             writers = _writers(column, loads)
             loads[writers] += column[writers, 1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Collection, Iterator
@@ -23,6 +22,7 @@ from fullshard.checkpoint.state.model import ModelState, model_state
 from fullshard.checkpoint.state.parameters import mark_shards_written, walk_modules
 from fullshard.checkpoint.state.tensor_shards import TensorShards
 from fullshard.errors import CheckpointError
+from fullshard.ranks.agreement import any_rank, compare, digest_of, who_differs
 from fullshard.ranks.barrier import rank_barrier
 
 __all__ = ["IncompatibleNames", "load_safetensors"]
@@ -88,12 +88,16 @@ def load_safetensors(
     where = local_path("load_safetensors: path", path)
     with rank_barrier(f"load_safetensors {where}", process_group) as barrier:
         source = barrier.run_on_all("reading headers", lambda: _WeightSource.of(where, rename))
-        expected = barrier.from_first_rank("reading headers", lambda: source.digest)
-        barrier.run_on_all("comparing files", lambda: source.check(expected))
+        advice = "copy the same files to all machines, and pass the same rename on all ranks"
+        compare(
+            source.digest,
+            [process_group],
+            lambda found: CheckpointError(f"{where}: {who_differs(found)} in the files that they read; {advice}"),
+        )
         plan = barrier.run_on_all("comparing", lambda: _compare(model, source, init_buffers, strict=strict, cast=cast))
         meta = MetaTensors(model, init_buffers)
         kept = barrier.run_on_all("copying values to keep", lambda: _values_to_keep(model, meta, plan.sources))
-        if barrier.any_rank("looking for meta tensors", lambda: bool(meta)):
+        if any_rank(bool(meta), [process_group]):
             barrier.run_on_all("allocating", lambda: meta.materialize(plan.sources))
         state = barrier.run_on_all("collecting", lambda: _targets(model))
         try:
@@ -140,20 +144,12 @@ class _WeightSource:
         return cls(path, tensors, aliases)
 
     @property
-    def digest(self) -> str:
+    def digest(self) -> bytes:
         """Hash of all tensors and their locations; equal on ranks that see the same files."""
         listed = [
             (new, path.name, place.start, place.shape, str(place.dtype)) for new, (path, place) in self.tensors.items()
         ]
-        return hashlib.blake2b(repr((listed, self.aliases)).encode(), digest_size=16).hexdigest()
-
-    def check(self, expected: str) -> None:
-        """Raise CheckpointError if this rank sees other files than the first rank."""
-        if self.digest != expected:
-            raise CheckpointError(
-                f"{self.path}: the files differ from those on the group's first rank; copy the same files to all "
-                "machines, and pass the same rename on all ranks"
-            )
+        return digest_of((listed, self.aliases))
 
     def find(self, names: list[str]) -> tuple[Path, FileTensor] | None:
         """Return the tensor that has one of these names, preferring earlier names."""

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fullshard.comm import CommRequest, Operand, Transport
 from fullshard.comm.base import Kind
@@ -32,6 +31,7 @@ from fullshard.errors import FullshardError
 from fullshard.layout import PerParameterLayout, Slot
 from fullshard.memory import Buffer, Stream, current_stream, free_storage, refill_storage, to_host
 from fullshard.policy import MixedPrecisionPolicy
+from fullshard.ranks.agreement import gather
 
 __all__ = ["ExtensionBucket"]
 
@@ -260,10 +260,8 @@ class ExtensionAllGather(BucketAllGather):
     def _agree(self, own: list[tuple[torch.Size, torch.dtype]], error: Exception | None) -> None:
         """Find out, on all ranks together, what each of them sends, and raise on all if it does not fit."""
         slot, world_size = self._slot, self.mesh.world_size
-        everyone: list[Any] = [own if error is None else f"{type(error).__name__}: {error}"]
-        if world_size > 1:
-            everyone, mine = [None] * world_size, everyone[0]
-            dist.all_gather_object(everyone, mine, group=self.transport.group)
+        mine: Any = own if error is None else f"{type(error).__name__}: {error}"
+        everyone = [mine] if world_size == 1 else list(gather(mine, self.transport.group).values())
         for rank, found in enumerate(everyone):
             if isinstance(found, str):
                 raise TypeError(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -14,13 +13,12 @@ from fullshard.engine.parameters.names import WRAPPED, clean_name
 from fullshard.engine.summoned_parameters import SummonedParameters, require_idle
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError
+from fullshard.ranks.agreement import compare, list_differences
 from fullshard.ranks.groups import data_parallel_groups
 from fullshard.wrapper.state_dict.gather import full_tensor
 from fullshard.wrapper.state_dict.saving import VisibleSlice, owned_names, visible_slices
 
 __all__ = ["EndLoad", "load_into_full", "load_into_slices"]
-
-KINDS = ("missing", "a tensor", "a DTensor", "no tensor")
 
 EndLoad = Callable[..., None]  # end(writeback=...) ends a load, and writes the registered parameters back to the shards
 
@@ -99,30 +97,22 @@ def _fill(copy: torch.Tensor, value: torch.Tensor) -> bool:
 
 def _check_same_keys(unit: Unit, state: Mapping[str, Any], keys: Iterable[str]) -> None:
     """Raise FullshardError on all ranks unless all have the same kinds of values under ``keys``."""
-    keys, groups = list(keys), data_parallel_groups(unit.mesh)
-    if not keys or not groups:
-        return
-    kinds = [_kind(state.get(key)) for key in keys]
-    extremes = torch.tensor([*kinds, *(-kind for kind in kinds)], dtype=torch.int32, device=unit.mesh.device)
-    for group in groups:
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    highest, lowest = extremes.view(2, -1).tolist()
-    differing = [
-        f"{clean_name(key)} ({KINDS[-low]} on some, {KINDS[high]} on others)"
-        for key, high, low in zip(keys, highest, lowest, strict=True)
-        if high != -low
-    ]
-    if differing:
-        raise FullshardError(
-            f"load_state_dict: keys or kinds of values differ between ranks: "
-            f"{', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}; load a state dict that was saved with "
-            "rank0_only on every rank, or on rank 0 before wrapping with sync_module_states=True"
-        )
+    compare({key: _kind(state.get(key)) for key in keys}, data_parallel_groups(unit.mesh), _different_keys)
 
 
-def _kind(value: object) -> int:
+def _different_keys(kinds: Mapping[int, Mapping[str, str]]) -> FullshardError:
+    differences = list_differences(
+        {rank: {clean_name(key): kind for key, kind in own.items()} for rank, own in kinds.items()}
+    )
+    return FullshardError(
+        f"load_state_dict: keys or kinds of values differ between ranks: {differences}; load a state dict "
+        "that was saved with rank0_only on every rank, or on rank 0 before wrapping with sync_module_states=True"
+    )
+
+
+def _kind(value: object) -> str:
     if value is None:
-        return 0
+        return "missing"
     if isinstance(value, DTensor):
-        return 2
-    return 1 if isinstance(value, torch.Tensor) else 3
+        return "a DTensor"
+    return "a tensor" if isinstance(value, torch.Tensor) else "no tensor"

@@ -33,6 +33,7 @@ from fullshard.checkpoint.state.tensor_shards import TensorShards
 from fullshard.checkpoint.state.types import StateDictSettings, StateDictType
 from fullshard.engine.ownership import nested_units
 from fullshard.engine.parameters.names import clean_name
+from fullshard.ranks.agreement import gather, raised_on_all
 from fullshard.wrapper.state_dict.gather import (
     ShardedTensor,
     full_state,
@@ -260,9 +261,8 @@ def _plan_target(
     except ValueError as error:
         problems = [str(error)]
     for group in groups_of_collectives:
-        problems_of_ranks: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(problems_of_ranks, problems, group=group)
-        problems = list(dict.fromkeys(problem for found in problems_of_ranks for problem in found))
+        problems_of_ranks = gather(problems, group)
+        problems = list(dict.fromkeys(problem for found in problems_of_ranks.values() for problem in found))
     if problems or target is None:
         raise ValueError(f"cannot load the optimizer state: {'; '.join(problems)}")
     return target
@@ -272,14 +272,10 @@ def _receive_specs(
     given: Mapping[str, Any] | None, *, rank0_only: bool, group: dist.ProcessGroup | None
 ) -> tuple[dict[str, dict[Path, Any]] | None, dict[str, Any], list[dict[str, Any]] | None]:
     """Return tensors by key and path (None if the first rank will send them), their specs, and the groups."""
-    if rank0_only and dist.get_rank(group) != 0:
-        received: list[Any] = [None]
-        dist.broadcast_object_list(received, group=group, group_src=0)
-        if isinstance(received[0], Exception):
-            raise received[0]
-        return None, *received[0]
-    try:
-        state = _by_clean_names(given or {})
+    receives = rank0_only and dist.get_rank(group) != 0
+    sent: list[Any] = [None]
+    with raised_on_all([group] if rank0_only else []):
+        state = {} if receives else _by_clean_names(given or {})
         leaves = (leaf for value in state.values() for leaf in leaves_of(value).values())
         sharded = {type(leaf).__name__ for leaf in leaves if _is_gathered_by_all(leaf)} if rank0_only else ()
         if sharded:
@@ -287,17 +283,14 @@ def _receive_specs(
                 f"rank0_only: expected full tensors on the first rank, found {' and '.join(sorted(sharded))}s, which "
                 "all ranks must gather; load the state without rank0_only, on every rank"
             )
-    except Exception as error:
-        if rank0_only:
-            dist.broadcast_object_list([error], group=group, group_src=0)
-        raise
-    specs = {key: to_specs(value) for key, value in state.items()}
-    groups = (given or {}).get("param_groups")
-    if groups is not None:
-        groups = [{**own, "params": [clean_name(fqn) for fqn in own["params"]]} for own in groups]
+        groups = None if receives else (given or {}).get("param_groups")
+        if groups is not None:
+            groups = [{**own, "params": [clean_name(fqn) for fqn in own["params"]]} for own in groups]
+        sent = [({key: to_specs(value) for key, value in state.items()}, groups)]
     if rank0_only:
-        dist.broadcast_object_list([(specs, groups)], group=group, group_src=0)
-    return {key: leaves_of(value) for key, value in state.items()}, specs, groups
+        dist.broadcast_object_list(sent, group=group, group_src=0)
+    specs, groups = sent[0]
+    return None if receives else {key: leaves_of(value) for key, value in state.items()}, specs, groups
 
 
 def _is_gathered_by_all(leaf: Any) -> bool:

@@ -17,7 +17,6 @@ the ranks, see :func:`fingerprint`. Loading goes by the shapes of whole tensors 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +32,7 @@ from fullshard.checkpoint.state.parameters import LocalParameter, local_paramete
 from fullshard.checkpoint.state.tensor_shards import TensorShards
 from fullshard.engine.parameters.sharded import value_of
 from fullshard.errors import FullshardError
+from fullshard.ranks.agreement import compare, list_differences
 
 __all__ = [
     "NAMELESS",
@@ -348,35 +348,24 @@ def _words(leaves: Mapping[Path, Any]) -> list[str]:
     return words
 
 
-def compare_fingerprints(found: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> None:
-    """Raise if ranks have different states, on every rank that calls it.
+def compare_fingerprints(own: Mapping[str, str], group: dist.ProcessGroup | None = None) -> None:
+    """Raise on all ranks of ``group`` if their states differ. All of them call it: a collective of a few bytes.
 
     Args:
-        found: The :func:`fingerprint` of each rank.
-        ranks: Global ranks, in the same order.
+        own: The :func:`fingerprint` of this rank.
+        group: The ranks. None: all.
 
     Raises:
         FullshardError: With the parameters and ranks that differ.
     """
-    different = []
-    for fqn in dict.fromkeys(fqn for prints in found for fqn in prints):
-        having = {rank: prints.get(fqn) or "nothing" for rank, prints in zip(ranks, found, strict=True)}
-        if len(set(having.values())) > 1:
-            by_words: dict[str, list[int]] = {}
-            for rank, words in having.items():
-                by_words.setdefault(words, []).append(rank)
-            told = ", ".join(f"rank{'s' * (len(who) > 1)} {_some(who)}: {words}" for words, who in by_words.items())
-            different.append(f"{fqn} ({told})")
-    if different:
-        more = f" and {len(different) - 8} more" if len(different) > 8 else ""
-        raise FullshardError(
+
+    def explain(found: Mapping[int, Mapping[str, str]]) -> FullshardError:
+        return FullshardError(
             "optimizer state differs between ranks and cannot be saved; the optimizer must have the same state for a "
-            f"parameter on all ranks, also where a rank's shard is empty: {', '.join(different[:8])}{more}"
+            f"parameter on all ranks, also where a rank's shard is empty: {list_differences(found)}"
         )
 
-
-def _some(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    compare(dict(sorted(own.items())), [group], explain)
 
 
 def agree_on_state(state: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> None:
@@ -389,12 +378,4 @@ def agree_on_state(state: Mapping[str, Any], group: dist.ProcessGroup | None = N
     Raises:
         FullshardError: With the parameters and ranks that differ.
     """
-    own = fingerprint(state)
-    digest = hashlib.sha256(repr(sorted(own.items())).encode()).hexdigest()
-    ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
-    digests: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(digests, digest, group=group)
-    if len(set(digests)) > 1:
-        found: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(found, own, group=group)
-        compare_fingerprints(found, ranks)
+    compare_fingerprints(fingerprint(state), group)
