@@ -88,8 +88,7 @@ class DeviceOfTests(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (
-            self.device.type == "cpu"
-            or func not in _device_constructors()
+            func not in _device_constructors()
             or kwargs.get("device") is not None
             or kwargs.get("pin_memory")
             or _placed_by_its_caller()
