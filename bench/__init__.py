@@ -9,5 +9,5 @@
 - ``contestants.py``, ``models.py``  who takes part, and what they train
 - ``simulators/``      networks and streams that are models, and a model of a step's schedule
 - ``training/``        a GPT trained in turns: ``step``, ``modes``, ``wrapper``, ``accelerate_step``, ``page_faults``
-- one folder or file for each of the other benchmarks; ``gpu/`` needs no package beside torch
+- one folder or file for each of the other benchmarks; ``gpu/`` imports no package beside torch
 """

@@ -1,4 +1,4 @@
-"""The command of :mod:`bench.gpu.driver` by itself, for a machine on which nothing but torch is installed."""
+"""The command of :mod:`bench.gpu.driver` by itself, for a machine on which little but torch is installed."""
 
 import sys
 

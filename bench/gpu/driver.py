@@ -1,6 +1,6 @@
 """Run all that a real GPU can show, each part in a process of its own under a time limit.
 
-On a machine with nothing but torch: ``PYTHONPATH=src python -m bench.gpu``. A rehearsal without a GPU:
+On a machine with little but torch: ``PYTHONPATH=src python -m bench.gpu``. A rehearsal without a GPU:
 ``python -m bench.gpu --device emulated --small --results FOLDER``.
 """
 
