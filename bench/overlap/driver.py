@@ -20,7 +20,7 @@ import torch
 
 from bench import report
 from bench.command_line import Options as SharedOptions
-from bench.command_line import option
+from bench.command_line import UsageError, option
 from bench.overlap.bound import Window, keep_last, step_bound
 from bench.overlap.cells import CLOCKS, Cell, Measured, Model, Rounds, even_units, measure, uneven_units
 from bench.overlap.plot import plot_cells
@@ -193,6 +193,8 @@ def paragraphs(results: Results, ahead: Results) -> list[str]:
 
 def run(options: Options) -> None:
     """Set steps on a modelled network beside the least they can take."""
+    if options.clock == "none" and "GPT" in options.what:
+        raise UsageError("a GPT's computation is the host's own work, which the clock 'none' leaves out: choose --what")
     torch.set_num_threads(1)
     systems = [system for system in SYSTEMS if not options.only or system.name in options.only]
     devices, ratios, clock = options.device, options.ratio, options.clock

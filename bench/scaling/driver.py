@@ -46,7 +46,7 @@ class Options(SharedOptions):
     only: tuple[str, ...] = option((), choices=SYSTEMS)
 
 
-def asked(worker: str, system: str, limit_s: float, **request: object) -> dict[str, Any]:
+def asked(worker: str, system: str, limit_s: float, /, **request: object) -> dict[str, Any]:
     """The cost, measured by a process of its own; or why there is none."""
     launch = Launch(system, f"bench.scaling.{worker}", process_environment(system_alone(system), threads=1), [{}])
     with tempfile.TemporaryDirectory() as folder, Teams(Path(folder)) as teams:

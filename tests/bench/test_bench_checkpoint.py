@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import sys
 import time
 from collections.abc import Sequence
@@ -244,11 +245,12 @@ def test_a_sampler_sees_memory_that_is_gone_when_it_stops() -> None:
     sampler = OwnMemory()
     before = resident_memory.own()
     sampler.start()
-    held = torch.ones(16 * MIB, dtype=torch.uint8)
+    held = mmap.mmap(-1, 16 * MIB)  # not from an allocator, which may have kept as much from tests before
+    held.write(bytes(16 * MIB))
     wanted, deadline = (before or 0) + 12 * MIB, time.monotonic() + 60
     while (sampler.highest or 0) < wanted and time.monotonic() < deadline:
         time.sleep(0.001)
-    del held
+    held.close()
     highest = sampler.stop()
     assert highest is not None and highest >= wanted
 

@@ -201,7 +201,7 @@ def test_a_measurement() -> None:
     assert min(cost.init, cost.first, cost.steady) > 0 and cost.python_bytes is None
     case = asdict(Case("fullshard", 2, 4, 16, models=1, steps=1, memory=True))
     assert asked("worker", "fullshard", 100.0, **case)["cost"]["python_bytes"] > 0
-    assert "unknown" in asked("worker", "nobody", 100.0, **{**case, "system": "nobody"})["failure"]
+    assert "nobody" in asked("worker", "nobody", 100.0, **{**case, "system": "nobody"})["failure"]
 
 
 def steady_step(system: str, ranks: int, *, silent: bool) -> tuple[int, int]:
