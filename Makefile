@@ -69,19 +69,7 @@ lint: $(STAMP)   ## format and check the code
 	$(VENV)/bin/mypy
 
 bench: $(STAMP)  ## the CPU benchmarks; results go to bench/results/ and docs/performance.md
-	$(VENV)/bin/python -m bench.step $(ARGS)
-	$(VENV)/bin/python -m bench.modes --write-document
-	$(VENV)/bin/python -m bench.wrapper --write-document
-	$(VENV)/bin/python -m bench.wrap_time --write-document
-	$(VENV)/bin/python -m bench.checkpoint --write-document
-	$(VENV)/bin/python -m bench.host_cost --write-document
-	$(VENV)/bin/python -m bench.optimizer_cost --write-document
-	$(VENV)/bin/python -m bench.muon --write-document
-	$(VENV)/bin/python -m bench.overlap --write-document
-	$(VENV)/bin/python -m bench.memory_limit --write-document
-	$(VENV)/bin/python -m bench.memory_limit_faults --write-document
-	$(VENV)/bin/python -m bench.scaling --write-document
-	$(VENV)/bin/python -m bench.quantization --write-document
+	$(VENV)/bin/python -m bench all --write-document $(ARGS)
 
 # On the interpreter at hand, whose torch knows the GPU: constraints.txt pins torch without CUDA.
 gpu:             ## what only a real GPU can show, in ten minutes; results go to bench/results/ and docs/gpu.md

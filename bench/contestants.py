@@ -18,7 +18,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,30 +71,51 @@ GOVERNED_VARIABLES = (*KEEP_FREED_MEMORY, "MALLOC_ARENA_MAX", "GLIBC_TUNABLES", 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A system and the environment variables its processes are started with."""
+    """A system in one configuration.
+
+    Args:
+        name: In tables.
+        system: What shards the model.
+        environment: Variables that its processes are started with.
+        peer: Of a wrapper: the contestant in the same configuration that it is measured by. None: itself.
+        prefetch: Of a wrapper: a key of PREFETCHES. None: not passed.
+    """
 
     name: str
     system: str
     environment: Mapping[str, str] = field(default_factory=dict)
+    peer: str | None = None
+    prefetch: str | None = None
 
 
-CONTESTANTS: tuple[Contestant, ...] = (
-    Contestant("unsharded", UNSHARDED),
-    Contestant("ddp", DDP),
-    Contestant("fsdp1", FSDP1),
-    Contestant("fsdp1+malloc", FSDP1, KEEP_FREED_MEMORY),
-    Contestant("fsdp2", FSDP2),
-    Contestant("fsdp2+malloc", FSDP2, KEEP_FREED_MEMORY),
-    Contestant("fullshard", FULLSHARD),
-    Contestant("fullshard-malloc", FULLSHARD, {"FULLSHARD_KEEP_FREED_MEMORY": "0"}),
-)
+# The end of a wrapper's name, and the member of BackwardPrefetch that it passes.
+PREFETCHES = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": None}
+NOT_KEPT = {"FULLSHARD_KEEP_FREED_MEMORY": "0"}
 
 
-def contestant_named(name: str) -> Contestant:
-    for contestant in CONTESTANTS:
-        if contestant.name == name:
-            return contestant
-    raise ValueError(f"unknown contestant {name!r}; known are {', '.join(c.name for c in CONTESTANTS)}")
+def _contestants() -> Iterator[Contestant]:
+    yield from (Contestant(system, system) for system in (UNSHARDED, DDP, FSDP2, FULLSHARD))
+    yield Contestant(f"{FSDP2}+malloc", FSDP2, KEEP_FREED_MEMORY)
+    yield Contestant(f"{FULLSHARD}-malloc", FULLSHARD, NOT_KEPT)
+    for system in WRAPPING:
+        peer = PEER_WITH_SAME_FLAG.get(system)
+        yield Contestant(system, system, peer=peer)
+        if peer is None:
+            yield Contestant(f"{system}+malloc", system, KEEP_FREED_MEMORY, peer=system)
+        else:
+            yield Contestant(f"{system}-malloc", system, NOT_KEPT, peer=peer)
+        for name in PREFETCHES:
+            with_prefetch = None if peer is None else f"{peer}-{name}"
+            yield Contestant(f"{system}-{name}", system, peer=with_prefetch, prefetch=name)
+    yield Contestant(FAIRSCALE, FAIRSCALE, {"ENABLE_NCCL_BASE_COLLECTIVES": "0"}, peer=FSDP1_FLAT)
+
+
+CONTESTANTS = {contestant.name: contestant for contestant in _contestants()}
+
+
+def system_alone(system: str) -> Contestant:
+    """The system as it comes."""
+    return Contestant(system, system)
 
 
 def process_environment(contestant: Contestant, threads: int) -> dict[str, str]:
@@ -109,6 +130,19 @@ def start_fake_group(ranks: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+
+
+@contextlib.contextmanager
+def fake_group(ranks: int) -> Iterator[None]:
+    """Be rank 0 of a fake group, on one thread, as long as the block lasts."""
+    torch.set_num_threads(1)
+    # A fake gather leaves whatever bytes were there; denormal numbers among them would cost time.
+    torch.set_flush_denormal(True)
+    start_fake_group(ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def prepare(system: str) -> None:

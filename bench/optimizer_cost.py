@@ -1,8 +1,5 @@
 """What a step of AdamW costs on many small sharded parameters, on a fake process group of 8 ranks on CPU.
 
-    python -m bench.optimizer_cost
-    python -m bench.optimizer_cost --write-document
-
 A hundred units of eight parameters each: two norms and four small matrices. Only ``optimizer.step`` is timed. The
 yardstick is the same optimizer on plain tensors of the shards' sizes, which nothing sharded can undercut but by
 stepping fewer tensors: that is what ``flat`` does, one tensor per unit. ``fullshard`` is the optimizer as torch makes
@@ -17,21 +14,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-import typer
-from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench import report
-from bench.contestants import FSDP2, FULLSHARD, shard_units, start_fake_group
-from bench.environment import Environment, current_environment
-from bench.statistics import Spread, paired_spread, spread, turn_order
+from bench.command_line import Options as SharedOptions
+from bench.command_line import option
+from bench.contestants import FSDP2, FULLSHARD, fake_group, shard_units
+from bench.report import spread_cell
+from bench.statistics import Spread, paired_spread, spread
+from bench.turns import each_that_runs, take_turns
 
 PLAIN, LOCAL, FLAT = "plain", "local", "flat"
 SYSTEMS = (PLAIN, FSDP2, FULLSHARD, LOCAL, FLAT)
@@ -42,41 +38,37 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, bool]] = {
 }
 PARAMETERS_PER_UNIT = 8
 
-console = Console(highlight=False)
-
 
 class Target(NamedTuple):
-    """At most so much: ``contestant`` with ``implementation`` over ``reference`` (contestant, implementation)."""
+    """At most so much: ``contestant`` over ``reference``, both a system with an implementation."""
 
     contestant: str
-    implementation: str
-    reference: tuple[str, str]
+    reference: str
     limit: float
-
-    @property
-    def label(self) -> str:
-        return f"{self.contestant} {self.implementation} / {' '.join(self.reference)}"
 
 
 TARGETS = (
-    Target(LOCAL, "foreach", (PLAIN, "foreach"), 1.1),
-    Target(LOCAL, "fused", (PLAIN, "fused"), 1.1),
+    Target("local foreach", "plain foreach", 1.1),
+    Target("local fused", "plain fused", 1.1),
     # Plain tensors cost foreach half of what DTensors cost it (one dispatch per list), so only flat ones can meet it.
-    Target(LOCAL, "foreach", (FSDP2, "foreach"), 0.25),
-    Target(FLAT, "foreach", (FSDP2, "foreach"), 0.25),
-    Target(LOCAL, "fused", (FSDP2, "fused"), 0.25),
-    Target(FLAT, "foreach", (PLAIN, "foreach"), 0.2),
-    Target(FLAT, "fused", (PLAIN, "foreach"), 0.2),
+    Target("local foreach", "fsdp2 foreach", 0.25),
+    Target("flat foreach", "fsdp2 foreach", 0.25),
+    Target("local fused", "fsdp2 fused", 0.25),
+    Target("flat foreach", "plain foreach", 0.2),
+    Target("flat fused", "plain foreach", 0.2),
 )
 
 
-@dataclass(frozen=True)
-class Settings:
-    units: int
-    ranks: int
-    rounds: int
-    steps_per_round: int
-    warmup_steps: int
+@dataclass(frozen=True, kw_only=True)
+class Options(SharedOptions):
+    """All systems and implementations."""
+
+    units: int = 100
+    ranks: int = 8
+    rounds: int = 20
+    steps_per_round: int = 5
+    warmup_steps: int = 4
+    only: tuple[str, ...] = option((), choices=SYSTEMS)
 
 
 class SmallUnit(nn.Module):
@@ -94,9 +86,10 @@ class SmallUnit(nn.Module):
 
 
 class Runner:
-    """One contestant: its optimizer, with gradients, and the times of its turns."""
+    """One contestant: its optimizer, with gradients, warmed up."""
 
-    def __init__(self, system: str, implementation: str, settings: Settings) -> None:
+    def __init__(self, name: str, settings: Options) -> None:
+        system, _, implementation = name.partition(" ")
         torch.manual_seed(0)
         model = nn.Sequential(*(SmallUnit() for _ in range(settings.units)))
         sharding = FSDP2 if system == FSDP2 else FULLSHARD
@@ -112,11 +105,14 @@ class Runner:
             from fullshard.optim import localize
 
             localize(self.optimizer, flatten=system == FLAT)
+        self.steps = settings.steps_per_round
+        for _ in range(settings.warmup_steps):
+            self.optimizer.step()
 
-    def turn(self, steps: int) -> float:
+    def turn(self) -> float:
         """Median of the seconds of some steps."""
         seconds = []
-        for _ in range(steps):
+        for _ in range(self.steps):
             start = time.thread_time()
             self.optimizer.step()
             seconds.append(time.thread_time() - start)
@@ -130,44 +126,21 @@ def _plain(parameter: Any) -> nn.Parameter:
     return plain
 
 
-Name = tuple[str, str]  # of a contestant: system and implementation
+def compete(systems: Sequence[str], options: Options) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Seconds per step, per contestant and round; the second value says why one cannot run."""
+    names = [f"{system} {implementation}" for system in systems for implementation in IMPLEMENTATIONS]
+    runners, failures = each_that_runs(names, lambda name: Runner(name, options))
+    return take_turns({name: runner.turn for name, runner in runners.items()}, options.rounds), failures
 
 
-def build(systems: Sequence[str], settings: Settings) -> tuple[dict[Name, Runner], dict[str, str]]:
-    """Build and warm up the contestants; the second value says why one cannot run."""
-    runners: dict[Name, Runner] = {}
-    failures: dict[str, str] = {}
-    for system in systems:
-        for implementation in IMPLEMENTATIONS:
-            try:
-                runner = Runner(system, implementation, settings)
-                runner.turn(settings.warmup_steps)
-                runners[system, implementation] = runner
-            except Exception as error:
-                name = f"{system} {implementation}"
-                failures[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-                console.print(f"[yellow]{name} cannot run: {failures[name]}")
-    return runners, failures
-
-
-def compete(runners: Mapping[Name, Runner], settings: Settings) -> dict[Name, list[float]]:
-    """Seconds per step, per contestant and round."""
-    seconds: dict[Name, list[float]] = {name: [] for name in runners}
-    labels = {" ".join(name): name for name in runners}
-    for index in range(settings.rounds):
-        for label in turn_order(list(labels), index):
-            seconds[labels[label]].append(runners[labels[label]].turn(settings.steps_per_round))
-    return seconds
-
-
-def ratio(seconds: Mapping[Name, Sequence[float]], name: Name, reference: Name) -> Spread | None:
+def ratio(seconds: Mapping[str, Sequence[float]], name: str, reference: str) -> Spread | None:
     """Of two contestants; None if one did not run."""
     if name not in seconds or reference not in seconds:
         return None
     return paired_spread(seconds[name], seconds[reference])
 
 
-def summarise(seconds: Mapping[Name, Sequence[float]], parameters: int) -> dict[str, dict[str, Any]]:
+def summarise(seconds: Mapping[str, Sequence[float]], parameters: int) -> dict[str, dict[str, Any]]:
     """JSON-ready: per contestant the step, the cost of a parameter, and ratios to plain tensors and to FSDP2."""
     summary: dict[str, dict[str, Any]] = {}
     for name, times in seconds.items():
@@ -177,108 +150,58 @@ def summarise(seconds: Mapping[Name, Sequence[float]], parameters: int) -> dict[
             "seconds": list(times),
         }
         for peer in (PLAIN, FSDP2):
-            found = ratio(seconds, name, (peer, name[1]))
+            found = ratio(seconds, name, f"{peer} {name.partition(' ')[2]}")
             entry[f"ratio_to_{peer}"] = None if found is None else found.as_json()
-        summary[" ".join(name)] = entry
+        summary[name] = entry
     return summary
 
 
-def judge(seconds: Mapping[Name, Sequence[float]]) -> list[dict[str, Any]]:
+def judge(seconds: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
     """JSON-ready: each target whose contestants ran, what was reached, and whether that will do."""
     verdicts = []
-    for target in TARGETS:
-        found = ratio(seconds, (target.contestant, target.implementation), target.reference)
+    for contestant, reference, limit in TARGETS:
+        found = ratio(seconds, contestant, reference)
         if found is not None:
-            met = found.median <= target.limit
-            verdicts.append({"target": target.label, "limit": target.limit, **found.as_json(), "met": met})
+            label, met = f"{contestant} / {reference}", found.median <= limit
+            verdicts.append({"target": label, "limit": limit, **found.as_json(), "met": met})
     return verdicts
-
-
-def _ratio_text(values: Mapping[str, float] | None) -> str:
-    return "-" if values is None else f"{Spread(**values):.2f}"
 
 
 def table(summary: Mapping[str, Mapping[str, Any]], failures: Mapping[str, str]) -> str:
     header = ["AdamW step", "ms", "us per parameter", "/ plain tensors", "/ FSDP2"]
-    rows = []
-    for name, entry in summary.items():
-        cost = Spread(**{key: 1e6 * value for key, value in entry["seconds_per_parameter"].items()})
-        ratios = [_ratio_text(entry[f"ratio_to_{peer}"]) for peer in (PLAIN, FSDP2)]
-        rows.append([name, f"{1e3 * entry['median_step_seconds']:.2f}", f"{cost:.2f}", *ratios])
-    rows += [[name, "cannot run", "-", "-", "-"] for name in failures]
-    return report.markdown_table(header, rows)
+    rows = [
+        [
+            name,
+            f"{1e3 * entry['median_step_seconds']:.2f}",
+            spread_cell(entry["seconds_per_parameter"], scale=1e6),
+            *(spread_cell(entry[f"ratio_to_{peer}"]) for peer in (PLAIN, FSDP2)),
+        ]
+        for name, entry in summary.items()
+    ]
+    return report.markdown_table(header, rows, failures)
 
 
 def verdict_table(verdicts: Sequence[Mapping[str, Any]]) -> str:
-    rows = []
-    for verdict in verdicts:
-        reached = Spread(verdict["median"], verdict["lower_quartile"], verdict["upper_quartile"])
-        missed = "" if verdict["met"] else " (missed)"
-        rows.append([str(verdict["target"]), f"{verdict['limit']:.2f}", f"{reached:.2f}{missed}"])
+    rows = [
+        [str(each["target"]), f"{each['limit']:.2f}", f"{spread_cell(each)}{'' if each['met'] else ' (missed)'}"]
+        for each in verdicts
+    ]
     return report.markdown_table(["ratio", "target, at most", "reached"], rows)
 
 
-def _document_block(
-    settings: Settings, tables: Sequence[str], failures: Mapping[str, str], environment: Environment
-) -> str:
-    lines = [
-        f"{settings.units * PARAMETERS_PER_UNIT} parameters in {settings.units} units, rank 0 of {settings.ranks} on a "
-        f"fake process group, one thread, its CPU time; {settings.rounds} rounds of {settings.steps_per_round} steps.",
-        "",
-    ]
-    for text in tables:
-        lines += [text, ""]
-    lines += [*(f"`{name}` could not run: {reason}." for name, reason in failures.items()), ""]
-    return "\n".join([*lines, report.provenance(environment)])
-
-
-def main(
-    units: Annotated[int, typer.Option(min=1, help="Units of eight parameters.")] = 100,
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks of the fake process group.")] = 8,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of turns.")] = 20,
-    steps_per_round: Annotated[int, typer.Option(min=1, help="Steps in a turn.")] = 5,
-    warmup_steps: Annotated[int, typer.Option(min=1, help="First steps, not timed.")] = 4,
-    only: Annotated[list[str] | None, typer.Option(help=f"Run only this of {', '.join(SYSTEMS[1:])}; repeat.")] = None,
-    results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = report.RESULTS,
-    document: Annotated[Path, typer.Option(help="Markdown page with the table.")] = report.DOCUMENT,
-    write_document: Annotated[bool, typer.Option(help="Write the table into the page.")] = False,
-) -> None:
+def run(options: Options) -> None:
     """Compare what a step of AdamW costs on plain, sharded and localized parameters."""
-    for name in only or []:
-        if name not in SYSTEMS:
-            raise typer.BadParameter(f"unknown contestant {name!r}; known are {', '.join(SYSTEMS)}")
-    settings = Settings(units, ranks, rounds, steps_per_round, warmup_steps)
-    torch.set_num_threads(1)
-    # A fake gather leaves whatever bytes were there; denormal numbers among them would cost time.
-    torch.set_flush_denormal(True)
-    start_fake_group(ranks)
-    try:
-        systems = [name for name in SYSTEMS if not only or name == PLAIN or name in only]
-        runners, failures = build(systems, settings)
-        seconds = compete(runners, settings)
-    finally:
-        dist.destroy_process_group()
-    environment = current_environment()
-    summary, verdicts = summarise(seconds, units * PARAMETERS_PER_UNIT), judge(seconds)
-    path = results / f"optimizer_cost_{environment.name}.json"
-    report.write_json(
-        path,
-        {
-            "benchmark": "optimizer_cost",
-            "settings": asdict(settings),
-            "environment": environment.as_json(),
-            "contestants": summary,
-            "targets": verdicts,
-            "not_run": failures,
-        },
-    )
-    tables = [table(summary, failures), verdict_table(verdicts)]
-    for text in tables:
-        console.print(f"\n{text}", markup=False, soft_wrap=True)
-    if write_document:
-        report.update_document(document, "optimizer_cost", _document_block(settings, tables, failures, environment))
-    console.print(f"wrote {path.name}")
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    with fake_group(options.ranks):
+        chosen = [name for name in SYSTEMS if not options.only or name == PLAIN or name in options.only]
+        seconds, failures = compete(chosen, options)
+    parameters = options.units * PARAMETERS_PER_UNIT
+    summary, verdicts = summarise(seconds, parameters), judge(seconds)
+    paragraphs = [
+        f"{parameters} parameters in {options.units} units, rank 0 of {options.ranks} on a fake process group, one "
+        f"thread, its CPU time; {options.rounds} rounds of {options.steps_per_round} steps.",
+        table(summary, failures),
+        verdict_table(verdicts),
+        *report.could_not_run(failures),
+    ]
+    figures = {"settings": options.settings, "contestants": summary, "targets": verdicts, "not_run": failures}
+    report.publish(options, "optimizer_cost", figures, paragraphs)

@@ -1,9 +1,5 @@
 """Quantized communication: what it costs in loss, and what it saves in bytes.
 
-    python -m bench.quantization       # the default training job three times: some ten minutes
-    python -m bench.quantization --steps 100 --format none --format int8 --feedback-steps 0
-    python -m bench.quantization --write-document
-
 1. ``fullshard train`` with its defaults, once per format, same seed: validation losses, and bytes as the run counts
    them.
 2. The replicate axis: a smaller model on two replicas, gradients all-reduced in full precision, as int8 blocks, and as
@@ -25,18 +21,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
-import typer
-from rich.console import Console
 
 from bench import report
-from bench.environment import REPOSITORY, current_environment
+from bench.command_line import DOCUMENT, option
+from bench.command_line import Options as SharedOptions
+from bench.contestants import system_alone
+from bench.teams import Launch, Team
+from bench.worker import join_group
 from fullshard import fully_shard
 from fullshard.comm.quantized.blocks import BlockFormat
 from fullshard.policy import CommQuantization
@@ -46,7 +43,7 @@ from fullshard.train.evaluation import HeldOut
 from fullshard.train.model import GPT, initialize
 from fullshard.train.optimizer import learning_rate
 
-DOCUMENT = REPOSITORY / "docs" / "low_bandwidth.md"
+PAGE = DOCUMENT.with_name("low_bandwidth.md")
 TARGET = 0.01  # of the validation loss in full precision
 FULL = "full precision"
 REPLICATE: dict[str, CommQuantization] = {
@@ -67,7 +64,16 @@ BANDWIDTHS = {"1 Gbit/s": 0.125e9, "10 Gbit/s": 1.25e9, "25 Gbit/s": 3.125e9, "1
 # Bytes per parameter of gathers (twice a step) and of the reduction: what is usual, and what becomes of it.
 PRECISIONS = {"fp32": (4.0, 4.0), "bf16, gradients in fp32": (2.0, 4.0), "bf16": (2.0, 2.0)}
 
-console = Console(highlight=False)
+
+@dataclass(frozen=True, kw_only=True)
+class Options(SharedOptions):
+    """The default training job in every format: some ten minutes."""
+
+    steps: int = TrainConfig().training.steps
+    only: tuple[str, ...] = option((), choices=tuple(COMM_QUANTIZATIONS))
+    feedback_steps: int = option(150, "Steps on replicas; 0: leave them out.", least=0)
+    seeds: int = 3
+    document: Path = PAGE
 
 
 # ------------------------------------------------------------------ the default training job
@@ -78,7 +84,8 @@ def train_once(name: str, steps: int, folder: Path) -> dict[str, Any]:
     line = [sys.executable, "-m", "fullshard", "train", "--comm-quantization", name]
     line += ["--steps", steps, "--name", name]
     line += ["--out", folder, "--checkpoint-every", 0, "--generate", 0, "--device", "cpu", "--ranks", 2]
-    done = subprocess.run([str(word) for word in line], capture_output=True, text=True, env=_environment(), check=False)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([str(word) for word in line], capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise RuntimeError(f"fullshard train --comm-quantization {name} failed: {done.stderr[-2000:]}")
     records = [json.loads(text) for text in (folder / name / "metrics.jsonl").read_text().splitlines()]
@@ -90,68 +97,65 @@ def train_once(name: str, steps: int, folder: Path) -> dict[str, Any]:
     return {"validation": between, "loss": final, "received": received, "largest_norm": max(norms)}
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
 # ------------------------------------------------------------------ the replicate axis
-
-
-@dataclass(frozen=True)
-class Feedback:
-    """The runs on replicas: for how many steps, and how often each."""
-
-    steps: int
-    seeds: int
-    port: int
-    path: str
 
 
 def replicate_all(steps: int, seeds: int, folder: Path) -> dict[str, list[float]]:
     """The validation losses after training on two replicas, by policy and seed."""
-    path = folder / "replicate.json"
-    job = Feedback(steps, seeds, 29_000 + os.getpid() % 1000, str(path))
-    mp.start_processes(_replica, (job,), nprocs=2, start_method="spawn")
-    found: dict[str, list[float]] = json.loads(path.read_text())
-    return found
-
-
-def _replica(rank: int, job: Feedback) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{job.port}", rank=rank, world_size=2)
-    corpus = texts.read((), seed=0, sequence=REPLICATED.model.sequence)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    team = Team(Launch.of(system_alone("replicas"), __name__, folder, ranks=2, steps=steps), folder, timeout=3600.0)
     losses: dict[str, list[float]] = {name: [] for name in REPLICATE}
-    for seed in range(job.seeds):
-        for name, policy in REPLICATE.items():
-            losses[name].append(_trained(policy, corpus, mesh, job.steps, seed))
-    if rank == 0:
-        Path(job.path).write_text(json.dumps(losses))
-    dist.destroy_process_group()
+    try:
+        team.started()
+        for seed in range(seeds):
+            for name in REPLICATE:
+                losses[name] += team.ask("train", name=name, seed=seed)[:1]
+    finally:
+        team.end()
+    return losses
 
 
-def _trained(policy: CommQuantization, corpus: texts.Corpus, mesh: dist.DeviceMesh, steps: int, seed: int) -> float:
-    settings, sequence = REPLICATED.training, REPLICATED.model.sequence
-    settings = replace(settings, steps=steps)
-    model = GPT(REPLICATED.model)
-    initialize(model, seed)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh).set_comm_quantization(replicate=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), fused=True)
-    for step in range(1, steps + 1):
-        optimizer.param_groups[0]["lr"] = learning_rate(step, settings)
-        part = (dist.get_rank(), 2)
-        pairs = texts.sample(corpus.train, batch=settings.batch, sequence=sequence, key=(seed, step), part=part)
-        torch.autograd.backward(_loss(model, torch.from_numpy(pairs)))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    held_out = HeldOut.take(corpus.validation, 32 * 1024, sequence)
-    pairs = texts.windows(held_out.text, np.arange(held_out.count) * sequence, sequence)
-    with torch.no_grad():
-        found = [_loss(model, part).item() for part in torch.from_numpy(pairs).split(64)]
-    return sum(found) / len(found)
+class Replica:
+    """One of two, on which a smaller model trains.
+
+    Args:
+        rank: Of this process.
+        steps: Of each training.
+    """
+
+    def __init__(self, rank: int, steps: int) -> None:
+        self.rank, self.settings = rank, replace(REPLICATED.training, steps=steps)
+        self.sequence = REPLICATED.model.sequence
+        self.corpus = texts.read((), seed=0, sequence=self.sequence)
+        self.mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+
+    def train(self, name: str, seed: int) -> float:
+        """The validation loss after training with the policy of this name."""
+        settings, sequence = self.settings, self.sequence
+        model = GPT(REPLICATED.model)
+        initialize(model, seed)
+        for block in model.blocks:
+            fully_shard(block, mesh=self.mesh)
+        fully_shard(model, mesh=self.mesh).set_comm_quantization(replicate=REPLICATE[name])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), fused=True)
+        for step in range(1, settings.steps + 1):
+            optimizer.param_groups[0]["lr"] = learning_rate(step, settings)
+            pairs = texts.sample(
+                self.corpus.train, batch=settings.batch, sequence=sequence, key=(seed, step), part=(self.rank, 2)
+            )
+            torch.autograd.backward(_loss(model, torch.from_numpy(pairs)))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        held_out = HeldOut.take(self.corpus.validation, 32 * 1024, sequence)
+        pairs = texts.windows(held_out.text, np.arange(held_out.count) * sequence, sequence)
+        with torch.no_grad():
+            found = [_loss(model, part).item() for part in torch.from_numpy(pairs).split(64)]
+        return sum(found) / len(found)
+
+
+def build(rank: int, ranks: int, store: str, threads: int, steps: int) -> Replica:
+    join_group(rank, ranks, store)
+    return Replica(rank, steps)
 
 
 def _loss(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -276,83 +280,43 @@ def verdict(jobs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def document_block(result: Mapping[str, Any], provenance: str) -> str:
-    """What stands between the markers."""
+def paragraphs(result: Mapping[str, Any]) -> list[str]:
+    """What the page says."""
     steps, feedback = result["settings"]["steps"], result["settings"]["feedback_steps"]
     rates = ", ".join(f"{name} {1e-6 * rate:,.0f}" for name, rate in result["values_per_second"].items())
-    lines = [f"`fullshard train`, two gloo ranks, {steps} steps, the same seed.", "", jobs_table(result["jobs"]), ""]
-    if judged := verdict(result["jobs"]):
-        lines += [f"Against the target: {'; '.join(judged)}.", ""]
+    lines = [f"`fullshard train`, two gloo ranks, {steps} steps, the same seed.", jobs_table(result["jobs"])]
+    lines += report.against_targets(verdict(result["jobs"]))
     if result["replicate"]:
         lines += [
             f"A smaller model ({REPLICATED.model.parameter_count:,} parameters) on two replicas, {feedback} steps, "
             "mean over seeds.",
-            "",
             replicate_table(result["replicate"]),
-            "",
         ]
-    lines += [
+    return [
+        *lines,
         "Seconds that the bytes of a step take, in full and quantized, for 10^9 parameters on 8 ranks that gather "
         "twice and reduce once (calculated):",
-        "",
         predictions_table(result["predictions"]),
-        "",
         f"One core quantizes so many million values a second: {rates}.",
-        "",
-        provenance,
     ]
-    return "\n".join(lines)
 
 
-def main(
-    steps: Annotated[int, typer.Option(min=1, help="Steps of the training job.")] = TrainConfig().training.steps,
-    formats: Annotated[
-        list[str] | None,
-        typer.Option("--format", help=f"Only this of {', '.join(COMM_QUANTIZATIONS)}; repeat."),
-    ] = None,
-    feedback_steps: Annotated[int, typer.Option(min=0, help="Steps on replicas; 0: leave them out.")] = 150,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds on replicas.")] = 3,
-    results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = report.RESULTS,
-    document: Annotated[Path, typer.Option(help="Markdown page with the tables.")] = DOCUMENT,
-    write_document: Annotated[bool, typer.Option(help="Write the tables into the page.")] = False,
-) -> None:
+def run(options: Options) -> None:
     """Train with and without quantized communication, and calculate what it saves."""
-    chosen = formats or list(COMM_QUANTIZATIONS)
-    for name in chosen:
-        if name not in COMM_QUANTIZATIONS:
-            raise typer.BadParameter(f"unknown format {name!r}; known are {', '.join(COMM_QUANTIZATIONS)}")
     torch.set_num_threads(1)
     jobs: dict[str, dict[str, Any]] = {}
     replicate: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in chosen:
-            jobs[name] = train_once(name, steps, Path(folder))
-            console.print(f"{name}: validation loss {jobs[name]['loss']:.4f}")
-        if feedback_steps:
-            replicate = replicate_all(feedback_steps, seeds, Path(folder))
-    environment = current_environment()
-    result = {
-        "benchmark": "quantization",
-        "settings": {
-            "steps": steps,
-            "feedback_steps": feedback_steps,
-            "seeds": seeds,
-            "policy": asdict(CommQuantization()),
-        },
-        "environment": environment.as_json(),
+        for name in options.only or COMM_QUANTIZATIONS:
+            jobs[name] = train_once(name, options.steps, Path(folder))
+            print(f"{name}: validation loss {jobs[name]['loss']:.4f}", flush=True)
+        if options.feedback_steps:
+            replicate = replicate_all(options.feedback_steps, options.seeds, Path(folder))
+    figures = {
+        "settings": {**options.settings, "policy": asdict(CommQuantization())},
         "jobs": jobs,
         "replicate": replicate,
         "predictions": predictions(),
         "values_per_second": rounding_rates(),
     }
-    path = results / f"quantization_{environment.name}.json"
-    report.write_json(path, result)
-    block = document_block(result, report.provenance(environment))
-    console.print(f"\n{block}\n", markup=False, soft_wrap=True)
-    if write_document:
-        report.update_document(document, "quantization", block)
-    console.print(f"wrote {path.name}")
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    report.publish(options, "quantization", figures, paragraphs(figures))

@@ -6,132 +6,72 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.environment import REPOSITORY, Environment
+from bench.command_line import Options
+from bench.environment import Environment, current_environment
 from bench.statistics import Spread
 
-RESULTS = REPOSITORY / "bench" / "results"
-DOCUMENT = REPOSITORY / "docs" / "performance.md"
-
 _LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
-_NEW_DOCUMENT = """# Performance
-
-Every table below is written by a benchmark in `bench/`; the figures behind it lie in `bench/results/`. The contestants
-of one measurement ran in one run, taking turns (scaling: one after another); ratios are taken within a round of turns
-and given as the median over the rounds, with the quartiles in brackets. Below 1 is faster, or smaller, than the peer.
-The tables are of separate runs: compare figures of one measurement only.
-
-## A training step on CPU ranks
-
-`python -m bench.step` trains the same GPT with every contestant, one process per rank.
-
-<!-- bench:step:512 -->
-<!-- /bench -->
-
-<!-- bench:step:1024 -->
-<!-- /bench -->
-
-## The modes of fully_shard
-
-`python -m bench.modes --write-document` trains the same GPT with mixed precision, on a two-axis mesh, with gradient
-accumulation and under the CPU offload policy. "Sent per rank" is what the busiest rank sends per step, by the
-kernel's count of TCP payload.
-
-<!-- bench:modes:512 -->
-<!-- /bench -->
-
-<!-- bench:modes:1024 -->
-<!-- /bench -->
-
-## The wrapper
-
-`python -m bench.wrapper --write-document` trains the same GPT with fullshard's `FullyShardedDataParallel` and with
-torch's (FSDP1), and summons full parameters of it. `-flat` means `use_orig_params=False`, other names True; each is
-measured by FSDP1 in the same configuration.
-
-<!-- bench:wrapper:512 -->
-<!-- /bench -->
-
-<!-- bench:wrapper:1024 -->
-<!-- /bench -->
-
-`python -m bench.wrap_time --write-document` times the constructor on a thousand tiny modules, each to become a unit.
-
-<!-- bench:wrap_time -->
-<!-- /bench -->
-
-## Through accelerate
-
-`python -m bench.accelerate_step --write-document` trains the GPT through accelerate (version 2 of its FSDP) with
-torch's FSDP2, and with fullshard in its place. It wants accelerate, as `make test-clients` installs it.
-
-<!-- bench:accelerate_step:512 -->
-<!-- /bench -->
-
-<!-- bench:accelerate_step:1024 -->
-<!-- /bench -->
-
-## Host time per unit
-
-`python -m bench.host_cost` steps through a hundred tiny units on a fake process group, which only copies within the
-process, for all contestants: what is left beside the plain model is nearly the time the library itself needs.
-
-<!-- bench:host_cost -->
-<!-- /bench -->
-
-## The optimizer step
-
-`python -m bench.optimizer_cost --write-document` steps AdamW on 800 parameters in 100 units, on a fake group.
-
-<!-- bench:optimizer_cost -->
-<!-- /bench -->
-
-`python -m bench.muon --write-document` steps Muon with owners, and with every rank gathering everything.
-
-<!-- bench:muon -->
-<!-- /bench -->
-
-## Overlap on a modelled network
-
-`python -m bench.overlap --write-document` plays one rank of many: collectives take the time that a network of a given
-latency and bandwidth would need ([how](design/modelled_network.md)). T_LB is the lower bound of a schedule.
-
-<!-- bench:overlap -->
-<!-- /bench -->
-
-## Quantized communication
-
-`python -m bench.quantization --write-document` runs the default training job (869,504 parameters, 500 steps, one seed)
-with quantized messages: losses within 0.5%, on 0.26 of the bytes. The tables are in [low bandwidth](low_bandwidth.md).
-
-## Memory and its bound
-
-`python -m bench.memory_limit --write-document` counts every allocation of a step and compares the peak with the bound;
-`python -m bench.memory_limit_faults --write-document` counts page faults with and without kept blocks. The tables are
-in [memory](memory.md).
-
-## Scaling
-
-`python -m bench.scaling --write-document` initialises, trains and plans checkpoints as one rank of up to 16,384
-([scaling](scaling.md)).
-
-<!-- bench:scaling -->
-<!-- /bench -->
-
-## One GPU
-
-`make gpu` runs all that a CUDA device can show, and writes [a page of its own](gpu.md).
-"""
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose first column is text and whose other columns are right-aligned figures."""
+# ------------------------------------------------------------------ cells and sentences
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], failures: Iterable[str] = ()) -> str:
+    """A table whose first column is text and whose other columns are right-aligned figures.
+
+    Args:
+        header: Of the columns.
+        rows: Of those that ran.
+        failures: Names of those that did not.
+    """
     rule = ["---", *("---:" for _ in header[1:])]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows])
+    missing = [[name, "cannot run", *["-"] * (len(header) - 2)] for name in failures]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows, *missing])
+
+
+def cell(value: float | None, spec: str, scale: float = 1.0) -> str:
+    return "-" if value is None else format(value * scale, spec)
+
+
+def mebibytes(value: float | None, spec: str = ".0f") -> str:
+    return cell(value, spec, 2**-20)
+
+
+def spread_of(stored: Mapping[str, Any] | None) -> Spread | None:
+    """A spread as ``as_json`` stored it, perhaps beside other things."""
+    if stored is None:
+        return None
+    return Spread(stored["median"], stored["lower_quartile"], stored["upper_quartile"])
+
+
+def spread_cell(stored: Mapping[str, Any] | None, spec: str = ".2f", scale: float = 1.0) -> str:
+    found = spread_of(stored)
+    if found is None:
+        return "-"
+    return format(Spread(scale * found.median, scale * found.lower_quartile, scale * found.upper_quartile), spec)
+
+
+def verdict(what: str, value: float, limit: float, of: str = "") -> str:
+    """One figure beside what it may be at most."""
+    return f"{what} {value:.2f} of at most {limit:.2f}{of}{'' if value <= limit else ' (missed)'}"
+
+
+def against_targets(verdicts: Iterable[str]) -> list[str]:
+    """The paragraph of them; none of none."""
+    text = "; ".join(verdicts)
+    return [f"Against the targets: {text}."] if text else []
+
+
+def could_not_run(failures: Mapping[str, str]) -> list[str]:
+    return [f"`{name}` could not run: {reason}." for name, reason in failures.items()]
+
+
+# ------------------------------------------------------------------ the page and the files
 
 
 def replace_block(text: str, name: str, block: str) -> str:
@@ -147,10 +87,59 @@ def replace_block(text: str, name: str, block: str) -> str:
 
 
 def update_document(path: Path, name: str, block: str) -> None:
-    """Replace one block of the documentation page, creating the page with its headings if it is missing."""
-    text = path.read_text(encoding="utf-8") if path.exists() else _NEW_DOCUMENT
+    """Replace one block of the documentation page; a missing page is created."""
+    text = path.read_text(encoding="utf-8") if path.exists() else "# Measurements\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(replace_block(text, name, block), encoding="utf-8")
+
+
+def store(options: Options, benchmark: str, figures: Mapping[str, object], *parts: object) -> tuple[Path, Environment]:
+    """Write the figures as JSON, named after the benchmark, ``parts`` and this kind of machine."""
+    environment = current_environment()
+    path = options.results / f"{'_'.join(map(str, (benchmark, *parts)))}_{environment.name}.json"
+    write_json(path, {"benchmark": benchmark, "environment": environment.as_json(), **figures})
+    print(f"wrote {path.name}", flush=True)
+    return path, environment
+
+
+def publish(
+    options: Options,
+    benchmark: str,
+    figures: Mapping[str, object],
+    paragraphs: Sequence[str],
+    *,
+    draw: Callable[[Path], bool] | None = None,
+    image_text: str = "",
+    parts: Sequence[object] = (),
+    marker: str | None = None,
+) -> Path:
+    """Write JSON and plot, print the paragraphs, and put them into the page if that was asked for.
+
+    Args:
+        options: Where to.
+        benchmark: Names the file and the block of the page.
+        figures: Everything that was measured.
+        paragraphs: What the page says, without provenance and plot.
+        draw: Draws the plot to a path; returns False if there was nothing to draw.
+        image_text: Of the plot.
+        parts: More of the file's name.
+        marker: The name of the block if it is not the benchmark's.
+    """
+    path, environment = store(options, benchmark, figures, *parts)
+    image = path.with_suffix(".png")
+    drawn = draw is not None and draw(image)
+    write_page(
+        options, marker or benchmark, [*paragraphs, provenance(environment)], image if drawn else None, image_text
+    )
+    return path
+
+
+def write_page(options: Options, marker: str, paragraphs: Sequence[str], image: Path | None, image_text: str) -> None:
+    """Print a block of the page, and put it there with its plot if that was asked for."""
+    print("\n" + "\n\n".join(paragraphs) + "\n", flush=True)
+    if options.write_document:
+        links = [] if image is None else [image_link(image, options.document, image_text)]
+        update_document(options.document, marker, "\n\n".join([*paragraphs, *links]))
 
 
 def write_json(path: Path, result: Mapping[str, object]) -> None:
@@ -193,8 +182,14 @@ class Panel:
     reference: float | None = None
 
 
-def plot_bars(path: Path, title: str, panels: Sequence[Panel], highlight: str = "fullshard") -> None:
-    """Draw the panels side by side; bars of contestants whose name starts with ``highlight`` stand out."""
+def plot_bars(path: Path, title: str, panels: Sequence[Panel], highlight: str = "fullshard") -> bool:
+    """Draw those panels that have bars side by side; False if none has.
+
+    Bars of contestants whose name starts with ``highlight`` stand out.
+    """
+    panels = [panel for panel in panels if panel.values]
+    if not panels:
+        return False
     import matplotlib
 
     matplotlib.use("Agg")
@@ -231,6 +226,14 @@ def plot_bars(path: Path, title: str, panels: Sequence[Panel], highlight: str = 
         axis.set_title(panel.title, fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=11)
+    save_figure(figure, path)
+    return True
+
+
+def save_figure(figure: Any, path: Path, dpi: int = 130) -> None:
+    """Write a matplotlib figure without a word about what wrote it."""
+    from matplotlib import pyplot
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130, metadata={"Software": None})
+    figure.savefig(path, dpi=dpi, metadata={"Software": None})
     pyplot.close(figure)

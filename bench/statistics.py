@@ -62,10 +62,11 @@ def largest_difference(values: Sequence[float], reference: Sequence[float]) -> f
 
 
 def turn_order(names: Sequence[str], round_index: int) -> list[str]:
-    """The order of turns in a round: rotated by one each round, and reversed in every second.
+    """The order of turns in a round: reversed in every second, and rotated by one after every second.
 
-    Rotation alone would give every contestant the same predecessor in all rounds.
+    Rotation alone would give every contestant the same predecessor in all rounds; rotated and reversed in the same
+    round, two contestants would always have the same order.
     """
-    shift = round_index % len(names)
+    shift = round_index // 2 % len(names)
     order = [*names[shift:], *names[:shift]]
     return order[::-1] if round_index % 2 else order

@@ -1,4 +1,4 @@
-"""Contestants as teams of worker processes, all alive in one run, that train only when their turn comes."""
+"""Contestants as teams of worker processes (``bench.worker``) that do something only when they are asked."""
 
 from __future__ import annotations
 
@@ -9,20 +9,16 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
-from rich.console import Console
+from bench.contestants import Contestant, process_environment
+from bench.environment import REPOSITORY, slug
 
-from bench.comparison import Record
-from bench.environment import REPOSITORY
-from bench.statistics import turn_order
-
+T = TypeVar("T")
 REPLY_TIMEOUT = 150.0  # seconds; longer than a process group's own timeout
-
-console = Console(highlight=False)
 
 
 class ContestantFailedError(RuntimeError):
@@ -31,31 +27,32 @@ class ContestantFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Launch:
-    """How one contestant's processes are started: a worker module, and per rank its assignment (JSON)."""
+    """How one contestant's processes are started: a worker module, and per rank its assignment."""
 
     name: str
     worker: str
     environment: Mapping[str, str]
-    assignments: Sequence[str]
+    assignments: Sequence[Mapping[str, object]]
 
-
-@dataclass(frozen=True)
-class Turns:
-    """How often everyone trains: first a warm-up, then rounds in which each contestant has one turn."""
-
-    warmup_steps: int
-    rounds: int
-    steps_per_round: int
+    @classmethod
+    def of(
+        cls, contestant: Contestant, worker: str, folder: Path, /, *, ranks: int, threads: int = 1, **assignment: object
+    ) -> Launch:
+        """Ranks of one process group, which meet in a file in ``folder``; ``assignment``: what all are told."""
+        store = str(folder / f"{slug(contestant.name)}.store")
+        shared = {"ranks": ranks, "store": store, "threads": threads, **assignment}
+        assignments = [{"rank": rank, **shared} for rank in range(ranks)]
+        return cls(contestant.name, worker, process_environment(contestant, threads), assignments)
 
 
 class Rank:
     """One worker process and the lines it answers with."""
 
-    def __init__(self, launch: Launch, rank: int, log: IO[str]) -> None:
-        self.log = log
+    def __init__(self, launch: Launch, rank: int, log: IO[str], timeout: float) -> None:
+        self.log, self._timeout = log, timeout
         self._answers: queue.Queue[str | None] = queue.Queue()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", launch.worker, launch.assignments[rank]],
+            [sys.executable, "-m", "bench.worker", launch.worker, json.dumps(launch.assignments[rank])],
             cwd=REPOSITORY,
             env=dict(launch.environment),
             stdin=subprocess.PIPE,
@@ -77,17 +74,17 @@ class Rank:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
 
-    def reply(self) -> dict[str, Any]:
+    def reply(self) -> Any:
         try:
-            line = self._answers.get(timeout=REPLY_TIMEOUT)
+            line = self._answers.get(timeout=self._timeout)
         except queue.Empty:
-            raise ContestantFailedError(f"no answer within {REPLY_TIMEOUT:.0f} s") from None
+            raise ContestantFailedError(f"no answer within {self._timeout:.0f} s") from None
         if line is None:
             raise ContestantFailedError(f"its process ended: {self._last_words()}")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise ContestantFailedError(str(answer["error"]).splitlines()[0])
-        return answer
+        reply = json.loads(line)
+        if "error" in reply:
+            raise ContestantFailedError(str(reply["error"]).splitlines()[0])
+        return reply["answer"]
 
     def _last_words(self) -> str:
         code = self._process.wait(timeout=5)
@@ -103,21 +100,25 @@ class Rank:
 
 
 class Team:
-    """All ranks of one contestant. ``folder`` takes their logs."""
+    """All ranks of one contestant. ``folder`` takes their logs, ``timeout`` is that of an answer."""
 
-    def __init__(self, launch: Launch, folder: Path) -> None:
+    def __init__(self, launch: Launch, folder: Path, timeout: float = REPLY_TIMEOUT) -> None:
         self.name = launch.name
         self.ranks: list[Rank] = []
         self._files = contextlib.ExitStack()
         for rank in range(len(launch.assignments)):
-            log = self._files.enter_context((folder / f"{launch.name}.{rank}.log").open("w"))
-            self.ranks.append(Rank(launch, rank, log))
+            log = self._files.enter_context((folder / f"{slug(launch.name)}.{rank}.log").open("w"))
+            self.ranks.append(Rank(launch, rank, log, timeout))
 
-    def gather(self, request: Mapping[str, object] | None = None) -> list[dict[str, Any]]:
-        """Every rank's answer to a request (None: to its start)."""
-        if request is not None:
-            for rank in self.ranks:
-                rank.ask(request)
+    def started(self) -> None:
+        """Wait until every rank has built what it will be asked about."""
+        for rank in self.ranks:
+            rank.reply()
+
+    def ask(self, do: str, **request: object) -> list[Any]:
+        """Every rank's answer."""
+        for rank in self.ranks:
+            rank.ask({"do": do, **request})
         return [rank.reply() for rank in self.ranks]
 
     def end(self) -> None:
@@ -126,57 +127,42 @@ class Team:
         self._files.close()
 
 
-@contextlib.contextmanager
-def _teams(launches: Sequence[Launch], folder: Path, failures: dict[str, str]) -> Iterator[dict[str, Team]]:
-    """Start the contestants one after another; those that cannot start are in ``failures``."""
-    teams: dict[str, Team] = {}
-    try:
-        for launch in launches:
-            teams[launch.name] = team = Team(launch, folder)
-            try:
-                team.gather()
-            except ContestantFailedError as error:
-                _drop(teams, launch.name, error, failures)
-        yield teams
-    finally:
-        for team in teams.values():
+class Teams:
+    """Teams that are alive together; one that fails is ended, and why is in ``failures``.
+
+    Args:
+        folder: For their logs.
+    """
+
+    alive: dict[str, Team]
+    failures: dict[str, str]
+    _folder: Path
+
+    def __init__(self, folder: Path) -> None:
+        self.alive, self.failures, self._folder = {}, {}, folder
+
+    def __enter__(self) -> Teams:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for team in self.alive.values():
             team.end()
 
+    def start(self, launch: Launch, timeout: float = REPLY_TIMEOUT) -> None:
+        """Start the contestant's ranks, and wait until they are ready."""
+        self.alive[launch.name] = team = Team(launch, self._folder, timeout)
+        self._try(launch.name, team.started)
 
-def _drop(teams: dict[str, Team], name: str, error: Exception, failures: dict[str, str]) -> None:
-    failures[name] = str(error)
-    console.print(f"[yellow]{name} cannot run: {error}")
-    teams.pop(name).end()
+    def ask(self, name: str, do: str, **request: object) -> list[Any] | None:
+        """Every rank's answer; None if the contestant fails, or has failed before."""
+        team = self.alive.get(name)
+        return None if team is None else self._try(name, lambda: team.ask(do, **request))
 
-
-def take_turns(launches: Sequence[Launch], turns: Turns, folder: Path) -> tuple[dict[str, Record], dict[str, str]]:
-    """Run all rounds. Returns the records, and why a contestant has none."""
-    failures: dict[str, str] = {}
-    records: dict[str, Record] = {}
-    with _teams(launches, folder, failures) as teams:
-        for name in list(teams):
-            try:
-                losses, _ = _turn(teams[name], turns.warmup_steps)
-                records[name] = Record(losses, [], [])
-            except ContestantFailedError as error:
-                _drop(teams, name, error, failures)
-        for index in range(turns.rounds):
-            for name in turn_order(list(teams), index) if teams else ():
-                try:
-                    losses, seconds = _turn(teams[name], turns.steps_per_round)
-                except ContestantFailedError as error:
-                    _drop(teams, name, error, failures)
-                    continue
-                records[name].losses += losses
-                records[name].seconds.append(seconds)
-        for name, team in teams.items():
-            records[name].memory = team.gather({"do": "memory"})
-    return {name: record for name, record in records.items() if name not in failures}, failures
-
-
-def _turn(team: Team, steps: int) -> tuple[list[float], list[float]]:
-    """Train some steps: the mean loss over the ranks and the slowest rank's time, per step."""
-    answers = team.gather({"do": "run", "steps": steps})
-    losses = [sum(ranks) / len(ranks) for ranks in zip(*(a["losses"] for a in answers), strict=True)]
-    seconds = [max(ranks) for ranks in zip(*(a["seconds"] for a in answers), strict=True)]
-    return losses, seconds
+    def _try(self, name: str, action: Callable[[], T]) -> T | None:
+        try:
+            return action()
+        except ContestantFailedError as error:
+            self.failures[name] = str(error)
+            print(f"{name} cannot go on: {error}", flush=True)
+            self.alive.pop(name).end()
+            return None

@@ -1,175 +1,42 @@
 """What to make a unit of, in figures: a model of one training step, not a measurement.
 
-    python -m bench.wrap_model                                              # print the tables
-    python -m bench.wrap_model --write-document --plot docs/wrapping.png    # and put them into docs/wrapping.md
-
-The model walks through fullshard's schedule in the order in which the host enqueues it, with two clocks: the compute
-stream and the communicator, which runs collectives one at a time in the order of issue. A unit computes when its
-gather is done; just before, the gather of the next unit is issued and starts when the compute stream gets there. After
-a unit's backward the reduction before is waited for, and its own is issued. Times in seconds, sizes in bytes.
-
-Collectives cost ``latency(N) + bytes * (N - 1) / N / bandwidth(N)``. All-gather and reduce-scatter on nodes of eight
-GPUs run on rings, whose latency grows with N; see ``docs/wrapping.md`` for where each constant comes from.
+Several choices of units for two models, on so many GPUs, by the schedule of ``bench/simulators/schedule.py``. With
+``--write-document`` the tables and ``wrapping.png`` go to ``docs/wrapping.md``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
-
-import typer
-from rich.console import Console
 
 from bench import report
-from bench.environment import REPOSITORY
+from bench.command_line import DOCUMENT
+from bench.command_line import Options as SharedOptions
+from bench.simulators.schedule import (
+    EFFICIENCY,
+    NETWORK_BANDWIDTH,
+    NVLINK_BANDWIDTH,
+    PARAMETER_BYTES,
+    PEAK_FLOPS,
+    PROTOCOLS,
+    REDUCE_BYTES,
+    SIMPLE,
+    Fabric,
+    Machine,
+    ModelShape,
+    Outcome,
+    RingProtocol,
+    UnitPlan,
+    Wrapping,
+    simulate,
+)
 
-DOCUMENT = REPOSITORY / "docs" / "wrapping.md"
+PAGE = DOCUMENT.with_name("wrapping.md")
 RANKS = (8, 64, 1024)
-GPUS_PER_NODE = 8
-
-PARAMETER_BYTES = 2  # bf16: what is gathered, and what autograd's gradients are
-REDUCE_BYTES = 4  # fp32
-
-PEAK_FLOPS = 989e12  # H100 SXM, bf16, dense
-EFFICIENCY = 0.5  # of the peak, while computing
-NVLINK_BANDWIDTH = 370e9  # bytes/s per GPU that NCCL reaches on NVLink 4
-NETWORK_BANDWIDTH = 8 * 46e9  # bytes/s of a node's ring: eight 400 Gb/s adapters
-
-console = Console(highlight=False)
-
-
-# ---------------------------------------------------------------- the machine
-
-
-@dataclass(frozen=True)
-class RingProtocol:
-    """One of NCCL's three ways to run a ring; it picks the fastest per message. Latencies in seconds.
-
-    ``one_node_hop``, ``inner_hop`` (within a node of many) and ``outer_hop`` (between nodes) are per hop of the ring.
-    The bandwidth is ``share`` of the ring's, at most ``one_node_cap`` or ``many_nodes_cap`` bytes/s.
-    """
-
-    base: float
-    one_node_hop: float
-    inner_hop: float
-    outer_hop: float
-    share: float
-    one_node_cap: float = float("inf")
-    many_nodes_cap: float = float("inf")
-
-
-LL = RingProtocol(6.6e-6, 0.6e-6, 1.0e-6, 2.7e-6, 0.25, 87.7e9, 20.4e9)
-LL128 = RingProtocol(14.0e-6, 1.9e-6, 1.9e-6, 4.0e-6, 0.92)
-SIMPLE = RingProtocol(8.4e-6, 3.4e-6, 3.4e-6, 14.0e-6, 1.0)
-PROTOCOLS = (LL, LL128, SIMPLE)
-
-
-@dataclass(frozen=True)
-class Fabric:
-    """``ranks`` GPUs, eight to a node."""
-
-    ranks: int
-    nvlink_bandwidth: float = NVLINK_BANDWIDTH
-    network_bandwidth: float = NETWORK_BANDWIDTH
-    protocols: tuple[RingProtocol, ...] = PROTOCOLS
-
-    def __post_init__(self) -> None:
-        if self.ranks < 1 or (self.ranks > GPUS_PER_NODE and self.ranks % GPUS_PER_NODE):
-            raise ValueError(f"ranks must be 1 to {GPUS_PER_NODE} or fill whole nodes, got {self.ranks}")
-
-    def collective_seconds(self, nbytes: int) -> float:
-        """Time of an all-gather to, or a reduce-scatter from, ``nbytes`` on every rank."""
-        if self.ranks == 1 or nbytes == 0:
-            return 0.0
-        return min(self._latency(p) + self._wire_bytes(nbytes) / self._bandwidth(p) for p in self.protocols)
-
-    def _wire_bytes(self, nbytes: int) -> float:
-        return nbytes * (self.ranks - 1) / self.ranks
-
-    def _latency(self, protocol: RingProtocol) -> float:
-        between = max(1, self.ranks // GPUS_PER_NODE) - 1
-        hop = protocol.inner_hop if between else protocol.one_node_hop
-        return protocol.base + (self.ranks - 1 - between) * hop + between * protocol.outer_hop
-
-    def _bandwidth(self, protocol: RingProtocol) -> float:
-        if self.ranks <= GPUS_PER_NODE:
-            return min(self.nvlink_bandwidth * protocol.share, protocol.one_node_cap)
-        return min(min(self.nvlink_bandwidth, self.network_bandwidth) * protocol.share, protocol.many_nodes_cap)
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What the simulation needs to know: seconds of a collective of so many bytes, and FLOP/s while computing."""
-
-    collective_seconds: Callable[[int], float]
-    flops_per_second: float
-
-
-# ---------------------------------------------------------------- the model and its units
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A module that could be a unit. Its backward costs twice its forward."""
-
-    name: str
-    parameters: int
-    forward_flops: float
-    fed_by_ids: bool = False  # its inputs need no gradient, so only the end of backward ends its own
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """A decoder-only transformer and the batch per GPU. ``block_parameters`` are nearly all in matrices."""
-
-    title: str
-    blocks: int
-    width: int
-    vocabulary: int
-    block_parameters: int
-    sequence: int
-    sequences: int
-
-    @property
-    def tokens(self) -> int:
-        return self.sequence * self.sequences
-
-    def pieces(self) -> list[Piece]:
-        """Embedding, blocks, final norm and output head, in forward order."""
-        table = self.vocabulary * self.width
-        causal_attention = 2 * self.sequence * self.width * self.tokens  # two products, half of each masked
-        block = 2 * self.block_parameters * self.tokens + causal_attention
-        return [
-            Piece("embed", table, 0.0, fed_by_ids=True),
-            *(Piece(f"block{i}", self.block_parameters, block) for i in range(self.blocks)),
-            Piece("norm", self.width, 0.0),
-            Piece("head", table, 2 * table * self.tokens),
-        ]
-
 
 GPT = ModelShape("1.4B", 24, 2048, 50_304, 12 * 2048**2, sequence=2048, sequences=4)
 LLAMA = ModelShape("8B", 32, 4096, 128_256, 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14_336, sequence=8192, sequences=1)
 MODELS = (GPT, LLAMA)
-
-
-@dataclass(frozen=True)
-class UnitPlan:
-    """One ``fully_shard`` call on these pieces; ``keep`` is ``reshard_after_forward=False``."""
-
-    members: tuple[str, ...]
-    keep: bool = False
-
-
-@dataclass(frozen=True)
-class Wrapping:
-    """All calls; the last, on the model itself, makes a root unit of every piece that no call named."""
-
-    title: str
-    units: tuple[UnitPlan, ...]
-    keep_root: bool = True
-
 
 PLAIN = "blocks"
 RECOMMENDED = "blocks, embed, norm + head kept"
@@ -198,214 +65,6 @@ def choices(blocks: int) -> list[Wrapping]:
         Wrapping(BY_TWO, (embed, *grouped(2), kept_tail)),
         Wrapping(BY_FOUR, (embed, *grouped(4), kept_tail)),
     ]
-
-
-# ---------------------------------------------------------------- the simulation
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One step. ``peak_bytes`` counts gathered parameters and gradients that are not reduced yet, nothing else."""
-
-    step_seconds: float
-    compute_seconds: float
-    peak_bytes: int
-    collectives: tuple[
-        tuple[str, str], ...
-    ]  # ("all_gather" or "reduce_scatter", first piece of the unit), in order of issue
-
-    @property
-    def exposed_seconds(self) -> float:
-        """How long the compute stream waited for communication."""
-        return self.step_seconds - self.compute_seconds
-
-
-class _Unit:
-    """A unit in the simulation."""
-
-    name: str
-    pieces: list[Piece]
-    keep: bool
-    is_root: bool
-    parameters: int
-    gathered: bool
-    ready: float  # when its gather is done
-    in_backward: bool
-
-    def __init__(self, pieces: Sequence[Piece], keep: bool, is_root: bool = False) -> None:
-        self.pieces, self.keep, self.is_root = list(pieces), keep, is_root
-        self.name = "root" if is_root else self.pieces[0].name
-        self.parameters = sum(piece.parameters for piece in pieces)
-        self.gathered, self.ready, self.in_backward = False, 0.0, False
-
-
-@dataclass(frozen=True)
-class _Reduction:
-    done: float
-    input_bytes: int
-
-
-class _Step:
-    """One step of one wrapping; the method names are those of ``fullshard.engine.runtime`` where there are any."""
-
-    machine: Machine
-    root: _Unit
-    order: list[_Unit]  # of forward starts
-    owner: dict[str, _Unit]
-    now: float  # when the compute stream is through with everything enqueued so far
-    link_free: float  # the same for the communicator
-    computed: float
-    memory: int  # in the order of the compute stream, as the caching allocator sees it
-    peak: int
-    ended: list[_Unit]
-    ahead: list[_Unit]
-    reductions: list[_Reduction]
-    collectives: list[tuple[str, str]]
-
-    def __init__(self, pieces: Sequence[Piece], wrapping: Wrapping, machine: Machine) -> None:
-        self.machine = machine
-        by_name = {piece.name: piece for piece in pieces}
-        named = [name for plan in wrapping.units for name in plan.members]
-        if len(set(named)) != len(named) or not set(named) <= set(by_name):
-            raise ValueError(f"units must name existing pieces, each once, got {named} for {list(by_name)}")
-        units = [_Unit([by_name[name] for name in plan.members], plan.keep) for plan in wrapping.units]
-        rest = [piece for piece in pieces if piece.name not in set(named)]
-        self.root = _Unit(rest, wrapping.keep_root, is_root=True)
-        self.owner = {piece.name: unit for unit in [self.root, *units] for piece in unit.pieces}
-        position = {piece.name: i for i, piece in enumerate(pieces)}
-        for unit in units:
-            first = position[unit.name]
-            if [piece.name for piece in unit.pieces] != [p.name for p in pieces[first : first + len(unit.pieces)]]:
-                raise ValueError(f"the pieces of a unit must follow one another, got {[p.name for p in unit.pieces]}")
-        self.order = [self.root, *sorted(units, key=lambda unit: position[unit.name])]
-        self.now = self.link_free = self.computed = 0.0
-        self.memory = self.peak = 0
-        self.ended, self.ahead, self.reductions, self.collectives = [], [], [], []
-
-    # ---------------------------------------------------------------- clocks and memory
-
-    def hold(self, nbytes: int) -> None:
-        self.memory += nbytes
-        self.peak = max(self.peak, self.memory)
-
-    def compute(self, flops: float) -> None:
-        seconds = flops / self.machine.flops_per_second
-        self.now += seconds
-        self.computed += seconds
-
-    def communicate(self, kind: str, unit: _Unit, nbytes: int) -> float:
-        """Issue a collective now; when it is done."""
-        self.collectives.append((kind, unit.name))
-        self.link_free = max(self.now, self.link_free) + self.machine.collective_seconds(nbytes)
-        return self.link_free
-
-    # ---------------------------------------------------------------- units
-
-    def gather(self, unit: _Unit) -> None:
-        if unit.gathered or not unit.parameters:
-            return
-        unit.gathered = True
-        self.hold(PARAMETER_BYTES * unit.parameters)
-        unit.ready = self.communicate("all_gather", unit, PARAMETER_BYTES * unit.parameters)
-
-    def use_unsharded(self, unit: _Unit) -> None:
-        self.gather(unit)
-        self.now = max(self.now, unit.ready)
-        self.ahead = [other for other in self.ahead if other is not unit]
-
-    def gather_ahead(self, units: Sequence[_Unit]) -> None:
-        """One unit is gathered ahead, no more."""
-        for unit in units:
-            if unit.gathered or not unit.parameters or self.ahead:
-                continue
-            self.ahead.append(unit)
-            self.gather(unit)
-
-    def reshard(self, unit: _Unit) -> None:
-        if unit.gathered:
-            unit.gathered = False
-            self.hold(-PARAMETER_BYTES * unit.parameters)
-
-    def reduce(self, unit: _Unit) -> None:
-        """Wait for the reduction in flight, cast the gradients into the message, and issue its reduction."""
-        self.finish_reductions()
-        if not unit.parameters:
-            return
-        self.hold(REDUCE_BYTES * unit.parameters)
-        self.hold(-PARAMETER_BYTES * unit.parameters)
-        nbytes = REDUCE_BYTES * unit.parameters
-        self.reductions.append(_Reduction(self.communicate("reduce_scatter", unit, nbytes), nbytes))
-
-    def finish_reductions(self) -> None:
-        for reduction in self.reductions:
-            self.now = max(self.now, reduction.done)
-            self.hold(-reduction.input_bytes)
-        self.reductions.clear()
-
-    # ---------------------------------------------------------------- forward and backward
-
-    def start_forward(self, unit: _Unit) -> None:
-        self.use_unsharded(unit)
-        position = self.order.index(unit)
-        self.gather_ahead(self.order[position + 1 : position + 2])
-
-    def end_forward(self, unit: _Unit) -> None:
-        if not unit.keep:
-            self.reshard(unit)
-        self.ended.append(unit)
-
-    def pre_backward(self, unit: _Unit) -> None:
-        if unit.in_backward:
-            return
-        unit.in_backward = True
-        self.use_unsharded(unit)
-        if unit in self.ended:
-            del self.ended[self.ended.index(unit) :]
-        self.gather_ahead(self.ended[-1:])
-
-    def finish_backward(self, unit: _Unit) -> None:
-        self.reduce(unit)
-        self.reshard(unit)
-        unit.in_backward = False
-
-    def forward(self, pieces: Sequence[Piece]) -> None:
-        self.start_forward(self.root)
-        for piece in pieces:
-            unit = self.owner[piece.name]
-            if not unit.is_root and piece is unit.pieces[0]:
-                self.start_forward(unit)
-            self.compute(piece.forward_flops)
-            if not unit.is_root and piece is unit.pieces[-1]:
-                self.end_forward(unit)
-        self.end_forward(self.root)
-
-    def backward(self, pieces: Sequence[Piece]) -> None:
-        self.pre_backward(self.owner[pieces[-1].name])  # the model returns its last piece's output: inner hooks first
-        self.pre_backward(self.root)
-        for piece in reversed(pieces):
-            unit = self.owner[piece.name]
-            self.pre_backward(unit)
-            self.hold(PARAMETER_BYTES * piece.parameters)
-            self.compute(2 * piece.forward_flops)
-            if not unit.is_root and piece is unit.pieces[0] and not piece.fed_by_ids:
-                self.finish_backward(unit)
-        for unit in self.order:
-            if unit.in_backward:
-                self.finish_backward(unit)
-        self.finish_reductions()
-
-
-def simulate(pieces: Sequence[Piece], wrapping: Wrapping, machine: Machine) -> Outcome:
-    """One step: forward, backward, all reductions finished. The optimizer and the loss are left out.
-
-    Raises:
-        ValueError: If ``wrapping`` names a piece twice, or one that is not there, or pieces that do not follow one
-            another.
-    """
-    step = _Step(pieces, wrapping, machine)
-    step.forward(pieces)
-    step.backward(pieces)
-    return Outcome(step.now, step.computed, step.peak, tuple(step.collectives))
 
 
 @dataclass(frozen=True)
@@ -536,25 +195,19 @@ def plot(path: Path) -> None:
     axes[0][0].invert_yaxis()  # shared by all panels
     tokens = f"{GPT.tokens:,} tokens per GPU and step"
     figure.suptitle(f"Modelled, not measured: H100s, {tokens}. Exposed: share of the step", fontsize=12)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
+    report.save_figure(figure, path, dpi=110)
 
 
-def main(
-    plot_to: Annotated[Path | None, typer.Option("--plot", help="Draw the bars into this PNG.")] = None,
-    write_document: Annotated[bool, typer.Option("--write-document", help="Put the tables into the page.")] = False,
-    document: Annotated[Path, typer.Option(help="Markdown page with the tables.")] = DOCUMENT,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Options(SharedOptions):
+    """Nothing to choose."""
+
+    document: Path = PAGE
+
+
+def run(options: Options) -> None:
     """Model a training step for each choice of units."""
     for name, block in document_blocks().items():
-        console.print(f"{name}\n\n{block}\n", markup=False, soft_wrap=True)
-        if write_document:
-            report.update_document(document, name, block)
-    if plot_to is not None:
-        plot(plot_to)
-        console.print(f"wrote {plot_to.name}")
-
-
-if __name__ == "__main__":
-    typer.run(main)
+        report.write_page(options, name, [block], None, "")
+    if options.write_document:
+        plot(options.document.with_name("wrapping.png"))

@@ -1,6 +1,6 @@
 """Everything that a real GPU can show about fullshard, in one command and ten minutes: ``python -m bench.gpu``.
 
-- ``__main__.py``  the command: the parts one after another, the JSON and the page
+- ``driver.py``    the command: the parts one after another, the JSON and the page
 - ``parts.py``     what there is to run; each part is a process of its own under a time limit
 - ``page.py``      ``docs/gpu.md`` out of the JSON
 - ``device.py``    an accelerator of any type for the parts: CUDA, or the emulated one for a rehearsal

@@ -54,8 +54,8 @@ def ranks_alike(ranks: int, device: torch.device) -> contextlib.AbstractContextM
 
     Collectives run on a stream of their own, and write all that a real network would.
     """
-    from bench.modelled_network import Network, modelled_ranks
-    from bench.modelled_time import StreamDevice
+    from bench.simulators.clocks import StreamDevice
+    from bench.simulators.network import Network, modelled_ranks
 
     return modelled_ranks(ranks, Network(bandwidth=math.inf), device=StreamDevice(device))
 

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench import report
 from bench.gpu.device import CUDA, forget_freed, ranks_alike, use
-from bench.gpu.models import each_that_runs
 from bench.gpu.parts import Settings
+from bench.turns import each_that_runs
 from fullshard import fully_shard
 
 RANKS, STEPS, WARM_UP = 8, 4, 3

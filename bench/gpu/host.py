@@ -21,11 +21,10 @@ RANKS = 8
 def measure(settings: Settings) -> dict[str, Any]:
     """Times, costs and ratios as ``bench.host_cost`` has them."""
     device = use(settings.device)
-    shape = (3, RANKS, 1, 1, 2) if settings.small else (100, RANKS, 15, 4, 3)
-    run = host_cost.Settings(*shape, device=str(device))
+    usual = host_cost.Options(ranks=RANKS, rounds=15, steps_per_round=4)
+    run = host_cost.Options(units=3, ranks=RANKS, rounds=1, steps_per_round=1) if settings.small else usual
     with group_of(RANKS, device):
-        runners, failures = host_cost.build((PLAIN, *SHARDED), run)
-        seconds = host_cost.compete(runners, run)
+        seconds, failures = host_cost.compete((PLAIN, *SHARDED), run, str(device))
     return {"units": run.units, "contestants": host_cost.summarise(seconds, run.units), "not_run": failures}
 
 

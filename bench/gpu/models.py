@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,14 +52,3 @@ class Trainer:
     def steps(self, count: int) -> list[Tensor]:
         """The losses of so many steps."""
         return [self.step() for _ in range(count)]
-
-
-def each_that_runs(names: tuple[str, ...], action: Callable[[str], Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """``action(name)`` by name, and why it failed where it did."""
-    results, failures = {}, {}
-    for name in names:
-        try:
-            results[name] = action(name)
-        except Exception as error:
-            failures[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-    return results, failures

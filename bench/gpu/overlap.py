@@ -22,11 +22,12 @@ from torch.profiler import ProfilerActivity
 
 from bench import report
 from bench.gpu.device import CUDA, forget_freed, use
-from bench.gpu.models import PLAIN, SHAPES, SHARDED, Trainer, each_that_runs
+from bench.gpu.models import PLAIN, SHAPES, SHARDED, Trainer
 from bench.gpu.parts import Settings
-from bench.modelled_network import Network, modelled_ranks
-from bench.modelled_time import StreamDevice
+from bench.simulators.clocks import StreamDevice
+from bench.simulators.network import Network, modelled_ranks
 from bench.statistics import spread
+from bench.turns import each_that_runs
 
 RANKS, LINK_SHARE, STEPS = 8, 0.8, 10
 MESSAGE = "spin_kernel"  # of torch.cuda._sleep

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
+from bench.command_line import RESULTS
 from bench.environment import REPOSITORY, Environment
 from bench.gpu.parts import PARTS
 
@@ -19,8 +20,9 @@ _INTRODUCTION = """# On a GPU
 `make gpu` runs, on a machine with a CUDA device and within ten minutes, what only a real one can show: the tests, step
 time and memory, host time, overlap, CUDA graphs, and a check for missing waits. It writes the figures to
 `bench/results/gpu_<device>.json` and this page. [What is proven how](proof.md) says what they add to the emulated
-accelerator's race check. Without make: `PYTHONPATH=src python -m bench.gpu`, which needs torch with CUDA, pytest,
-hypothesis, typer, rich, xxhash and safetensors.
+accelerator's race check. Without make: `PYTHONPATH=src python -m bench.gpu`, which needs torch with CUDA and what
+fullshard imports, lazy_loader, xxhash and safetensors; the tests among its parts need pytest, hypothesis, typer and
+rich as well.
 """
 _NOT_RUN = """**It has not been run on a GPU yet.** A rehearsal on the emulated accelerator
 (`python -m bench.gpu --device emulated --small`) is one of the tests; it measures nothing."""
@@ -64,7 +66,7 @@ _SECTIONS = {
 }
 
 
-def load(results: Path = report.RESULTS) -> dict[str, Any] | None:
+def load(results: Path = RESULTS) -> dict[str, Any] | None:
     """The latest results of a run on CUDA; None if there are none."""
     found = [json.loads(path.read_text()) for path in sorted(results.glob("gpu_*.json"))]
     return max(found, key=lambda result: result["environment"]["date"], default=None)

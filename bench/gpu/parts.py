@@ -77,7 +77,7 @@ def part_named(name: str) -> Part:
     return next(part for part in PARTS if part.name == name)
 
 
-def run(part: Part, settings: Settings) -> dict[str, Any]:
+def measured_part(part: Part, settings: Settings) -> dict[str, Any]:
     """What the part measured, or ``{"failed": why}``; in both cases with its ``seconds``."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench import report
 from bench.gpu.device import EMULATED, hold_up, ranks_alike, use
-from bench.gpu.models import each_that_runs
 from bench.gpu.parts import Settings
+from bench.turns import each_that_runs
 from fullshard import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from fullshard import memory as fullshard_memory
 from fullshard.wrap import ModuleWrapPolicy

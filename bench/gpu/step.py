@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -24,9 +25,11 @@ from torch.profiler import ProfilerActivity
 from bench import report
 from bench.contestants import FSDP2
 from bench.gpu.device import CUDA, forget_freed, group_of, memory_of, use
-from bench.gpu.models import PLAIN, SHAPES, SHARDED, Trainer, each_that_runs
+from bench.gpu.models import PLAIN, SHAPES, SHARDED, Trainer
 from bench.gpu.parts import Settings
-from bench.statistics import Spread, largest_difference, paired_spread, round_medians, spread, turn_order
+from bench.report import cell, spread_cell
+from bench.statistics import largest_difference, paired_spread, round_medians, spread
+from bench.turns import each_that_runs, take_turns
 
 ROUNDS, STEPS, WARM_UP = 6, 5, 3
 MEMORY_FIELDS = ("resting_bytes", "peak_allocated_bytes", "peak_reserved_bytes")
@@ -114,13 +117,10 @@ def _interleaved(
 ) -> dict[str, list[list[float]]]:
     """Seconds per contestant, round and step, all contestants alive and taking turns."""
     trainers = {name: make(name) for name in names}
-    seconds: dict[str, list[list[float]]] = {name: [] for name in names}
     for trainer in trainers.values():
         trainer.steps(WARM_UP)
-    for index in range(rounds if names else 0):
-        for name in turn_order(names, index):
-            seconds[name].append(_timed(trainers[name], steps, device))
-    return seconds
+    turns = {name: partial(_timed, trainer, steps, device) for name, trainer in trainers.items()}
+    return take_turns(turns, rounds)
 
 
 def _timed(trainer: Trainer, count: int, device: torch.device) -> list[float]:
@@ -166,17 +166,13 @@ def table(result: Mapping[str, Any]) -> str:
         ratio, shares = entry.get("time_ratio_to_fsdp2"), entry.get("memory_ratio_to_fsdp2", {})
         row = [
             "plain" if name == PLAIN else name,
-            _number(entry["median_step_seconds"], ".2f", 1e3),
-            "-" if ratio is None else f"{Spread(**ratio):.2f}",
+            cell(entry["median_step_seconds"], ".2f", 1e3),
+            spread_cell(ratio),
         ]
         for field in MEMORY_FIELDS[1:]:
-            row += [_number(entry["memory"][field], ".0f", 2**-20), _number(shares.get(field), ".2f")]
-        row.append(_number(entry["copy_seconds"], ".2f", 1e3))
-        row.append(_number(entry.get("largest_loss_difference_to_fsdp2"), ".1e"))
+            row += [cell(entry["memory"][field], ".0f", 2**-20), cell(shares.get(field), ".2f")]
+        row.append(cell(entry["copy_seconds"], ".2f", 1e3))
+        row.append(cell(entry.get("largest_loss_difference_to_fsdp2"), ".1e"))
         rows.append(row)
     rows += [[name, f"cannot run: {why}", *["-"] * (len(header) - 2)] for name, why in result["not_run"].items()]
     return report.markdown_table(header, rows)
-
-
-def _number(value: float | None, spec: str, scale: float = 1.0) -> str:
-    return "-" if value is None else format(value * scale, spec)

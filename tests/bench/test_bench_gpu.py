@@ -17,21 +17,10 @@ import torch
 from bench.environment import REPOSITORY
 from bench.gpu import overlap, page, parts, step, suite
 from bench.gpu.parts import PARTS, Settings
+from bench_command import run_bench
 
 MISSING = runpy.run_path(str(REPOSITORY / "tests" / "accelerator" / "build.py"))["missing"]()
 SETTINGS = Settings("emulated", small=True, results="", seconds=1.0)
-
-
-def run_gpu(*arguments: str, timeout: float = 590) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "bench.gpu", *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
 
 
 # ---------------------------------------------------------------- the command
@@ -40,7 +29,7 @@ def run_gpu(*arguments: str, timeout: float = 590) -> subprocess.CompletedProces
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
 def test_without_a_gpu_it_says_so_and_succeeds(tmp_path: Path) -> None:
     """Without a CUDA device nothing is run, and nothing written."""
-    answer = run_gpu("--results", str(tmp_path))
+    answer = run_bench("--results", str(tmp_path), module="bench.gpu")
     assert answer.returncode == 0, answer.stderr
     assert "no CUDA device" in answer.stdout
     assert not list(tmp_path.iterdir())
@@ -48,9 +37,25 @@ def test_without_a_gpu_it_says_so_and_succeeds(tmp_path: Path) -> None:
 
 def test_an_unknown_part_is_refused() -> None:
     """An unknown part is refused with those that are known."""
-    answer = run_gpu("--only", "nothing")
+    answer = run_bench("--only", "nothing", module="bench.gpu")
     assert answer.returncode == 2
     assert "overlap" in answer.stderr
+
+
+def test_nothing_but_torch_and_what_fullshard_imports_is_needed() -> None:
+    """On a machine with little else: neither the command nor its parts import a package of the other benchmarks."""
+    code = """
+import importlib, sys
+class Refusing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"typer", "rich", "matplotlib", "pytest", "hypothesis"}:
+            raise ImportError(name)
+sys.meta_path.insert(0, Refusing())
+for name in ("driver", "parts", "page", "step", "host", "graphs", "races", "overlap", "suite"):
+    importlib.import_module("bench.gpu." + name)
+"""
+    answer = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -58,7 +63,8 @@ def test_rehearsal(tmp_path: Path) -> None:
     """Every part runs on the emulated accelerator, and the page says that nothing there is a measurement."""
     names = [part.name for part in PARTS if part.name != "step, 1 of 8, fp32"]  # the code of the other two
     only = [word for name in names for word in ("--only", name)]
-    answer = run_gpu("--device", "emulated", "--small", "--results", str(tmp_path), "--commit", "abc", *only)
+    options = ("--device", "emulated", "--small", "--results", str(tmp_path), "--commit", "abc")
+    answer = run_bench(*options, *only, module="bench.gpu", timeout=590)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     result = json.loads((tmp_path / "gpu_emulated.json").read_text())
     measured = result["parts"]
@@ -86,7 +92,7 @@ def _run(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str, seconds: floa
     """``run`` of a part that is this code, in a module of its own."""
     (folder / "sitecustomize.py").write_text(f"import sys\nif 'bench.gpu.parts' in sys.orig_argv:\n    {code}\n")
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-    return parts.run(PARTS[0], replace(SETTINGS, seconds=seconds))
+    return parts.measured_part(PARTS[0], replace(SETTINGS, seconds=seconds))
 
 
 def test_a_part_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,15 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
-from bench.comparison import Record
-from bench.memory_limit_bound import Bound, Widths
-from bench.memory_limit_labels import BOUNDARY
-from bench.memory_limit_ledger import Block, Ledger, Span, mark, range_of, recorded
-from bench.memory_limit_reading import ACTIVATIONS, STATE, Moment, Reading, read
-from bench.memory_limit_worker import Assignment
-
-from bench import memory_limit, memory_limit_faults
+from bench.memory_limit.bound import Bound, Widths
+from bench.memory_limit.labels import BOUNDARY
+from bench.memory_limit.ledger import Block, Ledger, Span, mark, range_of, recorded
+from bench.memory_limit.reading import ACTIVATIONS, STATE, Moment, Reading, read
+from bench_command import run_small
 
 KIB = 1024
 
@@ -142,52 +138,19 @@ def test_the_course_is_its_highest_moment() -> None:
     assert bound.course(reading(low, resting=84, optimizer=84 + 28 + 6)) == 16 * 7 + 6
 
 
-# ---------------------------------------------------------------- the runs
-
-
-def test_assignments_survive_the_command_line() -> None:
-    given = Assignment(("fullshard",), ("fp32", "bf16"), 32, 2, 16, 8)
-    assert Assignment.from_argument(given.as_argument()) == given
-
-
-def test_an_unknown_system_is_refused() -> None:
-    with pytest.raises(typer.BadParameter, match="fsdp3"):
-        memory_limit.main(only=["fsdp3"])
+# ---------------------------------------------------------------- a run
 
 
 def test_a_run_sets_peaks_beside_the_bound(tmp_path: Path) -> None:
-    """Below the course it could only be by giving up overlap. The page is written too."""
-    page = tmp_path / "memory.md"
-    page.write_text("<!-- bench:memory_limit -->\n<!-- /bench -->\n")
-    memory_limit.main(  # in this process, to import torch only once more: in the one that trains
-        *([256], 3, 32, [4], ["fp32"], ["fullshard"]),
-        device="cpu",
-        results=tmp_path,
-        document=page,
-        write_document=True,
-    )
-    (path,) = tmp_path.glob("memory_limit_*.json")
-    (cell,) = json.loads(path.read_text())["cells"]
-    assert cell["error"] == "" and 1.0 <= cell["peak_over_course"] <= 1.05
-    assert cell["reading"]["peak_phase"] == "backward"
-    alive = cell["reading"]["at_peak"]
-    assert {"full parameters|blocks.1", "full gradients|blocks.2"} <= set(alive)
-    assert sum(alive.values()) == cell["reading"]["peaks"]["backward"]
-    assert path.with_suffix(".png").exists() and "| 256, 4 fake, fp32 |" in page.read_text()
-    assert str(tmp_path) not in path.read_text()
-
-
-def test_faults_are_compared_with_an_untouched_allocator_of_the_same_system() -> None:
-    def record(faults: list[int], seconds: float, peak: int) -> Record:
-        counted = {"faults": faults, "user_seconds": [seconds] * 2, "system_seconds": [seconds] * 2}
-        memory = {"baseline": 100, "peak": peak, "resting": 0, **counted}
-        return Record([1.0], [[seconds], [seconds]], [memory, memory])
-
-    summary = memory_limit_faults.summarise(
-        {"fullshard, untouched": record([40, 60], 2.0, 300), "fullshard, 32 MiB": record([4, 4], 1.0, 320)}
-    )
-    kept = summary["fullshard, 32 MiB"]
-    assert kept["faults"]["median"] == 4 and summary["fullshard, untouched"]["faults"]["median"] == 50
-    assert kept["processor_seconds_ratio"]["median"] == 0.5 and kept["peak_ratio"] == pytest.approx(1.1)
-    assert "| fullshard, 32 MiB | 4 |" in memory_limit_faults.table(summary, {})
-    assert memory_limit_faults.Setting.parse("16+huge").name == "16 MiB, huge pages"
+    """Below the course it could only be by giving up overlap; memory of both front ends has its names."""
+    options = "--width 256 --blocks 3 --tokens 32 --ranks 4 --what fp32 --only fullshard --only fullshard-wrapper-flat"
+    page, (path,) = run_small(tmp_path, "memory_limit", options)
+    cells = json.loads(path.read_text())["cells"]
+    assert [cell["error"] for cell in cells] == ["", ""]
+    for cell, gradients in zip(cells, ("full gradients", "reduce message"), strict=True):  # a flat one's are in it
+        alive = cell["reading"]["at_peak"]
+        assert cell["reading"]["peak_phase"] == "backward"
+        assert {"full parameters|blocks.1", f"{gradients}|blocks.2"} <= set(alive)
+        assert sum(alive.values()) == cell["reading"]["peaks"]["backward"]
+    assert 1.0 <= cells[0]["peak_over_course"] <= 1.05
+    assert path.with_suffix(".png").exists() and "| 256, 4 fake, fp32 |" in page

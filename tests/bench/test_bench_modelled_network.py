@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from bench.modelled_network import Fabric, Network, modelled_ranks
-from bench.modelled_time import HostDevice, SkippingClock, WallClock
-from bench.overlap_device import SimulatedDevice, SimulatedEvent, SimulatedLane, simulated_streams
+from bench.simulators.clocks import HostDevice, SkippingClock, WallClock
+from bench.simulators.network import Fabric, Network, modelled_ranks
+from bench.simulators.streams import SimulatedDevice, SimulatedEvent, SimulatedLane, simulated_streams
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 

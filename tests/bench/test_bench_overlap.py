@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
-from bench.overlap_bound import UnitCosts, Window, keep_last, scheduled_seconds, step_bound
-from bench.overlap_run import Cell, Model, Rounds, even_units, measure, uneven_units
-from bench.overlap_systems import SYSTEMS
+from bench.overlap.bound import UnitCosts, Window, keep_last, scheduled_seconds, step_bound
+from bench.overlap.cells import Cell, Model, Rounds, even_units, measure, uneven_units
+from bench.overlap.systems import SYSTEMS
+from bench_command import run_small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -114,24 +115,9 @@ def test_peers_overlap_by_streams_only() -> None:
 
 def test_the_command_writes_figures_plot_and_document(tmp_path: Path) -> None:
     """One cell, two contestants."""
-    import typer
-    from bench.overlap import main
-    from typer.testing import CliRunner
-
-    app = typer.Typer()
-    app.command()(main)
-    page = tmp_path / "page.md"
-    page.write_text("<!-- bench:overlap -->\n<!-- /bench -->\n")
-    options = ["--ranks", "8", "--ratio", "1", "--device", "host", "--compute", "even", "--rounds", "1"]
-    options += ["--only", "fullshard", "--only", "FSDP2", "--clock", "none"]
-    options += ["--results", str(tmp_path), "--document", str(page), "--write-document"]
-    result = CliRunner().invoke(app, options)
-    assert result.exit_code == 0, result.output
-    (figures,) = (json.loads(path.read_text()) for path in tmp_path.glob("overlap_*.json"))
-    (cell,) = figures["cells"]
-    assert list(cell["contestants"]) == ["fullshard", "FSDP2"]
-    assert (
-        cell["contestants"]["FSDP2"]["over_bound"]["median"] > cell["contestants"]["fullshard"]["over_bound"]["median"]
-    )
-    assert list(tmp_path.glob("overlap_*.png"))
-    assert "| fullshard |" in page.read_text()
+    options = "--ranks 8 --ratio 1 --device host --what even --rounds 1 --only fullshard --only FSDP2 --clock none"
+    page, (path,) = run_small(tmp_path, "overlap", options)
+    (cell,) = json.loads(path.read_text())["cells"]
+    over = {name: entry["over_bound"]["median"] for name, entry in cell["contestants"].items()}
+    assert list(over) == ["fullshard", "FSDP2"] and over["FSDP2"] > over["fullshard"]
+    assert path.with_suffix(".png").exists() and "| fullshard |" in page

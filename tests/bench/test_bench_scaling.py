@@ -16,26 +16,27 @@ import torch
 import torch.distributed as dist
 from bench.contestants import distribute, start_fake_group
 from bench.models import TinyUnit, tiny_units
-from bench.scaling import (
+from bench.scaling.checkpoint import box_on, entries, tensors
+from bench.scaling.driver import (
     SYSTEMS,
-    Settings,
+    Options,
+    asked,
     cases,
     checkpoint_table,
-    document_block,
     exponents,
+    paragraphs,
     plot,
     series,
     slope,
     table,
     verdicts,
 )
-from bench.scaling_checkpoint import box_on, entries, tensors
-from bench.scaling_worker import Case, Cost, Runner, collective_names, measure, silent_collectives, stack
+from bench.scaling.worker import Case, Cost, Runner, collective_names, measure, silent_collectives, stack
 
 from fullshard.checkpoint.format.write_plan import RankInventory, TensorTable, plan_writes
 from fullshard.comm import CollectiveTransport
 
-SETTINGS = Settings((10, 100), (8, 64), 10, 8, 60.0)
+SETTINGS = Options(units=(10, 100), ranks=(8, 64), usual_units=10, usual_ranks=8, limit_s=60.0)
 # Messages are split in halves or not by their size, gathers are taken together if units are tiny: a few calls more.
 TOLERANCE = 0.06
 
@@ -179,19 +180,12 @@ def test_tables_and_plot(tmp_path: Path) -> None:
     assert "more than 9 s" in checkpoint_table([{"units": 1, "ranks": 8, "failure": "more than 9 s"}])
 
 
-def test_withdrawn_figures_are_dashes() -> None:
-    """A phase whose figures and exponents were taken out keeps its row, and the page says why."""
-    costs = made_up("fsdp2", 1.0, 0.0)
-    slopes = exponents(costs)
-    for phase in ("first", "steady"):
-        del slopes["fsdp2"][phase]
-        for case in costs:
-            del case["cost"][phase]
-    result = {"exponents": slopes, "costs": costs, "checkpoints": [], "withdrawn": "the steps of fsdp2, see the log."}
-    lines = document_block(result, SETTINGS, "provenance", "image").splitlines()
-    assert "| fsdp2, initialisation | 10 | 10 | 0.00 | 10 | 100 | 1.00 |" in lines
-    assert "| fsdp2, steady step | - | - | - | - | - | - |" in lines
-    assert "Withdrawn: the steps of fsdp2, see the log." in lines
+def test_a_block_says_what_was_not_measured() -> None:
+    failed = {"system": "fsdp2", "units": 10, "ranks": 64, "over": "ranks", "failure": "more than 9 s"}
+    costs = [*made_up("fullshard", 1.0, 0.0), failed]
+    block = "\n".join(paragraphs({"exponents": exponents(costs), "costs": costs, "checkpoints": []}, SETTINGS))
+    assert "Not measured: fsdp2 with 10 units on 64 ranks (more than 9 s)." in block
+    assert "All of ours keep to it." in block
 
 
 def test_cases_cover_both_axes() -> None:
@@ -202,9 +196,12 @@ def test_cases_cover_both_axes() -> None:
 
 
 def test_a_measurement() -> None:
-    """A case has all its figures."""
+    """A case has all its figures, also from a process of its own; one that fails says why."""
     cost = measure(Case("fullshard", 2, 4, 16, models=1, steps=1))
     assert min(cost.init, cost.first, cost.steady) > 0 and cost.python_bytes is None
+    case = asdict(Case("fullshard", 2, 4, 16, models=1, steps=1, memory=True))
+    assert asked("worker", "fullshard", 100.0, **case)["cost"]["python_bytes"] > 0
+    assert "nobody" in asked("worker", "nobody", 100.0, **{**case, "system": "nobody"})["failure"]
 
 
 def steady_step(system: str, ranks: int, *, silent: bool) -> tuple[int, int]:

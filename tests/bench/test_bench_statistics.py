@@ -61,8 +61,9 @@ def test_turns_rotate_and_change_direction() -> None:
     orders = [turn_order(names, index) for index in range(6)]
     assert all(sorted(order) == names for order in orders)
     assert orders[0] == ["a", "b", "c"]
-    assert orders[1] == ["a", "c", "b"]
-    assert orders[2] == ["c", "a", "b"]
+    assert orders[1] == ["c", "b", "a"]
+    assert orders[2] == ["b", "c", "a"]
+    assert [turn_order(["a", "b"], index)[0] for index in range(4)] == ["a", "b", "b", "a"]
     assert {order[0] for order in orders} == set(names)
     followers_of_a = {order[order.index("a") + 1] for order in orders if order[-1] != "a"}
     assert followers_of_a == {"b", "c"}

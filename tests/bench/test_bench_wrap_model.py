@@ -10,30 +10,33 @@ import pytest
 import torch
 import torch.distributed as dist
 from bench.contestants import start_fake_group
-from bench.wrap_model import (
-    BY_FOUR,
-    BY_TWO,
-    DOCUMENT,
-    GPT,
-    LLAMA,
-    MODELS,
-    PLAIN,
+from bench.simulators.schedule import (
     PROTOCOLS,
-    RANKS,
-    RECOMMENDED,
     SIMPLE,
-    Assumptions,
     Fabric,
     Machine,
     Outcome,
     Piece,
     UnitPlan,
     Wrapping,
+    simulate,
+)
+from bench.wrap_model import (
+    BY_FOUR,
+    BY_TWO,
+    GPT,
+    LLAMA,
+    MODELS,
+    PAGE,
+    PLAIN,
+    RANKS,
+    RECOMMENDED,
+    Assumptions,
+    Options,
     choices,
     document_blocks,
-    main,
     outcomes,
-    simulate,
+    run,
     tokens_needed,
 )
 from torch import nn
@@ -303,20 +306,20 @@ def test_throughput_of_a_7b_model_from_128_to_2048_ranks(
 
 
 def test_the_page_holds_the_figures_of_the_script() -> None:
-    text = DOCUMENT.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     for name, block in document_blocks().items():
         assert report.replace_block(text, name, block) == text, (
-            f"{name} is stale: python -m bench.wrap_model --write-document"
+            f"{name} is stale: python -m bench wrap_model --write-document"
         )
     assert len(text.splitlines()) < 150
-    assert (DOCUMENT.parent / "wrapping.png").exists()
+    assert PAGE.with_name("wrapping.png").exists()
 
 
 def test_the_command_writes_the_page_and_the_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     page.write_text("# Page\n", encoding="utf-8")
-    main(plot_to=tmp_path / "bars.png", write_document=True, document=page)
+    run(Options(write_document=True, document=page))
     for name, block in document_blocks().items():
         assert f"<!-- bench:{name} -->\n{block}\n<!-- /bench -->" in page.read_text(encoding="utf-8")
-    assert (tmp_path / "bars.png").stat().st_size > 10_000
+    assert (tmp_path / "wrapping.png").stat().st_size > 10_000
     assert RECOMMENDED in capsys.readouterr().out

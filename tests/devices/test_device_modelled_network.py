@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench.modelled_network import Fabric, Network, modelled_ranks
-from bench.modelled_time import StreamDevice
+from bench.simulators.clocks import StreamDevice
+from bench.simulators.network import Fabric, Network, modelled_ranks
 from on_device import on_device
 
 from fullshard import fully_shard

@@ -1,0 +1,277 @@
+"""Peak memory of a training step over the least that it needs, for fullshard and torch's FSDP1 and FSDP2, on CPU.
+
+Every allocation and free is recorded (``ledger.py``), so figures are exact and do not depend on the machine. Two gloo
+ranks, and rank 0 of c10d's fake group of 8 and 64, where the state at rest is small and what a unit needs on top shows.
+The bound is that of ``bound.py``: *sum* and *course*.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import report
+from bench.command_line import DOCUMENT, option
+from bench.command_line import Options as SharedOptions
+from bench.contestants import (
+    FSDP1,
+    FSDP2,
+    FULLSHARD,
+    UNSHARDED,
+    WRAPPER,
+    WRAPPER_FLAT,
+    process_environment,
+    system_alone,
+)
+from bench.memory_limit.bound import Bound, Widths
+from bench.memory_limit.reading import Reading
+from bench.memory_limit.worker import BF16, FP32, MODES, OFFLOAD
+from bench.models import GPT, GPTShape
+from bench.teams import ContestantFailedError, Launch, Team
+
+WORKER = "bench.memory_limit.worker"
+SYSTEMS = (FULLSHARD, WRAPPER, WRAPPER_FLAT, FSDP2, FSDP1)
+OURS = (FULLSHARD, WRAPPER, WRAPPER_FLAT)
+GLOO_RANKS = 2
+TARGET = 1.05
+# By width; at 1024 more blocks than the step benchmark has, for one contestant's memory is alive at a time.
+BLOCKS_AND_TOKENS = {512: (6, 256), 1024: (8, 64)}
+WIDTHS = {FP32: Widths(), BF16: Widths(gathered=2, gradient=2), OFFLOAD: Widths()}
+TIMEOUT = 900.0  # seconds, of one answer
+MEBIBYTE = 2**20
+PAGE = DOCUMENT.with_name("memory.md")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(SharedOptions):
+    """Both widths, two gloo ranks and more on fake groups: about ten minutes on two quiet cores."""
+
+    width: tuple[int, ...] = (512, 1024)
+    blocks: int | None = None
+    tokens: int | None = None
+    ranks: tuple[int, ...] = (GLOO_RANKS, 8, 64)
+    what: tuple[str, ...] = option((), choices=MODES)
+    only: tuple[str, ...] = option((), choices=SYSTEMS)
+    document: Path = PAGE
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One system in one mode. ``error`` instead of a reading: it cannot run."""
+
+    width: int
+    ranks: int
+    mode: str
+    system: str
+    bound: Bound
+    unsharded: Reading
+    reading: Reading | None
+    error: str = ""
+
+    @property
+    def to_sum(self) -> float | None:
+        return self.reading.peak / self.bound.sum(self.unsharded) if self.reading else None
+
+    @property
+    def to_course(self) -> float | None:
+        return self.reading.peak / self.bound.course(self.unsharded) if self.reading else None
+
+    def as_json(self) -> dict[str, object]:
+        found = None if self.reading is None else {k: v for k, v in asdict(self.reading).items() if k != "moments"}
+        return {
+            "width": self.width,
+            "ranks": self.ranks,
+            "mode": self.mode,
+            "system": self.system,
+            "error": self.error,
+            "reading": found,
+            "bound": {
+                "resident": self.bound.resident,
+                "transient": self.bound.transient,
+                "activations": self.unsharded.activations,
+                "sum": self.bound.sum(self.unsharded),
+                "course": self.bound.course(self.unsharded),
+            },
+            "peak_over_sum": self.to_sum,
+            "peak_over_course": self.to_course,
+        }
+
+
+def bound_of(shape: GPTShape, ranks: int, mode: str) -> Bound:
+    with torch.device("meta"):
+        model = GPT(shape)
+    units = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+    return Bound(units, sum(p.numel() for p in model.parameters()) - sum(units), ranks, WIDTHS[mode])
+
+
+def measure(shape: GPTShape, ranks: int, systems: Sequence[str], modes: Sequence[str]) -> list[Cell]:
+    """All systems and modes on so many ranks: gloo's, or a fake group's where there are more than two."""
+    if ranks == GLOO_RANKS:
+        found = _answers(shape, ranks, (UNSHARDED,), modes, fake=True)
+        for system in systems:  # in processes of their own: who fails leaves the group out of step
+            found |= _answers(shape, ranks, (system,), modes, fake=False)
+    else:
+        found = _answers(shape, ranks, (UNSHARDED, *systems), modes, fake=True)
+    cells = []
+    for mode in modes:
+        plain = Reading.from_json(found[UNSHARDED, mode]["reading"])
+        for system in systems:
+            answer = found.get((system, mode), {"error": "its ranks are out of step"})
+            reading = Reading.from_json(answer["reading"]) if "reading" in answer else None
+            bound = bound_of(shape, ranks, mode)
+            cells.append(Cell(shape.width, ranks, mode, system, bound, plain, reading, answer.get("error", "")))
+    return cells
+
+
+def _answers(
+    shape: GPTShape, ranks: int, systems: Sequence[str], modes: Sequence[str], *, fake: bool
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """Rank 0's answers by system and mode."""
+    contestant = system_alone(systems[0])
+    told: dict[str, Any] = {"systems": systems, "width": shape.width, "blocks": shape.blocks, "tokens": shape.tokens}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        launch = Launch.of(contestant, WORKER, Path(folder), ranks=ranks, **told)
+        if fake:
+            launch = Launch(contestant.name, WORKER, process_environment(contestant, 1), [{"ranks": ranks, **told}])
+        team = Team(launch, Path(folder), TIMEOUT)
+        try:
+            team.started()
+            for system in systems:
+                for mode in modes:
+                    answers = team.ask("measure", system=system, mode=mode)
+                    found[system, mode] = answers[0]
+                    if not fake and any("error" in answer for answer in answers):
+                        return found  # the ranks may not be in step any more
+        except ContestantFailedError as error:
+            found.setdefault((system, mode), {"error": str(error)})
+        finally:
+            team.end()
+    return found
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """One row per width, ranks and mode: the bound's terms in MiB, and each system's peak over both bounds."""
+    systems = list(dict.fromkeys(cell.system for cell in cells))
+    header = ["width, ranks, mode", "at rest", "units", "activations", "sum", "course", *systems]
+    rows = []
+    for key in dict.fromkeys((cell.width, cell.ranks, cell.mode) for cell in cells):
+        row = [cell for cell in cells if (cell.width, cell.ranks, cell.mode) == key]
+        bound, plain = row[0].bound, row[0].unsharded
+        terms = (bound.resident, bound.transient, plain.activations, bound.sum(plain), bound.course(plain))
+        width, ranks, mode = key
+        name = f"{width}, {ranks} {'gloo' if ranks == GLOO_RANKS else 'fake'}, {mode}"
+        found = {cell.system: cell for cell in row}
+        rows.append([name, *(f"{term / MEBIBYTE:.0f}" for term in terms), *(_ratios(found[s]) for s in systems)])
+    return report.markdown_table(header, rows)
+
+
+def _ratios(cell: Cell) -> str:
+    if cell.reading is None:
+        return "cannot run"
+    return f"{cell.to_sum:.2f}, {cell.to_course:.2f}"
+
+
+def breakdown(cells: Sequence[Cell]) -> str:
+    """What was alive at the peak, MiB: one row per kind of memory, its units in brackets; one column per cell."""
+    columns: list[dict[str, str]] = []
+    kinds: dict[str, int] = {}
+    for cell in cells:
+        assert cell.reading is not None
+        column: dict[str, list[tuple[str, int]]] = {}
+        for name, nbytes in cell.reading.at_peak.items():
+            what, unit = name.split("|")[:2]
+            column.setdefault(what, []).append((unit, nbytes))
+            kinds[what] = max(kinds.get(what, 0), nbytes)
+        columns.append({what: _units_text(parts) for what, parts in column.items()})
+    order = sorted(kinds, key=lambda what: -kinds[what])
+    header = ["alive at the peak", *(f"{c.system}, {c.mode}" for c in cells)]
+    rows = [[what, *(column.get(what, "-") for column in columns)] for what in order if kinds[what] >= MEBIBYTE / 4]
+    peaks = [f"{cell.reading.peak / MEBIBYTE:.1f} in {cell.reading.peak_phase}" for cell in cells if cell.reading]
+    return report.markdown_table(header, [*rows, ["**all**", *peaks]])
+
+
+def _units_text(parts: Sequence[tuple[str, int]]) -> str:
+    text = f"{sum(nbytes for _, nbytes in parts) / MEBIBYTE:.1f}"
+    large = [unit.removeprefix("blocks.") or "root" for unit, nbytes in parts if nbytes >= MEBIBYTE / 4]
+    named = any(unit for unit, _ in parts)
+    return f"{text} ({', '.join(sorted(large))})" if named and 1 <= len(large) <= 4 else text
+
+
+def verdicts(cells: Sequence[Cell]) -> Iterator[str]:
+    """Per form of fullshard: its worst cell against the target."""
+    for system in OURS:
+        mine = [cell for cell in cells if cell.system == system and cell.reading is not None]
+        for name in ("sum", "course"):
+            worst = max(mine, key=lambda cell: getattr(cell, f"to_{name}") or 0.0, default=None)
+            if worst is not None:
+                ratio = getattr(worst, f"to_{name}")
+                missed = "" if ratio <= TARGET else f" (missed: width {worst.width}, {worst.ranks} ranks, {worst.mode})"
+                yield f"{system}: at most {ratio:.2f} of the {name}, target {TARGET:.2f}{missed}"
+
+
+def paragraphs(cells: Sequence[Cell]) -> list[str]:
+    """What the page says."""
+    shapes = {cell.width: BLOCKS_AND_TOKENS.get(cell.width) for cell in cells}
+    sizes = "; ".join(f"width {w}: {p[0]} blocks, {p[1]} tokens per rank" for w, p in shapes.items() if p)
+    shown = breakdown_cells(cells)
+    errors = {cell.system: cell.error for cell in cells if cell.error}
+    lines = [
+        f"GPT, AdamW, {sizes}. Bound in MiB, then per system its peak over the *sum* and over the *course*.",
+        table(cells),
+        *(f"`{system}` cannot run everything: {error}" for system, error in errors.items()),
+        "\n".join(f"- {line}" for line in verdicts(cells)),
+    ]
+    if shown:
+        lines += [f"At the peak, width {shown[0].width} and {shown[0].ranks} ranks, MiB (units in brackets):"]
+        lines += [breakdown(shown)]
+    return lines
+
+
+def breakdown_cells(cells: Sequence[Cell]) -> list[Cell]:
+    """Those whose peaks say most: fullshard on the most ranks at the largest width, without repetitions."""
+    if not cells:
+        return []
+    width, ranks = max(cell.width for cell in cells), max(cell.ranks for cell in cells)
+    chosen = [c for c in cells if (c.width, c.ranks) == (width, ranks) and c.mode != OFFLOAD and c.reading is not None]
+    return [cell for cell in chosen if cell.system in (FULLSHARD, WRAPPER_FLAT)]
+
+
+def bars(cells: Sequence[Cell]) -> list[report.Panel]:
+    """The fewest ranks at the smallest width, where state at rest weighs most, and the other end."""
+    sizes = sorted({(cell.ranks, cell.width) for cell in cells})
+    panels = []
+    for ranks, width in dict.fromkeys((sizes[0], sizes[-1])):
+        for mode in (FP32, BF16):
+            values: dict[str, float | Any] = {
+                cell.system: cell.to_course
+                for cell in cells
+                if (cell.width, cell.ranks, cell.mode) == (width, ranks, mode) and cell.to_course is not None
+            }
+            panels.append(report.Panel(f"width {width}, {ranks} ranks, {mode}", values, 1.0))
+    return panels
+
+
+def run(options: Options) -> None:
+    """Measure the peak memory of a step and set it beside the least that the step needs."""
+    cells: list[Cell] = []
+    for width in options.width:
+        preset = BLOCKS_AND_TOKENS.get(width, (6, 64))
+        shape = GPTShape(width, options.blocks or preset[0], options.tokens or preset[1])
+        for count in options.ranks:
+            fresh = measure(shape, count, options.only or SYSTEMS, options.what or MODES)
+            cells += fresh
+            print(f"\n{table(fresh)}\n", flush=True)
+    report.publish(
+        options,
+        "memory_limit",
+        {"cells": [cell.as_json() for cell in cells]},
+        paragraphs(cells),
+        draw=lambda path: report.plot_bars(path, "Peak memory of a training step over its bound (course)", bars(cells)),
+        image_text="Peak memory over the bound",
+    )

@@ -1,0 +1,252 @@
+"""One cell of the tables: a number of ranks, a bandwidth, and everyone's step in turns."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from bench.models import GPT, Block, GPTShape, batch_of, next_token_loss
+from bench.overlap.bound import StepBound, UnitCosts, keep_last, step_bound
+from bench.overlap.systems import ModelledUnit, System, UnitShape, build, modelled_model
+from bench.simulators.clocks import Clock, HostDevice, SkippingClock, WallClock
+from bench.simulators.network import Fabric, Network, modelled_ranks
+from bench.simulators.streams import SimulatedDevice, simulated_streams
+from bench.statistics import Spread, spread
+from bench.turns import each_that_runs, take_turns
+
+__all__ = ["Cell", "Measured", "Model", "Rounds", "even_units", "measure", "uneven_units"]
+
+SMALL_GPT = GPTShape(width=256, blocks=4, tokens=512)
+PLAIN = "plain"
+ELEMENT = 4  # bytes; everything is fp32
+DeviceName = Literal["host", "streams"]
+ClockName = Literal["thread", "process", "wall", "none"]
+CLOCKS: Mapping[str, Callable[[], Clock]] = {
+    "thread": SkippingClock,
+    "process": lambda: SkippingClock(time.perf_counter),
+    "wall": WallClock,
+    "none": lambda: SkippingClock(lambda: 0.0),  # the host's own work takes no time: what the schedule alone takes
+}
+
+
+def even_units(units: int = 8, numel: int = 1024 * 320) -> tuple[UnitShape, ...]:
+    """Equal ones: 30 ms of computation, a third of it forward."""
+    return (UnitShape(numel, 0.010, 0.020),) * units
+
+
+def uneven_units(groups: int = 2, numel: int = 1024 * 320) -> tuple[UnitShape, ...]:
+    """Two that compute much and weigh little, two that weigh three times as much and compute a quarter, and so on: what
+    dense and sparse layers, or an encoder and its embeddings, are to one another."""
+    dense, sparse = UnitShape(numel, 0.016, 0.032), UnitShape(3 * numel, 0.004, 0.008)
+    return (dense, dense, sparse, sparse) * groups
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained: modelled units, or, if there are none, a GPT that computes."""
+
+    name: str
+    units: tuple[UnitShape, ...] = ()
+    gpt: GPTShape = SMALL_GPT
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One column of the table.
+
+    Args:
+        model: What is trained.
+        device: ``host``: as CPU ranks, which block where they wait; ``streams``: see ``bench/simulators/streams.py``.
+        ranks: N.
+        ratio: Link time over computation at 8 ranks and without latencies: below 1 the computation takes longer.
+        clock: See ``CLOCKS``.
+    """
+
+    model: Model
+    device: DeviceName
+    ranks: int
+    ratio: float
+    clock: ClockName = "thread"
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How often everyone steps."""
+
+    warmup: int = 3
+    rounds: int = 7
+    steps: int = 2
+
+
+@dataclass
+class Measured:
+    """What a cell gave. Seconds.
+
+    Args:
+        bound: With the last unit kept from forward to backward, which needs no memory.
+        costs: Of the units.
+        network: Its links.
+        steps: Median step per contestant and round.
+        link: Of one step: seconds in which the link was busy.
+        failures: Why a contestant has no steps.
+    """
+
+    bound: StepBound
+    costs: list[UnitCosts]
+    network: Network
+    steps: dict[str, list[float]]
+    link: dict[str, float]
+    failures: dict[str, str]
+
+    def over_bound(self, name: str) -> Spread:
+        """Step time over T_LB."""
+        return spread([seconds / self.bound.seconds for seconds in self.steps[name]])
+
+    def exposed(self, name: str) -> Spread:
+        """Seconds of the step beyond its computation."""
+        return spread([seconds - self.bound.computation for seconds in self.steps[name]])
+
+
+class Stepper:
+    """A contestant in a cell."""
+
+    _run: Callable[[], torch.Tensor]
+
+    def __init__(self, system: System | None, cell: Cell, fabric: Fabric) -> None:
+        self.fabric, self.device = fabric, fabric.device
+        torch.manual_seed(0)
+        if cell.model.units:
+            model: nn.Module = modelled_model(cell.model.units, self.device)
+            inputs = torch.zeros(4, requires_grad=True)
+            unit: type[nn.Module] = ModelledUnit
+        else:
+            model, unit = GPT(cell.model.gpt), Block
+        self.plain = model
+        self.model = model if system is None else build(system, model, (unit,), self.device)
+        batch = batch_of(cell.model.gpt, 0, 0)
+        self._run = lambda: self.model(inputs).sum() if cell.model.units else next_token_loss(self.model, batch)
+
+    def step(self) -> float:
+        """Seconds of forward and backward, until everything is through; gradients are dropped afterwards."""
+        begun = self.device.synchronize()
+        self._run().backward()
+        seconds = self.device.synchronize() - begun
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        return seconds
+
+    def turn(self, steps: int) -> float:
+        """The median of some steps."""
+        return spread([self.step() for _ in range(steps)]).median
+
+    def link_seconds(self) -> float:
+        """How long the link is busy in a step."""
+        self.fabric.messages = []
+        self.step()
+        busy = sum(message.passage.seconds for message in self.fabric.messages)
+        self.fabric.messages = None
+        return busy
+
+
+def measure(
+    cell: Cell, systems: Sequence[System], rounds: Rounds, *, latency: float = 20e-6, hop_latency: float = 5e-6
+) -> Measured:
+    """Build everyone on one fabric and let them take turns."""
+    costs = unit_costs(cell)
+    computation = sum(cost.forward + cost.backward for cost in costs)
+    received = sum(cost.nbytes * 3 for cost in costs) * 7 / 8
+    network = Network(
+        received / (cell.ratio * computation),
+        latency=latency,
+        hop_latency=hop_latency,
+        like="nccl" if cell.device == "streams" else "collective",
+    )
+    costs = [_on(network, cost, cell.ranks) for cost in costs]
+    bound = step_bound(keep_last(costs))
+    result = Measured(bound, costs, network, {}, {}, {})
+    with _fabric(cell, network) as fabric:
+        known = {system.name: system for system in systems}
+
+        def warmed_up(name: str) -> Stepper:
+            stepper = Stepper(known[name], cell, fabric)
+            for _ in range(rounds.warmup):
+                stepper.step()
+            result.link[name] = stepper.link_seconds()
+            return stepper
+
+        steppers, result.failures = each_that_runs(known, warmed_up)
+        if not cell.model.units:
+            steppers[PLAIN] = Stepper(None, cell, fabric)
+        turns = {name: partial(stepper.turn, rounds.steps) for name, stepper in steppers.items()}
+        result.steps = take_turns(turns, rounds.rounds)
+    if not cell.model.units:
+        _set_computation(result, spread(result.steps.pop(PLAIN)).median)
+    return result
+
+
+def _set_computation(result: Measured, seconds: float) -> None:
+    """The units' computation adds up to what the plain model took in the same rounds."""
+    factor = seconds / sum(cost.forward + cost.backward for cost in result.costs)
+    result.costs = [replace(c, forward=factor * c.forward, backward=factor * c.backward) for c in result.costs]
+    result.bound = step_bound(keep_last(result.costs))
+
+
+def unit_costs(cell: Cell) -> list[UnitCosts]:
+    """Computation and size of the units; what the link takes is left at 0."""
+    if cell.model.units:
+        return [UnitCosts(u.forward, u.backward, 0, 0, 0, u.numel * ELEMENT) for u in cell.model.units]
+    return _timed_costs(cell)
+
+
+def _on(network: Network, cost: UnitCosts, ranks: int) -> UnitCosts:
+    seconds = network.seconds(cost.nbytes * (ranks - 1) / ranks, ranks)
+    return replace(cost, gather=seconds, regather=seconds, reduce=seconds)
+
+
+def _timed_costs(cell: Cell) -> list[UnitCosts]:
+    """Of the GPT's units, from the plain model on this machine: the root's computation is that of its subgroup.
+
+    The root, which holds embeddings and head, is gathered first and kept.
+    """
+    clock = CLOCKS[cell.clock]()
+    marks: list[float] = []
+    model = GPT(cell.model.gpt)
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda *_: marks.append(clock.now()))
+        block.register_full_backward_hook(lambda *_: marks.append(clock.now()))
+    batch, count = batch_of(cell.model.gpt, 0, 0), len(model.blocks)
+    runs = []
+    for _ in range(9):
+        marks.clear()
+        begun = clock.now()
+        loss = next_token_loss(model, batch)
+        turn = clock.now()
+        loss.backward()
+        ends = [begun, *marks[1:count], turn, *marks[count:-1], clock.now()]
+        runs.append([after - before for before, after in itertools.pairwise(ends)])
+        model.zero_grad(set_to_none=True)
+    seconds = [spread(column).median for column in zip(*runs[2:], strict=True)]
+    forward, backward = seconds[:count], seconds[count:][::-1]
+    sizes = [sum(p.nbytes for p in block.parameters()) for block in model.blocks]
+    root = sum(p.nbytes for p in model.parameters()) - sum(sizes)
+    costs = [UnitCosts(f, b, 0, 0, 0, size) for f, b, size in zip(forward, backward, sizes, strict=True)]
+    return [UnitCosts(0.0, 0.0, 0, 0, 0, root), *costs]
+
+
+@contextlib.contextmanager
+def _fabric(cell: Cell, network: Network) -> Iterator[Fabric]:
+    clock = CLOCKS[cell.clock]()
+    with contextlib.ExitStack() as stack:
+        device: Any = HostDevice(clock)
+        if cell.device == "streams":
+            device = SimulatedDevice(clock)
+            stack.enter_context(simulated_streams(device))
+        yield stack.enter_context(modelled_ranks(cell.ranks, network, device=device))

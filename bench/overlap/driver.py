@@ -1,0 +1,222 @@
+"""How much communication overlaps with computation: fullshard, FSDP2 and FSDP1 on a modelled network.
+
+One process plays one rank of N on ``bench/simulators/network.py``. A step is set beside T_LB, the largest of four lower
+bounds: computation alone, the link alone, first gather + computation + last reduction, and the schedule that gathers
+one unit ahead (``bound.py``). What it takes beyond its computation is *exposed*.
+
+``host``: as on CPU ranks, where what waits blocks. FSDP1 and FSDP2 overlap by streams, and on CPU these do nothing, so
+that each of their collectives blocks. ``streams``: with streams that keep time, as on an accelerator; see
+``bench/simulators/streams.py``. Time is that of a clock that skips what would be slept; ``--clock wall`` sleeps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from bench import report
+from bench.command_line import Options as SharedOptions
+from bench.command_line import UsageError, option
+from bench.overlap.bound import Window, keep_last, step_bound
+from bench.overlap.cells import CLOCKS, Cell, Measured, Model, Rounds, even_units, measure, uneven_units
+from bench.overlap.plot import plot_cells
+from bench.overlap.systems import SYSTEMS, System
+
+EVEN, UNEVEN, REAL = Model("even", even_units()), Model("uneven", uneven_units()), Model("GPT")
+# A GPT's streams would need a GPU: here its computation is the host's own.
+DEVICES: Mapping[str, tuple[Any, ...]] = {"even": ("host", "streams"), "uneven": ("host", "streams"), "GPT": ("host",)}
+AHEAD_RANKS = 64
+AHEAD = tuple(system for system in SYSTEMS if system.depth is not None or system.name == "fullshard")
+REAL_SYSTEMS = ("fullshard", "fullshard, none ahead", "fullshard-wrapper PRE", "FSDP2", "FSDP2, async op", "FSDP1 PRE")
+TARGET = 1.05
+Results = dict[Cell, Measured]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(SharedOptions):
+    """All cells."""
+
+    what: tuple[str, ...] = option(("even", "uneven", "GPT"), choices=tuple(DEVICES))
+    device: tuple[str, ...] = option(("host", "streams"), "As on CPU ranks, or with streams.", choices=DEVICES["even"])
+    ranks: tuple[int, ...] = (8, 64, 1024)
+    ratio: tuple[float, ...] = option((0.3, 1.0, 3.0), "Link time over computation at 8 ranks.")
+    clock: str = option(
+        "thread",
+        "thread: skips, and counts processor time; process: skips; none: no host work; wall: sleeps.",
+        choices=tuple(CLOCKS),
+    )
+    rounds: int = 5
+    steps_per_round: int = 1
+    only: tuple[str, ...] = option((), choices=tuple(system.name for system in SYSTEMS))
+
+
+def cells_of(model: Model, devices: Sequence[str], ranks: Sequence[int], ratios: Sequence[float], clock: Any) -> Any:
+    """All cells of one model."""
+    wanted = [device for device in DEVICES[model.name] if device in devices]
+    return [Cell(model, device, n, ratio, clock) for device in wanted for n in ranks for ratio in ratios]
+
+
+def measured_cells(cells: Sequence[Cell], systems: Sequence[System], rounds: Rounds) -> Results:
+    """Measure them one after another."""
+    results: Results = {}
+    for cell in cells:
+        begun = time.monotonic()
+        results[cell] = measured = measure(cell, systems, rounds)
+        best = {name: measured.over_bound(name).median for name in measured.steps}
+        ours = f", fullshard {best['fullshard']:.3f}" if "fullshard" in best else ""
+        print(
+            f"{cell.model.name}, {cell.device}, N={cell.ranks}, link/computation {cell.ratio:g}: "
+            f"T_LB {1e3 * measured.bound.seconds:.0f} ms{ours} ({time.monotonic() - begun:.0f} s)",
+            flush=True,
+        )
+        for name, why in measured.failures.items():
+            print(f"  {name}: {why}")
+    return results
+
+
+# ------------------------------------------------------------------------------------------------------------ tables
+
+
+def table(results: Results, *, exposed: bool = False) -> str:
+    """One row per contestant, one column per cell: T / T_LB, or the exposed milliseconds."""
+    names = list(dict.fromkeys(name for measured in results.values() for name in measured.steps))
+    header = ["", *(f"N={cell.ranks}, {cell.ratio:g}" for cell in results)]
+
+    def figure(measured: Measured, name: str) -> str:
+        if name not in measured.steps:
+            return "-"
+        if exposed:
+            return f"{1e3 * measured.exposed(name).median:.0f}"
+        return f"{measured.over_bound(name).median:.3f}"
+
+    rows = [[name, *(figure(measured, name) for measured in results.values())] for name in names]
+    first = "T_LB, ms" if not exposed else "LB3 - LB1, ms"
+    bounds = [m.bound.seconds if not exposed else m.bound.chain - m.bound.computation for m in results.values()]
+    rows.append([first, *(f"{1e3 * bound:.0f}" for bound in bounds)])
+    return report.markdown_table(header, rows)
+
+
+def ahead_table(results: Results) -> str:
+    """What gathering ahead gains, as the schedule predicts it and as measured; both over T_LB."""
+    header = ["units ahead, reductions", "gathered at once"]
+    header += [f"{cell.model.name}, {cell.device}, {cell.ratio:g}" for cell in results]
+    rows = []
+    for system in sorted(AHEAD, key=lambda s: (1 if s.depth is None else s.depth, s.reductions or 1)):
+        depth = 1 if system.depth is None else system.depth
+        reductions = system.reductions or 1
+        row = [f"{depth}, {reductions}", ""]
+        for measured in results.values():
+            if system.name not in measured.steps:
+                row.append("-")
+                continue
+            predicted, memory = prediction(measured, depth, reductions)
+            row[1] = f"{memory:.0%}"
+            row.append(f"{predicted / measured.bound.seconds:.3f} / {measured.over_bound(system.name).median:.3f}")
+        rows.append(row)
+    return report.markdown_table(header, rows)
+
+
+def prediction(measured: Measured, depth: int, reductions: int = 1) -> tuple[float, float]:
+    """Seconds of a step with so many of the largest units ahead, and how much of the model is gathered then."""
+    window = Window(depth, depth * max(cost.nbytes for cost in measured.costs), reductions)
+    bound = step_bound(keep_last(measured.costs, window), window)
+    return bound.schedule, bound.memory / sum(cost.nbytes for cost in measured.costs)
+
+
+def as_json(results: Results) -> list[dict[str, Any]]:
+    """All figures."""
+    return [
+        {
+            "model": cell.model.name,
+            "device": cell.device,
+            "ranks": cell.ranks,
+            "link_over_computation": cell.ratio,
+            "clock": cell.clock,
+            "network": asdict(measured.network),
+            "bound_seconds": {**asdict(measured.bound), "largest": measured.bound.seconds},
+            "units": [asdict(cost) for cost in measured.costs],
+            "contestants": {
+                name: {
+                    "step_seconds": steps,
+                    "over_bound": measured.over_bound(name).as_json(),
+                    "exposed_seconds": measured.exposed(name).as_json(),
+                    "link_seconds": measured.link[name],
+                }
+                for name, steps in measured.steps.items()
+            },
+            "failures": measured.failures,
+        }
+        for cell, measured in results.items()
+    ]
+
+
+def paragraphs(results: Results, ahead: Results) -> list[str]:
+    """The tables with what a reader needs to know."""
+    parts = [
+        "Step time over T_LB, the largest of four lower bounds (`bench/overlap/bound.py`); 1 is the limit of a "
+        "schedule that gathers one unit ahead and keeps one between forward and backward, so that more ahead can be "
+        "below it. Columns: ranks, and link time over computation at 8 ranks. Eight equal units, 10 ms forward and 20 "
+        "ms backward each; one link; 20 us and 5 us per level of a tree on every launch.",
+    ]
+    for device, text in (
+        (
+            "host",
+            "As on CPU ranks. FSDP1 and FSDP2 overlap by streams, which do nothing there: their collectives block.",
+        ),
+        ("streams", "With streams that keep time, as on an accelerator. FSDP1 has `forward_prefetch=True`."),
+    ):
+        some = {cell: m for cell, m in results.items() if cell.device == device and cell.model == EVEN}
+        if some:
+            parts += [text, table(some), "Exposed: milliseconds of the step beyond its computation.", ""]
+            parts += [table(some, exposed=True)]
+    real = {cell: m for cell, m in results.items() if cell.model == REAL}
+    if real:
+        parts += [
+            "A GPT of four blocks of width 256 that computes, 512 tokens, on the host; its computation is what the "
+            "plain model takes in the same rounds:",
+            table(real),
+        ]
+    if ahead:
+        parts += [
+            "What gathering ahead (`set_prefetch_bytes`) and more reductions in flight "
+            "(`set_reduce_scatter_max_input_buffers`) gain, predicted / measured, over T_LB and without the host's own "
+            "work. Uneven: two units that compute much and weigh little, then two of three times their size with a "
+            "quarter of the computation.",
+            ahead_table(ahead),
+        ]
+    return parts
+
+
+def run(options: Options) -> None:
+    """Set steps on a modelled network beside the least they can take."""
+    if options.clock == "none" and "GPT" in options.what:
+        raise UsageError("a GPT's computation is the host's own work, which the clock 'none' leaves out: choose --what")
+    torch.set_num_threads(1)
+    systems = [system for system in SYSTEMS if not options.only or system.name in options.only]
+    devices, ratios, clock = options.device, options.ratio, options.clock
+    turns = Rounds(rounds=options.rounds, steps=options.steps_per_round)
+    found: Results = {}
+    if "even" in options.what:
+        some = [system for system in systems if system.depth != 3 and system.reductions is None]
+        found |= measured_cells(cells_of(EVEN, devices, options.ranks, ratios, clock), some, turns)
+    if "GPT" in options.what:
+        some = [system for system in systems if system.name in REAL_SYSTEMS]
+        found |= measured_cells(cells_of(REAL, devices, [AHEAD_RANKS], ratios, clock), some, turns)
+    ahead: Results = {}
+    some = [system for system in systems if system in AHEAD]
+    if "uneven" in options.what and some:
+        for model in (EVEN, UNEVEN):  # without the host's own work, one step is like another
+            ahead |= measured_cells(cells_of(model, devices, [AHEAD_RANKS], ratios, "none"), some, Rounds(2, 1, 1))
+    even = [(cell, each) for cell, each in found.items() if cell.model == EVEN]
+    report.publish(
+        options,
+        "overlap",
+        {"rounds": asdict(turns), "cells": as_json(found), "ahead": as_json(ahead)},
+        paragraphs(found, ahead),
+        draw=lambda path: plot_cells(path, even, TARGET),
+        image_text="Overlap",
+    )

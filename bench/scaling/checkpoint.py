@@ -1,0 +1,138 @@
+"""What the ranks of a large job compute for one checkpoint, with the other ranks made up: no process, no file.
+
+One rank's own work (its plan, what it sends), the first rank's (who writes what, the index), and what each rank does
+with the index in a load. Tensors are cut on dim 0, as fully_shard cuts them; a unit has two parameters and Adam's
+state.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from bench.scaling.worker import timed
+from fullshard.checkpoint.format.compact_save import CompactSavePlanner, CompactWriter, WriteReport
+from fullshard.checkpoint.format.data_file import WrittenEntry
+from fullshard.checkpoint.format.files import Folder
+from fullshard.checkpoint.format.index import CHECKSUM, FileEntry, data_file
+from fullshard.checkpoint.format.index_json import from_json, to_json
+from fullshard.checkpoint.format.planner import ALL, LoadPlanner
+from fullshard.checkpoint.format.reader import CheckpointReader
+from fullshard.checkpoint.format.source import DataSource
+from fullshard.checkpoint.format.write_plan import RankInventory, TensorTable, plan_writes
+from fullshard.checkpoint.state.tensor_shards import TensorShard, TensorShards
+from fullshard.layout import Region, chunk_of
+
+ROWS, COLUMNS = 32_768, 64
+TENSORS_PER_UNIT = 8
+
+
+@dataclass(frozen=True)
+class CheckpointCost:
+    """CPU seconds and bytes.
+
+    Args:
+        plan: Of one rank: what it holds, as it is sent.
+        sent: Bytes that one rank sends to the first to plan.
+        plan_writes: Of the first rank: who writes what.
+        index: Of the first rank: the index as text.
+        index_bytes: Of that file.
+        parse: Of one rank in a load: the index, read and checked.
+        load_plan: Of one rank in a load: which shards it reads.
+        shards: How many the index has.
+    """
+
+    plan: float
+    sent: int
+    plan_writes: float
+    index: float
+    index_bytes: int
+    parse: float
+    load_plan: float
+    shards: int
+
+
+def tensors(units: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Keys and shapes."""
+    for unit in range(units):
+        for name, shape in (("weight", (ROWS, COLUMNS)), ("bias", (ROWS,))):
+            fqn = f"layers.{unit}.block.{name}"
+            yield f"model.{fqn}", shape
+            yield f"optimizer.state.{fqn}.exp_avg", shape
+            yield f"optimizer.state.{fqn}.exp_avg_sq", shape
+            yield f"optimizer.state.{fqn}.step", ()
+
+
+def box_on(rank: int, ranks: int, shape: tuple[int, ...]) -> Region:
+    if not shape:
+        return Region((), ())
+    start, size = chunk_of(shape[0], ranks, rank)
+    return Region((start, *(0,) * (len(shape) - 1)), (size, *shape[1:]))
+
+
+def entries(units: int, rank: int, ranks: int) -> dict[str, Any]:
+    """What ``fullshard.save`` has of one rank; its memory is on the meta device."""
+    found: dict[str, Any] = {}
+    for key, shape in tensors(units):
+        region = box_on(rank, ranks, shape)
+        local = torch.empty(region.sizes, device="meta")
+        found[key] = TensorShards(
+            torch.Size(shape), local.dtype, torch.device("cpu"), [TensorShard(region, local)], equal=True
+        )
+    return found
+
+
+def measure(units: int, ranks: int) -> CheckpointCost:
+    torch.set_num_threads(1)
+    own = entries(units, 0, ranks)
+
+    def plan() -> bytes:
+        planner = CompactSavePlanner(same_tables=True)
+        planner.set_up_planner({ALL: own}, None, is_coordinator=False)
+        return pickle.dumps(planner.create_local_plan())
+
+    plan()
+    message, plan_s = timed(plan)
+    shapes = [shape for _, shape in tensors(units)]
+    table = TensorTable.of(own).packed
+    regions = [[(i, box_on(rank, ranks, shape)) for i, shape in enumerate(shapes)] for rank in range(ranks)]
+    held = [
+        RankInventory(None if rank else table, RankInventory.packed(of_rank), ())
+        for rank, of_rank in enumerate(regions)
+    ]
+    write_plan, plan_writes_s = timed(lambda: plan_writes(held))
+    planner = CompactSavePlanner(same_tables=True)
+    planner.write_plan = write_plan
+    writer = CompactWriter("nowhere", planner, aliases={}, about={}, ranks=ranks)
+    reports = [
+        WriteReport(rank, WrittenEntry(data_file("0" * 12, rank), FileEntry(1 << 40, 264, bytes(2 * CHECKSUM))))
+        for rank, number in enumerate(write_plan.files)
+        if number >= 0
+    ]
+    text, index_s = timed(lambda: to_json(writer._index(Metadata({}), list(reports))))
+    parsed, parse_s = timed(lambda: from_json(text, "index"))
+    reader = CheckpointReader("memory")
+    reader._source = DataSource(Folder("nowhere"), parsed)
+
+    def load_plan() -> int:
+        planner = LoadPlanner()
+        planner.set_up_planner({ALL: own}, reader.read_metadata())
+        return len(planner.create_local_plan().items)
+
+    _, load_s = timed(load_plan)
+    shards = sum(len(tensor.shards) for tensor in parsed.tensors.values())
+    return CheckpointCost(plan_s, len(message), plan_writes_s, index_s, len(text), parse_s, load_s, shards)
+
+
+class Worker:
+    def measure(self, units: int, ranks: int) -> dict[str, Any]:
+        return asdict(measure(units, ranks))
+
+
+def build() -> Worker:
+    return Worker()

@@ -1,0 +1,176 @@
+"""A network that is a model: one process plays one rank of N, and a collective takes latency + bytes / bandwidth.
+
+A c10d back end written in Python, registered as ``modelled``. It serves whatever is built on torch.distributed:
+fullshard, torch's FSDP1, FSDP2 and DDP, DeviceMesh, and groups made from groups. See docs/design/modelled_network.md.
+
+    with modelled_ranks(1024, Network(bandwidth=50e9, hop_latency=2e-6)) as fabric:
+        ...                                  # build a model, shard it, train it
+        fabric.device.compute(0.010)         # ten modelled milliseconds of computation
+
+What time is, and how waiting is done: [Note: Time] in ``bench.simulators.clocks``. What arrives: [Note: Contents] in
+``bench.simulators.group``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from bench.simulators.clocks import Device, HostDevice, Lane, Passage, SkippingClock, StreamDevice
+from bench.simulators.group import Direction, Launch, ModelledGroup, ModelledWork
+
+__all__ = ["Fabric", "Message", "Network", "modelled_ranks"]
+
+
+@dataclass(frozen=True)
+class Network:
+    """What a link is like, and who shares it.
+
+    Args:
+        bandwidth: Bytes per second that one rank receives.
+        latency: Seconds that every launch costs, whatever its size and the number of ranks.
+        hop_latency: Seconds per hop.
+        hops: Hops of one collective over N ranks: ``ring``: N - 1; ``tree``: ceil(log2 N).
+        links: ``shared``: all communicators of the process send through one link, one message after another;
+            ``own``: each has a link of this bandwidth.
+        duplex: Whether gathers and reductions use two directions of a link, so that they do not slow one another.
+        like: ``nccl``: collectives of one communicator are in order, and a group call is one launch, which costs the
+            latency once; the group calls itself NCCL, for a library that asks. ``collective``: every collective is a
+            launch of its own.
+        fills: Whether what arrives is written, see [Note: Contents]. Off: regions stay as they are.
+    """
+
+    bandwidth: float
+    latency: float = 0.0
+    hop_latency: float = 0.0
+    hops: Literal["ring", "tree"] = "tree"
+    links: Literal["shared", "own"] = "shared"
+    duplex: bool = False
+    like: Literal["nccl", "collective"] = "nccl"
+    fills: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0 or self.latency < 0 or self.hop_latency < 0:
+            raise ValueError(f"a link needs a positive bandwidth and latencies of at least 0, got {self}")
+
+    def alpha(self, ranks: int) -> float:
+        """Seconds before the first byte of a collective over ``ranks`` ranks."""
+        if ranks < 2:
+            return 0.0
+        return self.latency + self.hop_latency * (ranks - 1 if self.hops == "ring" else (ranks - 1).bit_length())
+
+    def seconds(self, nbytes: float, ranks: int, passes: int = 1) -> float:
+        """Seconds of one collective.
+
+        Args:
+            nbytes: What this rank receives.
+            ranks: Of the group. A group of one rank sends nothing.
+            passes: How often data goes round: an all-reduce is a reduce-scatter and a gather, 2.
+        """
+        return passes * self.alpha(ranks) + nbytes / self.bandwidth if ranks > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Message:
+    """One launch, for tests and plots.
+
+    Args:
+        what: Name of the (last) collective.
+        group: Number of the communicator.
+        nbytes: What this rank receives.
+        passage: When it went; on simulated streams known after the next synchronization, on an accelerator never.
+    """
+
+    what: str
+    group: int
+    nbytes: float
+    passage: Passage
+
+
+class Fabric:
+    """The links of one process, and everything that is in flight on them.
+
+    Args:
+        network: What they are like.
+        device: What computes beside them.
+    """
+
+    network: Network
+    device: Device
+    messages: list[Message] | None  # None: not recorded
+    groups: int  # made so far
+    _lanes: dict[tuple[int, str], Lane]
+
+    def __init__(self, network: Network, device: Device) -> None:
+        self.network, self.device, self.messages, self.groups = network, device, None, 0
+        self._lanes = {}
+
+    def send(self, launch: Launch, group: ModelledGroup) -> ModelledWork:
+        """Put a launch on its link."""
+        network = self.network
+        lanes = self._lanes_of(group, launch.direction)
+        passage = Passage(launch.seconds, lanes, group.last if network.like == "nccl" else None)
+        self.device.transmit(passage, launch.fill)
+        group.last = passage
+        if self.messages is not None:
+            self.messages.append(Message(launch.what, group.number, launch.nbytes, passage))
+        return ModelledWork(self.device, passage, launch)
+
+    def close(self) -> None:
+        """End the link threads."""
+        for lane in self._lanes.values():
+            if lane.thread is not None:
+                lane.thread.stop()
+        self._lanes.clear()
+
+    def _lanes_of(self, group: ModelledGroup, direction: Direction) -> list[Lane]:
+        link = group.number if self.network.links == "own" else 0
+        directions = ("in", "out") if direction == "both" else (direction,)
+        if not self.network.duplex:
+            directions = ("both",)
+        return [self._lanes.setdefault((link, each), Lane()) for each in directions]
+
+
+_current: list[Fabric] = []  # the one whose groups are being made
+
+
+def _create(options: Any, _: Any = None) -> ModelledGroup:
+    if not _current:
+        raise RuntimeError("no modelled network is running: make groups inside modelled_ranks(...)")
+    return ModelledGroup(_current[-1], options.group_rank, options.group_size, options.group_id)
+
+
+def _register(device: str) -> None:
+    if not hasattr(dist.Backend, "MODELLED"):
+        dist.Backend.register_backend("modelled", _create, extended_api=True, devices=["cpu", "cuda", device])
+
+
+@contextlib.contextmanager
+def modelled_ranks(ranks: int, network: Network, *, rank: int = 0, device: Device | None = None) -> Iterator[Fabric]:
+    """Be rank ``rank`` of ``ranks`` as long as the block lasts; there must be no default group yet.
+
+    Args:
+        ranks: Size of the default group.
+        network: Its links.
+        rank: The one this process plays.
+        device: What computes and waits; None: this host, with a clock that skips.
+    """
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank must be one of the {ranks} ranks, got {rank}")
+    device = device if device is not None else HostDevice(SkippingClock())
+    _register(device.device.type if isinstance(device, StreamDevice) else "cpu")
+    fabric = Fabric(network, device)
+    _current.append(fabric)
+    try:
+        dist.init_process_group("modelled", store=dist.HashStore(), rank=rank, world_size=ranks)
+        try:
+            yield fabric
+        finally:
+            dist.destroy_process_group()
+    finally:
+        _current.pop()
+        fabric.close()

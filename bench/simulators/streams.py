@@ -1,0 +1,269 @@
+"""Streams without a GPU: a device whose computation and copies take no host time, for libraries that use streams.
+
+torch's FSDP1 and FSDP2 order everything by streams and events, and on CPU these do nothing: every collective blocks.
+To see their schedules as they are on an accelerator, ``torch.cpu``'s stand-ins for streams and events are replaced by
+ones that keep time. A kernel, here a modelled computation or collective, starts when its stream and its host are
+ready; the host runs ahead and is held up only where a library synchronizes. What tensors hold is computed at once, in
+the order of the host's program, which is one of the orders that the streams allow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from bench.simulators.clocks import Clock, Passage, SkippingClock
+
+__all__ = ["SimulatedDevice", "SimulatedLane", "simulated_streams"]
+
+
+@dataclass(eq=False)
+class Kernel:
+    """Something on a stream.
+
+    Args:
+        issued: When the host enqueued it.
+        seconds: How long it takes.
+        after: What has to be over first.
+        passage: The launch, if it is one: then it needs the link too.
+    """
+
+    issued: float
+    seconds: float
+    after: tuple[Kernel, ...]
+    passage: Passage | None = None
+    end: float | None = None  # None: not known yet
+
+    def ready(self) -> float | None:
+        """When it may start; None: not known yet."""
+        time = self.issued
+        for kernel in self.after:
+            if kernel.end is None:
+                return None
+            time = max(time, kernel.end)
+        return time
+
+
+class SimulatedEvent:
+    """A point of a stream."""
+
+    device: SimulatedDevice
+    after: tuple[Kernel, ...]
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.device, self.after = device, ()
+
+    def record(self, stream: SimulatedStream | None = None) -> None:
+        """All that ``stream`` holds now."""
+        self.after = (stream or self.device.current).after
+
+    def wait(self, stream: SimulatedStream | None = None) -> None:
+        """Have the stream wait."""
+        (stream or self.device.current).wait_event(self)
+
+    def synchronize(self) -> None:
+        """Have the host wait."""
+        self.device.wait_for(self.after)
+
+    def query(self) -> bool:
+        """Whether it is over."""
+        return all(end <= self.device.clock.now() for end in self.device.ends_of(self.after))
+
+
+class SimulatedStream:
+    """Kernels in order. ``after``: what the next one waits for."""
+
+    device: SimulatedDevice
+    after: tuple[Kernel, ...]
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.device, self.after = device, ()
+
+    def wait_for(self, kernels: tuple[Kernel, ...]) -> None:
+        """Kernels enqueued from now on start after these."""
+        now = self.device.clock.now()
+        both = dict.fromkeys((*self.after, *kernels))
+        self.after = tuple(kernel for kernel in both if kernel.end is None or kernel.end > now)
+
+    def wait_stream(self, other: SimulatedStream) -> None:
+        """The same with all of ``other`` so far."""
+        self.wait_for(other.after)
+
+    def wait_event(self, event: SimulatedEvent | None) -> None:
+        """The same up to an event."""
+        if event is not None:
+            self.wait_for(event.after)
+
+    def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
+        """An event at the present end."""
+        event = event or SimulatedEvent(self.device)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """Have the host wait."""
+        self.device.wait_for(self.after)
+
+
+class SimulatedDevice:
+    """See the module docstring; a ``Device`` of the modelled network.
+
+    [Note: Who gets the link]
+    The host enqueues messages long before they can start, and not in the order in which they can. So nothing is decided
+    when a message is enqueued. When the host waits, kernels are played in the order of time: the link goes to the
+    message that can start first, and of several to the one that was ready first. What the host enqueues later cannot
+    change that, since it cannot start before the host's own time, and that is at least what it waited for.
+    """
+
+    clock: Clock
+    default: SimulatedStream
+    current: SimulatedStream
+    _kernels: list[Kernel]  # whose end is not known, in the order of the host
+    _passages: dict[int, Kernel]  # by id, of those under way
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.clock = clock if clock is not None else SkippingClock()
+        self._kernels, self._passages = [], {}
+        self.default = self.current = SimulatedStream(self)
+
+    def stream(self) -> SimulatedStream:
+        """A new one."""
+        return SimulatedStream(self)
+
+    def transmit(self, passage: Passage, fill: Callable[[], None]) -> None:
+        """Enqueue a message on the current stream's behalf; the stream goes on."""
+        with self.clock.outside():
+            fill()
+        after = self.current.after
+        if passage.before is not None and id(passage.before) in self._passages:
+            after = (*after, self._passages[id(passage.before)])
+        kernel = Kernel(self.clock.now(), passage.seconds, after, passage)
+        self._kernels.append(kernel)
+        self._passages[id(passage)] = kernel
+
+    def wait(self, passage: Passage) -> None:
+        """Have the current stream wait."""
+        kernel = self._passages.get(id(passage))
+        if kernel is not None:  # else the host has waited for it
+            self.current.wait_for((kernel,))
+
+    def is_over(self, passage: Passage) -> bool:
+        """By the clock."""
+        kernel = self._passages.get(id(passage))
+        return kernel is None or self.ends_of((kernel,))[0] <= self.clock.now()
+
+    def compute(self, seconds: float, work: Callable[[], Any] | None = None) -> Any:
+        """A kernel on the current stream. ``work`` is what a kernel would do, and costs the host nothing."""
+        kernel = Kernel(self.clock.now(), seconds, self.current.after)
+        self._kernels.append(kernel)
+        self.current.after = (kernel,)
+        if work is None:
+            return None
+        with self.clock.outside():
+            return work()
+
+    def synchronize(self) -> float:
+        """Have the host wait for all streams."""
+        self.wait_for(tuple(self._kernels))
+        self._passages = {key: k for key, k in self._passages.items() if (k.end or math.inf) > self.clock.now()}
+        return self.clock.now()
+
+    def wait_for(self, kernels: tuple[Kernel, ...]) -> None:
+        """Have the host wait."""
+        self.clock.wait_until(max(self.ends_of(kernels), default=0.0))
+
+    def ends_of(self, kernels: Sequence[Kernel]) -> list[float]:
+        """When these are over. See [Note: Who gets the link]."""
+        with self.clock.outside():
+            while any(kernel.end is None for kernel in kernels):
+                self._play()
+        return [kernel.end for kernel in kernels if kernel.end is not None]
+
+    def _play(self) -> None:
+        """Find the ends of all kernels up to the next message, and of that."""
+        ready: list[tuple[float, float, int, Kernel]] = []
+        for kernel in self._kernels:
+            time = kernel.ready()
+            if time is None:
+                continue
+            if kernel.passage is None:
+                kernel.end = time + kernel.seconds
+            else:
+                ready.append((max(time, *(lane.end for lane in kernel.passage.lanes)), time, len(ready), kernel))
+        if ready:
+            _, time, _, kernel = min(ready)
+            assert kernel.passage is not None
+            kernel.passage.begin(time)
+            kernel.end = kernel.passage.end
+        for kernel in self._kernels:
+            if kernel.end is not None:
+                kernel.after = ()  # else every kernel there ever was would stay alive
+        self._kernels = [kernel for kernel in self._kernels if kernel.end is None]
+
+    @contextlib.contextmanager
+    def on(self, stream: SimulatedStream | None) -> Iterator[None]:
+        """Enqueue on ``stream`` inside."""
+        before, self.current = self.current, stream or self.current
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+@contextlib.contextmanager
+def simulated_streams(device: SimulatedDevice) -> Iterator[None]:
+    """torch's stand-ins for streams on CPU keep time as long as the block lasts."""
+    replacements = {
+        "Stream": lambda *_, **__: device.stream(),
+        "Event": lambda *_, **__: SimulatedEvent(device),
+        "current_stream": lambda *_: device.current,
+        "stream": device.on,
+        "synchronize": lambda *_: device.synchronize(),
+    }
+    with mock.patch.multiple(torch.cpu, **replacements):
+        yield
+
+
+class _Ticket:
+    def __init__(self, done: SimulatedEvent) -> None:
+        self._done = done
+
+    def wait(self) -> None:
+        self._done.wait()
+
+    def synchronize(self) -> None:
+        self._done.synchronize()
+
+
+class SimulatedLane:
+    """fullshard's communication stream on such a device: what one on an accelerator does, on simulated streams."""
+
+    _device: SimulatedDevice
+    _stream: SimulatedStream
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device, self._stream = device, device.stream()
+
+    def issue(
+        self,
+        launch: Callable[[], Iterable[Any]],
+        finish: Callable[[], None],
+        *,
+        allocate: Callable[[], None] | None = None,
+        after: Any = None,
+    ) -> _Ticket:
+        """See ``fullshard.memory.DeviceCommStream.issue``."""
+        if allocate is not None:
+            allocate()
+        self._stream.wait_event(after if after is not None else self._device.current.record_event())
+        with self._device.on(self._stream):
+            for work in launch():
+                work.wait()
+            finish()
+            return _Ticket(self._stream.record_event())

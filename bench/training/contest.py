@@ -1,0 +1,283 @@
+"""Contestants train in turns: the settings of a run, the records that it gives, and what is concluded from these."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import resident_memory
+from bench.command_line import Options, UsageError
+from bench.contestants import Contestant
+from bench.models import GPTShape
+from bench.statistics import largest_difference, paired_spread, round_medians, spread, turn_order
+from bench.teams import Launch, Teams
+
+LOSS_TOLERANCE = 1e-5
+# Contestants whose losses must equal the reference's: all that average gradients.
+EXCHANGES_NOTHING = "unsharded"
+# Per rank, and as a generous mean over the contestants: bytes held per parameter byte, and bytes beside that.
+PARAMETER_COPIES, PROCESS_BYTES = 4.5, 0.25 * 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(Options):
+    """What the benchmarks of training can be told; None and nothing: as the measurement has it."""
+
+    width: tuple[int, ...] = (512, 1024)
+    blocks: int | None = None
+    tokens: int | None = None
+    microbatches: int | None = None
+    ranks: int | None = None
+    threads: int = 1
+    rounds: int = 9
+    steps_per_round: int | None = None
+    warmup_steps: int = 2
+    only: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One thing to measure: a way to train.
+
+    Args:
+        name: What the trainer is told.
+        title: In the page.
+        blocks: By width.
+        tokens: Per microbatch, by width.
+        contestants: Who takes part.
+        optional: Who can, if asked for.
+        ranks: Processes of each.
+        microbatches: Of a step.
+        steps_per_round: In a turn.
+    """
+
+    name: str
+    title: str
+    blocks: Mapping[int, int]
+    tokens: Mapping[int, int]
+    contestants: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    ranks: int = 2
+    microbatches: int = 1
+    steps_per_round: int = 2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. ``tokens`` are those of one microbatch."""
+
+    what: str
+    width: int
+    blocks: int
+    tokens: int
+    microbatches: int
+    ranks: int
+    threads: int
+    warmup_steps: int
+    rounds: int
+    steps_per_round: int
+    learning_rate: float = 1e-3
+
+    @classmethod
+    def of(cls, measurement: Measurement, width: int, options: TrainingOptions) -> Settings:
+        """Those of the measurement, but for what the options say."""
+        return cls(
+            what=measurement.name,
+            width=width,
+            blocks=options.blocks or measurement.blocks.get(width, 6),
+            tokens=options.tokens or measurement.tokens.get(width, 64),
+            microbatches=options.microbatches or measurement.microbatches,
+            ranks=options.ranks or measurement.ranks,
+            threads=options.threads,
+            warmup_steps=options.warmup_steps,
+            rounds=options.rounds,
+            steps_per_round=options.steps_per_round or measurement.steps_per_round,
+        )
+
+    @property
+    def shape(self) -> GPTShape:
+        return GPTShape(self.width, self.blocks, self.tokens)
+
+    @property
+    def assignment(self) -> dict[str, Any]:
+        """What all ranks of all contestants are told."""
+        told = asdict(self)
+        return {name: told[name] for name in ("what", "width", "blocks", "tokens", "microbatches", "learning_rate")}
+
+
+@dataclass
+class Record:
+    """Per step the mean loss over ranks; per round and step the slowest rank's time; memory per rank."""
+
+    losses: list[float]
+    seconds: list[list[float]]
+    memory: list[dict[str, Any]]
+
+    def largest(self, field: str) -> int | None:
+        values = [rank.get(field) for rank in self.memory]
+        return max(v for v in values if v is not None) if None not in values and values else None
+
+    @property
+    def peak(self) -> int | None:
+        return self.largest("peak")
+
+    @property
+    def peak_over_baseline(self) -> int | None:
+        differences = [
+            rank["peak"] - rank["baseline"]
+            for rank in self.memory
+            if rank["peak"] is not None and rank["baseline"] is not None
+        ]
+        return max(differences) if differences else None
+
+    @property
+    def sent(self) -> int | None:
+        """Bytes that the busiest rank sends per step."""
+        return self.largest("sent_per_step")
+
+
+# ------------------------------------------------------------------ the run
+
+
+def refuse_what_does_not_fit(settings: Settings, contestants: int) -> None:
+    """Stop before starting anyone if the sizes are impossible, or not all contestants fit into the free memory."""
+    try:
+        shape = settings.shape
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    parameter_bytes = 4 * (12 * shape.blocks * shape.width + 2 * shape.vocabulary + shape.sequence) * shape.width
+    needed = contestants * settings.ranks * (PARAMETER_COPIES * parameter_bytes + PROCESS_BYTES)
+    free = resident_memory.available()
+    if free is not None and needed > free:
+        raise UsageError(
+            f"{contestants} contestants need about {needed / 2**30:.1f} GiB together, "
+            f"{free / 2**30:.1f} GiB are free; use fewer --blocks, or --only some contestants"
+        )
+
+
+def compete(
+    contestants: Sequence[Contestant], settings: Settings, trainer: str, **assignment: object
+) -> tuple[dict[str, Record], dict[str, str]]:
+    """Have all train in turns. Returns the records, and why a contestant has none."""
+    with tempfile.TemporaryDirectory() as folder:
+        launches = [
+            Launch.of(
+                contestant,
+                trainer,
+                Path(folder),
+                ranks=settings.ranks,
+                threads=settings.threads,
+                contestant=asdict(contestant),
+                **settings.assignment,
+                **assignment,
+            )
+            for contestant in contestants
+        ]
+        return take_turns(launches, settings, Path(folder))
+
+
+def take_turns(
+    launches: Sequence[Launch], settings: Settings, folder: Path
+) -> tuple[dict[str, Record], dict[str, str]]:
+    """Run the warm-up and all rounds."""
+    records: dict[str, Record] = {}
+    with Teams(folder) as teams:
+        for launch in launches:
+            teams.start(launch)
+        for name in list(teams.alive):
+            answers = teams.ask(name, "run", steps=settings.warmup_steps)
+            if answers is not None:
+                records[name] = Record(_by_step(answers, "losses", _mean), [], [])
+        for index in range(settings.rounds):
+            for name in turn_order(list(teams.alive), index) if teams.alive else ():
+                answers = teams.ask(name, "run", steps=settings.steps_per_round)
+                if answers is not None:
+                    records[name].losses += _by_step(answers, "losses", _mean)
+                    records[name].seconds.append(_by_step(answers, "seconds", max))
+        for name in list(teams.alive):
+            records[name].memory = teams.ask(name, "memory") or []
+        return {name: record for name, record in records.items() if name not in teams.failures}, teams.failures
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _by_step(
+    answers: Sequence[Mapping[str, Any]], field: str, combined: Callable[[Sequence[float]], float]
+) -> list[float]:
+    return [combined(ranks) for ranks in zip(*(answer[field] for answer in answers), strict=True)]
+
+
+# ------------------------------------------------------------------ conclusions
+
+
+def disagreements(records: Mapping[str, Record], tolerance: float = LOSS_TOLERANCE) -> dict[str, float]:
+    """Contestants that average gradients and yet trained something else, by how much.
+
+    The reference is FSDP2; of wrappers, the first of them, FSDP1 unless it did not run.
+    """
+    exchanging = {name: record for name, record in records.items() if name != EXCHANGES_NOTHING}
+    if not exchanging:
+        return {}
+    reference = exchanging.get("fsdp2", next(iter(exchanging.values())))
+    found = {name: largest_difference(r.losses, reference.losses) for name, r in exchanging.items()}
+    return {name: difference for name, difference in found.items() if not difference <= tolerance}
+
+
+def faster_of(names: Sequence[str], records: Mapping[str, Record]) -> str | None:
+    """The contestant with the smaller median round time over the whole run."""
+    present = [name for name in names if name in records]
+    return min(present, key=lambda n: spread(round_medians(records[n].seconds)).median, default=None)
+
+
+def references_of_steps(records: Mapping[str, Record]) -> dict[str, str]:
+    """Whom everybody is measured by, by the end of the ratios' names; without those that did not run."""
+    found = {
+        "_to_fsdp2": faster_of(("fsdp2",), records),
+        "_to_better_peer": faster_of(("fsdp1", "fsdp2"), records),
+        "_to_better_peer_keeping_memory": faster_of(("fsdp1+malloc", "fsdp2+malloc"), records),
+    }
+    return {end: name for end, name in found.items() if name is not None}
+
+
+def summarise(
+    records: Mapping[str, Record], references: Callable[[str], Mapping[str, str]]
+) -> dict[str, dict[str, Any]]:
+    """Everything reported about each contestant, JSON-ready.
+
+    Args:
+        records: Of those that ran.
+        references: Of a contestant: whom it is measured by, by the end of the ratios' names.
+    """
+    summary: dict[str, dict[str, Any]] = {}
+    for name, record in records.items():
+        entry: dict[str, Any] = {
+            "median_step_seconds": spread([s for turn in record.seconds for s in turn]).median,
+            "final_loss": record.losses[-1],
+            "peak_bytes": record.peak,
+            "peak_over_baseline_bytes": record.peak_over_baseline,
+            "sent_bytes_per_step": record.sent,
+            "memory_by_rank": record.memory,
+            "seconds": record.seconds,
+            "losses": record.losses,
+        }
+        for end, reference in references(name).items():
+            entry.update({f"{key}{end}": value for key, value in _compared(record, records[reference]).items()})
+            entry[f"time_ratio{end}"]["reference"] = reference
+        summary[name] = entry
+    return summary
+
+
+def _compared(record: Record, base: Record) -> dict[str, Any]:
+    ratios: dict[str, Any] = {
+        "time_ratio": paired_spread(round_medians(record.seconds), round_medians(base.seconds)).as_json(),
+        "largest_loss_difference": largest_difference(record.losses, base.losses),
+    }
+    for figure in ("peak", "peak_over_baseline", "sent"):
+        mine, theirs = getattr(record, figure), getattr(base, figure)
+        ratios[f"{figure}_ratio"] = mine / theirs if mine is not None and theirs else None
+    return ratios

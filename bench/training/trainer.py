@@ -1,0 +1,224 @@
+"""One rank of a contestant that trains a GPT when its turn comes, in any of the ways that are measured."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import socket
+import stat
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from bench import resident_memory
+from bench.contestants import (
+    COMPOSABLE,
+    PREFETCHES,
+    WRAPPING,
+    Contestant,
+    distribute,
+    prepare,
+    shard_units,
+    wrap_units,
+)
+from bench.models import GPT, Block, GPTShape, batch_of, next_token_loss
+from bench.worker import join_group, load_training_code
+
+BF16, HSDP, OFFLOAD = "bf16", "hsdp", "offload"
+SUMMON, SUMMON_WRITEBACK = "summon", "summon_writeback"
+# The mesh of HSDP has this many ranks on its replicate axis, all others on its shard axis.
+REPLICAS = 2
+# Offset of tcpi_bytes_acked in struct tcp_info of linux/tcp.h: sent and arrived, retransmissions not counted.
+TCPI_BYTES_ACKED = 120
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """Who this process is and what it does. ``tokens`` are those of one microbatch."""
+
+    contestant: Contestant
+    rank: int
+    ranks: int
+    store: str
+    threads: int
+    what: str
+    width: int
+    blocks: int
+    tokens: int
+    microbatches: int = 1
+    learning_rate: float = 1e-3
+
+    @classmethod
+    def of(cls, contestant: Mapping[str, Any], **others: Any) -> Assignment:
+        """Out of JSON."""
+        return cls(contestant=Contestant(**contestant), **others)
+
+
+def mesh_of(what: str, ranks: int) -> DeviceMesh:
+    if what != HSDP:
+        return init_device_mesh("cpu", (ranks,))
+    if ranks % REPLICAS:
+        raise ValueError(f"{HSDP} needs a multiple of {REPLICAS} ranks, got {ranks}")
+    return init_device_mesh("cpu", (REPLICAS, ranks // REPLICAS), mesh_dim_names=("replicate", "shard"))
+
+
+def options_of(what: str, system: str) -> dict[str, Any]:
+    """What a mode adds to every call of the system's ``fully_shard``, made of that system's own policies."""
+    library = importlib.import_module(COMPOSABLE[system])
+    if what == BF16:
+        policy = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return {"mp_policy": policy}
+    if what == OFFLOAD:
+        return {"offload_policy": library.CPUOffloadPolicy(pin_memory=False)}
+    return {}
+
+
+def sharded(contestant: Contestant, model: nn.Module, what: str) -> nn.Module:
+    """The model as the contestant trains it, over the default group."""
+    system = contestant.system
+    if what in (BF16, HSDP, OFFLOAD):
+        if system not in COMPOSABLE:
+            raise ValueError(f"{system} takes no part in mode {what}")
+        shard_units(system, model, Block, mesh_of(what, dist.get_world_size()), **options_of(what, system))
+        return model
+    if contestant.prefetch is not None:
+        member = PREFETCHES[contestant.prefetch]
+        library = importlib.import_module(WRAPPING[system].library)
+        value = None if member is None else library.BackwardPrefetch[member]
+        return wrap_units(system, model, Block, CPU, backward_prefetch=value)
+    return distribute(system, model, Block, CPU)
+
+
+def unsynchronised(model: Any, *, last: bool) -> contextlib.AbstractContextManager[None]:
+    """Around a microbatch's forward and backward: gradients are exchanged in the ``last`` one only."""
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(last)
+        return contextlib.nullcontext()
+    return contextlib.nullcontext() if last else model.no_sync()
+
+
+class Trainer:
+    """The model of one rank, its optimizer, and how many steps it has trained."""
+
+    model: Any
+    optimizer: Any
+    step: int
+    _sent_before_first_step: int | None
+    _peak_of_summons: int | None
+
+    def __init__(self, assignment: Assignment) -> None:
+        self.assignment = assignment
+        self.shape = GPTShape(assignment.width, assignment.blocks, assignment.tokens)
+        self.step, self._peak_of_summons = 0, None
+        self.prepare()
+        load_training_code()
+        self.baseline = resident_memory.now()
+        torch.manual_seed(0)
+        self.build()
+        resident_memory.forget_freed()
+        self._sent_before_first_step = bytes_sent()
+
+    def prepare(self) -> None:
+        """Import what is needed, so that it counts in the baseline, and join the group."""
+        prepare(self.assignment.contestant.system)
+        join_group(self.assignment.rank, self.assignment.ranks, self.assignment.store)
+
+    def build(self) -> None:
+        """Make the sharded model and its optimizer."""
+        self.model = sharded(self.assignment.contestant, GPT(self.shape), self.assignment.what)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.assignment.learning_rate)
+
+    def run(self, steps: int) -> dict[str, object]:
+        """Train ``steps`` steps; or train one, whose time does not count, and summon so often."""
+        if self.summons:
+            _, loss = self.train()
+            return {"seconds": self.summon(steps), "losses": [loss]}
+        seconds, losses = zip(*(self.train() for _ in range(steps)), strict=True)
+        return {"seconds": seconds, "losses": losses}
+
+    def train(self) -> tuple[float, float]:
+        """Seconds of one step, and its loss; ``zero_grad`` is part of the timed step, making its data is not."""
+        count = self.assignment.microbatches
+        batches = [batch_of(self.shape, count * self.step + i, self.assignment.rank) for i in range(count)]
+        start = time.perf_counter()
+        losses = self.train_on(batches)
+        seconds = time.perf_counter() - start
+        self.step += 1
+        return seconds, sum(loss.item() for loss in losses)
+
+    def train_on(self, batches: list[Any]) -> list[torch.Tensor]:
+        """One step, which is timed; the losses of its microbatches add up to that of the step."""
+        losses = []
+        for index, batch in enumerate(batches):
+            alone = len(batches) == 1
+            with contextlib.nullcontext() if alone else unsynchronised(self.model, last=index == len(batches) - 1):
+                loss = next_token_loss(self.model, batch)
+                loss = loss if alone else loss / len(batches)
+                loss.backward()
+            losses.append(loss.detach())
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return losses
+
+    @property
+    def summons(self) -> bool:
+        """Whether summons are measured, and not training steps."""
+        return self.assignment.what in (SUMMON, SUMMON_WRITEBACK)
+
+    def summon(self, times: int) -> list[float]:
+        """Seconds of each: all units' full parameters are there, and gone again. Memory is that of this part only."""
+        writeback = self.assignment.what == SUMMON_WRITEBACK
+        resident_memory.reset_peak()
+        seconds = []
+        for _ in range(times):
+            start = time.perf_counter()
+            with type(self.model).summon_full_params(self.model, writeback=writeback):
+                pass
+            seconds.append(time.perf_counter() - start)
+        peak = resident_memory.peak()
+        if peak is not None:
+            self._peak_of_summons = max(peak, self._peak_of_summons or 0)
+        return seconds
+
+    def memory(self) -> dict[str, object]:
+        """Resident memory in bytes, and what a training step sent, warm-up included."""
+        sent, before = bytes_sent(), self._sent_before_first_step
+        known = not self.summons and sent is not None and before is not None
+        return {
+            "baseline": self.baseline,
+            "peak": self._peak_of_summons if self.summons else resident_memory.peak(),
+            "resting": resident_memory.now(),
+            "sent_per_step": (sent - before) // max(1, self.step) if known else None,  # type: ignore[operator]
+        }
+
+
+def bytes_sent() -> int | None:
+    """Payload bytes that this process sent over its open TCP connections so far (Linux; None elsewhere).
+
+    The kernel's count, so that it means the same for every contestant, however it calls the process group.
+    Gloo keeps the connections of a group open, so no count is lost.
+    """
+    if sys.platform != "linux":
+        return None
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError, struct.error):  # closed meanwhile, not TCP, or a kernel without the field
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                total += struct.unpack_from("=Q", information, TCPI_BYTES_ACKED)[0]
+    return total
+
+
+def build(**given: Any) -> Trainer:
+    return Trainer(Assignment.of(**given))

@@ -1,0 +1,39 @@
+"""Contestants that live in one process and take turns, so that a drift of the machine touches all of them alike."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+from bench.statistics import turn_order
+
+T = TypeVar("T")
+
+
+def reason_of(error: Exception) -> str:
+    """One line about an error."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def each_that_runs(names: Iterable[str], action: Callable[[str], T]) -> tuple[dict[str, T], dict[str, str]]:
+    """``action(name)`` by name, and why it failed where it did."""
+    results: dict[str, T] = {}
+    failures: dict[str, str] = {}
+    for name in names:
+        try:
+            results[name] = action(name)
+        except Exception as error:
+            failures[name] = reason_of(error)
+            print(f"{name} cannot run: {failures[name]}", flush=True)
+    return results, failures
+
+
+def take_turns(contestants: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """Call every contestant once per round, in an order that changes; what it returned, by round."""
+    found: dict[str, list[T]] = {name: [] for name in contestants}
+    for index in range(rounds if contestants else 0):
+        gc.collect()  # not in somebody's turn
+        for name in turn_order(list(contestants), index):
+            found[name].append(contestants[name]())
+    return found
