@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise, starmap
 from typing import Any
@@ -27,7 +27,6 @@ __all__ = ["StepPlan"]
 State = dict[Any, Any]  # state of an optimizer: entries by parameter
 
 _gradient_of = operator.attrgetter("grad")
-_local_of = operator.attrgetter("_local_tensor")
 _dtype_of = operator.attrgetter("dtype")
 _address_of = torch.Tensor.data_ptr
 _stride_of = torch.Tensor.stride
@@ -78,71 +77,61 @@ class StepPlan:
     scalars: list[RunScalars]
     stable: bool  # False: a gradient could not be used in place, and every step needs a new plan
     _flats: FlatStates
-    # What the plan depends on.
+    _user_tensors: list[LocalTensor]  # the user's own parameters
     _parameters: list[torch.Tensor]  # of all groups
-    _sizes: list[int]  # of the groups
-    _locals: tuple[list[DTensor], list[torch.Tensor]]  # parameters that are DTensors, and their local tensors
-    _plain: tuple[list[torch.Tensor], list[int]]  # plain parameters of members, and their addresses
-    _types: list[type]  # of all gradients
     _indices: list[int]  # of the members' parameters
-    _specs: list[Any]  # of the members' gradients; None: plain
     _distances: list[int | None]  # bytes from each member's gradient to the next, if both may be stepped together
-    _adjacent: list[bool]  # True where gradients have that distance
-    _layouts: list[Any]  # strides and dtypes of the members' gradients; empty if none may be stepped together
-    _state: State  # the user's view
-    _entries: list[Any]  # its entries
-    # Where the gradients of local tensors are found.
+    _facts: _Facts  # what the plan depends on, beside where the members' gradients are
+    _layout: list[Any]  # how these lie
     _firsts: list[int]  # index of the first member of each local tensor among all members
     _runs: list[tuple[int, int]]  # indices of flat local tensors, and their numbers of elements
-    _user_tensors: list[LocalTensor]  # the user's own parameters
 
     def __init__(self, optimizer: torch.optim.Optimizer, flats: FlatStates, *, flatten: bool) -> None:
         groups, state = optimizer.param_groups, optimizer.state
         self._flats, self.stable, self.scalars, self.local_state = flats, True, [], defaultdict(dict)
         self._parameters = [p for group in groups for p in group["params"]]
-        self._sizes = [len(group["params"]) for group in groups]
-        numbers = [number for number, size in enumerate(self._sizes) for _ in range(size)]
+        flats.retain(_entries_of(state))
         with torch.inference_mode(False), torch.no_grad():
-            candidates = self._candidates(numbers, state, flatten=flatten)
-            self.tensors = _local_tensors(candidates)
-            order = {id(c.member): c for c in candidates}
-            ordered = [order[id(member)] for tensor in self.tensors for member in tensor.members]
-            self._record(ordered)
-            flats.retain(_entries_of(state))
+            runs = _runs_of(self._candidates(groups, state, flatten=flatten))
+            self.tensors = [_local_tensor(run) for run in runs]
+            self._firsts = [*accumulate(map(len, runs), initial=0)][:-1]
+            self._runs = [(i, tensor.parameter.numel()) for i, tensor in enumerate(self.tensors) if tensor.flat]
+            members = [candidate for run in runs for candidate in run]
+            self._indices = [candidate.index for candidate in members]
+            self._distances = list(starmap(_Candidate.distance_to, pairwise(members)))
+            self.tensors += self._user_tensors
             self._load_state(state)
-        self.note_state(optimizer)
+        _, self._layout = self._member_gradients()
+        self._facts = _Facts(optimizer)
 
     # ---------------------------------------------------------------- planning
 
-    def _candidates(self, numbers: Sequence[int], state: State, *, flatten: bool) -> list[_Candidate]:
+    def _candidates(self, groups: Sequence[Mapping[str, Any]], state: State, *, flatten: bool) -> list[_Candidate]:
         """Return a candidate for each parameter that has a gradient and can be stepped as a plain tensor."""
         buffers = _ShardBuffers() if flatten else None
         found, self._user_tensors = [], []
+        numbers = (number for number, group in enumerate(groups) for _ in group["params"])
         for index, (parameter, number) in enumerate(zip(self._parameters, numbers, strict=True)):
-            gradient = parameter.grad
-            if gradient is None:
+            if parameter.grad is None:
                 continue
-            entries = state.get(parameter)
-            candidate = self._candidate(parameter, gradient, index, number, entries, buffers)
-            if candidate is None or not _has_local_state(candidate.member):
-                members = [Member(parameter, parameter, entries)]
-                self._user_tensors.append(LocalTensor(number, members, parameter))
+            buffer = None if buffers is None else buffers.of(parameter)
+            pair = self._plain_pair(parameter, parameter.grad, is_placed=buffer is not None)
+            member = Member(parameter, parameter if pair is None else pair[0], state.get(parameter))
+            if pair is None or not _has_local_state(member):
+                self._user_tensors.append(LocalTensor(number, [member], parameter))
             else:
-                found.append(candidate)
+                offset = 0 if buffer is None else (pair[0].data_ptr() - buffer.data_ptr()) // buffer.itemsize
+                found.append(_Candidate(member, index, number, pair[1], buffer, offset))
         _set_keys(found)
         return found
 
-    def _candidate(
-        self,
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        index: int,
-        group: int,
-        entries: StateEntries | None,
-        buffers: _ShardBuffers | None,
-    ) -> _Candidate | None:
-        """Return the candidate for a parameter; None if the parameter itself has to be stepped."""
-        buffer = None if buffers is None else buffers.of(parameter)
+    def _plain_pair(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, *, is_placed: bool
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return this rank's shards of a parameter and its gradient; None if the parameter itself has to be stepped.
+
+        Plain parameters are returned only if they are placed in a shard buffer, and so may be in runs.
+        """
         if type(parameter) is DTensor:
             local = parameter._local_tensor
             if type(local) is not torch.Tensor or local.layout is not torch.strided:
@@ -151,39 +140,22 @@ class StepPlan:
                 self.stable = False
                 return None
             gradient = gradient._local_tensor
-            usable = type(gradient) is torch.Tensor and gradient.shape == local.shape
         else:
             # State of a 0-D parameter would be taken for scalars.
-            if buffer is None or type(parameter) is not torch.nn.Parameter or not parameter.dim():
+            if not is_placed or type(parameter) is not torch.nn.Parameter or not parameter.dim():
                 return None
-            local, usable = parameter.detach(), type(gradient) is torch.Tensor
-        if not usable or gradient.layout is not torch.strided or gradient.device != local.device:
+            local = parameter.detach()
+        if (
+            type(gradient) is not torch.Tensor
+            or gradient.layout is not torch.strided
+            or gradient.shape != local.shape
+            or gradient.device != local.device
+        ):
             self.stable = False
             return None
-        offset = 0
-        if buffer is not None:
-            offset = (local.data_ptr() - buffer.data_ptr()) // buffer.itemsize
-        return _Candidate(Member(parameter, local, entries), index, group, gradient, buffer, offset)
-
-    def _record(self, candidates: Sequence[_Candidate]) -> None:
-        """Record what the plan depends on, beside the state; the candidates are those of all members, in order."""
-        sharded = [p for p in self._parameters if isinstance(p, DTensor)]
-        self._locals = (sharded, [p._local_tensor for p in sharded])
-        self._types = [type(p.grad) for p in self._parameters]
-        self._indices = [c.index for c in candidates]
-        plain = [c.member.parameter for c in candidates if c.member.spec is None]
-        self._plain = (plain, list(map(_address_of, plain)))
-        self._specs = [getattr(self._parameters[c.index].grad, "_spec", None) for c in candidates]
-        self._distances = list(starmap(_Candidate.distance_to, pairwise(candidates)))
-        if not any(self._distances):
-            self._distances = []  # without runs, addresses do not matter
-        gradients = [c.gradient for c in candidates]
-        self._adjacent, self._layouts = self._adjacency(gradients), self._layouts_of(gradients)
-        self._firsts = [*accumulate((len(tensor.members) for tensor in self.tensors), initial=0)][:-1]
-        self._runs = [(i, tensor.parameter.numel()) for i, tensor in enumerate(self.tensors) if tensor.flat]
+        return local, gradient
 
     def _load_state(self, state: State) -> None:
-        self.tensors += self._user_tensors
         self.local_state.update((key, value) for key, value in state.items() if not isinstance(key, torch.Tensor))
         alike: dict[Any, list[LocalTensor]] = {}
         for index, tensor in enumerate(self.tensors):
@@ -202,28 +174,18 @@ class StepPlan:
 
     def gradients(self, optimizer: torch.optim.Optimizer) -> list[Any] | None:
         """Return the gradients of all local tensors, in order; None if a new plan is needed."""
-        if not self._same_parameters(optimizer) or not self._same_state(optimizer):
+        if _Facts(optimizer) != self._facts or not all(scalars.is_current for scalars in self.scalars):
             return None
-        every: list[Any] = list(map(_gradient_of, self._parameters))
-        if list(map(type, every)) != self._types:
+        gradients, layout = self._member_gradients()
+        if layout != self._layout:
             return None
-        found = [every[index] for index in self._indices]
-        gradients = [g._local_tensor if type(g) is DTensor else g for g in found]
-        specs = [g._spec if type(g) is DTensor else None for g in found]
-        if not all(map(operator.is_, specs, self._specs)) and (
-            specs != self._specs or not all(type(gradient) is torch.Tensor for gradient in gradients)
-        ):
-            return None
-        if self._adjacency(gradients) != self._adjacent or self._layouts_of(gradients) != self._layouts:
-            return None
-        local_gradients = [gradients[first] for first in self._firsts] if self._runs else gradients
+        found = [gradients[first] for first in self._firsts]
         try:
             for index, numel in self._runs:
-                gradient = local_gradients[index]
-                local_gradients[index] = gradient.as_strided((numel,), (1,), gradient.storage_offset())
+                found[index] = found[index].as_strided((numel,), (1,), found[index].storage_offset())
         except RuntimeError:  # adjacent, but in several storages
             return None
-        return local_gradients + [tensor.parameter.grad for tensor in self._user_tensors]
+        return found + [tensor.parameter.grad for tensor in self._user_tensors]
 
     def write_back(self, optimizer: torch.optim.Optimizer) -> bool:
         """Update the user's view of the state; return False if the plan cannot be used any longer.
@@ -241,39 +203,47 @@ class StepPlan:
             if new.get(id(parameter)) is not None:
                 state[parameter] = new[id(parameter)]
         state.update((key, value) for key, value in self.local_state.items() if not isinstance(key, torch.Tensor))
-        self.note_state(optimizer)
+        self._facts = _Facts(optimizer)
         return not any(new_scalars)  # new scalars of runs need RunScalars
 
-    def note_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the entries of the user's view of the state: if others are in it later, the plan is invalid."""
-        self._state, self._entries = optimizer.state, _entries_of(optimizer.state)
+    def _member_gradients(self) -> tuple[list[Any], list[Any]]:
+        """Return this rank's gradients of all members, in order, and how they lie."""
+        found = [self._parameters[index].grad for index in self._indices]
+        gradients: list[Any] = [g._local_tensor if type(g) is DTensor else g for g in found]
+        layout: list[Any] = [[g._spec if type(g) is DTensor else None for g in found], list(map(type, gradients))]
+        if any(self._distances):  # without runs, addresses do not matter
+            addresses = list(map(_address_of, gradients))
+            layout.append(list(map(operator.eq, map(operator.sub, addresses[1:], addresses), self._distances)))
+            layout += [list(map(_stride_of, gradients)), list(map(_dtype_of, gradients))]
+        return gradients, layout
 
-    def _same_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
-        groups, (sharded, locals_), (plain, addresses) = optimizer.param_groups, self._locals, self._plain
-        found = list(chain.from_iterable(group["params"] for group in groups))
-        return (
-            len(found) == len(self._parameters)
-            and [len(group["params"]) for group in groups] == self._sizes
-            and all(map(operator.is_, found, self._parameters))
-            and all(map(operator.is_, map(_local_of, sharded), locals_))
-            and list(map(_address_of, plain)) == addresses
+
+class _Facts:
+    """What a plan depends on beside gradients' memory: equal as long as the same objects are there.
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    __slots__ = ("_alive", "_facts")
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        groups, state = optimizer.param_groups, optimizer.state
+        parameters = list(chain.from_iterable(group["params"] for group in groups))
+        locals_ = [p._local_tensor if isinstance(p, DTensor) else None for p in parameters]
+        entries = _entries_of(state)
+        self._alive = (state, parameters, locals_, entries)  # so that no other object gets one of their ids
+        self._facts = (
+            [len(group["params"]) for group in groups],
+            [*map(id, chain((state,), parameters, locals_, entries))],
+            [p.data_ptr() for p in parameters if type(p) is torch.nn.Parameter],
+            [*map(type, map(_gradient_of, parameters))],
         )
 
-    def _same_state(self, optimizer: torch.optim.Optimizer) -> bool:
-        if optimizer.state is not self._state:
-            return False
-        found = _entries_of(optimizer.state)
-        same = len(found) == len(self._entries) and all(map(operator.is_, found, self._entries))
-        return same and all(scalars.is_current for scalars in self.scalars)
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Facts) and self._facts == other._facts
 
-    def _adjacency(self, gradients: Sequence[torch.Tensor]) -> list[bool]:
-        if not self._distances:
-            return []
-        addresses = list(map(_address_of, gradients))
-        return list(map(operator.eq, map(operator.sub, addresses[1:], addresses), self._distances))
-
-    def _layouts_of(self, gradients: Sequence[torch.Tensor]) -> list[Any]:
-        return [*map(_stride_of, gradients), *map(_dtype_of, gradients)] if self._distances else []
+    __hash__ = None  # type: ignore[assignment] # compared only
 
 
 def _entries_of(state: State) -> list[Any]:
@@ -324,8 +294,8 @@ class _ShardBuffers:
         return buffer if is_there or not local.numel() else None
 
 
-def _local_tensors(candidates: Sequence[_Candidate]) -> list[LocalTensor]:
-    """Return the local tensors for the members of all groups."""
+def _runs_of(candidates: Sequence[_Candidate]) -> list[list[_Candidate]]:
+    """Return what is stepped together, group by group, in the order in which it lies in shard buffers."""
     by_place: dict[Any, list[_Candidate]] = {}
     for candidate in candidates:
         where = candidate if candidate.buffer is None else candidate.buffer
@@ -338,7 +308,7 @@ def _local_tensors(candidates: Sequence[_Candidate]) -> list[LocalTensor]:
                 runs[-1].append(candidate)
             else:
                 runs.append([candidate])
-    return [_local_tensor(run) for run in runs]
+    return runs
 
 
 def _follows(one: _Candidate, other: _Candidate) -> bool:
