@@ -7,7 +7,8 @@ without gaps. A gap between two gradients must not be written to (some optimizer
 another gradient, or other data of the user.
 The optimizer's state for a local tensor is plain, too; the user's view of it, in ``optimizer.state``, are DTensors on
 the same memory. So the user's view is always correct and complete, and local tensors can be rebuilt from it whenever
-something has changed: the entries of a run are used in place if they are adjacent, or copied to new memory.
+something has changed: the entries of a run are used in place if they are slices of one flat tensor, or copied to a new
+one.
 
 Scalars beside the elementwise entries (``step``) exist once per run, and once per parameter in the user's view: other
 optimizers, which may load that state, update each of them. See :class:`RunScalars`.
@@ -15,12 +16,10 @@ optimizers, which may load that state, update each of them. See :class:`RunScala
 
 from __future__ import annotations
 
-import bisect
-import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -29,65 +28,24 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from fullshard.engine.parameters.placement import dtensor
 from fullshard.memory import own_storage
 
-if TYPE_CHECKING:
-    from fullshard.engine.unit import Unit
-
-__all__ = [
-    "InitGroupRow",
-    "LocalTensor",
-    "Member",
-    "RunScalars",
-    "ShardLocation",
-    "StateBuffers",
-    "StateEntries",
-    "is_elementwise",
-]
+__all__ = ["FlatStates", "LocalTensor", "Member", "RunScalars", "StateEntries"]
 
 StateEntries = dict[Any, Any]  # state of one parameter or local tensor, by name
 
 
-class ShardLocation(NamedTuple):
-    """Location of a parameter's shard.
-
-    Args:
-        buffer: The flat shard buffer.
-        offset: Offset in it, in elements; -1: the shard has no elements.
-        unit: Unit of the parameter.
-    """
-
-    buffer: torch.Tensor
-    offset: int
-    unit: weakref.ref[Unit]
-
-
+@dataclass(slots=True, eq=False)
 class Member:
     """One parameter as a localized optimizer sees it during a step.
 
     Args:
         parameter: The user's parameter.
         local: Its local tensor, plain.
-        gradient: Local tensor of the gradient, plain.
-        location: Location in a shard buffer; None: not in one.
+        state: Its state in the user's view; None: there is none yet.
     """
 
     parameter: torch.Tensor
     local: torch.Tensor
-    gradient: torch.Tensor  # at the time of planning
-    location: ShardLocation | None
-    state: StateEntries | None  # the user's view; None: there is none yet
-
-    __slots__ = ("gradient", "local", "location", "parameter", "state")
-
-    def __init__(
-        self, parameter: torch.Tensor, local: torch.Tensor, gradient: torch.Tensor, location: ShardLocation | None
-    ) -> None:
-        self.parameter, self.local, self.gradient, self.location, self.state = (
-            parameter,
-            local,
-            gradient,
-            location,
-            None,
-        )
+    state: StateEntries | None
 
     @property
     def spec(self) -> DTensorSpec | None:
@@ -110,36 +68,53 @@ class Member:
         """Return this rank's shard of an elementwise entry of the user's view; other entries as they are."""
         return entry._local_tensor if self.spec is not None and isinstance(entry, DTensor) else entry
 
+    def is_elementwise(self, entry: Any) -> bool:
+        """Return True if an entry of the user's view has one element for each of the parameter's."""
+        if not isinstance(entry, torch.Tensor):
+            return False
+        if self.spec is None:
+            return type(entry) is torch.Tensor and entry.shape == self.local.shape and entry.dim() > 0
+        return (
+            type(entry) is DTensor
+            and entry.placements == self.spec.placements
+            and entry.shape == self.parameter.shape
+            and type(entry._local_tensor) is torch.Tensor
+            and entry._local_tensor.shape == self.local.shape
+        )
 
-def is_elementwise(member: Member, entry: Any) -> bool:
-    """Return True if an entry of the user's view has one element for each of the parameter's."""
-    if not isinstance(entry, torch.Tensor):
-        return False
-    if member.spec is None:
-        return type(entry) is torch.Tensor and entry.shape == member.local.shape and entry.dim() > 0
-    return (
-        type(entry) is DTensor
-        and entry.placements == member.spec.placements
-        and entry.shape == member.parameter.shape
-        and type(entry._local_tensor) is torch.Tensor
-        and entry._local_tensor.shape == member.local.shape
-    )
 
+class FlatStates:
+    """Flat tensors of the state of runs, found by the members' entries, which are slices of them."""
 
-class InitGroupRow(NamedTuple):
-    """The values that ``_init_group`` of an optimizer collects for one local tensor.
+    _slices: dict[int, tuple[torch.Tensor, torch.Tensor, int]]  # by id: local tensor of an entry, flat tensor, offset
 
-    Args:
-        options: Options that it depends on.
-        positions: Indices of the lists that get a value, except the list of gradients.
-        values: The values.
-        returned: Result of ``_init_group``.
-    """
+    def __init__(self) -> None:
+        self._slices = {}
 
-    options: tuple[Any, ...]
-    positions: tuple[int, ...]
-    values: tuple[Any, ...]
-    returned: Any
+    def retain(self, entries: Iterable[Any]) -> None:
+        """Forget all flat tensors but those that have these entries of the user's view."""
+        locals_ = (entry._local_tensor if isinstance(entry, DTensor) else entry for entry in entries)
+        self._slices = {id(local): self._slices[id(local)] for local in locals_ if id(local) in self._slices}
+
+    def divide(self, flat: torch.Tensor, tensor: LocalTensor) -> list[torch.Tensor]:
+        """Return the members' slices of a flat tensor, each with a storage of its own on the same memory: who copies or
+        pickles one entry copies no other.
+        """
+        views = [own_storage(view) for view in tensor.views(flat)]
+        for view, offset in zip(views, tensor.offsets, strict=True):
+            self._slices[id(view)] = (view, flat, offset)
+        return views
+
+    def around(self, locals_: Sequence[torch.Tensor], tensor: LocalTensor) -> torch.Tensor | None:
+        """Return the slice of a flat tensor that has ``locals_`` as the members' slices; None if there is none."""
+        found = [self._slices.get(id(local)) for local in locals_]
+        if found[0] is None:
+            return None
+        _, flat, start = found[0]
+        for each, offset in zip(found, tensor.offsets, strict=True):
+            if each is None or each[1] is not flat or each[2] != start + offset:
+                return None
+        return flat.narrow(0, start, tensor.parameter.numel())
 
 
 class LocalTensor:
@@ -148,47 +123,24 @@ class LocalTensor:
     Args:
         group: Index of the parameters' group in the optimizer.
         members: The parameters in it, by address.
-        flat: Step it as one flat tensor; otherwise it is the local tensor of its one member.
-        user_parameter: Step the user's parameter itself, maybe a DTensor, as an optimizer that is not localized.
+        parameter: The tensor that is stepped: the members' shards as one flat tensor, the shard of the only member, or
+            that member's parameter itself, maybe a DTensor, as in an optimizer that is not localized.
+        flat: True for a flat tensor.
     """
 
     group: int
     members: list[Member]
-    parameter: torch.Tensor  # the tensor that is stepped
+    parameter: torch.Tensor
+    flat: bool
     index: int  # in its plan
     offsets: list[int]  # of the members in it, in elements
-    unit: weakref.ref[Unit] | None  # of its members
-    state: StateEntries | None  # the optimizer's state for it; None: none yet
-    known: StateEntries  # entries at the last write-back
-    row: InitGroupRow | None  # last values of _init_group
-    flat: bool
+    known: StateEntries  # the optimizer's state for it at the last write-back
 
-    __slots__ = (
-        *("flat", "group", "index", "known", "members"),
-        *("offsets", "parameter", "row", "state", "unit"),
-    )
+    __slots__ = ("flat", "group", "index", "known", "members", "offsets", "parameter")
 
-    def __init__(self, group: int, members: list[Member], *, flat: bool = False, user_parameter: bool = False) -> None:
-        self.group, self.members, self.flat = group, members, flat
-        self.state, self.known, self.row = None, {}, None
-        first = members[0]
-        location = first.location
-        self.unit = None if location is None else location.unit
-        self.offsets = [0] * len(members)
-        if user_parameter:
-            self.parameter = first.parameter
-        elif not flat:
-            # Not the local tensor itself, which must not get a gradient.
-            self.parameter = first.local.detach()
-        elif location is None or not first.local.numel():
-            self.parameter = first.local.as_strided((first.local.numel(),), (1,))
-        else:
-            self._lay_out(location)
-
-    def _lay_out(self, location: ShardLocation) -> None:
-        *self.offsets, numel = accumulate((member.local.numel() for member in self.members), initial=0)
-        start = int(location.buffer.storage_offset()) + location.offset
-        self.parameter = location.buffer.detach().as_strided((numel,), (1,), start)
+    def __init__(self, group: int, members: list[Member], parameter: torch.Tensor, *, flat: bool = False) -> None:
+        self.group, self.members, self.parameter, self.flat, self.known = group, members, parameter, flat, {}
+        self.offsets = [*accumulate((member.local.numel() for member in members[:-1]), initial=0)]
 
     @property
     def is_user_parameter(self) -> bool:
@@ -207,140 +159,68 @@ class LocalTensor:
         if not self.is_user_parameter:
             self.parameter.grad = None
 
-    # ---------------------------------------------------------------- state
-
-    def load_member_state(self, buffers: StateBuffers) -> None:
-        """Build :attr:`state` from the members' states, which have the same entries. Scalars stay the members'."""
-        first = self.members[0]
-        if first.state is None:
-            return
-        if self.is_user_parameter:
-            self.state = first.state
-            return
-        self.state = {}
-        for name, entry in first.state.items():
-            if not self.flat:
-                self.state[name] = first.local_of(entry)
-            elif is_elementwise(first, entry):
-                self.state[name] = self._flat_entry(name, buffers)
-            else:
-                self.state[name] = entry
-        self.known = dict(self.state)
-
-    def _flat_entry(self, name: Any, buffers: StateBuffers) -> torch.Tensor:
-        """Return one flat tensor for an elementwise entry: the memory around the members' entries, or a new one that
-        they are moved to.
-        """
-        states = [member.state or {} for member in self.members]
-        locals_ = [member.local_of(state[name]) for member, state in zip(self.members, states, strict=True)]
-        found = buffers.slice_around(locals_, self.offsets, self.parameter.numel())
-        if found is not None:
-            return found
-        new = torch.zeros(self.parameter.shape, dtype=locals_[0].dtype, device=locals_[0].device)
-        for view, local in zip(self._views(new), locals_, strict=True):
-            view.copy_(local)
-        buffers.add(new)
-        for member, state, view in zip(self.members, states, self._views(new), strict=True):
-            state[name] = member.as_user_entry(view)
-        return new
-
-    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the members' views of a flat tensor."""
         return [
             flat.as_strided(m.local.shape, m.local.stride(), int(flat.storage_offset()) + offset)
             for m, offset in zip(self.members, self.offsets, strict=True)
         ]
 
-    def write_back(self, state: StateEntries, buffers: StateBuffers) -> list[Any]:
-        """Update the user's view after a step that left ``state``, and return the names of changed entries.
+    # ---------------------------------------------------------------- state
+
+    def load_state(self, flats: FlatStates) -> StateEntries | None:
+        """Return the optimizer's state from the members' states, which have the same entries; None: none yet."""
+        first = self.members[0]
+        if first.state is None or self.is_user_parameter:
+            return first.state
+        state = {}
+        for name, entry in first.state.items():
+            is_run = self.flat and first.is_elementwise(entry)
+            state[name] = self._load_flat(name, flats) if is_run else entry if self.flat else first.local_of(entry)
+        self.known = dict(state)
+        return state
+
+    def _load_flat(self, name: Any, flats: FlatStates) -> torch.Tensor:
+        states = [member.state or {} for member in self.members]
+        locals_ = [member.local_of(state[name]) for member, state in zip(self.members, states, strict=True)]
+        flat = flats.around(locals_, self)
+        if flat is None:
+            flat = torch.empty(self.parameter.shape, dtype=locals_[0].dtype, device=locals_[0].device)
+            for view, local in zip(self.views(flat), locals_, strict=True):
+                view.copy_(local)
+            self._set_user_entries(name, flat, flats)
+        return flat
+
+    def write_back(self, state: StateEntries, flats: FlatStates) -> bool:
+        """Update the user's view after a step that left ``state``; return True if a run has got a scalar, which each
+        member has a copy of.
 
         Only new objects are written back; entries changed in place share memory with the user's view.
         """
         if self.is_user_parameter:
-            new = self.state is not state
-            self.state = self.members[0].state = state
-            return list(state) if new else []
-        self.state = state
-        changed = [name for name, entry in state.items() if name not in self.known or self.known[name] is not entry]
-        gone = [name for name in self.known if name not in state]
-        for name in changed:
-            self._write_back_entry(name, state[name], buffers)
+            self.members[0].state = state
+            return False
+        changed = {name: e for name, e in state.items() if name not in self.known or self.known[name] is not e}
+        gone = self.known.keys() - state.keys()
         for member in self.members:
-            if member.state is None:
-                member.state = {}
+            member.state = {} if member.state is None else member.state
             for name in gone:
                 member.state.pop(name, None)
+        for name, entry in changed.items():
+            self._set_user_entries(name, entry, flats)
         self.known = dict(state)
-        return changed + gone
+        return len(self.members) > 1 and any(isinstance(e, torch.Tensor) and not e.dim() for e in changed.values())
 
-    def has_scalars(self, names: Iterable[Any]) -> bool:
-        """Return True if any of these entries is a scalar of a run, which each member has a copy of."""
-        found = (self.known.get(name) for name in names)
-        return len(self.members) > 1 and any(isinstance(entry, torch.Tensor) and not entry.dim() for entry in found)
-
-    def _write_back_entry(self, name: Any, entry: Any, buffers: StateBuffers) -> None:
-        for member in self.members:
-            if member.state is None:
-                member.state = {}
+    def _set_user_entries(self, name: Any, entry: Any, flats: FlatStates) -> None:
         is_plain = type(entry) is torch.Tensor
         if is_plain and entry.shape == self.parameter.shape and (self.flat or entry.dim() > 0):
-            if self.flat:
-                buffers.add(entry)
-            for member, view in zip(self.members, self._views(entry) if self.flat else [entry], strict=True):
-                assert member.state is not None
-                member.state[name] = member.as_user_entry(view)
-            return
-        for member in self.members:
+            locals_ = flats.divide(entry, self) if self.flat else [entry]
+            entries = [member.as_user_entry(local) for member, local in zip(self.members, locals_, strict=True)]
+        else:
+            entries = [entry.clone() if is_plain and len(self.members) > 1 else entry for _ in self.members]
+        for member, each in zip(self.members, entries, strict=True):
             assert member.state is not None
-            member.state[name] = entry.clone() if is_plain and len(self.members) > 1 else entry
-
-
-class StateBuffers:
-    """Flat tensors of elementwise state, found by the addresses within them."""
-
-    _flats: dict[int, torch.Tensor]  # by address
-    _starts: list[int]  # sorted
-
-    def __init__(self) -> None:
-        self._flats, self._starts = {}, []
-
-    def add(self, flat: torch.Tensor) -> None:
-        """Add a flat tensor."""
-        if flat.numel() and flat.data_ptr() not in self._flats:
-            bisect.insort(self._starts, flat.data_ptr())
-            self._flats[flat.data_ptr()] = flat
-
-    def containing(self, local: torch.Tensor) -> torch.Tensor | None:
-        """Return the flat tensor that contains ``local``."""
-        address = local.data_ptr()
-        index = bisect.bisect_right(self._starts, address) - 1
-        if index < 0:
-            return None
-        flat = self._flats[self._starts[index]]
-        return flat if address < flat.data_ptr() + flat.numel() * flat.itemsize and flat.dtype is local.dtype else None
-
-    def retain(self, locals_: Iterable[torch.Tensor]) -> None:
-        """Forget all flat tensors but those that contain these."""
-        kept = [flat for flat in map(self.containing, locals_) if flat is not None]
-        self._flats, self._starts = {}, []
-        for flat in kept:
-            self.add(flat)
-
-    def slice_around(self, locals_: Sequence[torch.Tensor], offsets: Sequence[int], numel: int) -> torch.Tensor | None:
-        """Return the slice of a flat tensor, of ``numel`` elements, that has ``locals_`` at their offsets; None if
-        there is none.
-        """
-        flat = self.containing(locals_[0]) if locals_[0].numel() else None
-        if flat is None:
-            return None
-        start, size = locals_[0].data_ptr(), flat.itemsize
-        first = (start - flat.data_ptr()) // size
-        if first + numel > flat.numel():
-            return None
-        if any(t.data_ptr() - start != o * size for t, o in zip(locals_, offsets, strict=True) if t.numel()):
-            return None
-        if any(t.dtype is not flat.dtype for t in locals_):
-            return None
-        return flat.as_strided((numel,), (1,), int(flat.storage_offset()) + first)
+            member.state[name] = each
 
 
 class RunScalars:
@@ -351,6 +231,7 @@ class RunScalars:
     Args:
         name: Name of the entry.
         tensors: The runs that have it, with the same dtype on the same device.
+        states: The optimizer's state for each.
     """
 
     _values: torch.Tensor  # one per run
@@ -358,19 +239,17 @@ class RunScalars:
     _owner: torch.Tensor  # the run of each parameter
     _version: int  # version of the user's copies at the last write-back
 
-    def __init__(self, name: Any, tensors: Sequence[LocalTensor]) -> None:
-        scalars = [tensor.members[0].state[name] for tensor in tensors if tensor.members[0].state is not None]
-        self._values = torch.stack(scalars)
+    def __init__(self, name: Any, tensors: Sequence[LocalTensor], states: Sequence[StateEntries]) -> None:
+        self._values = torch.stack([state[name] for state in states])
         owners = [index for index, tensor in enumerate(tensors) for _ in tensor.members]
         self._owner = torch.tensor(owners, device=self._values.device)
         self._user_values = self._values[self._owner]
-        as_user_entry = iter(range(len(owners)))
-        for index, tensor in enumerate(tensors):
-            assert tensor.state is not None
-            tensor.state[name] = tensor.known[name] = self._values[index]
-            for member in tensor.members:
-                assert member.state is not None
-                member.state[name] = self._user_values[next(as_user_entry)]
+        for tensor, state, value in zip(tensors, states, self._values.unbind(), strict=True):
+            state[name] = tensor.known[name] = value
+        members = (member for tensor in tensors for member in tensor.members)
+        for member, value in zip(members, self._user_values.unbind(), strict=True):
+            assert member.state is not None
+            member.state[name] = value
         self._version = self._user_values._version
 
     @property

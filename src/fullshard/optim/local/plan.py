@@ -1,32 +1,66 @@
-"""Plan which local tensors an optimizer steps. See [Note: Step plans]."""
+"""Plan which local tensors an optimizer steps, and find out cheaply whether the plan is still valid.
+
+[Note: Step plans]
+A plan is valid as long as all parameters, gradients and state entries are the same objects, or lie in the same way.
+Checking that costs a fraction of what the plan saves: it is done for all parameters at once, by ``map`` over lists,
+without a loop in Python. Plans are local to a rank, and no collective depends on them: ranks may have different runs.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise, starmap
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine.parameters.sharded import managed_by
-from fullshard.engine.unit import Unit
 from fullshard.layout.per_parameter import is_dense
-from fullshard.optim.local.guards import PlanGuards, State, byte_distance
-from fullshard.optim.local.local_tensors import (
-    LocalTensor,
-    Member,
-    RunScalars,
-    ShardLocation,
-    StateBuffers,
-    StateEntries,
-    is_elementwise,
-)
+from fullshard.optim.local.local_tensors import FlatStates, LocalTensor, Member, RunScalars, StateEntries
 
 __all__ = ["StepPlan"]
 
-SCALAR = "number"
+State = dict[Any, Any]  # state of an optimizer: entries by parameter
+
+_gradient_of = operator.attrgetter("grad")
+_dtype_of = operator.attrgetter("dtype")
+_address_of = torch.Tensor.data_ptr
+_stride_of = torch.Tensor.stride
+
+
+@dataclass(slots=True, eq=False)
+class _Candidate:
+    """A member, while the plan is made.
+
+    Args:
+        member: The member.
+        index: Index of its parameter among all.
+        group: Index of its group.
+        gradient: This rank's shard of its gradient, plain.
+        buffer: The shard buffer that its shard lies in; None: it may not be stepped together with others.
+        offset: Where it lies there, in elements.
+        key: Members that are stepped together have the same key.
+    """
+
+    member: Member
+    index: int
+    group: int
+    gradient: torch.Tensor
+    buffer: torch.Tensor | None
+    offset: int
+    key: Any = None
+
+    def distance_to(self, other: _Candidate) -> int | None:
+        """Return the bytes from this gradient to the other's if both could be stepped together; None otherwise."""
+        numel = self.member.local.numel()
+        if self.buffer is None or other.buffer is not self.buffer or other.offset != self.offset + numel:
+            return None
+        alike = self.group == other.group and self.gradient.dtype is other.gradient.dtype
+        return numel * self.gradient.itemsize if alike and numel and other.member.local.numel() else None
 
 
 class StepPlan:
@@ -34,131 +68,190 @@ class StepPlan:
 
     Args:
         optimizer: The optimizer.
-        buffers: State buffers of the previous plan.
+        flats: Flat tensors of the state of earlier plans' runs.
         flatten: Step runs.
     """
 
     tensors: list[LocalTensor]
-    buffers: StateBuffers
-    scalars: list[RunScalars]
-    initial_gradients: list[torch.Tensor]  # gradients() of the step that it was planned in; cleared after use
     local_state: defaultdict[Any, StateEntries]  # the optimizer's state, by the tensors that it steps
-    _guards: PlanGuards
-    _firsts: list[int]  # index of the first member of each local tensor among all members
-    _runs: list[tuple[int, tuple[int]]]  # indices of the runs, and their shapes
+    scalars: list[RunScalars]
+    stable: bool  # False: a gradient could not be used in place, and every step needs a new plan
+    _flats: FlatStates
     _user_tensors: list[LocalTensor]  # the user's own parameters
+    _parameters: list[torch.Tensor]  # of all groups
+    _indices: list[int]  # of the members' parameters
+    _distances: list[int | None]  # bytes from each member's gradient to the next, if both may be stepped together
+    _facts: _Facts  # what the plan depends on, beside where the members' gradients are
+    _layout: list[Any]  # how these lie
+    _firsts: list[int]  # index of the first member of each local tensor among all members
+    _runs: list[tuple[int, int]]  # indices of flat local tensors, and their numbers of elements
 
-    def __init__(self, optimizer: torch.optim.Optimizer, buffers: StateBuffers, *, flatten: bool) -> None:
-        groups = optimizer.param_groups
-        self.buffers, self.scalars, self.local_state = buffers, [], defaultdict(dict)
-        self._guards = PlanGuards(groups)
-        state: State = optimizer.state
-        buffers.retain(_entries_in(self._guards.parameters, state))
+    def __init__(self, optimizer: torch.optim.Optimizer, flats: FlatStates, *, flatten: bool) -> None:
+        groups, state = optimizer.param_groups, optimizer.state
+        self._flats, self.stable, self.scalars, self.local_state = flats, True, [], defaultdict(dict)
+        self._parameters = [p for group in groups for p in group["params"]]
+        flats.retain(_entries_of(state))
         with torch.inference_mode(False), torch.no_grad():
-            self._plan(groups, state, flatten=flatten)
-        self.note_state(optimizer)
+            runs = _runs_of(self._candidates(groups, state, flatten=flatten))
+            self.tensors = [_local_tensor(run) for run in runs]
+            self._firsts = [*accumulate(map(len, runs), initial=0)][:-1]
+            self._runs = [(i, tensor.parameter.numel()) for i, tensor in enumerate(self.tensors) if tensor.flat]
+            members = [candidate for run in runs for candidate in run]
+            self._indices = [candidate.index for candidate in members]
+            self._distances = list(starmap(_Candidate.distance_to, pairwise(members)))
+            self.tensors += self._user_tensors
+            self._load_state(state)
+        _, self._layout = self._member_gradients()
+        self._facts = _Facts(optimizer)
 
     # ---------------------------------------------------------------- planning
 
-    def _plan(self, groups: Sequence[Mapping[str, Any]], state: State, *, flatten: bool) -> None:
-        locations = _ShardLocations()
-        self.tensors, self._user_tensors, found = [], [], iter(self._guards.gradients)
-        for number, group in enumerate(groups):
-            members = []
-            for parameter, gradient in zip(group["params"], found, strict=False):
-                if gradient is None:
-                    continue
-                member = self._member(parameter, gradient, locations if flatten else None)
-                if member is not None:
-                    member.state = state.get(parameter)
-                    if _has_local_state(member):
-                        members.append(member)
-                        continue
-                member = Member(parameter, parameter, gradient, None)
-                member.state = state.get(parameter)
-                self._user_tensors.append(LocalTensor(number, [member], user_parameter=True))
-            self.tensors += _RunBuilder(number, members).tensors
-        self.initial_gradients = self._guards.record(self.tensors)
-        self._firsts = [*accumulate((len(tensor.members) for tensor in self.tensors), initial=0)][:-1]
-        numbered = enumerate(self.tensors)
-        self._runs = [(index, (tensor.parameter.numel(),)) for index, tensor in numbered if tensor.flat]
-        self.tensors += self._user_tensors
-        self.local_state.update((key, value) for key, value in state.items() if not isinstance(key, torch.Tensor))
-        for index, tensor in enumerate(self.tensors):
-            tensor.index = index
-            tensor.load_member_state(self.buffers)
-            if tensor.state is not None:
-                self.local_state[tensor.parameter] = tensor.state
-        self._share_scalars()
+    def _candidates(self, groups: Sequence[Mapping[str, Any]], state: State, *, flatten: bool) -> list[_Candidate]:
+        """Return a candidate for each parameter that has a gradient and can be stepped as a plain tensor."""
+        buffers = _ShardBuffers() if flatten else None
+        found, self._user_tensors = [], []
+        numbers = (number for number, group in enumerate(groups) for _ in group["params"])
+        for index, (parameter, number) in enumerate(zip(self._parameters, numbers, strict=True)):
+            if parameter.grad is None:
+                continue
+            buffer = None if buffers is None else buffers.of(parameter)
+            pair = self._plain_pair(parameter, parameter.grad, is_placed=buffer is not None)
+            member = Member(parameter, parameter if pair is None else pair[0], state.get(parameter))
+            if pair is None or not _has_local_state(member):
+                self._user_tensors.append(LocalTensor(number, [member], parameter))
+            else:
+                offset = 0 if buffer is None else (pair[0].data_ptr() - buffer.data_ptr()) // buffer.itemsize
+                found.append(_Candidate(member, index, number, pair[1], buffer, offset))
+        _set_keys(found)
+        return found
 
-    def _member(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, locations: _ShardLocations | None
-    ) -> Member | None:
-        """Return the member for a parameter; None if the parameter itself has to be stepped."""
+    def _plain_pair(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, *, is_placed: bool
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return this rank's shards of a parameter and its gradient; None if the parameter itself has to be stepped.
+
+        Plain parameters are returned only if they are placed in a shard buffer, and so may be in runs.
+        """
         if type(parameter) is DTensor:
             local = parameter._local_tensor
             if type(local) is not torch.Tensor or local.layout is not torch.strided:
                 return None
             if type(gradient) is not DTensor or not _same_layout(gradient, parameter):
-                self._guards.stable = False
+                self.stable = False
                 return None
             gradient = gradient._local_tensor
-            usable = type(gradient) is torch.Tensor and gradient.shape == local.shape
         else:
             # State of a 0-D parameter would be taken for scalars.
-            if locations is None or type(parameter) is not torch.nn.Parameter or not parameter.dim():
+            if not is_placed or type(parameter) is not torch.nn.Parameter or not parameter.dim():
                 return None
-            if locations.of(parameter, parameter) is None:
-                return None
-            local, usable = parameter.detach(), type(gradient) is torch.Tensor
-        if not usable or gradient.layout is not torch.strided or gradient.device != local.device:
-            self._guards.stable = False
+            local = parameter.detach()
+        if (
+            type(gradient) is not torch.Tensor
+            or gradient.layout is not torch.strided
+            or gradient.shape != local.shape
+            or gradient.device != local.device
+        ):
+            self.stable = False
             return None
-        return Member(parameter, local, gradient, None if locations is None else locations.of(parameter, local))
+        return local, gradient
 
-    def _share_scalars(self) -> None:
+    def _load_state(self, state: State) -> None:
+        self.local_state.update((key, value) for key, value in state.items() if not isinstance(key, torch.Tensor))
         alike: dict[Any, list[LocalTensor]] = {}
-        for tensor in self.tensors:
-            if len(tensor.members) > 1 and tensor.state:
-                for name, entry in tensor.state.items():
-                    if isinstance(entry, torch.Tensor) and not entry.dim():
-                        alike.setdefault((name, entry.dtype, entry.device), []).append(tensor)
-        self.scalars = [RunScalars(key[0], tensors) for key, tensors in alike.items()]
+        for index, tensor in enumerate(self.tensors):
+            tensor.index = index
+            loaded = tensor.load_state(self._flats)
+            if loaded is None:
+                continue
+            self.local_state[tensor.parameter] = loaded
+            for name, entry in loaded.items() if len(tensor.members) > 1 else ():
+                if isinstance(entry, torch.Tensor) and not entry.dim():
+                    alike.setdefault((name, entry.dtype, entry.device), []).append(tensor)
+        for (name, *_), runs in alike.items():
+            self.scalars.append(RunScalars(name, runs, [self.local_state[run.parameter] for run in runs]))
 
     # ---------------------------------------------------------------- a step
 
-    def note_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the entries of the user's view of the state: if others are in it later, the plan is invalid."""
-        self._guards.note_state(optimizer, self.scalars)
-
-    def gradients(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor] | None:
-        """Return this rank's gradients of the members of all local tensors, in order; None if a new plan is needed."""
-        return self._guards.gradients_of(optimizer)
-
-    def local_gradients(self, gradients: Sequence[torch.Tensor]) -> list[Any] | None:
-        """Return the gradients of the local tensors, in order; None if those of a run are adjacent but in several
-        storages.
-        """
-        local_gradients: list[Any] = [gradients[first] for first in self._firsts] if self._runs else list(gradients)
-        try:
-            for index, shape in self._runs:
-                gradient = local_gradients[index]
-                local_gradients[index] = gradient.as_strided(shape, (1,), gradient.storage_offset())
-        except RuntimeError:
+    def gradients(self, optimizer: torch.optim.Optimizer) -> list[Any] | None:
+        """Return the gradients of all local tensors, in order; None if a new plan is needed."""
+        if _Facts(optimizer) != self._facts or not all(scalars.is_current for scalars in self.scalars):
             return None
-        local_gradients += [tensor.parameter.grad for tensor in self._user_tensors]
-        return local_gradients
+        gradients, layout = self._member_gradients()
+        if layout != self._layout:
+            return None
+        found = [gradients[first] for first in self._firsts]
+        try:
+            for index, numel in self._runs:
+                found[index] = found[index].as_strided((numel,), (1,), found[index].storage_offset())
+        except RuntimeError:  # adjacent, but in several storages
+            return None
+        return found + [tensor.parameter.grad for tensor in self._user_tensors]
 
-    def register(self, optimizer: torch.optim.Optimizer, tensors: Sequence[LocalTensor]) -> None:
-        """Add the new state of these local tensors' parameters to the user's view.
+    def write_back(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Update the user's view of the state; return False if the plan cannot be used any longer.
 
-        In the order of the parameters, as without local tensors, and as on other ranks, which have other runs.
+        New entries are added in the order of the parameters, as without local tensors, and as on other ranks, which
+        have other runs.
         """
         state: State = optimizer.state
-        new = {id(m.parameter): m.state for tensor in tensors for m in tensor.members if m.parameter not in state}
-        for parameter in self._guards.parameters if new else ():
+        with torch.inference_mode(False), torch.no_grad():
+            stepped = [tensor for tensor in self.tensors if tensor.parameter in self.local_state]
+            new_scalars = [tensor.write_back(self.local_state[tensor.parameter], self._flats) for tensor in stepped]
+        members = (member for tensor in stepped for member in tensor.members)
+        new = {id(m.parameter): m.state for m in members if m.parameter not in state}
+        for parameter in self._parameters if new else ():
             if new.get(id(parameter)) is not None:
                 state[parameter] = new[id(parameter)]
+        state.update((key, value) for key, value in self.local_state.items() if not isinstance(key, torch.Tensor))
+        self._facts = _Facts(optimizer)
+        return not any(new_scalars)  # new scalars of runs need RunScalars
+
+    def _member_gradients(self) -> tuple[list[Any], list[Any]]:
+        """Return this rank's gradients of all members, in order, and how they lie."""
+        found = [self._parameters[index].grad for index in self._indices]
+        gradients: list[Any] = [g._local_tensor if type(g) is DTensor else g for g in found]
+        layout: list[Any] = [[g._spec if type(g) is DTensor else None for g in found], list(map(type, gradients))]
+        if any(self._distances):  # without runs, addresses do not matter
+            addresses = list(map(_address_of, gradients))
+            layout.append(list(map(operator.eq, map(operator.sub, addresses[1:], addresses), self._distances)))
+            layout += [list(map(_stride_of, gradients)), list(map(_dtype_of, gradients))]
+        return gradients, layout
+
+
+class _Facts:
+    """What a plan depends on beside gradients' memory: equal as long as the same objects are there.
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    __slots__ = ("_alive", "_facts")
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        groups, state = optimizer.param_groups, optimizer.state
+        parameters = list(chain.from_iterable(group["params"] for group in groups))
+        locals_ = [p._local_tensor if isinstance(p, DTensor) else None for p in parameters]
+        entries = _entries_of(state)
+        self._alive = (state, parameters, locals_, entries)  # so that no other object gets one of their ids
+        self._facts = (
+            [len(group["params"]) for group in groups],
+            [*map(id, chain((state,), parameters, locals_, entries))],
+            [p.data_ptr() for p in parameters if type(p) is torch.nn.Parameter],
+            [*map(type, map(_gradient_of, parameters))],
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Facts) and self._facts == other._facts
+
+    __hash__ = None  # type: ignore[assignment] # compared only
+
+
+def _entries_of(state: State) -> list[Any]:
+    """Return all entries of a state, in order."""
+    try:
+        return list(chain.from_iterable(map(dict.values, state.values())))
+    except TypeError:  # users' own entries among them
+        return [entry for own in state.values() for entry in (own.values() if isinstance(own, dict) else (own,))]
 
 
 def _same_layout(gradient: DTensor, parameter: DTensor) -> bool:
@@ -171,154 +264,112 @@ def _same_layout(gradient: DTensor, parameter: DTensor) -> bool:
 def _has_local_state(member: Member) -> bool:
     """Return True if all of the member's state is available as plain tensors."""
     return member.state is None or all(
-        is_elementwise(member, entry) or not isinstance(entry, DTensor) for entry in member.state.values()
+        member.is_elementwise(entry) or not isinstance(entry, DTensor) for entry in member.state.values()
     )
 
 
-def _entries_in(parameters: Sequence[torch.Tensor], state: State) -> list[torch.Tensor]:
-    """Return the local tensors in a state."""
-    entries = (entry for p in parameters for entry in (state.get(p) or {}).values())
-    tensors = (entry._local_tensor if isinstance(entry, DTensor) else entry for entry in entries)
-    return [t for t in tensors if type(t) is torch.Tensor and t.numel() and t.dim()]
+class _ShardBuffers:
+    """Finds the shard buffers that parameters lie in."""
 
-
-class _ShardLocations:
-    """Finds the shards of parameters in shard buffers."""
-
-    _known: dict[int, dict[int, ShardLocation]]  # by unit, by sharded parameter
+    _known: dict[int, dict[int, torch.Tensor]]  # by unit, by sharded parameter
 
     def __init__(self) -> None:
         self._known = {}
 
-    def of(self, parameter: torch.Tensor, local: torch.Tensor) -> ShardLocation | None:
-        """Return the location of ``local``, this rank's shard of the parameter."""
+    def of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the buffer that this rank's shard of a parameter lies in, without holes; None if there is none."""
         managed = managed_by(parameter)
         unit = managed.unit() if managed is not None and managed.owned else None
-        if managed is None or unit is None:
+        if managed is None or unit is None or managed.sharded is not parameter:
             return None
-        locations = self._known.get(id(unit))
-        if locations is None:
-            locations = self._known[id(unit)] = _locations_in(unit)
-        location = locations.get(id(managed))
-        if location is None or managed.sharded is not parameter or not _is_dense(local):
+        if id(unit) not in self._known:
+            buffers = ((b.shard_buffer_of_optimizers, b.parameters) for b in unit.buckets)
+            self._known[id(unit)] = {id(p): buffer for buffer, found in buffers if buffer is not None for p in found}
+        buffer = self._known[id(unit)].get(id(managed))
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        if buffer is None or local.dtype is not buffer.dtype or not is_dense(tuple(local.shape), tuple(local.stride())):
             return None
-        buffer = location.buffer
-        is_there = local.data_ptr() == buffer.data_ptr() + location.offset * buffer.itemsize or not local.numel()
-        return location if is_there and local.dtype is buffer.dtype else None
+        offset, whole = divmod(local.data_ptr() - buffer.data_ptr(), buffer.itemsize)
+        is_there = not whole and 0 <= offset <= buffer.numel() - local.numel()
+        return buffer if is_there or not local.numel() else None
 
 
-def _is_dense(local: torch.Tensor) -> bool:
-    return is_dense(tuple(local.shape), tuple(local.stride()))
+def _runs_of(candidates: Sequence[_Candidate]) -> list[list[_Candidate]]:
+    """Return what is stepped together, group by group, in the order in which it lies in shard buffers."""
+    by_place: dict[Any, list[_Candidate]] = {}
+    for candidate in candidates:
+        where = candidate if candidate.buffer is None else candidate.buffer
+        by_place.setdefault((candidate.group, id(where)), []).append(candidate)
+    runs: list[list[_Candidate]] = []
+    for found in by_place.values():
+        found.sort(key=lambda c: c.offset)
+        for index, candidate in enumerate(found):
+            if index and _follows(found[index - 1], candidate):
+                runs[-1].append(candidate)
+            else:
+                runs.append([candidate])
+    return runs
 
 
-def _locations_in(unit: Unit) -> dict[int, ShardLocation]:
-    locations = {}
-    for bucket in unit.buckets:
-        buffer = bucket.shard_buffer_of_optimizers
-        if buffer is None:
-            continue
-        start = buffer.data_ptr()
-        for parameter in bucket.parameters:
-            local = parameter.local
-            offset = (local.data_ptr() - start) // buffer.itemsize
-            if not local.numel():
-                locations[id(parameter)] = ShardLocation(buffer, -1, unit.ref)
-            elif 0 <= offset <= buffer.numel() - local.numel():
-                locations[id(parameter)] = ShardLocation(buffer, offset, unit.ref)
-    return locations
+def _follows(one: _Candidate, other: _Candidate) -> bool:
+    """Return True if ``other`` may be stepped together with ``one``."""
+    distance = one.distance_to(other)
+    if distance is None or one.key is None or one.key != other.key:
+        return False
+    if one.gradient.data_ptr() + distance != other.gradient.data_ptr():
+        return False
+    if any(c.gradient.stride() != c.member.local.stride() for c in (one, other)):
+        return False
+    return one.gradient.untyped_storage().data_ptr() == other.gradient.untyped_storage().data_ptr()
 
 
-class _RunBuilder:
-    """Builds the local tensors for the members of one group.
-
-    Args:
-        group: Index of the group.
-        members: Its members, in order.
-    """
-
-    tensors: list[LocalTensor]
-    _group: int
-    _alike: dict[int, Any]  # key by member; members with the same key may be stepped together
-
-    def __init__(self, group: int, members: Sequence[Member]) -> None:
-        self._group, self.tensors = group, []
-        self._alike = _state_keys(members)
-        by_buffer: dict[int, list[Member]] = {}
-        for member in members:
-            by_buffer.setdefault(id(member if member.location is None else member.location.buffer), []).append(member)
-        for found in by_buffer.values():
-            found.sort(key=lambda m: -1 if m.location is None else m.location.offset)
-            run = found[:1]
-            for member in found[1:]:
-                if self._follows(run[-1], member):
-                    run.append(member)
-                else:
-                    self._add(run)
-                    run = [member]
-            self._add(run)
-
-    def _add(self, run: list[Member]) -> None:
-        # State of a 0-D tensor would be taken for scalars.
-        self.tensors.append(LocalTensor(self._group, run, flat=len(run) > 1 or not run[0].local.dim()))
-
-    def _follows(self, one: Member, other: Member) -> bool:
-        """Return True if ``other`` may be stepped together with ``one``."""
-        key = self._alike[id(one)]
-        if key is None or self._alike[id(other)] != key:
-            return False
-        if one.location is None or other.location is None:
-            return False
-        if not one.local.numel():  # empty shards: only their state matters
-            return not other.local.numel() and one.gradient.dtype is other.gradient.dtype
-        step = byte_distance(one, other)
-        if step is None or one.gradient.data_ptr() + step != other.gradient.data_ptr():
-            return False
-        if any(m.gradient.stride() != m.local.stride() for m in (one, other)):
-            return False
-        return one.gradient.untyped_storage().data_ptr() == other.gradient.untyped_storage().data_ptr()
+def _local_tensor(run: Sequence[_Candidate]) -> LocalTensor:
+    first, members = run[0], [candidate.member for candidate in run]
+    local, buffer = first.member.local, first.buffer
+    if len(run) > 1:
+        assert buffer is not None
+        numel, start = sum(member.local.numel() for member in members), int(buffer.storage_offset()) + first.offset
+        return LocalTensor(first.group, members, buffer.detach().as_strided((numel,), (1,), start), flat=True)
+    # State of a 0-D tensor would be taken for scalars. Not the local tensor itself, which must not get a gradient.
+    flat = not local.dim()
+    return LocalTensor(first.group, members, local.as_strided((1,), (1,)) if flat else local.detach(), flat=flat)
 
 
-def _state_keys(members: Sequence[Member]) -> dict[int, Any]:
-    """Return for each member a key that members stepped together have in common; None: it must be stepped alone."""
+def _set_keys(candidates: Sequence[_Candidate]) -> None:
+    """Set the candidates' keys: the kinds of their entries of the state, and the values of scalars."""
     scalars: list[torch.Tensor] = []
-    keys: dict[int, Any] = {}
-    for member in members:
-        key: list[Any] | None = []
-        for name, entry in (member.state or {}).items():
-            described = _entry_key(member, entry, scalars)
-            key = None if described is None or key is None else [*key, (name, *described)]
-        keys[id(member)] = key if key is None or member.state is not None else "none"
+    for candidate in candidates:
+        state = candidate.member.state
+        described = [_describe(candidate.member, entry, scalars) for entry in (state or {}).values()]
+        is_known = None not in described
+        candidate.key = (state is None, [*zip(state or (), described, strict=True)]) if is_known else None
     values = _scalar_values(scalars)
-    for key in keys.values():
-        if isinstance(key, list):
-            key[:] = [
-                (name, kind, entry.dtype, entry.device, values[id(entry)]) if kind == SCALAR else (name, kind, entry)
-                for name, kind, entry in key
-            ]
-    return keys
+    for candidate in candidates:
+        if candidate.key is not None:
+            named = [(name, values.get(id(kind[0]), kind[0]), *kind[1:]) for name, kind in candidate.key[1]]
+            candidate.key = (candidate.key[0], named)
 
 
-def _entry_key(member: Member, entry: Any, scalars: list[torch.Tensor]) -> tuple[Any, Any] | None:
-    if is_elementwise(member, entry):
+def _describe(member: Member, entry: Any, scalars: list[torch.Tensor]) -> tuple[Any, ...] | None:
+    """Return what must be equal in members that are stepped together; None: the member must be stepped alone.
+
+    A scalar is the first value of a tuple, and is added to ``scalars``.
+    """
+    if member.is_elementwise(entry):
         local = member.local_of(entry)
         return ("elementwise", local.dtype) if local.stride() == member.local.stride() else None
     if isinstance(entry, torch.Tensor):
         if type(entry) is not torch.Tensor or entry.dim() or entry.is_complex():
             return None
         scalars.append(entry)
-        return (SCALAR, entry)
-    if entry is None or isinstance(entry, (bool, int, float, str)):
-        return (type(entry), entry)
-    return None
+        return (entry, entry.dtype, entry.device)
+    return (type(entry), entry) if entry is None or isinstance(entry, (bool, int, float, str)) else None
 
 
 def _scalar_values(scalars: Iterable[torch.Tensor]) -> dict[int, float]:
     """Return the values of scalar tensors by id, with one transfer per device."""
     alike: dict[Any, list[torch.Tensor]] = {}
-    for number in scalars:
-        alike.setdefault((number.device, number.dtype), []).append(number)
-    values = {}
-    for found in alike.values():
-        for number, value in zip(found, torch.stack(found).tolist(), strict=True):
-            values[id(number)] = value
-    return values
+    for scalar in scalars:
+        alike.setdefault((scalar.device, scalar.dtype), []).append(scalar)
+    values = (zip(map(id, found), torch.stack(found).tolist(), strict=True) for found in alike.values())
+    return dict(chain.from_iterable(values))

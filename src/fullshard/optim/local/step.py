@@ -4,18 +4,20 @@
 While the optimizer's own ``step`` runs, its ``param_groups`` and ``state`` are temporarily those of the local tensors;
 hooks and closures see the user's. The lists that ``_init_group`` of torch's optimizers fills (one per kind of state)
 are the same in every step except for the gradients, so they are recorded and replayed: with many small parameters that
-loop is a fourth of a fused step.
+loop, and setting their gradients, is a third of a fused step.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
-from fullshard.optim.local.local_tensors import InitGroupRow, LocalTensor, StateBuffers
+from fullshard.engine.optimizer_overlap import GradientInFlight
+from fullshard.optim.local.local_tensors import FlatStates, LocalTensor
 from fullshard.optim.local.plan import StepPlan
 from fullshard.profiling import profiled
 
@@ -48,16 +50,16 @@ class LocalStep:
     _inner: Callable[..., Any]
     _is_torch_elementwise: bool
     _plan: StepPlan | None
-    _buffers: StateBuffers
+    _flats: FlatStates
+    _inputs: dict[tuple[int, ...], list[_GroupInputs]]  # by the indices of the plan's local tensors in a part
     _active_inputs: dict[int, _GroupInputs]  # by the id of the local group, while the optimizer steps
-    _plan_inputs: list[_GroupInputs] | None  # for all local tensors of the plan
-    _gradients: list[torch.Tensor]  # of the local tensors of the plan, in this step
-    _changed: list[LocalTensor]  # whose state the optimizer may have replaced in this step
+    _gradients: list[Any]  # of the local tensors of the plan, in this step
+    _may_change_state: bool  # the optimizer may have replaced entries of the state in this step
 
     def __init__(self, inner: Callable[..., Any], *, flatten: bool, is_known: bool) -> None:
         self._inner, self.flatten, self._is_torch_elementwise, self.schedule = inner, flatten, is_known, None
-        self._plan, self._buffers, self._active_inputs, self._plan_inputs = None, StateBuffers(), {}, None
-        self._gradients, self._changed = [], []
+        self._plan, self._flats, self._inputs, self._active_inputs = None, FlatStates(), {}, {}
+        self._gradients, self._may_change_state = [], False
 
     @torch._disable_dynamo  # type: ignore[attr-defined] # as torch does for functions that read state
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -72,9 +74,9 @@ class LocalStep:
                 tensors = self.prepare(optimizer)
         returned = None
         try:
-            for chunk in (tensors,) if schedule is None else schedule.steps(tensors):
+            for part in (tensors,) if schedule is None else schedule.steps(tensors):
                 with profiled("optimizer"):
-                    returned = self.step_tensors(optimizer, chunk, *args, **kwargs)
+                    returned = self.step_tensors(optimizer, part, *args, **kwargs)
         finally:
             self.finish(optimizer)
         return returned
@@ -87,16 +89,14 @@ class LocalStep:
         Each is then to be stepped once, in any order, by one or several calls of :meth:`step_tensors`, before
         :meth:`finish`.
         """
-        plan, self._changed = self._plan, []
-        found = None if plan is None else plan.gradients(optimizer)
-        local_gradients = None if plan is None or found is None else plan.local_gradients(found)
-        if plan is None or local_gradients is None:
+        plan, self._may_change_state = self._plan, False
+        gradients = plan.gradients(optimizer) if plan is not None and plan.stable else None
+        if plan is None or gradients is None:
             _wait_for_gradients(optimizer)
-            plan = self._plan = StepPlan(optimizer, self._buffers, flatten=self.flatten)
-            found, plan.initial_gradients, self._plan_inputs = plan.initial_gradients, [], None
-            local_gradients = plan.local_gradients(found)
-            assert local_gradients is not None
-        self._gradients = local_gradients
+            plan, self._inputs = StepPlan(optimizer, self._flats, flatten=self.flatten), {}
+            gradients = plan.gradients(optimizer)
+            assert gradients is not None, "the plan was made for these gradients"
+        self._plan, self._gradients = plan, gradients
         return plan.tensors
 
     def step_tensors(
@@ -105,15 +105,15 @@ class LocalStep:
         """Step these local tensors; return the result of the optimizer's own step, which gets the further arguments."""
         assert self._plan is not None
         groups, attributes = optimizer.param_groups, optimizer.__dict__
-        all_inputs = self._inputs_of(tensors, len(groups))
+        part = tuple([tensor.index for tensor in tensors])
+        if part not in self._inputs:
+            self._inputs[part] = _group_inputs(tensors, len(groups))
+        all_inputs = self._inputs[part]
         local_groups = [{**groups[inputs.group], "params": inputs.parameters} for inputs in all_inputs]
         for inputs, local_group in zip(all_inputs, local_groups, strict=True):
-            inputs.begin(local_group, self._gradients, is_known=self._is_torch_elementwise)
-            if not inputs.replays:
-                self._changed += inputs.tensors
-        self._active_inputs = {
-            id(local_group): inputs for local_group, inputs in zip(local_groups, all_inputs, strict=True)
-        }
+            inputs.begin(local_group, self._gradients, may_replay=self._is_torch_elementwise)
+            self._may_change_state |= not inputs.replays
+        self._active_inputs = dict(zip(map(id, local_groups), all_inputs, strict=True))
         before = [dict(local_group) for local_group in local_groups]
         state = attributes["state"]
         attributes["param_groups"], attributes["state"] = local_groups, self._plan.local_state
@@ -128,25 +128,12 @@ class LocalStep:
 
     def finish(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the user's view of the state."""
-        plan, changed_tensors, self._gradients = self._plan, self._changed, []
+        plan, self._gradients = self._plan, []
         assert plan is not None
         for scalars in plan.scalars:
             scalars.write_back()
-        if not changed_tensors:
-            return
-        self._changed, self._plan_inputs = [], None  # their recorded inputs may be stale
-        states = plan.local_state
-        with torch.inference_mode(False), torch.no_grad():
-            stepped = [tensor for tensor in changed_tensors if tensor.parameter in states]
-            changed = {tensor: tensor.write_back(states[tensor.parameter], self._buffers) for tensor in stepped}
-        plan.register(optimizer, stepped)
-        if not self._is_torch_elementwise:
-            others = {key: value for key, value in plan.local_state.items() if not isinstance(key, torch.Tensor)}
-            optimizer.state.update(others)
-        if any(tensor.has_scalars(names) for tensor, names in changed.items()):
-            self._plan = None  # new scalars of runs need RunScalars
-        else:
-            plan.note_state(optimizer)
+        if self._may_change_state and not plan.write_back(optimizer):
+            self._plan = None
 
     def init_group(self, group: Mapping[str, Any], lists: Sequence[list[Any]], own: Callable[..., Any]) -> Any:
         """Fill the lists for a group as ``_init_group`` does, by calling ``own`` unless they are known."""
@@ -157,14 +144,6 @@ class LocalStep:
         if inputs is not None:
             inputs.record(lists, returned)
         return returned
-
-    def _inputs_of(self, tensors: Sequence[LocalTensor], groups: int) -> list[_GroupInputs]:
-        assert self._plan is not None
-        if tensors is not self._plan.tensors:
-            return _active_inputs(tensors, groups)
-        if self._plan_inputs is None:
-            self._plan_inputs = _active_inputs(tensors, groups)
-        return self._plan_inputs
 
 
 class _GroupInputs:
@@ -179,28 +158,23 @@ class _GroupInputs:
     tensors: list[LocalTensor]
     parameters: list[torch.Tensor]
     replays: bool  # replay the recorded lists
-    _options: tuple[Any, ...]  # options of _init_group
-    _columns: tuple[tuple[int, Any], ...] | None  # index and values of each list
+    _options: tuple[Any, ...]  # options that the lists depend on
+    _recorded: list[tuple[int, list[Any]]] | None  # indices and values of the lists
     _returned: Any
-    _indices: list[int]  # of the tensors in their plan
-    _gradients: Sequence[torch.Tensor]  # of the tensors, while the optimizer steps
+    _gradients: Sequence[Any]  # of the tensors, while the optimizer steps
 
     def __init__(self, group: int, tensors: Sequence[LocalTensor]) -> None:
         self.group, self.tensors, self.replays = group, list(tensors), False
-        self._indices, self._gradients = [tensor.index for tensor in tensors], []
         self.parameters = [tensor.parameter for tensor in tensors]
-        self._options, self._columns, self._returned = (), None, None
+        self._options, self._recorded, self._returned, self._gradients = (), None, None, []
 
-    def begin(self, group: Mapping[str, Any], gradients: Sequence[torch.Tensor], *, is_known: bool) -> None:
+    def begin(self, group: Mapping[str, Any], gradients: Sequence[Any], *, may_replay: bool) -> None:
         """Set gradients before the optimizer steps; ``gradients`` are those of all local tensors of the plan."""
-        self._gradients = self._gradients_in(gradients)
+        self._gradients = [gradients[tensor.index] for tensor in self.tensors]
         options = _init_group_options(group)
-        if self._columns is None or options != self._options:
-            self._options, self._columns = options, None
-            if is_known:
-                self._collect()
-        self.replays = self._columns is not None
+        self.replays = may_replay and self._recorded is not None and options == self._options
         if not self.replays:
+            self._options, self._recorded = options, None
             for tensor, gradient in zip(self.tensors, self._gradients, strict=True):
                 tensor.set_gradient(gradient)
 
@@ -212,46 +186,24 @@ class _GroupInputs:
                 tensor.clear_gradient()
 
     def record(self, lists: Sequence[list[Any]], returned: Any) -> None:
-        """Record the lists that ``_init_group`` filled, if they have one value per local tensor."""
+        """Record the lists that ``_init_group`` filled, if they have one value per local tensor, all there already."""
         count = len(self.tensors)
-        filled = [index for index, found in enumerate(lists) if found and index != GRADIENTS]
-        columns = [lists[index] for index in filled]
-        for tensor in self.tensors:
-            tensor.row = None
-        if not count or any(len(found) != count for found in (*columns, lists[GRADIENTS])):
-            return
-        if any(mine is not its for mine, its in zip(self.parameters, lists[PARAMETERS], strict=True)):
-            return
-        for tensor, values in zip(self.tensors, zip(*columns, strict=True), strict=True):
-            if all(isinstance(value, torch.Tensor) for value in values):  # None: created in this step
-                tensor.row = InitGroupRow(self._options, tuple(filled), values, returned)
+        filled = [(index, list(found)) for index, found in enumerate(lists) if found and index != GRADIENTS]
+        is_whole = all(len(found) == count for found in (*(column for _, column in filled), lists[GRADIENTS]))
+        is_whole = is_whole and all(map(operator.is_, self.parameters, lists[PARAMETERS]))
+        # None: created in this step.
+        if is_whole and all(isinstance(value, torch.Tensor) for _, column in filled for value in column):
+            self._recorded, self._returned = filled, returned
 
     def replay(self, lists: Sequence[list[Any]]) -> Any:
         """Fill the lists with the recorded values."""
-        for index, column in self._columns or ():
+        for index, column in self._recorded or ():
             lists[index].extend(column)
         lists[GRADIENTS].extend(self._gradients)
         return self._returned
 
-    def _gradients_in(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        indices = self._indices
-        if indices and indices == [*range(indices[0], indices[0] + len(indices))]:
-            return gradients[indices[0] : indices[0] + len(indices)]
-        return [gradients[index] for index in indices]
 
-    def _collect(self) -> None:
-        rows = [tensor.row for tensor in self.tensors]
-        first = rows[0] if rows else None
-        if first is None or first.options != self._options:
-            return
-        for row in rows:
-            if row is None or row[:2] != first[:2] or row.returned != first.returned:
-                return
-        columns = zip(*[row.values for row in rows if row is not None], strict=True)
-        self._columns, self._returned = tuple(zip(first.positions, columns, strict=True)), first.returned
-
-
-def _active_inputs(tensors: Iterable[LocalTensor], groups: int) -> list[_GroupInputs]:
+def _group_inputs(tensors: Iterable[LocalTensor], groups: int) -> list[_GroupInputs]:
     """Return the inputs of each group, with separate inputs for parameters that are stepped as DTensors."""
     plain: list[list[LocalTensor]] = [[] for _ in range(groups)]
     others: dict[int, list[LocalTensor]] = {}
@@ -271,9 +223,8 @@ def _wait_for_gradients(optimizer: torch.optim.Optimizer) -> None:
     """Wait for gradients whose reductions are still in flight."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            landed = getattr(type(parameter.grad), "landed", None)
-            if landed is not None:
-                landed(parameter.grad)
+            if type(parameter.grad) is GradientInFlight:
+                parameter.grad.result()
 
 
 def _copy_changes(old: Mapping[str, Any], new: Mapping[str, Any], target: dict[str, Any]) -> None:
