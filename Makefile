@@ -5,6 +5,9 @@ STAMP  := $(VENV)/.installed
 CLIENTS := .venv-clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
 ARGS   ?=
+# Processes of `make test`, each with ranks of its own; a file stays in one of them.
+WORKERS ?= 2
+PARALLEL := -n $(WORKERS) --dist loadfile
 
 # Whose instructions the kernels of `make test` may use (CPU=avx2): rounding, and so a test that leans on it, depends on
 # the processor. MKL heeds MKL_ENABLE_INSTRUCTIONS on Intel's processors only, MKL_CBWR on all. Ranks inherit them.
@@ -45,8 +48,8 @@ train: $(STAMP)  ## train a small GPT on real text, sharded over local ranks (AR
 	$(VENV)/bin/fullshard train $(ARGS)
 
 test: $(STAMP)   ## run the whole test suite, then ruff and mypy (CPU=avx2 limits the instruction sets of kernels)
-	$(CPU_$(CPU)) $(VENV)/bin/python -m pytest --ignore=tests/clients $(ARGS)
-	$(if $(ARGS),,FULLSHARD_TEST_DEVICE=emulated $(CPU_$(CPU)) $(VENV)/bin/python -m pytest -q $(SOME_ON_ACCELERATOR))
+	$(CPU_$(CPU)) $(VENV)/bin/python -m pytest $(PARALLEL) --ignore=tests/clients $(ARGS)
+	$(if $(ARGS),,FULLSHARD_TEST_DEVICE=emulated $(CPU_$(CPU)) $(VENV)/bin/python -m pytest -q $(PARALLEL) $(SOME_ON_ACCELERATOR))
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
