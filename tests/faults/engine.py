@@ -110,8 +110,8 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "engine/runtime.py",
-        "            return  # in a double backward only the end of the pass tells\n        if not unit.has_calls_to_run:\n",
-        "            return  # in a double backward only the end of the pass tells\n        if True:\n",
+        "        if not unit.has_calls_to_run:\n",
+        "        if True:\n",
         "A module that is called twice is reduced after the first of its two backwards.",
         ("training/test_module_calls.py",),
     ),
