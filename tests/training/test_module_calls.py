@@ -511,7 +511,7 @@ def test_loss_of_an_inner_output_with_parameters_around_it(rank: Rank) -> None:
     model, reference = sharded_with_reference(COMPOSABLE, rank, build(Aside), ["inner"])
 
     def loss_of_kept(one: Any, number: int) -> torch.Tensor:
-        one(batch(number, 0, 4, 6), number)
+        one(batch(number, 0, 4, 6).requires_grad_(), number)
         return one.kept.square().mean()
 
     for _ in range(2):

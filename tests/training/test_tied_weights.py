@@ -201,7 +201,7 @@ def test_modules_under_several_names(rank: Rank, front_end: FrontEnd, units: lis
     else:
         model, reference = sharded_with_reference(front_end, rank, plain, units)
     if front_end.flat and units == ["left"]:  # the flat parameter hides what is called outside of its wrapper, too
-        with pytest.raises(RuntimeError, match="outside of its FSDP wrapper|must be 2|1-D|shape"):
+        with pytest.raises(RuntimeError, match=r"outside of its FSDP wrapper|must be 2|1-D|shape"):
             model(torch.ones(2, 6)).sum().backward()
         return
     owned = [fqn for unit in nested_units(model) for p in unit.parameters for fqn in p.fqns]
