@@ -491,29 +491,3 @@ def test_part_without_gradients_beside_one_with(rank: Rank, front_end: FrontEnd)
     both_backward(model, reference, rank, loss)
     assert_same_gradients(model, reference)
     assert_at_rest(model)
-
-
-class Aside(nn.Module):
-    """Keeps the output of its inner unit; on rank 0 a layer of its own computes what that takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.inner, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        self.kept = self.inner(self.first(x) if number == 0 else x)
-        return self.last(self.kept)
-
-
-@on_ranks(2)
-def test_loss_of_an_inner_output_with_parameters_around_it(rank: Rank) -> None:
-    """The outer unit is reduced on all ranks, although no gradient of its output comes and one rank has none in it."""
-    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Aside), ["inner"])
-
-    def loss_of_kept(one: Any, number: int) -> torch.Tensor:
-        one(batch(number, 0, 4, 6).requires_grad_(), number)
-        return one.kept.square().mean()
-
-    for _ in range(2):
-        both_backward(model, reference, rank, loss_of_kept)
-        assert_same_gradients(model, reference)
