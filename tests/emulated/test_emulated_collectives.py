@@ -149,7 +149,7 @@ COLLECTIVES = [
 ]
 
 
-@on_emulated(2, 4)
+@on_emulated(3)
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_values_are_gloos(rank: Rank, collective: Collective) -> None:
     """Every collective leaves on the device what gloo leaves in host memory."""

@@ -24,7 +24,6 @@ from models import (
     reference_backward,
     shard_blocks,
     square_loss,
-    tiny_units,
     transport_of,
     with_reference,
 )
@@ -36,52 +35,6 @@ BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 
 def units(collectives: list[Collective], kind: str) -> list[str]:
     return [c.unit for c in collectives if c.kind == kind]
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize(
-    ("setting", "gathered_in_backward"),
-    [(True, ["", "blocks.2", "blocks.1", "blocks.0"]), (None, ["blocks.1", "blocks.0"]), (False, [])],
-    ids=["reshard", "default", "keep"],
-)
-def test_order_of_a_step(rank: Rank, setting: Any, gathered_in_backward: list[str]) -> None:
-    """Forward gathers root and blocks in order, backward the freed ones in reverse, and each reduces once.
-
-    A forward without gradients gathers every unit once and reduces nothing.
-    """
-    with tiny_units():
-        model = shard_blocks(Stack(), rank, reshard_after_forward=setting)
-    for step in range(3):
-        with record() as forward:
-            loss = square_loss(step)(model, rank.rank)
-        with record() as backward:
-            loss.backward()
-        with record() as evaluation, torch.no_grad():
-            square_loss(step)(model, rank.rank)
-        for without_gradients in (forward, evaluation):
-            assert units(without_gradients, "all_gather") == ["", *BLOCKS]
-            assert units(without_gradients, "reduce_scatter") == []
-        assert units(backward, "all_gather") == gathered_in_backward
-        assert units(backward, "reduce_scatter") == ["blocks.2", "blocks.1", "blocks.0", ""]
-
-
-@on_ranks(2)
-def test_setting_can_change_between_steps(rank: Rank) -> None:
-    """``set_reshard_after_forward`` overrules what ``fully_shard`` was told, also for the root."""
-    model = shard_blocks(Stack(), rank)
-    counts = []
-    for setting in (True, False, True):
-        model.set_reshard_after_forward(setting)
-        loss = square_loss()(model, rank.rank)
-        with record() as backward:
-            loss.backward()
-        counts.append(len(units(backward, "all_gather")))
-    assert counts == [4, 0, 4]
-    model.blocks[1].set_reshard_after_forward(False)
-    loss = square_loss()(model, rank.rank)
-    with record() as backward:
-        loss.backward()
-    assert units(backward, "all_gather") == ["", "blocks.2", "blocks.0"]
 
 
 @on_ranks(2, 4)
@@ -137,22 +90,6 @@ def test_each_dtype_travels_as_it_is(rank: Rank) -> None:
     assert [c.nbytes for c in seen if c.kind == "all_gather"][:2] == [
         packed_numel(18, 3, dtype=dtype) * dtype.itemsize for dtype in dtypes
     ]
-
-
-@on_ranks(2)
-def test_frozen_units_do_not_reduce(rank: Rank) -> None:
-    """Frozen parameters are gathered but not reduced; a unit of frozen ones alone reduces nothing."""
-    model = Stack()
-    model.blocks[1].requires_grad_(False)
-    model.blocks[2].up.requires_grad_(False)
-    with tiny_units():
-        shard_blocks(model, rank)
-    with record() as seen:
-        square_loss()(model, rank.rank).backward()
-    assert units(seen, "reduce_scatter") == ["blocks.2", "blocks.0", ""]
-    assert units(seen, "all_gather") == ["", *BLOCKS, "blocks.1", "blocks.0"]
-    (reduced,) = [c for c in seen if c.kind == "reduce_scatter" and c.unit == "blocks.2"]
-    assert reduced.numel == 2 * packed_numel(3 * 12, 3, 2)
 
 
 @on_ranks(2)
@@ -275,27 +212,6 @@ def test_manual_unshard_and_reshard(rank: Rank) -> None:
 
 
 # ---------------------------------------------------------------- several forwards, several losses
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("setting", [True, None, False])
-def test_two_forwards_before_one_backward(rank: Rank, setting: Any) -> None:
-    """Two forwards of the model and one backward reduce every unit once, the root's at the end."""
-    model, reference = with_reference(Stack(), rank, reshard_after_forward=setting)
-
-    def loss_of(module: nn.Module, number: int) -> torch.Tensor:
-        return square_loss(0)(module, number) + square_loss(1)(module, number)
-
-    for _ in range(2):
-        loss = loss_of(model, rank.rank)
-        with record() as seen:
-            loss.backward()
-        reference_backward(reference, rank.world_size, loss_of)
-        reduced = units(seen, "reduce_scatter")
-        assert sorted(reduced) == ["", *BLOCKS]
-        assert reduced[-1] == ""
-        assert_at_rest(model)
-    assert_models_equal(model, reference, grads=True, **CLOSE)
 
 
 class TwoOutputs(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -231,31 +230,3 @@ def test_memory_of_the_process_group(rank: Rank) -> None:
         for unit in units(model):
             unit.set_allocate_memory_from_process_group_for_comm(enable)
         check_training(model, reference, rank, steps=1)
-
-
-class CountedEvent:
-    """What an event has to have; counts how often it was waited for."""
-
-    waits = 0
-
-    def synchronize(self) -> None:
-        self.waits += 1
-
-
-@on_ranks(1, 2)
-def test_post_optim_event(rank: Rank) -> None:
-    """The next forward's first gather waits for the event, once; the forward after it does not."""
-    reference = build()
-    model = shard(copy.deepcopy(reference), rank.mesh, reshard_after_forward=True)
-    check_training(model, reference, rank, steps=1)
-    event: Any = CountedEvent()
-    if rank.device.type != "cpu":
-        event = torch.Event(rank.device)
-        event.record()
-    model.set_post_optim_event(event)
-    with torch.no_grad():
-        for _ in range(3):
-            loss_of()(model, rank.rank)
-    if rank.device.type == "cpu":  # elsewhere a gather that does not wait is a race
-        assert event.waits <= 2 and event.waits >= (rank.world_size > 1)
-    check_training(model, reference, rank, steps=1)

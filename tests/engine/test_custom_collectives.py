@@ -84,19 +84,6 @@ def test_abstract_classes() -> None:
 
 
 @on_ranks(2)
-def test_one_of_the_two(rank: Rank) -> None:
-    """A custom gather leaves reductions alone, and the other way round; other units stay as they are."""
-    reference = build()
-    with tiny_units():
-        model = shard(copy.deepcopy(reference), rank.mesh)
-    gather, scatter = Gather(), Scatter()
-    model.blocks[0].set_custom_all_gather(gather)
-    model.blocks[1].set_custom_reduce_scatter(scatter)
-    check_training(model, reference, rank, steps=2)
-    assert len(gather.called) == 4 and len(scatter.called) == 2
-
-
-@on_ranks(2)
 def test_set_after_the_first_step_and_removed(rank: Rank) -> None:
     """They can be set, replaced and (None) removed between steps; optimizers and gradients go on."""
     reference = build()

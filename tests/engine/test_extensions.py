@@ -102,7 +102,7 @@ def cast_pair(
 SETTINGS = pytest.mark.parametrize("reshard", [True, False, None])
 
 
-@on_ranks(2, 4)
+@on_ranks(2)
 @SETTINGS
 def test_frozen_packed_weights_train_adapters(rank: Rank, reshard: Any) -> None:
     """Adapters beside frozen packed weights, even and uneven, train as without sharding.
@@ -118,7 +118,7 @@ def test_frozen_packed_weights_train_adapters(rank: Rank, reshard: Any) -> None:
             assert not weight.requires_grad and weight.grad is None
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2)
 @SETTINGS
 @pytest.mark.parametrize("kind", [RoundedWeight, SizedRoundedWeight, ScaledWeight])
 def test_cast_weights_train(rank: Rank, kind: Any, reshard: Any) -> None:
@@ -132,7 +132,7 @@ def test_cast_weights_train(rank: Rank, kind: Any, reshard: Any) -> None:
     assert isinstance(weight, DTensor) and isinstance(weight.to_local(), kind)
 
 
-@on_ranks(2, 4)
+@on_ranks(4)
 @pytest.mark.parametrize("kind", [RoundedWeight, SizedRoundedWeight, ScaledWeight])
 def test_uneven_cast_weights(rank: Rank, kind: Any) -> None:
     """There may be any number of rows, also fewer than ranks, whether the subclass pads its inputs or we do."""

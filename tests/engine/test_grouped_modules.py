@@ -29,7 +29,7 @@ from fullshard import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_m
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units, unit_of
 from models import Block, assert_at_rest, batch, gathered, reference_backward, tokens
-from pairwise import pairwise
+from pairwise import each_value, pairwise
 from ranks import Rank, on_ranks
 
 
@@ -163,7 +163,7 @@ FAILURES = {
 
 
 @on_ranks(2)
-@pairwise(group=["norm and head", "embedding, norm, head", "everything"], place=FAILURES, remedy=["reset", "alone"])
+@each_value(group=["norm and head", "embedding, norm, head", "everything"], place=FAILURES, remedy=["reset", "alone"])
 def test_failure_in_a_member(rank: Rank, group: str, place: str, remedy: str) -> None:
     """After an exception in a member, in forward or backward, the next step is as if it had not happened."""
     model, reference = grouped_with_reference(rank, group)

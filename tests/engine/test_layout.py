@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.layout import ParameterShape, PerParameterLayout, Route, Slot, per_parameter
+from fullshard.layout import FlatLayout, ParameterShape, PerParameterLayout, Route, Slot, per_parameter
 from fullshard.layout.per_parameter import ALIGNMENT_BYTES, contiguous_stride, is_dense
+from fullshard.layout.regions import Region, regions_of_range
 
 WORLDS = st.sampled_from([1, 2, 3, 4, 5, 8])
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.uint8])
@@ -402,3 +403,15 @@ def test_picture_in_the_docstring_is_true() -> None:
     """The worked picture of the module is what the code prints."""
     result = doctest.testmod(per_parameter)
     assert result.attempted >= 4 and result.failed == 0
+
+
+def test_flattened_parameters_are_aligned() -> None:
+    """Each begins at a multiple of four elements, wherever the one before it ends."""
+    shapes = [ParameterShape("w", (3, 3), (3, 1)), ParameterShape("b", (3,), (1,)), ParameterShape("c", (2,), (1,))]
+    assert [slot.unsharded_offset for slot in FlatLayout.build(shapes, world_size=2).slots] == [0, 12, 16]
+
+
+def test_ranges_inside_of_one_row() -> None:
+    """A range that neither begins nor ends where a row does is one region of that row."""
+    assert regions_of_range((3, 5), 6, 2) == [Region((1, 1), (1, 2))]
+    assert regions_of_range((3, 5), 3, 4) == [Region((0, 3), (1, 2)), Region((1, 0), (1, 2))]

@@ -80,11 +80,6 @@ def _clip(model: nn.Module) -> None:
     torch.nn.utils.clip_grad_norm_(list(model.parameters()), 0.1)
 
 
-def _scale(model: nn.Module) -> None:
-    for parameter in nn.Module.parameters(model):
-        parameter.grad.mul_(2)
-
-
 def _foreach(model: nn.Module) -> None:
     torch._foreach_mul_([p.grad for p in nn.Module.parameters(model)], 0.5)
 
@@ -93,12 +88,9 @@ def _foreach(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("options", "use"),
     [
-        ({"foreach": False}, None),
         ({"foreach": False}, _clip),
         ({"foreach": True}, _clip),
-        ({"foreach": True}, _scale),
         ({"foreach": True}, _foreach),
-        ({"fused": True}, None),
         ({"fused": True}, _clip),
         ({"fused": True}, _foreach),
     ],

@@ -97,7 +97,7 @@ def train_beside(model: nn.Module, reference: nn.Module, rank: Rank, steps: int 
 # ---------------------------------------------------------------- Shard(dim)
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(3)
 @pytest.mark.parametrize("choose", CHOICES, ids=lambda choice: choice.__name__)
 def test_trains_like_the_plain_module(rank: Rank, choose: Callable[..., Any]) -> None:
     """Whatever dims parameters are cut on, evenly or not, training equals the unsharded one's.

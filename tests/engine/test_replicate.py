@@ -15,10 +15,8 @@ from torch.testing import assert_close as torch_assert_close
 
 from compare import assert_equal, assert_models_equal
 from fullshard import (
-    CPUOffloadPolicy,
     DataParallelMeshDims,
     FSDPModule,
-    MixedPrecisionPolicy,
     ReplicateModule,
     fully_shard,
     replicate,
@@ -27,14 +25,12 @@ from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
 from models import (
     Branch,
-    Language,
     Stack,
     batch,
     packed_numel,
     reference_backward,
     square_loss,
     tiny_units,
-    tokens,
     transport_of,
 )
 from ranks import Rank, on_ranks
@@ -93,41 +89,6 @@ def test_trains_like_the_plain_module(rank: Rank, make: Callable[..., Any]) -> N
 
 
 @on_ranks(2, 4)
-def test_equals_sharding(rank: Rank) -> None:
-    """Two ranks: bitwise the losses and parameters of ``fully_shard``; more: within rounding."""
-    replicated, sharded = by_blocks(build(), rank), build()
-    for block in sharded.blocks:
-        fully_shard(block, mesh=rank.mesh)
-    fully_shard(sharded, mesh=rank.mesh)
-    for step in range(3):
-        for model in (replicated, sharded):
-            model.zero_grad()
-            square_loss(step)(model, rank.rank).backward()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= 0.1 * parameter.grad
-    for (fqn, ours), theirs in zip(replicated.named_parameters(), sharded.parameters(), strict=True):
-        torch_assert_close(ours.detach().full_tensor(), theirs.detach().full_tensor(), msg=fqn, rtol=1e-6, atol=1e-7)
-
-
-@on_ranks(2)
-@ways
-def test_tied_weights_and_embeddings(rank: Rank, make: Callable[..., Any]) -> None:
-    """An embedding that is tied to the head trains like the unsharded one."""
-    torch.manual_seed(2)
-    reference = Language()
-    model = make(copy.deepcopy(reference), rank)
-
-    def loss_of(module: nn.Module, number: int) -> torch.Tensor:
-        return module(tokens(number, 0, 3, 5)).square().mean()
-
-    loss_of(model, rank.rank).backward()
-    reference_backward(reference, rank.world_size, loss_of)
-    assert model.head.weight is model.embedding.weight
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
-@on_ranks(2, 4)
 def test_gradients_missing_on_some_ranks(rank: Rank) -> None:
     """Where some ranks had no gradient it counts as zeros; where none had one it stays None, or zeros if asked."""
     torch.manual_seed(1)
@@ -167,29 +128,6 @@ def test_accumulation(rank: Rank, setting: str | None) -> None:
     assert_models_equal(model, reference, grads=True, **CLOSE)
 
 
-@on_ranks(2, 4)
-def test_mixed_precision(rank: Rank) -> None:
-    """bf16 compute, fp32 all-reduce, fp32 parameters and gradients; equal to a reference written by hand."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    reference = build()
-    model = by_blocks(copy.deepcopy(reference), rank, mp_policy=policy)
-    with record() as seen:
-        output = model(batch(rank.rank, 0, 4, 6))
-        output.square().mean().backward()
-    assert output.dtype is torch.bfloat16
-    assert {(c.kind, c.dtype) for c in seen} == {("all_reduce", torch.float32)}
-    low = copy.deepcopy(reference).to(torch.bfloat16)
-    totals = {fqn: torch.zeros_like(p) for fqn, p in reference.named_parameters()}
-    for number in range(rank.world_size):
-        low.zero_grad()
-        low(batch(number, 0, 4, 6).to(torch.bfloat16)).square().mean().backward()
-        for fqn, parameter in low.named_parameters():
-            totals[fqn] += parameter.grad.float()
-    for fqn, parameter in model.named_parameters():
-        assert parameter.dtype is parameter.grad.dtype is torch.float32
-        torch_assert_close(parameter.grad.full_tensor(), totals[fqn] / rank.world_size, rtol=1e-6, atol=1e-7)
-
-
 @on_ranks(2)
 def test_half_precision_does_not_overflow(rank: Rank) -> None:
     """fp16 gradients near the largest number are divided before they are summed."""
@@ -218,29 +156,6 @@ def test_all_reduce_hook_and_divide_factor(rank: Rank) -> None:
         parameter.grad *= 3 * 2 / 5
     assert_models_equal(model, reference, grads=True, **CLOSE)
     assert sum(numels) >= sum(p.numel() for p in reference.parameters())
-
-
-@on_ranks(1, 2)
-def test_cpu_offload(rank: Rank) -> None:
-    """An offload policy is accepted and changes no value."""
-    reference = build()
-    model = by_blocks(copy.deepcopy(reference), rank, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    for step in range(2):
-        square_loss(step)(model, rank.rank).backward()
-        reference_backward(reference, rank.world_size, square_loss(step))
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
-@on_ranks(2)
-def test_ignored_parameters(rank: Rank) -> None:
-    """Ignored parameters stay plain and get this rank's own gradient."""
-    reference = build()
-    model = copy.deepcopy(reference)
-    replicate(model, mesh=rank.mesh, ignored_params=set(model.last.parameters()))
-    assert type(model.last.weight) is nn.Parameter and isinstance(model.first.weight, DTensor)
-    square_loss()(model, rank.rank).backward()
-    square_loss()(reference, rank.rank).backward()
-    torch_assert_close(model.last.weight.grad, reference.last.weight.grad)
 
 
 # ---------------------------------------------------------------- what travels, what is registered

@@ -208,7 +208,7 @@ def test_part_of_the_shard_axis_kept_for_backward(rank: Rank, style: str) -> Non
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("shape", [(2, 2), *SHAPES_3D], ids=str)
+@pytest.mark.parametrize("shape", SHAPES_3D[:1], ids=str)
 def test_accumulation(rank: Rank, shape: tuple[int, ...]) -> None:
     """Microbatches without sync or all-reduce, or all reduced: the sum of all three.
 
@@ -280,7 +280,7 @@ def test_mixed_precision_equals_the_same_without_tensor_parallelism(rank: Rank) 
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("shape", [(2, 2), *SHAPES_3D], ids=str)
+@pytest.mark.parametrize("shape", SHAPES_3D[:1], ids=str)
 def test_placements_and_local_rows(rank: Rank, shape: tuple[int, ...]) -> None:
     """Rows cut twice are a ``_StridedShard`` on the data-parallel axis; other parameters keep their own placement.
 
@@ -313,7 +313,7 @@ def test_placements_and_local_rows(rank: Rank, shape: tuple[int, ...]) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 2)], ids=str)
 def test_state_dict(rank: Rank, shape: tuple[int, ...]) -> None:
     """State dicts hold DTensors on the live shards, without communication, and load by copy and by assignment.
 
@@ -349,7 +349,7 @@ def test_state_dict(rank: Rank, shape: tuple[int, ...]) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("shape", [(2, 2), *SHAPES_3D], ids=str)
+@pytest.mark.parametrize("shape", SHAPES_3D[:1], ids=str)
 def test_clip_grad_norm(rank: Rank, shape: tuple[int, ...]) -> None:
     """torch's own ``clip_grad_norm_`` finds the norm of the unsharded model, and clips to the same gradients."""
     for norm_type in (1.0, 2.0, float("inf")):

@@ -153,8 +153,8 @@ def test_nf4_that_cannot_be_cut_is_refused(rank: Rank) -> None:
         fully_shard(model, mesh=rank.mesh)
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize(("precomputed", "reshard"), [(False, True), (True, True), (True, False), (False, None)])
+@on_ranks(2)
+@pytest.mark.parametrize(("precomputed", "reshard"), [(False, True), (True, False)])
 def test_float8_all_gather_trains(rank: Rank, precomputed: bool, reshard: Any) -> None:
     """Float8 all-gathers leave the losses of the unsharded model, with scales computed ahead or in the gather."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp

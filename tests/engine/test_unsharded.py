@@ -52,7 +52,7 @@ def pointers(model: nn.Module) -> list[int]:
     return [p.data_ptr() for p in model.parameters()]
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("context", "ran"), [(torch.no_grad, False), (torch.inference_mode, True), (torch.enable_grad, True)]
 )
@@ -266,17 +266,6 @@ def test_unit_of_several_modules_inside(rank: Rank, setting: bool) -> None:
         for ours, theirs in ((model, reference), (model[2], reference[2]), (model[:2], reference[:2])):
             assert check_output(ours, theirs) == []
     assert_at_rest(model)
-
-
-@on_ranks(4)
-def test_on_two_axes(rank: Rank) -> None:
-    """On a (replicate, shard) mesh it gathers over the shard axis alone, and trains right afterwards."""
-    model, reference = made(rank, strategy="HYBRID_SHARD", reshard_after_forward=True)
-    with torch.no_grad(), record() as seen, unsharded(model):
-        check_output(model, reference)
-    assert [c.kind for c in seen] == ["all_gather"] * 4
-    assert_at_rest(model)
-    assert_trains_alike(model, reference, rank)
 
 
 @on_ranks(2)

@@ -27,7 +27,7 @@ from front_ends import (
 from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.comm import record
 from models import LossOf, batch, square_loss, tiny_units
-from pairwise import each_value, pairwise
+from pairwise import each_value
 from ranks import Rank, on_ranks
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -144,7 +144,7 @@ class Packed(nn.Module):
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, packing=PACKINGS, by_keyword=[False, True])
+@each_value(front_end=FRONT_ENDS, packing=PACKINGS, by_keyword=[False, True])
 def test_containers(rank: Rank, front_end: FrontEnd, packing: str, by_keyword: bool) -> None:
     """Tensors in any container are found at any depth: each unit's backward ends before the one before begins."""
     with tiny_units():

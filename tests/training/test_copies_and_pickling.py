@@ -40,7 +40,7 @@ from front_ends import (
 from fullshard import FSDPModule, FullshardError, fully_shard
 from fullshard.engine.ownership import nested_units, unit_of
 from models import Language, Mlp, batch, square_loss, tokens
-from pairwise import pairwise
+from pairwise import each_value
 from ranks import Rank, on_ranks
 
 STATES: dict[str, Callable[[Any, Rank], object]] = {
@@ -52,7 +52,7 @@ STATES: dict[str, Callable[[Any, Rank], object]] = {
 
 
 @on_ranks(1, 2)
-@pairwise(front_end=FRONT_ENDS, state=STATES, offloaded=[False, True])
+@each_value(1, front_end=FRONT_ENDS, state=STATES, offloaded=[False, True])
 def test_deepcopy(rank: Rank, front_end: FrontEnd, state: str, offloaded: bool) -> None:
     """A copy has equal values, no gradients and memory of its own; both train on, bit by bit alike."""
     model = front_end.wrap(build(Language), rank, **(front_end.offload() if offloaded else {}))
@@ -231,7 +231,7 @@ ENDS = ["nothing", "a no-grad forward", "a forward", "steps", "a failed forward"
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, after=ENDS)
+@each_value(front_end=FRONT_ENDS, after=ENDS)
 def test_deleting_a_model_frees_it_at_once(rank: Rank, front_end: FrontEnd, after: str) -> None:
     """Without the garbage collector's help, units, shards and full parameters go with the last reference.
 

@@ -30,7 +30,7 @@ from front_ends import (
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
 from models import LossOf, Mlp, Stack, batch, square_loss
-from pairwise import pairwise
+from pairwise import each_value
 from ranks import Rank, on_ranks
 
 MOVES: dict[str, tuple[Callable[[nn.Module], nn.Module], torch.dtype]] = {
@@ -54,7 +54,7 @@ def typed_loss(dtype: torch.dtype) -> Callable[[int], LossOf]:
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, move=MOVES, when=WHEN)
+@each_value(front_end=FRONT_ENDS, move=MOVES, when=WHEN)
 def test_moves_of_the_whole_model(rank: Rank, front_end: FrontEnd, move: str, when: str) -> None:
     """Parameters stay the same objects; gathers, reductions and training go on in the new dtype."""
     model, reference = sharded_with_reference(front_end, rank, build(Stack, 2))

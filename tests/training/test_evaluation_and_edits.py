@@ -33,12 +33,12 @@ from front_ends import (
 from fullshard import unsharded
 from fullshard.comm import record
 from models import Language, Stack, batch, reference_backward, square_loss, tiny_units
-from pairwise import pairwise
+from pairwise import each_value
 from ranks import Rank, on_ranks
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, strategy=STRATEGIES)
+@each_value(1, front_end=FRONT_ENDS, strategy=STRATEGIES)
 def test_evaluation_between_steps(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
     """In eval mode, under no_grad and in inference mode forwards see the last step, agree, and change nothing.
 
@@ -89,7 +89,9 @@ def test_inference_first(rank: Rank, context: Callable[[], Any], front_end: Fron
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, strategy=STRATEGIES, before=["nothing", "no-grad forward", "abandoned forward", "step"])
+@each_value(
+    front_end=FRONT_ENDS, strategy=STRATEGIES, before=["nothing", "no-grad forward", "abandoned forward", "step"]
+)
 def test_edits_in_place_are_seen(rank: Rank, front_end: FrontEnd, strategy: str, before: str) -> None:
     """What is written to parameters in place, whatever ran before, the next forward computes with, and trains on.
 

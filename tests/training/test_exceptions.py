@@ -42,7 +42,7 @@ from fullshard.engine.reduction.grad_reduction import GradReduction
 from fullshard.engine.runtime import runtime_of
 from fullshard.errors import FullshardError
 from models import Stack, batch, reference_backward, square_loss, tiny_units
-from pairwise import pairwise
+from pairwise import each_value, pairwise
 from ranks import Rank, RankPool, on_ranks
 from ranks.device import device_type
 
@@ -80,7 +80,7 @@ def sharded(front_end: FrontEnd, rank: Rank, tiny: int = 0, **options: Any) -> t
 
 
 @on_ranks(2)
-@pairwise(
+@each_value(
     front_end=FRONT_ENDS,
     place=PLACES,
     strategy=["FULL_SHARD", "SHARD_GRAD_OP"],
@@ -94,7 +94,7 @@ def test_step_after_a_failure(
     model, reference = sharded(front_end, rank, tiny, strategy=strategy)
     optimizers = adam(model.parameters()), adam(reference.parameters())
     registered = list(model.parameters())
-    for step in range(3):
+    for step in range(2):
         run_failing_step(model, rank, place, step)
         if place.startswith("forward"):
             assert_at_rest(model)
@@ -115,7 +115,7 @@ def test_step_after_a_failure(
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, place=BACKWARDS)
+@each_value(front_end=FRONT_ENDS, place=BACKWARDS)
 def test_parameters_after_a_failed_backward(rank: Rank, front_end: FrontEnd, place: str) -> None:
     """Right after it the registered parameters are the sharded ones: they can be cleared, read and saved."""
     model, reference = sharded(front_end, rank)
@@ -146,9 +146,7 @@ def test_failed_evaluation(rank: Rank, front_end: FrontEnd) -> None:
 
 
 @on_ranks(2)
-@each_front_end
-@pytest.mark.parametrize("place", ["forward of a block", "backward of a block"])
-@pytest.mark.parametrize("reset", [True, False], ids=["reset", "alone"])
+@pairwise(front_end=FRONT_ENDS, place=["forward of a block", "backward of a block"], reset=[True, False])
 def test_pending_gradients_and_failures(rank: Rank, reset: bool, place: str, front_end: FrontEnd) -> None:
     """A failed forward keeps gradients that wait for a later microbatch, ``reset_iter_state`` drops them.
 
@@ -201,7 +199,7 @@ def fail_once() -> Any:
 
 
 @on_ranks(2)
-@pairwise(
+@each_value(
     front_end=FRONT_ENDS,
     place=["first", "up", "last"],
     then=["the same graph", "another loss", "another forward"],
@@ -259,7 +257,7 @@ class Searching(Stack):
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, strategy=["FULL_SHARD", "SHARD_GRAD_OP"], fails=[None, 1, 2])
+@each_value(1, front_end=FRONT_ENDS, strategy=["FULL_SHARD", "SHARD_GRAD_OP"], fails=[None, 1, 2])
 def test_backward_inside_a_forward_that_fails(
     rank: Rank, front_end: FrontEnd, strategy: str, fails: int | None
 ) -> None:

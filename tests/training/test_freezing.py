@@ -34,7 +34,7 @@ from front_ends import (
 from fullshard import FlatParameter
 from fullshard.comm import Collective, record
 from models import Frozen, Stack, batch, packed_numel, reference_backward, square_loss, tiny_units, transport_of
-from pairwise import pairwise
+from pairwise import each_value
 from ranks import Rank, on_ranks
 
 LAYERS, WIDTH = 4, 32
@@ -98,7 +98,7 @@ def message_numel(world_size: int, *pieces: int) -> int:
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, choice=[weights, first_layer, middle_layers, last_layer])
+@each_value(1, front_end=FRONT_ENDS, choice=[weights, first_layer, middle_layers, last_layer])
 def test_frozen_before_sharding(rank: Rank, front_end: FrontEnd, choice: Choice) -> None:
     """Whatever is frozen stays as it is, and the rest trains as in the plain module."""
     plain = layers()
@@ -293,7 +293,7 @@ def test_large_frozen_weight_is_not_reduced(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, strategy=STRATEGIES)
+@each_value(front_end=FRONT_ENDS, strategy=STRATEGIES)
 def test_units_that_are_all_frozen(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
     """They are not reduced, freed in backward, and at the start of the model not gathered in backward at all."""
     plain = build(Frozen, 4)

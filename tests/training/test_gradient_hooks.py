@@ -152,7 +152,7 @@ OPTIMIZERS: dict[str, Callable[[Any, bool], torch.optim.Optimizer]] = {
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, kind=OPTIMIZERS)
+@each_value(1, front_end=FRONT_ENDS, kind=OPTIMIZERS)
 def test_optimizer_variants(rank: Rank, front_end: FrontEnd, kind: str) -> None:
     """Foreach and fused optimizers work on sharded parameters, empty shards included; groups have their own rates."""
     model, reference = sharded_with_reference(front_end, rank, build(Mlp, 6, 1, 5))

@@ -23,7 +23,7 @@ from front_ends import (
 )
 from fullshard import unsharded
 from models import LossOf, batch, reference_backward
-from pairwise import pairwise
+from pairwise import each_value
 from ranks import Rank, on_ranks
 
 WIDTH = 6
@@ -108,7 +108,7 @@ def at(loss: Loss) -> Callable[[int], LossOf]:
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, strategy=[*STRATEGIES, "one unit", "kept"], loss=LOSSES)
+@each_value(front_end=FRONT_ENDS, strategy=[*STRATEGIES, "one unit", "kept"], loss=LOSSES)
 def test_training_on_gradients(rank: Rank, front_end: FrontEnd, strategy: str, loss: Loss) -> None:
     """Losses, gradients and weights are those of the unsharded model, with any strategy, in units or in one."""
     units = [] if strategy == "one unit" else None

@@ -31,7 +31,7 @@ from fullshard import FSDPModule, fully_shard
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units, unit_of
 from models import Language, Stack, batch, reference_backward, square_loss
-from pairwise import pairwise
+from pairwise import each_value
 from ranks import Rank, on_ranks
 
 
@@ -71,7 +71,7 @@ def ignoring(front_end: FrontEnd, rank: Rank, choose: Choice, **options: Any) ->
 
 
 @on_ranks(1, 2)
-@pairwise(
+@each_value(
     front_end=FRONT_ENDS,
     choose=[biases, a_block, of_the_root, everything],
     strategy=["FULL_SHARD", "SHARD_GRAD_OP"],

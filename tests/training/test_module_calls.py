@@ -31,7 +31,7 @@ from front_ends import (
 from fullshard import register_fsdp_forward_method
 from fullshard.comm import record
 from models import Block, LossOf, Stack, batch, reference_backward, square_loss, tiny_units
-from pairwise import each_value, pairwise
+from pairwise import each_value
 from ranks import Rank, on_ranks
 
 # -------------------------------------------------------------------- forwards of one step
@@ -107,7 +107,7 @@ def loss_of(forward: Forward, step: int) -> LossOf:
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, strategy=STRATEGIES, forward=FORWARDS)
+@each_value(front_end=FRONT_ENDS, strategy=STRATEGIES, forward=FORWARDS)
 def test_any_use_of_modules(rank: Rank, front_end: FrontEnd, strategy: str, forward: Forward) -> None:
     """Modules used repeatedly, partly, alone or in vain train as unsharded ones, and each unit is reduced once."""
     with tiny_units():
@@ -127,8 +127,7 @@ def test_any_use_of_modules(rank: Rank, front_end: FrontEnd, strategy: str, forw
 
 
 @on_ranks(2)
-@each_front_end
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_value(2, front_end=FRONT_ENDS, strategy=STRATEGIES)
 def test_each_step_in_another_way(rank: Rank, strategy: str, front_end: FrontEnd) -> None:
     """Every step may use the model in another way than the one before: prefetches that guess wrong harm nobody."""
     model, reference = sharded_with_reference(front_end, rank, build(Stack), strategy=strategy)
@@ -137,7 +136,7 @@ def test_each_step_in_another_way(rank: Rank, strategy: str, front_end: FrontEnd
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, strategy=STRATEGIES, order=["FFbB", "FFBb", "FFs", "FBB", "FBs"])
+@each_value(1, front_end=FRONT_ENDS, strategy=STRATEGIES, order=["FFbB", "FFBb", "FFs", "FBB", "FBs"])
 def test_graphs_and_backwards(rank: Rank, front_end: FrontEnd, strategy: str, order: str) -> None:
     """Two (F)orwards with (B)ackwards in any order, of the (s)um, or of one graph that is retained."""
     model, reference = sharded_with_reference(front_end, rank, build(Stack), strategy=strategy)
@@ -267,7 +266,7 @@ class Parallel(nn.Module):
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, joined=[True, False], differentiable=[True, False])
+@each_value(front_end=FRONT_ENDS, joined=[True, False], differentiable=[True, False])
 def test_parallel_calls(rank: Rank, front_end: FrontEnd, joined: bool, differentiable: bool) -> None:
     """Two independent calls of one unit work, with and without differentiable inputs or a used output."""
     model, reference = sharded_with_reference(front_end, rank, build(Parallel, joined), ["block", "last"])
@@ -393,7 +392,7 @@ class ViewChanged(nn.Module):
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, how=["whole", "part", "not"], strategy=["FULL_SHARD", "SHARD_GRAD_OP"])
+@each_value(1, front_end=FRONT_ENDS, how=["whole", "part", "not"], strategy=["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_view_of_an_output_changed_in_place(rank: Rank, front_end: FrontEnd, how: str, strategy: str) -> None:
     """An operation in place on a view that a unit returned leaves its reductions where they were in backward."""
     with tiny_units():

@@ -14,7 +14,6 @@ from front_ends import (
     COMPOSABLE,
     FLAT,
     FRONT_ENDS,
-    HYBRID,
     ORIGINAL,
     STRATEGIES,
     Events,
@@ -31,12 +30,12 @@ from front_ends import (
     sharded_with_reference,
     unwrapped,
 )
-from fullshard import BackwardPrefetch, fully_shard
+from fullshard import BackwardPrefetch
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
 from fullshard.frontend.sharded_module import unit_at
 from models import Block, Mlp, Stack, batch, mark, reference_backward, square_loss, tiny_units
-from pairwise import pairwise
+from pairwise import each_value
 from ranks import Rank, on_ranks
 
 each_wrapper = pytest.mark.parametrize("front_end", [ORIGINAL, FLAT], ids=str)
@@ -76,7 +75,7 @@ BACKWARD = {
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, strategy=["FULL_SHARD", "SHARD_GRAD_OP"], checkpointed=[None, False, True])
+@each_value(1, front_end=FRONT_ENDS, strategy=["FULL_SHARD", "SHARD_GRAD_OP"], checkpointed=[None, False, True])
 def test_default_order(rank: Rank, front_end: FrontEnd, strategy: str, checkpointed: bool | None) -> None:
     """The next unit is gathered before a unit computes, and reductions start as units end, in every step.
 
@@ -88,52 +87,6 @@ def test_default_order(rank: Rank, front_end: FrontEnd, strategy: str, checkpoin
     for step in range(3):
         assert run_step(model, events, rank, step) == (FORWARD, BACKWARD[strategy])
         assert_at_rest(model)
-
-
-@on_ranks(4)
-@pairwise(front_end=FRONT_ENDS, strategy=HYBRID)
-def test_order_of_hybrid_strategies(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
-    """Each reduce-scatter is followed by its all-reduce; backward does not wait for either."""
-    model, events = make(front_end, rank, strategy=strategy)
-    for step in range(3):
-        forward, backward = run_step(model, events, rank, step)
-        assert forward == FORWARD
-        for letter in "GR":
-            assert only(backward, letter) == only(BACKWARD[strategy], letter)
-        assert sorted(only(backward, "A")) == sorted(only(BACKWARD[strategy], "A"))
-
-
-@on_ranks(2)
-@each_front_end
-def test_no_shard_all_reduces_only(rank: Rank, front_end: FrontEnd) -> None:
-    """Nothing is gathered; each unit is all-reduced as the one before it ends its backward."""
-    model, events = make(front_end, rank, strategy="NO_SHARD")
-    for step in range(3):
-        forward, backward = run_step(model, events, rank, step)
-        assert forward == "F0 F1 F2" and backward == "B2 B1 A2 B0 A1 Bf A0 Ar"
-
-
-@on_ranks(2)
-def test_everything_resharded_after_forward(rank: Rank) -> None:
-    """With ``reshard_after_forward=True`` the root and what ran last are gathered again as well."""
-    model, events = make(COMPOSABLE, rank, reshard_after_forward=True)
-    for step in range(2):
-        assert run_step(model, events, rank, step) == (FORWARD, BACKWARD["resharded"])
-
-
-@on_ranks(2)
-@each_front_end
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_around_units(rank: Rank, reentrant: bool, front_end: FrontEnd) -> None:
-    """A unit that is recomputed is gathered once in forward and once for recomputation and backward."""
-    model, events = make(front_end, rank)
-    unwrapped(model).checkpointed = reentrant
-    for step in range(2):
-        forward, backward = run_step(model, events, rank, step)
-        assert forward == FORWARD
-        if front_end.composable and not reentrant:
-            assert backward == "G1 B2 F2 R2 G0 B1 F1 R1 B0 F0 R0 Bf Rr"
-        assert sorted(only(backward, "R")) == ["R0", "R1", "R2", "Rr"] and len(only(backward, "G")) <= 6
 
 
 @on_ranks(2)
@@ -339,7 +292,7 @@ def test_nothing_is_sent_by_looking(rank: Rank, front_end: FrontEnd) -> None:
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, strategy=["FULL_SHARD", "SHARD_GRAD_OP"])
+@each_value(front_end=FRONT_ENDS, strategy=["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_two_units_are_unsharded_at_a_time(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
     """Of equal blocks one that computes and the next; SHARD_GRAD_OP keeps them till backward, FULL_SHARD the last."""
     model, _ = make(front_end, rank, 6, strategy=strategy)
@@ -368,7 +321,7 @@ def test_two_units_are_unsharded_at_a_time(rank: Rank, front_end: FrontEnd, stra
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, strategy=STRATEGIES)
+@each_value(front_end=FRONT_ENDS, strategy=STRATEGIES)
 def test_shards_are_all_that_stays(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
     """At rest a rank holds its part of parameters, padded, and as much of gradients, and memory for nothing else."""
     model, reference = sharded_with_reference(front_end, rank, build(Mlp, 8, 64, 64, 8), strategy=strategy)
@@ -430,23 +383,6 @@ def test_unshard_and_reshard(rank: Rank) -> None:
         both_backward(model, reference, rank, square_loss(step))
         assert_same_gradients(model, reference)
     assert_at_rest(model)
-
-
-@on_ranks(1, 2)
-def test_unit_without_parameters(rank: Rank) -> None:
-    """A unit that has nothing to gather works as a no-op, by hand and in training."""
-    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
-    fully_shard(model[1], mesh=rank.mesh)
-    with record() as seen:
-        assert model[1].unshard() is None
-        handle = model[1].unshard(async_op=True)
-        handle.wait()
-        model[1].reshard()
-        assert torch.equal(model[1](torch.tensor([-1.0, 2.0])), torch.tensor([0.0, 2.0]))
-    assert seen == []
-    fully_shard(model, mesh=rank.mesh)
-    for _ in range(2):
-        model(batch(rank.rank, 0, 4, 6)).sum().backward()
 
 
 # -------------------------------------------------------------------- what optimizers outdate

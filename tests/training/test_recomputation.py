@@ -46,7 +46,7 @@ from fullshard.activation_checkpoint import (
 )
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy
 from models import Block, Language, LossOf, Stack, batch, square_loss
-from pairwise import pairwise
+from pairwise import each_value, pairwise
 from ranks import Rank, on_ranks
 
 
@@ -222,7 +222,7 @@ WAYS: dict[str, tuple[Callable[[Any], None], Callable[[Any], None]]] = {
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, way=WAYS)
+@each_value(front_end=FRONT_ENDS, way=WAYS)
 def test_ways_to_checkpoint(rank: Rank, front_end: FrontEnd, way: str) -> None:
     """Every way of checkpointing, in and around units, gives the gradients of the plain model."""
     before, after = WAYS[way]
@@ -242,7 +242,7 @@ HOW: dict[str, dict[str, Any]] = {
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, form=FORMS, how=HOW, when=["before", "after"])
+@each_value(1, front_end=FRONT_ENDS, form=FORMS, how=HOW, when=["before", "after"])
 def test_apply_before_and_after_sharding(rank: Rank, front_end: FrontEnd, form: str, how: str, when: str) -> None:
     """``apply_activation_checkpointing`` before or after sharding trains alike, and names stay clean."""
     if form == "reentrant" and how == "custom":

@@ -26,7 +26,7 @@ from front_ends import (
     unwrapped,
 )
 from models import LossOf, Stack, batch, reference_backward
-from pairwise import pairwise
+from pairwise import each_value, pairwise
 from ranks import Rank, on_ranks
 
 
@@ -152,7 +152,7 @@ class Forces(nn.Module):
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, strategy=STRATEGIES, trained=[True, False])
+@each_value(front_end=FRONT_ENDS, strategy=STRATEGIES, trained=[True, False])
 def test_gradients_of_inputs_inside_a_forward(rank: Rank, front_end: FrontEnd, strategy: str, trained: bool) -> None:
     """Forces are no steps: they leave the root able to go on, whether they are trained through or not."""
     model, reference = sharded_with_reference(front_end, rank, build(Forces, trained), strategy=strategy)

@@ -35,7 +35,7 @@ from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
 from fullshard.wrap import ModuleWrapPolicy
 from models import Block, Language, LossOf, square_loss, tokens
-from pairwise import pairwise
+from pairwise import each_value, pairwise
 from ranks import Rank, on_ranks
 
 
@@ -68,7 +68,7 @@ def loss_at(step: int) -> LossOf:
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, nesting=NESTINGS)
+@each_value(front_end=FRONT_ENDS, nesting=NESTINGS)
 def test_lowest_common_unit_owns_it_once(rank: Rank, front_end: FrontEnd, nesting: str) -> None:
     """However its holders are spread over units: one owner, all names, one object, and training as unsharded."""
     units, owner = NESTINGS[nesting]
