@@ -81,7 +81,7 @@ def note_writes(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return written
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 4)
 @forms
 def test_every_form_writes_what_the_plain_model_has(rank: Rank, name: str, folder: str) -> None:
     """The safetensors package reads the plain model's values; bytes are written by exactly one rank each."""
@@ -100,8 +100,8 @@ def test_every_form_writes_what_the_plain_model_has(rank: Rank, name: str, folde
     assert len(count) == sum(value.nbytes for fqn, value in expected.items() if fqn != "head.weight")
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("name", ["plain", "fully_shard", "columns", "wrapper"])
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["fully_shard", "columns", "wrapper"])
 def test_many_files_with_an_index(rank: Rank, name: str, folder: str) -> None:
     """Small files, each with at least one tensor, and an index that the package agrees with."""
     model = form(name, rank, build())
@@ -118,12 +118,12 @@ def test_many_files_with_an_index(rank: Rank, name: str, folder: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["plain", "fully_shard", "columns", "wrapper"])
+@pytest.mark.parametrize("name", ["plain", "columns", "wrapper"])
 def test_floating_point_tensors_are_converted(rank: Rank, name: str, folder: str) -> None:
     """With a dtype, floating-point tensors are written in it, rounded once; through a block smaller than a row."""
     expected = {k: v.bfloat16() if v.is_floating_point() else v for k, v in full_state(build()).items()}
     model = form(name, rank, build())
-    for block in (8, 64, shard_io.BLOCK_BYTES):
+    for block in (8, shard_io.BLOCK_BYTES):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shard_io.ShardFileIO.__init__, "__defaults__", (block,))
             export_safetensors(model, folder, dtype=torch.bfloat16)
@@ -174,8 +174,8 @@ def test_an_export_replaces_the_one_before(rank: Rank, folder: str) -> None:
     dist.barrier()
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("name", ["plain", "fully_shard", "wrapper"])
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["fully_shard", "wrapper"])
 def test_without_a_shared_folder_the_first_rank_writes(rank: Rank, name: str, folder: str) -> None:
     """Ranks that do not see the folder write nothing; the first one writes all that is gathered."""
     model = form(name, rank, build())
@@ -190,16 +190,13 @@ def test_without_a_shared_folder_the_first_rank_writes(rank: Rank, name: str, fo
     assert_exported(folder, full_state(build()), files=len(set(index["weight_map"].values())))
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("odd", [0, 1])
+@on_ranks(2)
+@pytest.mark.parametrize(("shared", "odd"), [(True, 0), (True, 1), (False, 0)])
 def test_full_disk_on_one_rank_fails_all(rank: Rank, shared: bool, odd: int, folder: str) -> None:
     """The error is the same on all ranks and names rank and file; nothing of the export is left, and all goes on."""
     model = form("fully_shard", rank, build())
     export_safetensors(model, folder)
     before = Path(folder, SINGLE_NAME).stat().st_mtime_ns
-    if not shared and odd:
-        return
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -258,8 +255,7 @@ def steps_of_publishing(folder: str, stop: int, limit: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("before", [300, 10**6])
-@pytest.mark.parametrize("after", [300, 900, 10**6])
+@pytest.mark.parametrize(("before", "after"), [(300, 900), (300, 10**6), (10**6, 300), (10**6, 10**6)])
 def test_readers_never_find_a_mixture(before: int, after: int, folder: str) -> None:
     """Whenever an export that replaces another is killed, what is read is all old, all new, or nothing."""
     old, new = full_state(build(1)), full_state(build(2))
@@ -283,7 +279,7 @@ def test_readers_never_find_a_mixture(before: int, after: int, folder: str) -> N
     pytest.fail("there is no end to it")
 
 
-@on_ranks(2, 4)
+@on_ranks(4)
 @pytest.mark.parametrize("name", ["fully_shard", "wrapper"])
 def test_groups_that_lack_parts_of_the_model_are_refused(rank: Rank, name: str, folder: str) -> None:
     """Zeros in place of what other ranks hold would look like weights: tensors, numbers and cause are named instead."""
@@ -292,10 +288,9 @@ def test_groups_that_lack_parts_of_the_model_are_refused(rank: Rank, name: str, 
     with pytest.raises(CheckpointError, match=r"words\.weight \(expected 66 elements, found \d+\).*process_group"):
         export_safetensors(model, f"{folder}{rank.rank}", process_group=own)
     assert os.listdir(f"{folder}{rank.rank}") == []
-    if rank.world_size == 4:
-        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        with pytest.raises(CheckpointError, match=r"words\.weight .*process_group"):
-            export_safetensors(model, f"{folder}{rank.rank // 2}", process_group=pairs[rank.rank // 2])
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    with pytest.raises(CheckpointError, match=r"words\.weight .*process_group"):
+        export_safetensors(model, f"{folder}{rank.rank // 2}", process_group=pairs[rank.rank // 2])
     export_safetensors(model, folder)
     assert_exported(folder, full_state(build()))
 

@@ -402,13 +402,13 @@ import torch.distributed.checkpoint as dcp
 from fullshard.checkpoint.format import files
 from fullshard.checkpoint.format.storage import CheckpointReader, CheckpointWriter
 torch.set_num_threads(1)
-path, sync = sys.argv[1], sys.argv[2] == "sync"
+path = sys.argv[1]
 
 def entries(step):
     return {"a": torch.full((5, 1 << 18), float(step)), "b": torch.full((5,), float(step)), "n": step}
 
 def save(step):
-    dcp.save(entries(step), storage_writer=CheckpointWriter(path, sync=sync), no_dist=True)
+    dcp.save(entries(step), storage_writer=CheckpointWriter(path), no_dist=True)
 
 left = -1
 def tick():
@@ -452,7 +452,7 @@ def counted(function):
         return result
     return call
 
-for name in ("rename", "rm_file", "mkdir", "exists", "ls"):
+for name in ("rename", "rm_file", "mkdir"):  # what changes files
     setattr(Files, name, counted(getattr(files.FileSystem, name)))
 
 save(1)
@@ -484,11 +484,10 @@ print(killed, old)
 '''
 
 
-@pytest.mark.parametrize("sync", ["sync", "no sync"])
-def test_killed_at_every_step(tmp_path: Path, sync: str) -> None:
+def test_killed_at_every_step(tmp_path: Path) -> None:
     """A process that ends before, after or in the middle of any file operation leaves the old checkpoint or the new."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "c"), sync]
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "c")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     killed, old = map(int, done.stdout.split())

@@ -74,7 +74,7 @@ def check_clipped(
     assert_same_outputs(rank, model, reference)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @pairwise(strategy=PLAIN, orig=[False, True], norm_type=[1, 2, 3, math.inf], offload=[False, True])
 def test_clip(rank: Rank, strategy: ShardingStrategy, orig: bool, norm_type: float, offload: bool) -> None:
     """Norms and clipped gradients are those of an unsharded model, with one all-reduce at most."""

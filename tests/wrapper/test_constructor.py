@@ -98,21 +98,23 @@ def test_one_dimension(rank: Rank, strategy: ShardingStrategy, given: str, use_o
 @pairwise(
     strategy=[S.HYBRID_SHARD, S._HYBRID_SHARD_ZERO2],
     given=["mesh", "unnamed mesh", "groups"],
+    shape=[(4, 1), (1, 4), (2, 2)],
     use_orig_params=[True, False],
 )
-def test_two_dimensions(rank: Rank, strategy: ShardingStrategy, given: str, use_orig_params: bool) -> None:
+def test_two_dimensions(
+    rank: Rank, strategy: ShardingStrategy, given: str, shape: tuple[int, int], use_orig_params: bool
+) -> None:
     """Hybrid strategies train like the unsharded model on every mesh, those with one rank in a dimension included."""
-    for shape in ((4, 1), (1, 4), (2, 2)):
-        model = built(Net)
-        reference = copy.deepcopy(model)
-        mesh = rank.make_mesh(*shape, names=None if given == "unnamed mesh" else NAMES)
-        shard, replicate = mesh.get_group(1), mesh.get_group(0)
-        where: Any = {"process_group": (shard, replicate)} if given == "groups" else {"device_mesh": mesh}
-        wrapped = FullyShardedDataParallel(
-            model, sharding_strategy=strategy, auto_wrap_policy=BLOCKS, use_orig_params=use_orig_params, **where
-        )
-        assert (wrapped.world_size, wrapped.rank) == (shape[1], mesh.get_local_rank(1))
-        assert_trains_alike(wrapped, reference, rank, microbatches=2, steps=2)
+    model = built(Net)
+    reference = copy.deepcopy(model)
+    mesh = rank.make_mesh(*shape, names=None if given == "unnamed mesh" else NAMES)
+    shard, replicate = mesh.get_group(1), mesh.get_group(0)
+    where: Any = {"process_group": (shard, replicate)} if given == "groups" else {"device_mesh": mesh}
+    wrapped = FullyShardedDataParallel(
+        model, sharding_strategy=strategy, auto_wrap_policy=BLOCKS, use_orig_params=use_orig_params, **where
+    )
+    assert (wrapped.world_size, wrapped.rank) == (shape[1], mesh.get_local_rank(1))
+    assert_trains_alike(wrapped, reference, rank, microbatches=2, steps=2)
 
 
 @on_ranks(4)

@@ -33,7 +33,7 @@ BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 # -------------------------------------------------------------------- visible flat parameters
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_flat_parameter_is_what_is_registered(rank: Rank) -> None:
     """With ``use_orig_params=False`` a unit has one 1-D parameter: its slice, which knows what is in it.
 
@@ -145,7 +145,7 @@ def test_original_parameters_stay_the_same_objects(rank: Rank) -> None:
     check()
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(3)
 def test_pieces_are_cut_from_the_concatenation(rank: Rank) -> None:
     """Each parameter is this rank's 1-D part of it, which may be empty; pieces of a unit share one slice.
 
@@ -332,7 +332,7 @@ class Strided(nn.Module):
         return self.conv(x).mean(dim=(2, 3)) @ (self.transposed + self.gaps).t()
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @BOTH
 def test_strides_are_kept(rank: Rank, original: bool) -> None:
     """Full parameters have the strides of the original ones (contiguous where those had gaps), and train alike."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from compare import assert_close, assert_equal
@@ -17,7 +16,6 @@ from front_ends import (
     assert_same_gradients,
     assert_same_values,
     build,
-    full_values,
     train,
     train_reference,
     wrapped,
@@ -103,29 +101,6 @@ def test_a_unit_on_a_group_of_its_own(rank: Rank, use_orig_params: bool) -> None
         for optimizer in optimizers:
             optimizer.step()
     assert_same_values(model, references[pair], **CLOSE)
-
-
-@on_ranks(4)
-@both_modes
-def test_replicas_by_mesh_and_by_groups(rank: Rank, use_orig_params: bool) -> None:
-    """A tuple of groups is the same as the mesh they come from, and replicas of a shard agree, in every bit."""
-    mesh = rank.make_mesh(2, 2, names=("replicate", "shard"))
-    groups = (mesh["shard"].get_group(), mesh["replicate"].get_group())
-    options: dict[str, Any] = {
-        "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
-        "use_orig_params": use_orig_params,
-    }
-    by_mesh, by_groups = (
-        wrapped(build(Stack), rank, device_mesh=mesh, **options),
-        wrapped(build(Stack), rank, process_group=groups, **options),
-    )
-    assert_equal(train(by_mesh, rank, square_loss, 4), train(by_groups, rank, square_loss, 4), "losses")
-    assert_same_values(by_mesh, by_groups)
-    for name, value in full_values(by_mesh).items():
-        others: list[Any] = [None] * rank.world_size
-        dist.all_gather_object(others, value.cpu())
-        for other in others:
-            assert_equal(other, value.cpu(), name)
 
 
 @on_ranks(2)

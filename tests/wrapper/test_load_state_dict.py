@@ -44,7 +44,7 @@ from ranks import Rank, on_ranks
 # ---------------------------------------------------------------- loading
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @pairwise(strategy=[FULL, GRAD_OP, NO_SHARD], orig=[False, True], assign=[False, True])
 def test_load_from_plain(rank: Rank, strategy: ShardingStrategy, orig: bool, assign: bool) -> None:
     """A plain model's state, also with ``assign``; the optimizer's parameters stay the model's."""

@@ -44,7 +44,7 @@ def fill(module: nn.Module) -> None:
         nn.init.constant_(module.scale, 2.0)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @plain_strategies
 @both_forms
 def test_apply(rank: Rank, strategy: ShardingStrategy, orig: bool) -> None:

@@ -169,7 +169,7 @@ def test_with_checkpoint_wrappers(rank: Rank, where: str) -> None:
     assert_same_outputs(rank, model, other)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @strategies_and_forms
 def test_values_are_copies(rank: Rank, strategy: ShardingStrategy, orig: bool) -> None:
     """Training does not change what was saved, and writing to it does not change the model; buffers too."""
@@ -437,7 +437,7 @@ def test_loading_what_only_rank_0_has(rank: Rank, orig: bool, strict: bool) -> N
 # ---------------------------------------------------------------- moments
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @strategies_and_forms
 def test_at_any_moment_between_steps(rank: Rank, strategy: ShardingStrategy, orig: bool) -> None:
     """After a forward, after a backward, without sync and under no_grad: right values, and gradients stay."""

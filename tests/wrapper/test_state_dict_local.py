@@ -52,7 +52,7 @@ def load(model: nn.Module, state: Any, **arguments: Any) -> Any:
         return model.load_state_dict(state, **arguments)
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(4)
 @pytest.mark.parametrize(("strategy", "assign"), list(zip((FULL, GRAD_OP, *HYBRID), (False, True) * 2, strict=True)))
 def test_there_and_back(rank: Rank, strategy: ShardingStrategy, assign: bool) -> None:
     """1-D DTensors of all parameters of a unit, without the padding at the end, on live memory; no communication.
@@ -113,7 +113,7 @@ def test_names(rank: Rank) -> None:
         assert bool((held == value).all()) and bool((flat[: len(held)] == value).all())
 
 
-@on_ranks(2, 4)
+@on_ranks(4)
 def test_one_element(rank: Rank) -> None:
     """Of a single element only one rank has something; whole flat parameters, plain or replicated, are cut."""
     model: Any = FSDP(nn.ParameterList([nn.Parameter(torch.tensor([5.0]))]))

@@ -156,7 +156,7 @@ def test_edits_between_steps_reach_the_optimizer(rank: Rank, orig: bool) -> None
         assert_models_equal(model, reference, rtol=1e-4, atol=1e-5)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @both_forms
 def test_replaced_parameters(rank: Rank, orig: bool) -> None:
     """Other memory, another object, other strides, one set through ``_parameters``: what is there at the end is kept.
@@ -192,7 +192,7 @@ def test_replaced_parameters(rank: Rank, orig: bool) -> None:
 # ---------------------------------------------------------------- rank0_only, offload_to_cpu
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("orig", "strategy", "offload"),
     [(False, FULL, False), (True, FULL, True), (False, GRAD_OP, True)],
@@ -290,7 +290,7 @@ def test_offload_to_cpu(rank: Rank, strategy: ShardingStrategy, offloaded: bool)
 # ---------------------------------------------------------------- gradients
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @strategies_and_forms
 def test_with_grads(rank: Rank, strategy: ShardingStrategy, orig: bool) -> None:
     """Gradients are full inside, on the first rank too, and what is done to them is kept.

@@ -1,0 +1,115 @@
+"""Faults in checkpoints, optimizer state and safetensors files; their tests should notice them."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+__all__ = ["FAULTS"]
+
+FAULTS = [
+    Fault(
+        "checkpoint/state/tensor_shards.py",
+        "for axis in [*(axis for axis in axes if axis not in strided), *reversed(strided)]:",
+        "for axis in axes:",
+        "Shards of parameters that tensor parallelism cuts on the same dim are saved at wrong places.",
+        ("checkpoint/test_local_parameters.py", "checkpoint/test_optimizer_state.py"),
+    ),
+    Fault(
+        "checkpoint/state/tensor_shards.py",
+        "held = region is not None and (region.numel or not math.prod(shape))",
+        "held = region is not None and region.numel",
+        "Parameters without elements are missing from checkpoints.",
+        ("checkpoint/test_local_parameters.py", "checkpoint/test_save_load.py"),
+    ),
+    Fault(
+        "checkpoint/state/optimizer/target.py",
+        "                    memory.zero_()\n",
+        "                    pass\n",
+        "A part of a flat parameter that had no state when it was saved keeps the state that it has now.",
+        ("checkpoint/test_optimizer_state.py",),
+    ),
+    Fault(
+        "checkpoint/state/optimizer/target.py",
+        "elif id(member.parameter) not in self._kept:",
+        "elif False:",
+        "State of a parameter that had none when it was saved stays.",
+        ("checkpoint/test_optimizer_state.py",),
+    ),
+    Fault(
+        "checkpoint/state/optimizer/target.py",
+        "            return present.fill_(saved)\n",
+        "            return saved\n",
+        "A learning rate that is a tensor, which compiled steps read, is replaced by a number.",
+        ("checkpoint/test_optimizer_state.py",),
+    ),
+    Fault(
+        "checkpoint/state/optimizer/target.py",
+        "next((n for n in original.fqns if n in self.known), original.fqn)",
+        "next((n for n in original.fqns[:1] if n in self.known), original.fqn)",
+        "The state of a tied parameter that was saved under its other name is not found.",
+        ("checkpoint/test_optimizer_state.py",),
+    ),
+    Fault(
+        "checkpoint/saving.py",
+        "if failure is not None and not observed:",
+        "if failure is not None and observed:",
+        "Nobody hears of a background save that failed.",
+        ("checkpoint/test_save_load.py",),
+    ),
+    Fault(
+        "checkpoint/loading.py",
+        "        mark_shards_written(self._model)\n",
+        "",
+        "The next forward computes with full parameters from before the load.",
+        ("checkpoint/test_save_load.py",),
+    ),
+    Fault(
+        "checkpoint/loading.py",
+        'own = f"{RANDOM}{self._source.rank}"',
+        'own = f"{RANDOM}0"',
+        "All ranks draw the random numbers of the first one after a load.",
+        ("checkpoint/test_save_load.py",),
+    ),
+    Fault(
+        "checkpoint/agreement.py",
+        "    _compare_local(found, ranks)\n    return alike",
+        "    return alike",
+        "Of parameters that differ between ranks only one rank's are saved, without a word.",
+        ("checkpoint/test_save_load.py",),
+    ),
+    Fault(
+        "checkpoint/format/write_plan.py",
+        "        loads[ranks[place]] += numel[place]\n",
+        "",
+        "One rank writes all that is replicated.",
+        ("checkpoint/test_write_plan.py",),
+    ),
+    Fault(
+        "checkpoint/format/storage.py",
+        "        self._check_files(index)\n",
+        "",
+        "A save whose files lie on several machines replaces the checkpoint that was there.",
+        ("checkpoint/test_save_load.py",),
+    ),
+    Fault(
+        "checkpoint/format/storage.py",
+        "            if old or (_TEMPORARY.fullmatch(name) is not None):\n",
+        "            if old:\n",
+        "Temporary files of killed saves fill the disk.",
+        ("checkpoint/test_storage.py",),
+    ),
+    Fault(
+        "checkpoint/key_map.py",
+        "key=lambda pair: -len(pair[0])",
+        "key=lambda pair: len(pair[0])",
+        "The shorter of two prefixes decides where a tensor is loaded.",
+        ("checkpoint/test_foreign_layouts.py",),
+    ),
+    Fault(
+        "checkpoint/safetensors/importing.py",
+        "                plain(shard.local).copy_(value)\n",
+        "                plain(shard.local)\n",
+        "Making a buffer overwrites parameters that the files lack.",
+        ("checkpoint/test_import.py",),
+    ),
+]

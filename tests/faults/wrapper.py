@@ -1,0 +1,115 @@
+"""Faults in the wrapper and in what both front ends share; its tests should notice them."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+__all__ = ["FAULTS"]
+
+FAULTS = [
+    Fault(
+        "wrapper/order.py",
+        "    if order.changed:\n",
+        "    if False:\n",
+        "A later forward in another order gives no warning.",
+        ("wrapper/test_order.py", "wrapper/test_groups_of_units.py"),
+    ),
+    Fault(
+        "wrapper/summon.py",
+        "failed = any_rank(failed, mesh)",
+        "failed = bool(failed)",
+        "With rank0_only a block that failed on the first rank is written back elsewhere.",
+        ("wrapper/test_summon.py",),
+    ),
+    Fault(
+        "wrapper/summon.py",
+        "writeback=writeback and not failed",
+        "writeback=writeback",
+        "Edits of a block that raised are written back.",
+        ("wrapper/test_summon_moments.py", "wrapper/test_summon.py"),
+    ),
+    Fault(
+        "wrapper/initialization.py",
+        "in reversed(data_parallel_groups(mesh))",
+        "in data_parallel_groups(mesh)",
+        "With replicas, ranks start from other values than those of the first rank.",
+        ("wrapper/test_initial_state.py",),
+    ),
+    Fault(
+        "wrapper/initialization.py",
+        "            replacement.requires_grad_(old.requires_grad)\n",
+        "",
+        "A frozen parameter is trained after it was materialized.",
+        ("wrapper/test_initial_state.py",),
+    ),
+    Fault(
+        "wrapper/rollback.py",
+        "            parameter.grad = gradient\n",
+        "            pass\n",
+        "A wrap that failed loses the gradients of the plain module.",
+        ("wrapper/test_failed_wraps.py",),
+    ),
+    Fault(
+        "wrapper/fsdp.py",
+        "if precision.cast_root_forward_inputs if root else precision.cast_forward_inputs:",
+        "if precision.cast_forward_inputs if root else precision.cast_root_forward_inputs:",
+        "Inputs of the root are cast as those of other units should be.",
+        ("wrapper/test_precision.py",),
+    ),
+    Fault(
+        "wrapper/auto_wrap.py",
+        "casts_around=True",
+        "casts_around=False",
+        "Batch norms get low-precision inputs, or hand on full-precision outputs.",
+        ("wrapper/test_precision_norms.py",),
+    ),
+    Fault(
+        "wrapper/options.py",
+        "        below.update(root.modules())\n",
+        "        below.add(root)\n",
+        "Children of an ignored module are sharded.",
+        ("wrapper/test_ignored_modules.py",),
+    ),
+    Fault(
+        "wrapper/state_dict/model.py",
+        "first = mesh.rank == 0 and (mesh.replicate is None or mesh.replicate.get_local_rank() == 0)",
+        "first = mesh.rank == 0",
+        "With rank0_only the first rank of each replica holds a full state dict.",
+        ("wrapper/test_state_dict.py",),
+    ),
+    Fault(
+        "wrapper/state_dict/model.py",
+        "copy=not live",
+        "copy=False",
+        "Training changes the buffers of a state dict that was saved before.",
+        ("wrapper/test_state_dict.py", "wrapper/test_state_dict_sharded.py"),
+    ),
+    Fault(
+        "wrapper/state_dict/loading.py",
+        "        if high != -low\n",
+        "        if high != -low and False\n",
+        "Ranks load state dicts that differ in their keys, and some wait for ever.",
+        ("wrapper/test_load_state_dict.py", "wrapper/test_state_dict.py"),
+    ),
+    Fault(
+        "wrapper/state_dict/gather.py",
+        "            at += region.numel()\n",
+        "            at += 0\n",
+        "The second region of a rank's ShardedTensor gets the values of the first one.",
+        ("wrapper/test_optim_state.py",),
+    ),
+    Fault(
+        "wrapper/state_dict/optimizer_conversion.py",
+        "return 0 if mesh is None else int(mesh.mesh.flatten()[0])",
+        "return 0",
+        "A model on the second half of the ranks has nobody to save its optimizer with rank0_only.",
+        ("wrapper/test_optim_state_names.py",),
+    ),
+    Fault(
+        "frontend/sharded_module.py",
+        "        mark_nested(module)\n    watch_optimizers()",
+        "    watch_optimizers()",
+        "An inner wrapper takes itself for a root before the first forward.",
+        ("wrapper/test_methods.py", "wrapper/test_register_comm_hook.py"),
+    ),
+]
