@@ -128,6 +128,20 @@ def test_param_init_fn(rank: Rank, policy: Any, offload: bool, use_orig_params: 
 
 
 @on_ranks(2)
+def test_frozen_parameters_that_are_made_anew_stay_frozen(rank: Rank) -> None:
+    """A ``param_init_fn`` may put new parameters into modules; they require gradients as the old ones did."""
+
+    def init(module: nn.Module) -> None:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.ones(parameter.shape, device=rank.device)))
+
+    model = on_meta(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    model[0].requires_grad_(False)
+    wrapped = FullyShardedDataParallel(model, param_init_fn=init, use_orig_params=True)
+    assert [parameter.requires_grad for parameter in wrapped.parameters()] == [False, False, True, True]
+
+
+@on_ranks(2)
 @pairwise(policy=[None, BLOCKS, BLOCKS_AND_LAYERS], init=[fill, None], use_orig_params=[False, True])
 def test_ties_are_kept(rank: Rank, init: Any, policy: Any, use_orig_params: bool) -> None:
     """Parameters that were tied on the meta device still are, within a unit and over units."""
