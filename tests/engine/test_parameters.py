@@ -122,7 +122,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tenso
     optimizer.step()
 
 
-@on_ranks(3)
+@on_ranks(2, 4)
 @pytest.mark.parametrize("name", MODULES)
 def test_trains_like_the_plain_module(rank: Rank, name: str) -> None:
     """After several steps parameters and gradients equal those of the plain module on the whole batch."""

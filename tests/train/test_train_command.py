@@ -344,6 +344,7 @@ def test_ctrl_c_while_the_command_is_imported_is_no_traceback() -> None:
     """The signal ends the process, as it ends one that has no handler."""
     code = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which Python leaves out where its parent ignores the signal
 class Interrupts:
     def find_spec(self, name, path=None, target=None):
         if name == "fullshard.cli":
