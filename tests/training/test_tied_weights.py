@@ -210,6 +210,21 @@ def test_modules_under_several_names(rank: Rank, front_end: FrontEnd, units: lis
     assert list(model.state_dict()) == list(reference.state_dict())
 
 
+@on_ranks(1)
+def test_hidden_parameters_that_were_frozen_refuse_gradients(rank: Rank) -> None:
+    """What the flat parameter hides requires a gradient as it does, also where that was switched on later."""
+    plain = build(Twice)
+    plain.left.requires_grad_(False)
+    plain.left = FSDP(plain.left)
+    model = FSDP(plain)
+    model(torch.ones(2, 6)).sum().backward()
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    model(torch.ones(2, 6)).detach()
+    with pytest.raises(RuntimeError, match="outside of its FSDP wrapper"):
+        model(torch.ones(2, 6)).sum().backward()
+
+
 # -------------------------------------------------------------------- which object it is
 
 

@@ -12,7 +12,6 @@ while they compute, and the :class:`FlatParameter` with all shards is what is re
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine import hooks
-from fullshard.engine.parameters.sharded import ShardedParameter, accumulate_gradient, clear_gradient, mark, value_of
+from fullshard.engine.parameters.sharded import (
+    ShardedParameter,
+    accumulate_gradient,
+    clear_gradient,
+    managed_by,
+    mark,
+    value_of,
+)
 from fullshard.errors import FullshardError
 from fullshard.layout import FlatLayout, FlatShard, FlatSlot
 from fullshard.memory import own_storage
@@ -162,26 +168,20 @@ class FlatShardedParameter(ShardedParameter):
         """Set the sharded gradient to ``local``, or add ``local`` to it, and run the user's hooks."""
         accumulate_gradient(self.sharded, local)
 
+    def follow_requires_grad(self) -> None:
+        """Have the unsharded parameter, and one that a flat parameter hides, require a gradient as what users see."""
+        super().follow_requires_grad()
+        if self.handle is not None:
+            self.sharded.requires_grad_(self.requires_grad)
+            self.refuse_own_gradient()
+
     def refuse_own_gradient(self) -> None:
         """Have autograd raise where it accumulates a gradient of this parameter, which a flat parameter hides.
 
         With one rank it has its whole shape at rest, so a module that holds it can be called outside of its wrapper.
         The optimizer would never see that gradient.
         """
-        ref = weakref.ref(self)
-
-        def accumulated(sharded: torch.Tensor) -> None:
-            parameter = ref()
-            if parameter is not None and parameter.handle is not None:
-                sharded.grad = None
-                raise FullshardError(
-                    f"{parameter.describe()} got a gradient from a call outside of its FSDP wrapper, which the flat "
-                    f"parameter {parameter.handle.name} would never receive: its module is part of the wrapped module "
-                    "and of another one too. Wrap the shared module itself, call it only through its wrapper, or use "
-                    "use_orig_params=True"
-                )
-
-        hooks.after_accumulation(self.sharded, accumulated)
+        hooks.after_accumulation(self.sharded, _refuse_gradient)
 
     def memoize(self, memo: dict[int, Any]) -> None:
         """Put a copy of the sharded parameter, without its gradient, into a deepcopy's memo."""
@@ -193,6 +193,19 @@ class FlatShardedParameter(ShardedParameter):
         assert isinstance(copied, FlatShardedParameter)
         copied.shard, copied.slot, copied.original_layout = self.shard, self.slot, self.original_layout
         return copied
+
+
+def _refuse_gradient(sharded: torch.Tensor) -> None:
+    # Whoever manages it now: the parameter object outlives a wrapper that failed, and may have been wrapped again.
+    parameter = managed_by(sharded)
+    if not isinstance(parameter, FlatShardedParameter) or parameter.handle is None:
+        return
+    sharded.grad = None
+    raise FullshardError(
+        f"{parameter.describe()} got a gradient from a call outside of its FSDP wrapper, which the flat parameter "
+        f"{parameter.handle.name} would never receive: its module is part of the wrapped module and of another one "
+        "too. Wrap the shared module itself, call it only through its wrapper, or use use_orig_params=True"
+    )
 
 
 class FlatParamHandle:
