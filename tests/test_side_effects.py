@@ -63,13 +63,12 @@ def changed(old: Names, new: Names) -> set[str]:
     return {f"{owner.__name__}.{name}" for owner, name in differ - submodules}
 
 
-def observe(rank: Rank, watch: str) -> Mapping[str, set[str]]:
+def observe(rank: Rank) -> Mapping[str, set[str]]:
     """What each step changes in torch."""
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     assert "fullshard" not in sys.modules
-    os.environ["FULLSHARD_WATCH_OPTIMIZERS"] = watch
     warnings.simplefilter("ignore")
     for theirs in (model(), DistributedDataParallel(model()), fully_shard(model(), mesh=rank.mesh)):
         train(theirs)  # what torch sets up when it is first used
@@ -100,14 +99,13 @@ def unaware() -> Iterator[RankPool]:
 
 
 @pytest.mark.cpu_only("what is changed does not depend on the device")
-@pytest.mark.parametrize("watch", ["1", "0"])
-def test_torch_is_left_as_it_is(unaware: RankPool, watch: str) -> None:
-    """One hook of ``torch.optim`` is all, if wanted; the checkpoint functions are changed only by who asks."""
-    hook = {"torch.optim.optimizer._global_optimizer_post_hooks"} if watch == "1" else set()
-    assert unaware(1, observe, watch, fresh=True) == [
+def test_torch_is_left_as_it_is(unaware: RankPool) -> None:
+    """One hook of ``torch.optim`` is all; the checkpoint functions are changed only by who asks."""
+    hook = "torch.optim.optimizer._global_optimizer_post_hooks"
+    assert unaware(1, observe, fresh=True) == [
         {
             "import": set(),
-            "sharding": {"RemovableHandle.next_id", *hook},  # torch counts hooks, whoever registers them
+            "sharding": {"RemovableHandle.next_id", hook},  # torch counts hooks, whoever registers them
             "state dict functions": {"torch.distributed.checkpoint.state_dict"},
             "undone": set(),
         }

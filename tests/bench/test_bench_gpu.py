@@ -60,8 +60,8 @@ for name in ("driver", "parts", "page", "step", "host", "graphs", "races", "over
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_rehearsal(tmp_path: Path) -> None:
-    """Every part runs on the emulated accelerator, and the page says that nothing there is a measurement."""
-    names = [part.name for part in PARTS if part.name != "step, 1 of 8, fp32"]  # the code of the other two
+    """Parts run on the emulated accelerator, and the page says that nothing there is a measurement."""
+    names = ["races", "graphs", "step, one rank, fp32"]
     only = [word for name in names for word in ("--only", name)]
     options = ("--device", "emulated", "--small", "--results", str(tmp_path), "--commit", "abc")
     answer = run_bench(*options, *only, module="bench.gpu", timeout=590)
@@ -76,12 +76,11 @@ def test_rehearsal(tmp_path: Path) -> None:
     )
     assert all(fault["races"] > 0 for fault in measured["races"]["faults"].values())
     assert all(case["forbidden"] == [] for case in measured["graphs"]["cases"].values())
-    assert not measured["tests"]["failures"]
     one_rank = measured["step, one rank, fp32"]["contestants"]
     assert one_rank["fullshard"]["losses"] == one_rank["unsharded"]["losses"] == one_rank["fsdp2"]["losses"]
     text = (tmp_path / "gpu.md").read_text()
     assert "nothing here is a measurement" in text and "commit abc" in text
-    assert text.count("| fullshard |") == 4
+    assert text.count("| fullshard |") == 1
     assert str(tmp_path) not in text
 
 

@@ -39,9 +39,9 @@ V_SHAPED = [ScheduleZBVZeroBubble, ScheduleDualPipeV]
 SPLIT = [ScheduleInterleavedZeroBubble, *V_SHAPED]  # backward for inputs and for weights apart
 # Every schedule once or more, on stages that free their parameters after forward, that keep them, and on replicas.
 CASES = [
-    *(("fully_shard", schedule) for schedule in (ScheduleGPipe, ScheduleInterleaved1F1B, *SPLIT)),
-    *(("kept", schedule) for schedule in (ScheduleLoopedBFS, ScheduleZBVZeroBubble)),
-    *(("replicate", schedule) for schedule in (Schedule1F1B, ScheduleZBVZeroBubble)),
+    *(("fully_shard", schedule) for schedule in (ScheduleGPipe, *SPLIT)),
+    *(("kept", schedule) for schedule in (ScheduleLoopedBFS, ScheduleInterleaved1F1B)),
+    ("replicate", Schedule1F1B),
 ]
 
 

@@ -257,13 +257,13 @@ def load_all(rank: Rank, folder: str, pairs: list[tuple[str, str]]) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
-def test_files_of_every_kind_are_read_by_every_kind(ranks: RankPool, before: int, after: int, tmp_path: Path) -> None:
-    """dcp.save and dcp.load between FSDP1 in both forms, FSDP2, DDP and a plain model, on other numbers of ranks."""
+def test_files_of_every_kind_are_read_by_another(ranks: RankPool, before: int, after: int, tmp_path: Path) -> None:
+    """dcp.save and dcp.load from each of FSDP1 in both forms, FSDP2, DDP and a plain model to another of them, on other
+    numbers of ranks; all have to be as the unsharded ones.
+    """
     ranks(before, save_all, str(tmp_path))
-    # The other way round each kind is read by the next one.
-    everything = [(saved, kind) for saved in KINDS for kind in KINDS if saved in SHARDED or kind in SHARDED]
-    next_ones = list(zip(KINDS, [*KINDS[1:], KINDS[0]], strict=True))
-    ranks(after, load_all, str(tmp_path), everything if after == 4 else next_ones)
+    step = 1 if after == 4 else 2
+    ranks(after, load_all, str(tmp_path), list(zip(KINDS, [*KINDS[step:], *KINDS[:step]], strict=True)))
 
 
 @on_ranks(2)

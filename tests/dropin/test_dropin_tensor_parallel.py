@@ -146,10 +146,7 @@ def reference(steps: int, clip: float) -> Reference:
 @pytest.mark.parametrize(
     ("kind", "style"),
     [
-        ("rows", "tensor"),
-        ("rows", "sequence"),
         ("rows", "loss"),
-        ("replicate", "sequence"),
         ("flat", "tensor"),
         ("orig", "sequence"),
     ],

@@ -11,35 +11,38 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from train_processes import SIZE, command, last_step, run, write_text
+from torch.nn import functional
+from train_processes import SIZE, last_step, run_on, write_text
 
 import fullshard
 from fullshard.train import checkpoint_folder
 from fullshard.train.config import GPTConfig
 from fullshard.train.finite import DivergedError, check_loss, check_weights, clip_gradients
 from fullshard.train.model import GPT
+from ranks import RankPool
 
-RUN = [*SIZE, "--steps", 12, "--ranks", 2, "--checkpoint-every", 3, "--eval-every", 5, "--eval-bytes", 2000]
+RUN = [*SIZE, "--steps", 12, "--checkpoint-every", 3, "--eval-every", 5, "--eval-bytes", 2000]
 RUN += ["--generate", 0]
-POISON = """
-import os
-if os.environ.get("RANK") == "1":
-    from torch.nn import functional
+
+
+def make_eighth_loss_infinite(rank: int) -> None:
+    """Make the loss of step 8 infinite on rank 1."""
     usual, calls = functional.cross_entropy, []
-    def cross_entropy(logits, targets, *args, **kwargs):
+
+    def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = usual(logits, targets, *args, **kwargs)
         calls.append(logits.requires_grad)
-        return loss * float("inf") if logits.requires_grad and sum(calls) == 8 else loss
-    functional.cross_entropy = cross_entropy
-"""
+        return loss * math.inf if logits.requires_grad and sum(calls) == 8 else loss
+
+    if rank == 1:
+        functional.cross_entropy = cross_entropy
 
 
-def test_infinite_loss_stops_the_run_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
-    """Exit code 3, the step and the rank in one line, no restart; the run resumes from the checkpoint before."""
+def test_infinite_loss_stops_the_run_and_keeps_the_last_checkpoint(tmp_path: Path, ranks: RankPool) -> None:
+    """Exit code 3, the step and the rank in one line; the run resumes from the checkpoint before."""
     (tmp_path / "text").mkdir()
-    line = command(write_text(tmp_path / "text"), *RUN, "--out", tmp_path, "--name", "run")
-    (tmp_path / "sitecustomize.py").write_text(POISON)
-    done = run(*line, PYTHONPATH=str(tmp_path))
+    line = [write_text(tmp_path / "text"), *RUN, "--out", tmp_path, "--name", "run"]
+    done = run_on(ranks, 2, *line, poison=make_eighth_loss_infinite)
     folder = tmp_path / "run"
     assert done.returncode == 3, done.stdout + done.stderr
     (message,) = done.stderr.strip().splitlines()
@@ -51,7 +54,7 @@ def test_infinite_loss_stops_the_run_and_keeps_the_last_checkpoint(tmp_path: Pat
     assert not (folder / "model.safetensors").exists()
     complete = checkpoint_folder.complete(folder / "checkpoints")
     assert [path.name for path in complete] == ["step-00000003", "step-00000006"]
-    again = run(*line)
+    again = run_on(ranks, 2, *line)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "resumed from step 6" in again.stdout
     assert all(bool(weight.isfinite().all()) for weight in load_file(folder / "model.safetensors").values())

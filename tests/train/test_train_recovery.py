@@ -13,14 +13,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from train_processes import LIMIT, SIZE, command, last_step, rank_of, run, start, wait_for, workers_of, write_text
+from train_processes import (
+    LIMIT,
+    SIZE,
+    command,
+    last_step,
+    parent_of,
+    rank_of,
+    run_on,
+    start,
+    wait_for,
+    workers_of,
+    write_text,
+)
 
 from fullshard.train.metrics import read_metrics
+from ranks import RankPool
 
-STEPS = 60
+STEPS = 40
 RUN = [*SIZE, "--steps", STEPS, "--eval-every", 20, "--eval-bytes", 2000, "--generate", 5]
 RUN += ["--checkpoint-every", 5, "--ranks", 2, "--max-restarts", 99]
-KILLS = 4
+KILLS = 3
 MOST_STEPS = 10  # between two kills in training
 LONGEST_DELAY = 1.2  # seconds from a start to a kill that does not wait for training
 
@@ -58,9 +71,11 @@ class Disturbed:
         return last_step(self.metrics) >= step
 
     def kill(self, draw: random.Random, *, worker: bool = False) -> None:
-        """End one of the processes, with or without a chance to save; `worker`: a worker, without."""
+        """End one of the processes, with or without a chance to save; `worker`: one of the launcher, without."""
         process = self.revive()
         workers = [pid for pid in workers_of(self.out) if rank_of(pid) is not None]
+        if worker:  # not an orphan of an earlier launcher
+            workers = [pid for pid in workers if parent_of(pid) == process.pid]
         launcher = not worker and (draw.random() < 0.3 or not workers)
         number = signal.SIGTERM if draw.random() < 0.3 and not worker else signal.SIGKILL
         with contextlib.suppress(ProcessLookupError):
@@ -94,12 +109,12 @@ def numbers(metrics: Path) -> list[tuple[object, ...]]:
     return [tuple(record.get(name) for name in names) for record in read_metrics(metrics)]
 
 
-def test_run_killed_at_random_moments_ends_as_an_undisturbed_one(disturbed: Disturbed) -> None:
-    """Four kills of workers and launchers, in training, while saving and while starting: the same bytes."""
+def test_run_killed_at_random_moments_ends_as_an_undisturbed_one(disturbed: Disturbed, ranks: RankPool) -> None:
+    """Three kills of workers and launchers, in training, while saving and while starting: the same bytes."""
     draw = random.Random(5)
     for number in range(KILLS):
         disturbed.revive()
-        if number % 2:
+        if number:
             target = last_step(disturbed.metrics) + draw.randint(1, MOST_STEPS)
             wait_for(lambda target=target: disturbed.has_reached(target))
         else:
@@ -110,7 +125,7 @@ def test_run_killed_at_random_moments_ends_as_an_undisturbed_one(disturbed: Dist
         pass
     story = disturbed.story()
     assert last_step(disturbed.metrics) == STEPS, story
-    whole = run(*command(disturbed.text, *RUN, "--out", disturbed.out, "--name", "whole"))
+    whole = run_on(ranks, 2, disturbed.text, *RUN, "--out", disturbed.out, "--name", "whole")
     assert whole.returncode == 0, whole.stdout + whole.stderr
     one, other = disturbed.out / "whole", disturbed.out / "disturbed"
     assert numbers(other / "metrics.jsonl") == numbers(one / "metrics.jsonl"), story
