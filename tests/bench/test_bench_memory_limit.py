@@ -142,15 +142,14 @@ def test_the_course_is_its_highest_moment() -> None:
 
 
 def test_a_run_sets_peaks_beside_the_bound(tmp_path: Path) -> None:
-    """Below the course it could only be by giving up overlap; memory of both front ends has its names."""
-    options = "--width 256 --blocks 3 --tokens 32 --ranks 4 --what fp32 --only fullshard --only fullshard-wrapper-flat"
+    """Below the course it could only be by giving up overlap; memory has its names."""
+    options = "--width 256 --blocks 3 --tokens 32 --ranks 4 --what fp32 --only fullshard"
     page, (path,) = run_small(tmp_path, "memory_limit", options)
-    cells = json.loads(path.read_text())["cells"]
-    assert [cell["error"] for cell in cells] == ["", ""]
-    for cell, gradients in zip(cells, ("full gradients", "reduce message"), strict=True):  # a flat one's are in it
-        alive = cell["reading"]["at_peak"]
-        assert cell["reading"]["peak_phase"] == "backward"
-        assert {"full parameters|blocks.1", f"{gradients}|blocks.2"} <= set(alive)
-        assert sum(alive.values()) == cell["reading"]["peaks"]["backward"]
-    assert 1.0 <= cells[0]["peak_over_course"] <= 1.05
+    (cell,) = json.loads(path.read_text())["cells"]
+    assert cell["error"] == ""
+    alive = cell["reading"]["at_peak"]
+    assert cell["reading"]["peak_phase"] == "backward"
+    assert {"full parameters|blocks.1", "full gradients|blocks.2"} <= set(alive)
+    assert sum(alive.values()) == cell["reading"]["peaks"]["backward"]
+    assert 1.0 <= cell["peak_over_course"] <= 1.05
     assert path.with_suffix(".png").exists() and "| 256, 4 fake, fp32 |" in page

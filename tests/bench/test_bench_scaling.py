@@ -196,12 +196,11 @@ def test_cases_cover_both_axes() -> None:
 
 
 def test_a_measurement() -> None:
-    """A case has all its figures, also from a process of its own; one that fails says why."""
+    """A case has all its figures, also from a process of its own."""
     cost = measure(Case("fullshard", 2, 4, 16, models=1, steps=1))
     assert min(cost.init, cost.first, cost.steady) > 0 and cost.python_bytes is None
     case = asdict(Case("fullshard", 2, 4, 16, models=1, steps=1, memory=True))
     assert asked("worker", "fullshard", 100.0, **case)["cost"]["python_bytes"] > 0
-    assert "nobody" in asked("worker", "nobody", 100.0, **{**case, "system": "nobody"})["failure"]
 
 
 def steady_step(system: str, ranks: int, *, silent: bool) -> tuple[int, int]:
