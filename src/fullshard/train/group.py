@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from fullshard.ranks import agreement
 from fullshard.train.config import ConfigError
 
 CPU_RANKS = 2  # ranks on a machine without accelerators
@@ -78,9 +79,7 @@ class Group:
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's small picklable `value`, in rank order, on every rank."""
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value)
-        return gathered
+        return list(agreement.gather(value, None).values())
 
     def from_rank0(self, make: Callable[[], T]) -> T:
         """Return what `make` returns on rank 0, on every rank.
