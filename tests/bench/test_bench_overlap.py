@@ -79,9 +79,7 @@ def test_a_step_that_gathers_nothing_ahead() -> None:
         Window(-1)
 
 
-@pytest.mark.parametrize(
-    ("device", "ranks", "ratio"), [("streams", 8, 0.3), ("host", 1024, 1.0), ("streams", 64, 3.0)]
-)
+@pytest.mark.parametrize(("device", "ranks", "ratio"), [("streams", 8, 0.3), ("host", 1024, 1.0), ("streams", 64, 3.0)])
 def test_one_unit_ahead_is_within_five_per_cent_of_the_bound(device: str, ranks: int, ratio: float) -> None:
     """What the schedule takes, the host's own work left out; nothing ahead is far above."""
     systems = [BY_NAME["fullshard"], BY_NAME["fullshard, none ahead"]]

@@ -78,7 +78,7 @@ def assert_on_all_ranks(tensor: torch.Tensor, rank: Rank, what: str) -> None:
 # What is computed with, and gradients
 
 
-@on_ranks(2, 4)
+@on_ranks(2)
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_full_parameters(rank: Rank, name: Any) -> None:
     """Large parameters are every rank's rows quantized, the same bits on all; small ones, and shards, are exact."""
@@ -289,7 +289,7 @@ def test_replicas_of_the_wrapper(rank: Rank) -> None:
 # What stays exact
 
 
-@on_ranks(2, 4)
+@on_ranks(2)
 def test_what_leaves_the_model_is_exact(rank: Rank) -> None:
     """Exports and state dicts have the very values, before, between and after quantized forwards.
 
