@@ -193,11 +193,12 @@ def test_division_before_keeps_fp16_in_range(rank: Rank, kind: type[Transport], 
 def test_all_reduce_of_any_size(rank: Rank, kind: type[Transport]) -> None:
     """Tensors whose size the ranks do not divide are summed, divided, and the same on all ranks, bit for bit."""
     transport, world = kind(rank.group), rank.world_size
-    scalings = {
-        torch.float32: [GradScaling(), GradScaling(before=2, after=2)],
-        torch.float64: [GradScaling(after=world)],
-    }
-    for dtype, scaling in ((dtype, scaling) for dtype in scalings for scaling in scalings[dtype]):
+    cases = [
+        (torch.float32, GradScaling()),
+        (torch.float32, GradScaling(before=2, after=2)),
+        (torch.float64, GradScaling(after=world)),
+    ]
+    for dtype, scaling in cases:
         tensors = [noise(rank.rank, n, dtype) for n in ODD_SIZES]
         wait(transport.all_reduce([CommRequest("unit", in_place(tensors), scaling)]))
         for tensor in tensors:
