@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compare import assert_equal, assert_models_equal
 from fullshard import MixedPrecisionPolicy, fully_shard, replicate
 from fullshard.comm import record
-from models import LossOf, Stack, assert_at_rest, batch, reference_backward, square_loss
+from models import Stack, assert_at_rest, batch, reference_backward, square_loss
 from pairwise import each_value
 from ranks import Rank, on_ranks
 
@@ -155,35 +154,6 @@ def test_nothing_is_copied_or_sent_without_sync(rank: Rank, policy: MixedPrecisi
 
 
 # -------------------------------------------------------------------- parity
-
-
-def mixed_loss(step: int) -> LossOf:
-    """Of a batch of the step, through all blocks or some."""
-    run = [[0, 1, 2], [0, 2], [1], [0, 1, 2]][step % 4]
-    return lambda model, rank: model(batch(rank, step, 4, 6), run=run).square().mean()
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("seed", range(2))
-def test_any_interleaving(rank: Rank, seed: int) -> None:
-    """Units that sync, only reduce-scatter or do neither as a die says, microbatch by microbatch, then all: parity."""
-    die = random.Random(seed)
-    torch.manual_seed(seed)
-    model = Stack(3)
-    reference = copy.deepcopy(model)
-    sharded(model, flat_or_hybrid(rank)[-1])
-    modules = [model, *model.blocks]
-    microbatches = die.randint(3, 6)
-    for step in range(microbatches):
-        for module in modules:
-            last = step == microbatches - 1
-            module.set_requires_gradient_sync(last or die.random() < 0.5, recurse=False)
-            module.set_requires_all_reduce(last or die.random() < 0.5, recurse=False)
-        mixed_loss(step)(model, rank.rank).backward()
-        reference_backward(reference, rank.world_size, mixed_loss(step))
-        assert_at_rest(model)
-    assert not model.get_pending_gradients()
-    assert_models_equal(model, reference, grads=True, **CLOSE)
 
 
 @on_ranks(1)

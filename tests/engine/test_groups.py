@@ -123,17 +123,6 @@ def test_training_on_four_ranks(rank: Rank, group: str) -> None:
         train(rank, model, reference, losses, steps=1)
 
 
-@on_ranks(4)
-def test_on_two_axes(rank: Rank) -> None:
-    """Groups work on a (replicate, shard) mesh."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    mesh = rank.make_mesh(2, 2, names=("replicate", "shard"))
-    fully_shard([model.embedding, model.blocks[1]], mesh=mesh)
-    fully_shard([model.norm, model.head], mesh=mesh)
-    train(rank, fully_shard(model, mesh=mesh), reference)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("group", ["norm and head", "everything"])
 def test_tiny_groups(rank: Rank, group: str) -> None:
@@ -229,20 +218,6 @@ def test_chunks_with_accumulation(rank: Rank, losses: Any) -> None:
         reference_backward(reference, rank.world_size, losses(step))
     assert_models_equal(model, reference, grads=True, **CLOSE)
     assert_at_rest(model)
-
-
-@on_ranks(2)
-def test_modes_take_turns(rank: Rank) -> None:
-    """Whole, partial and chunked steps, evaluations and calls of members alone may follow each other in any order."""
-    model, reference = grouped_with_reference(rank)
-    steps = [("once", loss_at), ("no head", loss_of_chunks), ("chunks", loss_at), ("no head", loss_of_hidden)]
-    for mode, losses in [*steps, steps[1], steps[0]]:
-        model.mode = reference.mode = mode
-        train(rank, model, reference, losses, steps=1)
-        x = batch(0, 0, 2, DIM)
-        with torch.no_grad():
-            assert torch.allclose(model.head(model.norm(x)), reference.head(reference.norm(x)), atol=1e-6)
-        assert_at_rest(model)
 
 
 @on_ranks(2)

@@ -117,15 +117,6 @@ def test_mixed_precision(rank: Rank, policy: MixedPrecisionPolicy) -> None:
     assert_equal(results[1], results[0], "offloaded")
 
 
-@on_ranks(2)
-@pytest.mark.parametrize(("checkpointed", "setting"), [(None, False), (False, True), (True, None)])
-def test_with_checkpointing(rank: Rank, checkpointed: bool | None, setting: bool | None) -> None:
-    """Recomputation (by ``use_reentrant``) and every ``reshard_after_forward`` work on offloaded units."""
-    model, reference = offloaded(rank, stack(), reshard_after_forward=setting)
-    model.checkpointed = checkpointed
-    each_step(model, reference, rank, 2)
-
-
 @on_ranks(4)
 def test_gathers_from_neighbours(rank: Rank) -> None:
     """What is kept for subgroup between forward and backward stays on the device."""
@@ -282,21 +273,6 @@ def test_weights_that_change(rank: Rank, change: str) -> None:
         return lambda m, r: m(batch(r, step, 4, 6).to(next(reference.parameters()).dtype)).square().mean()
 
     each_step(model, reference, rank, 1, loss_at)
-
-
-@on_ranks(2)
-def test_from_the_meta_device(rank: Rank) -> None:
-    """A model built on meta gets its (pinned) host memory when it is materialised."""
-    values = stack().state_dict()
-    with torch.device("meta"):
-        empty = Stack(2)
-    model, _ = offloaded(rank, empty)
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            rows = torch.chunk(values[name], 2)
-            parameter.to_local().copy_(rows[rank.rank])
-    each_step(model, stack(), rank, 1)
 
 
 @on_ranks(2)

@@ -134,28 +134,6 @@ def test_gradients_that_are_dropped_stay_dropped(rank: Rank) -> None:
 
 
 @on_ranks(2)
-def test_accumulation(rank: Rank) -> None:
-    """A second backward adds to gradients that had not landed when it began, with and without sync."""
-    model, other = build(rank)
-    for step in range(3):
-        for each in (model, other):
-            each.set_requires_gradient_sync(step != 1)
-        backward(rank, model, other, step=step)
-    assert_same_gradients(model, other)
-
-
-@on_ranks(4)
-def test_replicas(rank: Rank) -> None:
-    """On a 2-D mesh the all-reduce is issued by the end of backward as well."""
-    mesh = init_device_mesh(rank.device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
-    model, other = build(rank, mesh)
-    for step in range(2):
-        backward(rank, model, other, step=step)
-        assert list_late(model)
-        assert_same_gradients(model, other)
-
-
-@on_ranks(2)
 def test_gradients_that_only_other_ranks_have(rank: Rank) -> None:
     """Where a parameter gets a gradient on some ranks only, nothing is left under way on those without."""
     torch.manual_seed(0)

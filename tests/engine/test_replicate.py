@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing import assert_close as torch_assert_close
 
 from compare import assert_equal, assert_models_equal
 from fullshard import (
@@ -229,18 +228,6 @@ def test_state_dict(rank: Rank) -> None:
     other.load_state_dict(state)
     assert_models_equal(other, plain)
     assert all(v.to_local().data_ptr() == model.get_parameter(k).to_local().data_ptr() for k, v in state.items())
-
-
-@on_ranks(2)
-def test_clip_grad_norm(rank: Rank) -> None:
-    """torch's ``clip_grad_norm_`` finds the norm of the unsharded model."""
-    reference = build()
-    model = by_blocks(copy.deepcopy(reference), rank)
-    square_loss()(model, rank.rank).backward()
-    reference_backward(reference, rank.world_size, square_loss())
-    norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.01) for m in (model, reference)]
-    torch_assert_close(norms[0].full_tensor(), norms[1])
-    assert_models_equal(model, reference, grads=True, **CLOSE)
 
 
 # ---------------------------------------------------------------- modules and meshes

@@ -251,21 +251,6 @@ def test_dtypes_of_their_own(rank: Rank) -> None:
 
 
 @on_ranks(2)
-def test_accumulation_without_sync(rank: Rank) -> None:
-    """Microbatches without sync reduce nothing; the one with it reduces all, tiny ones in company."""
-    model = Chain("nLnnL", scaled=True)
-    reference = copy.deepcopy(model)
-    sharded(rank, model)
-    for step, sync in enumerate([False, False, True, False]):
-        model.set_requires_gradient_sync(sync)
-        _, backward = run_step(model, rank, step)
-        reference_backward(reference, rank.world_size, loss_of(step))
-        assert launches(backward, "reduce_scatter") == (["4", "3 2 1", "0 root"] if sync else [])
-    model.synchronize_gradients()
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
-@on_ranks(2)
 def test_frozen_and_unused_ones(rank: Rank) -> None:
     """Frozen tiny units reduce nothing; unused ones reduce zeros, so that ranks agree, and keep no gradient."""
     model = Chain("nLnLn")
