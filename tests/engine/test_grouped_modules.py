@@ -242,24 +242,6 @@ def test_settings_of_one_member_are_the_groups(rank: Rank) -> None:
 
 
 @on_ranks(2)
-def test_frozen_member(rank: Rank) -> None:
-    """Of a group with a frozen member only the others are reduced; it may be unfrozen between steps."""
-    model = Language()
-    model.norm.requires_grad_(False)
-    reference = copy.deepcopy(model)
-    grouped(rank, model, "embedding, norm, head")
-    train(rank, model, reference, steps=2)
-    for one in (model, reference):
-        one.norm.requires_grad_(True)
-        one.head.requires_grad_(False)
-    train(rank, model, reference, steps=2)
-    for one in (model, reference):
-        one.requires_grad_(False)
-        one.norm.requires_grad_(True)
-    train(rank, model, reference, steps=2)
-
-
-@on_ranks(2)
 def test_mixed_precision(rank: Rank) -> None:
     """Every member casts its own inputs and outputs as the group's policy says."""
     model = Language()
@@ -345,19 +327,6 @@ def test_group_is_its_own_root(rank: Rank, times: int, setting: bool | None) -> 
         with torch.no_grad():
             x = batch(0, step, 3, DIM)
             assert torch.allclose(model(x), reference(x), atol=1e-6)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("setting", [True, False], ids=["reshard", "keep"])
-def test_members_take_turns(rank: Rank, setting: bool) -> None:
-    """Below a root, members that are called alternately several times are reduced once."""
-    model = Plain(times=3)
-    reference = copy.deepcopy(model)
-    fully_shard([model.first, model.second], mesh=rank.mesh, reshard_after_forward=setting)
-    fully_shard(model, mesh=rank.mesh, reshard_after_forward=setting)
-    train(rank, model, reference, lambda step: lambda m, r: m(batch(r, step, 3, DIM)).square().mean())
-    seen, _ = count(model, lambda: model(batch(0, 0, 3, DIM)).sum().backward())
-    assert seen["reduce_scatter first"] == 1
 
 
 @on_ranks(2)

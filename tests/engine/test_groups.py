@@ -124,16 +124,6 @@ def test_training_on_four_ranks(rank: Rank, group: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("group", ["norm and head", "everything"])
-def test_tiny_groups(rank: Rank, group: str) -> None:
-    """Groups that travel with a neighbor, or whose neighbors travel with them, train right."""
-    model, reference = grouped_with_reference(rank, group, tiny=65536)
-    for mode, losses in MODES:
-        model.mode = reference.mode = mode
-        train(rank, model, reference, losses, steps=1)
-
-
-@on_ranks(2)
 def test_units_inside_members(rank: Rank) -> None:
     """A member may contain units of its own, which keep their parameters."""
     model = Language()

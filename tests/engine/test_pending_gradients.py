@@ -16,7 +16,6 @@ from front_ends import (
     COMPOSABLE,
     assert_at_rest,
     assert_same_gradients,
-    assert_trains_alike,
     build,
     gathered,
     sharded_with_reference,
@@ -259,24 +258,6 @@ def test_kinds_of_units(rank: Rank, kind: str) -> None:
         reference_backward(reference, 2, square_loss(2))
     expect(model, reference, rank, 0, 1, **({"rtol": 0.1, "atol": 0.02} if kind == "bf16" else CLOSE))
     assert all(p.grad.placements == p.placements for p in model.parameters())
-
-
-@on_ranks(2)
-def test_training_by_synchronize_alone(rank: Rank) -> None:
-    """A loop that never synchronizes in backward and calls ``synchronize_gradients`` before steps trains like any."""
-    model, reference = made(rank)
-    model.set_requires_gradient_sync(False)
-    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, reference)]
-    for step in range(2):
-        square_loss(step)(model, rank.rank).backward()
-        model.synchronize_gradients()
-        expect(model, reference, rank, step)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert model.get_pending_gradients() == {}
-    model.set_requires_gradient_sync(True)
-    assert_trains_alike(model, reference, rank, steps=1)
 
 
 # -------------------------------------------------------------------- gradients of some ranks only

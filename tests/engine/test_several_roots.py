@@ -1,4 +1,4 @@
-"""Several roots: models beside and below each other, parts on their own, shared streams, stages of a pipeline."""
+"""Several roots: models beside and below each other, parts on their own, shared streams."""
 
 from __future__ import annotations
 
@@ -259,37 +259,3 @@ def test_post_optim_event(rank: Rank) -> None:
             optimizer.step()
     model.set_post_optim_event(torch.Event(device=rank.device) if rank.device.type != "cpu" else torch.Event())
     model(batch(0, 0, 2, 6)).sum().backward()
-
-
-# ---------------------------------------------------------------- microbatches of a pipeline
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("kept", [True, False], ids=["kept", "unsharded ahead"])
-def test_stage_of_a_pipeline(rank: Rank, kept: bool) -> None:
-    """Each unit is gathered once per step: nothing freed between microbatches, or unsharded by hand ahead of them."""
-    with tiny_units():
-        model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack), strategy="SHARD_GRAD_OP")
-    model.set_reshard_after_backward(not kept)
-    optimizers = [sgd(m, 0.1) for m in (model, reference)]
-
-    def microbatches(step: int) -> None:
-        handles = [] if kept else [module.unshard(async_op=True) for module in (model, *model.blocks)]
-        losses = [square_loss(4 * step + number)(model, rank.rank) for number in range(2)]
-        for handle in handles:
-            handle.wait()
-        for number, loss in enumerate(losses):
-            model.set_is_last_backward(number == 1)
-            model.set_requires_gradient_sync(number == 1)
-            loss.backward()
-
-    for step in range(3):
-        seen = gathers(lambda step=step: microbatches(step))
-        assert set(seen.values()) == {1} if kept else set(seen) == {"", "blocks.0", "blocks.1", "blocks.2"}
-        for number in range(2):
-            reference_backward(reference, rank.world_size, square_loss(4 * step + number))
-        assert_same_gradients(model, reference)
-        assert kept or gathered(model) == []
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
