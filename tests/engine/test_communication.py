@@ -228,14 +228,3 @@ def test_same_bits_whatever_is_in_flight(rank: Rank) -> None:
         messages.append([(c.kind, c.unit, c.nbytes) for c in seen])
     assert_equal(results[1:], results[:1] * 2, "gradients")
     assert messages[0] == messages[1] == messages[2]
-
-
-@on_ranks(2)
-def test_memory_of_the_process_group(rank: Rank) -> None:
-    """Gloo has no memory of its own to offer: ordinary memory is used, and values are the same; it can be undone."""
-    reference = build()
-    model = shard(copy.deepcopy(reference), rank.mesh)
-    for enable in (True, True, False):
-        for unit in units(model):
-            unit.set_allocate_memory_from_process_group_for_comm(enable)
-        check_training(model, reference, rank, steps=1)

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from compare import assert_close, assert_equal, assert_models_equal
@@ -221,15 +220,4 @@ def test_weights_of_rank_0_reach_a_meta_model(rank: Rank) -> None:
         dist.broadcast(value, 0)
         state[fqn] = distribute_tensor(value, meta.device_mesh, meta.placements)
     model.load_state_dict(state, assign=True)
-    assert_trains_alike(rank, model, reference)
-
-
-@on_ranks(2)
-def test_checkpoint_api_broadcasts_into_a_meta_model(rank: Rank) -> None:
-    """torch's set_model_state_dict with a full state dict on rank 0 only fills a model on the meta device."""
-    reference = build()
-    model = on_meta(rank)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    model.to_empty(device="cpu")
-    set_model_state_dict(model, reference.state_dict() if rank.rank == 0 else {}, options=options)
     assert_trains_alike(rank, model, reference)
