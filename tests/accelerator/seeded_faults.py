@@ -42,7 +42,7 @@ Values = list[torch.Tensor]
 def _model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        *[nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.Tanh(), nn.Linear(2 * DIM, DIM)) for _ in range(4)]
+        *[nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.Tanh(), nn.Linear(2 * DIM, DIM)) for _ in range(3)]
     )
 
 
@@ -58,7 +58,7 @@ def _values(model: nn.Module) -> Values:
     return [p.detach().full_tensor().cpu() for p in model.parameters()]  # type: ignore[operator]
 
 
-def _train(model: nn.Module, rank: Rank, steps: int = 3) -> Values:
+def _train(model: nn.Module, rank: Rank, steps: int = 2) -> Values:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(1 + rank.rank)
     for _ in range(steps):
@@ -69,18 +69,18 @@ def _train(model: nn.Module, rank: Rank, steps: int = 3) -> Values:
 
 
 def training(rank: Rank) -> Values:
-    """Three steps."""
+    """Two steps."""
     return _train(_sharded(rank), rank)
 
 
 def mixed(rank: Rank) -> Values:
-    """Three steps in bf16, reduced in fp16, which is scaled beside the collective."""
+    """Two steps in bf16, reduced in fp16, which is scaled beside the collective."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
     return _train(_sharded(rank, mp_policy=policy), rank)
 
 
 def scaled(rank: Rank) -> Values:
-    """Three steps in fp64, whose sums are divided by a number that is not that of ranks."""
+    """Two steps in fp64, whose sums are divided by a number that is not that of ranks."""
     model = _sharded(rank, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
     for module in model.modules():
         if isinstance(module, fullshard.FSDPModule):
@@ -89,12 +89,12 @@ def scaled(rank: Rank) -> Values:
 
 
 def replicas(rank: Rank) -> Values:
-    """Three steps with two replicas."""
+    """Two steps with two replicas."""
     return _train(_sharded(rank, (rank.world_size // 2, 2)), rank)
 
 
 def offloaded(rank: Rank) -> Values:
-    """Three steps with shards in CPU memory."""
+    """Two steps with shards in CPU memory."""
     return _train(_sharded(rank, offload_policy=CPUOffloadPolicy()), rank)
 
 
@@ -110,7 +110,7 @@ def written_after_evaluation(rank: Rank) -> Values:
 
 
 def hooked(rank: Rank) -> Values:
-    """Three steps with an all-reduce hook on a stream of its own."""
+    """Two steps with an all-reduce hook on a stream of its own."""
     model = _sharded(rank)
     stream = torch.Stream(rank.device)
     for module in model.modules():

@@ -69,10 +69,6 @@ def _prefetching(rank: Rank) -> nn.Module:
     return model
 
 
-def _overlapping(rank: Rank) -> nn.Module:
-    return _composable(rank)
-
-
 MODELS: dict[str, Callable[[Rank], nn.Module]] = {
     "default": _composable,
     "stays unsharded": lambda rank: _composable(rank, reshard_after_forward=False),
@@ -88,7 +84,7 @@ MODELS: dict[str, Callable[[Rank], nn.Module]] = {
     "wrapper, bf16": lambda rank: _wrapped(
         rank, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     ),
-    "overlapped optimizer": _overlapping,
+    "overlapped optimizer": _composable,
     "offloaded": lambda rank: _composable(rank, offload_policy=CPUOffloadPolicy()),
 }
 
@@ -122,11 +118,20 @@ def _steps(rank: Rank, kind: str) -> Counts:
     return counts
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "offloaded"])
-@on_ranks(4, device_type="emulated")
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in ("offloaded", "replicas")])
+@on_ranks(2, device_type="emulated")
 def test_the_host_waits_for_nothing(rank: Rank, kind: str) -> None:
     """No host synchronization, no new event and no new stream in a step."""
-    counts = _steps(rank, kind)
+    _assert_nothing_waits(_steps(rank, kind))
+
+
+@on_ranks(4, device_type="emulated")
+def test_the_host_waits_for_no_replica(rank: Rank) -> None:
+    """The same where sums over shards are reduced over replicas as well."""
+    _assert_nothing_waits(_steps(rank, "replicas"))
+
+
+def _assert_nothing_waits(counts: Counts) -> None:
     assert not counts.host_syncs, "\n".join(map(str, counts.host_syncs))
     assert not _ours(counts.events_made), "\n".join(map(str, counts.events_made))
     assert not counts.streams_made, "\n".join(map(str, counts.streams_made))
@@ -147,7 +152,7 @@ def test_missing_gradients_are_asked_for_once(rank: Rank) -> None:
     assert len(counts.host_syncs) == (0 if rank.rank else 1), "\n".join(map(str, counts.host_syncs))
 
 
-@on_ranks(4, device_type="emulated")
+@on_ranks(2, device_type="emulated")
 def test_with_offload_the_host_waits_at_the_end_of_backward(rank: Rank) -> None:
     """Where gradients land in host memory, that is what is waited for, once per unit's reduction and backward."""
     counts = _steps(rank, "offloaded")

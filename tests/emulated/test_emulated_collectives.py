@@ -432,27 +432,30 @@ import accelerator
 accelerator.register()
 rank = int(sys.argv[2])
 dist.init_process_group("cpu:gloo,emulated:emulated_nccl", init_method="file://" + sys.argv[3], rank=rank, world_size=2)
-value = torch.ones(4, device="emulated")
+value, other = torch.ones(4, device="emulated"), torch.ones(4, device="emulated")
+destroyed = dist.new_group(backend="emulated_nccl")
 dist.all_reduce(value)
+dist.all_reduce(other, group=destroyed)
 torch.accelerator.synchronize()
 if rank == 0:
-    work = dist.all_reduce(value, async_op=True)
-if sys.argv[4] == "destroy":
-    dist.destroy_process_group()
+    works = [dist.all_reduce(value, async_op=True), dist.all_reduce(other, group=destroyed, async_op=True)]
+dist.destroy_process_group(destroyed)
 print("left", flush=True)
 """
 
 
-@pytest.mark.parametrize("how", ["destroy", "exit"])
-def test_exit_with_pending_does_not_hang(how: str, tmp_path: Path) -> None:
-    """A program ends at once, and without an error, while a collective that nobody else joined is pending."""
+def test_exit_with_pending_does_not_hang(tmp_path: Path) -> None:
+    """A program ends at once, and without an error, while collectives that nobody else joined are pending.
+
+    One of them was of a group that the program has destroyed.
+    """
     if reason := unavailable("emulated"):
         pytest.skip(reason)
     tests, store = Path(__file__).resolve().parent.parent, tmp_path / "store"
     command = [sys.executable, "-c", LEAVES, str(tests)]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
-    programs = [subprocess.Popen([*command, str(rank), str(store), how], **options) for rank in range(2)]
+    programs = [subprocess.Popen([*command, str(rank), str(store)], **options) for rank in range(2)]
     try:
         for program in programs:
             output, _ = program.communicate(timeout=25)  # gloo would wait for 30 minutes

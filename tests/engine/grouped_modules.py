@@ -55,9 +55,6 @@ class Language(nn.Module):
     def call(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(module, x, use_reentrant=False) if self.checkpointed else module(x)
 
-    def encode(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.embedding(ids)
-
 
 def score(logits: torch.Tensor, rank: int, step: int) -> torch.Tensor:
     return cross_entropy(logits, tokens(rank, step + 100, len(logits)))

@@ -31,18 +31,12 @@ from ranks import Rank, on_ranks
 MODULES = {
     "fully_shard(None, mesh=mesh)": "nn.Module or a list of them, found NoneType",
     "shard(nn.Linear)": "expected an nn.Module or a list of them, found type",
-    "shard(torch.ones(2))": "nn.Module or a list of them, found Tensor",
-    "shard({plain})": "expected an nn.Module or a list of them, found set",
-    "shard((m for m in plain))": "a list of them, found generator",
     "shard([])": "expected at least one module, found an empty list",
     "shard([plain, '0'])": "expected modules, found a str at index 1",
-    "shard([None, plain])": "expected modules, found a NoneType at index 0",
     "shard([plain, [plain[0]]])": "expected modules, found a list at index 1",
     "shard([plain, sharded])": "this Sequential is sharded already",
-    "shard([plain, nn.ModuleList()])": "ModuleList has no forward",
     "shard(sharded)": "this Sequential is sharded already, by an earlier call",
     "shard(nn.ModuleList([plain]))": "ModuleList has no forward.*each of its modules",
-    "shard(nn.ModuleDict({'a': plain}))": "ModuleDict has no forward.*each of its modules",
     "shard(nn.Module())": "Module has no forward.*the module that contains it",
     "shard(nn.LazyLinear(3))": r"weight is uninitialized \(lazy\); run a forward first",
     "shard(dtensors())": r"0\.weight: expected the DTensor's mesh.*to be different named axes",
@@ -50,7 +44,6 @@ MODULES = {
 }
 MESHES = {
     "shard(mesh=group)": "mesh: expected DeviceMesh or None, found ProcessGroup",
-    "shard(mesh=2)": "mesh: expected DeviceMesh or None, found int",
     "shard(plain, mesh=cube)": r"mesh: expected 1 dimension, or 2 \(replicate, shard\), found 3",
     "shard(plain, dp_mesh_dims='b')": "dp_mesh_dims: expected DataParallelMeshDims or None, found str",
     "shard(plain, mesh=named, dp_mesh_dims=Dims(shard='dp'))": (
@@ -67,18 +60,14 @@ MESHES = {
         r"0\.weight: expected a DTensor on the mesh passed to fully_shard"
     ),
     "Dims()": "replicate or both, found neither",
-    "Dims(shard=())": "or both, found neither",
     "Dims(shard=('a', 'b'), replicate='a')": "expected every axis once, found",
 }
 POLICIES = {
     "shard(reshard_after_forward=3)": r"expected a divisor of the \d ranks of the shard axis, found 3",
-    "shard(reshard_after_forward=2 * size)": "expected a divisor of the .* found [24]",
     "shard(reshard_after_forward=0)": "a divisor of .*, found 0",
-    "shard(reshard_after_forward=-1)": "expected a divisor of the .*, found -1",
     "shard(reshard_after_forward=1.0)": (
         "reshard_after_forward: expected True, False, None or a number of ranks, found 1.0 of type float"
     ),
-    "shard(reshard_after_forward='yes')": "None or a number of ranks, found 'yes' of type str",
     "shard(plain, mp_policy=torch.bfloat16)": "mp_policy: expected MixedPrecisionPolicy or None, found dtype",
     "shard(plain, offload_policy=CPUOffloadPolicy)": "offload_policy: expected OffloadPolicy or None, found type",
     "MixedPrecisionPolicy(param_dtype='bf16')": "param_dtype: expected a torch.dtype or None, found 'bf16'",
@@ -91,27 +80,18 @@ PLACEMENTS = {
     "place(1)": r"returned 1 for 0\.weight; expected Shard\(dim\), ShardPlacementResult or None",
     "place(Replicate())": r"returned Replicate\(\) for 0\.weight; expected Shard\(dim\)",
     "place(Shard(2))": r"returned Shard\(2\) for 0\.weight, which has 2 dims \(shape \(2, 2\)\)",
-    "place(Shard(1))": r"returned Shard\(1\) for 0\.bias, which has 1 dims \(shape \(2,\)\)",
-    "place(Shard(-3))": r"returned Shard\(-3\) for 0\.weight, which has 2 dims",
     "place(ShardPlacementResult(Shard(0), None))": "mesh_info of type NoneType for 0.weight",
     "place(ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh)))": "mesh_info names no axis of",
-    "place(ShardPlacementResult(None, HSDPMeshInfo(mesh)))": "mesh_info names no axis of",
-    "place(ShardPlacementResult(0, mesh))": r"returned 0 for 0\.weight; expected Shard",
-    "shard(plain, ignored_params=[plain[0]])": "ignored_params: expected parameters, found a Linear",
     "shard(plain, ignored_params=['0.weight'])": "ignored_params: expected parameters, found a str",
     "shard(plain, ignored_params=plain[0].weight)": "ignored_params: expected .*, found .*Parameter",
-    "shard(plain, ignored_params=5)": "ignored_params: expected .*, found .*int",
 }
 METHODS = {
     "sharded.unshard(1)": "async_op: expected True or False, found 1 of type int",
-    "sharded.unshard(async_op=None)": "async_op: expected True or False, found None",
     "sharded.set_requires_gradient_sync('no')": "gradient_sync: expected True or False, found 'no' of type str",
     "sharded.set_requires_gradient_sync(True, recurse=0)": "recurse: expected True or False, found 0",
     "sharded.set_reshard_after_forward(None)": "reshard_after_forward: expected True or False, found None",
     "sharded.set_reshard_after_forward(size)": "expected True or False, found [12] of type int",
-    "sharded.set_reshard_after_forward(True, recurse='all')": "recurse: expected True or False, found 'all'",
     "sharded.set_reshard_after_backward(0)": "reshard_after_backward: expected True or False, found 0",
-    "sharded.set_reshard_after_backward(True, recurse=None)": "recurse: expected True or False, found None",
     "sharded.set_is_last_backward(2)": "is_last_backward: expected True or False, found 2",
     "sharded.set_modules_to_forward_prefetch([sharded[0], plain])": (
         "set_modules_to_forward_prefetch: expected modules that fully_shard was called on, found Sequential at index 1"
@@ -121,13 +101,9 @@ METHODS = {
     ),
     "sharded.set_modules_to_forward_prefetch(['0'])": "forward_prefetch: expected modules.*found str",
     "sharded.set_modules_to_forward_prefetch(sharded[0])": "set_modules_to_forward_prefetch: expected .*, found",
-    "sharded.set_modules_to_backward_prefetch(None)": "set_modules_to_backward_prefetch: expected .*, found",
-    "sharded.set_modules_to_backward_prefetch({'0'})": "set_modules_to_backward_prefetch: .*, found str",
     "sharded.set_requires_all_reduce(None)": "requires_all_reduce: expected True or False, found None",
-    "sharded.set_requires_all_reduce(True, recurse=1)": "recurse: expected True or False, found 1",
     "sharded.set_unshard_in_backward(None)": "unshard_in_backward: expected True or False, found None",
     "sharded.set_post_optim_event(None)": "TypeError: set_post_.*: expected a torch.Event, found NoneType",
-    "sharded.set_post_optim_event(1.0)": "TypeError: set_post_.*: expected a torch.Event, found float",
     "sharded.set_post_optim_event(torch.optim.SGD(sharded.parameters()))": "expected a torch.Event, found SGD",
 }
 COMMUNICATION = {
@@ -135,25 +111,21 @@ COMMUNICATION = {
         f"sharded.set_gradient_divide_factor({value})": (
             "ValueError: set_gradient_divide_factor: expected a positive number, found "
         )
-        for value in ("0", "-2.0", "float('nan')", "float('inf')", "True", "'2'", "None")
+        for value in ("0", "float('nan')", "float('inf')", "True", "'2'")
     },
     "sharded.set_reduce_scatter_divide_factor(None)": "factor: expected a positive number, found None",
     "sharded.set_force_sum_reduction_for_comms(1)": "ValueError: .*for_comms: expected True or False, found 1 of type",
     "sharded.set_reduce_scatter_unused_params(None)": "unused_params: expected True or False, found None",
-    "sharded.set_reduce_scatter_unused_params(True, recurse=2)": "recurse: expected True or False, found 2",
     "sharded.set_reduce_scatter_max_input_buffers(0)": "ValueError: .*buffers: expected at least 1, found 0",
     "sharded.set_reduce_scatter_max_input_buffers(True)": "TypeError: .*buffers: expected an int, found True",
     "sharded.set_reduce_scatter_max_input_buffers(2.0)": "TypeError: .*buffers: expected an int, found 2.0",
     "sharded.set_reduce_scatter_max_input_buffers(2, recurse=None)": "recurse: expected True or False",
     "sharded.set_all_reduce_hook(3)": "TypeError: set_all_reduce_hook: expected a function, found int",
-    "sharded.set_all_reduce_hook(None)": "TypeError: set_all_reduce_hook: expected a function, found NoneType",
     "shard(mesh=named).set_all_reduce_hook(print, stream=torch.Stream('cpu'))": (
         "ValueError: .*expected no stream on a mesh with a replicate axis, found one"
     ),
     "sharded.set_custom_all_gather(print)": "TypeError: .*an object with __call__ and allocate, found builtin",
-    "sharded.set_custom_all_gather(1)": "TypeError: set_custom_all_gather: .*found int",
     "sharded.set_custom_reduce_scatter(NoMemory())": "TypeError: .*__call__ and allocate, found NoMemory",
-    "sharded.set_custom_reduce_scatter('nccl')": "TypeError: set_custom_reduce_scatter: .*found str",
     "several_meshes().set_custom_all_gather(Memory())": "ValueError: set_custom_all_gather: expected a unit on one",
     "several_meshes().set_custom_reduce_scatter(Memory())": "set_custom_reduce_scatter: expected a unit on one mesh",
     "several_meshes().set_all_reduce_hook(print)": "ValueError: set_all_reduce_hook: expected a unit on one mesh",
@@ -165,17 +137,12 @@ COMMUNICATION = {
     ),
     "custom().set_symm_mem_for_comm()": "ValueError: set_symm_mem_for_comm: unit .* has a custom collective",
     "sharded.set_separate_reduce_scatter_group(2)": "separate_reduce.*: expected True or False, found 2",
-    "sharded.set_separate_reduce_scatter_group(True, recurse=2)": "recurse: expected True or False, found 2",
 }
 FUNCTIONS = {
     "share_comm_ctx(sharded)": "share_comm_ctx: expected a list of modules, found FSDPSequential",
     "share_comm_ctx([sharded, plain])": "modules that fully_shard was called on, found Sequential at index 1",
-    "share_comm_ctx(None)": "expected a list of modules, found NoneType",
     "enter(unsharded([sharded]))": "unsharded: expected an nn.Module, found list",
-    "enter(unsharded(None))": "unsharded: expected an nn.Module, found NoneType",
     "register_fsdp_forward_method(sharded, 'generate')": "the name of a method of Sequential, found 'generate'",
-    "register_fsdp_forward_method(sharded, '__doc__')": "expected the name of a method of Sequential, found",
-    "register_fsdp_forward_method(sharded, len)": "expected the name of a method of Sequential, found",
     "register_fsdp_forward_method('model', 'forward')": "expected .*nn.Module.*, found",
 }
 REPLICATE = {
@@ -281,14 +248,14 @@ def names_for(rank: Rank, plain: nn.Module, sharded: Any) -> dict[str, Any]:
     }
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @pytest.mark.parametrize("group", GROUPS)
 def test_wrong_argument_is_refused(rank: Rank, group: str) -> None:
     """Every rank raises ValueError or TypeError saying what was expected and found, and changes nothing."""
+    sharded = shard(rank, nn.Sequential(shard(rank), shard(rank)))
+    before = settings_of(sharded)
     for expression, words in GROUPS[group].items():
         plain = nn.Sequential(nn.Linear(2, 2))
-        sharded = shard(rank, nn.Sequential(shard(rank), shard(rank)))
-        before = settings_of(sharded)
         try:
             eval(expression, names_for(rank, plain, sharded))
         except (ValueError, TypeError) as error:
@@ -299,9 +266,10 @@ def test_wrong_argument_is_refused(rank: Rank, group: str) -> None:
         if "plain[0], mesh" not in expression:
             assert not isinstance(plain, FSDPModule) and type(plain[0].weight) is nn.Parameter, expression
         assert settings_of(sharded) == before, expression
-        for model in (sharded, shard(rank, plain)):
-            model(torch.ones(3, 2)).sum().backward()
-            assert all(parameter.grad is not None for parameter in model.parameters()), expression
+        shard(rank, plain)
+    for model in (sharded, plain):
+        model(torch.ones(3, 2)).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def settings_of(model: nn.Module) -> list[Any]:

@@ -35,14 +35,14 @@ from models import assert_at_rest, batch, reference_backward, tiny_units
 from ranks import Rank, RankPool, on_ranks
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2)
 @pytest.mark.parametrize("done", [False, True], ids=["later", "at once"])
 def test_custom_collectives(rank: Rank, done: bool) -> None:
     """Each unit's gathers and reductions are one call each, in the user's memory, with the same values.
 
     On one rank there is nothing to gather, so they are not called.
     """
-    for dim in (6, ODD_DIM, 1):
+    for dim in (ODD_DIM, 1):
         reference = build(dim)
         model = shard(copy.deepcopy(reference), rank.mesh, reshard_after_forward=True)
         comms = [(Gather(done), Scatter(done)) for _ in units(model)]
@@ -71,9 +71,9 @@ def test_subclasses(rank: Rank, which: str) -> None:
     for unit in units(model):
         unit.set_custom_all_gather(gather)
         unit.set_custom_reduce_scatter(scatter)
-    check_training(model, reference, rank)
+    check_training(model, reference, rank, steps=1)
     # All units in forward, in backward all but the root and what ran last.
-    assert len(gather.plain.called) == 3 * (4 + 2) and len(scatter.plain.called) == 3 * 4
+    assert len(gather.plain.called) == 4 + 2 and len(scatter.plain.called) == 4
 
 
 def test_abstract_classes() -> None:
@@ -200,7 +200,7 @@ def test_custom_collectives_with_replicas_and_smaller_groups(rank: Rank) -> None
     for unit in units(model):
         unit.set_custom_all_gather(gather)
         unit.set_custom_reduce_scatter(scatter)
-    check_training(model, reference, rank, steps=2)
+    check_training(model, reference, rank, steps=1)
     first = rank.rank // 2 * 2
     assert gather.groups == scatter.groups == {(first, first + 1)}
 
@@ -209,8 +209,8 @@ def test_custom_collectives_with_replicas_and_smaller_groups(rank: Rank) -> None
     gather = Gather()
     for unit in units(model):
         unit.set_custom_all_gather(gather)
-    check_training(model, reference, rank, ODD_DIM, steps=2)
-    assert len(gather.called) == 2 * 4 and gather.groups == {(0, 1, 2, 3)}
+    check_training(model, reference, rank, ODD_DIM, steps=1)
+    assert len(gather.called) == 4 and gather.groups == {(0, 1, 2, 3)}
 
 
 @on_ranks(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import Any
 
 import pytest
@@ -29,25 +28,25 @@ from fullshard import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_m
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units, unit_of
 from models import Block, assert_at_rest, batch, gathered, reference_backward, tokens
-from pairwise import each_value, pairwise
+from pairwise import each_value
 from ranks import Rank, on_ranks
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("group", ["embedding, norm, head", "everything", "norm and head", "embedding and block"])
+@pytest.mark.parametrize("group", ["everything", "norm and head"])
 def test_tied_weights(rank: Rank, group: str) -> None:
     """A weight that embedding and head share may be inside a group, or shared between a group and the root."""
     model, reference = grouped_with_reference(rank, group, tied=True)
     assert model.head.weight is model.embedding.weight
     train(rank, model, reference)
     assert model.head.weight is model.embedding.weight
-    if group in ("embedding, norm, head", "everything"):
+    if group == "everything":
         model.mode = reference.mode = "no head"
         train(rank, model, reference, loss_of_chunks, steps=1)
 
 
 @on_ranks(2)
-@pairwise(
+@each_value(
     group=["norm and head", "embedding and last block", "first and last block", "everything"],
     setting=[True, False],
     around=["members", "all"],
@@ -72,7 +71,7 @@ def test_checkpointed_members(rank: Rank, group: str, setting: bool, around: str
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("group", ["norm and head", "embedding and block", "with an unused one", "everything"])
+@pytest.mark.parametrize("group", ["norm and head", "with an unused one"])
 def test_deepcopy(rank: Rank, group: str) -> None:
     """The copy of a model has groups of its own: it trains alike, and the original does not see it."""
     model, reference = grouped_with_reference(rank, group)
@@ -82,9 +81,9 @@ def test_deepcopy(rank: Rank, group: str) -> None:
     assert len({id(unit) for unit in copied}) == 1 and copied[0] is not members[0]
     assert len(nested_units(twin)) == len(nested_units(model))
     kept = copy.deepcopy(reference)
-    train(rank, twin, reference, steps=2)
+    train(rank, twin, reference, steps=1)
     assert_models_equal(model, kept, **CLOSE)
-    train(rank, model, kept, steps=2)
+    train(rank, model, kept, steps=1)
 
 
 @on_ranks(2)
@@ -181,7 +180,7 @@ def test_failure_in_a_member(rank: Rank, group: str, place: str, remedy: str) ->
             assert gathered(model) == []
         for parameter in parameters:
             parameter.grad = None
-        train(rank, model, reference, steps=2)
+        train(rank, model, reference, steps=1)
 
 
 @on_ranks(2)
@@ -197,7 +196,7 @@ def test_failure_in_a_member_called_alone(rank: Rank) -> None:
             model.head(hidden)
         handle.remove()
         assert gathered(model) in ([], [""])
-        train(rank, model, reference, loss_of_chunks, steps=2)
+        train(rank, model, reference, loss_of_chunks, steps=1)
 
 
 # ---------------------------------------------------------------- controls
@@ -240,24 +239,6 @@ def test_settings_of_one_member_are_the_groups(rank: Rank) -> None:
         for parameter in module.parameters():
             parameter.grad *= rank.world_size
     assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
-@on_ranks(2)
-def test_frozen_member(rank: Rank) -> None:
-    """Of a group with a frozen member only the others are reduced; it may be unfrozen between steps."""
-    model = Language()
-    model.norm.requires_grad_(False)
-    reference = copy.deepcopy(model)
-    grouped(rank, model, "embedding, norm, head")
-    train(rank, model, reference, steps=2)
-    for one in (model, reference):
-        one.norm.requires_grad_(True)
-        one.head.requires_grad_(False)
-    train(rank, model, reference, steps=2)
-    for one in (model, reference):
-        one.requires_grad_(False)
-        one.norm.requires_grad_(True)
-    train(rank, model, reference, steps=2)
 
 
 @on_ranks(2)
@@ -322,15 +303,15 @@ class Plain(nn.Module):
         return x
 
 
-@on_ranks(1, 2, 4)
-@pytest.mark.parametrize(("times", "setting"), [(1, True), (3, None), (3, False)])
+@on_ranks(1, 2)
+@pytest.mark.parametrize(("times", "setting"), [(1, True), (3, None)])
 def test_group_is_its_own_root(rank: Rank, times: int, setting: bool | None) -> None:
     """Without a unit above it a group trains right as well, with no module around it that knows of sharding."""
     model = Plain(times)
     reference = copy.deepcopy(model)
     fully_shard([model.first, model.second], mesh=rank.mesh, reshard_after_forward=setting)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
-    for step in range(3):
+    for step in range(2):
 
         def loss(module: nn.Module, number: int, step: int = step) -> torch.Tensor:
             return module(batch(number, step, 3, DIM)).square().mean()
@@ -349,20 +330,7 @@ def test_group_is_its_own_root(rank: Rank, times: int, setting: bool | None) -> 
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("setting", [True, None, False], ids=["reshard", "default", "keep"])
-def test_members_take_turns(rank: Rank, setting: bool | None) -> None:
-    """Below a root, members that are called alternately several times are reduced once."""
-    model = Plain(times=3)
-    reference = copy.deepcopy(model)
-    fully_shard([model.first, model.second], mesh=rank.mesh, reshard_after_forward=setting)
-    fully_shard(model, mesh=rank.mesh, reshard_after_forward=setting)
-    train(rank, model, reference, lambda step: lambda m, r: m(batch(r, step, 3, DIM)).square().mean())
-    seen, _ = count(model, lambda: model(batch(0, 0, 3, DIM)).sum().backward())
-    assert seen["reduce_scatter first"] == 1
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)], ids=str)
 def test_group_of_roots_in_any_order(rank: Rank, order: tuple[int, ...]) -> None:
     """Members of a group without a unit above may be called in any order, and some of them not at all."""
     torch.manual_seed(6)

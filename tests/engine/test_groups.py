@@ -9,17 +9,27 @@ from typing import Any
 
 import pytest
 import torch
-from grouped_modules import Language, count, grouped, loss_at, loss_of_chunks, score, train
-from torch import nn
+from grouped_modules import (
+    DIM,
+    GROUPS,
+    Language,
+    count,
+    grouped,
+    grouped_with_reference,
+    loss_at,
+    loss_of_chunks,
+    score,
+    train,
+)
 
 from compare import assert_models_equal
 from fullshard import FSDPModule, fully_shard
 from fullshard.engine.ownership import nested_units, unit_of
 from models import LossOf, assert_at_rest, batch, gathered, reference_backward, tokens
+from pairwise import each_value
 from ranks import Rank, on_ranks
 
 CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
-DIM, VOCABULARY = 6, 13
 
 
 def loss_of_hidden(step: int) -> LossOf:
@@ -42,21 +52,6 @@ def loss_of_detached_chunks(step: int) -> LossOf:
 
 # How the head runs, and the losses of it.
 MODES: list[tuple[str, Callable[[int], LossOf]]] = [("once", loss_at), ("no head", loss_of_hidden), ("chunks", loss_at)]
-
-
-# name -> the modules that become one unit
-GROUPS: dict[str, Callable[[Any], list[nn.Module]]] = {
-    "norm and head": lambda m: [m.norm, m.head],
-    "head and norm": lambda m: [m.head, m.norm],
-    "embedding and block": lambda m: [m.embedding, m.blocks[0]],
-    "embedding and last block": lambda m: [m.embedding, m.blocks[2]],
-    "first and last block": lambda m: [m.blocks[0], m.blocks[2]],
-    "embedding, norm, head": lambda m: [m.embedding, m.norm, m.head],
-    "with an unused one": lambda m: [m.blocks[1], m.spare],
-    "inside modules": lambda m: [m.blocks[0].up, m.blocks[1].down],
-    "everything": lambda m: [m.embedding, *m.blocks, m.norm, m.head, m.spare],
-    "alone": lambda m: [m.blocks[1]],
-}
 
 
 # ---------------------------------------------------------------- one unit
@@ -111,49 +106,21 @@ def test_one_gather_and_one_reduction(rank: Rank, setting: bool | None) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("group", GROUPS)
-def test_training(rank: Rank, group: str) -> None:
+@each_value(group=GROUPS, setting=[True, None, False])
+def test_training(rank: Rank, group: str, setting: bool | None) -> None:
     """Every group trains as the model without sharding does, whatever runs between its members."""
-    for setting in (True, None, False):
-        model = Language()
-        reference = copy.deepcopy(model)
-        train(rank, grouped(rank, model, group, reshard_after_forward=setting), reference, steps=2)
+    model, reference = grouped_with_reference(rank, group, reshard_after_forward=setting)
+    train(rank, model, reference, steps=2)
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("group", ["norm and head", "embedding and last block", "with an unused one"])
-@pytest.mark.parametrize("setting", [2])
-def test_training_on_four_ranks(rank: Rank, group: str, setting: int | None) -> None:
-    """Where most shards are empty; and where backward gathers from two ranks, also what did not run in part."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    grouped(rank, model, group, reshard_after_forward=setting)
+@pytest.mark.parametrize("group", ["embedding and last block", "with an unused one"])
+def test_training_on_four_ranks(rank: Rank, group: str) -> None:
+    """Where most shards are empty, and backward gathers from two ranks, also what did not run in part."""
+    model, reference = grouped_with_reference(rank, group, reshard_after_forward=2)
     for mode, losses in MODES:
         model.mode = reference.mode = mode
-        train(rank, model, reference, losses, steps=2)
-
-
-@on_ranks(4)
-def test_on_two_axes(rank: Rank) -> None:
-    """Groups work on a (replicate, shard) mesh."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    mesh = rank.make_mesh(2, 2, names=("replicate", "shard"))
-    fully_shard([model.embedding, model.blocks[1]], mesh=mesh)
-    fully_shard([model.norm, model.head], mesh=mesh)
-    train(rank, fully_shard(model, mesh=mesh), reference)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("group", ["norm and head", "embedding and block", "everything"])
-def test_tiny_groups(rank: Rank, group: str) -> None:
-    """Groups that travel with a neighbor, or whose neighbors travel with them, train right."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    grouped(rank, model, group, tiny=65536)
-    for mode, losses in MODES:
-        model.mode = reference.mode = mode
-        train(rank, model, reference, losses, steps=2)
+        train(rank, model, reference, losses, steps=1)
 
 
 @on_ranks(2)
@@ -172,41 +139,36 @@ def test_units_inside_members(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("group", ["norm and head", "head and norm", "embedding, norm, head", "everything"])
-def test_only_a_part_runs(rank: Rank, group: str) -> None:
+@pytest.mark.parametrize(
+    ("group", "setting"),
+    [("norm and head", True), ("head and norm", False), ("embedding, norm, head", True), ("everything", False)],
+)
+def test_only_a_part_runs(rank: Rank, group: str, setting: bool) -> None:
     """Members that do not run get no gradient. The group stays until backward, for who has read their parameters."""
-    for setting in (True, False):
-        model = Language()
-        reference = copy.deepcopy(model)
-        grouped(rank, model, group, reshard_after_forward=setting)
-        for mode, losses in (MODES[1], MODES[0], MODES[1]):
-            model.mode = reference.mode = mode
-            with torch.no_grad():
-                losses(0)(model, rank.rank)
-            assert_at_rest(model)
-            loss = losses(0)(model, rank.rank)
-            # A part of "everything", the spare layer, never runs.
-            assert bool(gathered(model)) is (mode == "no head" or group == "everything" or not setting)
-            loss.backward()
-            reference_backward(reference, rank.world_size, losses(0))
-            assert (model.head.weight.grad is None) is (mode == "no head")
-            assert_models_equal(model, reference, grads=True, **CLOSE)
-            assert_at_rest(model)
-            model.zero_grad()
-            reference.zero_grad()
+    model, reference = grouped_with_reference(rank, group, reshard_after_forward=setting)
+    for mode, losses in (MODES[1], MODES[0]):
+        model.mode = reference.mode = mode
+        with torch.no_grad():
+            losses(0)(model, rank.rank)
+        assert_at_rest(model)
+        loss = losses(0)(model, rank.rank)
+        # A part of "everything", the spare layer, never runs.
+        assert bool(gathered(model)) is (mode == "no head" or group == "everything" or not setting)
+        loss.backward()
+        reference_backward(reference, rank.world_size, losses(0))
+        assert (model.head.weight.grad is None) is (mode == "no head")
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+        assert_at_rest(model)
+        model.zero_grad()
+        reference.zero_grad()
 
 
 # How a member is called on its own, in how many backwards: the groups and settings that meet each other.
 CHUNKS = [
     ("norm and head", True, loss_of_chunks),
     ("norm and head", None, loss_of_detached_chunks),
-    ("norm and head", False, loss_of_chunks),
-    ("embedding, norm, head", True, loss_of_detached_chunks),
-    ("embedding, norm, head", None, loss_of_chunks),
     ("embedding, norm, head", False, loss_of_detached_chunks),
     ("everything", True, loss_of_chunks),
-    ("everything", None, loss_of_detached_chunks),
-    ("everything", False, loss_of_detached_chunks),
 ]
 
 
@@ -214,37 +176,30 @@ CHUNKS = [
 @pytest.mark.parametrize(("group", "setting", "losses"), CHUNKS)
 def test_head_is_called_afterwards_in_chunks(rank: Rank, group: str, setting: bool | None, losses: Any) -> None:
     """A member may be called on its own, several times, when the root's forward is over."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    grouped(rank, model, group, reshard_after_forward=setting)
+    model, reference = grouped_with_reference(rank, group, reshard_after_forward=setting)
     model.mode = reference.mode = "no head"
-    train(rank, model, reference, losses)
+    train(rank, model, reference, losses, steps=2)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("group", ["norm and head", "head and norm", "embedding, norm, head"])
-def test_head_is_called_several_times_inside(rank: Rank, group: str) -> None:
+@each_value(group=["norm and head", "head and norm", "embedding, norm, head"], setting=[True, None, False])
+def test_head_is_called_several_times_inside(rank: Rank, group: str, setting: bool | None) -> None:
     """A member that runs in chunks inside the root is gathered at most once more, and reduced once."""
-    for setting in (True, None, False):
-        model = Language()
-        reference = copy.deepcopy(model)
-        grouped(rank, model, group, reshard_after_forward=setting)
-        model.mode = reference.mode = "chunks"
-        train(rank, model, reference, steps=2)
-        name = unit_of(model.head).name
-        forward, loss = count(model, lambda model=model: loss_at(0)(model, rank.rank))
-        assert forward[f"all_gather {name}"] <= 2
-        backward, _ = count(model, loss.backward)
-        assert backward[f"all_gather {name}"] <= 2 and backward[f"reduce_scatter {name}"] == 1
+    model, reference = grouped_with_reference(rank, group, reshard_after_forward=setting)
+    model.mode = reference.mode = "chunks"
+    train(rank, model, reference, steps=2)
+    name = unit_of(model.head).name
+    forward, loss = count(model, lambda: loss_at(0)(model, rank.rank))
+    assert forward[f"all_gather {name}"] <= 2
+    backward, _ = count(model, loss.backward)
+    assert backward[f"all_gather {name}"] <= 2 and backward[f"reduce_scatter {name}"] == 1
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("losses", [loss_of_chunks, loss_of_detached_chunks], ids=["one backward", "one each"])
 def test_chunks_with_accumulation(rank: Rank, losses: Any) -> None:
     """Microbatches without sync reduce nothing, also of chunks that have a backward each."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    grouped(rank, model)
+    model, reference = grouped_with_reference(rank)
     model.mode = reference.mode = "no head"
     for step, sync in enumerate([False, False, True]):
         model.set_requires_gradient_sync(sync)
@@ -256,27 +211,9 @@ def test_chunks_with_accumulation(rank: Rank, losses: Any) -> None:
 
 
 @on_ranks(2)
-def test_modes_take_turns(rank: Rank) -> None:
-    """Whole, partial and chunked steps, evaluations and calls of members alone may follow each other in any order."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    grouped(rank, model)
-    steps = [("once", loss_at), ("no head", loss_of_chunks), ("chunks", loss_at), ("no head", loss_of_hidden)]
-    for mode, losses in [*steps, *reversed(steps)]:
-        model.mode = reference.mode = mode
-        train(rank, model, reference, losses, steps=1)
-        x = batch(0, 0, 2, DIM)
-        with torch.no_grad():
-            assert torch.allclose(model.head(model.norm(x)), reference.head(reference.norm(x)), atol=1e-6)
-        assert_at_rest(model)
-
-
-@on_ranks(2)
 def test_members_called_before_the_root_ran(rank: Rank) -> None:
     """A member may run and train on its own before the model's first forward."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    grouped(rank, model)
+    model, reference = grouped_with_reference(rank)
     loss: LossOf = lambda module, number: module.head(batch(number, 0, 3, DIM)).square().mean()  # noqa: E731
     loss(model, rank.rank).backward()
     reference_backward(reference, rank.world_size, loss)

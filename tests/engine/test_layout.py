@@ -323,23 +323,6 @@ def test_one_row_has_the_stride_of_a_row() -> None:
         assert slot_of((4, 1), (1, 77), 1, world_size=2).local_stride(rank) == (1, 4)
 
 
-def test_columns_of_a_contiguous_matrix() -> None:
-    """Each rank's columns are contiguous in a piece as large as the first rank's; the region is the parameter."""
-    slot = slot_of((4, 7), (7, 1), cut=1, world_size=3)
-    assert (slot.rows, slot.row_numel, slot.chunk_rows, slot.shard_numel, slot.unsharded_numel) == (7, 4, 3, 12, 28)
-    assert [slot.local_shape(rank) for rank in range(3)] == [(4, 3), (4, 3), (4, 1)]
-    assert [slot.local_stride(rank) for rank in range(3)] == [(3, 1), (3, 1), (1, 1)]
-    assert not slot.row_major and not slot.padded
-
-
-def test_columns_of_a_transposed_matrix() -> None:
-    """Columns that are blocks of memory keep their strides, also on a rank that holds none of them."""
-    slot = slot_of((8, 3), (1, 8), cut=1, world_size=4)
-    assert slot.row_major and slot.padded and slot.unsharded_numel == 32
-    assert [slot.local_shape(rank) for rank in range(4)] == [(8, 1), (8, 1), (8, 1), (8, 0)]
-    assert {slot.local_stride(rank) for rank in range(4)} == {(1, 8)}
-
-
 @pytest.mark.parametrize(("shape", "cut"), [((0, 3), 0), ((0, 3), 1), ((3, 0), 0), ((3, 0), 1)])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_parameters_without_elements(shape: tuple[int, int], cut: int, world_size: int) -> None:

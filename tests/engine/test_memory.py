@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from compare import assert_close
-from failing import fail
 from fullshard import fully_shard
 from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.memory import Buffer, alias
@@ -19,33 +18,6 @@ from ranks import Rank, on_ranks
 
 BLOCKS, WIDTH = 6, 32
 BLOCK_NUMEL = WIDTH * WIDTH + WIDTH
-
-
-class Probe:
-    """Looks, at each boundary of each block in forward and backward, at which blocks are gathered."""
-
-    def __init__(self, model: nn.Sequential) -> None:
-        self.model = model
-        self.gathered: dict[str, list[list[int]]] = {"forward": [], "backward": []}
-        for block in model:
-            block[0].register_forward_pre_hook(self._forward_pre_hook)
-            block[0].register_forward_hook(self._forward_hook)
-
-    def look(self, direction: str) -> None:
-        """Note which blocks have full buffers with memory now."""
-        self.gathered[direction].append([i for i, block in enumerate(self.model) if full_bytes(block) > 0])
-
-    def _forward_pre_hook(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        self.look("forward")
-
-    def _forward_hook(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        self.look("forward")
-        if output.requires_grad:
-            output.register_hook(lambda gradient: self.look("backward"))
-
-    def most(self, direction: str) -> int:
-        """The largest number of blocks gathered at one moment."""
-        return max(map(len, self.gathered[direction]))
 
 
 def full_bytes(module: nn.Module) -> int:
@@ -73,7 +45,7 @@ def backward(output: torch.Tensor) -> None:
     output.square().mean().backward()
 
 
-@on_ranks(2, 4)
+@on_ranks(4)
 def test_nothing_is_gathered_at_rest(rank: Rank) -> None:
     """No unsharded buffer has memory before the first forward, after a step, or after a no-grad forward.
 
@@ -96,52 +68,6 @@ def test_nothing_is_gathered_at_rest(rank: Rank) -> None:
     assert all(full_bytes(block) == 0 for block in model[1:])
     model[0].reshard()
     assert full_bytes(model[0]) == 0
-
-
-@on_ranks(1, 2, 4)
-def test_two_units_are_gathered_at_a_time(rank: Rank) -> None:
-    """In forward and in backward, in the first and in later steps, without gradients too, at most two are gathered.
-
-    On one rank nothing ever is: the unsharded parameters are the shards.
-    """
-    most = 2 if rank.world_size > 1 else 0
-    model = build(rank)
-    for step in range(3):
-        probe = Probe(model)
-        backward(model(inputs()))
-        assert probe.most("forward") == probe.most("backward") == most, f"step {step}"
-        if most:  # the one that computes and the next in line, and at the end only the one that computes
-            forward, backwards = probe.gathered["forward"], probe.gathered["backward"]
-            assert forward[0] == [0, 1] and forward[-1] == [BLOCKS - 1]
-            assert backwards[0] == [BLOCKS - 2, BLOCKS - 1] and backwards[-1] == [0]
-        assert all_full_bytes(model) == 0
-    probe = Probe(model)
-    with torch.no_grad():
-        model(inputs())
-    assert probe.most("forward") == most
-    assert all_full_bytes(model) == 0
-
-
-@on_ranks(2)
-def test_kept_units_stay_gathered_until_their_backward(rank: Rank) -> None:
-    """With reshard_after_forward=False all units are gathered after forward, and go one by one in backward.
-
-    With set_reshard_after_backward(False) they stay beyond it, and are freed by hand with reshard().
-    """
-    model = build(rank, reshard_after_forward=False)
-    probe = Probe(model)
-    output = model(inputs())
-    assert probe.gathered["forward"][-1] == list(range(BLOCKS))
-    assert all(full_bytes(block) > 0 for block in model)
-    backward(output)
-    assert [len(blocks) for blocks in probe.gathered["backward"]] == list(range(BLOCKS, 0, -1))
-    assert all_full_bytes(model) == 0
-    model.set_reshard_after_backward(False)
-    backward(model(inputs()))
-    assert all(full_bytes(block) > 0 for block in model)
-    for block in model:
-        block.reshard()
-    assert all_full_bytes(model) == 0
 
 
 @on_ranks(2)
@@ -206,16 +132,6 @@ def test_sharded_gradients_are_freed_with_zero_grad(rank: Rank) -> None:
     locals_ = [weakref.ref(p.grad._local_tensor) for p in model.parameters()]
     model.zero_grad()
     assert all(local() is None for local in locals_)
-
-
-@on_ranks(2)
-def test_failed_forward_leaves_nothing_gathered(rank: Rank) -> None:
-    """A forward that raises frees what it and the prefetch had gathered."""
-    model = build(rank)
-    model[3].register_forward_pre_hook(fail)
-    with pytest.raises(ZeroDivisionError):
-        model(inputs())
-    assert all_full_bytes(model) == 0
 
 
 # ---------------------------------------------------------------- buffers, without ranks

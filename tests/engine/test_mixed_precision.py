@@ -45,7 +45,7 @@ def test_dtypes_of_everything(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("param", [None, F32, BF16, F16, F64], ids=str)
+@pytest.mark.parametrize("param", [None, BF16], ids=str)
 def test_output_dtypes(rank: Rank, param: torch.dtype | None) -> None:
     """``output_dtype`` casts what the root returns and the gradient that comes back, whatever is computed in."""
     torch.manual_seed(0)

@@ -75,22 +75,21 @@ def each_step(
 # -------------------------------------------------------------------- parity
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2)
 def test_parity(rank: Rank) -> None:
     """Adam steps on offloaded shards equal the reference, pinned or not; afterwards the device holds nothing."""
     for make, pin in ((stack, True), (Uneven, False)):
         torch.manual_seed(1)
         model, reference = offloaded(rank, make(), pin=pin)
-        each_step(model, reference, rank, 3)
+        each_step(model, reference, rank, 2)
         if rank.world_size > 1 or rank.device.type != "cpu":
             assert_at_rest(model)
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)], ids=str)
-def test_parity_on_two_axes(rank: Rank, shape: tuple[int, int]) -> None:
-    """The same on 2-D meshes, with reduce-scatter only before the last microbatch."""
-    model, reference = offloaded(rank, stack(), rank.make_mesh(*shape, names=("replicate", "shard")))
+def test_parity_on_two_axes(rank: Rank) -> None:
+    """The same on a 2-D mesh, with reduce-scatter only before the last microbatch."""
+    model, reference = offloaded(rank, stack(), rank.make_mesh(2, 2, names=("replicate", "shard")))
     for step in range(3):
         model.set_requires_all_reduce(step == 2)
         square_loss(step)(model, rank.rank).backward()
@@ -98,7 +97,7 @@ def test_parity_on_two_axes(rank: Rank, shape: tuple[int, int]) -> None:
     assert_models_equal(model, reference, grads=True, **CLOSE)
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2)
 @pytest.mark.parametrize("policy", [BF16_FP32, MixedPrecisionPolicy(None, torch.float64)], ids=["bf16", "fp64-reduce"])
 def test_mixed_precision(rank: Rank, policy: MixedPrecisionPolicy) -> None:
     """Casting on the way to the device and back gives the bits that it gives without offloading."""
@@ -118,23 +117,11 @@ def test_mixed_precision(rank: Rank, policy: MixedPrecisionPolicy) -> None:
     assert_equal(results[1], results[0], "offloaded")
 
 
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("checkpointed", "setting"),
-    [(None, False), (None, True), (False, True), (False, None), (True, None), (True, False), (True, True)],
-)
-def test_with_checkpointing(rank: Rank, checkpointed: bool | None, setting: bool | None) -> None:
-    """Recomputation (by ``use_reentrant``) and every ``reshard_after_forward`` work on offloaded units."""
-    model, reference = offloaded(rank, stack(), reshard_after_forward=setting)
-    model.checkpointed = checkpointed
-    each_step(model, reference, rank, 2)
-
-
 @on_ranks(4)
 def test_gathers_from_neighbours(rank: Rank) -> None:
     """What is kept for subgroup between forward and backward stays on the device."""
     model, reference = offloaded(rank, stack(), reshard_after_forward=2)
-    each_step(model, reference, rank, 2)
+    each_step(model, reference, rank, 1)
     assert_at_rest(model)
 
 
@@ -161,7 +148,7 @@ def test_some_parameters_without_gradients(rank: Rank) -> None:
 @on_ranks(1, 2)
 def test_gradients_are_added(rank: Rank) -> None:
     """Whatever is in ``.grad`` is added to, in place, never overwritten; also what the user put there."""
-    for pattern in ("SSS", "NNS", "SNS", "NSSNS"):
+    for pattern in ("SNS", "NSSNS"):
         model, reference = offloaded(rank, stack())
         for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             ours.grad, theirs.grad = torch.ones_like(ours.detach()), torch.ones_like(theirs)
@@ -240,9 +227,6 @@ def test_all_reduce_hook_before_landing(rank: Rank) -> None:
     assert_models_equal(model, reference, grads=True, **CLOSE)
 
 
-# -------------------------------------------------------------------- copies
-
-
 # -------------------------------------------------------------------- what is where
 
 
@@ -288,22 +272,7 @@ def test_weights_that_change(rank: Rank, change: str) -> None:
     def loss_at(step: int) -> LossOf:
         return lambda m, r: m(batch(r, step, 4, 6).to(next(reference.parameters()).dtype)).square().mean()
 
-    each_step(model, reference, rank, 2, loss_at)
-
-
-@on_ranks(2)
-def test_from_the_meta_device(rank: Rank) -> None:
-    """A model built on meta gets its (pinned) host memory when it is materialised."""
-    values = stack().state_dict()
-    with torch.device("meta"):
-        empty = Stack(2)
-    model, _ = offloaded(rank, empty)
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            rows = torch.chunk(values[name], 2)
-            parameter.to_local().copy_(rows[rank.rank])
-    each_step(model, stack(), rank, 2)
+    each_step(model, reference, rank, 1, loss_at)
 
 
 @on_ranks(2)
@@ -326,7 +295,7 @@ def test_some_units_offload(rank: Rank) -> None:
     for module in (*model.blocks, model):
         fully_shard(module, mesh=rank.mesh, offload_policy=next(policies))
     assert [unit_of(m).policy.offloads for m in (*model.blocks, model)] == [True, False, True]
-    each_step(model, reference, rank, 2)
+    each_step(model, reference, rank, 1)
     copied = copy.deepcopy(model)
     assert [unit_of(m).policy.offloads for m in (*copied.blocks, copied)] == [True, False, True]
-    each_step(copied, copy.deepcopy(reference), rank, 2)
+    each_step(copied, reference, rank, 1)

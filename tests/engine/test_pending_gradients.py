@@ -16,7 +16,6 @@ from front_ends import (
     COMPOSABLE,
     assert_at_rest,
     assert_same_gradients,
-    assert_trains_alike,
     build,
     gathered,
     sharded_with_reference,
@@ -48,7 +47,7 @@ def expect(model: Any, reference: Any, rank: Rank, *steps: int, **tolerance: flo
 # -------------------------------------------------------------------- looking
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2)
 def test_nothing_pends(rank: Rank) -> None:
     """Before, between forward and backward and after a synchronized step there is nothing, and nothing to reduce."""
     model, _ = made(rank)
@@ -65,7 +64,7 @@ def test_nothing_pends(rank: Rank) -> None:
     assert all(p.grad is gradient for p, gradient in grads.items())
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32], ids=str)
 def test_unreduced_gradients(rank: Rank, reduce_dtype: torch.dtype | None) -> None:
     """By registered parameter, unit by unit: this rank's own, full, live, in the reduce dtype, read without a sound.
@@ -135,7 +134,7 @@ def test_partial_gradients(rank: Rank) -> None:
 # -------------------------------------------------------------------- changing, dropping, reducing
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2)
 @pytest.mark.parametrize("sync", ["by backward", "by call"])
 def test_changes_count(rank: Rank, sync: str) -> None:
     """What is written to pending gradients is what is added to and reduced."""
@@ -154,12 +153,12 @@ def test_changes_count(rank: Rank, sync: str) -> None:
         expect(model, reference, rank, 1, 2)
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(4)
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("mode", ["no sync", "reduce-scatter only"])
 def test_zero_grad(rank: Rank, mode: str, set_to_none: bool) -> None:
     """``zero_grad`` forgets pending gradients, or zeroes them in place, and later microbatches count alone."""
-    model, reference = made(rank, "HYBRID_SHARD" if rank.world_size == 4 else "FULL_SHARD")
+    model, reference = made(rank, "HYBRID_SHARD")
     model.set_requires_gradient_sync(mode != "no sync")
     model.set_requires_all_reduce(mode == "no sync")
     square_loss(0)(model, rank.rank).backward()
@@ -178,7 +177,7 @@ def test_zero_grad(rank: Rank, mode: str, set_to_none: bool) -> None:
     expect(model, reference, rank, 1)
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2)
 def test_synchronize_equals_a_synchronized_backward(rank: Rank) -> None:
     """Reducing by call gives the bits that reducing at the end of backward gives; a second call does nothing."""
     grads = []
@@ -261,24 +260,6 @@ def test_kinds_of_units(rank: Rank, kind: str) -> None:
     assert all(p.grad.placements == p.placements for p in model.parameters())
 
 
-@on_ranks(2)
-def test_training_by_synchronize_alone(rank: Rank) -> None:
-    """A loop that never synchronizes in backward and calls ``synchronize_gradients`` before steps trains like any."""
-    model, reference = made(rank)
-    model.set_requires_gradient_sync(False)
-    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, reference)]
-    for step in range(3):
-        square_loss(step)(model, rank.rank).backward()
-        model.synchronize_gradients()
-        expect(model, reference, rank, step)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert model.get_pending_gradients() == {}
-    model.set_requires_gradient_sync(True)
-    assert_trains_alike(model, reference, rank, steps=1)
-
-
 # -------------------------------------------------------------------- gradients of some ranks only
 
 
@@ -292,7 +273,7 @@ def branch_loss(users: tuple[int, ...]) -> Any:
     return loss_of
 
 
-@on_ranks(2, 4)
+@on_ranks(2)
 def test_gradients_of_some_ranks_only(rank: Rank) -> None:
     """A parameter that accumulated on one rank alone is reduced on all; what nobody has stays None."""
     model, reference = sharded_with_reference(COMPOSABLE, rank, nn.Sequential(nn.Linear(6, 6), Branch()))

@@ -80,7 +80,7 @@ def test_blocks_are_those_of_the_reference(name: Literal["int8", "fp8"], dtype: 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_errors_are_bounded(name: Literal["int8", "fp8"], dtype: torch.dtype) -> None:
     """int8 is off by half a step of the block; fp8 by a sixteenth of the value, or half its smallest step."""
-    values = mixed(3, 100_000, dtype)
+    values = mixed(3, 20_000, dtype)
     found = through(BlockFormat(name, BLOCK), values.unsqueeze(0))[0]
     largest, own = largest_of_block(values), values.to(torch.float32)
     bound = largest / 254 if name == "int8" else torch.maximum(own.abs() / 16, largest / 448 / 1024)
@@ -156,7 +156,7 @@ def assert_same_bits(tensors: Sequence[torch.Tensor], rank: Rank, what: str) -> 
             assert_equal(other, tensor, what)
 
 
-@on_ranks(2, 4)
+@on_ranks(2)
 @TRANSPORTS
 def test_gathers(rank: Rank, base: Callable[..., Transport]) -> None:
     """Every rank has the same bits: those of the reference where it is large; the rest as it was sent."""
@@ -217,7 +217,7 @@ def test_gathers_in_inference_mode(rank: Rank) -> None:
 # ReductionQueue
 
 
-@on_ranks(2, 4)
+@on_ranks(3)
 @TRANSPORTS
 def test_reductions(rank: Rank, base: Callable[..., Transport]) -> None:
     """The sum in fp32 of this rank's own part and the others' quantized ones, divided; within the bound."""
@@ -255,7 +255,7 @@ def test_reductions(rank: Rank, base: Callable[..., Transport]) -> None:
             assert seen[1].nbytes == (world - 1) * 32 * (BLOCK + 4) and seen[1].numel == 1001 * world
 
 
-@on_ranks(2, 4)
+@on_ranks(3)
 @TRANSPORTS
 def test_all_reductions(rank: Rank, base: Callable[..., Transport]) -> None:
     """All ranks have the same bits, within half a step of every block on either way."""

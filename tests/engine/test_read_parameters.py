@@ -19,6 +19,7 @@ from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import fully_shard, unsharded
 from fullshard.comm import record
 from models import reference_backward
+from pairwise import each_value
 from ranks import Rank, on_ranks
 
 WIDTH, WORDS = 6, 11
@@ -58,7 +59,7 @@ def loss_at(step: int) -> Any:
     return lambda module, number: module(tokens(number, step))
 
 
-@on_ranks(2, 3)
+@on_ranks(2)
 @pytest.mark.parametrize("reshard", [False, None, True])
 def test_head_in_one_unit_with_the_norm(rank: Rank, reshard: bool | None) -> None:
     """accelerate shards the last norm and the head together; the head's weight is read, and the head never called."""
@@ -261,8 +262,7 @@ def test_what_is_unsharded_depends_on_no_graph_that_one_rank_holds(rank: Rank) -
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("between", ["nothing", "evaluation", "training"])
-@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 0)], ids=["two graphs", "the other way", "retained graph"])
+@each_value(order=[(0, 1), (1, 0), (0, 0)], between=["nothing", "evaluation", "training"])
 def test_several_backwards(rank: Rank, order: tuple[int, int], between: str) -> None:
     """A weight that was read is unsharded for each backward, whatever has run since the one before."""
     model = Language()

@@ -65,7 +65,7 @@ def test_to_empty_on_a_model_that_has_values(rank: Rank) -> None:
     assert_models_equal(model, reference, grads=True, rtol=2e-5, atol=1e-6)
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(2)
 @pytest.mark.parametrize("kind", ["full tensor", "DTensor"])
 @pytest.mark.parametrize("when", ["before the first forward", "after steps"])
 def test_reassigned_parameter_is_used_and_trained(rank: Rank, when: str, kind: str) -> None:

@@ -31,7 +31,6 @@ from ranks import Rank, on_ranks
 CLOSE: dict[str, float] = {"rtol": 2e-5, "atol": 1e-6}
 TWO = ("dp", "tp")
 THREE = ("replicate", "shard", "tp")
-SHAPES_3D = [(1, 2, 2), (2, 1, 2), (2, 2, 1)]
 
 
 class Layer(nn.Module):
@@ -111,9 +110,7 @@ def loss_of(model: nn.Module, number: int, step: int = 0) -> torch.Tensor:
 class Training:
     """A model on its mesh beside an unsharded one, both trained on the same data."""
 
-    def __init__(
-        self, mesh: DeviceMesh, style: str = "sequence", model: Net | None = None, *, adam: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, mesh: DeviceMesh, style: str = "sequence", model: Net | None = None, **options: Any) -> None:
         self.reference = build() if model is None else model
         names = mesh.mesh_dim_names
         assert names is not None
@@ -122,8 +119,8 @@ class Training:
         self.model = shard(cut, data_parallel, **options)
         self.size = data_parallel.size()
         self.number = mesh.get_rank() // mesh["tp"].size()  # of this rank's batch
-        self.make = torch.optim.Adam if adam else torch.optim.SGD  # each operation of Adam on DTensors takes its time
-        self.optimizers = [self.make(m.parameters(), lr=0.02, foreach=False) for m in (self.model, self.reference)]
+        models = (self.model, self.reference)
+        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.02, foreach=False) for m in models]
 
     def backward(self, step: int = 0) -> None:
         """One backward of both."""
@@ -161,22 +158,11 @@ def axes(*shape: int) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("shape", "style", "size", "reshard"),
     [
-        ((2, 2), "columns and rows", (8, 16), True),
-        ((2, 2), "sequence", (8, 16), False),
         ((2, 2), "columns and rows", (7, 10), False),
-        ((2, 2), "sequence", (7, 10), True),
-        ((2, 2), "columns and rows", (3, 2), True),
-        ((2, 2), "sequence", (3, 2), False),
-        ((4, 1), "columns and rows", (8, 16), False),
+        ((2, 2), "sequence", (3, 2), True),
         ((4, 1), "sequence", (8, 16), True),
         ((1, 4), "columns and rows", (8, 16), True),
-        ((1, 4), "sequence", (8, 16), False),
-        ((1, 2, 2), "columns and rows", (8, 16), True),
-        ((1, 2, 2), "sequence", (5, 14), False),
         ((2, 1, 2), "columns and rows", (8, 16), False),
-        ((2, 1, 2), "sequence", (5, 14), True),
-        ((2, 2, 1), "columns and rows", (8, 16), False),
-        ((2, 2, 1), "sequence", (8, 16), True),
     ],
     ids=str,
 )
@@ -185,7 +171,7 @@ def test_trains_like_the_plain_module(
 ) -> None:
     """Data (and replicate) x tensor parallel, whichever axis has size 1, and rows that no axis divides.
 
-    Gradients and parameters equal the unsharded ones over several Adam steps.
+    Gradients and parameters equal the unsharded ones over two steps.
     """
     training = Training(rank.make_mesh(*shape, names=axes(*shape)), style, build(*size), reshard_after_forward=reshard)
     training.run(2)
@@ -193,11 +179,10 @@ def test_trains_like_the_plain_module(
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("style", STYLES)
-def test_part_of_the_shard_axis_kept_for_backward(rank: Rank, style: str) -> None:
+def test_part_of_the_shard_axis_kept_for_backward(rank: Rank) -> None:
     """``reshard_after_forward=<int>`` works for DTensors: backward gathers from subgroups, the values are the same."""
-    training = Training(rank.make_mesh(4, 1, names=TWO), style, reshard_after_forward=2)
-    training.run(2)
+    training = Training(rank.make_mesh(4, 1, names=TWO), reshard_after_forward=2)
+    training.run(1)
     with record() as forward:
         loss = loss_of(training.model, training.number)
     with record() as backward:
@@ -208,36 +193,31 @@ def test_part_of_the_shard_axis_kept_for_backward(rank: Rank, style: str) -> Non
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("shape", SHAPES_3D[:1], ids=str)
-def test_accumulation(rank: Rank, shape: tuple[int, ...]) -> None:
-    """Microbatches without sync or all-reduce, or all reduced: the sum of all three.
+def test_accumulation(rank: Rank) -> None:
+    """Microbatches without sync or all-reduce: the sum of all three; without sync nothing is reduced before the last.
 
-    Without sync nothing is reduced before the last.
+    Gradients that tensor parallelism left partial add up as such.
     """
-    for setter, settings in (
-        ("set_requires_gradient_sync", (False, False, True)),
-        ("set_requires_all_reduce", (False, False, True)),
-        ("set_requires_gradient_sync", (True, True, True)),
+    for setter, shape, style in (
+        ("set_requires_gradient_sync", (2, 2), "sequence"),
+        ("set_requires_all_reduce", (2, 1, 2), "columns and rows"),
     ):
-        training = Training(rank.make_mesh(*shape, names=axes(*shape)))
-        for step, setting in enumerate(settings):
+        training = Training(rank.make_mesh(*shape, names=axes(*shape)), style)
+        for step, setting in enumerate((False, False, True)):
             getattr(training.model, setter)(setting)
             with record() as seen:
                 training.backward(step)
             assert setting or setter != "set_requires_gradient_sync" or {c.kind for c in seen} <= {"all_gather"}
         training.check(grads=True)
-        training.step()
-        training.check()
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(("shape", "style"), [((2, 2), "sequence"), ((2, 1, 2), "columns and rows")], ids=str)
-def test_activation_checkpointing(rank: Rank, shape: tuple[int, ...], style: str) -> None:
+def test_activation_checkpointing(rank: Rank) -> None:
     """Recomputing the layers in backward changes nothing."""
-    training = Training(rank.make_mesh(*shape, names=axes(*shape)), style, reshard_after_forward=True)
+    training = Training(rank.make_mesh(2, 2, names=TWO), reshard_after_forward=True)
     for layer in training.model.layers:
         layer.checkpointed = True
-    training.run(2)
+    training.run(1)
     assert_at_rest(training.model)
 
 
@@ -245,11 +225,10 @@ def test_activation_checkpointing(rank: Rank, shape: tuple[int, ...], style: str
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("style", STYLES)
-def test_mixed_precision(rank: Rank, style: str) -> None:
+def test_mixed_precision(rank: Rank) -> None:
     """bf16 compute and fp32 reduce: fp32 shards and gradients, bf16 gathers, fp32 reductions, values near fp32's."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    training = Training(rank.make_mesh(2, 2, names=TWO), style, mp_policy=policy)
+    training = Training(rank.make_mesh(2, 2, names=TWO), mp_policy=policy)
     with record() as seen:
         training.backward()
     assert {c.dtype for c in seen if c.kind == "all_gather"} == {torch.bfloat16}
@@ -280,31 +259,29 @@ def test_mixed_precision_equals_the_same_without_tensor_parallelism(rank: Rank) 
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("shape", SHAPES_3D[:1], ids=str)
-def test_placements_and_local_rows(rank: Rank, shape: tuple[int, ...]) -> None:
+def test_placements_and_local_rows(rank: Rank) -> None:
     """Rows cut twice are a ``_StridedShard`` on the data-parallel axis; other parameters keep their own placement.
 
     This rank holds its chunk of its tensor-parallel part, bitwise, and ``full_tensor`` puts the whole together.
     """
-    mesh = rank.make_mesh(*shape, names=axes(*shape))
+    mesh = rank.make_mesh(1, 2, 2, names=THREE)
     training = Training(mesh, model=build(6, 10))
-    layer, tp = training.model.layers[0], shape[-1]
-    rows, replicas = Shard(0) if tp == 1 else _StridedShard(0, split_factor=tp), (Replicate(),) * (len(shape) - 2)
-    assert layer.up.weight.placements == layer.up.bias.placements == (*replicas, rows, Shard(0))
-    assert layer.down.weight.placements == (*replicas, Shard(0), Shard(1))
-    assert layer.down.bias.placements == layer.norm.weight.placements == (*replicas, Shard(0), Replicate())
-    assert len(training.model.scale.placements) == len(shape) - 1  # plain: not on the tensor-parallel axis
-    assert set(training.model.scale.placements) == {Replicate()}
-    assert {p.device_mesh.mesh_dim_names for p in layer.parameters()} == {axes(*shape)}
-    number, data = mesh["tp"].get_local_rank(), mesh[mesh.mesh_dim_names[-2]].get_local_rank()
+    layer = training.model.layers[0]
+    twice = _StridedShard(0, split_factor=2)
+    assert layer.up.weight.placements == layer.up.bias.placements == (Replicate(), twice, Shard(0))
+    assert layer.down.weight.placements == (Replicate(), Shard(0), Shard(1))
+    assert layer.down.bias.placements == layer.norm.weight.placements == (Replicate(), Shard(0), Replicate())
+    assert training.model.scale.placements == (Replicate(), Replicate())  # plain: not on the tensor-parallel axis
+    assert {p.device_mesh.mesh_dim_names for p in layer.parameters()} == {THREE}
+    number, data = mesh["tp"].get_local_rank(), mesh["shard"].get_local_rank()
     for fqn, whole in training.reference.named_parameters():
         ours = training.model.get_parameter(fqn)
         assert ours.shape == whole.shape
         assert_equal(ours.detach().full_tensor(), whole.detach(), fqn)
         part = whole.detach()
         if isinstance(ours.placements[-1], Shard) and "tp" in ours.device_mesh.mesh_dim_names:
-            part = part.chunk(tp, dim=ours.placements[-1].dim)[number]
-        part = part.chunk(shape[-2], dim=0)[data] if part.ndim else part
+            part = part.chunk(2, dim=ours.placements[-1].dim)[number]
+        part = part.chunk(2, dim=0)[data] if part.ndim else part
         assert_equal(ours.detach().to_local(), part, f"local rows of {fqn}")
     training.backward()
     for parameter in training.model.parameters():
@@ -313,14 +290,13 @@ def test_placements_and_local_rows(rank: Rank, shape: tuple[int, ...]) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("shape", [(2, 2)], ids=str)
-def test_state_dict(rank: Rank, shape: tuple[int, ...]) -> None:
+def test_state_dict(rank: Rank) -> None:
     """State dicts hold DTensors on the live shards, without communication, and load by copy and by assignment.
 
     ``torch.save`` and ``copy.deepcopy`` work on what lies on several axes.
     """
-    mesh = rank.make_mesh(*shape, names=axes(*shape))
-    training = Training(mesh, adam=True)
+    mesh = rank.make_mesh(2, 2, names=TWO)
+    training = Training(mesh)
     training.run(1)
     with record() as seen:
         state = training.model.state_dict()
@@ -330,15 +306,15 @@ def test_state_dict(rank: Rank, shape: tuple[int, ...]) -> None:
         assert value.placements == live.placements
         assert value.to_local().data_ptr() == live.to_local().data_ptr()
     for assign in (False, True):
-        other = Training(mesh, adam=True)
+        other = Training(mesh)
         given = {fqn: value.detach().clone() for fqn, value in state.items()} if assign else state
         other.model.load_state_dict(given, assign=assign)
         assert_models_equal(other.model, training.reference, **CLOSE)
         loss = loss_of(other.model, other.number)
         assert_equal(loss.detach(), loss_of(training.model, training.number).detach(), "loss after loading")
         other.reference.load_state_dict(training.reference.state_dict())
-        other.optimizers[0] = other.make(other.model.parameters(), lr=0.02, foreach=False)
-        other.run(2)
+        other.optimizers[0] = torch.optim.SGD(other.model.parameters(), lr=0.02, foreach=False)
+        other.run(1)
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -349,16 +325,15 @@ def test_state_dict(rank: Rank, shape: tuple[int, ...]) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("shape", SHAPES_3D[:1], ids=str)
-def test_clip_grad_norm(rank: Rank, shape: tuple[int, ...]) -> None:
+def test_clip_grad_norm(rank: Rank) -> None:
     """torch's own ``clip_grad_norm_`` finds the norm of the unsharded model, and clips to the same gradients."""
-    for norm_type in (1.0, 2.0, float("inf")):
-        training = Training(rank.make_mesh(*shape, names=axes(*shape)))
-        training.backward()
-        ours = [p for fqn, p in training.model.named_parameters() if fqn != "scale"]  # which is not on all axes
-        theirs = [p for fqn, p in training.reference.named_parameters() if fqn != "scale"]
-        total = torch.nn.utils.clip_grad_norm_(ours, 0.1, norm_type, foreach=False)
-        expected = torch.nn.utils.clip_grad_norm_(theirs, 0.1, norm_type)
+    training = Training(rank.make_mesh(2, 2, names=TWO))
+    training.backward()
+    ours = [p for fqn, p in training.model.named_parameters() if fqn != "scale"]  # which is not on all axes
+    theirs = [p for fqn, p in training.reference.named_parameters() if fqn != "scale"]
+    for norm_type, largest in ((1.0, 0.1), (2.0, 0.01), (float("inf"), 0.001)):
+        total = torch.nn.utils.clip_grad_norm_(ours, largest, norm_type, foreach=False)
+        expected = torch.nn.utils.clip_grad_norm_(theirs, largest, norm_type)
         assert isinstance(total, DTensor)
         assert_close(total.full_tensor(), expected, f"total norm {norm_type}", **CLOSE)
         training.check(grads=True)
