@@ -126,7 +126,7 @@ FAULTS: list[Fault] = [
         "engine/prefetch.py",
         "                del self.ended[index:]\n",
         "                del self.ended[index]\n",
-        "A forward whose backward never comes is unsharded in vain in every backward.",
+        "After a forward whose backward never comes nothing is prefetched in backward.",
         ("training/test_order_of_collectives.py", "training/test_module_calls.py"),
     ),
     Fault(

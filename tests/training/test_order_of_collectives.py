@@ -101,6 +101,24 @@ def test_order_is_recorded(rank: Rank, front_end: FrontEnd) -> None:
     assert_at_rest(model)
 
 
+@on_ranks(2)
+@each_front_end
+def test_units_whose_outputs_are_in_no_loss(rank: Rank, front_end: FrontEnd) -> None:
+    """They are not gathered in backward, and the unit before the one that the loss came from is gathered ahead."""
+    model, events = make(front_end, rank, 4)
+    outputs = []
+    model.get_submodule("blocks.1" if front_end.composable else "_fsdp_wrapped_module.blocks.1").register_forward_hook(
+        lambda _module, _inputs, output: outputs.append(output)
+    )
+    for step in range(2):
+        model(batch(rank.rank, step, 4, 6))
+        with events:
+            outputs.pop().square().mean().backward()
+        print(events.short())
+        assert events.short() == "G1 G0 B1 R1 B0 R0 Bf Rr"
+        assert_at_rest(model)
+
+
 # -------------------------------------------------------------------- the wrapper's kinds of prefetch
 
 PREFETCH: dict[BackwardPrefetch | None, str] = {
