@@ -347,7 +347,7 @@ class Runtime:
 
     def _finish_backward(self) -> None:
         left = self._left_without_backward()
-        for unit in self.units():
+        for unit in self._last_forward_first():
             self._finish_backward_of(unit, ran=unit in left or unit.inner_backward is InnerBackward.RUNS)
             if unit.inner_backward is InnerBackward.RUNS:
                 unit.open_forwards[0].inner_backward = InnerBackward.ENDED
@@ -445,6 +445,14 @@ class Runtime:
             unit.end_calls()
             self.reduce(unit)
         unit.end_pass()
+
+    def _last_forward_first(self) -> list[Unit]:
+        """Return all units in the order in which backward comes to them where every unit's input has a gradient.
+
+        Ranks whose inputs have none reduce at the end of backward what others have reduced before, in the same order.
+        """
+        ran = dict.fromkeys(unit for ref in self.prefetcher.order.first() if (unit := ref()) is not None)
+        return [*reversed(ran), *(unit for unit in self.units() if unit not in ran)]
 
     def _left_without_backward(self) -> list[Unit]:
         """Return units whose forward ran and whose outputs no loss came from, around ones whose backward ran.
