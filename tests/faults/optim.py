@@ -1,0 +1,69 @@
+"""Faults in optimizers on local tensors, norms, Muon, the gradient scaler and overlapped steps."""
+
+from tests.faults.fault import Fault
+
+FAULTS: list[Fault] = [
+    Fault(
+        "optim/norms.py",
+        "        return sums.sum().pow(1 / order).to(self.dtype)\n",
+        "        return sums.max().pow(1 / order).to(self.dtype)\n",
+        "The norm of a model with parameters on several meshes is that of the parameters on one of them.",
+        ("optim/test_norms.py",),
+    ),
+    Fault(
+        "optim/norms.py",
+        "factors = [1.0 if axis in axes or first else 0.0 for axes in axes_of_sums]",
+        "factors = [1.0 for axes in axes_of_sums]",
+        "Replicated gradients count once for every replica in the norm.",
+        ("optim/test_norms.py",),
+    ),
+    Fault(
+        "optim/norms.py",
+        "            found[1] = stacked.isnan().any()\n",
+        "",
+        "The largest gradient of a model with a NaN is finite on some back ends.",
+        ("optim/test_norms.py",),
+    ),
+    Fault(
+        "optim/norms.py",
+        "scale = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)",
+        "scale = float(max_norm) / (total_norm + 1e-6)",
+        "Small gradients are scaled up.",
+        ("optim/test_norms.py",),
+    ),
+    Fault(
+        "optim/grad_scaler.py",
+        "        dist.all_reduce(report, op=dist.ReduceOp.MAX, group=group)\n",
+        "",
+        "A rank whose shards are finite steps, while another one skips the step.",
+        ("wrapper/test_grad_scaler.py", "optim"),
+    ),
+    Fault(
+        "optim/muon/exchange.py",
+        "            if index in missing and not any(received[slot.flag].item() for slot in slots):\n",
+        "            if index in missing:\n",
+        "A matrix whose owner has no gradient of it is not updated, although other ranks have one.",
+        ("optim/test_muon.py", "optim/test_matrix_optimizer.py"),
+    ),
+    Fault(
+        "optim/muon/assignment.py",
+        "heaviest_first = sorted(range(len(work)), key=lambda index: (-work[index], index))",
+        "heaviest_first = list(range(len(work)))",
+        "One rank orthogonalizes far more than the others, which wait for it.",
+        ("optim",),
+    ),
+    Fault(
+        "optim/overlap.py",
+        "                unit.mark_out_of_date()\n",
+        "                pass\n",
+        "Units that were left unsharded compute with parameters of before the step.",
+        ("optim/test_step_overlap.py",),
+    ),
+    Fault(
+        "optim/overlap.py",
+        "            id(p) in self._ids or not p.requires_grad for bucket in unit.buckets for p in bucket.optimizer_parameters\n",
+        "            True for bucket in unit.buckets for p in bucket.optimizer_parameters\n",
+        "A unit that a second optimizer steps later is unsharded before its parameters are up to date.",
+        ("optim/test_step_overlap.py",),
+    ),
+]

@@ -1,0 +1,34 @@
+"""Faults in how ranks agree."""
+
+from tests.faults.fault import Fault
+
+FAULTS: list[Fault] = [
+    Fault(
+        "ranks/agreement.py",
+        "        raise_on_all(explain(found) if found else None, groups[index + 1 :])\n",
+        "        raise_on_all(explain(found) if found else None, [])\n",
+        "Ranks of one row of a mesh raise, and those of another row wait for them until the time-out.",
+        ("engine", "wrapper"),
+    ),
+    Fault(
+        "ranks/barrier.py",
+        "        self.failed = True\n        return error_from(kind or FullshardError.__name__, message)\n",
+        "        return error_from(kind or FullshardError.__name__, message)\n",
+        "After a failed step the failing rank makes one barrier more than the others, which pairs wrong calls later.",
+        ("checkpoint/test_barrier.py",),
+    ),
+    Fault(
+        "ranks/barrier.py",
+        "                if found is None or not names or name in names:\n",
+        "                if True:\n",
+        "A rank that arrives late raises for a call that it never made, and is out of step from then on.",
+        ("checkpoint/test_barrier.py",),
+    ),
+    Fault(
+        "ranks/order.py",
+        "                    _abort(self._group)\n",
+        "",
+        "Ranks that wait for different units wait until the back end's time-out.",
+        ("wrapper/test_order.py",),
+    ),
+]

@@ -1,0 +1,34 @@
+"""Faults in the program behind `fullshard train`."""
+
+from tests.faults.fault import Fault
+
+FAULTS: list[Fault] = [
+    Fault(
+        "train/corpus.py",
+        "    distinct = {hashlib.sha256(file.content).digest(): file for file in reversed(files)}\n",
+        "    distinct = {str(file.path).encode(): file for file in reversed(files)}\n",
+        "A copy of a training file is held out, and the validation is too good.",
+        ("train/test_train_corpus.py",),
+    ),
+    Fault(
+        "train/evaluation.py",
+        "losses.cpu()[torch.from_numpy(counts)].double().sum()",
+        "losses.cpu().double().sum()",
+        "Windows that only fill up the last round count in the validation.",
+        ("train/test_train_evaluation.py", "train"),
+    ),
+    Fault(
+        "train/optimizer.py",
+        '        {"params": blocks, PEAK: config.muon_lr, METHOD: "muon"},\n',
+        '        {"params": blocks, PEAK: config.lr, METHOD: "muon"},\n',
+        "Matrices are trained with the learning rate of embeddings.",
+        ("train/test_train_optimizer.py", "train"),
+    ),
+    Fault(
+        "train/finite.py",
+        "    if math.isfinite(total):\n        return\n",
+        "    if not math.isnan(total):\n        return\n",
+        "An infinite loss trains on.",
+        ("train/test_train_finite.py",),
+    ),
+]
