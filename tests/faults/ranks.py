@@ -8,7 +8,7 @@ FAULTS: list[Fault] = [
         "        raise_on_all(explain(found) if found else None, groups[index + 1 :])\n",
         "        raise_on_all(explain(found) if found else None, [])\n",
         "Ranks of one row of a mesh raise, and those of another row wait for them until the time-out.",
-        ("engine/test_arguments.py", "engine/test_whole_mesh.py", "wrapper/test_constructor.py"),
+        ("test_agreement_of_ranks.py",),
     ),
     Fault(
         "ranks/barrier.py",
