@@ -360,6 +360,8 @@ class Runtime:
         self._finish_or_defer_reductions()
         if self._open_forwards:  # a gradient taken inside of a forward, which goes on
             return
+        if self.prefetcher.units():  # in vain, for a forward whose backward did not come
+            self._release_host_memory()
         self.prefetcher.clear()
         self.prefetcher.ended.clear()
         for unit in self.units() if not creates_graph else ():
@@ -588,7 +590,8 @@ class Runtime:
     def _release_host_memory(self) -> None:
         """Wait until offloaded shards have been read: from now on the user may write to them, or has asked for them.
 
-        A forward that has a backward is not waited for: its gradients end in host memory, which is waited for.
+        A forward that has a backward is not waited for: its gradients end in host memory, which is waited for, and they
+        come after all all-gathers but those that were prefetched in vain.
         """
         if any(unit.policy.offloads for unit in self.units()):
             self.comm_streams.all_gather.synchronize()
