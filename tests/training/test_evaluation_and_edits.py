@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 from compare import assert_close, assert_equal
 from front_ends import (
     CLOSE,
-    COMPOSABLE,
     EXACT_RATE,
     FRONT_ENDS,
     STRATEGIES,
@@ -23,7 +21,6 @@ from front_ends import (
     both_backward,
     build,
     each_front_end,
-    gathered,
     sgd,
     sharded_with_reference,
     token_loss,
@@ -32,7 +29,7 @@ from front_ends import (
 )
 from fullshard import unsharded
 from fullshard.comm import record
-from models import Language, Stack, batch, reference_backward, square_loss, tiny_units
+from models import Language, Stack, batch, reference_backward, square_loss
 from pairwise import each_value
 from ranks import Rank, on_ranks
 
@@ -74,8 +71,7 @@ def test_evaluation_between_steps(rank: Rank, front_end: FrontEnd, strategy: str
 
 
 @on_ranks(2)
-@each_front_end
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode], ids=lambda c: c.__name__)
+@each_value(front_end=FRONT_ENDS, context=[torch.no_grad, torch.inference_mode])
 def test_inference_first(rank: Rank, context: Callable[[], Any], front_end: FrontEnd) -> None:
     """Sharding where gradients are off, and a first forward without them, do not spoil the training that follows."""
     plain = build(Stack)
@@ -120,8 +116,7 @@ def test_edits_in_place_are_seen(rank: Rank, front_end: FrontEnd, strategy: str,
 
 
 @on_ranks(2)
-@each_front_end
-@pytest.mark.parametrize("trainable", [True, False])
+@each_value(front_end=FRONT_ENDS, trainable=[False, True])
 def test_zeroed_parameters_compute_zeros(rank: Rank, trainable: bool, front_end: FrontEnd) -> None:
     """Frozen parameters may be edited in place as well; composed, also those that a forward has kept for backward."""
     model = front_end.wrap(build(Stack), rank)
@@ -156,26 +151,3 @@ def test_generating_with_held_parameters(rank: Rank, front_end: FrontEnd) -> Non
     assert_equal(ids, generate(reference), "tokens")
     assert_at_rest(model)
     assert_trains_alike(model, reference, rank, token_loss)
-
-
-@on_ranks(2)
-def test_resharding_set_anew_for_training_and_evaluation(rank: Rank) -> None:
-    """Units may be kept in evaluation and freed in training, or the other way round, step by step."""
-    with tiny_units():
-        model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack))
-    for step, kept in enumerate([False, True, False, True]):
-        model.eval()
-        model.set_reshard_after_forward(kept)
-        with torch.no_grad():
-            x = batch(0, step, 2, 6)
-            for _ in range(2):
-                assert_close(model(x), reference(x), "evaluation", rtol=1e-4, atol=1e-6)
-        model.train()
-        model.set_reshard_after_forward(not kept)
-        assert_trains_alike(model, reference, rank, steps=1)
-        loss = square_loss(step)(model, rank.rank)
-        assert bool(gathered(model)) is kept
-        with record() as seen:
-            loss.backward()
-        assert sum(c.kind == "all_gather" for c in seen) == (0 if kept else 4)
-        model.zero_grad()

@@ -18,7 +18,6 @@ from front_ends import (
     assert_same_gradients,
     assert_trains_alike,
     build,
-    each_front_end,
     sharded_with_reference,
 )
 from fullshard import unsharded
@@ -69,17 +68,6 @@ def wasserstein(module: nn.Module, rank: int, step: int) -> torch.Tensor:
     return module(fake).mean() - module(real).mean() + 10 * penalty(module, rank, step)
 
 
-def penalty_first(module: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """The same with the penalty computed ahead of the batches."""
-    between = penalty(module, rank, step)
-    return between + module(data(rank, step, 1)).square().mean()
-
-
-def force(module: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """A force that is to match a target."""
-    return (-gradient_of_input(module, data(rank, step)) - data(rank, step, 3)).square().mean()
-
-
 def two_penalties(module: nn.Module, rank: int, step: int) -> torch.Tensor:
     """A penalty on the second derivative."""
     x = data(rank, step).requires_grad_()
@@ -100,7 +88,7 @@ def inside_a_unit(module: Any, rank: int, step: int) -> torch.Tensor:
 
 
 Loss = Callable[[Any, int, int], torch.Tensor]
-LOSSES: list[Loss] = [penalty, wasserstein, penalty_first, force, two_penalties, inside_a_unit]
+LOSSES: list[Loss] = [penalty, wasserstein, two_penalties, inside_a_unit]
 
 
 def at(loss: Loss) -> Callable[[int], LossOf]:
@@ -129,34 +117,6 @@ def test_training_on_gradients(rank: Rank, front_end: FrontEnd, strategy: str, l
                 optimizer.zero_grad()
         return
     assert_trains_alike(model, reference, rank, at(loss), rtol=1e-7, atol=1e-10)
-
-
-@on_ranks(2)
-@each_front_end
-def test_backward_twice(rank: Rank, front_end: FrontEnd) -> None:
-    """The graph of gradients can be run again: parameters are unsharded for it each time."""
-    model, reference = sharded_with_reference(front_end, rank, build(Critic).double())
-    for _ in range(2):
-        loss = wasserstein(model, rank.rank, 0)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        for _ in range(2):
-            reference_backward(reference, rank.world_size, at(wasserstein)(0))
-        assert_same_gradients(model, reference, **EXACT)
-
-
-@on_ranks(2)
-@each_front_end
-def test_microbatches_of_penalties(rank: Rank, front_end: FrontEnd) -> None:
-    """Penalty-only losses in microbatches without synchronization, then a loss with it."""
-    model, reference = sharded_with_reference(front_end, rank, build(Critic).double())
-    with front_end.no_sync(model):
-        penalty(model, rank.rank, 0).backward()
-        force(model, rank.rank, 1).backward()
-    wasserstein(model, rank.rank, 2).backward()
-    for step, loss in enumerate((penalty, force, wasserstein)):
-        reference_backward(reference, rank.world_size, at(loss)(step))
-    assert_same_gradients(model, reference, **EXACT)
 
 
 @on_ranks(2)

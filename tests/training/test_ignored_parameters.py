@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from compare import assert_equal
 from front_ends import (
@@ -21,8 +20,6 @@ from front_ends import (
     assert_same_values,
     build,
     each_front_end,
-    full_values,
-    sgd,
     sharded_with_reference,
     token_loss,
     unwrapped,
@@ -70,7 +67,7 @@ def ignoring(front_end: FrontEnd, rank: Rank, choose: Choice, **options: Any) ->
     return model, reference, ignored
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @each_value(
     front_end=FRONT_ENDS,
     choose=[biases, a_block, of_the_root, everything],
@@ -181,24 +178,6 @@ def test_replaced_and_edited_between_steps(rank: Rank, front_end: FrontEnd) -> N
 
 
 @on_ranks(2)
-def test_inside_of_ddp(rank: Rank) -> None:
-    """DistributedDataParallel around it averages what was ignored, and is told to leave the shards alone."""
-    model, reference, _ = ignoring(COMPOSABLE, rank, lambda m: [*a_block(m), *m.last.parameters()])
-    sharded = [fqn for fqn, p in model.named_parameters() if isinstance(p, DTensor)]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sharded)
-    ddp = DistributedDataParallel(model)
-    optimizers = [sgd(m, 0.1) for m in (model, reference)]
-    for step in range(3):
-        square_loss(step)(ddp, rank.rank).backward()
-        reference_backward(reference, rank.world_size, square_loss(step))
-        assert_same_gradients(model, reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_values(model, reference, **CLOSE)
-
-
-@on_ranks(1, 2)
 def test_methods_of_a_unit_without_parameters(rank: Rank) -> None:
     """Where all parameters are ignored every method still works, and nothing is sent."""
     model, reference, _ = ignoring(COMPOSABLE, rank, everything)
@@ -225,19 +204,3 @@ def test_one_call_alone_ignores(rank: Rank) -> None:
     assert type(model[0][0].bias) is nn.Parameter and unit_of(model).parameters == []
     assert model(torch.ones(2, 6)).shape == (2, 3)
     assert model[1].weight.shape == (3, 4) and not isinstance(model[1].weight, DTensor)
-
-
-@on_ranks(2)
-@each_front_end
-def test_states_can_be_loaded(rank: Rank, front_end: FrontEnd) -> None:
-    """A state dict holds ignored parameters as they are, under the usual names, and loads by copy and assignment."""
-    model, _, _ = ignoring(front_end, rank, a_block)
-    square_loss()(model, rank.rank).backward()
-    sgd(model, 0.1).step()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    for assign in (False, True)[: 2 if front_end.composable else 1]:
-        other, _, _ = ignoring(front_end, rank, a_block)
-        other.load_state_dict(state, assign=assign)
-        found = full_values(other)
-        for name, value in full_values(model).items():
-            assert_equal(found[name], value, name)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 from torch import nn
 
 from compare import assert_close
-from failing import fail_in_backward
 from front_ends import (
     COMPOSABLE,
     FRONT_ENDS,
@@ -23,9 +19,8 @@ from front_ends import (
     full_gradients,
     sgd,
     sharded_with_reference,
-    unwrapped,
 )
-from models import LossOf, Stack, batch, reference_backward
+from models import batch, reference_backward
 from pairwise import each_value, pairwise
 from ranks import Rank, on_ranks
 
@@ -157,37 +152,6 @@ def test_gradients_of_inputs_inside_a_forward(rank: Rank, front_end: FrontEnd, s
     """Forces are no steps: they leave the root able to go on, whether they are trained through or not."""
     model, reference = sharded_with_reference(front_end, rank, build(Forces, trained), strategy=strategy)
     assert_trains_alike(model, reference, rank)
-
-
-class Retrying(Stack):
-    """A backward in its forward raises in the last block, which runs once more then."""
-
-    is_reference = False
-
-    def forward(self, x: torch.Tensor, run: Any = None) -> torch.Tensor:
-        x = self.first(x)
-        handle = unwrapped(self.blocks[2]).down.register_forward_hook(fail_in_backward)
-        with pytest.raises(ZeroDivisionError):
-            self.blocks[2](x.detach().requires_grad_()).sum().backward()
-        handle.remove()
-        if self.is_reference:
-            self.blocks.zero_grad()
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-@on_ranks(2)
-@each_front_end
-def test_forward_of_a_unit_whose_backward_has_raised(rank: Rank, front_end: FrontEnd) -> None:
-    """The unit's next forward, inside of the same forward of the root, begins anew."""
-    model, reference = sharded_with_reference(front_end, rank, build(Retrying))
-    reference.is_reference = True
-
-    def loss_at(step: int) -> LossOf:
-        return lambda module, number: module(batch(number, step, 4, 6)).square().mean()
-
-    assert_trains_alike(model, reference, rank, loss_at)
 
 
 @on_ranks(2)
