@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -17,8 +15,6 @@ import torch
 import torch.distributed as dist
 
 from ranks import Rank, RankPool, RanksFailed, on_ranks
-
-TESTS = Path(__file__).resolve().parent
 
 
 @pytest.fixture(scope="module")
@@ -325,32 +321,23 @@ def instruction_sets(rank: Rank) -> tuple[str, str | None]:
     return torch.backends.cpu.get_cpu_capability(), os.environ.get("MKL_CBWR")
 
 
-def own_a_pool() -> None:
-    """The program of the next test: print what its ranks inherit, and its processes."""
-    pool = RankPool()
-    print(pool(2, instruction_sets))
-    print(*pool.pids(2), pool._nursery("cpu").process.pid, flush=True)
-    time.sleep(100)
-
-
-def test_what_ranks_have_of_the_process_that_owns_the_pool(tmp_path: Path) -> None:
+def test_what_ranks_have_of_the_process_above_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks compute with the instruction sets that its environment names; when it is killed they end, too."""
-    chosen = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "AVX2"}  # as of ``make test CPU=...``
-    program = f"import sys; sys.path.insert(0, {str(TESTS)!r}); import test_rank_pool; test_rank_pool.own_a_pool()"
-    environment = {**os.environ, **chosen, "TMPDIR": str(tmp_path)}
-    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
-    with owner:
-        assert owner.stdout is not None
-        inherited = owner.stdout.readline().strip()
-        pids = [int(word) for word in owner.stdout.readline().split()]
-        running = [_is_running(pid) for pid in pids]
-        owner.kill()
-    assert inherited == str([("DEFAULT", "AVX2")] * 2)
-    assert running == [True, True, True]
-    until = time.monotonic() + 10
-    while any(_is_running(pid) for pid in pids) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not any(_is_running(pid) for pid in pids)
+    for name, value in {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "AVX2"}.items():  # ``make test CPU=...``
+        monkeypatch.setenv(name, value)
+    pool = RankPool(preload=())
+    try:
+        assert pool(2, instruction_sets) == [("DEFAULT", "AVX2")] * 2
+        pids = pool.pids(2)
+        assert len(pids) == 2 and all(_is_running(pid) for pid in pids)
+        pool._nursery("cpu").process.kill()
+        until = time.monotonic() + 10
+        while any(_is_running(pid) for pid in pids) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not any(_is_running(pid) for pid in pids)
+        pool._worlds.clear()  # nobody is left to be ended
+    finally:
+        pool.close()
 
 
 def _is_running(pid: int) -> bool:

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils._pytree as pytree
 
-__all__ = ["CONTAINERS", "UNKNOWN_CLASSES", "pack", "tensors_of"]
-
 Tensors = Sequence[torch.Tensor]
 
 
@@ -62,8 +60,6 @@ CONTAINERS: dict[str, Callable[[Tensors], Any]] = {
     "registered": Registered,
     "plain": Plain,
 }
-# Those in which no tensor is found that is no part of a list, tuple, mapping, or dataclass.
-UNKNOWN_CLASSES = ("deque", "registered", "plain")
 
 
 def pack(container: str, *tensors: torch.Tensor) -> Any:

@@ -11,16 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = [
-    "BlockPlan",
-    "FrontEnd",
-    "HistoryPlan",
-    "ModelPlan",
-    "Operation",
-    "OptimizerPlan",
-    "every_block",
-]
-
 
 @dataclass(frozen=True)
 class BlockPlan:
@@ -95,8 +85,7 @@ class FrontEnd:
         offload: Whether shards, and gradients, are offloaded to the CPU.
         columns: Whether matrices are cut along their last dimension.
         keep: ``set_reshard_after_backward(False)``.
-        precision: "exact": in the parameters' dtypes. "bf16": computes in it. "fp16": reduces in it.
-        quantized: Whether quantized communication is on, for which nothing in fp64 qualifies.
+        fp16: Whether gradients are reduced in fp16, and not in the parameters' dtypes.
         tiny: Whether tiny units travel with their neighbors.
         direct_bytes: Smallest piece that travels directly; 0: as usual.
     """
@@ -110,8 +99,7 @@ class FrontEnd:
     offload: bool = False
     columns: bool = False
     keep: bool = False
-    precision: str = "exact"
-    quantized: bool = False
+    fp16: bool = False
     tiny: bool = False
     direct_bytes: int = 0
 
@@ -177,9 +165,7 @@ class HistoryPlan:
 
     def describe(self) -> str:
         """The plan as text, without what is as simple as can be."""
-        lines = [f"seed {self.seed}", f"front end: {_short(self.front_end)}", f"optimizer: {_short(self.optimizer)}"]
-        lines.append(f"model: {_short(dataclasses.replace(self.model, blocks=ModelPlan.blocks))}")
-        lines += _blocks(self.model.blocks, "  ")
+        lines = [f"seed {self.seed}", *map(_short, (self.front_end, self.optimizer, self.model))]
         lines += [f"operation {index}: {operation}" for index, operation in enumerate(self.operations)]
         return "\n".join(lines)
 
@@ -193,16 +179,12 @@ def every_block(plan: ModelPlan) -> Iterator[BlockPlan]:
         stack = [*block.inner, *stack]
 
 
-def _blocks(blocks: tuple[BlockPlan, ...], indent: str) -> Iterator[str]:
-    for index, block in enumerate(blocks):
-        yield f"{indent}block {index}: {_short(dataclasses.replace(block, inner=()), always=('kind',))}"
-        yield from _blocks(block.inner, indent + "  ")
-
-
-def _short(value: Any, always: tuple[str, ...] = ("name", "mesh")) -> str:
-    shown = []
-    for each in dataclasses.fields(value):
-        found = getattr(value, each.name)
-        if each.name in always or found != each.default:
-            shown.append(f"{each.name}={found!r}")
-    return ", ".join(shown) or "simplest"
+def _short(value: Any) -> str:
+    """As ``repr``, without fields that are as simple as can be."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_short, value))})"
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    held = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
+    shown = [f"{name}={_short(found)}" for name, (found, simple) in held.items() if found != simple]
+    return f"{type(value).__name__}({', '.join(shown)})"
