@@ -19,7 +19,7 @@ from fuzz.running import Failure, run
 from fuzz.shrink import shrink
 from ranks import Rank, RankPool, on_ranks
 
-SEEDS = range(30)  # `make fuzz` has as many as one likes
+SEEDS = range(50)  # `make fuzz` has as many as one likes
 TRAIN = Operation("train", 1)
 FRONT_ENDS = [
     FrontEnd(),

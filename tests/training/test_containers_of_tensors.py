@@ -23,7 +23,7 @@ from front_ends import (
     sharded_with_reference,
     unwrapped,
 )
-from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard import MixedPrecisionPolicy
 from fullshard.comm import record
 from models import batch, square_loss, tiny_units
 from pairwise import each_value
@@ -178,31 +178,6 @@ def test_casts_in_containers(rank: Rank, front_end: FrontEnd, packing: str) -> N
         assert_close(ours, theirs, "output", rtol=1e-5, atol=1e-6)
     assert_close(x.grad, wide.grad.float(), "gradient of the input", rtol=1e-4, atol=1e-5)
     assert_at_rest(model)
-
-
-class Through(nn.Module):
-    """Returns what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(6))
-        self.seen: Any = None
-
-    def forward(self, value: Any) -> Any:
-        self.seen = value
-        return value
-
-
-@on_ranks(2)
-def test_nothing_to_cast(rank: Rank) -> None:
-    """Integers, bools and complex numbers are never cast: the same container arrives; outputs are cast if asked."""
-    model = Through()
-    fully_shard(model, mesh=rank.mesh, mp_policy=MixedPrecisionPolicy(BF16, F32, F32))
-    for dtype in (torch.int64, torch.uint8, torch.bool, torch.complex64, torch.int32, BF16):
-        given = PACKINGS["nested"](torch.ones(6, dtype=dtype), torch.ones(6, dtype=dtype))
-        output = model(given)
-        assert model.seen is given
-        assert {tensor.dtype for tensor in unpack(output)} == {F32 if dtype is BF16 else dtype}
 
 
 class Identity(nn.Module):

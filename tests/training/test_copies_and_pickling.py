@@ -178,24 +178,14 @@ class Choosy(nn.Linear):
         return {**self.__dict__, "owner": None}
 
 
-class Tupled(nn.Linear):
-    """A class whose ``__getstate__`` is for its own ``__setstate__`` alone."""
-
-    def __getstate__(self) -> object:
-        return (dict(self.__dict__), "more")
-
-    def __setstate__(self, state: object) -> None:
-        super().__setstate__(state[0] if isinstance(state, tuple) else state)  # type: ignore[arg-type]
-
-
 @on_ranks(2)
 def test_classes_that_choose_what_is_copied(rank: Rank) -> None:
-    """``__getstate__`` counts, as for modules that are not sharded; states of any kind are copied."""
-    for model in (fully_shard(Choosy(), mesh=rank.mesh), fully_shard(Tupled(3, 3), mesh=rank.mesh)):
-        copied = copy.deepcopy(model)
-        assert getattr(copied, "owner", None) is None
-        copied(torch.ones(1, 3)).sum().backward()
-        assert model.weight.grad is None and copied.weight.grad is not None
+    """``__getstate__`` counts, as for modules that are not sharded."""
+    model = fully_shard(Choosy(), mesh=rank.mesh)
+    copied = copy.deepcopy(model)
+    assert copied.owner is None and model.owner is not None
+    copied(torch.ones(1, 3)).sum().backward()
+    assert model.weight.grad is None and copied.weight.grad is not None
 
 
 # ---------------------------------------------------------------- the end of a model
@@ -284,20 +274,3 @@ def test_pickling_is_refused_with_the_remedy(rank: Rank, front_end: FrontEnd) ->
     for how, saved in ((pickle.dumps, model), (save, model), (pickle.dumps, nn.ModuleList([model]))):
         with pytest.raises(FullshardError if front_end.composable else RuntimeError, match=match):
             how(saved)
-
-
-@on_ranks(2)
-@each_front_end
-def test_parameters_can_be_saved(rank: Rank, front_end: FrontEnd) -> None:
-    """A state dict, copies of it and, but for flat ones, sharded parameters go through torch.save."""
-    model = front_end.wrap(build(Mlp, 6, 5, 3), rank)
-    named = {} if front_end.flat else dict(model.named_parameters())
-    for values in (named, model.state_dict(), copy.deepcopy(model.state_dict())):
-        file = io.BytesIO()
-        torch.save(values, file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=True)
-        assert list(loaded) == list(values)
-        for name, value in values.items():
-            ours, theirs = (t.to_local() if isinstance(t, DTensor) else t for t in (loaded[name], value))
-            assert_equal(ours.detach(), theirs.detach(), name)

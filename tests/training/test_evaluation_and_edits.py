@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from compare import assert_close, assert_equal
+from compare import assert_close
 from front_ends import (
     CLOSE,
     EXACT_RATE,
@@ -20,16 +20,10 @@ from front_ends import (
     assert_trains_alike,
     both_backward,
     build,
-    each_front_end,
     sgd,
     sharded_with_reference,
-    token_loss,
-    train,
-    train_reference,
 )
-from fullshard import unsharded
-from fullshard.comm import record
-from models import Language, Stack, batch, reference_backward, square_loss
+from models import Stack, batch, reference_backward, square_loss
 from pairwise import each_value
 from ranks import Rank, on_ranks
 
@@ -127,27 +121,3 @@ def test_zeroed_parameters_compute_zeros(rank: Rank, trainable: bool, front_end:
         for parameter in model.parameters():
             parameter.zero_()
         assert not model(batch(0, 0, 4, 6)).any()
-
-
-@on_ranks(2)
-@each_front_end
-def test_generating_with_held_parameters(rank: Rank, front_end: FrontEnd) -> None:
-    """A loop of forwards inside ``unsharded`` gathers once and gives the tokens of the unsharded model."""
-    model, reference = sharded_with_reference(front_end, rank, build(Language))
-    train(model, rank, token_loss, 2)
-    train_reference(reference, rank, token_loss, 2)
-
-    @torch.no_grad()
-    def generate(module: Any) -> torch.Tensor:
-        ids = torch.tensor([[1, 2 + rank.rank]])
-        for _ in range(rank.rank * 3 + 4):  # ranks need not agree how long
-            ids = torch.cat([ids, module(ids)[:, -1:].argmax(-1)], dim=1)
-        return ids
-
-    with unsharded(model):
-        with record() as seen:
-            ids = generate(model)
-    assert seen == []
-    assert_equal(ids, generate(reference), "tokens")
-    assert_at_rest(model)
-    assert_trains_alike(model, reference, rank, token_loss)

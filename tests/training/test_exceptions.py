@@ -32,7 +32,6 @@ from front_ends import (
     sharded_with_reference,
     unwrapped,
 )
-from fullshard import fully_shard
 from fullshard.comm import CommRequest, launch_all
 from fullshard.engine.buckets import all_gather
 from fullshard.engine.ownership import nested_units
@@ -328,26 +327,6 @@ def test_reset_iter_state(rank: Rank) -> None:
     reference.zero_grad()
     model.reset_iter_state()
     assert_next_step_is_right(model, reference, rank)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("before", ["backward that is not the last", "failed backward"])
-def test_new_root_above_a_model(rank: Rank, before: str) -> None:
-    """A larger model takes over what the last backward left: its gradients, or nothing if it raised."""
-    model, reference = sharded(COMPOSABLE, rank)
-    if before == "failed backward":
-        run_failing_step(model, rank, "backward of a block")
-        model.zero_grad()
-    else:
-        model.set_is_last_backward(False)
-        both_backward(model, reference, rank, square_loss(1))
-    larger = fully_shard(nn.Sequential(model, nn.Linear(3, 3)), mesh=rank.mesh)
-    larger[1].requires_grad_(False)
-    reference = nn.Sequential(reference, nn.Linear(3, 3))
-    reference[1].load_state_dict({k: v.full_tensor() for k, v in larger[1].state_dict().items()})
-    square_loss()(larger, rank.rank).backward()
-    reference_backward(reference[0], rank.world_size, lambda m, r: reference[1](m(batch(r, 0, 4, 6))).square().mean())
-    assert_same_gradients(larger[0], reference[0])
 
 
 # -------------------------------------------------------------------- one rank alone fails

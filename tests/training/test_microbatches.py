@@ -210,23 +210,6 @@ def test_no_sync_in_a_step_is_refused(rank: Rank) -> None:
     output.sum().backward()
 
 
-@on_ranks(2)
-def test_unreduced_gradients_of_original_parameters(rank: Rank) -> None:
-    """Without synchronization ``.grad`` stays as it was; what pends is this rank's own gradient, and full."""
-    model, reference = sharded_with_reference(ORIGINAL, rank, build(Stack, 1))
-    with model.no_sync():
-        square_loss()(model, rank.rank).backward()
-    square_loss()(reference, rank.rank).backward()
-    pending = model.get_pending_gradients()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert ours.grad is None
-        assert_close(pending[ours].unreduced, theirs.grad, "pending", rtol=0.0)
-    model.synchronize_gradients()
-    reference.zero_grad()
-    reference_backward(reference, rank.world_size, square_loss())
-    assert_same_gradients(model, reference)
-
-
 # -------------------------------------------------------------------- settings of the composable front end
 
 

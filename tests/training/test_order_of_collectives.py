@@ -20,7 +20,6 @@ from front_ends import (
     FrontEnd,
     assert_at_rest,
     assert_same_gradients,
-    both_backward,
     build,
     each_front_end,
     full_values,
@@ -288,25 +287,6 @@ def test_asynchronous_unshard(rank: Rank, waited: str) -> None:
         reference_backward(reference, rank.world_size, square_loss(step))
         assert_at_rest(model)
     assert_same_gradients(model, reference)
-
-
-@on_ranks(2)
-def test_unshard_and_reshard(rank: Rank) -> None:
-    """Unsharding before anything ran gives full values; a handle after ``reshard`` does nothing; training goes on."""
-    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack))
-    handle = model.blocks[0].unshard(async_op=True)
-    handle.wait()
-    model.blocks[1].unshard()
-    for index in range(2):
-        for ours, theirs in zip(model.blocks[index].parameters(), reference.blocks[index].parameters(), strict=True):
-            assert_close(ours.detach(), theirs.detach(), "full parameter", rtol=0.0)
-    model.blocks[0].reshard()
-    handle.wait()
-    assert [unit_at(block).is_unsharded for block in model.blocks] == [False, True, False]
-    for step in range(2):
-        both_backward(model, reference, rank, square_loss(step))
-        assert_same_gradients(model, reference)
-    assert_at_rest(model)
 
 
 # -------------------------------------------------------------------- what optimizers outdate

@@ -12,7 +12,6 @@ from torch import nn
 
 from compare import assert_close, assert_equal
 from front_ends import (
-    AFTER_ADAM,
     CLOSE,
     COMPOSABLE,
     FRONT_ENDS,
@@ -134,24 +133,6 @@ def test_gradients_of_one_step_are_those_of_the_mean_bit_by_bit(rank: Rank, fron
         square_loss(step)(model, rank.rank).backward()
         reference_backward(reference, rank.world_size, square_loss(step))
         assert_same_gradients(model, reference, rtol=0.0, atol=0.0)
-
-
-@on_ranks(3)
-@each_value(front_end=FRONT_ENDS, kind=[2.0, float("inf"), 1.0])
-def test_adam_on_clipped_gradients(rank: Rank, kind: float, front_end: FrontEnd) -> None:
-    """Norms over all ranks, and weights after steps whose gradients are cleared to None and to zero in turn."""
-    # No rank is without rows where the norm is infinite: torch refuses that of an empty tensor.
-    model, reference = sharded_with_reference(front_end, rank, build(Mlp, *((6, 8, 4) if kind > 2 else (6, 7, 3, 5))))
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
-    for step in range(3):
-        square_loss(step)(model, rank.rank).backward()
-        reference_backward(reference, rank.world_size, square_loss(step))
-        norm = front_end.clip(model, 0.05, kind)
-        assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.05, kind), "norm", **AFTER_ADAM)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-    assert_same_values(model, reference, **AFTER_ADAM)
 
 
 @on_ranks(2)
@@ -361,28 +342,3 @@ def test_modules_that_treat_parameters_in_their_own_way(
     fresh = front_end.wrap(build(make, seed=9), rank, units, strategy=strategy)
     fresh.load_state_dict(state)
     assert_same_values(fresh, reference, **CLOSE)
-
-
-@on_ranks(2)
-@each_value(front_end=FRONT_ENDS, foreach=[True, False])
-def test_frozen_tied_uneven_and_clipped_with_microbatches(rank: Rank, front_end: FrontEnd, foreach: bool) -> None:
-    """Everything at once over ten steps: a tied uneven embedding, frozen parts, accumulation, clipping and Adam."""
-    plain = build(Language)
-    plain.blocks[0].up.weight.requires_grad_(False)
-    plain.blocks[1].requires_grad_(False)
-    model, reference = sharded_with_reference(front_end, rank, plain)
-    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4, foreach=foreach) for m in (model, reference)]
-    for step in range(4):
-        for micro in range(2):
-            if micro == 0:
-                with front_end.no_sync(model):
-                    both_backward(model, reference, rank, token_loss(20 * step))
-            else:
-                both_backward(model, reference, rank, token_loss(20 * step + 1))
-        front_end.clip(model, 0.5)
-        nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-    assert_at_rest(model)
-    assert_same_values(model, reference, **AFTER_ADAM)

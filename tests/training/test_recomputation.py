@@ -39,7 +39,7 @@ from fullshard.activation_checkpoint import (
     checkpoint_wrapper,
     offload_wrapper,
 )
-from fullshard.wrap import CustomPolicy, ModuleWrapPolicy
+from fullshard.wrap import ModuleWrapPolicy
 from models import Block, Language, LossOf, Stack, batch, square_loss
 from pairwise import each_value
 from ranks import Rank, on_ranks
@@ -196,21 +196,14 @@ def test_ways_to_checkpoint(rank: Rank, front_end: FrontEnd, way: str) -> None:
     assert_trains_alike(model, reference, rank, steps=4)
 
 
-HOW: dict[str, dict[str, Any]] = {
-    "check_fn": {"check_fn": lambda m: isinstance(m, Block)},
-    "policy": {"auto_wrap_policy": ModuleWrapPolicy({Block})},
-    "custom": {"auto_wrap_policy": CustomPolicy(lambda m: isinstance(m, (Block, nn.LayerNorm)))},
-}
-
-
 @on_ranks(2)
-@each_value(1, front_end=FRONT_ENDS, form=FORMS, how=HOW, when=["before", "after"])
-def test_apply_before_and_after_sharding(rank: Rank, front_end: FrontEnd, form: str, how: str, when: str) -> None:
+@each_value(1, front_end=FRONT_ENDS, form=FORMS, when=["before", "after"])
+def test_apply_before_and_after_sharding(rank: Rank, front_end: FrontEnd, form: str, when: str) -> None:
     """``apply_activation_checkpointing`` before or after sharding trains alike, and names stay clean."""
-    if form == "reentrant" and how == "custom":
-        how = "policy"  # PyTorch's reentrant checkpoints do not nest
     model, reference = build(Language), build(Language)
-    checkpointed = functools.partial(apply_activation_checkpointing, checkpoint_wrapper_fn=FORMS[form], **HOW[how])
+    checkpointed = functools.partial(
+        apply_activation_checkpointing, checkpoint_wrapper_fn=FORMS[form], auto_wrap_policy=ModuleWrapPolicy({Block})
+    )
     if when == "before":
         checkpointed(model)
     model = front_end.wrap(model, rank)
