@@ -5,7 +5,7 @@ suite runs some (``test_fuzz.py``). Everything follows from one integer:
 
 - ``plan.py``        what a history is, as data: model, front end, optimizer, operations
 - ``draw.py``        the plan of a seed
-- ``models.py``      the modules of a plan; ``outputs.py``: in what they return their tensors; ``losses.py``
+- ``models.py``      the modules of a plan (which return their tensors in ``tests/containers.py``); ``losses.py``
 - ``sharding.py``    the sharded model, by all front ends and on all meshes; ``optimizers.py``
 - ``reference.py``   the unsharded one, which sees the batches of all ranks
 - ``operations.py``  what can be done to both

@@ -11,9 +11,9 @@ import random
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from containers import CONTAINERS
 from fuzz.losses import DOUBLE_BACKWARD
 from fuzz.models import KINDS
-from fuzz.outputs import CONTAINERS
 from fuzz.plan import BlockPlan, FrontEnd, HistoryPlan, ModelPlan, Operation, OptimizerPlan, every_block
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from containers import tensors_of
 from fuzz.models import FEATURES, VOCABULARY, Sizes, set_rank
-from fuzz.outputs import tensors_of
 from fuzz.plan import HistoryPlan, ModelPlan, Operation
 from fuzz.reference import Side
 

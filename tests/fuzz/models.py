@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import layer_norm
 from torch.utils.checkpoint import checkpoint
 
-from fuzz.outputs import pack, tensors_of
+from containers import pack, tensors_of
 from fuzz.plan import BlockPlan, ModelPlan
 
 FEATURES = 6  # of an input that is no token ids

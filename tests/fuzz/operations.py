@@ -12,11 +12,11 @@ from torch import nn
 
 import fullshard
 from compare import fqn_of
+from containers import tensors_of
 from fullshard import FSDPModule, FullyShardedDataParallel, unsharded
 from fuzz.losses import Loss
 from fuzz.models import Block
 from fuzz.optimizers import optimizers
-from fuzz.outputs import tensors_of
 from fuzz.reference import Reference, Side
 from fuzz.sharding import reshard_all, sharded_modules
 

@@ -20,7 +20,7 @@ class BlockPlan:
         kind: Which parameters it has and what it does with them: a key of ``fuzz.models.KINDS``.
         unit: Whether it is a unit of its own.
         calls: How often it is called in a forward.
-        output: In what it returns its tensor: a key of ``fuzz.outputs.CONTAINERS``.
+        output: In what it returns its tensor: a key of ``containers.CONTAINERS``.
         checkpoint: Activation checkpointing: "" none, else "inside" (of the block's forward) or "outside" (around its
             call), each alone or with " reentrant".
         frozen: Which parameters are frozen at first: "" none, "some", "all".
@@ -55,7 +55,7 @@ class ModelPlan:
         head: "called", or "read": the forward of the root reads its weight and does not call it.
         head_unit: Whether norm and head are one unit of two modules.
         block_unit: Whether the first two blocks are one unit of two modules.
-        output: In what the root returns its tensors: a key of ``fuzz.outputs.CONTAINERS``.
+        output: In what the root returns its tensors: a key of ``containers.CONTAINERS``.
     """
 
     blocks: tuple[BlockPlan, ...] = (BlockPlan(),)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from containers import CONTAINERS
 from fuzz.comparison import Tolerance, difference
 from fuzz.draw import draw
 from fuzz.histories import DifferenceFound, History, message_sizes
 from fuzz.losses import DOUBLE_BACKWARD, Loss
 from fuzz.models import KINDS
-from fuzz.outputs import CONTAINERS
 from fuzz.plan import BlockPlan, FrontEnd, HistoryPlan, ModelPlan, Operation, OptimizerPlan, every_block
 from fuzz.running import Failure, run
 from fuzz.shrink import shrink
