@@ -100,28 +100,18 @@ def test_deepcopy_keeps_settings(rank: Rank, frozen: bool, front_end: FrontEnd) 
 
 
 @on_ranks(2)
-@each_value(front_end=FRONT_ENDS, by=["hand", "swa_utils"])
-def test_averages_of_weights(rank: Rank, by: str, front_end: FrontEnd) -> None:
-    """An exponential moving average over a copy's parameters, by hand or AveragedModel, is that of plain modules."""
+@each_front_end
+def test_averages_of_weights(rank: Rank, front_end: FrontEnd) -> None:
+    """An exponential moving average over a copy's parameters, which AveragedModel makes, is that of plain modules."""
     rate = torch.optim.swa_utils.get_ema_multi_avg_fn(0.75)
     models = sharded_with_reference(front_end, rank, build(Mlp, 6, 5, 3))
-    averages: list[Any] = []
-    for model in models:
-        if by == "hand":
-            averages.append(copy.deepcopy(model).requires_grad_(False))
-        else:
-            averages.append(torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=rate))
+    averages = [torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=rate) for model in models]
     x = batch(0, 0, 4, 6)
     for step in range(3):
         train(models[0], rank, lambda _, step=step: square_loss(step), 1)
         train_reference(models[1], rank, lambda _, step=step: square_loss(step), 1)
         for average, source in zip(averages, models, strict=True):
-            if by == "swa_utils":
-                average.update_parameters(source)
-                continue
-            with torch.no_grad():
-                for slow, fast in zip(average.parameters(), source.parameters(), strict=True):
-                    slow.lerp_(fast, 0.25)
+            average.update_parameters(source)
         with torch.no_grad():
             assert_close(averages[0](x), averages[1](x), f"output {step}", **CLOSE)
     assert_same_values(models[0], models[1], **CLOSE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from compare import assert_close
@@ -20,6 +21,7 @@ from front_ends import (
     assert_trains_alike,
     both_backward,
     build,
+    each_front_end,
     sgd,
     sharded_with_reference,
 )
@@ -110,7 +112,8 @@ def test_edits_in_place_are_seen(rank: Rank, front_end: FrontEnd, strategy: str,
 
 
 @on_ranks(2)
-@each_value(front_end=FRONT_ENDS, trainable=[False, True])
+@each_front_end
+@pytest.mark.parametrize("trainable", [True, False])
 def test_zeroed_parameters_compute_zeros(rank: Rank, trainable: bool, front_end: FrontEnd) -> None:
     """Frozen parameters may be edited in place as well; composed, also those that a forward has kept for backward."""
     model = front_end.wrap(build(Stack), rank)

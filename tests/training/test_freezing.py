@@ -33,7 +33,7 @@ from front_ends import (
     token_loss,
     unwrapped,
 )
-from fullshard import FlatParameter, fully_shard
+from fullshard import fully_shard
 from fullshard.comm import Collective, record
 from fullshard.engine.ownership import unit_of
 from models import Frozen, Language, Stack, batch, packed_numel, reference_backward, square_loss, tiny_units, tokens
@@ -127,24 +127,6 @@ def test_toggling_between_steps(rank: Rank, choices: tuple[Choice, ...], front_e
         for optimizer in optimizers:
             optimizer.step()
     assert_same_values(model, reference, rtol=1e-4, atol=1e-6)
-
-
-@on_ranks(2)
-def test_toggling_flat_parameters(rank: Rank) -> None:
-    """Visible flat parameters can be frozen and unfrozen as a whole."""
-    model, reference = sharded_with_reference(FLAT, rank, build(Stack, 2))
-    optimizers = adam(model.parameters()), adam(reference.parameters())
-    for step, frozen in enumerate([False, True, True, False]):
-        for module in (unwrapped(model), reference):
-            module.blocks[0].requires_grad_(not frozen)
-        both_backward(model, reference, rank, square_loss(step))
-        assert_same_gradients(model, reference)
-        flat = unwrapped(model.blocks[0])._flat_param
-        assert isinstance(flat, FlatParameter) and (flat.grad is None) == frozen
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same_values(model, reference, rtol=1e-4, atol=1e-6)
 
 
 @on_ranks(2)

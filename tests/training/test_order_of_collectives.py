@@ -266,29 +266,6 @@ def test_shards_are_all_that_stays(rank: Rank, front_end: FrontEnd, strategy: st
     assert set(full_values(model)) == {name for name, _ in reference.named_parameters()}
 
 
-# -------------------------------------------------------------------- unsharding by hand
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("waited", ["by forward", "twice", "first by handle"])
-def test_asynchronous_unshard(rank: Rank, waited: str) -> None:
-    """The forward waits for a gather issued by hand and does not repeat it; so does the handle."""
-    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack))
-    for step in range(2):
-        with record() as seen:
-            handles = [module.unshard(async_op=True) for module in (model.blocks[1], model, model.blocks[0])]
-            assert type(model.blocks[1].up.weight) is not nn.Parameter  # only a handle that was waited for registers
-            waits = {"first by handle": [0], "twice": [1, 1]}
-            for index in waits.get(waited, []):
-                handles[index].wait()
-            loss = square_loss(step)(model, rank.rank)
-        assert len([c for c in seen if c.kind == "all_gather"]) == 4
-        loss.backward()
-        reference_backward(reference, rank.world_size, square_loss(step))
-        assert_at_rest(model)
-    assert_same_gradients(model, reference)
-
-
 # -------------------------------------------------------------------- what optimizers outdate
 
 
