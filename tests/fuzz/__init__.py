@@ -10,5 +10,5 @@ suite runs some (``test_fuzz.py``). Everything follows from one integer:
 - ``reference.py``   the unsharded one, which sees the batches of all ranks
 - ``operations.py``  what can be done to both
 - ``histories.py``   does it, and compares, by ``comparison.py``
-- ``running.py``     many histories on the rank pool; ``shrink.py``: the smallest with the same failure
+- ``running.py``     a history on the rank pool; ``shrink.py``: the smallest with the same failure
 """

@@ -179,7 +179,7 @@ def test_strategies_to_the_bit(rank: Rank, front_end: FrontEnd, strategy: str, p
 
 @pytest.mark.cpu_only("other back ends round at every hop, and add in another order")
 @on_ranks(4)
-@each_value(front_end=FRONT_ENDS, precision=[LOW, Precision(BF16), Precision(F16), Precision(None, BF16)])
+@each_value(front_end=FRONT_ENDS, precision=[LOW, Precision(BF16), Precision(F16)])
 def test_sums_of_four_ranks(rank: Rank, front_end: FrontEnd, precision: Precision) -> None:
     """Sums of more than two half-precision terms are rounded once."""
     train_and_compare(rank, front_end, precision)

@@ -174,24 +174,6 @@ def test_root_prefetches_what_it_is_told(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("budget", "forward", "backward"),
-    [
-        (0, "Gr G0 F0 G1 F1 G2 F2 G3 F3", "G3 B3 R3 G2 B2 R2 G1 B1 R1 G0 B0 R0 Bf Rr"),
-        (0.5, "Gr G0 G1 F0 G2 F1 G3 F2 F3", "G2 B3 R3 G1 B2 R2 G0 B1 R1 B0 R0 Bf Rr"),
-        (2, "Gr G0 G1 G2 F0 G3 F1 F2 F3", "G1 G0 B3 R3 B2 R2 B1 R1 B0 R0 Bf Rr"),
-    ],
-)
-def test_prefetch_within_a_budget(rank: Rank, budget: float, forward: str, backward: str) -> None:
-    """As many of the next units are gathered ahead as fit into the bytes given, at least one; into 0 bytes none."""
-    model, events = make(COMPOSABLE, rank, 4)
-    model.set_prefetch_bytes(int(budget * unit_at(model.blocks[0]).unsharded_bytes))
-    for step in range(2):
-        assert run_step(model, events, rank, step) == (forward, backward)
-    assert_at_rest(model)
-
-
-@on_ranks(2)
 def test_budget_counts_bytes(rank: Rank) -> None:
     """A large unit waits until it fits; one larger than the budget is gathered when nothing else is ahead."""
     events = Events()
