@@ -66,8 +66,9 @@ def test_ten_steps_of_all_front_ends(rank: Rank, case: str) -> None:
     make, loss_at = MODELS[case]
     reference = build(make)
     models = [front_end.wrap(copy.deepcopy(reference), rank) for front_end in FRONT_ENDS]
-    for parameter in reference.parameters():  # optimizers refuse parameters whose elements share memory
-        parameter.data = parameter.data.resolve_conj().clone()
+    for module in reference.modules():  # optimizers refuse parameters whose elements share memory
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(parameter.detach().resolve_conj().clone(), parameter.requires_grad))
     losses = [train(model, rank, loss_at) for model in models]
     for model, found in zip(models[1:], losses[1:], strict=True):
         assert_equal(found, losses[0], "losses")
