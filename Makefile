@@ -26,8 +26,7 @@ endif
 ON_ACCELERATOR := tests/training tests/engine tests/optim tests/wrapper tests/checkpoint
 of = $(addprefix tests/$(strip $(1)).py::test_,$(2))
 SOME_ON_ACCELERATOR := \
-	$(call of,training/test_parity,strategies_of_all_front_ends hybrid_strategies_on_any_mesh offloaded_parameters \
-		frozen_tied_uneven_and_clipped_with_microbatches) \
+	$(call of,training/test_parity,strategies_of_all_front_ends hybrid_strategies_on_any_mesh offloaded_parameters) \
 	$(call of,training/test_low_precision,microbatches_add_up_in_the_reduce_dtype \
 		calls_before_one_backward_add_up_in_the_reduce_dtype) \
 	$(call of,training/test_exceptions,step_after_a_failure pending_gradients_and_failures \

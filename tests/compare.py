@@ -68,13 +68,13 @@ def assert_models_equal(
     full = {fqn: _full(parameter.detach()) for fqn, parameter in ours.items()}
     full_grads = _full_gradients(ours) if grads else {}
     for fqn, parameter in theirs.items():
-        _assert_within(full[fqn], parameter.detach(), f"parameter {fqn}", rtol, atol)
+        assert_within(full[fqn], parameter.detach(), f"parameter {fqn}", rtol, atol)
     for fqn in theirs if grads else ():
         actual, expected = full_grads[fqn], theirs[fqn].grad
         if (actual is None) != (expected is None):
             raise AssertionError(f"gradient of {fqn}: expected {_brief(expected)}, got {_brief(actual)}")
         if expected is not None:
-            _assert_within(actual, expected, f"gradient of {fqn}", rtol, atol)
+            assert_within(actual, expected, f"gradient of {fqn}", rtol, atol)
 
 
 def fqn_of(name: str) -> str:
@@ -117,7 +117,8 @@ def _full_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tens
     return full
 
 
-def _assert_within(actual: Any, expected: Any, what: str, rtol: float, atol: float) -> None:
+def assert_within(actual: Any, expected: Any, what: str, rtol: float, atol: float) -> None:
+    """Require values to be close; equal in every bit without tolerances."""
     if rtol == atol == 0.0:
         assert_equal(actual, expected, what)
     else:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from compare import assert_close, assert_equal, fqn_of
+from compare import assert_close, assert_within, fqn_of
 from fullshard import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -243,14 +243,6 @@ def assert_same_gradients(model: nn.Module, reference: nn.Module, *, rtol: float
         else:
             assert found is not None, f"{name}: no gradient"
             assert_within(found, value, f"gradient of {name}", rtol, atol)
-
-
-def assert_within(actual: Any, expected: Any, what: str, rtol: float, atol: float) -> None:
-    """Require values to be close; equal in every bit without tolerances."""
-    if rtol == atol == 0.0:
-        assert_equal(actual, expected, what)
-    else:
-        assert_close(actual, expected, what, rtol=rtol, atol=atol)
 
 
 # -------------------------------------------------------------------- training

@@ -1,7 +1,8 @@
-"""The shape of the code in ``src``: short functions, documented and annotated, and notes that can be found.
+"""The shape of the code in ``src``: short functions, names that stand for one thing, and notes that can be found.
 
 Each check is a function of a file's source that yields what is wrong with it. Each is run over every file of ``src``,
-and shown to find what it looks for in a bad example. Sizes of files and classes are a reader's to judge.
+and shown to find what it looks for in a bad example. Sizes of files and classes are a reader's to judge. That public
+names have docstrings is checked by ruff, and that all is annotated by mypy.
 
 Notes: a *definition* is a line that, after indentation and a comment or docstring mark, starts with
 ``[Note: X]`` and ends there. Any other occurrence of ``[Note: X]`` in a line is a *citation*, usually "see
@@ -39,15 +40,10 @@ DEFINITION = re.compile(r"""^\s*(?:\#+\s*|[rR]?\"{3}\s*|[rR]?'{3}\s*)?\[Note:\ (
 
 @dataclass(frozen=True)
 class Definition:
-    """A function or class with its qualified name and whether it is reached by public names only."""
+    """A function or class with its qualified name."""
 
     node: Function | ast.ClassDef
     name: str
-    parent: ast.AST
-
-    @property
-    def is_public(self) -> bool:
-        return not any(part.startswith("_") or part == "<locals>" for part in self.name.split("."))
 
 
 def definitions(node: ast.AST, prefix: str = "") -> Iterator[Definition]:
@@ -55,7 +51,7 @@ def definitions(node: ast.AST, prefix: str = "") -> Iterator[Definition]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, Function | ast.ClassDef):
             name = f"{prefix}{child.name}"
-            yield Definition(child, name, node)
+            yield Definition(child, name)
             yield from definitions(child, name + ("." if isinstance(child, ast.ClassDef) else ".<locals>."))
         else:
             yield from definitions(child, prefix)
@@ -89,60 +85,11 @@ def function_lines(node: Function) -> int:
     return lines
 
 
-def check_docstrings(source: Source) -> Iterator[str]:
-    module = Path(source.path).stem
-    is_public = not module.startswith("_") or module == "__init__"
-    if is_public and source.text.strip() and ast.get_docstring(source.tree) is None:
-        yield f"{source.path}:1: module without a docstring"
-    for each in definitions(source.tree):
-        if each.is_public and not _shares_docstring(each.node) and ast.get_docstring(each.node) is None:
-            yield f"{_at(source, each)} public, without a docstring"
-
-
-def _shares_docstring(node: Function | ast.ClassDef) -> bool:
-    """Overloads and property setters are documented at the definition they belong to."""
-    return any(re.search(r"(^|\.)(overload|setter|deleter)$", name) for name in _decorators(node))
-
-
-def check_annotations(source: Source) -> Iterator[str]:
-    for each in functions(source):
-        missing = [argument.arg for argument in _own_arguments(each, starred=True) if argument.annotation is None]
-        if each.node.returns is None:
-            missing.append("return")
-        if missing:
-            yield f"{_at(source, each)} not annotated: {', '.join(missing)}"
-
-
 def check_devices(source: Source) -> Iterator[str]:
     if source.path not in CUDA_ALLOWED:
         for number, line in enumerate(source.text.splitlines(), start=1):
             if "cuda" in line.lower():
                 yield f"{source.path}:{number}: names CUDA; other accelerators have to work as well"
-
-
-def _decorators(node: Function | ast.ClassDef) -> set[str]:
-    return {ast.unparse(decorator) for decorator in node.decorator_list}
-
-
-def _all_arguments(node: Function) -> list[ast.arg]:
-    return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-
-
-def _own_arguments(each: Definition, starred: bool = False) -> list[ast.arg]:
-    """Parameters without self or cls; ``*args`` and ``**kwargs`` only if asked for."""
-    arguments = _all_arguments(each.node)
-    if isinstance(each.parent, ast.ClassDef) and "staticmethod" not in _decorators(each.node):
-        arguments = arguments[1:]
-    extra = [each.node.args.vararg, each.node.args.kwarg] if starred else []
-    return arguments + [argument for argument in extra if argument is not None]
-
-
-def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """What is below a function, without what is below functions nested in it."""
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, Function | ast.ClassDef | ast.Lambda):
-            yield child
-            yield from _own_nodes(child)
 
 
 def _at(source: Source, each: Definition) -> str:
@@ -173,8 +120,6 @@ def check_notes(sources: list[Source]) -> Iterator[str]:
 CHECKS: dict[str, Callable[[Source], Iterator[str]]] = {
     "file name": check_file_name,
     "function length": check_function_length,
-    "docstrings": check_docstrings,
-    "annotations": check_annotations,
     "devices": check_devices,
 }
 
@@ -238,46 +183,6 @@ EXAMPLES = [
         "A.f: 61 lines",
         "class A:\n  def f(\n    self):\n" + _many("    x = {}", 61),
         "class A:\n  @decorated\n  def f(self):\n" + _many("    x = {}", 60),
-    ),
-    ("docstrings", "module without", "x = 1", '"""Doc."""\nx = 1'),
-    ("docstrings", "f: public", '"""Doc."""\ndef f(): ...', '"""Doc."""\ndef _f(): ...'),
-    (
-        "docstrings",
-        "A: public",
-        '"""Doc."""\nclass A: ...',
-        '"""Doc."""\nclass A:\n  "Doc."\n  def __len__(self): ...',
-    ),
-    (
-        "docstrings",
-        "A.f: public",
-        '"""Doc."""\nclass A:\n  "Doc."\n  def f(self): ...',
-        '"""Doc."""\nclass _A:\n  def f(self): ...',
-    ),
-    (
-        "docstrings",
-        "A.f: public",
-        '"""Doc."""\nclass A:\n  "Doc."\n  @property\n  def f(self): ...',
-        '"""Doc."""\nclass A:\n  "Doc."\n  @f.setter\n  def f(self): ...',
-    ),
-    ("annotations", "not annotated: a", "def f(a) -> None: ...", "def f(a: int) -> None: ..."),
-    ("annotations", "not annotated: return", "def f(a: int): ...", "class A:\n  def f(self) -> None: ..."),
-    (
-        "annotations",
-        "not annotated: args, kwargs",
-        "def f(*args, **kwargs) -> None: ...",
-        "def f(*args: int, **kwargs: int) -> None: ...",
-    ),
-    (
-        "annotations",
-        "<locals>.g: not annotated: b",
-        "def f() -> None:\n  def g(b) -> None: ...",
-        "def f() -> None:\n  g = lambda b: b",
-    ),
-    (
-        "annotations",
-        "not annotated: b",
-        "class A:\n  def f(self, *, b) -> None: ...",
-        "class A:\n  @classmethod\n  def f(cls, *, b: int) -> None: ...",
     ),
     ("file name", "name a file after", Source("engine/utils.py", ""), Source("engine/unit.py", "")),
     ("devices", "a.py:2: names CUDA", 'x = y\nx.to("cuda")', "x = y\nx.to(mesh.device)"),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -17,8 +15,6 @@ import torch
 import torch.distributed as dist
 
 from ranks import Rank, RankPool, RanksFailed, on_ranks
-
-TESTS = Path(__file__).resolve().parent
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +95,6 @@ def observe_everything(rank: Rank) -> tuple[float, float, torch.dtype, bool, boo
     )
 
 
-def describe_mesh(rank: Rank) -> tuple[int, str, int, tuple[int, ...], bool]:
-    square = rank.make_mesh(2, 2, names=("replicate", "shard"))
-    again = rank.make_mesh(2, 2, names=("replicate", "shard"))
-    return rank.mesh.ndim, rank.mesh.device_type, rank.mesh.size(), tuple(square.shape), square is again
-
-
 def describe_device(rank: Rank) -> tuple[str, str, str, float]:
     value = torch.full((2,), 1.0 + rank.rank)
     dist.all_reduce(value)
@@ -126,11 +116,6 @@ def test_ranks_share_a_process_group(ranks: RankPool) -> None:
     """Bodies can use collectives, and tensors travel to the ranks and back."""
     for value in ranks(4, sum_over_ranks, torch.ones(2, 3)):
         assert torch.equal(value, torch.full((2, 3), 4.0 + 0 + 1 + 2 + 3))
-
-
-def test_mesh_spans_the_world(ranks: RankPool) -> None:
-    """A rank has a 1-D CPU mesh over all ranks, and meshes of other shapes are made once."""
-    assert ranks(4, describe_mesh) == [(1, "cpu", 4, (2, 2), True)] * 4
 
 
 def test_worlds_of_two_devices_live_side_by_side(ranks: RankPool) -> None:
@@ -177,16 +162,6 @@ def test_equal_errors_are_shown_once_and_the_world_is_replaced(ranks: RankPool) 
     assert ranks.pids(2) == []
     assert not set(before) & set(ranks(2, process_id))
     assert not any(_is_running(pid) for pid in before)
-
-
-def test_hang_shows_the_stacks_of_the_stuck_rank(ranks: RankPool) -> None:
-    """A rank that does not return in time fails the call with its Python stack, and the next call works."""
-    with pytest.raises(RanksFailed, match=r"rank 1 hung: still running after the timeout of 1 s") as caught:
-        ranks(2, sleep_on, 1, timeout=1)
-    assert "in take_a_long_nap" in str(caught.value)
-    assert "ranks/worker.py" not in str(caught.value)
-    assert "1 of 2 ranks failed" in str(caught.value)
-    assert ranks(2, number, 1) == [0, 1]
 
 
 def test_death_of_a_rank_is_told_from_its_echo(ranks: RankPool) -> None:
@@ -271,12 +246,6 @@ def test_decorated_body_runs_on_ranks(rank: Rank, addend: int, tmp_path: Path) -
     assert total.item() == sum(range(rank.world_size)) + addend * rank.world_size
 
 
-def test_decorated_body_keeps_its_name() -> None:
-    """The decorator keeps name and docstring of the body."""
-    assert test_decorated_body_runs_on_ranks.__name__ == "test_decorated_body_runs_on_ranks"
-    assert "every rank" in test_decorated_body_runs_on_ranks.__doc__
-
-
 def test_decorator_refuses_what_it_cannot_run() -> None:
     """The decorator needs world sizes and keeps the name ``world`` to itself."""
     with pytest.raises(TypeError, match="needs world sizes"):
@@ -325,32 +294,23 @@ def instruction_sets(rank: Rank) -> tuple[str, str | None]:
     return torch.backends.cpu.get_cpu_capability(), os.environ.get("MKL_CBWR")
 
 
-def own_a_pool() -> None:
-    """The program of the next test: print what its ranks inherit, and its processes."""
-    pool = RankPool()
-    print(pool(2, instruction_sets))
-    print(*pool.pids(2), pool._nursery("cpu").process.pid, flush=True)
-    time.sleep(100)
-
-
-def test_what_ranks_have_of_the_process_that_owns_the_pool(tmp_path: Path) -> None:
+def test_what_ranks_have_of_the_process_above_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks compute with the instruction sets that its environment names; when it is killed they end, too."""
-    chosen = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "AVX2"}  # as of ``make test CPU=...``
-    program = f"import sys; sys.path.insert(0, {str(TESTS)!r}); import test_rank_pool; test_rank_pool.own_a_pool()"
-    environment = {**os.environ, **chosen, "TMPDIR": str(tmp_path)}
-    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
-    with owner:
-        assert owner.stdout is not None
-        inherited = owner.stdout.readline().strip()
-        pids = [int(word) for word in owner.stdout.readline().split()]
-        running = [_is_running(pid) for pid in pids]
-        owner.kill()
-    assert inherited == str([("DEFAULT", "AVX2")] * 2)
-    assert running == [True, True, True]
-    until = time.monotonic() + 10
-    while any(_is_running(pid) for pid in pids) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not any(_is_running(pid) for pid in pids)
+    for name, value in {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "AVX2"}.items():  # ``make test CPU=...``
+        monkeypatch.setenv(name, value)
+    pool = RankPool(preload=())
+    try:
+        assert pool(2, instruction_sets) == [("DEFAULT", "AVX2")] * 2
+        pids = pool.pids(2)
+        assert len(pids) == 2 and all(_is_running(pid) for pid in pids)
+        pool._nursery("cpu").process.kill()
+        until = time.monotonic() + 10
+        while any(_is_running(pid) for pid in pids) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not any(_is_running(pid) for pid in pids)
+        pool._worlds.clear()  # nobody is left to be ended
+    finally:
+        pool.close()
 
 
 def _is_running(pid: int) -> bool:

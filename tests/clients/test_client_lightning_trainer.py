@@ -8,12 +8,11 @@ pytest.importorskip("lightning")
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from example_runs import losses_in, run_example
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
@@ -31,7 +30,6 @@ from compare import assert_close, assert_equal
 from ranks import Rank, on_ranks
 
 STEPS = range(4)
-ROOT = Path(__file__).parents[2]
 
 
 class FSDPOnCpu(FSDPStrategy):
@@ -199,15 +197,6 @@ def test_resuming_from_a_checkpoint(rank: Rank, kind: str, sharded: bool, tmp_pa
         assert_equal(weights, {n: p.detach() for n, p in expected.named_parameters()}, "saved parameters")
 
 
-@on_ranks(2)
-def test_validate_alone(rank: Rank) -> None:
-    """A Trainer that only validates wraps the model for that."""
-    with standing_in():
-        task, strategy = made("fsdp")
-        trainer_on(strategy).validate(task, batches(rank, range(20, 21)), verbose=False)
-        assert task.validated == [loss_of(net(), batch(rank.rank, 20)).item()]
-
-
 # ---------------------------------------------------------------- gradients
 
 
@@ -274,7 +263,7 @@ class ByHandSharded(ByHand, Sharded):
     """The same, for ModelParallelStrategy."""
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "model_parallel"])
+@pytest.mark.parametrize("kind", ["fsdp", "one unit", "model_parallel"])
 @on_ranks(2)
 def test_manual_optimization(rank: Rank, kind: str) -> None:
     """``manual_backward`` and two optimizers, each of a part of the model.
@@ -282,17 +271,9 @@ def test_manual_optimization(rank: Rank, kind: str) -> None:
     With FSDPStrategy the whole step, backward and optimizers included, runs inside of the wrapper's forward.
     """
     with standing_in():
-        task = ByHand() if kind == "fsdp" else ByHandSharded()
-        trainer_on(made(kind)[1], 2 * len(STEPS)).fit(task, batches(rank, STEPS))
-        assert task.losses == [step[rank.rank] for step in unsharded(net(), STEPS)]
-
-
-@on_ranks(2)
-def test_manual_optimization_without_units_inside(rank: Rank) -> None:
-    """The model is one unit, whose forward is open while it is trained."""
-    with standing_in():
-        task = ByHand()
-        trainer_on(FSDPOnCpu(), 2 * len(STEPS)).fit(task, batches(rank, STEPS))
+        task = ByHandSharded() if kind == "model_parallel" else ByHand()
+        strategy = FSDPOnCpu() if kind == "one unit" else made(kind)[1]
+        trainer_on(strategy, 2 * len(STEPS)).fit(task, batches(rank, STEPS))
         assert task.losses == [step[rank.rank] for step in unsharded(net(), STEPS)]
 
 
@@ -322,7 +303,7 @@ def test_flat_parameters(rank: Rank) -> None:
 # ---------------------------------------------------------------- more
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-true"])
 @on_ranks(2)
 def test_precision(rank: Rank, precision: Any) -> None:
     """Dtypes in forward and of kept parameters; losses near those of float32."""
@@ -343,37 +324,10 @@ def test_precision(rank: Rank, precision: Any) -> None:
 
 
 @on_ranks(2)
-def test_models_made_on_the_meta_device(rank: Rank) -> None:
-    """``trainer.init_module(empty_init=True)``: sharding initializes what it wraps."""
-    with standing_in():
-        for strategy, kind in (
-            (FSDPOnCpu(auto_wrap_policy={nn.LayerNorm, nn.Linear}), Task),
-            (model_parallel(), Sharded),
-        ):
-            trainer = trainer_on(strategy)
-            with trainer.init_module(empty_init=True):
-                task = kind()
-            assert all(p.is_meta for p in task.parameters())
-            torch.manual_seed(11)
-            trainer.fit(task, batches(rank, STEPS))
-            assert len(task.losses) == len(STEPS)
-            assert all(torch.tensor(task.losses).isfinite())
-
-
-class WhollySharded(Task):
-    """Shards the LightningModule itself, its Trainer and all."""
-
-    def configure_model(self) -> None:
-        if not isinstance(self, fullshard.FSDPModule):
-            fully_shard(self, mesh=self.device_mesh["data_parallel"])
-
-
-@pytest.mark.parametrize("kind", [Sharded, WhollySharded])
-@on_ranks(2)
-def test_moving_average(rank: Rank, kind: type[Task]) -> None:
+def test_moving_average(rank: Rank) -> None:
     """Lightning's callback for moving averages copies the sharded model; its average is the plain model's."""
     with standing_in():
-        task = kind()
+        task = Sharded()
         trainer = trainer_on(model_parallel(), callbacks=[EMAWeightAveraging(decay=0.5)], val_check_interval=len(STEPS))
         trainer.fit(task, batches(rank, STEPS), batches(rank, range(20, 21)))
         assert task.losses == [step[rank.rank] for step in unsharded(net(), STEPS)]
@@ -390,33 +344,12 @@ def test_moving_average(rank: Rank, kind: type[Task]) -> None:
         assert_close(torch.tensor(task.validated), validated.detach().reshape(1), "validation of the average", 1e-6)
 
 
-@on_ranks(2)
-def test_moving_average_of_wrapped_models(rank: Rank) -> None:
-    """The callback copies the model before FSDPStrategy wraps it: then shapes differ, whosever FSDP it is."""
-    with standing_in(), pytest.raises(RuntimeError, match="size of tensor"):
-        trainer_on(made("fsdp")[1], callbacks=[EMAWeightAveraging()]).fit(Task(), batches(rank, STEPS))
-
-
 # ---------------------------------------------------------------- programs
-
-
-def run(command: list[str]) -> str:
-    """What a program prints that knows nothing of fullshard, run on two processes."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [sys.executable, "-m", *command], capture_output=True, text=True, timeout=120, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def losses_in(printed: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", printed, re.MULTILINE)]
 
 
 def test_example_of_fabric_with_lightnings_launcher() -> None:
     """Lightning starts the second process, which stands in as well; training and resuming bring the loss down."""
-    printed = run(["fullshard.dropin", str(ROOT / "examples" / "lightning_fabric.py")])
+    printed = run_example("lightning_fabric.py", by=("fullshard.dropin",))
     assert sorted(re.findall(r"rank (\d) trains with (fullshard\.wrapper)", printed)) == [
         ("0", "fullshard.wrapper.fsdp"),
         ("1", "fullshard.wrapper.fsdp"),
@@ -427,8 +360,7 @@ def test_example_of_fabric_with_lightnings_launcher() -> None:
 
 def test_example_of_the_trainer_with_torchrun() -> None:
     """fully_shard in configure_model, gradients clipped, and an average of the weights that is validated."""
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fullshard.dropin"]
-    printed = run([*launcher, str(ROOT / "examples" / "lightning_trainer.py")])
+    printed = run_example("lightning_trainer.py")
     losses = losses_in(printed)
     assert len(losses) == 10 and losses[0] > 4 and losses[9] < 2.8
     assert re.search(r"validation of the averaged weights: [23]\.\d+", printed)

@@ -5,28 +5,25 @@ tests/engine/test_torchao.py has NF4 and float8 weights through fullshard's own 
 
 from __future__ import annotations
 
-import os
+import functools
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from example_runs import run_example
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -37,7 +34,7 @@ pytest.importorskip("torchao")
 
 import torchao.prototype.moe_training.tensor as moe_tensor
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
-from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8, CPUOffloadOptimizer
+from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 from torchao.optim import _AdamW as FlexibleAdamW
 from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
 from torchao.prototype.quantized_training import (
@@ -152,73 +149,63 @@ def gathered_bytes(model: nn.Module, rank: Rank) -> int:
 # ---------------------------------------------------------------- weights
 
 
+def float8_model(gather: bool = True) -> nn.Module:
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=gather, emulate=True)
+    return convert_to_float8_training(plain_model(), config=config)
+
+
+class LowBit(NamedTuple):
+    """Low-bit weights, and how they are trained.
+
+    Attributes:
+        build: Makes the model that is sharded.
+        reference: Makes the one that is not.
+        rtol: Of the losses.
+        before: Called with the model before each step.
+        bits: Of a weight on the wire; 0: those of the plain model.
+        optimizer: Its class.
+    """
+
+    build: Callable[[], nn.Module]
+    reference: Callable[[], nn.Module]
+    rtol: float
+    before: Callable[[nn.Module], None] | None = None
+    bits: float = 0
+    optimizer: Any = torch.optim.AdamW
+
+
+int8 = functools.partial(quantized_model, int8_weight_only_quantized_training())
+int8_multiplied = functools.partial(quantized_model, int8_mixed_precision_training(module_swap=True))
+bitnet = functools.partial(quantized_model, bitnet_training())
+WEIGHTS = {
+    # Rounded at random in each step; a scale of fp32 per row, of 3 * WIDTH rows.
+    "int8": LowBit(int8, int8, 5e-3, bits=8 + 3 * 32 / (4 * WIDTH), optimizer=FlexibleAdamW),
+    "multiplied in int8": LowBit(int8_multiplied, int8_multiplied, 1e-4),
+    "bitnet": LowBit(bitnet, bitnet, 1e-3, bits=2),
+    "bitnet, scales found before": LowBit(bitnet, bitnet, 1e-3, precompute_bitnet_scale_for_fsdp, 2),
+    "float8": LowBit(
+        float8_model, functools.partial(float8_model, False), 1e-3, precompute_float8_dynamic_scale_for_fsdp, 8
+    ),
+}
+
+
 @on_ranks(2)
-def test_int8_weights(rank: Rank) -> None:
-    """Weights that are int8 at rest, in the step and on the wire train; updates are rounded at random."""
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_low_bit_weights(rank: Rank, kind: str) -> None:
+    """They train with the losses of the unsharded model, and travel in as many bits as they have."""
+    weights = WEIGHTS[kind]
     with installed():
-        config = int8_weight_only_quantized_training()
-        model = sharded(quantized_model(config), rank)
+        model, reference = sharded(weights.build(), rank), weights.reference()
         torch.manual_seed(rank.rank)
-        losses = train(model, FlexibleAdamW(model.parameters(), lr=1e-2), rank, range(5))
-        reference = quantized_model(config)
-        expected = train_plain(reference, FlexibleAdamW(reference.parameters(), lr=1e-2), rank, range(5))
-        close(losses[:1], expected[:1], rtol=1e-6)
-        close(losses, expected, rtol=5e-3)  # what rounding at random leaves
-        weight = model[0].weight
-        assert type(weight.to_local()).__name__ == "Int8QuantizedTrainingLinearWeight"
-        assert weight.to_local().int_data.dtype is torch.int8
-        elements = 4 * WIDTH * WIDTH
-        scales = 4 * 3 * WIDTH
-        assert gathered_bytes(model, rank) == pytest.approx((elements + scales) / 2, rel=0.02)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_int8_multiplication(rank: Rank, dtype: torch.dtype) -> None:
-    """Layers that multiply in int8 train with the losses of the unsharded model."""
-    with installed():
-        config = int8_mixed_precision_training(module_swap=True)
-        policy = MixedPrecisionPolicy(param_dtype=dtype)
-        model = sharded(quantized_model(config, dtype), rank, mp_policy=policy)
-        losses = train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), rank, range(5), dtype)
-        reference = quantized_model(config, dtype)
-        expected = train_plain(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2), rank, range(5), dtype)
-        close(losses, expected, rtol=1e-4 if dtype is torch.float32 else 2e-2)
-        other = plain_model(dtype)
-        plain = train_plain(other, torch.optim.AdamW(other.parameters(), lr=1e-2), rank, range(5), dtype)
-        assert dtype is not torch.float32 or abs(plain[1] - expected[1]) > 3e-4 * expected[1]  # int8 does something
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("precomputed", [False, True])
-def test_bitnet_weights(rank: Rank, precomputed: bool) -> None:
-    """Weights of -1, 0 and 1 travel in two bits each."""
-    with installed():
-        model = sharded(quantized_model(bitnet_training()), rank)
-        before = precompute_bitnet_scale_for_fsdp if precomputed else None
-        losses = train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), rank, range(4), before=before)
-        reference = quantized_model(bitnet_training())
-        expected = train_plain(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2), rank, range(4))
-        close(losses, expected, rtol=1e-3)
-        assert gathered_bytes(model, rank) == pytest.approx(4 * WIDTH * WIDTH / 4 / 2, rel=0.02)
-
-
-@on_ranks(2)
-def test_float8_weights(rank: Rank) -> None:
-    """Float8 layers, sharded through torch's names, with scales of all weights found in one message."""
-
-    def build(gather: bool) -> nn.Module:
-        config = Float8LinearConfig(enable_fsdp_float8_all_gather=gather, emulate=True)
-        return convert_to_float8_training(plain_model(), config=config)
-
-    with installed():
-        model = sharded(build(True), rank)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        losses = train(model, optimizer, rank, range(4), before=precompute_float8_dynamic_scale_for_fsdp)
-        reference = build(False)
-        expected = train_plain(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2), rank, range(4))
-        close(losses, expected, rtol=1e-3)
-        assert gathered_bytes(model, rank) == pytest.approx(4 * WIDTH * WIDTH / 2, rel=0.02)
+        losses = train(model, weights.optimizer(model.parameters(), lr=1e-2), rank, range(4), before=weights.before)
+        expected = train_plain(reference, weights.optimizer(reference.parameters(), lr=1e-2), rank, range(4))
+        close(losses, expected, rtol=weights.rtol)
+        other = plain_model()
+        plain = train_plain(other, torch.optim.AdamW(other.parameters(), lr=1e-2), rank, range(4))
+        assert abs(plain[1] - expected[1]) > 3e-4 * expected[1]  # few bits do something
+        if weights.bits:
+            wanted = 4 * WIDTH * WIDTH * weights.bits / 8 / 2  # half of it from the other rank
+            assert gathered_bytes(model, rank) == pytest.approx(wanted, rel=0.02)
 
 
 class Experts(nn.Module):
@@ -420,45 +407,13 @@ def test_optimizer_state_through_dcp(rank: Rank, kind: type[torch.optim.Optimize
         assert train(model, optimizer, rank, range(3, 6)) == expected
 
 
-@on_ranks(2)
-def test_quantized_state_is_saved_in_pieces_only(rank: Rank) -> None:
-    """`fullshard.save` and torch's full state dicts would have to cut quantized state anew: errors, as with torch's."""
-    with installed(), folder() as path:
-        model = sharded(plain_model(), rank)
-        optimizer = AdamW8bit(model.parameters(), lr=1e-2)
-        train(model, optimizer, rank, range(1))
-        with pytest.raises(TypeError, match="OptimState8bit is made of 3 tensors"):
-            fullshard.save(f"{path}/saved", model, optimizer)
-        options = StateDictOptions(full_state_dict=True)
-        state = get_optimizer_state_dict(model, optimizer, options=options)
-        with pytest.raises(NotImplementedError, match=r"OptimState8bit.*aten\.split"):
-            set_optimizer_state_dict(model, optimizer, state, options=options)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it works there")
-def test_offloading_optimizer_wants_an_accelerator() -> None:
-    """torchao's CPUOffloadOptimizer is for CUDA and XPU, whoever shards."""
-    with pytest.raises((AssertionError, IndexError)):
-        CPUOffloadOptimizer(nn.Linear(128, 128).parameters())
-
-
 # ---------------------------------------------------------------- the example and the page
 
 
 def test_example_runs(tmp_path: Path) -> None:
     """The example of the page, a program that knows nothing of fullshard, under torchrun."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "SAVED": str(tmp_path / "saved")}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, "-m", "fullshard.dropin", str(EXAMPLE)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "stands in for torch.distributed.fsdp" in done.stderr
-    found = re.findall(r"step (\d) loss (\S+)", done.stdout)
+    printed = run_example(EXAMPLE.name, SAVED=str(tmp_path / "saved"))
+    assert "stands in for torch.distributed.fsdp" in printed
+    found = re.findall(r"step (\d) loss (\S+)", printed)
     assert [int(step) for step, _ in found] == [0, 1, 2, 3, 4, 5, 3, 4, 5]
     assert found[3:6] == found[6:9] and float(found[5][1]) < float(found[0][1])

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("torchtitan")
 pytest.importorskip("triton", reason="torchtitan's models import Triton, also where there is only a CPU")
 
+import copy
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
+from example_runs import losses_in, run_example
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config import TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -30,10 +27,13 @@ from torchtitan_models import (
     Sharded,
     assert_same,
     build,
+    deepseek_config,
+    exact_experts,
     llama_config,
     losses,
     on_fullshard,
     on_torch,
+    qwen_moe_config,
     tokens,
 )
 
@@ -83,14 +83,6 @@ def test_meta_device(rank: Rank):
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         assert torch.equal(value, theirs[name]), name
-
-
-@on_ranks(4)
-def test_torch_on_gloo(rank: Rank):
-    """What torch's own FSDP does with torchtitan on CPU ranks: it cannot reduce by a factor of the user's."""
-    with on_torch():
-        with pytest.raises(RuntimeError, match="PREMUL_SUM with Gloo"):
-            Sharded(llama_config(), **DEGREES["fsdp"]).losses()
 
 
 @pytest.mark.parametrize("policy", ["always", "never", "default"])
@@ -353,22 +345,100 @@ def test_spmd_types_with_tp(rank: Rank):
             Sharded(llama_config(), spmd_backend="spmd_types", **DEGREES["tp"])
 
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "torchtitan_parallelize.py"
-
-
 def test_example():
     """The example, as a user starts it, trains."""
-    command = "-m torch.distributed.run --standalone --nproc-per-node 2 -m fullshard.dropin"
-    run = subprocess.run(
-        [sys.executable, *command.split(), str(EXAMPLE)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    found = [float(value) for value in re.findall(r"step \d: loss ([\d.]+)", run.stdout)]
+    printed = run_example("torchtitan_parallelize.py")
+    found = losses_in(printed)
     assert len(found) == 5
     assert found == sorted(found, reverse=True)
-    assert "FSDPLlama3Model: 3,081,856 of 6,163,712 parameters here" in run.stdout
-    assert "stands in for torch.distributed.fsdp" in run.stderr
+    assert "FSDPLlama3Model: 3,081,856 of 6,163,712 parameters here" in printed
+    assert "stands in for torch.distributed.fsdp" in printed
+
+
+# ---------------------------------------------------------------- mixtures of experts
+
+RTOL = 5e-5
+
+EP = {"data_parallel_shard_degree": 4, "expert_parallel_degree": 2}
+HSDP_EP = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "expert_parallel_degree": 2}
+TP_EP = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2, "expert_parallel_degree": 2}
+
+
+def experts_of(sharded: Sharded) -> torch.nn.Parameter:
+    """A weight of the experts of the last layer."""
+    return sharded.model.layers["1"].moe.routed_experts.inner_experts.w1_EFD
+
+
+@pytest.mark.parametrize("backend", ["partial_dtensor", "full_dtensor"])
+@pytest.mark.parametrize(("degrees", "axes"), [(EP, 2), (HSDP_EP, 3), (TP_EP, 2)], ids=["ep", "hsdp", "tp"])
+@on_ranks(4)
+def test_expert_parallel(rank: Rank, degrees: dict[str, int], axes: int, backend: str):
+    """Experts on a mesh of their own (efsdp, ep), the rest on all ranks: losses and norms of the whole model."""
+    with exact_experts():
+        expected = losses(build(qwen_moe_config()))
+    with exact_experts(), on_fullshard(backend):
+        sharded = Sharded(qwen_moe_config(), spmd_backend=backend, **degrees)
+        weight, rest = experts_of(sharded), sharded.model.layers["1"].attention.wo.weight
+        assert weight.device_mesh.mesh_dim_names[-2:] == ("efsdp", "ep")
+        assert weight.device_mesh.ndim == axes
+        assert "ep" not in rest.device_mesh.mesh_dim_names
+        assert weight.to_local().shape[0] == 4 // 2 // weight.device_mesh["efsdp"].size()
+        assert_same(sharded.losses(), expected, RTOL)
+
+
+@pytest.mark.parametrize("degrees", [EP, {"data_parallel_shard_degree": 4}], ids=["ep", "no_ep"])
+@on_ranks(4)
+def test_few_experts(rank: Rank, degrees: dict[str, int]):
+    """Fewer experts than ranks are sharded on dim 1, so that no rank's part is padding."""
+    with exact_experts():
+        expected = losses(build(qwen_moe_config(experts=2)))
+    with exact_experts(), on_fullshard():
+        sharded = Sharded(qwen_moe_config(experts=2), **degrees)
+        assert experts_of(sharded).placements[0] == Shard(1)
+        assert_same(sharded.losses(), expected, RTOL)
+
+
+@on_ranks(4)
+def test_deepseek(rank: Rank):
+    """DeepSeek V3: latent attention, shared experts beside routed ones, a dense first layer."""
+    with exact_experts():
+        expected = losses(build(deepseek_config()))
+    with exact_experts(), on_fullshard():
+        assert_same(Sharded(deepseek_config(), **EP).losses(), expected, RTOL)
+
+
+@on_ranks(4)
+def test_experts_in_bf16(rank: Rank):
+    """As torchtitan has it: what differs is how sums round."""
+    expected = losses(build(qwen_moe_config()))
+    with on_fullshard():
+        assert_same(Sharded(qwen_moe_config(), **EP).losses(), expected, 3e-3)
+
+
+@on_ranks(4)
+def test_spmd_types_with_ep(rank: Rank):
+    """Plain tensors of experts do not say how they lie on the ep axis: refused, by torch 2.13 as well."""
+    with on_fullshard("spmd_types"):
+        with pytest.raises(ValueError, match="with dp_mesh_dims all parameters have to be DTensors"):
+            Sharded(qwen_moe_config(), spmd_backend="spmd_types", **EP)
+
+
+@on_ranks(4)
+def test_mesh_info(rank: Rank):
+    """What torchtitan builds with _get_mesh_info has the fields that it reads."""
+    with on_fullshard():
+        from torch.distributed.fsdp import DataParallelMeshDims
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+        from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
+
+        dims = Sharded(qwen_moe_config(), **HSDP_EP).dims
+        info = _get_mesh_info(dims.get_mesh(["dp_replicate", "efsdp"]), None)
+        assert isinstance(info, FSDPMeshInfo)
+        assert isinstance(info, fullshard.HSDPMeshInfo)
+        assert (info.shard_mesh_dim, info.replicate_mesh_dim) == (1, 0)
+        result = ShardPlacementResult(placement=Shard(0), mesh_info=info)
+        assert result.mesh_info is info
+        whole = rank.make_mesh(2, 2, names=("dp_replicate", "efsdp"))
+        named = _get_mesh_info(whole, DataParallelMeshDims(shard="efsdp", replicate="dp_replicate"))
+        assert isinstance(named, fullshard.HSDPMeshInfo)
+        assert (named.dp_mesh_dims.shard, named.spmd_mesh) == ("efsdp", whole)

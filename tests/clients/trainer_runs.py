@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -185,14 +182,3 @@ def assert_losses(actual: Sequence[float], expected: Sequence[float], tolerance:
     assert max(expected) - min(expected) > 2 * tolerance * max(expected), "a run that does not move shows nothing"
     for step, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
         assert abs(ours - theirs) <= tolerance * abs(theirs), f"step {step}: {actual} instead of {expected}"
-
-
-def run_example(name: str, folder: Path) -> str:
-    """Everything that an example prints on two ranks."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fullshard.dropin"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}
-    environment |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *launcher, str(Path(__file__).resolve().parents[2] / "examples" / name)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout

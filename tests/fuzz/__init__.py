@@ -5,10 +5,10 @@ suite runs some (``test_fuzz.py``). Everything follows from one integer:
 
 - ``plan.py``        what a history is, as data: model, front end, optimizer, operations
 - ``draw.py``        the plan of a seed
-- ``models.py``      the modules of a plan; ``outputs.py``: in what they return their tensors; ``losses.py``
+- ``models.py``      the modules of a plan (which return their tensors in ``tests/containers.py``); ``losses.py``
 - ``sharding.py``    the sharded model, by all front ends and on all meshes; ``optimizers.py``
 - ``reference.py``   the unsharded one, which sees the batches of all ranks
 - ``operations.py``  what can be done to both
 - ``histories.py``   does it, and compares, by ``comparison.py``
-- ``running.py``     many histories on the rank pool; ``shrink.py``: the smallest with the same failure
+- ``running.py``     a history on the rank pool; ``shrink.py``: the smallest with the same failure
 """

@@ -1,6 +1,6 @@
 """Run many histories: ``python -m tests.fuzz 2000``, or ``make fuzz N=2000 SEED=0``.
 
-Each failure is printed with its seed, its plan, and what differed; ``--shrink`` makes the first one small.
+Each failure is printed with its seed, its plan, and what differed; ``--shrink`` makes the first of each kind small.
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fuzz.draw import draw
-from fuzz.running import Failure, run_all, run_one
+from fuzz.running import run
 from fuzz.shrink import shrink
 from ranks import RankPool
 
@@ -28,38 +27,28 @@ def main() -> int:
     parser.add_argument("--shrink", action="store_true", help="make each failure (of a kind that is new) small")
     parser.add_argument("--stop", action="store_true", help="at the first failure")
     given = parser.parse_args()
-    plans = [draw(seed) for seed in range(given.seed, given.seed + given.count)]
-    began, over = time.monotonic(), 0
-    kinds: Counter[str] = Counter()
-
+    began = time.monotonic()
+    seeds: dict[str, list[int]] = defaultdict(list)  # of failures, by kind
     pool = RankPool()
-
-    def progress(done: int, failed: Sequence[Failure]) -> None:
-        nonlocal over
-        over += done
-        for failure in failed:
-            kinds[failure.kind] += 1
-            print(f"\n=== seed {failure.plan.seed} failed: {failure.kind}", flush=True)
-            if kinds[failure.kind] == 1:
+    for number in range(given.count):
+        failure = run(pool, draw(given.seed + number))
+        if failure is not None:
+            seeds[failure.kind].append(given.seed + number)
+            print(f"\n=== seed {given.seed + number} failed: {failure.kind}", flush=True)
+            if len(seeds[failure.kind]) == 1:
                 print(failure.text, flush=True)
                 if given.shrink:
-                    small, last = shrink(failure, lambda plan: run_one(pool, plan))
-                    print(f"\n--- smallest ---\n{small.describe()}\n{small!r}\n--- its failure ---\n{last.text}")
-        elapsed = time.monotonic() - began
-        print(f"{over} of {len(plans)} histories, {sum(kinds.values())} failed, {elapsed:.0f} s", flush=True)
-        if failed and given.stop:
-            raise KeyboardInterrupt
-
-    try:
-        failures = run_all(pool, plans, progress)
-    except KeyboardInterrupt:
-        return 1
-    finally:
-        pool.close()
-    for kind, count in kinds.most_common():
-        seeds = [failure.plan.seed for failure in failures if failure.kind == kind]
-        print(f"{count:5d} x {kind}; seeds {seeds[:10]}")
-    return 1 if failures else 0
+                    small = shrink(failure, lambda plan: run(pool, plan))
+                    print(f"\n--- smallest ---\n{small.plan!r}\n--- its failure ---\n{small.text}")
+            if given.stop:
+                break
+        if number % 20 == 19:
+            elapsed, failed = time.monotonic() - began, sum(map(len, seeds.values()))
+            print(f"{number + 1} of {given.count} histories, {failed} failed, {elapsed:.0f} s", flush=True)
+    pool.close()
+    for kind, found in seeds.items():
+        print(f"{len(found):5d} x {kind}; seeds {found[:10]}")
+    return 1 if seeds else 0
 
 
 if __name__ == "__main__":

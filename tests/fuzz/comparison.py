@@ -20,8 +20,6 @@ from fullshard.engine.parameters.sharded import ShardedParameter
 from fullshard.engine.states import Phase
 from fuzz.models import Root
 
-__all__ = ["Pair", "Tolerance", "difference", "differences", "flat_groups", "left_unsharded", "pairs"]
-
 
 @dataclass(frozen=True)
 class Tolerance:
@@ -72,8 +70,7 @@ class Pair(NamedTuple):
         gradient = None if held is None else held.grad
         if not isinstance(gradient, DTensor):
             return gradient, whole
-        # A regularizer's gradient is placed as DTensor likes: whole on all ranks, where ranks are more than rows.
-        return gradient.to_local(), None if whole is None else _part(whole, gradient)
+        return gradient.to_local(), None if whole is None else self.part_of(whole)
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor like the whole parameter."""

@@ -11,12 +11,10 @@ import random
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from containers import CONTAINERS
 from fuzz.losses import DOUBLE_BACKWARD
 from fuzz.models import KINDS
-from fuzz.outputs import CONTAINERS
 from fuzz.plan import BlockPlan, FrontEnd, HistoryPlan, ModelPlan, Operation, OptimizerPlan, every_block
-
-__all__ = ["draw"]
 
 T = TypeVar("T")
 
@@ -47,8 +45,6 @@ class _Drawing:
         front_end = self.front_end()
         model = self.model(front_end)
         optimizer = self.optimizer(front_end)
-        if any(each.kind == "dtypes" for each in every_block(model)):
-            front_end = replace(front_end, quantized=False)  # of fp64, nothing qualifies
         plan = HistoryPlan(self.seed, model, front_end, optimizer)
         count = self.choices.randint(MIN_OPERATIONS, MAX_OPERATIONS)
         operations = tuple(self.operation(plan, number) for number in range(1, count + 1))
@@ -63,7 +59,7 @@ class _Drawing:
             "offload": self.maybe(0.1),
             "tiny": self.maybe(0.4),
             "direct_bytes": self.one(0, SMALL_MESSAGES),
-            "precision": self.choices.choices(["exact", "bf16", "fp16"], [0.86, 0.07, 0.07])[0],
+            "fp16": self.maybe(0.07),
         }
         if name == "replicate":
             return FrontEnd(mesh=self.one((2,), (2,), (3,)), keep=self.maybe(0.15), **common)
@@ -82,13 +78,12 @@ class _Drawing:
             reshard=False if keep else self.one(None, None, True, False, mesh[-1]),
             keep=keep,
             columns=self.maybe(0.1),
-            quantized=common["precision"] == "exact" and mesh[-1] > 1 and self.maybe(0.05),
             **common,
         )
 
     def optimizer(self, front_end: FrontEnd) -> OptimizerPlan:
         names = ["sgd", "momentum", "adamw"]
-        if front_end.precision != "exact":
+        if front_end.fp16:
             return OptimizerPlan("sgd", self.one("plain", "localize", "overlap"))
         if not front_end.flat:
             names.append("muon")
@@ -161,8 +156,6 @@ class _Drawing:
             given["every"] = False
         if self.maybe(0.25):
             given["inputs"] = True
-        if name in WITH_BACKWARD and plan.front_end.name != "wrapper" and self.maybe(0.1):
-            given["regularized"] = True
         return given
 
     def arguments(self, plan: HistoryPlan, name: str) -> dict[str, Any]:
@@ -221,7 +214,6 @@ WEIGHTS = {
     "freeze": 2,
     "copy": 2,
     "state_dict": 2,
-    "save_and_load": 0.4,
     "prefetch": 1,
     "prefetch_bytes": 1,
     "reshard_after_forward": 1,
@@ -234,7 +226,7 @@ def _is_possible(plan: HistoryPlan, name: str, arguments: dict[str, Any]) -> boo
     model, front_end = plan.model, plan.front_end
     blocks = list(every_block(model))
     reentrant = any("reentrant" in block.checkpoint for block in blocks)
-    lossy = front_end.precision != "exact"
+    lossy = front_end.fp16
     if arguments.get("loss", "square") != "square":
         compiled = any(block.compiled == "aot_eager" for block in blocks)
         if reentrant or compiled or model.tokens or lossy:

@@ -21,12 +21,10 @@ from fuzz.reference import Reference, Side
 from fuzz.sharding import message_sizes, shard
 from ranks import Rank
 
-__all__ = ["NOTHING_HERE", "DifferenceFound", "History", "live"]
-
 # fp64 rounding, after some steps. With fp32 parameters everything is as exact as these.
 EXACT, SINGLE = Tolerance(1e-8, 1e-11), Tolerance(1e-4, 1e-6)
-# Gradients reduced in fp16 have 11 bits, and may be subnormal; those computed in bf16 have 8, and are sums.
-ROUNDED = {"fp16": Tolerance(4e-3, 1e-6), "bf16": Tolerance(6e-2, 1e-4)}
+# Gradients reduced in fp16 have 11 bits, and may be subnormal.
+ROUNDED = Tolerance(4e-3, 1e-6)
 
 MOST_SHOWN = 12  # differences
 NOTHING_HERE = "nothing on this rank, but on another"
@@ -70,8 +68,7 @@ class History(Operations):
         self.rank, self.plan, self.dangling, self._found = rank, plan, False, []
         front_end = plan.front_end
         root = build(plan.model, plan.seed)
-        compute = torch.bfloat16 if front_end.precision == "bf16" else None
-        self.theirs = Reference(build(plan.model, plan.seed), rank.world_size, compute)
+        self.theirs = Reference(build(plan.model, plan.seed), rank.world_size)
         self.ours = Side(shard(root, front_end, rank))
         self.made_anew(self.ours.model)
         self.optimizers = (
@@ -79,17 +76,12 @@ class History(Operations):
             optimizers(self.theirs.model, plan.optimizer, plan.front_end, sharded=False),
         )
         single = any(block.kind == "dtypes" for block in every_block(plan.model))
-        self.tolerance = ROUNDED.get(front_end.precision, SINGLE if single else EXACT)
+        self.tolerance = ROUNDED if front_end.fp16 else SINGLE if single else EXACT
 
     def made_anew(self, model: nn.Module) -> None:
         """``model`` is the sharded one from now on."""
         self.ours = Side(model)
         self.pairs = pairs(model, self.theirs.model, wrapped=self.plan.front_end.name == "wrapper")
-
-    @property
-    def rounds(self) -> bool:
-        """Whether the sharded model rounds otherwise than the reference."""
-        return self.plan.front_end.precision in ROUNDED
 
     # ---------------------------------------------------------------- running and comparing
 
@@ -102,7 +94,7 @@ class History(Operations):
         self._compare(-1)
         for index, operation in enumerate(self.plan.operations):
             self._do(index, operation)
-            if self.rounds:
+            if self.plan.front_end.fp16:
                 self._compare(index)
                 self._start_from_same()
             self._compare(index)

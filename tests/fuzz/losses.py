@@ -7,19 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
+from containers import tensors_of
 from fuzz.models import FEATURES, VOCABULARY, Sizes, set_rank
-from fuzz.outputs import tensors_of
 from fuzz.plan import HistoryPlan, ModelPlan, Operation
 from fuzz.reference import Side
 
-__all__ = ["DOUBLE_BACKWARD", "Loss"]
-
 DOUBLE_BACKWARD = ("penalty", "penalty only", "force")
-REGULARIZER = 0.01
-MOST_RANKS = 4
 
 
 @dataclass(frozen=True)
@@ -34,7 +28,6 @@ class Loss:
         run: Which blocks run; None: all.
         every: Whether all of the root's outputs count, or the first.
         inputs: Whether inputs require gradients anyway.
-        regularized: Whether the squares of all parameters are added, as a regularizer on the sharded ones.
     """
 
     plan: ModelPlan
@@ -43,13 +36,12 @@ class Loss:
     run: Sequence[int] | None = None
     every: bool = True
     inputs: bool = False
-    regularized: bool = False
 
     @classmethod
     def of(cls, plan: HistoryPlan, operation: Operation) -> Loss:
         """That an operation's arguments describe."""
         given: dict[str, Any] = operation.arguments
-        names = ("run", "every", "inputs", "regularized")
+        names = ("run", "every", "inputs")
         options = {name: given[name] for name in names if name in given}
         return cls(plan.model, 1000 * plan.seed + operation.data, kind=given.get("loss", "square"), **options)
 
@@ -83,8 +75,6 @@ class Loss:
                 target = torch.cos(self.batch(rank, number + 5)) if self.kind == "force" else 0.0
                 penalty = _mean(gradient - target)
                 loss = loss + penalty if self.kind == "penalty" else penalty
-        if self.regularized:
-            loss = loss + REGULARIZER * _squares(side.model)
         return loss
 
 
@@ -97,10 +87,3 @@ def _sum(values: Iterable[torch.Tensor]) -> torch.Tensor:
     for value in others:
         first = first + value
     return first
-
-
-def _squares(model: nn.Module) -> torch.Tensor:
-    """Of parameters with a row for each rank: others get gradients that DTensor places as no step can use them."""
-    chosen = [parameter for parameter in model.parameters() if min(parameter.shape, default=MOST_RANKS) >= MOST_RANKS]
-    squares = (parameter.double().square().sum() for parameter in chosen)
-    return _sum(square.full_tensor() if isinstance(square, DTensor) else square for square in squares)

@@ -14,10 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import layer_norm
 from torch.utils.checkpoint import checkpoint
 
-from fuzz.outputs import pack, tensors_of
+from containers import pack, tensors_of
 from fuzz.plan import BlockPlan, ModelPlan
-
-__all__ = ["FEATURES", "KINDS", "VOCABULARY", "Block", "Root", "Sizes", "build", "set_rank"]
 
 FEATURES = 6  # of an input that is no token ids
 VOCABULARY = 13
@@ -69,11 +67,8 @@ class Block(nn.Module):
         both = self.first.view(1, -1) + self.second.view(1, -1)
         return x + torch.tanh(both).view(x.shape[1:])
 
-    def _position(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.position.unsqueeze(0)
-
     def _positions(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x) + self.position.unsqueeze(0) + self.other.unsqueeze(0)
+        return x + self.position.unsqueeze(0) + self.other.unsqueeze(0)
 
     def _scalar(self, x: torch.Tensor) -> torch.Tensor:
         return x * (1 + torch.tanh(self.gain)) + self.bias + self.shift * 0.5
@@ -118,10 +113,6 @@ def _views(block: Block, sizes: Sizes) -> None:
     block.first, block.second = (_weight(sizes.steps * sizes.dim) for _ in range(2))
 
 
-def _position(block: Block, sizes: Sizes) -> None:
-    block.position = _weight(sizes.steps, sizes.dim)
-
-
 def _positions(block: Block, sizes: Sizes) -> None:
     block.position, block.other = (_weight(sizes.steps, sizes.dim) for _ in range(2))
 
@@ -154,8 +145,7 @@ KINDS: dict[str, Callable[[Block, Sizes], None]] = {
     "norm": _norm,  # and a layer that is never called
     "tied": _tied,
     "views": _views,  # whose gradients autograd gives one memory
-    "position": _position,  # whose gradient shares memory with that of the input, if there is one row
-    "positions": _positions,
+    "positions": _positions,  # whose gradients share memory with that of the input, if there is one row
     "scalar": _scalar,  # 0-D
     "small": _small,  # the same between others with gaps behind them
     "dtypes": _dtypes,  # fp32 beside fp64

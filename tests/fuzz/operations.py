@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import fullshard
 from compare import fqn_of
+from containers import tensors_of
 from fullshard import FSDPModule, FullyShardedDataParallel, unsharded
 from fuzz.losses import Loss
 from fuzz.models import Block
 from fuzz.optimizers import optimizers
-from fuzz.outputs import tensors_of
 from fuzz.reference import Reference, Side
 from fuzz.sharding import reshard_all, sharded_modules
-
-__all__ = ["Operations"]
 
 
 class Operations:
@@ -38,7 +31,6 @@ class Operations:
     optimizers: Any
     dangling: bool
     tolerance: Any
-    rounds: bool
 
     backward: Any
     expect: Any
@@ -250,11 +242,8 @@ class Operations:
         """Go on with deep copies of both models, and new optimizers."""
         made = copy.deepcopy(self.ours.model)
         theirs = copy.deepcopy(self.theirs.model)
-        self.theirs = Reference(theirs, self.theirs.world_size, self.theirs.compute_dtype)
+        self.theirs = Reference(theirs, self.theirs.world_size)
         self.made_anew(made)
-        self._new_optimizers()
-
-    def _new_optimizers(self) -> None:
         self.optimizers = (
             optimizers(self.ours.model, self.plan.optimizer, self.plan.front_end, sharded=True),
             optimizers(self.theirs.model, self.plan.optimizer, self.plan.front_end, sharded=False),
@@ -271,24 +260,6 @@ class Operations:
             for side, states_of in zip(self.optimizers, kept, strict=True):
                 for each, state in zip(side, states_of, strict=True):
                     each.load_state_dict(state)
-
-    def save_and_load(self, loss: Loss, /, **_: Any) -> None:
-        """As :meth:`state_dict`, by ``fullshard.save`` and ``fullshard.load``."""
-        folder = Path(tempfile.gettempdir()) / f"fullshard-fuzz-{os.getppid()}-{self.plan.seed}-{loss.seed}"
-        (mine, *more), theirs = self.optimizers
-        kept = copy.deepcopy(self.theirs.model.state_dict()), [copy.deepcopy(each.state_dict()) for each in theirs]
-        try:
-            fullshard.save(folder, self.ours.model, None if more else mine)
-            self.train(loss)
-            fullshard.load(folder, self.ours.model, None if more else mine)
-        finally:
-            if self.rank.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-        self.theirs.model.load_state_dict(kept[0])
-        if not more:
-            for each, state in zip(theirs, kept[1], strict=True):
-                each.load_state_dict(state)
-        dist.barrier()
 
     # ---------------------------------------------------------------- settings
 

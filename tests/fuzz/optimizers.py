@@ -8,8 +8,6 @@ from torch import nn
 from fullshard import optim
 from fuzz.plan import FrontEnd, OptimizerPlan
 
-__all__ = ["optimizers"]
-
 # Adam divides gradients by their own size; a large eps keeps it from making rounding errors as large as a step.
 EPS = 1e-4
 

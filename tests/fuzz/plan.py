@@ -11,16 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = [
-    "BlockPlan",
-    "FrontEnd",
-    "HistoryPlan",
-    "ModelPlan",
-    "Operation",
-    "OptimizerPlan",
-    "every_block",
-]
-
 
 @dataclass(frozen=True)
 class BlockPlan:
@@ -30,7 +20,7 @@ class BlockPlan:
         kind: Which parameters it has and what it does with them: a key of ``fuzz.models.KINDS``.
         unit: Whether it is a unit of its own.
         calls: How often it is called in a forward.
-        output: In what it returns its tensor: a key of ``fuzz.outputs.CONTAINERS``.
+        output: In what it returns its tensor: a key of ``containers.CONTAINERS``.
         checkpoint: Activation checkpointing: "" none, else "inside" (of the block's forward) or "outside" (around its
             call), each alone or with " reentrant".
         frozen: Which parameters are frozen at first: "" none, "some", "all".
@@ -65,7 +55,7 @@ class ModelPlan:
         head: "called", or "read": the forward of the root reads its weight and does not call it.
         head_unit: Whether norm and head are one unit of two modules.
         block_unit: Whether the first two blocks are one unit of two modules.
-        output: In what the root returns its tensors: a key of ``fuzz.outputs.CONTAINERS``.
+        output: In what the root returns its tensors: a key of ``containers.CONTAINERS``.
     """
 
     blocks: tuple[BlockPlan, ...] = (BlockPlan(),)
@@ -95,8 +85,7 @@ class FrontEnd:
         offload: Whether shards, and gradients, are offloaded to the CPU.
         columns: Whether matrices are cut along their last dimension.
         keep: ``set_reshard_after_backward(False)``.
-        precision: "exact": in the parameters' dtypes. "bf16": computes in it. "fp16": reduces in it.
-        quantized: Whether quantized communication is on, for which nothing in fp64 qualifies.
+        fp16: Whether gradients are reduced in fp16, and not in the parameters' dtypes.
         tiny: Whether tiny units travel with their neighbors.
         direct_bytes: Smallest piece that travels directly; 0: as usual.
     """
@@ -110,8 +99,7 @@ class FrontEnd:
     offload: bool = False
     columns: bool = False
     keep: bool = False
-    precision: str = "exact"
-    quantized: bool = False
+    fp16: bool = False
     tiny: bool = False
     direct_bytes: int = 0
 
@@ -177,9 +165,7 @@ class HistoryPlan:
 
     def describe(self) -> str:
         """The plan as text, without what is as simple as can be."""
-        lines = [f"seed {self.seed}", f"front end: {_short(self.front_end)}", f"optimizer: {_short(self.optimizer)}"]
-        lines.append(f"model: {_short(dataclasses.replace(self.model, blocks=ModelPlan.blocks))}")
-        lines += _blocks(self.model.blocks, "  ")
+        lines = [f"seed {self.seed}", *map(_short, (self.front_end, self.optimizer, self.model))]
         lines += [f"operation {index}: {operation}" for index, operation in enumerate(self.operations)]
         return "\n".join(lines)
 
@@ -193,16 +179,12 @@ def every_block(plan: ModelPlan) -> Iterator[BlockPlan]:
         stack = [*block.inner, *stack]
 
 
-def _blocks(blocks: tuple[BlockPlan, ...], indent: str) -> Iterator[str]:
-    for index, block in enumerate(blocks):
-        yield f"{indent}block {index}: {_short(dataclasses.replace(block, inner=()), always=('kind',))}"
-        yield from _blocks(block.inner, indent + "  ")
-
-
-def _short(value: Any, always: tuple[str, ...] = ("name", "mesh")) -> str:
-    shown = []
-    for each in dataclasses.fields(value):
-        found = getattr(value, each.name)
-        if each.name in always or found != each.default:
-            shown.append(f"{each.name}={found!r}")
-    return ", ".join(shown) or "simplest"
+def _short(value: Any) -> str:
+    """As ``repr``, without fields that are as simple as can be."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_short, value))})"
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    held = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
+    shown = [f"{name}={_short(found)}" for name, (found, simple) in held.items() if found != simple]
+    return f"{type(value).__name__}({', '.join(shown)})"

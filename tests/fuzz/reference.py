@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from fuzz.models import Block, Root
-
-__all__ = ["Reference", "Side"]
+from fuzz.models import Root
 
 
 class Side:
@@ -42,43 +39,23 @@ class Reference(Side):
     Args:
         model: In the dtypes of the sharded model's shards.
         world_size: Number of ranks whose batches are seen.
-        compute_dtype: Of activations and, in forward and backward, of parameters; None: their own.
     """
 
-    def __init__(self, model: Root, world_size: int, compute_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, model: Root, world_size: int) -> None:
         super().__init__(model)
         self.model: Root = model
-        self.world_size, self.compute_dtype = world_size, compute_dtype
-        self.computing = model  # what is run; its gradients are cast to those of ``model``
-        if compute_dtype is not None:
-            self.computing = copy.deepcopy(model).to(compute_dtype)
-            self.forward = self._cast_forward
-
-    def _cast_forward(self, x: torch.Tensor, **options: Any) -> Any:
-        with torch.no_grad():
-            for cast, parameter in zip(self.computing.parameters(), self.model.parameters(), strict=True):
-                if not torch.equal(cast, parameter.to(self.compute_dtype)):  # graphs that wait have saved it
-                    cast.copy_(parameter)
-                cast.requires_grad_(parameter.requires_grad)
-        for module, other in zip(self.computing.modules(), self.model.modules(), strict=True):
-            if isinstance(module, Block) and isinstance(other, Block):
-                module.rank = other.rank
-        return self.computing(x.to(self.compute_dtype) if x.is_floating_point() else x, **options)
+        self.world_size = world_size
 
     def _take_gradients(self) -> list[torch.Tensor | None]:
-        """Of the model, and of what was run in its place; there are none afterwards."""
-        taken: list[torch.Tensor | None] = []
-        for cast, parameter in zip(self.computing.parameters(), self.model.parameters(), strict=True):
-            both = {cast, parameter}
-            found = [each.grad.to(parameter.dtype) for each in both if each.grad is not None]
-            cast.grad = parameter.grad = None
-            taken.append(sum(found[1:], found[0]) if found else None)
+        """Of all parameters; there are none afterwards."""
+        taken = [parameter.grad for parameter in self.model.parameters()]
+        self.model.zero_grad()
         return taken
 
     def average(self, work: Callable[[Side, int], torch.Tensor]) -> list[torch.Tensor]:
         """Add to ``.grad`` the mean over ranks of what ``work(self, rank)`` adds to it; what it returns, by rank."""
         before = self._take_gradients()
-        for parameter in {*self.model.parameters(), *self.computing.parameters()}:
+        for parameter in self.model.parameters():
             if not parameter._post_accumulate_grad_hooks and parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_own_gradient)
         totals: list[torch.Tensor | None] = [None] * len(before)

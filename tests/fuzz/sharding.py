@@ -12,7 +12,6 @@ from torch.distributed.tensor import Shard
 
 from fullshard import (
     BackwardPrefetch,
-    CommQuantization,
     CPUOffload,
     CPUOffloadPolicy,
     FSDPModule,
@@ -30,14 +29,6 @@ from fullshard.wrap import CustomPolicy
 from fuzz.models import Block, Root
 from fuzz.plan import FrontEnd
 from ranks import Rank
-
-__all__ = ["message_sizes", "reshard_all", "shard", "sharded_modules"]
-
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "exact": {},
-    "bf16": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
-    "fp16": {"reduce_dtype": torch.float16},
-}
 
 
 @contextlib.contextmanager
@@ -63,8 +54,6 @@ def shard(model: Root, front_end: FrontEnd, rank: Rank) -> nn.Module:
         if isinstance(block, Block) and block.plan.compiled:
             block.compile(backend=block.plan.compiled)
     sharded = _wrap(model, front_end, mesh) if front_end.name == "wrapper" else _shard(model, front_end, mesh)
-    if front_end.quantized:
-        sharded.set_comm_quantization(shard=CommQuantization(all_gather="int8", reduce="int8", min_bytes=0))
     if front_end.keep and isinstance(sharded, FSDPModule):
         sharded.set_reshard_after_backward(False)
     return sharded
@@ -73,7 +62,7 @@ def shard(model: Root, front_end: FrontEnd, rank: Rank) -> nn.Module:
 def _shard(model: Root, front_end: FrontEnd, mesh: Any) -> nn.Module:
     options: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(**PRECISIONS[front_end.precision]),
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16 if front_end.fp16 else None),
         "offload_policy": CPUOffloadPolicy(pin_memory=False) if front_end.offload else OffloadPolicy(),
     }
     function: Any = replicate
@@ -100,7 +89,6 @@ def _shard(model: Root, front_end: FrontEnd, mesh: Any) -> nn.Module:
 
 
 def _wrap(model: Root, front_end: FrontEnd, mesh: Any) -> nn.Module:
-    precision = PRECISIONS[front_end.precision]
     return FullyShardedDataParallel(
         model,
         device_mesh=mesh,
@@ -108,7 +96,7 @@ def _wrap(model: Root, front_end: FrontEnd, mesh: Any) -> nn.Module:
         cpu_offload=CPUOffload(offload_params=True) if front_end.offload else None,
         auto_wrap_policy=CustomPolicy(lambda module: isinstance(module, Block) and module.plan.unit),
         backward_prefetch=BackwardPrefetch[front_end.prefetch] if front_end.prefetch else None,
-        mixed_precision=MixedPrecision(**precision) if precision else None,
+        mixed_precision=MixedPrecision(reduce_dtype=torch.float16) if front_end.fp16 else None,
         use_orig_params=front_end.orig,
     )
 

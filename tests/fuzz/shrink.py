@@ -4,84 +4,61 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import MISSING, is_dataclass, replace
 from typing import Any
 
-from fuzz.plan import BlockPlan, FrontEnd, HistoryPlan
+from fuzz.plan import HistoryPlan
 from fuzz.running import Failure
 
-__all__ = ["shrink", "smaller"]
 
-Run = Callable[[HistoryPlan], "Failure | None"]
-
-
-def shrink(failure: Failure, run: Run, most: int = 200) -> tuple[HistoryPlan, Failure]:
-    """The smallest history found that fails alike, and its failure.
+def shrink(failure: Failure, run: Callable[[HistoryPlan], Failure | None], most: int = 200) -> Failure:
+    """Find the smallest history that fails alike; its failure.
 
     Args:
         failure: What is to be shrunk.
         run: Lives a history.
         most: Histories to run at most.
     """
-    plan, tried = failure.plan, 0
+    tried = 0
     progress = True
-    while progress and tried < most:
+    while progress:
         progress = False
-        for candidate in smaller(plan):
+        for candidate in candidates(failure.plan):
+            if tried == most:
+                return failure
             tried += 1
             found = run(candidate)
             if found is not None and found.kind.split("|")[-1] == failure.kind.split("|")[-1]:
-                plan, failure, progress = candidate, Failure(candidate, found.text), True
+                failure, progress = found, True
                 break
-            if tried >= most:
-                break
-    return plan, failure
+    return failure
 
 
-def smaller(plan: HistoryPlan) -> Iterator[HistoryPlan]:
-    """Histories that are a little simpler, those that promise most first."""
-    operations = plan.operations
-    size = len(operations) // 2
+def candidates(plan: HistoryPlan) -> Iterator[HistoryPlan]:
+    """Histories that are a little simpler, those that promise most first: without half of the operations."""
+    size = len(plan.operations) // 2
     while size:
-        for start in range(0, len(operations), size):
-            yield replace(plan, operations=operations[:start] + operations[start + size :])
+        for start in range(0, len(plan.operations), size):
+            yield replace(plan, operations=plan.operations[:start] + plan.operations[start + size :])
         size //= 2
-    for blocks in _fewer(plan.model.blocks):
-        yield replace(plan, model=replace(plan.model, blocks=blocks))
-    for name in ("model", "optimizer", "front_end"):
-        for value in _simpler(getattr(plan, name)):
-            yield replace(plan, **{name: value})
-    for index, operation in enumerate(operations):
-        for key in operation.arguments:
-            arguments = {other: value for other, value in operation.arguments.items() if other != key}
-            changed = replace(operation, arguments=arguments)
-            yield replace(plan, operations=(*operations[:index], changed, *operations[index + 1 :]))
+    yield from smaller(plan)
 
 
-def _fewer(blocks: tuple[BlockPlan, ...]) -> Iterator[tuple[BlockPlan, ...]]:
-    for index, block in enumerate(blocks):
-        before, after = blocks[:index], blocks[index + 1 :]
-        if len(blocks) > 1 or block.inner:
-            yield (*before, *block.inner, *after)
-        for inner in _fewer(block.inner):
-            yield (*before, replace(block, inner=inner), *after)
-        if block.inner and len(block.inner) == 1:
-            yield (*before, replace(block, inner=()), *after)
-        for changed in _simpler(block):
-            yield (*before, changed, *after)
-
-
-def _simpler(value: Any) -> Iterator[Any]:
-    """With one field as simple as can be."""
-    for field in dataclasses.fields(value):
-        if field.name in ("blocks", "inner", "name" if isinstance(value, FrontEnd) else ""):
-            continue
-        if field.name == "mesh":
-            if len(value.mesh) == 1 and value.mesh != (2,):
-                yield replace(value, mesh=(2,))
-            if len(value.mesh) == 1 and value.mesh != (1,):
-                yield replace(value, mesh=(1,))
-            continue
-        simple = "empty" if isinstance(value, BlockPlan) and field.name == "kind" else field.default
-        if getattr(value, field.name) != simple:
-            yield replace(value, **{field.name: simple})
+def smaller(value: Any) -> Iterator[Any]:
+    """Values like ``value`` with one entry or argument less, or with one field as simple as can be."""
+    if isinstance(value, dict):
+        for key in value:
+            yield {other: held for other, held in value.items() if other != key}
+    elif isinstance(value, tuple):
+        for index, entry in enumerate(value):
+            before, after = value[:index], value[index + 1 :]
+            if is_dataclass(entry):
+                yield (*before, *getattr(entry, "inner", ()), *after)
+                yield before + after
+                yield from ((*before, simpler, *after) for simpler in smaller(entry))
+    elif is_dataclass(value):
+        for field in dataclasses.fields(value):
+            held = getattr(value, field.name)
+            if field.default not in (MISSING, held) and field.name not in ("seed", "data"):
+                yield replace(value, **{field.name: field.default})
+            yield from (replace(value, **{field.name: simpler}) for simpler in smaller(held))

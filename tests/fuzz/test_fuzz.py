@@ -2,62 +2,50 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from containers import CONTAINERS
 from fuzz.comparison import Tolerance, difference
 from fuzz.draw import draw
 from fuzz.histories import DifferenceFound, History, message_sizes
 from fuzz.losses import DOUBLE_BACKWARD, Loss
 from fuzz.models import KINDS
-from fuzz.outputs import CONTAINERS
 from fuzz.plan import BlockPlan, FrontEnd, HistoryPlan, ModelPlan, Operation, OptimizerPlan, every_block
-from fuzz.running import Failure, run_all
-from fuzz.shrink import shrink, smaller
+from fuzz.running import Failure, run
+from fuzz.shrink import shrink
 from ranks import Rank, RankPool, on_ranks
 
-SEEDS = range(30)  # `make fuzz` has as many as one likes
+SEEDS = range(50)  # `make fuzz` has as many as one likes
 TRAIN = Operation("train", 1)
 FRONT_ENDS = [
     FrontEnd(),
     FrontEnd("replicate"),
     FrontEnd("wrapper"),
     FrontEnd("wrapper", orig=False),
-    FrontEnd(precision="bf16"),
-    FrontEnd("wrapper", precision="fp16"),
+    FrontEnd("wrapper", fp16=True),
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_histories(ranks: RankPool, world_size: int) -> None:
+@pytest.mark.parametrize("seed", SEEDS)
+def test_histories(ranks: RankPool, seed: int) -> None:
     """Losses, parameters, gradients, and what is unsharded, are as without sharding, after every operation."""
-    plans = [plan for plan in map(draw, SEEDS) if plan.front_end.world_size == world_size]
-    assert plans
-    failures = run_all(ranks, plans)
-    assert not failures, "\n\n".join(failure.text for failure in failures)
+    failure = run(ranks, draw(seed))
+    assert failure is None, failure.text
 
 
 # ---------------------------------------------------------------- that differences are found
 
 
 def halve_a_gradient(history: History) -> None:
-    _gradient(history, 1).mul_(0.5)
+    _gradient(history).mul_(0.5)
 
 
 def change_a_gradient_a_little(history: History) -> None:
-    _gradient(history, 1).view(-1)[:1].add_(1e-7)
-
-
-def double_all_gradients(history: History) -> None:
-    for pair in history.pairs:
-        gradient, _ = pair.gradients()
-        if gradient is not None:
-            gradient.mul_(2)
+    _gradient(history).view(-1)[:1].add_(1e-7)
 
 
 def drop_a_gradient(history: History) -> None:
@@ -83,15 +71,14 @@ def leave_a_unit_unsharded(history: History) -> None:
     history.ours.model(Loss.of(history.plan, TRAIN).batch(0))
 
 
-def _gradient(history: History, least: int) -> torch.Tensor:
+def _gradient(history: History) -> torch.Tensor:
     gradients = (pair.gradients()[0] for pair in history.pairs)
-    return next(gradient for gradient in gradients if gradient is not None and gradient.numel() >= least)
+    return next(gradient for gradient in gradients if gradient is not None and gradient.numel())
 
 
 CHANGES = [
     halve_a_gradient,
     change_a_gradient_a_little,
-    double_all_gradients,
     drop_a_gradient,
     change_a_parameter,
     change_the_loss,
@@ -105,7 +92,7 @@ def test_differences_are_found(rank: Rank, number: int) -> None:
     """After a backward nothing differs; then one thing is changed by hand (on one rank), and all ranks find it."""
     front_end = FRONT_ENDS[number]
     for change in CHANGES:
-        if change is change_a_gradient_a_little and front_end.precision != "exact":
+        if change is change_a_gradient_a_little and front_end.fp16:
             continue
         if change is leave_a_unit_unsharded and front_end.name == "replicate":  # which keeps all, always
             continue
@@ -187,16 +174,7 @@ def test_shrinking_keeps_what_fails() -> None:
         for plan in (draw(seed) for seed in range(1000))
         if needs("views", "clip")(plan) and len(plan.model.blocks) > 2 and len(plan.operations) > 5
     )
-    small, failure = shrink(Failure(plan, "after operation 1: x(1)\nwrong"), needs("views", "clip"))
+    small = shrink(Failure(plan, "after operation 1: x(1)\nwrong"), needs("views", "clip")).plan
     assert [operation.name for operation in small.operations] == ["clip"]
     assert small.model == ModelPlan((BlockPlan("views"),))
     assert small.operations[0].data == next(each.data for each in plan.operations if each.name == "clip")
-    assert failure.plan == small
-
-
-def test_smaller_plans_differ() -> None:
-    """Every step of shrinking changes something."""
-    for seed in range(20):
-        plan = draw(seed)
-        assert all(candidate != plan for candidate in smaller(plan))
-        assert dataclasses.is_dataclass(replace(plan))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -31,7 +32,6 @@ from front_ends import (
     train,
 )
 from fullshard import FullshardError
-from fullshard.activation_checkpoint import checkpoint_wrapper
 from fullshard.comm import record
 from models import Mlp, Stack, batch, reference_backward, square_loss
 from pairwise import each_value
@@ -88,25 +88,17 @@ def test_compiled_in_mixed_precision(rank: Rank, front_end: FrontEnd, how: str) 
 
 
 @on_ranks(2, timeout=180)
-@pytest.mark.parametrize("front_end", [COMPOSABLE], ids=str)
-def test_compiled_and_recomputed(rank: Rank, front_end: FrontEnd) -> None:
-    """Compiled blocks in checkpoints inside of units train as unsharded ones."""
-    torch._dynamo.reset()
-    model, reference = build(Stack, 2), build(Stack, 2)
-    for index, block in enumerate(model.blocks):
-        block.compile(backend="aot_eager")
-        model.blocks[index] = front_end.wrap(checkpoint_wrapper(block), rank, [])
-    assert_trains_alike(front_end.wrap(model, rank, []), reference, rank)
-    torch._dynamo.reset()
-
-
-@on_ranks(2, timeout=180)
 def test_compiled_by_inductor(rank: Rank) -> None:
     """Blocks compiled with generated kernels train as eager ones."""
     if rank.device.type == EMULATED:
         pytest.skip("inductor generates no kernels for the emulated device")
     torch._dynamo.reset()
     reference = build(Stack, 1)
+    if rank.rank == 0:  # generates the kernels, which the other finds then
+        reference.blocks[0].compile()
+        reference(batch(0, 0, 4, 6)).sum().backward()
+        reference = build(Stack, 1)
+    dist.barrier()
     model = compiled(copy.deepcopy(reference), COMPOSABLE, rank, "in place after", "inductor")
     assert_trains_alike(model, reference, rank)
     torch._dynamo.reset()
@@ -124,12 +116,12 @@ class Layer(nn.Module):
 
 
 class Sequence(nn.Module):
-    """Two such layers between linear ones, on (batch, sequence, 6)."""
+    """Such a layer between linear ones, on (batch, sequence, 6)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.layers = nn.ModuleList([Layer()])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
@@ -189,7 +181,7 @@ def test_compiled_sequence_parallel_blocks(rank: Rank) -> None:
 # -------------------------------------------------------------------- torch.func
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @each_front_end
 def test_functional_call_does_not_overwrite_the_weights(rank: Rank, front_end: FrontEnd) -> None:
     """Other tensors in place of the parameters are refused, the model's own are fine, and the weights stay."""
@@ -205,7 +197,7 @@ def test_functional_call_does_not_overwrite_the_weights(rank: Rank, front_end: F
     assert_trains_alike(model, reference, rank)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @each_front_end
 def test_forward_mode(rank: Rank, front_end: FrontEnd) -> None:
     """torch.func.jvp goes through a sharded model, before and between training steps."""

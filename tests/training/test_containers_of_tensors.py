@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import register_pytree_node
 
 from compare import assert_close, assert_equal
+from containers import CONTAINERS, UNKNOWN_CLASSES, Fields, pack, tensors_of
 from front_ends import (
     COMPOSABLE,
     FRONT_ENDS,
@@ -24,88 +20,16 @@ from front_ends import (
     sharded_with_reference,
     unwrapped,
 )
-from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard import MixedPrecisionPolicy
 from fullshard.comm import record
-from models import LossOf, batch, square_loss, tiny_units
+from models import batch, square_loss, tiny_units
 from pairwise import each_value
 from ranks import Rank, on_ranks
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
 
-class Pair(NamedTuple):
-    """Two things by name."""
-
-    left: Any
-    right: Any
-
-
-@dataclass
-class Bundle:
-    """Two things, and a label."""
-
-    left: Any
-    right: Any = None
-    label: str = "bundle"
-
-
-@dataclass(frozen=True)
-class FrozenBundle:
-    """A dataclass that cannot be assigned to, with a field that its constructor does not take."""
-
-    left: Any
-    right: Any = None
-    computed: list[int] = field(default_factory=list, init=False)
-
-
-class Registered:
-    """A class that torch's pytree knows, and nobody else."""
-
-    def __init__(self, left: Any, right: Any) -> None:
-        self.items = [left, right]
-
-
-register_pytree_node(Registered, lambda r: (r.items, None), lambda items, _: Registered(*items))
-
-
-class Plain:
-    """A class that nobody knows, with slots and a reference to itself."""
-
-    __slots__ = ("__dict__", "left")
-
-    def __init__(self, left: Any, right: Any) -> None:
-        self.left, self.right, self.itself = left, Bundle(right), self
-
-
-PACKINGS: dict[str, Callable[[Any, Any], Any]] = {
-    "list": lambda a, b: [a, None, b],
-    "tuple": lambda a, b: (a, None, b, 3),
-    "namedtuple": Pair,
-    "dict": lambda a, b: {"a": a, "b": {"c": [b]}, 3: None, "text": "text"},
-    "ordered dict": lambda a, b: OrderedDict(a=a, b=b),
-    "dataclass": Bundle,
-    "frozen dataclass": FrozenBundle,
-    "nested": lambda a, b: [{"deep": (Bundle(a, {"b": FrozenBundle(Pair(b, 2))}),)}, None],
-    "deque": lambda a, b: deque([a, b]),
-    "registered": Registered,
-    "plain": Plain,
-}
-UNCAST = {"deque", "registered", "plain"}  # tensors in them are watched, and not replaced
-
-
-def unpack(value: Any) -> list[torch.Tensor]:
-    """The tensors in any of the packings, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Bundle | FrozenBundle | Plain):
-        return unpack([value.left, value.right])
-    if isinstance(value, Registered):
-        return unpack(value.items)
-    if isinstance(value, dict):
-        return unpack(list(value.values()))
-    if isinstance(value, list | tuple | deque):
-        return [tensor for item in value for tensor in unpack(item)]
-    return []
+PACKINGS = [name for name in CONTAINERS if name != "tensor"]
 
 
 class Packing(nn.Module):
@@ -117,12 +41,12 @@ class Packing(nn.Module):
         self.seen: list[torch.dtype] = []
 
     def forward(self, packed: Any, *, scale: Any = None) -> Any:
-        assert type(packed) is type(PACKINGS[self.packing](1, 2)) or type(packed) is list
-        left, right = unpack(packed)
+        left, right = tensors_of(packed)
+        assert type(packed) in (type(pack(self.packing, left, right)), list)
         self.seen = [left.dtype, right.dtype]
         if scale is not None:
-            right = right * unpack(scale)[0]
-        return PACKINGS[self.packing](torch.tanh(self.left(left)), torch.tanh(self.right(right)))
+            right = right * tensors_of(scale)[0]
+        return pack(self.packing, torch.tanh(self.left(left)), torch.tanh(self.right(right)))
 
 
 class Packed(nn.Module):
@@ -136,10 +60,10 @@ class Packed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, middle, final = self.layers
         x = first(x)
-        packed = PACKINGS[self.packing](x, x + 1)
+        packed = pack(self.packing, x, x + 1)
         packed = middle(packed=packed, scale=[{"x": x}]) if self.by_keyword else middle(packed)
-        assert type(packed) is type(PACKINGS[self.packing](x, x))
-        left, right = unpack(final(packed))
+        assert type(packed) is type(pack(self.packing, x, x))
+        left, right = tensors_of(final(packed))
         return left * right
 
 
@@ -159,24 +83,7 @@ def test_containers(rank: Rank, front_end: FrontEnd, packing: str, by_keyword: b
 
 
 @on_ranks(2)
-@each_value(front_end=FRONT_ENDS, packing=PACKINGS, strategy=["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_outputs_of_a_root_that_is_one_unit(rank: Rank, front_end: FrontEnd, packing: str, strategy: str) -> None:
-    """The root's own outputs are found: its parameters are unsharded for their backward."""
-    model, reference = sharded_with_reference(front_end, rank, build(Packing, packing), [], strategy=strategy)
-
-    def loss_at(step: int) -> LossOf:
-        def loss_of(module: Any, number: int) -> torch.Tensor:
-            x = batch(number, step, 4, 6)
-            left, right = unpack(module([x, x]))
-            return (left * right).square().mean()
-
-        return loss_of
-
-    assert_trains_alike(model, reference, rank, loss_at)
-
-
-@on_ranks(2)
-@each_value(1, front_end=FRONT_ENDS, packing=[name for name in PACKINGS if name not in UNCAST])
+@each_value(1, front_end=FRONT_ENDS, packing=[name for name in PACKINGS if name not in UNKNOWN_CLASSES])
 def test_casts_in_containers(rank: Rank, front_end: FrontEnd, packing: str) -> None:
     """Floats in any container are cast for the unit, the caller's own is untouched, and gradients flow back."""
     model, reference = sharded_with_reference(
@@ -184,44 +91,18 @@ def test_casts_in_containers(rank: Rank, front_end: FrontEnd, packing: str) -> N
     )
     model.float()
     x = batch(rank.rank, 0, 4, 6).requires_grad_()
-    given = PACKINGS[packing](x, x + 1)
-    outputs = unpack(model(given, scale=(x,)))
+    given = pack(packing, x, x + 1)
+    outputs = tensors_of(model(given, scale=(x,)))
     assert unwrapped(model).seen == [F64, F64] == [output.dtype for output in outputs]
-    assert [tensor.dtype for tensor in unpack(given)] == [F32, F32] and unpack(given)[0] is x
+    assert [tensor.dtype for tensor in tensors_of(given)] == [F32, F32] and tensors_of(given)[0] is x
     torch.stack(outputs).sum().backward()
     wide = x.detach().double().requires_grad_()
-    expected = unpack(reference(PACKINGS[packing](wide, wide + 1), scale=(wide,)))
+    expected = tensors_of(reference(pack(packing, wide, wide + 1), scale=(wide,)))
     torch.stack(expected).sum().backward()
     for ours, theirs in zip(outputs, expected, strict=True):
         assert_close(ours, theirs, "output", rtol=1e-5, atol=1e-6)
     assert_close(x.grad, wide.grad.float(), "gradient of the input", rtol=1e-4, atol=1e-5)
     assert_at_rest(model)
-
-
-class Through(nn.Module):
-    """Returns what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(6))
-        self.seen: Any = None
-
-    def forward(self, value: Any) -> Any:
-        self.seen = value
-        return value
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("packing", [name for name in PACKINGS if name not in UNCAST])
-def test_nothing_to_cast(rank: Rank, packing: str) -> None:
-    """Integers, bools and complex numbers are never cast: the same container arrives; outputs are cast if asked."""
-    model = Through()
-    fully_shard(model, mesh=rank.mesh, mp_policy=MixedPrecisionPolicy(BF16, F32, F32))
-    for dtype in (torch.int64, torch.uint8, torch.bool, torch.complex64, torch.int32, BF16):
-        given = PACKINGS[packing](torch.ones(6, dtype=dtype), torch.ones(6, dtype=dtype))
-        output = model(given)
-        assert model.seen is given
-        assert {tensor.dtype for tensor in unpack(output)} == {F32 if dtype is BF16 else dtype}
 
 
 class Identity(nn.Module):
@@ -232,11 +113,11 @@ class Identity(nn.Module):
         self.linear = nn.Linear(6, 6)
         self.same: list[bool] = []
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, bundle: Bundle) -> dict[str, Any]:
-        self.same.append(query is key and bundle.left is query)
-        assert bundle.label == "label" and not bundle.right.requires_grad
+    def forward(self, query: torch.Tensor, key: torch.Tensor, bundle: Fields) -> dict[str, Any]:
+        self.same.append(query is key and bundle.first is query)
+        assert bundle.label == "label" and not bundle.others.requires_grad
         x = self.linear(query) + key
-        return {"x": x * bundle.right, "mask": bundle.right, "argmax": query.argmax(-1), "detached": query.detach()}
+        return {"x": x * bundle.others, "mask": bundle.others, "argmax": query.argmax(-1), "detached": query.detach()}
 
 
 @on_ranks(2)
@@ -245,14 +126,14 @@ def test_identity_of_tensors(rank: Rank, front_end: FrontEnd) -> None:
     """A tensor passed twice is one object inside, as attention relies on; outputs without gradients come through."""
     model = front_end.wrap(build(Identity), rank, [])
     x, mask = batch(rank.rank, 0, 4, 6).requires_grad_(), torch.ones(6)
-    bundle = Bundle(x, mask, label="label")
+    bundle = Fields(x, mask, label="label")
     output = model(x, key=x, bundle=bundle)
     assert output["mask"] is mask and not output["argmax"].requires_grad and not output["detached"].requires_grad
     output["x"].sum().backward()
     assert_at_rest(model)
     model(x, x.clone(), bundle)
     assert unwrapped(model).same == [True, False]
-    assert bundle.left is x and x.grad is not None  # the caller's own is not changed
+    assert bundle.first is x and x.grad is not None  # the caller's own is not changed
 
 
 class Cache:

@@ -8,6 +8,7 @@ import functools
 import gc
 import io
 import pickle
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,19 +19,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from compare import assert_close, assert_equal
+from failing import fail_in_backward
 from front_ends import (
     CLOSE,
     COMPOSABLE,
     FRONT_ENDS,
     FrontEnd,
     assert_at_rest,
-    assert_same_gradients,
     assert_same_values,
     assert_trains_alike,
     build,
     each_front_end,
     full_values,
-    sgd,
     sharded_with_reference,
     token_loss,
     train,
@@ -51,7 +51,7 @@ STATES: dict[str, Callable[[Any, Rank], object]] = {
 }
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @each_value(1, front_end=FRONT_ENDS, state=STATES, offloaded=[False, True])
 def test_deepcopy(rank: Rank, front_end: FrontEnd, state: str, offloaded: bool) -> None:
     """A copy has equal values, no gradients and memory of its own; both train on, bit by bit alike."""
@@ -71,7 +71,7 @@ def test_deepcopy(rank: Rank, front_end: FrontEnd, state: str, offloaded: bool) 
         ours, theirs = (t.to_local() if isinstance(t, DTensor) else t for t in (p, q))
         assert not ours.numel() or ours.data_ptr() != theirs.data_ptr()
     assert copied.get_pending_gradients() == {}
-    assert bool(model.get_pending_gradients()) == (state == "with pending gradients" and rank.world_size > 0)
+    assert bool(model.get_pending_gradients()) == (state == "with pending gradients")
     assert unwrapped(copied).head.weight is unwrapped(copied).embedding.weight or front_end.flat
     model.zero_grad()
     assert_same_values(copied, model)
@@ -83,8 +83,7 @@ def test_deepcopy(rank: Rank, front_end: FrontEnd, state: str, offloaded: bool) 
 
 
 @on_ranks(2)
-@each_front_end
-@pytest.mark.parametrize("frozen", [True, False])
+@each_value(front_end=FRONT_ENDS, frozen=[True, False])
 def test_deepcopy_keeps_settings(rank: Rank, frozen: bool, front_end: FrontEnd) -> None:
     """What was frozen, or unfrozen, after sharding is so in a copy; units, names and settings are the original's."""
     plain = build(Mlp, 6, 5, 3)
@@ -100,30 +99,19 @@ def test_deepcopy_keeps_settings(rank: Rank, frozen: bool, front_end: FrontEnd) 
     assert_trains_alike(copied, reference, rank)
 
 
-@on_ranks(2, 4)
+@on_ranks(2)
 @each_front_end
-@pytest.mark.parametrize("by", ["hand", "swa_utils"])
-def test_averages_of_weights(rank: Rank, by: str, front_end: FrontEnd) -> None:
-    """An exponential moving average over a copy's parameters, by hand or AveragedModel, is that of plain modules."""
+def test_averages_of_weights(rank: Rank, front_end: FrontEnd) -> None:
+    """An exponential moving average over a copy's parameters, which AveragedModel makes, is that of plain modules."""
     rate = torch.optim.swa_utils.get_ema_multi_avg_fn(0.75)
     models = sharded_with_reference(front_end, rank, build(Mlp, 6, 5, 3))
-    averages: list[Any] = []
-    for model in models:
-        if by == "hand":
-            averages.append(copy.deepcopy(model).requires_grad_(False))
-        else:
-            averages.append(torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=rate))
+    averages = [torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=rate) for model in models]
     x = batch(0, 0, 4, 6)
     for step in range(3):
         train(models[0], rank, lambda _, step=step: square_loss(step), 1)
         train_reference(models[1], rank, lambda _, step=step: square_loss(step), 1)
         for average, source in zip(averages, models, strict=True):
-            if by == "swa_utils":
-                average.update_parameters(source)
-                continue
-            with torch.no_grad():
-                for slow, fast in zip(average.parameters(), source.parameters(), strict=True):
-                    slow.lerp_(fast, 0.25)
+            average.update_parameters(source)
         with torch.no_grad():
             assert_close(averages[0](x), averages[1](x), f"output {step}", **CLOSE)
     assert_same_values(models[0], models[1], **CLOSE)
@@ -180,24 +168,14 @@ class Choosy(nn.Linear):
         return {**self.__dict__, "owner": None}
 
 
-class Tupled(nn.Linear):
-    """A class whose ``__getstate__`` is for its own ``__setstate__`` alone."""
-
-    def __getstate__(self) -> object:
-        return (dict(self.__dict__), "more")
-
-    def __setstate__(self, state: object) -> None:
-        super().__setstate__(state[0] if isinstance(state, tuple) else state)  # type: ignore[arg-type]
-
-
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_classes_that_choose_what_is_copied(rank: Rank) -> None:
-    """``__getstate__`` counts, as for modules that are not sharded; states of any kind are copied."""
-    for model in (fully_shard(Choosy(), mesh=rank.mesh), fully_shard(Tupled(3, 3), mesh=rank.mesh)):
-        copied = copy.deepcopy(model)
-        assert getattr(copied, "owner", None) is None
-        copied(torch.ones(1, 3)).sum().backward()
-        assert model.weight.grad is None and copied.weight.grad is not None
+    """``__getstate__`` counts, as for modules that are not sharded."""
+    model = fully_shard(Choosy(), mesh=rank.mesh)
+    copied = copy.deepcopy(model)
+    assert copied.owner is None and model.owner is not None
+    copied(torch.ones(1, 3)).sum().backward()
+    assert model.weight.grad is None and copied.weight.grad is not None
 
 
 # ---------------------------------------------------------------- the end of a model
@@ -227,7 +205,7 @@ def without_collector() -> Any:
         gc.enable()
 
 
-ENDS = ["nothing", "a no-grad forward", "a forward", "steps", "a failed forward", "prefetch settings", "a copy"]
+ENDS = ["nothing", "a forward", "steps", "a failed forward", "a failed backward", "prefetch settings", "a copy"]
 
 
 @on_ranks(2)
@@ -240,16 +218,19 @@ def test_deleting_a_model_frees_it_at_once(rank: Rank, front_end: FrontEnd, afte
     with without_collector():
         model = front_end.wrap(build(Language), rank)
         output: Any = None
-        if after == "a no-grad forward":
-            with torch.no_grad():
-                model(tokens(0, 0, 2, 3))
-        elif after == "a forward":
+        if after == "a forward":
             output = model(tokens(0, 0, 2, 3))  # a graph whose backward never runs
         elif after == "steps":
             train(model, rank, token_loss, 2)
         elif after == "a failed forward":
             with contextlib.suppress(RuntimeError, TypeError, IndexError):
                 model(torch.ones(3, 3))
+        elif after == "a failed backward":
+            handle = model.blocks[1].register_forward_hook(fail_in_backward)
+            with contextlib.suppress(ZeroDivisionError):
+                token_loss()(model, rank.rank).backward()
+            handle.remove()
+            del handle
         elif after == "prefetch settings" and front_end.composable:
             model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
             model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])
@@ -262,6 +243,9 @@ def test_deleting_a_model_frees_it_at_once(rank: Rank, front_end: FrontEnd, afte
         del model, output
         if front_end.flat:
             gc.collect()  # flat parameters are in a cycle
+        until = time.monotonic() + 5  # a thread of autograd's lets go of an exception a moment later
+        while any(reference() is not None for reference in references.values()) and time.monotonic() < until:
+            time.sleep(0.01)
         assert [name for name, reference in references.items() if reference() is not None] == []
     if after == "a copy":
         train(original, rank, token_loss, 1)
@@ -270,7 +254,7 @@ def test_deleting_a_model_frees_it_at_once(rank: Rank, front_end: FrontEnd, afte
 # ---------------------------------------------------------------- pickling
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @each_front_end
 def test_pickling_is_refused_with_the_remedy(rank: Rank, front_end: FrontEnd) -> None:
     """A sharded module cannot be pickled, by whatever means; the error says what to save instead."""
@@ -280,25 +264,3 @@ def test_pickling_is_refused_with_the_remedy(rank: Rank, front_end: FrontEnd) ->
     for how, saved in ((pickle.dumps, model), (save, model), (pickle.dumps, nn.ModuleList([model]))):
         with pytest.raises(FullshardError if front_end.composable else RuntimeError, match=match):
             how(saved)
-
-
-@on_ranks(2)
-@each_front_end
-def test_parameters_can_be_saved(rank: Rank, front_end: FrontEnd) -> None:
-    """Sharded parameters, their state dict and copies of it go through torch.save, read back by anyone."""
-    model = front_end.wrap(build(Mlp, 6, 5, 3), rank)
-    optimizer = sgd(model, 0.1)
-    for values in (dict(model.named_parameters()), model.state_dict(), copy.deepcopy(model.state_dict())):
-        file = io.BytesIO()
-        if front_end.flat and values.keys() != model.state_dict().keys():
-            continue  # flat parameters are of a class of their own
-        torch.save(values, file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=True)
-        assert list(loaded) == list(values)
-        for name, value in values.items():
-            ours, theirs = (t.to_local() if isinstance(t, DTensor) else t for t in (loaded[name], value))
-            assert_equal(ours.detach(), theirs.detach(), name)
-    square_loss()(model, rank.rank).backward()
-    optimizer.step()
-    assert_same_gradients(model, model)

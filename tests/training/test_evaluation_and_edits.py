@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from compare import assert_close, assert_equal
+from compare import assert_close
 from front_ends import (
     CLOSE,
-    COMPOSABLE,
     EXACT_RATE,
     FRONT_ENDS,
     STRATEGIES,
@@ -23,16 +22,10 @@ from front_ends import (
     both_backward,
     build,
     each_front_end,
-    gathered,
     sgd,
     sharded_with_reference,
-    token_loss,
-    train,
-    train_reference,
 )
-from fullshard import unsharded
-from fullshard.comm import record
-from models import Language, Stack, batch, reference_backward, square_loss, tiny_units
+from models import Stack, batch, reference_backward, square_loss
 from pairwise import each_value
 from ranks import Rank, on_ranks
 
@@ -74,8 +67,7 @@ def test_evaluation_between_steps(rank: Rank, front_end: FrontEnd, strategy: str
 
 
 @on_ranks(2)
-@each_front_end
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode], ids=lambda c: c.__name__)
+@each_value(front_end=FRONT_ENDS, context=[torch.no_grad, torch.inference_mode])
 def test_inference_first(rank: Rank, context: Callable[[], Any], front_end: FrontEnd) -> None:
     """Sharding where gradients are off, and a first forward without them, do not spoil the training that follows."""
     plain = build(Stack)
@@ -132,50 +124,3 @@ def test_zeroed_parameters_compute_zeros(rank: Rank, trainable: bool, front_end:
         for parameter in model.parameters():
             parameter.zero_()
         assert not model(batch(0, 0, 4, 6)).any()
-
-
-@on_ranks(2)
-@each_front_end
-def test_generating_with_held_parameters(rank: Rank, front_end: FrontEnd) -> None:
-    """A loop of forwards inside ``unsharded`` gathers once and gives the tokens of the unsharded model."""
-    model, reference = sharded_with_reference(front_end, rank, build(Language))
-    train(model, rank, token_loss, 2)
-    train_reference(reference, rank, token_loss, 2)
-
-    @torch.no_grad()
-    def generate(module: Any) -> torch.Tensor:
-        ids = torch.tensor([[1, 2 + rank.rank]])
-        for _ in range(rank.rank * 3 + 4):  # ranks need not agree how long
-            ids = torch.cat([ids, module(ids)[:, -1:].argmax(-1)], dim=1)
-        return ids
-
-    with unsharded(model):
-        with record() as seen:
-            ids = generate(model)
-    assert seen == []
-    assert_equal(ids, generate(reference), "tokens")
-    assert_at_rest(model)
-    assert_trains_alike(model, reference, rank, token_loss)
-
-
-@on_ranks(2)
-def test_resharding_set_anew_for_training_and_evaluation(rank: Rank) -> None:
-    """Units may be kept in evaluation and freed in training, or the other way round, step by step."""
-    with tiny_units():
-        model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack))
-    for step, kept in enumerate([False, True, False, True]):
-        model.eval()
-        model.set_reshard_after_forward(kept)
-        with torch.no_grad():
-            x = batch(0, step, 2, 6)
-            for _ in range(2):
-                assert_close(model(x), reference(x), "evaluation", rtol=1e-4, atol=1e-6)
-        model.train()
-        model.set_reshard_after_forward(not kept)
-        assert_trains_alike(model, reference, rank, steps=1)
-        loss = square_loss(step)(model, rank.rank)
-        assert bool(gathered(model)) is kept
-        with record() as seen:
-            loss.backward()
-        assert sum(c.kind == "all_gather" for c in seen) == (0 if kept else 4)
-        model.zero_grad()

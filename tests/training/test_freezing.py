@@ -1,17 +1,19 @@
-"""Frozen parameters: never reduced, mixed freely with trainable ones, and toggled between any two steps."""
+"""Parameters that are frozen, at any time, or ignored: neither is reduced; ignored ones are left to their owner."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from compare import assert_close, assert_equal
 from front_ends import (
+    CLOSE,
     COMPOSABLE,
     FLAT,
     FRONT_ENDS,
@@ -26,14 +28,15 @@ from front_ends import (
     both_backward,
     build,
     each_front_end,
-    full_values,
     gathered,
     sharded_with_reference,
+    token_loss,
     unwrapped,
 )
-from fullshard import FlatParameter
+from fullshard import fully_shard
 from fullshard.comm import Collective, record
-from models import Frozen, Stack, batch, packed_numel, reference_backward, square_loss, tiny_units, transport_of
+from fullshard.engine.ownership import unit_of
+from models import Frozen, Language, Stack, batch, packed_numel, reference_backward, square_loss, tiny_units, tokens
 from pairwise import each_value
 from ranks import Rank, on_ranks
 
@@ -98,26 +101,14 @@ def message_numel(world_size: int, *pieces: int) -> int:
 
 
 @on_ranks(2)
-@each_value(1, front_end=FRONT_ENDS, choice=[weights, first_layer, middle_layers, last_layer])
-def test_frozen_before_sharding(rank: Rank, front_end: FrontEnd, choice: Choice) -> None:
-    """Whatever is frozen stays as it is, and the rest trains as in the plain module."""
-    plain = layers()
-    freeze(plain, choice)
-    model, reference = sharded_with_reference(front_end, rank, plain)
-    assert_trains_alike(model, reference, rank, layer_loss)
-
-
-@on_ranks(2, 4)
 @pytest.mark.parametrize("front_end", [COMPOSABLE, ORIGINAL], ids=str)
 @pytest.mark.parametrize(
     "choices",
     [
-        (nothing, weights, nothing),
-        (weights, nothing, first_layer, nothing),
         (first_layer, middle_layers, last_layer, weights, nothing, middle_layers),
         (everything, last_layer, weights, everything, nothing),
     ],
-    ids=["in between", "every step", "another choice every step", "everything first"],
+    ids=["another choice every step", "everything first"],
 )
 def test_toggling_between_steps(rank: Rank, choices: tuple[Choice, ...], front_end: FrontEnd) -> None:
     """Parameters may be frozen and unfrozen before any step; the optimizer leaves frozen ones alone."""
@@ -139,26 +130,7 @@ def test_toggling_between_steps(rank: Rank, choices: tuple[Choice, ...], front_e
 
 
 @on_ranks(2)
-def test_toggling_flat_parameters(rank: Rank) -> None:
-    """Visible flat parameters can be frozen and unfrozen as a whole."""
-    model, reference = sharded_with_reference(FLAT, rank, build(Stack, 2))
-    optimizers = adam(model.parameters()), adam(reference.parameters())
-    for step, frozen in enumerate([False, True, True, False]):
-        for module in (unwrapped(model), reference):
-            module.blocks[0].requires_grad_(not frozen)
-        both_backward(model, reference, rank, square_loss(step))
-        assert_same_gradients(model, reference)
-        flat = unwrapped(model.blocks[0])._flat_param
-        assert isinstance(flat, FlatParameter) and (flat.grad is None) == frozen
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same_values(model, reference, rtol=1e-4, atol=1e-6)
-
-
-@on_ranks(1, 2)
-@each_front_end
-@pytest.mark.parametrize("early", [True, False], ids=["before sharding", "after sharding"])
+@each_value(front_end=FRONT_ENDS, early=[True, False])
 def test_everything_frozen_first(rank: Rank, early: bool, front_end: FrontEnd) -> None:
     """While all is frozen inputs get their gradients and nothing is reduced; then it trains like the plain one."""
     plain = layers()
@@ -175,91 +147,16 @@ def test_everything_frozen_first(rank: Rank, early: bool, front_end: FrontEnd) -
     assert_at_rest(model)
     for module in (model, reference):
         module.requires_grad_(True)
-    assert len({c.unit for c in reductions(model, rank)}) == (LAYERS if rank.world_size > 1 else 0)
+    assert len({c.unit for c in reductions(model, rank)}) == LAYERS
     model.zero_grad()
     assert_trains_alike(model, reference, rank, layer_loss)
-
-
-@on_ranks(2)
-@each_front_end
-def test_frozen_parameters_called_twice(rank: Rank, front_end: FrontEnd) -> None:
-    """Units with frozen weights that are called twice in one forward train their biases like plain ones."""
-    plain = layers()
-    freeze(plain, weights)
-    model, reference = sharded_with_reference(front_end, rank, plain)
-
-    def loss_at(step: int) -> Any:
-        return lambda module, number: module(module(batch(number, step, 8, WIDTH))).square().mean()
-
-    assert_trains_alike(model, reference, rank, loss_at)
-
-
-@on_ranks(2)
-@each_front_end
-def test_adapter_beside_quantized_weights(rank: Rank, front_end: FrontEnd) -> None:
-    """Integer codes and float scales are frozen, the adapter beside them is trained."""
-
-    class Quantized(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.codes = nn.Parameter(torch.randint(-128, 127, (3, 6), dtype=torch.int8), requires_grad=False)
-            self.scales = nn.Parameter(torch.rand(3, 1), requires_grad=False)
-            self.adapter = nn.Linear(6, 3, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x @ (self.codes * self.scales / 128).t() + self.adapter(x)
-
-    model, reference = sharded_with_reference(front_end, rank, build(Quantized), [])
-    assert sum(p.requires_grad for p in model.parameters()) == 1
-    assert_trains_alike(model, reference, rank)
-
-
-@on_ranks(2, 3)
-@each_front_end
-@pytest.mark.parametrize(
-    "dtypes",
-    [
-        (torch.int8, torch.uint8, torch.int16, torch.bool),
-        (torch.uint16, torch.uint32),
-        (torch.float8_e4m3fn, torch.float16, torch.complex128),
-    ],
-    ids=str,
-)
-def test_frozen_tables_of_any_dtype(rank: Rank, dtypes: tuple[torch.dtype, ...], front_end: FrontEnd) -> None:
-    """Whatever the dtypes of frozen parameters, they arrive as they are, beside one that trains."""
-
-    class Tables(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 3)
-            self.tables = nn.ParameterList(
-                nn.Parameter((3 * torch.rand(5, 3)).to(dtype), requires_grad=False) for dtype in dtypes
-            )
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.linear(x)
-            for table in self.tables:
-                x = x + torch.view_as_real(table.to(torch.complex64)).sum(dim=(0, 2))
-            return x
-
-    model, reference = sharded_with_reference(front_end, rank, build(Tables), [])
-    for name, value in full_values(model).items():
-        expected = reference.get_parameter(name).detach()
-        assert_equal(value.contiguous().view(torch.uint8), expected.view(torch.uint8), name)
-    square_loss()(model, rank.rank).backward()
-    reference_backward(reference, rank.world_size, square_loss())
-    for name, parameter in reference.named_parameters():
-        assert "tables" not in name or parameter.grad is None
-    both_backward(model, reference, rank, square_loss(1))
 
 
 # -------------------------------------------------------------------- what is sent
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize(
-    ("front_end", "early"), [(COMPOSABLE, True), (COMPOSABLE, False), (ORIGINAL, True), (FLAT, True)], ids=str
-)
+@on_ranks(2)
+@pytest.mark.parametrize(("front_end", "early"), [(COMPOSABLE, False), (ORIGINAL, True), (FLAT, True)], ids=str)
 def test_only_trainable_elements_are_reduced(rank: Rank, early: bool, front_end: FrontEnd) -> None:
     """With frozen weights exactly the biases' elements are reduced, plus presence numbers and padding."""
     plain = layers()
@@ -274,22 +171,6 @@ def test_only_trainable_elements_are_reduced(rank: Rank, early: bool, front_end:
         assert [c.numel for c in seen] == [message_numel(rank.world_size, -(-WIDTH // rank.world_size))] * LAYERS
     else:
         assert LAYERS * WIDTH <= sum(c.numel for c in seen) <= LAYERS * (WIDTH + 8 * rank.world_size)
-
-
-@on_ranks(2)
-def test_large_frozen_weight_is_not_reduced(rank: Rank) -> None:
-    """A weight that would travel directly does not travel at all while it is frozen, and does once it is not."""
-    rows = transport_of(rank).direct_bytes // 4 // 256 * 2
-    model = COMPOSABLE.wrap(nn.Linear(256, rows), rank)
-    for frozen, expected in (
-        (True, [message_numel(2, rows // 2)]),
-        # The presence numbers are of two parameters, of which one is in the message.
-        (False, [rows * 256, 2 * packed_numel(rows // 2, 2)]),
-    ):
-        model.weight.requires_grad_(not frozen)
-        with record() as seen:
-            model(torch.ones(2, 256)).sum().backward()
-        assert [c.numel for c in seen if c.kind == "reduce_scatter"] == expected
 
 
 @on_ranks(2)
@@ -313,6 +194,30 @@ def test_units_that_are_all_frozen(rank: Rank, front_end: FrontEnd, strategy: st
     assert_same_gradients(model, reference)
 
 
+class BothEnds(nn.Module):
+    """Two parts that are called one at a time: ids to vectors, and vectors to logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(13, 6), nn.Linear(6, 13)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x) if x.is_floating_point() else self.embedding(x)
+
+
+class Sandwich(nn.Module):
+    """Both ends around a layer, in whose backward the head is frozen if ``freezes``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends, self.middle, self.freezes = BothEnds(), nn.Linear(6, 6), False
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.middle(self.ends(ids))
+        x.register_hook(lambda _: self.ends.head.requires_grad_(not self.freezes) and None)
+        return self.ends(x)
+
+
 @on_ranks(2)
 def test_freezing_between_the_parts_of_an_open_ended_backward(rank: Rank) -> None:
     """A gradient of the first part of a unit's backward is reduced although its parameter is frozen before the end.
@@ -321,44 +226,166 @@ def test_freezing_between_the_parts_of_an_open_ended_backward(rank: Rank) -> Non
     Were the head not noted then, it would not take part in the reduction and have no gradient, or one too late.
     """
 
-    class BothEnds(nn.Module):
-        """Two parts that are called one at a time: ids to vectors, and vectors to logits."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.head = nn.Embedding(13, 6), nn.Linear(6, 13)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(x) if x.is_floating_point() else self.embedding(x)
-
-    class Sandwich(nn.Module):
-        """Both ends around a layer, in whose backward the head is frozen if ``freezes``."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.ends, self.middle, self.freezes = BothEnds(), nn.Linear(6, 6), False
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            x = self.middle(self.ends(ids))
-            x.register_hook(lambda _: self.ends.head.requires_grad_(not self.freezes) and None)
-            return self.ends(x)
-
-    model = build(Sandwich)
-    reference = copy.deepcopy(model)
-    COMPOSABLE.wrap(model, rank, ["ends", "middle"])
-
-    def loss_at(step: int) -> Any:
-        def loss_of(module: nn.Module, number: int) -> torch.Tensor:
-            ids = torch.randint(13, (4, 5), generator=torch.Generator().manual_seed(100 * step + number))
-            return module(ids).square().mean()
-
-        return loss_of
-
+    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Sandwich), ["ends", "middle"])
     for step, freezes in enumerate((False, True, False)):
         model.freezes = freezes
-        both_backward(model, reference, rank, loss_at(step))
+        both_backward(
+            model, reference, rank, lambda m, number, step=step: m(tokens(number, step, 4, 5)).square().mean()
+        )
         assert model.ends.head.weight.requires_grad != freezes
         assert_same_gradients(model, reference)
         model.ends.head.requires_grad_(True)
         model.zero_grad()
         reference.zero_grad()
+
+
+# -------------------------------------------------------------------- ignored parameters
+
+
+def biases(model: Any) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.ndim == 1]
+
+
+def a_block(model: Any) -> list[nn.Parameter]:
+    return list(model.blocks[1].parameters())
+
+
+def of_the_root(model: Any) -> list[nn.Parameter]:
+    return [*model.first.parameters(), model.last.bias]
+
+
+def average(parameters: Iterable[nn.Parameter], rank: Rank) -> None:
+    """What the owner of ignored parameters has to do."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= rank.world_size
+
+
+def ignoring(front_end: FrontEnd, rank: Rank, choose: Choice, **options: Any) -> tuple[Any, Any, list[nn.Parameter]]:
+    """A model, its reference, and what was ignored."""
+    plain = build(Stack)
+    ignored = choose(plain)
+    model, reference = sharded_with_reference(front_end, rank, plain, **front_end.ignoring(ignored), **options)
+    return model, reference, ignored
+
+
+@on_ranks(2)
+@each_value(
+    front_end=FRONT_ENDS,
+    choose=[biases, a_block, of_the_root, everything],
+    strategy=["FULL_SHARD", "SHARD_GRAD_OP"],
+)
+def test_ignored_parameters(rank: Rank, front_end: FrontEnd, choose: Choice, strategy: str) -> None:
+    """They stay the same plain objects with this rank's gradients; averaged by hand, the whole model trains right.
+
+    Microbatches without synchronization add up in their ``.grad`` as autograd leaves them.
+    """
+    model, reference, ignored = ignoring(front_end, rank, choose, strategy=strategy)
+    held = {id(p): p.detach().clone() for p in ignored}
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.02, eps=1e-4, foreach=False) for m in (model, reference)]
+    for step in range(3):
+        with front_end.no_sync(model):
+            square_loss(10 + step)(model, rank.rank).backward()
+        square_loss(step)(model, rank.rank).backward()
+        average(ignored, rank)
+        for each in (10 + step, step):
+            reference_backward(reference, rank.world_size, square_loss(each))
+        assert_same_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_values(model, reference, **CLOSE)
+    present = {id(p): p for p in model.parameters()}
+    assert all(type(present[each]) is nn.Parameter and present[each].shape == held[each].shape for each in held)
+    if front_end.composable:
+        assert all(isinstance(p, DTensor) == (key not in held) for key, p in present.items())
+    state = model.state_dict()
+    assert list(state) == list(reference.state_dict())
+
+
+@on_ranks(2)
+@each_front_end
+def test_own_gradients_of_ignored_parameters(rank: Rank, front_end: FrontEnd) -> None:
+    """They get this rank's own gradient, and are never sent."""
+    model, reference, ignored = ignoring(front_end, rank, a_block)
+    with record() as seen:
+        square_loss()(model, rank.rank).backward()
+    assert "blocks.1" not in {c.unit for c in seen} and {c.kind for c in seen} == {"all_gather", "reduce_scatter"}
+    square_loss()(reference, rank.rank).backward()
+    for ours, theirs in zip(ignored, reference.blocks[1].parameters(), strict=True):
+        assert_equal(ours.grad, theirs.grad, "gradient of this rank")
+    assert model.state_dict()["blocks.1.up.weight"].data_ptr() == ignored[0].data_ptr()
+
+
+class Scaled(nn.Linear):
+    """A layer with a float64 scale and an integer table; notes the dtypes of all three."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, bias=False)
+        self.scale = nn.Parameter(torch.full((4,), 0.5, dtype=torch.float64))
+        self.table = nn.Parameter(torch.arange(4), requires_grad=False)
+        self.kinds: list[tuple[torch.dtype, ...]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kinds.append((self.weight.dtype, self.scale.dtype, self.table.dtype))
+        return super().forward(x).double() * self.scale * self.table
+
+
+@on_ranks(2)
+@each_front_end
+def test_ignored_parameters_keep_their_dtype(rank: Rank, front_end: FrontEnd) -> None:
+    """A precision policy does not cast them; frozen, integer and float64 ones are as good as others."""
+    plain = build(Scaled)
+    scale, table = plain.scale, plain.table
+    options = {**front_end.precision(torch.bfloat16, torch.float32), **front_end.ignoring([scale, table])}
+    model = front_end.wrap(plain, rank, [], **options)
+    model(batch(rank.rank, 0, 2, 4)).sum().backward()
+    assert plain.kinds == [(torch.bfloat16, torch.float64, torch.int64)]
+    assert plain.scale is scale and plain.table is table
+    assert scale.grad.dtype is torch.float64 and table.grad is None
+    assert {p.grad.dtype for p in model.parameters() if p is not scale and p is not table} == {torch.float32}
+
+
+@on_ranks(2)
+@each_front_end
+def test_ignoring_a_tied_parameter(rank: Rank, front_end: FrontEnd) -> None:
+    """Ignoring a tied parameter ignores it under all its names."""
+    plain = build(Language)
+    tied = plain.head.weight
+    model, reference = sharded_with_reference(front_end, rank, plain, ["head"], **front_end.ignoring([tied]))
+    assert plain.embedding.weight is tied and tied.shape == (13, 6)
+    token_loss()(model, rank.rank).backward()
+    average([tied], rank)
+    reference_backward(reference, 2, token_loss())
+    assert_same_gradients(model, reference)
+
+
+@on_ranks(2)
+@each_front_end
+def test_ignored_parameters_are_replaced_and_edited(rank: Rank, front_end: FrontEnd) -> None:
+    """They may be written to, replaced and frozen by their owner at any time."""
+    model, reference, _ = ignoring(front_end, rank, a_block)
+    square_loss()(model, rank.rank).backward()
+    blocks = [unwrapped(each.blocks[1]) for each in (model, reference)]
+    for block in blocks:
+        block.up.weight = nn.Parameter(torch.full_like(block.up.weight, 0.1))
+        block.down.requires_grad_(False)
+    for each in (model, reference):
+        each.zero_grad()
+    square_loss(1)(model, rank.rank).backward()
+    average(blocks[0].up.parameters(), rank)
+    reference_backward(reference, 2, square_loss(1))
+    assert blocks[0].down.weight.grad is None
+    assert_same_gradients(model, reference)
+
+
+@on_ranks(2)
+def test_one_call_alone_ignores(rank: Rank) -> None:
+    """A unit above need not repeat it; a lazy parameter may be ignored, and gets its shape in the first forward."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(6, 4)), nn.LazyLinear(3))
+    fully_shard(model[0], mesh=rank.mesh, ignored_params=model[0].parameters())
+    fully_shard(model, mesh=rank.mesh, ignored_params=model[1].parameters())
+    assert type(model[0][0].bias) is nn.Parameter and unit_of(model).parameters == []
+    assert model(torch.ones(2, 6)).shape == (2, 3)
+    assert model[1].weight.shape == (3, 4) and not isinstance(model[1].weight, DTensor)

@@ -1,9 +1,9 @@
-"""Mixed precision: in which dtypes units gather, compute, add up, reduce and land, against a hand-written run."""
+"""Mixed precision, against a hand-written run: in which dtypes units gather, compute, add up and reduce; moves."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,25 +11,30 @@ import pytest
 import torch
 from torch import nn
 
-from compare import assert_equal
+from compare import assert_close, assert_equal
 from front_ends import (
+    CLOSE,
     COMPOSABLE,
     FRONT_ENDS,
+    ORIGINAL,
     STRATEGIES,
     FrontEnd,
     assert_at_rest,
     assert_same_gradients,
     assert_same_values,
+    assert_trains_alike,
+    both_backward,
     build,
     each_front_end,
     full_gradients,
     sgd,
+    sharded_with_reference,
     unit_names,
     unwrapped,
 )
-from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.comm import Collective, record
-from models import Language, LossOf, Stack, batch, square_loss, tiny_units, tokens
+from fullshard.engine.ownership import nested_units
+from models import LossOf, Mlp, Stack, batch, square_loss, tiny_units
 from pairwise import each_value, pairwise
 from ranks import Rank, on_ranks
 
@@ -174,15 +179,14 @@ def test_strategies_to_the_bit(rank: Rank, front_end: FrontEnd, strategy: str, p
 
 @pytest.mark.cpu_only("other back ends round at every hop, and add in another order")
 @on_ranks(4)
-@each_value(front_end=FRONT_ENDS, precision=[LOW, Precision(BF16), Precision(F16), Precision(None, BF16)])
+@each_value(front_end=FRONT_ENDS, precision=[LOW, Precision(BF16), Precision(F16)])
 def test_sums_of_four_ranks(rank: Rank, front_end: FrontEnd, precision: Precision) -> None:
     """Sums of more than two half-precision terms are rounded once."""
     train_and_compare(rank, front_end, precision)
 
 
 @on_ranks(2)
-@each_front_end
-@pytest.mark.parametrize("then", ["born in bf16", F32, F64], ids=str)
+@each_value(front_end=FRONT_ENDS, then=["born in bf16", F32, F64])
 def test_models_moved_to_other_dtypes(rank: Rank, then: Any, front_end: FrontEnd) -> None:
     """Born in bf16, moved before the first forward or after steps: the wire keeps its dtypes, shards have their own."""
     master = build(Stack, 2).to(BF16)
@@ -214,20 +218,6 @@ def test_computing_in_more_than_is_kept(rank: Rank, front_end: FrontEnd) -> None
         assert wire(seen, "reduce_scatter") == {F32}
         reference_gradients(master_, precision, rank.world_size, square_loss())
         assert_same_gradients(model, master_, rtol=0.0, atol=0.0)
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("dtype", [BF16, F64], ids=str)
-def test_bytes_on_the_wire(rank: Rank, dtype: torch.dtype) -> None:
-    """Gathers take the bytes of ``param_dtype``, reductions those of ``reduce_dtype`` (plus presence numbers)."""
-    model = fully_shard(nn.Linear(128, 128), mesh=rank.mesh, mp_policy=MixedPrecisionPolicy(dtype, F32))
-    with record() as seen:
-        model(batch(rank.rank, 0, 4, 128)).sum().backward()
-    elements, presence = 128 * 128 + 128, 16 // F32.itemsize  # two numbers, padded to 16 bytes
-    n = rank.world_size
-    assert sum(c.nbytes for c in seen if c.kind == "all_gather") == elements * dtype.itemsize * (n - 1) // n
-    reduced = sum(c.nbytes for c in seen if c.kind == "reduce_scatter")
-    assert reduced == (elements + n * presence) * F32.itemsize * (n - 1) // n
 
 
 # -------------------------------------------------------------------- adding up
@@ -268,22 +258,13 @@ def gradients_of(model: nn.Module) -> tuple[float | None, float | None]:
 
 
 @on_ranks(2)
-@each_front_end
-@pytest.mark.parametrize(
-    ("precision", "expected"),
-    [
-        (Precision(), 259.0),
-        (LOW, 259.0),
-        (Precision(BF16, F64), 259.0),
-        (Precision(BF16), 256.0),
-        (Precision(None, BF16), 256.0),
-    ],
-    ids=lambda value: getattr(value, "name", None),
+@each_value(
+    front_end=FRONT_ENDS,
+    precision=[Precision(), LOW, Precision(BF16, F64), Precision(BF16), Precision(None, BF16)],
 )
-def test_microbatches_add_up_in_the_reduce_dtype(
-    rank: Rank, precision: Precision, expected: float, front_end: FrontEnd
-) -> None:
+def test_microbatches_add_up_in_the_reduce_dtype(rank: Rank, precision: Precision, front_end: FrontEnd) -> None:
     """256 + 1 + 1 + 1 is 259, but in bf16 it stays 256: what adds up has the reduce dtype from the first on."""
+    expected = 256.0 if (precision.reduce or precision.param) is BF16 else 259.0
     model = wrap(front_end, rank, Scale(), precision, units=[])
     accumulate(front_end, model, [256.0, 1.0, 1.0, 1.0])
     assert gradients_of(model) == (expected, None)
@@ -294,8 +275,7 @@ def test_microbatches_add_up_in_the_reduce_dtype(
 
 
 @on_ranks(2)
-@each_front_end
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_value(front_end=FRONT_ENDS, strategy=STRATEGIES)
 def test_calls_before_one_backward_add_up_in_the_reduce_dtype(rank: Rank, strategy: str, front_end: FrontEnd) -> None:
     """256 + 1 is 257 of two calls in one forward and of two forwards; in bf16 it would stay 256."""
 
@@ -315,8 +295,7 @@ def test_calls_before_one_backward_add_up_in_the_reduce_dtype(rank: Rank, strate
 
 
 @on_ranks(2)
-@each_front_end
-@pytest.mark.parametrize("reduce", [None, F32], ids=str)
+@each_value(front_end=FRONT_ENDS, reduce=[None, F32])
 def test_parameter_first_used_in_the_last_microbatch(rank: Rank, reduce: Any, front_end: FrontEnd) -> None:
     """A fresh gradient beside accumulated ones is no error on any rank, also if one rank alone has it."""
     for late_rank in (None, 1):
@@ -325,25 +304,8 @@ def test_parameter_first_used_in_the_last_microbatch(rank: Rank, reduce: Any, fr
         assert gradients_of(model) == (258.0 if reduce is F32 else 256.0, 1.0 if late_rank is None else 0.5)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("front_end", FRONT_ENDS[:2], ids=str)
-@pytest.mark.parametrize("first", ["frozen", "trainable"])
-def test_freezing_between_microbatches(rank: Rank, first: str, front_end: FrontEnd) -> None:
-    """Whichever way round parameters are frozen, and whenever, their gradients keep the reduce dtype."""
-    model = wrap(front_end, rank, Scale(), LOW, units=[])
-    late = unwrapped(model).late
-    late.requires_grad_(first == "trainable")
-    with record() as seen:
-        model(torch.full((4,), 3.0), True).float().sum().backward()
-        late.requires_grad_(first == "frozen")
-        accumulate(front_end, model, [256.0, 1.0, 1.0], late_at=2)
-    assert wire(seen, "reduce_scatter") == {F32}
-    assert gradients_of(model) == (261.0, 1.0 if first == "frozen" else 3.0)
-
-
 @on_ranks(4)
-@each_front_end
-@pytest.mark.parametrize("precision", [Precision(F16), Precision(None, F16)], ids=lambda p: p.name)
+@each_value(front_end=FRONT_ENDS, precision=[Precision(F16), Precision(None, F16)])
 def test_fp16_sums_do_not_overflow(rank: Rank, precision: Precision, front_end: FrontEnd) -> None:
     """fp16 ends at 65504: means of gradients whose sum is beyond it are right, for they are divided before."""
     model = wrap(front_end, rank, Scale(), precision, units=[])
@@ -374,20 +336,21 @@ class Kinds(nn.Module):
         self.wide = nn.Parameter(torch.randn(6, dtype=F64), requires_grad=False)
         self.phase = nn.Parameter(torch.randn(6, dtype=torch.complex64), requires_grad=False)
         self.codes = nn.Parameter(torch.arange(-3, 3, dtype=torch.int8), requires_grad=False)
+        self.table = nn.Parameter(torch.arange(6).to(torch.uint16), requires_grad=False)
         self.packed = nn.Parameter(torch.randn(6).to(torch.float8_e4m3fn), requires_grad=False)
         self.mask = nn.Parameter(torch.arange(6) % 2 == 0, requires_grad=False)
         self.seen: dict[str, torch.Tensor] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        names = ("weight", "short", "wide", "phase", "codes", "packed", "mask")
+        names = ("weight", "short", "wide", "phase", "codes", "table", "packed", "mask")
         self.seen = {name: getattr(self, name).detach().clone() for name in names}
         x = x.to(self.weight.dtype)
         scale = self.codes.to(x.dtype) + self.packed.to(x.dtype) + self.wide.to(x.dtype) + self.mask
         return x @ self.weight * scale * self.phase.abs().to(x.dtype) + self.short
 
 
-@on_ranks(1, 2)
-@pairwise(front_end=FRONT_ENDS, precision=[Precision(), LOW])
+@on_ranks(2)
+@each_value(front_end=FRONT_ENDS, precision=[Precision(), LOW, LOW])
 def test_parameters_of_many_dtypes_in_one_unit(rank: Rank, front_end: FrontEnd, precision: Precision) -> None:
     """Floats are cast; integers, complex numbers and one-byte floats travel as they are, and nothing is an error."""
     master = build(Kinds)
@@ -399,32 +362,10 @@ def test_parameters_of_many_dtypes_in_one_unit(rank: Rank, front_end: FrontEnd, 
         if precision.param is not None and name in ("weight", "short", "wide"):
             value = value.to(precision.param)
         assert_equal(unwrapped(model).seen[name], value, name)
-    reduced = {F32} if precision.reduce else {F32, BF16}
-    assert wire(seen, "reduce_scatter") == (reduced if rank.world_size > 1 else set())
+    assert wire(seen, "reduce_scatter") == ({F32} if precision.reduce else {F32, BF16})
     assert_same_values(model, master)
     found = {name: gradient.dtype for name, gradient in full_gradients(model).items() if gradient is not None}
     assert found == {"weight": F32, "short": BF16}
-
-
-@on_ranks(2)
-@each_front_end
-def test_token_ids_are_never_cast(rank: Rank, front_end: FrontEnd) -> None:
-    """A language model takes integer ids; the uses of its tied weight add up in the reduce dtype too."""
-    untied = build(Language)
-    model = wrap(front_end, rank, untied, LOW)
-    untied.head.weight = nn.Parameter(untied.head.weight.detach().clone())
-
-    def loss_of(module: nn.Module, number: int) -> torch.Tensor:
-        ids = tokens(number, 0, 4, 5)
-        logits = module(ids)
-        assert logits.dtype is BF16
-        return nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
-
-    loss_of(model, rank.rank).backward()
-    reference_gradients(untied, LOW, rank.world_size, loss_of)
-    untied.embedding.weight.grad += untied.head.weight.grad
-    untied.head.weight = untied.embedding.weight
-    assert_same_gradients(model, untied, rtol=1e-6, atol=1e-7)
 
 
 class Probe(nn.Module):
@@ -442,7 +383,7 @@ class Probe(nn.Module):
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, inner=["nothing", "fp16", "fp16 as it is"], outer=["bf16", "nothing"])
+@each_value(front_end=FRONT_ENDS, inner=["nothing", "fp16", "fp16 as it is", "fp16"], outer=["bf16", "nothing"])
 def test_each_unit_casts_by_its_own_policy(rank: Rank, outer: str, inner: str, front_end: FrontEnd) -> None:
     """Also what was made in fp32 inside its parent; and only if it is to cast inputs."""
     choices = {
@@ -461,3 +402,101 @@ def test_each_unit_casts_by_its_own_policy(rank: Rank, outer: str, inner: str, f
     weight = F32 if inner == "nothing" else F16
     assert child.seen == [(F16, F16, F16) if inner == "fp16" else (given, F32, weight)]
     assert {p.grad.dtype for p in model.parameters()} == {F32}
+
+
+# -------------------------------------------------------------------- moves by to(dtype) and the like
+
+MOVES: dict[str, tuple[Callable[[nn.Module], nn.Module], torch.dtype]] = {
+    "to": (lambda m: m.to(torch.float64), torch.float64),
+    "bfloat16": (lambda m: m.bfloat16(), torch.bfloat16),
+    "half": (lambda m: m.half(), torch.float16),
+    "there and back": (lambda m: m.double().float(), torch.float32),
+    "nothing": (lambda m: m.to(torch.empty(0).device), torch.float32),
+}
+WHEN: dict[str, Callable[[Any, Rank], object]] = {
+    "before the first forward": lambda model, rank: None,
+    "after steps": lambda model, rank: None,
+    "after a forward": lambda model, rank: square_loss(5)(model, rank.rank),
+    "unsharded": lambda model, rank: getattr(model.blocks[0], "unshard", lambda: None)(),
+}
+
+
+def typed_loss(dtype: torch.dtype) -> Callable[[int], LossOf]:
+    """The mean square of outputs for inputs in ``dtype``."""
+    return lambda step: lambda model, rank: model(batch(rank, step, 4, 6).to(dtype)).float().square().mean()
+
+
+@on_ranks(2)
+@each_value(front_end=FRONT_ENDS, move=MOVES, when=WHEN)
+def test_moves_of_the_whole_model(rank: Rank, front_end: FrontEnd, move: str, when: str) -> None:
+    """Parameters stay the same objects; gathers, reductions and training go on in the new dtype."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack, 2))
+    optimizers = [sgd(m, 0.05, momentum=0.9) for m in (model, reference)]
+    if when == "after steps":
+        assert_trains_alike(model, reference, rank, steps=2, optimizers=optimizers)
+        optimizers = [sgd(m, 0.05, momentum=0.9) for m in (model, reference)]
+    WHEN[when](model, rank)
+    function, dtype = MOVES[move]
+    before = list(model.parameters()) if when != "unsharded" else []
+    assert function(model) is model
+    function(reference)
+    assert all(one is other for one, other in zip(model.parameters(), before, strict=bool(before)))
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert_same_values(model, reference, **({"rtol": 1e-2, "atol": 1e-6} if dtype.itemsize < 4 else CLOSE))
+    tolerance = CLOSE if dtype.itemsize >= 4 else {"rtol": 5e-2, "atol": 3e-3}
+    with record() as seen:
+        assert_trains_alike(model, reference, rank, typed_loss(dtype), optimizers=optimizers, **tolerance)
+    assert {c.dtype for c in seen} <= {dtype}
+
+
+@on_ranks(2)
+@each_front_end
+def test_gradients_move_along(rank: Rank, front_end: FrontEnd) -> None:
+    """Gradients that are there move with the parameters, further ones are added, and an old optimizer steps."""
+    model, reference = sharded_with_reference(front_end, rank, build(Stack, 1))
+    optimizers = [sgd(m, 0.1) for m in (model, reference)]
+    both_backward(model, reference, rank, square_loss())
+    for module in (model, reference):
+        module.double()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float64}
+    assert_same_gradients(model, reference)
+    both_backward(model, reference, rank, typed_loss(torch.float64)(1))
+    assert_same_gradients(model, reference)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same_values(model, reference, **CLOSE)
+
+
+@on_ranks(3)
+@each_value(front_end=[COMPOSABLE, ORIGINAL], frozen=[False, True])
+def test_part_of_a_unit(rank: Rank, frozen: bool, front_end: FrontEnd) -> None:
+    """Converting part of a unit gives it a second bucket; moved back, or both to one dtype, it keeps every value."""
+    model, reference = sharded_with_reference(front_end, rank, build(Mlp, 6, 5, 4), [])
+    for module in (unwrapped(model), reference):
+        module.layers[0].bias.requires_grad_(not frozen)
+        module.layers[1].double()
+        module.layers[0].register_forward_hook(lambda _, args, out, m=module: out.to(m.layers[1].weight.dtype))
+    assert_trains_alike(model, reference, rank)
+    assert {b.shard_buffer.dtype for b in nested_units(model)[0].buckets} == {torch.float32, torch.float64}
+    for module in (model, reference):
+        module.float()
+    assert_trains_alike(model, reference, rank)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@on_ranks(2)
+def test_moves_elsewhere_keep_everything(rank: Rank) -> None:
+    """A move to where the shards are keeps parameters and memory; one elsewhere keeps values, gradients and device."""
+    model = COMPOSABLE.wrap(build(Stack, 1), rank)
+    square_loss()(model, rank.rank).backward()
+    before = [(id(p), p.to_local().data_ptr(), id(p.grad)) for p in model.parameters()]
+    model.to(rank.device).float()
+    assert [(id(p), p.to_local().data_ptr()) for p in model.parameters()] == [entry[:2] for entry in before]
+    values = [(p.to_local().clone(), p.grad.to_local().clone()) for p in model.parameters()]
+    model.cpu()
+    for p, (value, gradient) in zip(model.parameters(), values, strict=True):
+        assert p.device == p.grad.device == rank.device
+        assert_close(p.to_local(), value, "value", rtol=0)
+        assert_close(p.grad.to_local(), gradient, "gradient", rtol=0)
+    assert [len(unit.buckets) for unit in nested_units(model)] == [1, 1]
+    assert_at_rest(model)

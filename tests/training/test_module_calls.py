@@ -9,26 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-from compare import assert_close, assert_equal
+from compare import assert_close
 from front_ends import (
-    CLOSE,
-    COMPOSABLE,
     FRONT_ENDS,
     STRATEGIES,
     FrontEnd,
     assert_at_rest,
     assert_same_gradients,
-    assert_same_values,
     assert_trains_alike,
     both_backward,
     build,
-    each_front_end,
-    full_values,
     gathered,
     sharded_with_reference,
     unwrapped,
 )
-from fullshard import register_fsdp_forward_method
 from fullshard.comm import record
 from models import Block, LossOf, Stack, batch, reference_backward, square_loss, tiny_units
 from pairwise import each_value
@@ -52,6 +46,14 @@ def two_forwards(model: Any, x: torch.Tensor) -> torch.Tensor:
 def other_parts(model: Any, x: torch.Tensor) -> torch.Tensor:
     """Forwards that run parts of the model, then all of it, then none of the blocks."""
     return sum(model(x + i, run=run) for i, run in enumerate(([0], [2, 1], None, [1, 0], [])))
+
+
+def no_grad_between(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """A unit without gradients behind one with, and one with behind both."""
+    x = model.blocks[0](x)
+    with torch.no_grad():
+        offset = model.blocks[1](x)
+    return model.blocks[1](x + offset)
 
 
 def output_unused(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -97,6 +99,7 @@ FORWARDS: list[Forward] = [
     evaluated_between,
     skipped,
     differentiable_input,
+    no_grad_between,
     part_alone,
     part_and_root,
 ]
@@ -117,7 +120,7 @@ def test_any_use_of_modules(rank: Rank, front_end: FrontEnd, strategy: str, forw
         with record() as seen:
             both_backward(model, reference, rank, loss_of(forward, step))
         reduced = {(c.unit, c.launch) for c in seen if c.kind in ("reduce_scatter", "all_reduce")}
-        alone = forward is part_and_root  # what runs before the root is a root of its own
+        alone = forward in (part_and_root, no_grad_between)  # what runs without the root is a root of its own
         assert alone or len(reduced) == len({unit for unit, _ in reduced})
         assert_same_gradients(model, reference)
         for one in (model, reference):
@@ -131,7 +134,7 @@ def test_any_use_of_modules(rank: Rank, front_end: FrontEnd, strategy: str, forw
 def test_each_step_in_another_way(rank: Rank, strategy: str, front_end: FrontEnd) -> None:
     """Every step may use the model in another way than the one before: prefetches that guess wrong harm nobody."""
     model, reference = sharded_with_reference(front_end, rank, build(Stack), strategy=strategy)
-    uses = [forward for forward in FORWARDS if forward is not part_and_root]
+    uses = [forward for forward in FORWARDS if forward not in (part_and_root, no_grad_between)]
     assert_trains_alike(model, reference, rank, lambda step: loss_of(uses[step % len(uses)], step), steps=len(uses) + 2)
 
 
@@ -161,120 +164,6 @@ def test_graphs_and_backwards(rank: Rank, front_end: FrontEnd, strategy: str, or
             reference_backward(reference, rank.world_size, each)
         assert_same_gradients(model, reference)
         assert_at_rest(model)
-
-
-@on_ranks(2)
-@each_value(front_end=FRONT_ENDS, strategy=STRATEGIES)
-def test_gradients_of_inputs(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
-    """An input's gradient is that of this rank's own loss; ``autograd.grad`` leaves no other and nothing unsharded."""
-    model, reference = sharded_with_reference(front_end, rank, build(Stack), strategy=strategy)
-    for step in range(2):
-        inputs = [batch(rank.rank, step, 4, 6).requires_grad_() for _ in range(2)]
-        ours, theirs = (
-            torch.autograd.grad(module(x).square().mean(), x)[0]
-            for module, x in zip((model, reference), inputs, strict=True)
-        )
-        assert_close(ours, theirs, "gradient of the input", **CLOSE)
-        assert all(p.grad is None for p in model.parameters())
-        assert gathered(model) == []
-        for module, x in zip((model, reference), inputs, strict=True):
-            module(x).square().mean().backward()
-            module.zero_grad()
-        assert_close(inputs[0].grad, inputs[1].grad, "gradient of the input", **CLOSE)
-    assert_trains_alike(model, reference, rank)
-
-
-@on_ranks(2)
-@each_value(1, front_end=FRONT_ENDS, strategy=STRATEGIES)
-def test_backward_through_a_part(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
-    """A loss on what a block in the middle returned: units behind it have no gradients, and are resharded."""
-    model, reference = sharded_with_reference(front_end, rank, build(Stack), strategy=strategy)
-
-    def loss(module: Any, number: int) -> torch.Tensor:
-        kept: list[torch.Tensor] = []
-        handle = module.blocks[1].register_forward_hook(lambda _, inputs, output: kept.append(output))
-        module(batch(number, 0, 4, 6))
-        handle.remove()
-        return kept[0].square().mean()
-
-    for _ in range(2):
-        both_backward(model, reference, rank, loss)
-        assert gathered(model) == []
-    assert_same_gradients(model, reference)
-    model.zero_grad()
-    reference.zero_grad()
-    assert_trains_alike(model, reference, rank)
-
-
-@on_ranks(2)
-@each_value(2, front_end=FRONT_ENDS, strategy=STRATEGIES)
-def test_looking_at_full_values_in_between(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
-    """Full parameters and state dicts after a forward that has a graph change nothing for the next one."""
-    model, reference = sharded_with_reference(front_end, rank, build(Stack), strategy=strategy)
-    for step in range(2):
-        dropped = model(batch(rank.rank, step, 4, 6))
-        for name, value in full_values(model).items():
-            assert_equal(value, reference.get_parameter(name).detach(), name)
-        model(batch(rank.rank, step, 4, 6))
-        model.state_dict()
-        del dropped
-        both_backward(model, reference, rank, square_loss(step))
-        assert_same_gradients(model, reference)
-    assert_same_values(model, reference)
-
-
-class Tenfold(nn.Module):
-    """One layer, ten times, every other time without gradients."""
-
-    def __init__(self, alternate: bool) -> None:
-        super().__init__()
-        self.first, self.layer, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-        self.alternate = alternate
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for index in range(10):
-            if self.alternate and index % 2:
-                with torch.no_grad():
-                    offset = self.layer(x)
-                x = x + offset
-            else:
-                x = torch.tanh(self.layer(x))
-        return self.last(x)
-
-
-@on_ranks(2)
-@each_front_end
-@pytest.mark.parametrize("alternate", [False, True])
-def test_ten_calls_of_one_layer(rank: Rank, alternate: bool, front_end: FrontEnd) -> None:
-    """A layer that a forward calls ten times, in turn with and without gradients, trains right."""
-    units = ["first", "layer", "last"]
-    model, reference = sharded_with_reference(front_end, rank, build(Tenfold, alternate), units)
-    assert_trains_alike(model, reference, rank)
-
-
-class Parallel(nn.Module):
-    """Two branches through one block, joined at the end; the second call's output may be left out of the loss."""
-
-    def __init__(self, joined: bool) -> None:
-        super().__init__()
-        self.block, self.last, self.joined = Block(6), nn.Linear(6, 6), joined
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        left, right = self.block(x), self.block(torch.tanh(x + 1))
-        return self.last(left + right if self.joined else left)
-
-
-@on_ranks(2)
-@each_value(front_end=FRONT_ENDS, joined=[True, False], differentiable=[True, False])
-def test_parallel_calls(rank: Rank, front_end: FrontEnd, joined: bool, differentiable: bool) -> None:
-    """Two independent calls of one unit work, with and without differentiable inputs or a used output."""
-    model, reference = sharded_with_reference(front_end, rank, build(Parallel, joined), ["block", "last"])
-
-    def loss_at(step: int) -> LossOf:
-        return lambda m, number: m(batch(number, step, 4, 6).requires_grad_(differentiable)).square().mean()
-
-    assert_trains_alike(model, reference, rank, loss_at)
 
 
 class Recursive(Block):
@@ -415,8 +304,7 @@ class InPlace(nn.Module):
 
 
 @on_ranks(2)
-@each_front_end
-@pytest.mark.parametrize("inputs", [1, 2])
+@each_value(front_end=FRONT_ENDS, inputs=[1, 2])
 def test_input_changed_in_place(rank: Rank, inputs: int, front_end: FrontEnd) -> None:
     """A unit that changes a differentiable input in place is refused by autograd, never wrong, and recovers."""
     model, reference = sharded_with_reference(front_end, rank, build(InPlace), [])
@@ -428,66 +316,3 @@ def test_input_changed_in_place(rank: Rank, inputs: int, front_end: FrontEnd) ->
     constant = batch(rank.rank, 0, 4, 6)
     assert_close(model(constant), reference(batch(rank.rank, 0, 4, 6)), "output", rtol=1e-5, atol=1e-6)
     assert constant.min() == 0
-
-
-# -------------------------------------------------------------------- calls of the composable front end
-
-
-@on_ranks(2)
-def test_unsharding_by_hand_between_forwards(rank: Rank) -> None:
-    """Forward, ``unshard`` and ``reshard`` by hand, another forward, then one backward give the right gradients."""
-    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack))
-    losses = []
-    for step in range(2):
-        losses.append(square_loss(step)(model, rank.rank))
-        for block in model.blocks:
-            block.unshard()
-            block.reshard()
-        reference_backward(reference, rank.world_size, square_loss(step))
-    sum(losses).backward()
-    assert_same_gradients(model, reference)
-
-
-class Scorer(nn.Module):
-    """Has a method that calls the module itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(x)
-
-    def score(self, x: torch.Tensor) -> torch.Tensor:
-        return self(torch.tanh(self.a(x)))
-
-
-@on_ranks(1, 2)
-def test_forward_method_that_calls_the_module_itself(rank: Rank) -> None:
-    """A forward inside a forward of the same unit ends the unit's backward only once, after both."""
-    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Scorer), [])
-    register_fsdp_forward_method(model, "score")
-
-    def loss(module: Any, number: int) -> torch.Tensor:
-        return module.score(batch(number, 0, 4, 6).requires_grad_(module is model)).square().mean()
-
-    for _ in range(2):
-        both_backward(model, reference, rank, loss)
-        assert_same_gradients(model, reference)
-
-
-@on_ranks(2)
-@each_front_end
-def test_part_without_gradients_beside_one_with(rank: Rank, front_end: FrontEnd) -> None:
-    """A unit run under ``no_grad`` amid others has no gradient, and nothing stays unsharded."""
-    model, reference = sharded_with_reference(front_end, rank, build(Stack))
-
-    def loss(module: Any, number: int) -> torch.Tensor:
-        hidden = module.blocks[0](batch(number, 0, 4, 6))
-        with torch.no_grad():
-            module.blocks[1](hidden)
-        return hidden.square().mean()
-
-    both_backward(model, reference, rank, loss)
-    assert_same_gradients(model, reference)
-    assert_at_rest(model)

@@ -18,11 +18,8 @@ from front_ends import (
     STRATEGIES,
     Events,
     FrontEnd,
-    adam,
     assert_at_rest,
     assert_same_gradients,
-    assert_trains_alike,
-    both_backward,
     build,
     each_front_end,
     full_values,
@@ -37,8 +34,6 @@ from fullshard.frontend.sharded_module import unit_at
 from models import Block, Mlp, Stack, batch, mark, reference_backward, square_loss, tiny_units
 from pairwise import each_value
 from ranks import Rank, on_ranks
-
-each_wrapper = pytest.mark.parametrize("front_end", [ORIGINAL, FLAT], ids=str)
 
 
 def make(front_end: FrontEnd, rank: Rank, depth: int = 3, **options: Any) -> tuple[Any, Events]:
@@ -114,7 +109,6 @@ def test_units_whose_outputs_are_in_no_loss(rank: Rank, front_end: FrontEnd) -> 
         model(batch(rank.rank, step, 4, 6))
         with events:
             outputs.pop().square().mean().backward()
-        print(events.short())
         assert events.short() == "G1 G0 B1 R1 B0 R0 Bf Rr"
         assert_at_rest(model)
 
@@ -141,8 +135,7 @@ def without_ties(events: str) -> str:
 
 
 @on_ranks(2)
-@each_wrapper
-@pytest.mark.parametrize("prefetch", PREFETCH, ids=str)
+@each_value(front_end=[ORIGINAL, FLAT], prefetch=PREFETCH)
 def test_kinds_of_backward_prefetch(rank: Rank, prefetch: BackwardPrefetch | None, front_end: FrontEnd) -> None:
     """Each kind issues gathers where it says, in every step, and in the order that was recorded."""
     model, events = make(front_end, rank, backward_prefetch=prefetch, forward_prefetch=True)
@@ -165,42 +158,7 @@ def test_kinds_of_backward_prefetch(rank: Rank, prefetch: BackwardPrefetch | Non
     assert_same_gradients(model, reference)
 
 
-@on_ranks(2)
-@each_wrapper
-@pytest.mark.parametrize("prefetch", PREFETCH, ids=str)
-def test_wrong_guesses_of_prefetch(rank: Rank, prefetch: BackwardPrefetch | None, front_end: FrontEnd) -> None:
-    """Forwards whose order changes at every step never deadlock and train right; nothing stays gathered."""
-    orders = [[0, 1, 2], [2, 1, 0], [1], [0, 2, 0], [2], [1, 0]]
-    model, _ = make(front_end, rank, backward_prefetch=prefetch)
-
-    def loss_at(step: int) -> Any:
-        return lambda module, number: module(batch(number, step, 4, 6), run=orders[step]).square().mean()
-
-    assert_trains_alike(model, build(Stack), rank, loss_at, steps=6)
-
-
 # -------------------------------------------------------------------- lists of modules, and budgets
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("depth", "forward", "backward"),
-    [
-        (1, "Gr G0 G1 F0 G2 F1 G3 F2 F3", "G2 B3 R3 G1 B2 R2 G0 B1 R1 B0 R0 Bf Rr"),
-        (2, "Gr G0 G1 G2 F0 G3 F1 F2 F3", "G2 G1 B3 R3 G0 B2 R2 B1 R1 B0 R0 Bf Rr"),
-    ],
-)
-def test_listed_prefetch(rank: Rank, depth: int, forward: str, backward: str) -> None:
-    """Lists of modules to prefetch, one or two units ahead, are gathered just before their unit computes."""
-    model, events = make(COMPOSABLE, rank, 4)
-    blocks = list(model.blocks)
-    for index, block in enumerate(blocks):
-        if ahead := blocks[index + 1 : index + 1 + depth]:
-            block.set_modules_to_forward_prefetch(ahead)
-        if behind := blocks[max(index - depth, 0) : index][::-1]:
-            block.set_modules_to_backward_prefetch(behind)
-    for step in range(2):
-        assert run_step(model, events, rank, step) == (forward, backward)
 
 
 @on_ranks(2)
@@ -213,39 +171,6 @@ def test_root_prefetches_what_it_is_told(rank: Rank) -> None:
     model.set_modules_to_forward_prefetch([])
     model.set_modules_to_backward_prefetch([])
     assert run_step(model, events, rank) == (FORWARD, BACKWARD["FULL_SHARD"])
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("target", [[2], [1], [0, 2], [2, 1, 0]], ids=str)
-def test_wrong_prefetch_targets(rank: Rank, target: list[int]) -> None:
-    """Prefetching units that are through or far away neither blocks nor changes a value nor leaves memory."""
-    with tiny_units():
-        model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack))
-    for block in model.blocks:
-        wrong = [model.blocks[i] for i in target]
-        block.set_modules_to_backward_prefetch(wrong)
-        block.set_modules_to_forward_prefetch(wrong)
-    assert_trains_alike(model, reference, rank)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("budget", "forward", "backward"),
-    [
-        (None, "Gr G0 G1 F0 G2 F1 G3 F2 F3", "G2 B3 R3 G1 B2 R2 G0 B1 R1 B0 R0 Bf Rr"),
-        (0, "Gr G0 F0 G1 F1 G2 F2 G3 F3", "G3 B3 R3 G2 B2 R2 G1 B1 R1 G0 B0 R0 Bf Rr"),
-        (0.5, "Gr G0 G1 F0 G2 F1 G3 F2 F3", "G2 B3 R3 G1 B2 R2 G0 B1 R1 B0 R0 Bf Rr"),
-        (2, "Gr G0 G1 G2 F0 G3 F1 F2 F3", "G1 G0 B3 R3 B2 R2 B1 R1 B0 R0 Bf Rr"),
-        (9, "Gr G0 G1 G2 G3 F0 F1 F2 F3", "B3 R3 B2 R2 B1 R1 B0 R0 Bf Rr"),
-    ],
-)
-def test_prefetch_within_a_budget(rank: Rank, budget: float | None, forward: str, backward: str) -> None:
-    """As many of the next units are gathered ahead as fit into the bytes given, at least one; into 0 bytes none."""
-    model, events = make(COMPOSABLE, rank, 4)
-    model.set_prefetch_bytes(budget and int(budget * unit_at(model.blocks[0]).unsharded_bytes))
-    for step in range(2):
-        assert run_step(model, events, rank, step) == (forward, backward)
-    assert_at_rest(model)
 
 
 @on_ranks(2)
@@ -276,40 +201,6 @@ def test_budget_counts_bytes(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@each_wrapper
-def test_elements_of_a_step(rank: Rank, front_end: FrontEnd) -> None:
-    """One message per unit and collective with all of its elements, and the presence numbers behind reductions."""
-    with tiny_units():
-        model = front_end.wrap(build(Stack, 2), rank)
-    root, block = 68, 162  # 36, 6 + 2, 18 + 2, 3 + 1 and 72, 12, 72, 6
-    for step in range(2):
-        with record() as seen:
-            square_loss(step)(model, rank.rank).backward()
-        gathers = [(c.unit, c.numel) for c in seen if c.kind == "all_gather"]
-        assert gathers == [("", root), ("blocks.0", block), ("blocks.1", block), ("blocks.0", block)]
-        reductions = [(c.unit, c.numel) for c in seen if c.kind == "reduce_scatter"]
-        units = (("blocks.1", block), ("blocks.0", block), ("", root))
-        assert reductions == [(unit, numel) for unit, size in units for numel in (size, 8)]
-        assert len(seen) == len(gathers) + len(reductions)
-
-
-@on_ranks(2)
-@each_front_end
-def test_nothing_is_sent_by_looking(rank: Rank, front_end: FrontEnd) -> None:
-    """Parameters, names, optimizers and clearing gradients need no communication."""
-    model = front_end.wrap(build(Stack, 2), rank)
-    square_loss()(model, rank.rank).backward()
-    with record() as seen:
-        optimizer = adam(model.parameters())
-        optimizer.step()
-        model.zero_grad()
-        list(model.named_parameters())
-        model.train()
-        model.eval()
-    assert seen == []
-
-
-@on_ranks(2)
 @each_value(front_end=FRONT_ENDS, strategy=["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_two_units_are_unsharded_at_a_time(rank: Rank, front_end: FrontEnd, strategy: str) -> None:
     """Of equal blocks one that computes and the next; SHARD_GRAD_OP keeps them till backward, FULL_SHARD the last."""
@@ -332,10 +223,6 @@ def test_two_units_are_unsharded_at_a_time(rank: Rank, front_end: FrontEnd, stra
         loss.backward()
         assert_at_rest(model)
     assert len(largest) == 48 and (strategy != "FULL_SHARD" or max(largest) == 2)
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            model(batch(0, 0, 4, 6))
-        assert_at_rest(model)
 
 
 @on_ranks(2)
@@ -361,48 +248,6 @@ def test_shards_are_all_that_stays(rank: Rank, front_end: FrontEnd, strategy: st
     assert set(full_values(model)) == {name for name, _ in reference.named_parameters()}
 
 
-# -------------------------------------------------------------------- unsharding by hand
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("waited", ["by forward", "by handle", "twice", "first by handle"])
-def test_asynchronous_unshard(rank: Rank, waited: str) -> None:
-    """The forward waits for a gather issued by hand and does not repeat it; so does the handle."""
-    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack))
-    for step in range(2):
-        with record() as seen:
-            handles = [module.unshard(async_op=True) for module in (model.blocks[1], model, model.blocks[0])]
-            assert type(model.blocks[1].up.weight) is not nn.Parameter  # only a handle that was waited for registers
-            waits = {"by handle": [0, 1, 2], "first by handle": [0], "twice": [1, 1]}
-            for index in waits.get(waited, []):
-                handles[index].wait()
-            loss = square_loss(step)(model, rank.rank)
-        assert len([c for c in seen if c.kind == "all_gather"]) == 4
-        loss.backward()
-        reference_backward(reference, rank.world_size, square_loss(step))
-        assert_at_rest(model)
-    assert_same_gradients(model, reference)
-
-
-@on_ranks(2)
-def test_unshard_and_reshard(rank: Rank) -> None:
-    """Unsharding before anything ran gives full values; a handle after ``reshard`` does nothing; training goes on."""
-    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack))
-    handle = model.blocks[0].unshard(async_op=True)
-    handle.wait()
-    model.blocks[1].unshard()
-    for index in range(2):
-        for ours, theirs in zip(model.blocks[index].parameters(), reference.blocks[index].parameters(), strict=True):
-            assert_close(ours.detach(), theirs.detach(), "full parameter", rtol=0.0)
-    model.blocks[0].reshard()
-    handle.wait()
-    assert [unit_at(block).is_unsharded for block in model.blocks] == [False, True, False]
-    for step in range(2):
-        both_backward(model, reference, rank, square_loss(step))
-        assert_same_gradients(model, reference)
-    assert_at_rest(model)
-
-
 # -------------------------------------------------------------------- what optimizers outdate
 
 
@@ -418,14 +263,8 @@ def test_another_optimizer_on_one_rank_changes_nothing(rank: Rank) -> None:
                 other.param_groups[0]["params"][0].grad = torch.ones(2)
                 other.step()
             loss.backward()
-    assert [c.unit for c in seen if c.kind == "all_gather"] == [
-        "",
-        "blocks.0",
-        "blocks.1",
-        "blocks.2",
-        "blocks.1",
-        "blocks.0",
-    ]
+    order = ["", "blocks.0", "blocks.1", "blocks.2", "blocks.1", "blocks.0"]
+    assert [c.unit for c in seen if c.kind == "all_gather"] == order
 
 
 @on_ranks(2)
@@ -481,7 +320,7 @@ def test_optimizer_in_backward_keeps_what_was_gathered_ahead(rank: Rank, setting
     """Stepping a unit's optimizer in backward neither gathers other units twice nor those that were kept again."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
     COMPOSABLE.wrap(model, rank, reshard_after_forward=setting)
-    optimizers = {p: sgd_of(p) for p in model.parameters()}
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
 
     def step(parameter: nn.Parameter) -> None:
         optimizers[parameter].step()
@@ -493,7 +332,3 @@ def test_optimizer_in_backward_keeps_what_was_gathered_ahead(rank: Rank, setting
         with record() as seen:
             model(torch.ones(3, 4)).sum().backward()
     assert Counter(c.kind for c in seen)["all_gather"] == gathers
-
-
-def sgd_of(parameter: nn.Parameter) -> torch.optim.Optimizer:
-    return torch.optim.SGD([parameter], lr=0.1)

@@ -13,29 +13,26 @@ from compare import assert_close, assert_equal, fqn_of
 from front_ends import (
     CLOSE,
     COMPOSABLE,
-    FLAT,
     FRONT_ENDS,
     ORIGINAL,
     FrontEnd,
     adam,
     assert_at_rest,
-    assert_same_gradients,
     assert_same_values,
     assert_trains_alike,
     build,
     each_front_end,
-    full_values,
     sharded_with_reference,
     token_loss,
     unwrapped,
 )
-from fullshard import FlatParameter, TiedParameterError, fully_shard
 from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import TiedParameterError, fully_shard
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
 from fullshard.wrap import ModuleWrapPolicy
-from models import Block, Language, LossOf, square_loss, tokens
-from pairwise import each_value, pairwise
+from models import Block, Language, LossOf, tokens
+from pairwise import each_value
 from ranks import Rank, on_ranks
 
 
@@ -99,39 +96,7 @@ def test_lowest_common_unit_owns_it_once(rank: Rank, front_end: FrontEnd, nestin
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("front_end", [ORIGINAL, FLAT], ids=str)
-@pytest.mark.parametrize("classes", [{Block}, {nn.Embedding, nn.Linear}, {nn.Embedding, Block}], ids=len)
-def test_units_of_a_policy(rank: Rank, classes: set[type[nn.Module]], front_end: FrontEnd) -> None:
-    """Where a policy chooses the units, the weight belongs to their lowest common ancestor as well."""
-    model, reference = sharded_with_reference(
-        front_end, rank, build(Language), [], auto_wrap_policy=ModuleWrapPolicy(classes)
-    )
-    assert_trains_alike(model, reference, rank, token_loss)
-    (owner,) = [unit for unit in nested_units(model) for p in unit.parameters if len(p.fqns) > 1]
-    assert owner.name == ""
-    assert list(model.state_dict()) == list(reference.state_dict())
-
-
-@on_ranks(4)
-@pairwise(front_end=FRONT_ENDS, units=[[], ["embedding", "head"]])
-def test_every_row_of_an_uneven_vocabulary_is_updated(rank: Rank, front_end: FrontEnd, units: list[str]) -> None:
-    """All rows change in one step on all ranks, by what the plain module would change them; frozen, none does."""
-    for frozen in (False, True):
-        plain = build(Language)
-        plain.embedding.weight.requires_grad_(not frozen)
-        model, reference = sharded_with_reference(front_end, rank, plain, units)
-        before = full_values(model)["head.weight"]
-
-        def loss_of(module: nn.Module, _: int) -> torch.Tensor:
-            return module(torch.arange(13).unsqueeze(0)).square().mean()
-
-        assert_trains_alike(model, reference, rank, lambda _, loss_of=loss_of: loss_of, steps=1)
-        assert (full_values(model)["embedding.weight"] != before).any(dim=1).all() != frozen
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("order", [("embedding", "head"), ("head", "embedding")], ids="-".join)
-@pytest.mark.parametrize("first", ["model", "embedding", "head"])
+@each_value(order=[("embedding", "head"), ("head", "embedding")], first=["model", "embedding", "head"])
 def test_units_without_a_common_unit_are_refused(rank: Rank, order: tuple[str, str], first: str) -> None:
     """Whichever of two units that share a parameter runs first, it raises on every rank; a unit above both helps."""
     reference, model = build(Language), build(Language)
@@ -189,9 +154,9 @@ class Twice(nn.Module):
         return self.last(self.left(self.again(self.first(self.block(x)))))
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("front_end", [COMPOSABLE, ORIGINAL, FLAT], ids=str)
-@pytest.mark.parametrize("units", [[], ["block"], ["left"]], ids=str)
+@on_ranks(2)
+@each_front_end
+@pytest.mark.parametrize("units", [["block"], ["left"]], ids=str)
 def test_modules_under_several_names(rank: Rank, front_end: FrontEnd, units: list[str]) -> None:
     """A shared module is one unit, or part of one, and runs several times; each parameter is owned once."""
     plain = build(Twice)
@@ -229,8 +194,7 @@ def test_hidden_parameters_that_were_frozen_refuse_gradients(rank: Rank) -> None
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("where", ["embedding", "head", "both"])
-@pytest.mark.parametrize("front_end", [COMPOSABLE, ORIGINAL], ids=str)
+@each_value(front_end=[COMPOSABLE, ORIGINAL], where=["embedding", "head", "both"])
 def test_replaced_under_one_name(rank: Rank, where: str, front_end: FrontEnd) -> None:
     """Replacing a tied parameter in one of its modules, or in all, replaces it in all; it stays tied and trains."""
     model, reference = sharded_with_reference(front_end, rank, build(Language))
@@ -257,35 +221,3 @@ def test_original_parameters_stay_the_objects_that_they_were(rank: Rank) -> None
     assert_trains_alike(model, reference, rank, token_loss, optimizers=optimizers)
     assert plain.head.weight is plain.embedding.weight is before
     assert sum(p is before for p in model.parameters()) == 1
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("units", [[], ["embedding"], ["head"], ["head", "embedding"]], ids=str)
-def test_names_in_a_flat_parameter(rank: Rank, units: list[str]) -> None:
-    """A flat parameter has a tied one once, under a name that it has in the module that is wrapped."""
-    model = FLAT.wrap(Language(depth=0), rank, units)
-    (flat,) = model.parameters()
-    assert isinstance(flat, FlatParameter)
-    names = {name.replace("head", "embedding") for name in flat.fqns}
-    assert names == {"embedding.weight", "norm.weight", "norm.bias"}
-    assert flat.numel() == -(-(13 * 6 + 2 + 6 + 2 + 6) // 2)
-
-
-@on_ranks(2)
-@each_front_end
-def test_parameter_under_two_names_of_one_module(rank: Rank, front_end: FrontEnd) -> None:
-    """Two attributes of one module may hold the same parameter, inside a forward too."""
-
-    class Same(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = self.b = nn.Parameter(torch.randn(3, 6))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            assert self.a is self.b
-            return x @ self.a.t() @ self.b
-
-    model, reference = sharded_with_reference(front_end, rank, build(Same), [])
-    square_loss()(model, rank.rank)
-    assert_trains_alike(model, reference, rank)
-    assert_same_gradients(model, reference)
