@@ -41,16 +41,6 @@ def called(method: str) -> list[tuple[Any, ...]]:
     return [call.arguments for call in calls if call.method == method]
 
 
-def padded_rows(rows: int, ranks: int) -> int:
-    """Rows of the largest shard."""
-    return -(-rows // ranks)
-
-
-def pad(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """``tensor`` with zero rows below, up to ``rows``."""
-    return torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], *tensor.shape[1:])])
-
-
 # Packed: frozen codes and scales.
 
 
@@ -109,18 +99,7 @@ class PackedWeight(torch.Tensor):
             assert _storage(out.scale) == _storage(scale)
             return None
         calls.append(Call("post", (self, outputs, metadata, dtype)))
-        return type(self)(codes[:metadata], scale[:metadata]), (codes, scale)  # None: all rows
-
-
-class SizedPackedWeight(PackedWeight):
-    """A packed weight that asks for five arguments, pads its rows, and cuts them off by itself afterwards."""
-
-    def fsdp_pre_all_gather(  # type: ignore[override]
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        calls.append(Call("pre", (self, mesh, outer_size, outer_stride, module, mp_policy)))
-        rows = padded_rows(outer_size[0], mesh.size())
-        return (pad(self.codes, rows), pad(self.scale, rows)), outer_size[0]
+        return type(self)(codes, scale), (codes, scale)
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -206,10 +185,10 @@ class _PackedProduct(torch.autograd.Function):
 class Adapted(nn.Module):
     """A frozen packed weight with trainable low-rank factors beside it."""
 
-    def __init__(self, columns: int, rows: int, kind: type[PackedWeight] = PackedWeight, rank: int = 4) -> None:
+    def __init__(self, columns: int, rows: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(kind.pack(torch.randn(rows, columns) / columns**0.5), requires_grad=False)
-        self.down, self.up = nn.Linear(columns, rank, bias=False), nn.Linear(rank, rows, bias=False)
+        self.weight = nn.Parameter(PackedWeight.pack(torch.randn(rows, columns) / columns**0.5), requires_grad=False)
+        self.down, self.up = nn.Linear(columns, 4, bias=False), nn.Linear(4, rows, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _PackedProduct.apply(x, self.weight) + self.up(self.down(x))
@@ -302,8 +281,8 @@ class SizedRoundedWeight(RoundedWeight):
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         calls.append(Call("pre", (self, mesh, outer_size, outer_stride, module, mp_policy)))
-        low = self.inner.to(torch.bfloat16)
-        return (pad(low, padded_rows(outer_size[0], mesh.size())),), ("rounded", self.hint)
+        low, largest = self.inner.to(torch.bfloat16), -(-outer_size[0] // mesh.size())
+        return (nn.functional.pad(low, (0, 0, 0, largest - low.shape[0])),), ("rounded", self.hint)
 
 
 class ScaledWeight(CastWeight):
