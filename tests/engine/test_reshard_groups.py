@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +14,10 @@ from torch import nn
 from compare import assert_models_equal
 from failing import fail
 from fullshard import CommQuantization, MixedPrecisionPolicy, fully_shard
-from fullshard.comm import Collective, record
+from fullshard.comm import Collective, Transport, record
 from fullshard.engine.buckets.per_parameter import PerParameterBucket
-from fullshard.engine.ownership import nested_units
+from fullshard.engine.ownership import nested_units, unit_of
+from fullshard.memory import Work
 from models import (
     Language,
     LossOf,
@@ -255,3 +258,64 @@ def test_unit_that_a_forward_reshards_itself(rank: Rank) -> None:
         reference_backward(reference, rank.world_size, square_loss(step, 4, 8))
     assert_models_equal(model, reference, grads=True, **CLOSE)
     handle.remove()
+
+
+class SideBranch(Stack):
+    """A stack whose block 1 computes in forward, beside the others, but does not contribute to the output."""
+
+    def forward(self, x: torch.Tensor, run: Any = None) -> torch.Tensor:
+        x = self.blocks[0](self.first(x))
+        self.blocks[1](x)
+        return self.last(self.blocks[2](x))
+
+
+class _Watched:
+    """A work that notes how much memory its sender holds when it is waited for."""
+
+    def __init__(self, work: Work, bucket: PerParameterBucket, seen: list[int]) -> None:
+        self.work, self.bucket, self.seen = work, bucket, seen
+
+    def wait(self) -> object:
+        near = self.bucket._subgroup_shard
+        self.seen.append(0 if near is None else near.allocated_bytes)
+        return self.work.wait()
+
+
+@contextlib.contextmanager
+def watched(transport: Transport, bucket: PerParameterBucket) -> Iterator[list[int]]:
+    """Watch the gathers that ``transport`` does for ``bucket``: the list gets what :class:`_Watched` notes."""
+    seen: list[int] = []
+    usual = transport._all_gather
+    unit = bucket.parameters[0].unit()
+    assert unit is not None
+
+    def gather(requests: Any) -> list[Any]:
+        works = usual(requests)
+        return [_Watched(w, bucket, seen) for w in works] if requests[0].unit == unit.name else list(works)
+
+    transport._all_gather = gather  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        del transport._all_gather
+
+
+@on_ranks(4)
+def test_near_shard_outlives_the_gather_that_sends_from_it(rank: Rank) -> None:
+    """A gather from subgroup that nobody needed has landed before what it sends from is freed.
+
+    Backward prefetches block 1, which gets no gradient, so the end of backward reshards it with the gather in flight.
+    Freeing the near shard first is seen as a work that is waited for when its sender has no memory.
+    """
+    with tiny_units(0):
+        model = shard_blocks(SideBranch(3, 8), rank, reshard_after_forward=2)
+    for step in range(2):
+        loss = square_loss(step, 4, 8)(model, rank.rank)
+        (bucket,) = unit_of(model.blocks[1]).buckets
+        assert isinstance(bucket, PerParameterBucket) and bucket._subgroup_shard is not None
+        kept = bucket._subgroup_shard.allocated_bytes
+        with watched(bucket.mesh.subgroup(2), bucket) as seen:
+            loss.backward()
+        assert kept > 0 and seen and set(seen) == {kept}
+        assert bucket._subgroup_shard.allocated_bytes == 0
+        assert_at_rest(model)

@@ -114,9 +114,7 @@ def test_nf4_base_with_adapters(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("precomputed", "reshard", "hidden"), [(False, True, 64), (True, False, 64), (False, None, 33)]
-)
+@pytest.mark.parametrize(("precomputed", "reshard", "rows"), [(False, True, 64), (True, False, 64), (False, None, 33)])
 def test_float8_all_gather_trains(rank: Rank, precomputed: bool, reshard: Any, rows: int) -> None:
     """Float8 all-gathers leave the losses of the unsharded model, with scales computed ahead or in the gather.
 
