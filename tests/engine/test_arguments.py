@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import fullshard
 from fullshard import (
@@ -19,12 +19,10 @@ from fullshard import (
     FSDPMeshInfo,
     FSDPModule,
     FullshardError,
-    ReplicateModule,
     ShardPlacementResult,
     fully_shard,
-    replicate,
 )
-from fullshard.engine.ownership import nested_units, unit_of
+from fullshard.engine.ownership import nested_units
 from ranks import Rank, on_ranks
 
 # What is evaluated, with the names that ``names_for`` gives -> a regular expression for "ErrorType: message".
@@ -60,6 +58,9 @@ MESHES = {
         r"0\.weight: expected a DTensor on the mesh passed to fully_shard"
     ),
     "Dims()": "replicate or both, found neither",
+    "FSDPMeshInfo(mesh, 0, dp_mesh_dims=Dims('b'))": "FSDPMeshInfo: found dp_mesh_dims without spmd_mesh; pass both or",
+    "FSDPMeshInfo(mesh, 0, spmd_mesh=named)": "found spmd_mesh without dp_mesh_dims",
+    "shard(dtensors(mesh, Shard(0)))": r"0\.weight: expected the DTensor's mesh, .* different named axes of one mesh",
     "Dims(shard=('a', 'b'), replicate='a')": "expected every axis once, found",
 }
 POLICIES = {
@@ -82,6 +83,14 @@ PLACEMENTS = {
     "place(Shard(2))": r"returned Shard\(2\) for 0\.weight, which has 2 dims \(shape \(2, 2\)\)",
     "place(ShardPlacementResult(Shard(0), None))": "mesh_info of type NoneType for 0.weight",
     "place(ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh)))": "mesh_info names no axis of",
+    "place(Partial())": r"shard_placement_fn returned Partial.* for 0\.weight",
+    "place((Shard(0), mesh))": r"shard_placement_fn returned .* for 0\.weight",
+    "place(Shard)": r"shard_placement_fn returned .*Shard.* for 0\.weight",
+    "place(ShardPlacementResult(Shard(0), 3))": r"mesh_info of type int for 0\.weight; expected FSDPMeshInfo",
+    "place(ShardPlacementResult(Shard(0), cube))": "mesh: expected 1 dimension, or 2",
+    "place(ShardPlacementResult(Replicate(), mesh))": r"returned Replicate\(\) for 0\.weight",
+    "place(ShardPlacementResult(Shard(5), mesh))": r"Shard\(5\) for 0\.weight, which has 2 dims",
+    "shard(scalar(), shard_placement_fn=lambda p: Shard(0))": r"Shard\(0\) for scale, which has 0 dims",
     "shard(plain, ignored_params=['0.weight'])": "ignored_params: expected parameters, found a str",
     "shard(plain, ignored_params=plain[0].weight)": "ignored_params: expected .*, found .*Parameter",
 }
@@ -227,7 +236,12 @@ def names_for(rank: Rank, plain: nn.Module, sharded: Any) -> dict[str, Any]:
         model.set_custom_all_gather(Memory())
         return model
 
-    functions = (dtensors, several_meshes, custom, enter, NoMemory, Memory)
+    def scalar() -> nn.Module:
+        module = nn.Linear(2, 2)
+        module.scale = nn.Parameter(torch.tensor(1.0))
+        return module
+
+    functions = (dtensors, several_meshes, custom, scalar, enter, NoMemory, Memory)
     return {
         **{name: getattr(fullshard, name) for name in fullshard.__all__},
         **{function.__name__: function for function in functions},
@@ -241,6 +255,7 @@ def names_for(rank: Rank, plain: nn.Module, sharded: Any) -> dict[str, Any]:
         "Dims": DataParallelMeshDims,
         "Shard": Shard,
         "Replicate": Replicate,
+        "Partial": Partial,
         "torch": torch,
         "nn": nn,
         "plain": plain,
@@ -270,6 +285,10 @@ def test_wrong_argument_is_refused(rank: Rank, group: str) -> None:
     for model in (sharded, plain):
         model(torch.ones(3, 2)).sum().backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
+    with pytest.raises(FullshardError, match=r"unit '0'; call it on the root module, a FSDPSequential"):
+        sharded[0].reset_iter_state()
+    with pytest.raises(KeyError, match="bias"):  # the user's own exception comes through
+        shard(rank, shard_placement_fn=lambda parameter: {}["bias"])
 
 
 def settings_of(model: nn.Module) -> list[Any]:
@@ -299,28 +318,6 @@ def call_inside(model: nn.Module, call: Callable[[], object]) -> None:
         model(torch.ones(3, 2))
     finally:
         handle.remove()
-
-
-@on_ranks(1, 2)
-def test_reset_iter_state_is_for_the_root(rank: Rank) -> None:
-    """Calling it on another unit raises an error that names the unit and the root."""
-    model = shard(rank, nn.Sequential(shard(rank)))
-    model(torch.ones(1, 2))
-    with pytest.raises(FullshardError, match=r"unit '0'; call it on the root module, a FSDPSequential"):
-        model[0].reset_iter_state()
-    model.reset_iter_state()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("function", "kind"), [(fully_shard, FSDPModule), (replicate, ReplicateModule)])
-def test_refused_module_can_be_sharded_afterwards(rank: Rank, function: Any, kind: type) -> None:
-    """A refusal leaves the module untouched, so that the remedied call works."""
-    module = nn.Linear(2, 2)
-    for options in ({"mesh": 3}, {"mp_policy": 16}, {"ignored_params": ["weight"]}):
-        with pytest.raises((ValueError, TypeError)):
-            function(module, **{"mesh": rank.mesh, **options})
-    assert type(module) is nn.Linear and type(module.weight) is nn.Parameter and unit_of(module) is None
-    assert isinstance(function(module, mesh=rank.mesh), kind)
 
 
 @on_ranks(1)
