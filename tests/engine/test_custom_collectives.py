@@ -42,33 +42,16 @@ def both_backward(model: Any, reference: Any, rank: Rank, *steps: int, dim: int 
         reference_backward(reference, rank.world_size, square_loss(step, 4, dim))
 
 
-class OurGather(fullshard.AllGather):
-    """A gather on our abstract class."""
-
-    def __init__(self) -> None:
-        self.plain = Gather()
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self.plain.allocate(size, dtype=dtype, device=device)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.plain(*args, **kwargs)
-
-
-class OurScatter(fullshard.ReduceScatter):
-    def __init__(self) -> None:
-        self.plain = Scatter()
-
-    allocate, __call__ = OurGather.allocate, OurGather.__call__
-
-
 @on_ranks(1, 2)
 @pytest.mark.parametrize("dim", [5, 1])
 def test_training(rank: Rank, dim: int) -> None:
     """Each unit's gathers and reductions are one call each, in the user's memory, with the same values.
 
-    On one rank there is nothing to gather, so they are not called.
+    On one rank there is nothing to gather, so they are not called. The abstract classes' methods cannot be left out.
     """
+    for kind in (fullshard.Comm, fullshard.AllGather, fullshard.ReduceScatter):
+        with pytest.raises(TypeError, match="abstract"):
+            kind()
     for done in (False, True):
         model, reference = made(rank, dim=dim, reshard_after_forward=True)
         comms = [(Gather(done), Scatter(done)) for _ in range(4)]
@@ -85,27 +68,6 @@ def test_training(rank: Rank, dim: int) -> None:
                 assert [(numel, dtype) for numel, dtype, _ in comm.called] == comm.allocated
                 assert comm.groups <= {tuple(range(rank.world_size))}
                 assert all(dtype is torch.float32 and asynchronous for _, dtype, asynchronous in comm.called)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("whose", ["ours", "torch's"])
-def test_abstract_classes(rank: Rank, whose: str) -> None:
-    """Objects of our abstract classes, and of PyTorch's, serve alike; those have methods that cannot be left out."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_api as api
-
-    gather, scatter = OurGather(), OurScatter()
-    if whose == "torch's":
-        gather = type("TorchGather", (api.AllGather,), dict(vars(OurGather)))()
-        scatter = type("TorchScatter", (api.ReduceScatter,), dict(vars(OurScatter)))()
-    model, reference = made(rank)
-    set_all(model, gather, scatter)
-    both_backward(model, reference, rank, 0)
-    assert_same_gradients(model, reference)
-    # All units in forward, in backward all but the root and what ran last.
-    assert len(gather.plain.called) == 4 + 2 and len(scatter.plain.called) == 4
-    for kind in (fullshard.Comm, fullshard.AllGather, fullshard.ReduceScatter):
-        with pytest.raises(TypeError, match="abstract"):
-            kind()
 
 
 # ---------------------------------------------------------------- when they are set

@@ -258,21 +258,6 @@ def test_deepcopy(rank: Rank) -> None:
     assert_trains_alike(model, kept, rank, loss_at, steps=1)
 
 
-@on_ranks(2)
-def test_state_dict(rank: Rank) -> None:
-    """Names are those of the plain model, values the live shards; loading works, also into a part, after any call."""
-    model, reference = grouped(rank, "everything")
-    loss_at(0, "no head")(model, rank.rank)
-    state = model.state_dict()
-    assert list(state) == list(reference.state_dict())
-    assert state["head.weight"].to_local().data_ptr() == model.head.weight.to_local().data_ptr()
-    model.load_state_dict({name: value.detach() * 2 for name, value in state.items()})
-    reference.load_state_dict({name: value * 2 for name, value in reference.state_dict().items()})
-    model.head.load_state_dict({"weight": model.head.weight.detach() + 1})
-    reference.head.weight.data += 1
-    assert_trains_alike(model, reference, rank, loss_at, steps=1)
-
-
 # ---------------------------------------------------------------- failures
 
 

@@ -78,20 +78,6 @@ def test_every_mesh(rank: Rank) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("policy", [(torch.bfloat16, torch.float32), (torch.float16, torch.float16)], ids=str)
-def test_mixed_precision(rank: Rank, policy: tuple[torch.dtype, torch.dtype]) -> None:
-    """Gathers carry ``param_dtype``, reductions on both axes ``reduce_dtype``, divided so that none overflows."""
-    for mesh in meshes(rank):
-        model = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh, mp_policy=MixedPrecisionPolicy(*policy))
-        with record() as seen:
-            model(torch.full((1, 4), 30000.0)).float().sum().backward()
-        assert {c.dtype for c in seen if c.kind == "all_gather"} <= {policy[0]}
-        assert {c.dtype for c in seen if c.kind != "all_gather"} == {policy[1]}
-        expected = torch.full((4, 4), 30000.0).to(policy[0]).float()
-        assert_equal(model.weight.grad.full_tensor(), expected, str(mesh.shape))
-
-
-@on_ranks(4)
 def test_parameters_unused_on_some_ranks(rank: Rank) -> None:
     """A parameter that only some ranks use, of one replica or of all, gets the mean; one that nobody uses None."""
     for mesh in meshes(rank):

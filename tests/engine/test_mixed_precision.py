@@ -45,24 +45,6 @@ def test_dtypes_of_everything(rank: Rank) -> None:
         assert (model(batch(rank.rank, 0, 4, 6)).dtype, seen[6:]) == (F32, seen[:6])
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("param", [None, BF16], ids=str)
-def test_output_dtypes(rank: Rank, param: torch.dtype | None) -> None:
-    """``output_dtype`` casts what the root returns and the gradient that comes back, whatever is computed in."""
-    results = []
-    for output in (None, F32, BF16, F64):
-        model = build(Stack, 2)
-        for block in model.blocks:
-            fully_shard(block, mesh=rank.mesh, mp_policy=MixedPrecisionPolicy(param, F32))
-        fully_shard(model, mesh=rank.mesh, mp_policy=MixedPrecisionPolicy(param, F32, output))
-        found = model(batch(rank.rank, 0, 4, 6))
-        assert found.dtype is (output or param or F32)
-        found.float().sum().backward()
-        assert {p.grad.dtype for p in model.parameters()} == {F32}
-        results.append((found.detach(), model.first.weight.grad.to_local()))
-        assert_equal(results[-1], (results[0][0].to(found.dtype), results[0][1]), "output and gradient")
-
-
 class Through(nn.Module):
     """Multiplies by a weight; remembers what it saw."""
 

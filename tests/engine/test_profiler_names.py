@@ -64,4 +64,4 @@ def test_units_that_share_a_launch_share_its_name(rank: Rank) -> None:
     model = COMPOSABLE.wrap(layers, rank)
     names = names_of_a_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
     together = [name for name in names if "all_gather (" in name and ", " in name]
-    assert any("(0, 1)" in name for name in together), names
+    assert any("(0, 1" in name for name in together), names  # on an accelerator the next one as well

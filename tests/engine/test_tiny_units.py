@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from compare import assert_equal
-from front_ends import assert_at_rest, assert_same_gradients, assert_trains_alike, gathered
+from front_ends import assert_at_rest, assert_same_gradients, gathered
 from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.comm import Collective, GlooTransport, record
 from fullshard.engine.ownership import nested_units, unit_of
@@ -23,29 +23,19 @@ WIDTH, LIMIT = 64, 1024  # a norm has 512 bytes, a linear layer 16,640
 
 
 class Chain(nn.Module):
-    """Linear layers ("L", large) and norms ("n", tiny) one after another; runs the parts numbered in ``run``.
+    """Linear layers ("L", large) and norms ("n", tiny) one after another; runs the parts numbered in ``run``."""
 
-    ``twice``: the first part runs once more in the end, after all has run in a checkpoint.
-    """
-
-    def __init__(self, pattern: str, *, scaled: bool = False, twice: bool = False) -> None:
+    def __init__(self, pattern: str, *, scaled: bool = False) -> None:
         super().__init__()
         torch.manual_seed(2)
         self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) if part == "L" else nn.LayerNorm(WIDTH) for part in pattern)
         self.scale = nn.Parameter(torch.ones(WIDTH)) if scaled else None  # the root's own
-        self.run, self.twice = list(range(len(pattern))), twice
+        self.run = list(range(len(pattern)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.twice:
-            x = torch.utils.checkpoint.checkpoint(self.chain, x, use_reentrant=False)
-            return self.parts[0](x)
-        x = self.chain(x)
-        return x if self.scale is None else x * self.scale
-
-    def chain(self, x: torch.Tensor) -> torch.Tensor:
         for index in self.run:
             x = torch.tanh(self.parts[index](x))
-        return x
+        return x if self.scale is None else x * self.scale
 
 
 def sharded(rank: Rank, model: Chain, *, limit: int = LIMIT, **options: Any) -> Any:
@@ -160,17 +150,6 @@ def test_root_is_tiny(rank: Rank, setting: bool | None) -> None:
         assert_same_gradients(model, reference)
     _, backward = run_step(sharded(rank, Chain("nLn", scaled=True)), rank, differentiable=False)
     assert launches(backward, "reduce_scatter") == "2 1, root 0"
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("pattern", "options"), [("LnLnnLn", {"scaled": True}), ("nnn", {"scaled": True}), ("nLnL", {"twice": True})]
-)
-def test_training(rank: Rank, pattern: str, options: dict[str, bool]) -> None:
-    """Units train right together; one that is used at two places, and recomputed, is gathered and reduced as any."""
-    model = Chain(pattern, **options)
-    reference = copy.deepcopy(model)
-    assert_trains_alike(sharded(rank, model), reference, rank, loss_of)
 
 
 @on_ranks(4)

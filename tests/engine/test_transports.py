@@ -113,10 +113,10 @@ class FakeWork:
 
 
 class MessageLog:
-    """A process group that writes down the messages that pass: size, tag, and where they were sent from."""
+    """A process group that writes down the messages that pass: size, and where they were sent from."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.messages, self.tags, self.places = group, [], [], []
+        self.group, self.messages, self.places = group, [], []
 
     def rank(self) -> int:
         return self.group.rank()
@@ -126,7 +126,6 @@ class MessageLog:
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
         self.messages.append((peer, tensors[0].nbytes))
-        self.tags.append(tag)
         self.places.append(tensors[0].data_ptr())
         return self.group.send(tensors, peer, tag)
 
@@ -326,28 +325,6 @@ def test_small_operands_of_a_launch_share_one_message_per_peer(rank: Rank) -> No
     alone, operands = to_gather(rank, 3), to_gather(rank, 20_000)
     wait(transport.all_gather([CommRequest("unit", [alone, operands])]))
     assert set(log.places) == {alone.shard.data_ptr(), operands.shard.data_ptr()}, "only what is joined is copied"
-
-
-@GLOO
-@on_ranks(2, 4)
-def test_two_gloo_launches_never_share_a_tag(rank: Rank) -> None:
-    """A launch has one tag, made of its kind, the names of all its units in order, and a count."""
-    log = MessageLog(rank.group)
-    transport = GlooTransport(log)
-    counts: set[int] = set()
-
-    def name_bits(*units: str, operation: str = "all_gather") -> int:
-        log.tags.clear()
-        wait(getattr(transport, operation)([CommRequest(unit, [to_gather(rank, n) for n in (3, 2)]) for unit in units]))
-        assert len(set(log.tags)) == 1
-        counts.add(log.tags[0] & 0xFFFF)
-        return log.tags[0] >> 16
-
-    names = [name_bits(*units) for units in (["a"], ["a", "b"], ["b", "a"], ["ab"])]
-    names.append(name_bits("a", operation="reduce_scatter"))
-    assert len(set(names)) == 5
-    assert name_bits("a", "b") == names[1]
-    assert len(counts) == 6
 
 
 @GLOO
