@@ -17,6 +17,7 @@ from front_ends import (
     COMPOSABLE,
     assert_at_rest,
     assert_same_gradients,
+    both_backward,
     build,
     sharded_with_reference,
 )
@@ -112,8 +113,7 @@ def test_two_losses_on_one_graph(rank: Rank, early_first: bool, setting: Any) ->
         assert len(units(seen, "reduce_scatter")) <= 4
         assert_at_rest(model)
         reference_backward(reference, rank.world_size, loss_of(0, which))
-    loss_of(1, 0, 1)(model, rank.rank).backward()
-    reference_backward(reference, rank.world_size, loss_of(1, 0, 1))
+    both_backward(model, reference, rank, loss_of(1, 0, 1))
     assert_same_gradients(model, reference)
 
 
@@ -144,12 +144,10 @@ def test_hook_sees_the_mean_and_its_changes_count(rank: Rank, shape: tuple[int, 
     polluted.clear()
     model.set_requires_all_reduce(False)
     if len(shape) > 1:  # else there is nothing to hold back
-        square_loss(0, 4, 5)(model, rank.rank).backward()
-        reference_backward(reference, 4, square_loss(0, 4, 5))
+        both_backward(model, reference, rank, square_loss(0, 4, 5))
         assert not seen
     model.set_requires_all_reduce(True)
-    square_loss(1, 4, 5)(model, rank.rank).backward()
-    reference_backward(reference, 4, square_loss(1, 4, 5))
+    both_backward(model, reference, rank, square_loss(1, 4, 5))
     for parameter in reference.parameters():
         parameter.grad.mul_(3)
     assert_same_gradients(model, reference)
@@ -206,8 +204,7 @@ def test_gradient_divide_factor(rank: Rank) -> None:
                 setter = unit.set_gradient_divide_factor if factor == 4.0 else unit.set_reduce_scatter_divide_factor
                 setter(factor)
                 unit.set_force_sum_reduction_for_comms(force)
-            square_loss()(model, rank.rank).backward()
-            reference_backward(reference, rank.world_size, square_loss())
+            both_backward(model, reference, rank, square_loss())
             for fqn, parameter in reference.named_parameters():
                 if not fqn.startswith("blocks.1"):
                     parameter.grad *= rank.world_size / factor
@@ -253,8 +250,7 @@ def test_gradients_missing_on_some_ranks(rank: Rank, shard: Any) -> None:
         model.zero_grad()
         reference.zero_grad()
         model.set_reduce_scatter_unused_params(zeros)
-        loss(model, rank.rank).backward()
-        reference_backward(reference, rank.world_size, loss)
+        both_backward(model, reference, rank, loss)
         for parameter in reference.never.parameters() if zeros else ():
             parameter.grad = torch.zeros_like(parameter)
         assert_same_gradients(model, reference)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from compare import assert_equal, assert_models_equal
 from failing import fail, fail_in_backward
-from front_ends import CLOSE, assert_at_rest, assert_same_gradients, assert_trains_alike, gathered
+from front_ends import CLOSE, assert_at_rest, assert_same_gradients, assert_trains_alike, both_backward, gathered
 from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units, unit_of
@@ -189,8 +189,7 @@ def test_training(rank: Rank, group: str, setting: bool | None, recompute: str) 
         assert_trains_alike(model, reference, rank, lambda step, how=how: loss_at(step, how), steps=1)
     for step, how in enumerate(ways):
         model.set_requires_gradient_sync(how == ways[-1])
-        loss_at(step, how)(model, rank.rank).backward()
-        reference_backward(reference, rank.world_size, loss_at(step, how))
+        both_backward(model, reference, rank, loss_at(step, how))
     assert_same_gradients(model, reference)
 
 

@@ -19,6 +19,7 @@ from front_ends import (
     assert_at_rest,
     assert_same_gradients,
     assert_trains_alike,
+    both_backward,
     build,
     sharded_with_reference,
 )
@@ -90,8 +91,7 @@ def test_parameters_unused_on_some_ranks(rank: Rank) -> None:
                 module[1].rank = int(number in users)  # odd: the second branch
                 return square_loss()(module, number)
 
-            loss_of(model, rank.rank).backward()
-            reference_backward(reference, rank.world_size, loss_of)
+            both_backward(model, reference, rank, loss_of)
             assert (model[1].odd.weight.grad is None) == (not users)
             assert model[1].never.weight.grad is None
             assert_same_gradients(model, reference)
@@ -166,8 +166,7 @@ def test_modes_beside_frozen_parts_and_recomputation(
         for step, letter in enumerate(pattern):
             prepare(model, letter)
             model.set_is_last_backward(step == 2)
-            loss_at(step)(model, rank.rank).backward()
-            reference_backward(reference, rank.world_size, loss_at(step))
+            both_backward(model, reference, rank, loss_at(step))
     assert ("blocks.1" in {c.unit for c in seen if c.kind != "all_gather"}) != frozen
     assert_same_gradients(model, reference)
     assert_at_rest(model)
@@ -201,8 +200,7 @@ def test_partial_gradients_while_parameters_freeze(rank: Rank) -> None:
             for module in (model, reference):
                 module.blocks[0].up.requires_grad_(step not in frozen)
             prepare(model, letter)
-            square_loss(step)(model, rank.rank).backward()
-            reference_backward(reference, rank.world_size, square_loss(step))
+            both_backward(model, reference, rank, square_loss(step))
         for module in (model, reference):
             module.blocks[0].up.requires_grad_(True)
         assert_same_gradients(model, reference)

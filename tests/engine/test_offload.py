@@ -20,6 +20,7 @@ from front_ends import (
     COMPOSABLE,
     adam,
     assert_at_rest,
+    both_backward,
     build,
     sharded_with_reference,
 )
@@ -49,8 +50,7 @@ def train(model: Any, reference: Any, rank: Rank, loss_at: Any = square_loss, st
     """Adam steps whose losses, gradients and weights have to agree."""
     optimizers = [adam(m.parameters()) for m in (model, reference)]
     for step in range(steps):
-        loss_at(step)(model, rank.rank).backward()
-        reference_backward(reference, rank.world_size, loss_at(step))
+        both_backward(model, reference, rank, loss_at(step))
         assert_models_equal(model, reference, grads=True, **CLOSE)
         for optimizer in optimizers:
             optimizer.step()
@@ -82,8 +82,7 @@ def test_parity_on_two_axes(rank: Rank) -> None:
         model, reference = offloaded(rank, **options)
         for step in range(2):
             model.set_requires_all_reduce(step == 1)
-            square_loss(step)(model, rank.rank).backward()
-            reference_backward(reference, 4, square_loss(step))
+            both_backward(model, reference, rank, square_loss(step))
         assert_models_equal(model, reference, grads=True, **CLOSE)
         assert_at_rest(model)
 
@@ -123,8 +122,7 @@ def test_gradients_are_added(rank: Rank) -> None:
     pointers = [gradient.to_local().data_ptr() for gradient in held]
     for step, letter in enumerate("NSSNS"):
         model.set_requires_gradient_sync(letter == "S")
-        square_loss(step)(model, rank.rank).backward()
-        reference_backward(reference, rank.world_size, square_loss(step))
+        both_backward(model, reference, rank, square_loss(step))
     assert all(p.grad is gradient for p, gradient in zip(model.parameters(), held, strict=True))
     assert [gradient.to_local().data_ptr() for gradient in held] == pointers
     assert_models_equal(model, reference, grads=True, **CLOSE)
@@ -142,8 +140,7 @@ def test_gradients_are_added(rank: Rank) -> None:
         module[1].rank = number
         return square_loss()(module, number)
 
-    loss_of(model, rank.rank).backward()
-    reference_backward(reference, rank.world_size, loss_of)
+    both_backward(model, reference, rank, loss_of)
     assert model[1].never.weight.grad is None and model[0].bias.grad is None
     assert_models_equal(model, reference, grads=True, **CLOSE)
 
@@ -162,8 +159,7 @@ def test_optimizer_in_a_hook(rank: Rank) -> None:
         parameter.register_post_accumulate_grad_hook(step_now)
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
     for step in range(2):
-        square_loss(step)(model, rank.rank).backward()
-        reference_backward(reference, rank.world_size, square_loss(step))
+        both_backward(model, reference, rank, square_loss(step))
         optimizer.step()
         optimizer.zero_grad()
         assert all(p.grad is None for p in model.parameters())
@@ -179,8 +175,7 @@ def test_last_backward_at_the_end(rank: Rank) -> None:
     model, reference = offloaded(rank)
     for step in range(3):
         model.set_is_last_backward(step == 2)
-        square_loss(step)(model, rank.rank).backward()
-        reference_backward(reference, 2, square_loss(step))
+        both_backward(model, reference, rank, square_loss(step))
     assert_models_equal(model, reference, grads=True, **CLOSE)
     model.zero_grad()
     reference.zero_grad()

@@ -17,6 +17,7 @@ from front_ends import (
     COMPOSABLE,
     assert_at_rest,
     assert_same_gradients,
+    both_backward,
     build,
     gathered,
     sharded_with_reference,
@@ -327,8 +328,7 @@ def test_kinds_of_units(rank: Rank, kind: str) -> None:
         model.blocks[1].requires_grad_(True)
         model.synchronize_gradients()
         model.set_requires_gradient_sync(True)
-        square_loss(2)(model, rank.rank).backward()
-        reference_backward(reference, 2, square_loss(2))
+        both_backward(model, reference, rank, square_loss(2))
     for step in (0, 1):
         reference_backward(reference, rank.world_size, square_loss(step))
     tolerance = {"rtol": 0.1, "atol": 0.02} if kind == "bf16" else CLOSE
@@ -373,8 +373,7 @@ def test_partial_gradients_that_appear_later(rank: Rank) -> None:
         def loss_of(module: Any, number: int, step: int = step, run: Any = run) -> torch.Tensor:
             return module(batch(number, step, 4, 6), run=run).square().mean()
 
-        loss_of(model, rank.rank).backward()
-        reference_backward(reference, 4, loss_of)
+        both_backward(model, reference, rank, loss_of)
     assert set(model.get_pending_gradients()) == set(model.parameters())
     model.synchronize_gradients()
     assert_same_gradients(model, reference)
@@ -392,8 +391,7 @@ def test_partial_gradients_from_other_ranks(rank: Rank, set_to_none: bool, liste
     assert (model[1].odd.weight in model.get_pending_gradients()) == (rank.rank < 2) or not listed
     model.zero_grad(set_to_none=set_to_none)
     model.set_requires_all_reduce(True)
-    branch_loss(())(model, rank.rank).backward()
-    reference_backward(reference, 4, branch_loss(()))
+    both_backward(model, reference, rank, branch_loss(()))
     for name, ours in model.named_parameters():
         theirs = reference.get_parameter(name).grad
         whole = None if ours.grad is None else ours.grad.full_tensor()

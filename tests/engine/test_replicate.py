@@ -11,7 +11,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 
 from compare import assert_equal
-from front_ends import COMPOSABLE, assert_same_gradients, assert_trains_alike, build, sharded_with_reference
+from front_ends import (
+    COMPOSABLE,
+    assert_same_gradients,
+    assert_trains_alike,
+    both_backward,
+    build,
+    sharded_with_reference,
+)
 from fullshard import DataParallelMeshDims, FSDPModule, ReplicateModule, fully_shard, replicate
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
@@ -89,8 +96,7 @@ def test_hook_divisor_and_half_precision(rank: Rank) -> None:
 
     model.set_all_reduce_hook(hook)
     model.set_gradient_divide_factor(5.0)
-    square_loss()(model, rank.rank).backward()
-    reference_backward(reference, rank.world_size, square_loss())
+    both_backward(model, reference, rank, square_loss())
     for parameter in reference.parameters():
         parameter.grad *= 3 * 2 / 5
     assert_same_gradients(model, reference)

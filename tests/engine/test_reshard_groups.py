@@ -16,6 +16,7 @@ from front_ends import (
     assert_at_rest,
     assert_same_gradients,
     assert_trains_alike,
+    both_backward,
     build,
     sharded_with_reference,
 )
@@ -82,8 +83,7 @@ def test_parity(rank: Rank, kind: str) -> None:
     assert_trains_alike(model, reference, rank, loss_at, steps=2)
     for step, sync in enumerate((False, True)):
         model.set_requires_gradient_sync(sync)
-        loss_at(step)(model, rank.rank).backward()
-        reference_backward(reference, 4, loss_at(step))
+        both_backward(model, reference, rank, loss_at(step))
     assert_same_gradients(model, reference)
     assert_at_rest(model)
     assert not any(kept_bytes(model).values())

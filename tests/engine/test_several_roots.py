@@ -16,6 +16,7 @@ from front_ends import (
     assert_at_rest,
     assert_same_gradients,
     assert_trains_alike,
+    both_backward,
     build,
     gathered,
     sgd,
@@ -82,8 +83,7 @@ def test_two_roots_that_take_turns(rank: Rank) -> None:
 
     optimizers = [sgd(m, 0.1) for m in (model, reference)]
     for step, losses in enumerate([first, second, only_first, second, first]):
-        losses(step)(model, rank.rank).backward()
-        reference_backward(reference, rank.world_size, losses(step))
+        both_backward(model, reference, rank, losses(step))
         assert_at_rest(model[1])
         # Of the first model there was a forward without a backward, if only the second was trained.
         assert gathered(model[0]) == (["layers.0", "layers.1"] if losses is second else [])

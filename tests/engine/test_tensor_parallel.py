@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.checkpoint import checkpoint
 
 from compare import assert_close, assert_equal, assert_models_equal
+from front_ends import both_backward
 from fullshard import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
 from fullshard.comm import record
 from models import assert_at_rest, batch, reference_backward
@@ -395,8 +396,7 @@ def test_plain_parameters_where_all_axes_are_data_parallel(rank: Rank, names: tu
     for module in (model[2], model):
         fully_shard(module, mesh=mesh, dp_mesh_dims=dims)
     assert model[0].weight.placements == (*[Replicate()] * (len(names) - 1), Shard(0))
-    whole_loss(model, rank.rank).backward()
-    reference_backward(reference, 4, whole_loss)
+    both_backward(model, reference, rank, whole_loss)
     assert_models_equal(model, reference, grads=True, **CLOSE)
     other = rank.make_mesh(2, 2, names=("shard", "tp"))
     with pytest.raises(ValueError, match=r"is a plain tensor without placements on \['tp'\]"):
