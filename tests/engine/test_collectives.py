@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing import assert_close as torch_assert_close
 
-from compare import assert_equal
 from front_ends import (
     COMPOSABLE,
     assert_at_rest,
@@ -155,27 +153,6 @@ def test_hook_sees_the_mean_and_its_changes_count(rank: Rank, shape: tuple[int, 
     assert len(seen) == 4
     for rows in seen:
         assert float(rows.abs().max()) <= max(1.0, largest), "more than gradients and presence numbers"
-
-
-@on_ranks(4)
-def test_hook_that_replicates_by_hand(rank: Rank) -> None:
-    """Sharding over one axis with a hook that averages over the other equals HSDP, bitwise."""
-    mesh = rank.make_mesh(2, 2, names=("r", "s"))
-    native, by_hand = (COMPOSABLE.wrap(build(Stack), rank, mesh=over) for over in (mesh, mesh["s"]))
-    group, called = mesh["r"].get_group(), []
-
-    def average(rows: torch.Tensor) -> None:
-        called.append(rows.numel())
-        dist.all_reduce(rows, group=group)
-        rows.mul_(0.5)
-
-    for unit in (by_hand, *by_hand.blocks):
-        unit.set_all_reduce_hook(average)
-    for model in (native, by_hand):
-        square_loss()(model, rank.rank).backward()
-    assert len(called) == 4
-    for (fqn, ours), theirs in zip(by_hand.named_parameters(), native.parameters(), strict=True):
-        assert_equal(ours.grad.full_tensor(), theirs.grad.full_tensor(), fqn)
 
 
 # ---------------------------------------------------------------- division

@@ -32,7 +32,7 @@ BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 class Language(nn.Module):
     """Token ids to logits. ``mode`` says how the head runs: once, in chunks, or not at all."""
 
-    def __init__(self, *, tied: bool = False, recompute: str = "") -> None:
+    def __init__(self, recompute: str = "") -> None:
         super().__init__()
         torch.manual_seed(3)
         self.embedding = nn.Embedding(VOCABULARY, DIM)
@@ -40,8 +40,6 @@ class Language(nn.Module):
         self.norm = nn.LayerNorm(DIM)
         self.head = nn.Linear(DIM, VOCABULARY, bias=False)
         self.spare = nn.Linear(DIM, DIM)  # never runs
-        if tied:
-            self.head.weight = self.embedding.weight
         self.mode, self.recompute = "once", recompute
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -183,7 +181,7 @@ def test_training(rank: Rank, group: str, setting: bool | None, recompute: str) 
 
     Microbatches that are not synchronized add up, also of chunks that have a backward each.
     """
-    model, reference = grouped(rank, group, Language(recompute=recompute), reshard_after_forward=setting)
+    model, reference = grouped(rank, group, Language(recompute), reshard_after_forward=setting)
     ways = CALLS if model.head in GROUPS[group](model) else CALLS[:3]  # the root's own are called by the root only
     for how in ways:
         assert_trains_alike(model, reference, rank, lambda step, how=how: loss_at(step, how), steps=1)
@@ -215,17 +213,6 @@ def test_only_a_part_runs(rank: Rank, group: str, setting: bool) -> None:
         loss.backward()
         assert (model.head.weight.grad is None) is (how == "no head")
         model.zero_grad()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("group", ["everything", "norm and head"])
-def test_tied_weights(rank: Rank, group: str) -> None:
-    """A weight that embedding and head share may be inside a group, or shared between a group and the root."""
-    model, reference = grouped(rank, group, Language(tied=True))
-    assert_trains_alike(model, reference, rank, loss_at)
-    assert model.head.weight is model.embedding.weight
-    if group == "everything":
-        assert_trains_alike(model, reference, rank, lambda step: loss_at(step, "afterwards"), steps=1)
 
 
 # ---------------------------------------------------------------- copies and saved weights

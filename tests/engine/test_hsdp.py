@@ -25,7 +25,7 @@ from front_ends import (
 )
 from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.comm import record
-from models import Branch, LossOf, Stack, batch, reference_backward, square_loss
+from models import LossOf, Stack, batch, reference_backward, square_loss
 from ranks import Rank, on_ranks
 
 NAMES = ("replicate", "shard")
@@ -76,26 +76,6 @@ def test_every_mesh(rank: Rank) -> None:
             assert parameter.grad.placements == parameter.placements, name
             assert parameter.device_mesh == parameter.grad.device_mesh == mesh
         assert_replicas_equal(mesh, model)
-
-
-@on_ranks(4)
-def test_parameters_unused_on_some_ranks(rank: Rank) -> None:
-    """A parameter that only some ranks use, of one replica or of all, gets the mean; one that nobody uses None."""
-    for mesh in meshes(rank):
-        for users in ([0], [0, 2], [3], []) if mesh.shape == (2, 2) else ([3],):
-            model, reference = sharded_with_reference(
-                COMPOSABLE, rank, build(lambda: nn.Sequential(nn.Linear(6, 6), Branch())), mesh=mesh
-            )
-
-            def loss_of(module: Any, number: int, users: list[int] = users) -> torch.Tensor:
-                module[1].rank = int(number in users)  # odd: the second branch
-                return square_loss()(module, number)
-
-            both_backward(model, reference, rank, loss_of)
-            assert (model[1].odd.weight.grad is None) == (not users)
-            assert model[1].never.weight.grad is None
-            assert_same_gradients(model, reference)
-            assert_replicas_equal(mesh, model)
 
 
 # -------------------------------------------------------------------- accumulation

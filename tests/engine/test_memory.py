@@ -90,28 +90,6 @@ def test_an_optimizer_holds_no_deleted_model(rank: Rank) -> None:
         assert_close(tied(x), x @ weight.t() @ weight.t(), "output", rtol=1e-5, atol=1e-5)
 
 
-@on_ranks(2)
-def test_full_gradients_are_freed_as_backward_goes(rank: Rank) -> None:
-    """At any moment of backward the full gradients of at most two units are alive, and none after it."""
-    model = sharded(rank)
-    LOSS(model, rank.rank).backward()
-    alive: list[weakref.ref[torch.Tensor]] = []
-    most = 0
-
-    def remember(parameter: nn.Parameter) -> None:
-        nonlocal most
-        alive.append(weakref.ref(parameter.grad))
-        most = max(most, sum(gradient() is not None for gradient in alive))
-
-    parameters = [parameter for unit in nested_units(model) for parameter in unit.parameters]
-    for parameter in parameters:
-        parameter.unsharded.register_post_accumulate_grad_hook(remember)
-    LOSS(model, rank.rank).backward()
-    assert len(alive) == 2 * LAYERS and most <= 2 * 2
-    assert all(gradient() is None for gradient in alive)
-    assert all(parameter.unsharded.grad is None for parameter in parameters)
-
-
 # ---------------------------------------------------------------- buffers, without ranks
 
 

@@ -218,20 +218,6 @@ def test_nothing_is_copied_or_sent_without_sync(rank: Rank, reduce_dtype: Any) -
 # -------------------------------------------------------------------- changing, dropping, reducing
 
 
-@on_ranks(1, 2)
-def test_changes_count(rank: Rank) -> None:
-    """What is written to pending gradients is what is added to and reduced."""
-    model, reference = made(rank)
-    accumulate(model, rank, 0)
-    for entry in model.get_pending_gradients().values():
-        entry.unreduced.mul_(3)
-    accumulate(model, rank, 1)
-    reference_backward(reference, rank.world_size, lambda m, r: 3 * square_loss(0)(m, r))
-    model.set_requires_gradient_sync(True)
-    square_loss(2)(model, rank.rank).backward()
-    expect(model, reference, rank, 1, 2)
-
-
 @on_ranks(4)
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("mode", ["no sync", "reduce-scatter only"])
@@ -347,36 +333,6 @@ def branch_loss(users: tuple[int, ...]) -> Any:
         return square_loss()(module, number)
 
     return loss_of
-
-
-@on_ranks(2)
-def test_gradients_of_some_ranks_only(rank: Rank) -> None:
-    """A parameter that accumulated on one rank alone is reduced on all; what nobody has stays None."""
-    model, reference = sharded_with_reference(COMPOSABLE, rank, nn.Sequential(nn.Linear(6, 6), Branch()))
-    model.set_requires_gradient_sync(False)
-    branch_loss((1,))(model, rank.rank).backward()
-    assert (model[1].odd.weight in model.get_pending_gradients()) == (rank.rank == 1)
-    model.synchronize_gradients()
-    reference_backward(reference, rank.world_size, branch_loss((1,)))
-    assert model[1].odd.weight.grad is not None and model[1].never.weight.grad is None
-    assert_same_gradients(model, reference)
-
-
-@on_ranks(4)
-def test_partial_gradients_that_appear_later(rank: Rank) -> None:
-    """A parameter that only a later microbatch uses pends too, with its rows of that one."""
-    plain = build(Stack, 2)
-    model, reference = sharded_with_reference(COMPOSABLE, rank, plain, [], strategy="HYBRID_SHARD")
-    model.set_requires_all_reduce(False)
-    for step, run in enumerate(([0], [0, 1])):
-
-        def loss_of(module: Any, number: int, step: int = step, run: Any = run) -> torch.Tensor:
-            return module(batch(number, step, 4, 6), run=run).square().mean()
-
-        both_backward(model, reference, rank, loss_of)
-    assert set(model.get_pending_gradients()) == set(model.parameters())
-    model.synchronize_gradients()
-    assert_same_gradients(model, reference)
 
 
 @on_ranks(4)

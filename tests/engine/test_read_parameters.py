@@ -14,11 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from compare import assert_close
-from front_ends import assert_same_gradients, assert_trains_alike, gathered
+from front_ends import assert_trains_alike, gathered
 from fullshard import fully_shard, unsharded
 from fullshard.comm import record
-from models import reference_backward
-from pairwise import each_value
 from ranks import Rank, on_ranks
 
 WIDTH, WORDS = 6, 11
@@ -218,25 +216,3 @@ def test_what_is_unsharded_depends_on_no_graph_that_one_rank_holds(rank: Rank) -
         everyone: list[Any] = [None] * rank.world_size
         dist.all_gather_object(everyone, in_step)
         assert everyone[0] == everyone[1]
-
-
-@on_ranks(2)
-@each_value(order=[(0, 1), (1, 0), (0, 0)], between=["nothing", "evaluation", "training"])
-def test_several_backwards(rank: Rank, order: tuple[int, int], between: str) -> None:
-    """A weight that was read is unsharded for each backward, whatever has run since the one before."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    fully_shard(model.block)
-    fully_shard([model.norm, model.head], reshard_after_forward=False if between == "nothing" else None)
-    fully_shard(model)
-    losses = [model(tokens(rank.rank, step)) for step in range(2)]
-    for count, index in enumerate(order):
-        losses[index].backward(retain_graph=True)
-        reference_backward(reference, 2, loss_at(index))
-        if between != "nothing" and count == 0:
-            with torch.set_grad_enabled(between == "training"):
-                model(tokens(rank.rank, 7))
-    assert_same_gradients(model, reference)
-    del losses
-    model(tokens(rank.rank, 8)).backward()
-    assert gathered(model) == []
