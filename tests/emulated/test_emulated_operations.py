@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from accelerator_tools import on_emulated
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ranks import Rank
 
@@ -74,7 +73,7 @@ def compare(case: Case, exact: bool) -> None:
             continue
         assert ours.device.type == "emulated"
         assert (ours.shape, ours.dtype, ours.layout) == (theirs.shape, theirs.dtype, theirs.layout)
-        if theirs.is_sparse:
+        if theirs.is_sparse:  # gradients of embedding bags
             ours, theirs = ours.coalesce().to_dense(), theirs.coalesce().to_dense()
         assert ours.stride() == theirs.stride()
         torch.testing.assert_close(
@@ -85,16 +84,11 @@ def compare(case: Case, exact: bool) -> None:
 def layers() -> Iterable[Case]:
     """Modules as models have them, whose kernels take many tensors, and those that torch has several formulas for."""
     yield call, made(nn.Linear, 4, 3), leaf(2, 4)
-    yield call, made(nn.Conv2d, 4, 8, 3, stride=2, groups=2), leaf(2, 4, 9, 9)
     yield call, made(nn.Conv2d, 4, 8, 3).to(memory_format=torch.channels_last), leaf(2, 4, 9, 9)
     yield call, made(nn.ConvTranspose2d, 4, 6, 3, stride=2, output_padding=1), leaf(2, 4, 5, 5)
-    yield F.max_pool2d, leaf(1, 2, 4, 4), 2
     yield call, made(nn.BatchNorm2d, 4), leaf(3, 4, 5, 5)
     yield call, made(nn.LayerNorm, 8), leaf(3, 8)
     yield F.cross_entropy, leaf(4, 5), whole(5, 4)
-    yield F.binary_cross_entropy_with_logits, leaf(4), plain(4).sigmoid()
-    for function in (F.gelu, F.softplus, torch.tanh, F.glu):
-        yield function, leaf(4, 6)
     yield call, made(nn.Embedding, 10, 4, padding_idx=1), whole(10, 3, 5)
     yield call, made(nn.EmbeddingBag, 10, 4, sparse=True), whole(10, 3, 5)
 
@@ -106,7 +100,6 @@ def attention() -> Iterable[Case]:
     yield attend, *queries, leaf(6, 6)
     yield attend, *queries, plain(6, 6) > -1
     yield functools.partial(attend, dropout_p=0.3), *queries
-    yield functools.partial(attend, enable_gqa=True), queries[0], leaf(2, 2, 6, 8), leaf(2, 2, 6, 8)
     yield attend, *(query.detach() for query in queries)
     yield attend, *(query.detach().bfloat16().requires_grad_() for query in queries)
     yield lambda m, x: m(x, x, x)[0], made(nn.MultiheadAttention, 8, 2, batch_first=True), leaf(2, 5, 8)
@@ -117,11 +110,8 @@ def numbers() -> Iterable[Case]:
     yield torch.matmul, leaf(4, 5, dtype=torch.bfloat16), leaf(5, 6, dtype=torch.bfloat16)
     yield torch.addmm, leaf(6), leaf(4, 5), leaf(5, 6)
     yield functools.partial(torch.einsum, "bij,bkj->bik"), leaf(2, 4, 5), leaf(2, 3, 5)
-    yield torch.linalg.slogdet, torch.eye(4, device="cpu").requires_grad_()
-    for dims in (torch.softmax, torch.var, torch.logsumexp, torch.cumsum, torch.norm):
-        yield lambda value, dims=dims: dims(value, dim=1), leaf(4, 6)
+    yield lambda x: torch.softmax(x, 1), leaf(4, 6)
     yield lambda a, b: a @ b.mH, leaf(3, 4, dtype=torch.cfloat), leaf(5, 4, dtype=torch.cfloat)
-    yield lambda a: torch.fft.fft(a).abs(), leaf(8)
 
     def in_place(value: torch.Tensor) -> torch.Tensor:
         copied = value.clone()
@@ -133,7 +123,6 @@ def numbers() -> Iterable[Case]:
     yield in_place, leaf(3, 4, dtype=torch.cfloat)
     yield lambda x: F.dropout(x, 0.4), leaf(40)
     yield lambda x: torch.multinomial(x, 5, True), plain(4, 9).abs()
-    yield torch.randn_like, plain(9)
     yield lambda x: torch.randperm(7, device=x.device), plain(1)
     yield lambda x: x.clone().exponential_().normal_(), plain(9)
 
@@ -144,7 +133,6 @@ def shapes() -> Iterable[Case]:
     yield lambda x: x[x > 0], leaf(4, 5)
     yield lambda x, i: x[i], leaf(4, 5), rows
     yield lambda x: x[..., None, 1:3, ::2], leaf(4, 5, 6)
-    yield lambda x: torch.where(x > 0, x, 0), leaf(4, 5)
     yield lambda x: x.nonzero(), plain(4, 5).relu()
     yield lambda x, i, y: x.index_add(0, i, y), leaf(4, 5), rows, leaf(2, 5)
     yield lambda x, i: x.scatter_reduce(0, i, x, "amax"), leaf(3, 3), whole(3, 3, 3)
@@ -157,13 +145,10 @@ def shapes() -> Iterable[Case]:
         return copied
 
     yield put, leaf(4, 5)
-    yield lambda x: x.sort(1), plain(4, 9)
     yield lambda x: torch.unique(x, return_inverse=True, return_counts=True), whole(5, 20)
-    yield torch.bincount, whole(5, 20)
     yield lambda a, b: torch.cat([a, b], 1), leaf(2, 3), leaf(2, 4)
     yield lambda a: a.split(2, 1), leaf(3, 5)
     yield lambda a: a.as_strided((3, 2), (1, 2)), leaf(8)
-    yield lambda a: F.pad(a, (1, 2)).roll(1, 0).flip(0), leaf(4, 3)
     yield lambda a: a.view(torch.int32), plain(4)
     yield lambda a: a.to(torch.float8_e4m3fn).to(torch.float32), plain(4)
     yield lambda a: a.t().contiguous().sum(), plain(0, 3)
@@ -177,28 +162,6 @@ def shapes() -> Iterable[Case]:
     yield in_place, plain(3), plain(4)
 
 
-def sparse() -> Iterable[Case]:
-    places, numbers = torch.tensor([[0, 1, 1], [2, 0, 0]], device="cpu"), torch.tensor([3.0, 4, 5], device="cpu")
-
-    def make(places: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        return torch.sparse_coo_tensor(places, numbers, (2, 3))
-
-    yield lambda i, v: make(i, v).coalesce().values(), places, numbers
-    yield lambda i, v: (make(i, v) + make(i, v)).mul_(2).to_dense(), places, numbers
-    yield lambda i, v, w: torch.sparse.mm(make(i, v), w), places, numbers, leaf(3, 2)
-    yield lambda i, v: make(i, v).cpu().to(i.device).to_dense(), places, numbers
-
-
-def functions() -> Iterable[Case]:
-    yield torch.func.vmap(torch.dot), leaf(3, 4), leaf(3, 4)
-    yield torch.func.hessian(lambda x: x.sin().sum()), plain(4)
-    yield lambda x: torch.func.jvp(torch.sin, (x,), (x,)), plain(4)
-    yield lambda x: torch.autograd.grad((x**3).sum(), x, create_graph=True)[0].square(), leaf(4)
-    for reentrant in (False, True):
-        body = functools.partial(checkpoint, use_reentrant=reentrant)
-        yield lambda m, x, body=body: body(lambda y: F.dropout(m(y), 0.3), x), made(nn.Linear, 4, 4), leaf(3, 4)
-
-
 def composites() -> Iterable[Case]:
     """Cases for which torch has formulas of several operations on devices that it does not know, kernels on the CPU."""
     yield lambda m, x: m(x)[0], made(nn.LSTM, 4, 6, num_layers=2, bidirectional=True), leaf(5, 2, 4)
@@ -210,7 +173,7 @@ def composites() -> Iterable[Case]:
 
 
 @on_emulated(1)
-@pytest.mark.parametrize("group", [layers, attention, numbers, shapes, sparse, functions, composites])
+@pytest.mark.parametrize("group", [layers, attention, numbers, shapes, composites])
 def test_results_are_those_of_the_cpu(rank: Rank, group: Callable[[], Iterable[Case]]) -> None:
     """Outputs and gradients are those of the CPU, to the bit where both run the same kernels."""
     with warnings.catch_warnings():
