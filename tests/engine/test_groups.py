@@ -109,6 +109,15 @@ def grouped(rank: Rank, group: str = "norm and head", model: Any = None, **optio
         return fully_shard(model, mesh=rank.mesh, **options), reference
 
 
+def check_gradients(model: Any, reference: Any, rank: Rank, how: str) -> None:
+    """Require the gradients of one backward to agree, and drop them."""
+    both_backward(model, reference, rank, loss_at(0, how))
+    assert_same_gradients(model, reference)
+    assert_at_rest(model)
+    model.zero_grad()
+    reference.zero_grad()
+
+
 def count(run: Callable[[], Any]) -> tuple[Counter[str], Any]:
     """Count each unit's collectives, as "all_gather NAME" and "reduce_scatter NAME"; return what ``run`` returned."""
     with record() as seen:
@@ -184,7 +193,8 @@ def test_training(rank: Rank, group: str, setting: bool | None, recompute: str) 
     model, reference = grouped(rank, group, Language(recompute), reshard_after_forward=setting)
     ways = CALLS if model.head in GROUPS[group](model) else CALLS[:3]  # the root's own are called by the root only
     for how in ways:
-        assert_trains_alike(model, reference, rank, lambda step, how=how: loss_at(step, how), steps=1)
+        check_gradients(model, reference, rank, how)
+    assert_trains_alike(model, reference, rank, loss_at, steps=1)
     for step, how in enumerate(ways):
         model.set_requires_gradient_sync(how == ways[-1])
         both_backward(model, reference, rank, loss_at(step, how))
@@ -196,7 +206,7 @@ def test_training_on_four_ranks(rank: Rank) -> None:
     """Most shards are empty, and backward gathers from two ranks, also what did not run in part."""
     model, reference = grouped(rank, "everything", reshard_after_forward=2)
     for how in CALLS:
-        assert_trains_alike(model, reference, rank, lambda step, how=how: loss_at(step, how), steps=1)
+        check_gradients(model, reference, rank, how)
 
 
 @on_ranks(2)
@@ -276,7 +286,8 @@ def test_failure_in_a_member(rank: Rank, group: str, remedy: str, first: int) ->
             model.reset_iter_state()
             assert_at_rest(model)
         model.zero_grad()
-        assert_trains_alike(model, reference, rank, lambda step, how=how: loss_at(step, how), steps=1)
+        check_gradients(model, reference, rank, how)
+    assert_trains_alike(model, reference, rank, loss_at, steps=1)
 
 
 # ---------------------------------------------------------------- controls
