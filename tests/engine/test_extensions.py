@@ -110,7 +110,7 @@ def test_frozen_packed_weights_train_adapters(rank: Rank, reshard: Any) -> None:
         assert not layer.weight.requires_grad and layer.weight.grad is None
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 4)
 @each_value(kind=KINDS, reshard=[True, False, None])
 def test_cast_weights_train(rank: Rank, kind: Any, reshard: Any) -> None:
     """Trainable weights that are cast for the gather train as unsharded ones that are cast in the forward.
