@@ -31,10 +31,9 @@ SOME_ON_ACCELERATOR := \
 		calls_before_one_backward_add_up_in_the_reduce_dtype) \
 	$(call of,training/test_exceptions,step_after_a_failure pending_gradients_and_failures \
 		backward_after_one_that_raised all_gather_that_fails) \
-	$(call of,engine/test_collectives,two_losses_on_one_graph manual_unshard_and_reshard) \
-	$(call of,engine/test_offload,parity parity_on_two_axes mixed_precision gathers_from_neighbours gradients_are_added \
-		optimizer_in_a_hook last_backward_at_the_end all_reduce_hook_before_landing after_exceptions \
-		some_units_offload) \
+	$(call of,engine/test_collectives,two_losses_on_one_graph) \
+	$(call of,engine/test_offload,parity parity_on_two_axes mixed_precision gradients_are_added optimizer_in_a_hook \
+		last_backward_at_the_end some_units_offload) \
 	$(call of,engine/test_hsdp,interleavings microbatches_add_up_in_the_reduce_dtype) \
 	$(call of,optim/test_step_overlap,order same_bits replicas accumulation_and_evaluation writes_after_the_step \
 		wrapper gradients_land_in_inference_mode) \

@@ -15,26 +15,36 @@ from ranks import Rank
 SEEN_IN_VALUES = {"a checkpoint is written before its copies are there"}
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_found(ranks, name: str) -> None:
-    """With the fault there are races, or wrong values in one case; without it there are none."""
-    found = ranks(FAULTS[name].world, _with_and_without, "FAULTS", name, device_type="emulated", fresh=True)
-    raced = any(" races, such as " in each for each in found)
-    assert raced or (name in SEEN_IN_VALUES and "wrong values" in found), found
+SCENARIOS = list(dict.fromkeys((fault.scenario.__name__, fault.world) for fault in FAULTS.values()))
 
 
-@pytest.mark.parametrize("name", EQUIVALENT)
-def test_an_equivalent_change_is_none(ranks, name: str) -> None:
-    """Changes that cannot be told from the original: there are no races, and the values are the same."""
-    found = ranks(EQUIVALENT[name].world, _with_and_without, "EQUIVALENT", name, device_type="emulated", fresh=True)
-    assert not any(found), f"{name}: {found}, although {EQUIVALENT[name].reason}"
+@pytest.mark.parametrize(("scenario", "world"), SCENARIOS)
+def test_faults_are_found(ranks, scenario: str, world: int) -> None:
+    """With each fault there are races, or wrong values in one case; without it, and with equivalent changes, none."""
+    by_rank = ranks(world, _with_and_without, scenario, world, device_type="emulated", fresh=True)
+    for found in zip(*by_rank, strict=True):
+        (name,) = {name for name, _ in found}
+        outcomes = [outcome for _, outcome in found]
+        if name in EQUIVALENT:
+            assert not any(outcomes), f"{name}: {outcomes}, although {EQUIVALENT[name].reason}"
+        else:
+            raced = any(" races, such as " in each for each in outcomes)
+            assert raced or (name in SEEN_IN_VALUES and "wrong values" in outcomes), (name, outcomes)
 
 
-def _with_and_without(rank: Rank, table: str, name: str) -> str:
-    """What the fault leads to on this rank, in a word; empty: nothing."""
-    fault = {"FAULTS": FAULTS, "EQUIVALENT": EQUIVALENT}[table][name]
-    expected, races = _run(fault, rank, seeded=False)
+def _with_and_without(rank: Rank, scenario: str, world: int) -> list[tuple[str, str]]:
+    """What each fault of a scenario leads to on this rank, in a word; empty: nothing."""
+    faults = {**FAULTS, **EQUIVALENT}
+    chosen = {n: f for n, f in faults.items() if (f.scenario.__name__, f.world) == (scenario, world)}
+    expected, races = _run(next(iter(chosen.values())), rank, seeded=False)
     assert not races, races[0]
+    outcomes = [(name, _outcome(fault, rank, expected)) for name, fault in chosen.items()]
+    _, races = _run(next(iter(chosen.values())), rank, seeded=False)
+    assert not races, f"one fault's races are found with another: {races[0]}"
+    return outcomes
+
+
+def _outcome(fault: Fault, rank: Rank, expected: Values) -> str:
     try:
         values, races = _run(fault, rank, seeded=True)
     except RuntimeError as error:  # reading of memory that is gone, for one

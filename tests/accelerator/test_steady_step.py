@@ -3,64 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import fullshard.optim
 from accelerator.races import Access, Counts, capture, count
-from fullshard import (
-    CPUOffloadPolicy,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardingStrategy,
-    fully_shard,
-)
+from front_ends import COMPOSABLE, ORIGINAL, build
+from fullshard import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from models import Stack
 from ranks import Rank, on_ranks
 
 WARM_UP = 4  # forwards 1, 2 and 4 search the graph for parameters that were read, see engine/parameters/reads.py
 DIM = 24
 
 
-class Block(nn.Module):
-    """A residual pair of linear layers."""
-
-    def __init__(self, recompute: bool) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 3 * DIM), nn.Linear(3 * DIM, DIM)
-        self.recompute = recompute
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
-
-    def body(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-def _model(recompute: bool = False) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[Block(recompute) for _ in range(3)], nn.Linear(DIM, 5))
-
-
-def _composable(rank: Rank, *, mesh: tuple[int, ...] | None = None, recompute: bool = False, **options) -> nn.Module:
-    model = _model(recompute)
-    over = rank.mesh if mesh is None else rank.make_mesh(*mesh, names=("replicate", "shard"))
-    for block in list(model)[:-1]:
-        fully_shard(block, mesh=over, **options)
-    return fully_shard(model, mesh=over, **options)
-
-
-def _wrapped(rank: Rank, **options) -> nn.Module:
-    blocks = lambda module: isinstance(module, Block)  # noqa: E731
-    from fullshard.wrap import CustomPolicy
-
-    return FullyShardedDataParallel(
-        _model(), auto_wrap_policy=CustomPolicy(blocks), device_id=rank.device, use_orig_params=True, **options
-    )
+def _composable(rank: Rank, *, recompute: bool = False, **options: Any) -> nn.Module:
+    model = build(Stack, 3, DIM)
+    model.checkpointed = False if recompute else None
+    return COMPOSABLE.wrap(model, rank, **options)
 
 
 def _prefetching(rank: Rank) -> nn.Module:
@@ -69,21 +32,22 @@ def _prefetching(rank: Rank) -> nn.Module:
     return model
 
 
+def _wrapped(rank: Rank, **options: Any) -> nn.Module:
+    return ORIGINAL.wrap(build(Stack, 3, DIM), rank, **options)
+
+
+BF16 = torch.bfloat16
 MODELS: dict[str, Callable[[Rank], nn.Module]] = {
     "default": _composable,
     "stays unsharded": lambda rank: _composable(rank, reshard_after_forward=False),
-    "bf16": lambda rank: _composable(
-        rank, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    ),
-    "replicas": lambda rank: _composable(rank, mesh=(2, 2)),
+    "bf16": lambda rank: _composable(rank, **COMPOSABLE.precision(BF16, torch.float32)),
+    "replicas": lambda rank: _composable(rank, strategy="HYBRID_SHARD"),
     "recomputed": lambda rank: _composable(rank, recompute=True),
     "prefetch bytes": _prefetching,
     "wrapper": _wrapped,
-    "wrapper, SHARD_GRAD_OP": lambda rank: _wrapped(rank, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
-    "wrapper, NO_SHARD": lambda rank: _wrapped(rank, sharding_strategy=ShardingStrategy.NO_SHARD),
-    "wrapper, bf16": lambda rank: _wrapped(
-        rank, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    ),
+    "wrapper, SHARD_GRAD_OP": lambda rank: _wrapped(rank, strategy="SHARD_GRAD_OP"),
+    "wrapper, NO_SHARD": lambda rank: _wrapped(rank, strategy="NO_SHARD"),
+    "wrapper, bf16": lambda rank: _wrapped(rank, **ORIGINAL.precision(BF16, BF16)),
     "overlapped optimizer": _composable,
     "offloaded": lambda rank: _composable(rank, offload_policy=CPUOffloadPolicy()),
 }

@@ -49,28 +49,19 @@ def sharded(front_end: str, mesh: DeviceMesh, device: torch.device, blocks: int 
 
 @on_device(1, fresh=True)
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
-def test_forward_holds_two_blocks(rank: Rank, front_end: str) -> None:
-    """A forward holds two blocks' full parameters above shards and activations, never all, and leaves nothing."""
+def test_forward_holds_two_blocks_and_a_step_leaves_nothing(rank: Rank, front_end: str) -> None:
+    """A forward holds two blocks' full parameters above shards and activations, never all, and leaves nothing.
+
+    After a step, also of a unit run on its own first, all memory but that of sharded gradients is given back.
+    """
     with fake_mesh(rank, 8) as mesh:
         model = sharded(front_end, mesh, rank.device)
         x = torch.randn(4, WIDTH, device=rank.device)
+        getattr(model, "module", model)[0](x).sum().backward()
         with torch.no_grad():
             model(x)
             above, left = peak_above(rank.device, lambda: model(x))
-    assert above < 2.5 * BLOCK_BYTES
-    assert left == 0
-
-
-@on_device(1, fresh=True)
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
-def test_step_leaves_nothing(rank: Rank, front_end: str) -> None:
-    """After a step, also of a unit run on its own first, all memory but that of sharded gradients is given back."""
-    with fake_mesh(rank, 8) as mesh:
-        model = sharded(front_end, mesh, rank.device)
-        x = torch.randn(4, WIDTH, device=rank.device)
-        units = nested_units(model)
-        first = getattr(model, "module", model)[0]
-        first(x).sum().backward()
+        assert above < 2.5 * BLOCK_BYTES and left == 0
 
         def step() -> None:
             model.zero_grad()
@@ -80,7 +71,7 @@ def test_step_leaves_nothing(rank: Rank, front_end: str) -> None:
             step()
         _, left = peak_above(rank.device, step)
         assert left == 0
-        assert all(bucket.allocated_bytes == 0 for unit in units for bucket in unit.buckets)
+        assert all(bucket.allocated_bytes == 0 for unit in nested_units(model) for bucket in unit.buckets)
 
 
 @on_device(1, fresh=True)

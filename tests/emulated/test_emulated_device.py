@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
 import threading
 from collections.abc import Callable
 
 import pytest
 import torch
-from accelerator_tools import expect_races, on_emulated, settled
+from accelerator_tools import on_emulated, settled
 from torch import nn
 
 from ranks import Rank
@@ -86,20 +83,14 @@ def test_storages_can_be_freed_and_filled_again(rank: Rank) -> None:
 def test_streams(rank: Rank) -> None:
     """The current stream is one per thread and device; a stream is a context, and knows its device."""
     default, other = torch.accelerator.current_stream(), torch.Stream(rank.device)
-    assert other.device == rank.device
-    assert other != default
+    assert other.device == rank.device and other != default and other.query()
     seen = []
     with other:
-        assert torch.accelerator.current_stream() == other
+        assert torch.accelerator.current_stream() == torch.emulated.current_stream() == other
         thread = threading.Thread(target=lambda: seen.append(torch.accelerator.current_stream()))
         thread.start()
         thread.join()
-    assert seen == [default]
-    assert torch.accelerator.current_stream() == default
-    torch.accelerator.set_stream(other)
-    assert torch.accelerator.current_stream() == other
-    torch.accelerator.set_stream(default)
-    assert other.query()
+    assert seen == [default] and torch.accelerator.current_stream() == default
 
 
 @on_emulated(1)
@@ -184,37 +175,17 @@ def test_generators(rank: Rank) -> None:
     torch.manual_seed(3)
     first = torch.rand(4)
     torch.manual_seed(3)
-    assert torch.equal(torch.rand(4), first)
-    torch.manual_seed(3)
     assert torch.equal(torch.rand(4, device="cpu"), first.cpu())  # the CPU's algorithm, from the same seed
     state = module.get_rng_state()
     drawn = torch.randn(5)
     torch.rand(7, device="cpu")
     module.set_rng_state(state)
     assert torch.equal(torch.randn(5), drawn)
-    module.manual_seed(5)
-    assert module.initial_seed() == 5
-    own = torch.Generator(rank.device).manual_seed(9)
-    again = torch.Generator(rank.device).manual_seed(9)
+    own, again = (torch.Generator(rank.device).manual_seed(9) for _ in range(2))
     assert torch.equal(torch.rand(3, generator=own), torch.rand(3, generator=again))
     with torch.random.fork_rng(device_type="emulated"):
         inside = torch.rand(2)
     assert torch.equal(torch.rand(2), inside)
-
-
-@on_emulated(1)
-def test_accelerator_module(rank: Rank) -> None:
-    """``torch.accelerator`` and ``torch.get_device_module`` know the device."""
-    assert torch.accelerator.is_available()
-    assert torch.accelerator.current_accelerator() == torch.device("emulated")
-    module = torch.get_device_module("emulated")
-    assert module is torch.emulated
-    assert module.current_device() == torch.accelerator.current_device_index()
-    assert module.current_stream() == torch.accelerator.current_stream()
-    assert torch.accelerator.memory_stats()["allocated_bytes.all.current"] == allocated()
-    assert torch.ones(1).is_emulated
-    assert nn.Linear(2, 2, device="cpu").emulated().weight.device == rank.device
-    assert torch.ones(2, device="cpu").emulated().tolist() == [1.0, 1.0]
 
 
 @on_emulated(1)
@@ -247,38 +218,6 @@ def test_copies(rank: Rank) -> None:
 
 
 @on_emulated(1)
-def test_saving_and_copying(rank: Rank) -> None:
-    """Tensors and modules survive torch.save, pickle and deepcopy, with views of one storage still sharing it."""
-    module = nn.Linear(3, 3)
-    base = torch.arange(6.0)
-    file = io.BytesIO()
-    torch.save({"module": module.state_dict(), "base": base, "view": base[2:]}, file)
-    for place, kind in [(None, "emulated"), ("cpu", "cpu"), ("emulated:1", "emulated")]:
-        file.seek(0)
-        loaded = torch.load(file, map_location=place)
-        assert loaded["base"].device.type == kind
-        assert torch.equal(loaded["module"]["weight"].cpu(), module.weight.cpu())
-        loaded["view"].add_(1)
-        assert loaded["base"][2].item() == 3
-    twin = copy.deepcopy(module)
-    assert torch.equal(twin.weight, module.weight)
-    assert twin.weight.data_ptr() != module.weight.data_ptr()
-    assert torch.equal(pickle.loads(pickle.dumps(base)), base)
-
-
-@on_emulated(1)
-def test_dlpack(rank: Rank) -> None:
-    """A DLPack capsule shares memory; torch's ``__dlpack__`` protocol does not know devices that were renamed."""
-    value = torch.arange(4.0)
-    shared = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(value))
-    shared.add_(1)
-    assert shared.device == rank.device
-    assert value.tolist() == [1.0, 2.0, 3.0, 4.0]
-    with pytest.raises(ValueError, match="Unknown device type"):
-        torch.from_dlpack(value)
-
-
-@on_emulated(1)
 def test_views_and_writes_under_autograd(rank: Rank) -> None:
     """Views alias their base through any chain, in-place writes are tracked, and backward refuses stale values."""
     leaf = torch.ones(4, 5, requires_grad=True)
@@ -301,15 +240,6 @@ def test_views_and_writes_under_autograd(rank: Rank) -> None:
     out = torch.empty(0)
     torch.add(value.detach(), 1, out=out)
     assert out.tolist() == [2.0] * 3
-
-
-@on_emulated(2)
-def test_ranks_have_devices_of_their_own(rank: Rank) -> None:
-    """Ranks of a forked world compute at the same time, each on its own current device."""
-    assert torch.accelerator.current_device_index() == rank.rank
-    assert torch.ones(2).device.index == rank.rank
-    with expect_races():
-        assert (torch.ones(64, 64) @ torch.ones(64, 64)).sum().item() == 64**3
 
 
 @on_emulated(1)

@@ -42,14 +42,10 @@ def test_unordered_accesses(rank: Rank, first: str, second: str) -> None:
     del kept
 
 
-def by_event(before: torch.Stream, after: torch.Stream) -> None:
-    event = torch.Event(before.device)
-    event.record(before)
-    event.wait(after)
-
-
-def by_wait_stream(before: torch.Stream, after: torch.Stream) -> None:
-    after.wait_stream(before)
+def recorded(stream: torch.Stream) -> torch.Event:
+    event = torch.Event(stream.device)
+    event.record(stream)
+    return event
 
 
 def by_a_third_stream(before: torch.Stream, after: torch.Stream) -> None:
@@ -58,46 +54,32 @@ def by_a_third_stream(before: torch.Stream, after: torch.Stream) -> None:
     after.wait_stream(third)
 
 
-def by_the_stream_on_the_host(before: torch.Stream, after: torch.Stream) -> None:
-    before.synchronize()
-
-
-def by_an_event_on_the_host(before: torch.Stream, after: torch.Stream) -> None:
-    event = torch.Event(before.device)
-    event.record(before)
-    event.synchronize()
-
-
-def by_the_device(before: torch.Stream, after: torch.Stream) -> None:
-    torch.accelerator.synchronize()
-
-
 def by_reading_a_value(before: torch.Stream, after: torch.Stream) -> None:
     with before:
         torch.zeros(1).item()
 
 
-ORDERINGS = [
-    by_event,
-    by_wait_stream,
-    by_a_third_stream,
-    by_the_stream_on_the_host,
-    by_an_event_on_the_host,
-    by_the_device,
-    by_reading_a_value,
-]
+ORDERINGS: dict[str, Callable[[torch.Stream, torch.Stream], object]] = {
+    "event": lambda before, after: recorded(before).wait(after),
+    "wait_stream": lambda before, after: after.wait_stream(before),
+    "third stream": by_a_third_stream,
+    "stream on the host": lambda before, after: before.synchronize(),
+    "event on the host": lambda before, after: recorded(before).synchronize(),
+    "device": lambda before, after: torch.accelerator.synchronize(),
+    "reading a value": by_reading_a_value,
+}
 
 
 @on_emulated(1)
 @pytest.mark.parametrize("order", ORDERINGS)
 @pytest.mark.parametrize("first", ACCESSES)
-def test_orderings(rank: Rank, order: Callable[[torch.Stream, torch.Stream], None], first: str) -> None:
+def test_orderings(rank: Rank, order: str, first: str) -> None:
     """Events, streams that wait, and the host that waits order what came before; what comes later still races."""
     value, before, after = torch.ones(8), torch.Stream(rank.device), torch.Stream(rank.device)
     settled()
     with before:
         kept = ACCESSES[first](value)
-    order(before, after)
+    ORDERINGS[order](before, after)
     with after:
         value.fill_(2)
     with expect_races():
@@ -239,72 +221,47 @@ def test_counts(rank: Rank) -> None:
     assert all("test_counts" in access.stack for access in some.host_syncs)
 
 
-def reads_a_value(rank: Rank, value: torch.Tensor) -> None:
-    value[0].item()
-
-
-def synchronizes(rank: Rank, value: torch.Tensor) -> None:
-    torch.accelerator.synchronize()
-
-
-def asks_an_event(rank: Rank, value: torch.Tensor) -> None:
-    event = torch.Event(rank.device)
-    event.record()
-    event.query()
-
-
-def pins(rank: Rank, value: torch.Tensor) -> None:
-    torch.ones(3, device="cpu").pin_memory()
-
-
-def uses_another_stream(rank: Rank, value: torch.Tensor) -> None:
-    with OTHERS[0]:
+def on(stream: torch.Stream, value: torch.Tensor) -> None:
+    with stream:
         value.add_(1)
 
 
-def waits_for_an_event_from_before(rank: Rank, value: torch.Tensor) -> None:
-    OTHERS[1].wait()
+def beside(stream: torch.Stream, value: torch.Tensor) -> None:
+    stream.wait_stream(torch.accelerator.current_stream())
+    on(stream, value)
 
 
-def does_not_join(rank: Rank, value: torch.Tensor) -> None:
-    OTHERS[0].wait_stream(torch.accelerator.current_stream())
-    with OTHERS[0]:
-        value.add_(1)
-
-
-def is_fine(rank: Rank, value: torch.Tensor) -> None:
-    OTHERS[0].wait_stream(torch.accelerator.current_stream())
-    with OTHERS[0]:
-        torch.empty(5).copy_(value[:5])
-    torch.accelerator.current_stream().wait_stream(OTHERS[0])
+def joined(stream: torch.Stream, value: torch.Tensor) -> None:
+    beside(stream, value)
+    torch.accelerator.current_stream().wait_stream(stream)
     (value * 2).sum()
 
 
-OTHERS: list[torch.Stream | torch.Event] = []
-FORBIDDEN = {
-    reads_a_value: "host synchronization",
-    synchronizes: "host synchronization",
-    asks_an_event: "query of an event",
-    pins: "allocation of pinned memory",
-    uses_another_stream: "work on a stream that is not captured",
-    waits_for_an_event_from_before: "recorded outside of the capture",
-    does_not_join: "was not joined",
-    is_fine: "",
+# What is done in a capture, with a stream, an event from before and memory, and what it says of that.
+CAPTURED: dict[str, tuple[Callable[[torch.Stream, torch.Event, torch.Tensor], object], str]] = {
+    "value": (lambda stream, event, value: value[0].item(), "host synchronization"),
+    "synchronize": (lambda stream, event, value: torch.accelerator.synchronize(), "host synchronization"),
+    "query": (lambda stream, event, value: recorded(torch.accelerator.current_stream()).query(), "query of an event"),
+    "pin": (lambda stream, event, value: torch.ones(3, device="cpu").pin_memory(), "allocation of pinned memory"),
+    "stream": (lambda stream, event, value: on(stream, value), "work on a stream that is not captured"),
+    "old event": (lambda stream, event, value: event.wait(), "recorded outside of the capture"),
+    "not joined": (lambda stream, event, value: beside(stream, value), "was not joined"),
+    "fine": (lambda stream, event, value: joined(stream, value), ""),
 }
 
 
 @on_emulated(1)
-@pytest.mark.parametrize(("body", "error"), FORBIDDEN.items())
-def test_capture(rank: Rank, body: Callable[[Rank, torch.Tensor], None], error: str) -> None:
+@pytest.mark.parametrize("what", CAPTURED)
+def test_capture(rank: Rank, what: str) -> None:
     """A capture finds each thing that CUDA forbids during one, and nothing else."""
     from accelerator.races import capture
 
-    value = torch.ones(8)
-    OTHERS[:] = [torch.Stream(rank.device), torch.Event(rank.device)]
-    OTHERS[1].record()
+    body, error = CAPTURED[what]
+    value, other = torch.ones(8), torch.Stream(rank.device)
+    event = recorded(torch.accelerator.current_stream())
     settled()
     with torch.Stream(rank.device), capture() as errors:
-        body(rank, value)
+        body(other, event, value)
     found = [access.what for access in errors]
     assert all(error in what for what in found)
     assert bool(found) == bool(error)

@@ -41,16 +41,6 @@ def called(method: str) -> list[tuple[Any, ...]]:
     return [call.arguments for call in calls if call.method == method]
 
 
-def padded_rows(rows: int, ranks: int) -> int:
-    """Rows of the largest shard."""
-    return -(-rows // ranks)
-
-
-def pad(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """``tensor`` with zero rows below, up to ``rows``."""
-    return torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], *tensor.shape[1:])])
-
-
 # Packed: frozen codes and scales.
 
 
@@ -58,7 +48,7 @@ class PackedWeight(torch.Tensor):
     """A (rows, columns) weight as int8 codes and one float32 scale per row. Frozen. Asks for one argument."""
 
     codes: torch.Tensor  # (rows, columns), int8
-    scale: torch.Tensor  # (rows,), float32
+    scale: torch.Tensor  # (rows, 1), float32
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, flat: bool = False) -> PackedWeight:
@@ -70,12 +60,12 @@ class PackedWeight(torch.Tensor):
     @classmethod
     def pack(cls, weight: torch.Tensor) -> PackedWeight:
         """The packed form of a float32 weight."""
-        scale = weight.detach().abs().amax(dim=1).clamp_min(1e-12) / 127
-        return cls((weight.detach() / scale[:, None]).round().to(torch.int8), scale)
+        scale = weight.detach().abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127
+        return cls((weight.detach() / scale).round().to(torch.int8), scale)
 
     def unpacked(self) -> torch.Tensor:
         """The float32 weight that this one stands for."""
-        return self.codes.to(self.scale.dtype) * self.scale[:, None]
+        return self.codes.to(self.scale.dtype) * self.scale
 
     def __repr__(self, **_: Any) -> str:
         return f"{type(self).__name__}{tuple(self.shape)}"
@@ -109,48 +99,27 @@ class PackedWeight(torch.Tensor):
             assert _storage(out.scale) == _storage(scale)
             return None
         calls.append(Call("post", (self, outputs, metadata, dtype)))
-        return type(self)(codes[:metadata], scale[:metadata]), (codes, scale)  # None: all rows
-
-
-class SizedPackedWeight(PackedWeight):
-    """A packed weight that asks for five arguments, pads its rows, and cuts them off by itself afterwards."""
-
-    def fsdp_pre_all_gather(  # type: ignore[override]
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        calls.append(Call("pre", (self, mesh, outer_size, outer_stride, module, mp_policy)))
-        rows = padded_rows(outer_size[0], mesh.size())
-        return (pad(self.codes, rows), pad(self.scale, rows)), outer_size[0]
+        return type(self)(codes, scale), (codes, scale)
 
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _on_both(func: Any, weight: PackedWeight, **options: Any) -> PackedWeight:
-    return type(weight)(func(weight.codes, **options), func(weight.scale, **options))
-
-
-def _split(func: Any, weight: PackedWeight, rows: int, dim: int = 0) -> list[PackedWeight]:
-    assert dim == 0
-    pieces = zip(func(weight.codes, rows), func(weight.scale, rows), strict=True)
-    return [type(weight)(codes, scale) for codes, scale in pieces]
+def _on_both(func: Any, weight: PackedWeight, *args: Any, **options: Any) -> Any:
+    """Do it to codes and scales; results, or lists of them, are packed weights again."""
+    options = {key: value for key, value in options.items() if key not in ("dtype", "layout", "memory_format")}
+    codes, scale = func(weight.codes, *args, **options), func(weight.scale, *args, **options)
+    if isinstance(codes, torch.Tensor):
+        return type(weight)(codes, scale)
+    return [type(weight)(*pair) for pair in zip(codes, scale, strict=True)]
 
 
 def _new(func: Any, weight: PackedWeight, size: Sequence[int], **options: Any) -> PackedWeight:
-    # torch asks for `new_empty(0)` where a rank gets no rows.
-    shape = (0, weight.shape[1]) if len(size) == 1 else tuple(size)
-    options = _placed(options)
-    return type(weight)(func(weight.codes, shape, **options), func(weight.scale, shape[:1], **options))
-
-
-def _placed(options: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in options.items() if key in ("device", "pin_memory")}
-
-
-def _slice(func: Any, weight: PackedWeight, dim: int = 0, start: Any = None, end: Any = None) -> PackedWeight:
-    assert dim == 0
-    return type(weight)(weight.codes[start:end], weight.scale[start:end])
+    placed = {key: value for key, value in options.items() if key in ("device", "pin_memory")}
+    rows = size[0] if len(size) == 2 else 0  # torch asks for `new_empty(0)` where a rank gets no rows
+    codes, scale = ((rows, inner.shape[1]) for inner in (weight.codes, weight.scale))
+    return type(weight)(func(weight.codes, codes, **placed), func(weight.scale, scale, **placed))
 
 
 def _view(func: Any, weight: PackedWeight, size: Sequence[int]) -> PackedWeight:
@@ -177,13 +146,11 @@ def _to(func: Any, weight: PackedWeight, *, dtype: Any = None, device: Any = Non
 
 
 _PACKED_OPERATIONS: dict[Any, Callable[..., Any]] = {
-    aten.detach.default: _on_both,
-    aten.clone.default: lambda func, weight, **_: _on_both(func, weight),
-    aten.empty_like.default: lambda func, weight, **options: _on_both(func, weight, **_placed(options)),
-    aten.split.Tensor: _split,
-    aten.new_zeros.default: _new,
-    aten.new_empty.default: _new,
-    aten.slice.Tensor: _slice,
+    **dict.fromkeys(
+        (aten.detach.default, aten.clone.default, aten.empty_like.default, aten.split.Tensor, aten.slice.Tensor),
+        _on_both,
+    ),
+    **dict.fromkeys((aten.new_zeros.default, aten.new_empty.default), _new),
     aten.view.default: _view,
     aten.as_strided.default: _as_strided,
     aten.copy_.default: _copy,
@@ -206,10 +173,10 @@ class _PackedProduct(torch.autograd.Function):
 class Adapted(nn.Module):
     """A frozen packed weight with trainable low-rank factors beside it."""
 
-    def __init__(self, columns: int, rows: int, kind: type[PackedWeight] = PackedWeight, rank: int = 4) -> None:
+    def __init__(self, columns: int, rows: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(kind.pack(torch.randn(rows, columns) / columns**0.5), requires_grad=False)
-        self.down, self.up = nn.Linear(columns, rank, bias=False), nn.Linear(rank, rows, bias=False)
+        self.weight = nn.Parameter(PackedWeight.pack(torch.randn(rows, columns) / columns**0.5), requires_grad=False)
+        self.down, self.up = nn.Linear(columns, 4, bias=False), nn.Linear(4, rows, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _PackedProduct.apply(x, self.weight) + self.up(self.down(x))
@@ -302,8 +269,8 @@ class SizedRoundedWeight(RoundedWeight):
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         calls.append(Call("pre", (self, mesh, outer_size, outer_stride, module, mp_policy)))
-        low = self.inner.to(torch.bfloat16)
-        return (pad(low, padded_rows(outer_size[0], mesh.size())),), ("rounded", self.hint)
+        low, largest = self.inner.to(torch.bfloat16), -(-outer_size[0] // mesh.size())
+        return (nn.functional.pad(low, (0, 0, 0, largest - low.shape[0])),), ("rounded", self.hint)
 
 
 class ScaledWeight(CastWeight):

@@ -48,35 +48,31 @@ def glibc(monkeypatch: pytest.MonkeyPatch) -> Iterator[Glibc]:
     return library
 
 
-def test_blocks_up_to_a_size_are_kept_and_nothing_is_trimmed(glibc: Glibc) -> None:
-    """Larger blocks are mapped on their own; the rest stays with the process. The last call counts."""
+@pytest.mark.parametrize("undo", [None, False])
+def test_what_the_allocator_is_told(glibc: Glibc, monkeypatch: pytest.MonkeyPatch, undo: bool | None) -> None:
+    """Larger blocks are mapped on their own; the rest stays with the process. The last call counts.
+
+    Undoing sets both thresholds back to 128 KiB and returns memory; if they were never set they stay adaptive, which
+    any call would end. The answer of mallopt is what counts.
+    """
+    assert keep_freed_memory(undo) is True and glibc.told == [] and glibc.trims == 0
     for size in (2 * MEBIBYTE, MEBIBYTE):
         assert keep_freed_memory(size) is True
         assert glibc.told[-2:] == [(MMAP, size), (TRIM, -1)] and glibc.trims == 0
     assert len(glibc.told) == 4
-
-
-@pytest.mark.parametrize("undo", [None, False])
-def test_undoing_sets_what_a_new_process_has_and_returns_memory(glibc: Glibc, undo: bool | None) -> None:
-    """Both thresholds go back to 128 KiB; if they were never set they stay adaptive, which any call would end."""
     assert keep_freed_memory(undo) is True
-    assert glibc.told == [] and glibc.trims == 0
-    keep_freed_memory()
-    glibc.told.clear()
-    assert keep_freed_memory(undo) is True
-    assert glibc.told == [(MMAP, 128 * 1024), (TRIM, 128 * 1024)] and glibc.trims == 1
-
-
-def test_front_ends_set_it_once(glibc: Glibc) -> None:
-    """However many units are made."""
-    for _ in range(3):
-        keep_freed_memory_by_default()
-    assert glibc.told == [(MMAP, KEPT_BLOCK_BYTES), (TRIM, -1)]
+    assert glibc.told[4:] == [(MMAP, 128 * 1024), (TRIM, 128 * 1024)] and glibc.trims == 1
+    monkeypatch.setattr(allocator, "_glibc", lambda: Glibc(refuses=MMAP))  # older versions: above 32 MiB
+    assert keep_freed_memory(2 * KEPT_BLOCK_BYTES) is False
 
 
 @pytest.mark.parametrize("chosen", [None, MEBIBYTE])
-def test_front_ends_leave_what_the_user_chose(glibc: Glibc, chosen: int | None) -> None:
-    """Whether more, less or nothing is kept."""
+def test_front_ends_set_it_once(glibc: Glibc, chosen: int | None) -> None:
+    """However many units are made; but they leave what the user chose, whether more, less or nothing is kept."""
+    for _ in range(3):
+        keep_freed_memory_by_default()
+    assert glibc.told == [(MMAP, KEPT_BLOCK_BYTES), (TRIM, -1)]
+    allocator._settings = allocator._AllocatorSettings()
     keep_freed_memory(chosen)
     glibc.told.clear()
     keep_freed_memory_by_default()
@@ -95,23 +91,11 @@ def test_front_ends_leave_what_the_user_chose(glibc: Glibc, chosen: int | None) 
 def test_front_ends_leave_what_the_environment_says(
     glibc: Glibc, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
-    """Our own switch and glibc's variables."""
+    """Our own switch, which is stronger than the program, and glibc's variables."""
     monkeypatch.setenv(name, value)
     keep_freed_memory_by_default()
     assert glibc.told == []
-
-
-def test_the_switch_is_stronger_than_the_program(glibc: Glibc, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With FULLSHARD_KEEP_FREED_MEMORY=0 a call changes nothing and says so."""
-    monkeypatch.setenv("FULLSHARD_KEEP_FREED_MEMORY", "0")
-    assert keep_freed_memory() is False
-    assert glibc.told == []
-
-
-def test_an_allocator_that_refuses_is_said(glibc: Glibc, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer of mallopt is what counts."""
-    monkeypatch.setattr(allocator, "_glibc", lambda: Glibc(refuses=MMAP))  # older versions: above 32 MiB
-    assert keep_freed_memory(2 * KEPT_BLOCK_BYTES) is False
+    assert keep_freed_memory() is (name != "FULLSHARD_KEEP_FREED_MEMORY")
 
 
 @pytest.mark.parametrize(

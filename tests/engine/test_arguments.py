@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import fullshard
 from fullshard import (
@@ -19,12 +19,10 @@ from fullshard import (
     FSDPMeshInfo,
     FSDPModule,
     FullshardError,
-    ReplicateModule,
     ShardPlacementResult,
     fully_shard,
-    replicate,
 )
-from fullshard.engine.ownership import nested_units, unit_of
+from fullshard.engine.ownership import nested_units
 from ranks import Rank, on_ranks
 
 # What is evaluated, with the names that ``names_for`` gives -> a regular expression for "ErrorType: message".
@@ -60,6 +58,9 @@ MESHES = {
         r"0\.weight: expected a DTensor on the mesh passed to fully_shard"
     ),
     "Dims()": "replicate or both, found neither",
+    "FSDPMeshInfo(mesh, 0, dp_mesh_dims=Dims('b'))": "FSDPMeshInfo: found dp_mesh_dims without spmd_mesh; pass both or",
+    "FSDPMeshInfo(mesh, 0, spmd_mesh=named)": "found spmd_mesh without dp_mesh_dims",
+    "shard(dtensors(mesh, Shard(0)))": r"0\.weight: expected the DTensor's mesh, .* different named axes of one mesh",
     "Dims(shard=('a', 'b'), replicate='a')": "expected every axis once, found",
 }
 POLICIES = {
@@ -82,6 +83,14 @@ PLACEMENTS = {
     "place(Shard(2))": r"returned Shard\(2\) for 0\.weight, which has 2 dims \(shape \(2, 2\)\)",
     "place(ShardPlacementResult(Shard(0), None))": "mesh_info of type NoneType for 0.weight",
     "place(ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh)))": "mesh_info names no axis of",
+    "place(Partial())": r"shard_placement_fn returned Partial.* for 0\.weight",
+    "place((Shard(0), mesh))": r"shard_placement_fn returned .* for 0\.weight",
+    "place(Shard)": r"shard_placement_fn returned .*Shard.* for 0\.weight",
+    "place(ShardPlacementResult(Shard(0), 3))": r"mesh_info of type int for 0\.weight; expected FSDPMeshInfo",
+    "place(ShardPlacementResult(Shard(0), cube))": "mesh: expected 1 dimension, or 2",
+    "place(ShardPlacementResult(Replicate(), mesh))": r"returned Replicate\(\) for 0\.weight",
+    "place(ShardPlacementResult(Shard(5), mesh))": r"Shard\(5\) for 0\.weight, which has 2 dims",
+    "shard(scalar(), shard_placement_fn=lambda p: Shard(0))": r"Shard\(0\) for scale, which has 0 dims",
     "shard(plain, ignored_params=['0.weight'])": "ignored_params: expected parameters, found a str",
     "shard(plain, ignored_params=plain[0].weight)": "ignored_params: expected .*, found .*Parameter",
 }
@@ -91,18 +100,13 @@ METHODS = {
     "sharded.set_requires_gradient_sync(True, recurse=0)": "recurse: expected True or False, found 0",
     "sharded.set_reshard_after_forward(None)": "reshard_after_forward: expected True or False, found None",
     "sharded.set_reshard_after_forward(size)": "expected True or False, found [12] of type int",
-    "sharded.set_reshard_after_backward(0)": "reshard_after_backward: expected True or False, found 0",
     "sharded.set_is_last_backward(2)": "is_last_backward: expected True or False, found 2",
     "sharded.set_modules_to_forward_prefetch([sharded[0], plain])": (
         "set_modules_to_forward_prefetch: expected modules that fully_shard was called on, found Sequential at index 1"
     ),
-    "sharded.set_modules_to_backward_prefetch([plain])": (
-        "set_modules_to_backward_prefetch: expected modules that .*, found Sequential at index 0"
-    ),
-    "sharded.set_modules_to_forward_prefetch(['0'])": "forward_prefetch: expected modules.*found str",
+    "sharded.set_modules_to_backward_prefetch(['0'])": "backward_prefetch: expected modules.*found str",
     "sharded.set_modules_to_forward_prefetch(sharded[0])": "set_modules_to_forward_prefetch: expected .*, found",
     "sharded.set_requires_all_reduce(None)": "requires_all_reduce: expected True or False, found None",
-    "sharded.set_unshard_in_backward(None)": "unshard_in_backward: expected True or False, found None",
     "sharded.set_post_optim_event(None)": "TypeError: set_post_.*: expected a torch.Event, found NoneType",
     "sharded.set_post_optim_event(torch.optim.SGD(sharded.parameters()))": "expected a torch.Event, found SGD",
 }
@@ -111,11 +115,10 @@ COMMUNICATION = {
         f"sharded.set_gradient_divide_factor({value})": (
             "ValueError: set_gradient_divide_factor: expected a positive number, found "
         )
-        for value in ("0", "float('nan')", "float('inf')", "True", "'2'")
+        for value in ("0", "float('nan')", "True", "'2'")
     },
     "sharded.set_reduce_scatter_divide_factor(None)": "factor: expected a positive number, found None",
     "sharded.set_force_sum_reduction_for_comms(1)": "ValueError: .*for_comms: expected True or False, found 1 of type",
-    "sharded.set_reduce_scatter_unused_params(None)": "unused_params: expected True or False, found None",
     "sharded.set_reduce_scatter_max_input_buffers(0)": "ValueError: .*buffers: expected at least 1, found 0",
     "sharded.set_reduce_scatter_max_input_buffers(True)": "TypeError: .*buffers: expected an int, found True",
     "sharded.set_reduce_scatter_max_input_buffers(2.0)": "TypeError: .*buffers: expected an int, found 2.0",
@@ -136,7 +139,6 @@ COMMUNICATION = {
         "ValueError: .*unit .* has a custom collective, which allocates its buffers"
     ),
     "custom().set_symm_mem_for_comm()": "ValueError: set_symm_mem_for_comm: unit .* has a custom collective",
-    "sharded.set_separate_reduce_scatter_group(2)": "separate_reduce.*: expected True or False, found 2",
 }
 FUNCTIONS = {
     "share_comm_ctx(sharded)": "share_comm_ctx: expected a list of modules, found FSDPSequential",
@@ -151,21 +153,14 @@ REPLICATE = {
     "replicate(nn.ModuleList([plain]), mesh=mesh)": "ValueError: .*no forward of its own.*call replicate on each",
     "replicate(plain, mesh=group)": "TypeError: replicate: mesh: expected DeviceMesh or None",
     "replicate(plain, mesh=named)": "ValueError: replicate: mesh: expected 1 dimension, found 2",
-    "replicate(plain, mesh=mesh, mp_policy=torch.bfloat16)": (
-        "TypeError: replicate: mp_policy: expected MixedPrecisionPolicy or None, found dtype"
-    ),
     "replicate(plain, mesh=mesh, offload_policy=True)": (
         "TypeError: replicate: offload_policy: expected OffloadPolicy or None, found bool"
     ),
     "replicate(plain, mesh=mesh, ignored_params=['weight'])": (
         "TypeError: replicate: ignored_params: expected parameters, found a str"
     ),
-    "replicate(plain, mesh=mesh, ignored_params=plain)": "replicate: ignored_params: expected .*, found",
     "replicate(plain, mesh=named, dp_mesh_dims=Dims(shard='b', replicate='a'))": (
         "ValueError: replicate: dp_mesh_dims: expected replicate axes only, found shard='b'"
-    ),
-    "replicate(plain, mesh=mesh, dp_mesh_dims='b')": (
-        "TypeError: replicate: dp_mesh_dims: expected DataParallelMeshDims or None, found str"
     ),
     "replicate(replicate(nn.Linear(1, 1), mesh=mesh), mesh=mesh)": "ValueError: .* this Linear is sharded already",
     "replicate(sharded, mesh=mesh)": "ValueError: replicate.*sharded already|sharded by fully_shard already",
@@ -227,7 +222,12 @@ def names_for(rank: Rank, plain: nn.Module, sharded: Any) -> dict[str, Any]:
         model.set_custom_all_gather(Memory())
         return model
 
-    functions = (dtensors, several_meshes, custom, enter, NoMemory, Memory)
+    def scalar() -> nn.Module:
+        module = nn.Linear(2, 2)
+        module.scale = nn.Parameter(torch.tensor(1.0))
+        return module
+
+    functions = (dtensors, several_meshes, custom, scalar, enter, NoMemory, Memory)
     return {
         **{name: getattr(fullshard, name) for name in fullshard.__all__},
         **{function.__name__: function for function in functions},
@@ -241,6 +241,7 @@ def names_for(rank: Rank, plain: nn.Module, sharded: Any) -> dict[str, Any]:
         "Dims": DataParallelMeshDims,
         "Shard": Shard,
         "Replicate": Replicate,
+        "Partial": Partial,
         "torch": torch,
         "nn": nn,
         "plain": plain,
@@ -270,6 +271,10 @@ def test_wrong_argument_is_refused(rank: Rank, group: str) -> None:
     for model in (sharded, plain):
         model(torch.ones(3, 2)).sum().backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
+    with pytest.raises(FullshardError, match=r"unit '0'; call it on the root module, a FSDPSequential"):
+        sharded[0].reset_iter_state()
+    with pytest.raises(KeyError, match="bias"):  # the user's own exception comes through
+        shard(rank, shard_placement_fn=lambda parameter: {}["bias"])
 
 
 def settings_of(model: nn.Module) -> list[Any]:
@@ -299,28 +304,6 @@ def call_inside(model: nn.Module, call: Callable[[], object]) -> None:
         model(torch.ones(3, 2))
     finally:
         handle.remove()
-
-
-@on_ranks(1, 2)
-def test_reset_iter_state_is_for_the_root(rank: Rank) -> None:
-    """Calling it on another unit raises an error that names the unit and the root."""
-    model = shard(rank, nn.Sequential(shard(rank)))
-    model(torch.ones(1, 2))
-    with pytest.raises(FullshardError, match=r"unit '0'; call it on the root module, a FSDPSequential"):
-        model[0].reset_iter_state()
-    model.reset_iter_state()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("function", "kind"), [(fully_shard, FSDPModule), (replicate, ReplicateModule)])
-def test_refused_module_can_be_sharded_afterwards(rank: Rank, function: Any, kind: type) -> None:
-    """A refusal leaves the module untouched, so that the remedied call works."""
-    module = nn.Linear(2, 2)
-    for options in ({"mesh": 3}, {"mp_policy": 16}, {"ignored_params": ["weight"]}):
-        with pytest.raises((ValueError, TypeError)):
-            function(module, **{"mesh": rank.mesh, **options})
-    assert type(module) is nn.Linear and type(module.weight) is nn.Parameter and unit_of(module) is None
-    assert isinstance(function(module, mesh=rank.mesh), kind)
 
 
 @on_ranks(1)

@@ -1,95 +1,35 @@
-"""Which collectives a step issues: how many, for which unit, with what on the wire; and what is registered when."""
+"""What a step issues and registers, and what users may change about it: hooks, divisors, and how much is in flight."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.testing import assert_close as torch_assert_close
 
-from compare import assert_models_equal
-from fullshard import fully_shard
-from fullshard.comm import Collective, record
-from fullshard.engine.ownership import unit_of
-from models import (
-    LossOf,
-    Stack,
+from front_ends import (
+    COMPOSABLE,
     assert_at_rest,
-    batch,
-    gathered,
-    packed_numel,
-    reference_backward,
-    shard_blocks,
-    square_loss,
-    transport_of,
-    with_reference,
+    assert_same_gradients,
+    both_backward,
+    build,
+    sharded_with_reference,
 )
+from fullshard import MixedPrecisionPolicy, fully_shard, replicate
+from fullshard.comm import Collective, record
+from fullshard.engine.ownership import nested_units
+from models import Branch, LossOf, Stack, batch, lane_log, reference_backward, square_loss, tiny_units, with_reference
 from ranks import Rank, on_ranks
 
-CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def units(collectives: list[Collective], kind: str) -> list[str]:
     return [c.unit for c in collectives if c.kind == kind]
-
-
-@on_ranks(2, 4)
-def test_small_parameters_share_one_message(rank: Rank) -> None:
-    """A unit of small parameters makes one message per gather and one per reduction, of predictable size."""
-    size = rank.world_size
-    model = shard_blocks(Stack(depth=1), rank, reshard_after_forward=True)
-    with record() as seen:
-        square_loss()(model, rank.rank).backward()
-    shapes = [tuple(p.shape) for p in model.blocks[0].parameters()]
-    assert shapes == [(12, 6), (12,), (6, 12), (6,)]
-    pieces = [-(-rows // size) * (rest[0] if rest else 1) for rows, *rest in shapes]
-    piece = packed_numel(*pieces)
-    gather = Collective("all_gather", "blocks.0", torch.float32, piece * size, piece * 4 * (size - 1), launch=0)
-    sent = packed_numel(*pieces, len(shapes))  # with one number for each: whether it had a gradient
-    reduce = Collective("reduce_scatter", "blocks.0", torch.float32, sent * size, sent * 4 * (size - 1), launch=0)
-    of_block = [replace(c, launch=0) for c in seen if c.unit == "blocks.0"]
-    assert of_block == [gather, gather, reduce]
-
-
-@on_ranks(2)
-def test_large_parameters_travel_on_their_own(rank: Rank) -> None:
-    """A parameter above the transport's limit is a message by itself, of exactly its own size if cut evenly."""
-    rows = 2 * transport_of(rank).direct_bytes // 4 // 16
-    model = nn.Linear(16, rows)
-    fully_shard(model, mesh=rank.mesh)
-    with record() as seen:
-        model(batch(0, 0, 2, 16)).sum().backward()
-    bias = rows // 2
-    message = packed_numel(bias, 2)  # with the presence of weight and bias
-    assert [(c.kind, c.numel) for c in seen] == [
-        ("all_gather", rows * 16),
-        ("all_gather", bias * 2),
-        ("reduce_scatter", rows * 16),
-        ("reduce_scatter", message * 2),
-    ]
-    assert seen[0].nbytes == rows * 16 * 4 // 2
-
-
-@on_ranks(2)
-def test_each_dtype_travels_as_it_is(rank: Rank) -> None:
-    """Parameters of two dtypes in one unit make two gathers and two reductions, each in its own dtype."""
-
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6).double())
-    model[0].register_forward_hook(lambda _module, _args, output: output.double())
-    fully_shard(model, mesh=rank.mesh, reshard_after_forward=True)
-    with record() as seen:
-        model(batch(rank.rank, 0, 2, 6)).sum().backward()
-    dtypes = [torch.float32, torch.float64]
-    assert [(c.kind, c.dtype) for c in seen] == [
-        (kind, dtype) for kind in ("all_gather", "all_gather", "reduce_scatter") for dtype in dtypes
-    ]
-    assert [c.nbytes for c in seen if c.kind == "all_gather"][:2] == [
-        packed_numel(18, 3, dtype=dtype) * dtype.itemsize for dtype in dtypes
-    ]
 
 
 # ---------------------------------------------------------------- what is registered when
@@ -140,40 +80,6 @@ def test_registered_parameters(rank: Rank, setting: Any) -> None:
     assert all(p is sharded[name] for name, p in root.named_parameters())
 
 
-@on_ranks(2)
-def test_manual_unshard_and_reshard(rank: Rank) -> None:
-    """``unshard`` registers one unit's unsharded parameters, with the right values, and ``reshard`` undoes it.
-
-    Freeing a kept unit by hand before backward costs one more all-gather and changes no value.
-    """
-    model, reference = with_reference(Stack(), rank, reshard_after_forward=False)
-    square_loss()(model, rank.rank).backward()  # from now on units have their names
-    model.zero_grad()
-    with record() as seen:
-        assert model.blocks[1].unshard() is None
-        assert model.blocks[1].unshard() is None
-    assert units(seen, "all_gather") == ["blocks.1"]
-    assert gathered(model) == ["blocks.1"]
-    for ours, theirs in zip(model.blocks[1].parameters(), reference.blocks[1].parameters(), strict=True):
-        assert type(ours) is nn.Parameter
-        assert torch.equal(ours, theirs)
-    assert isinstance(model.blocks[0].up.weight, DTensor)
-    model.blocks[1].reshard()
-    model.blocks[1].reshard()
-    assert_at_rest(model)
-    loss = square_loss()(model, rank.rank)
-    model.blocks[1].reshard()
-    model.reshard()
-    with record() as seen:
-        loss.backward()
-    reference_backward(reference, rank.world_size, square_loss())
-    assert sorted(units(seen, "all_gather")) == ["", "blocks.1"]
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
-# ---------------------------------------------------------------- several forwards, several losses
-
-
 class TwoOutputs(nn.Module):
     """Returns what the first block gives and what the whole model gives."""
 
@@ -188,7 +94,7 @@ class TwoOutputs(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("early_first", "setting"), [(True, True), (False, None), (True, False)])
+@pytest.mark.parametrize(("early_first", "setting"), [(True, True), (False, None)])
 def test_two_losses_on_one_graph(rank: Rank, early_first: bool, setting: Any) -> None:
     """Two backward passes over one graph each reduce the units that they reach, and the gradients add up."""
     model, reference = with_reference(TwoOutputs(), rank, reshard_after_forward=setting)
@@ -205,20 +111,155 @@ def test_two_losses_on_one_graph(rank: Rank, early_first: bool, setting: Any) ->
         assert len(units(seen, "reduce_scatter")) <= 4
         assert_at_rest(model)
         reference_backward(reference, rank.world_size, loss_of(0, which))
-    loss_of(1, 0, 1)(model, rank.rank).backward()
-    reference_backward(reference, rank.world_size, loss_of(1, 0, 1))
-    assert_models_equal(model, reference, grads=True, **CLOSE)
+    both_backward(model, reference, rank, loss_of(1, 0, 1))
+    assert_same_gradients(model, reference)
+
+
+# ---------------------------------------------------------------- the all-reduce hook
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1)], ids=str)
+def test_hook_sees_the_mean_and_its_changes_count(rank: Rank, shape: tuple[int, ...]) -> None:
+    """Whatever the mesh: once per unit and synchronized backward, flat, in the reduce dtype, after all reductions.
+
+    What it writes becomes ``.grad``. A backward without all-reduce does not call it. Padding is zeros: it may ask
+    whether all it sees is finite, or take its norm.
+    """
+    polluted = [torch.full((n,), torch.nan) for n in range(1, 600)]  # what fresh memory will contain
+    mesh = rank.mesh if len(shape) == 1 else rank.make_mesh(*shape, names=("r", "s"))
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack, 3, 5), mesh=mesh, mp_policy=policy)
+    seen: list[torch.Tensor] = []
+
+    def triple(rows: torch.Tensor) -> None:
+        assert rows.ndim == 1 and rows.dtype is torch.float64 and not torch.is_grad_enabled()
+        seen.append(rows.clone())
+        rows.mul_(3)
+
+    for unit in (model, *model.blocks):
+        unit.set_all_reduce_hook(triple)
+    polluted.clear()
+    model.set_requires_all_reduce(False)
+    if len(shape) > 1:  # else there is nothing to hold back
+        both_backward(model, reference, rank, square_loss(0, 4, 5))
+        assert not seen
+    model.set_requires_all_reduce(True)
+    both_backward(model, reference, rank, square_loss(1, 4, 5))
+    for parameter in reference.parameters():
+        parameter.grad.mul_(3)
+    assert_same_gradients(model, reference)
+    largest = max(float(p.grad.full_tensor().abs().max()) for p in model.parameters())
+    assert len(seen) == 4
+    for rows in seen:
+        assert float(rows.abs().max()) <= max(1.0, largest), "more than gradients and presence numbers"
+
+
+# ---------------------------------------------------------------- division
+
+
+# Meshes, and the factors with which units divide on them, and whether the back end must not average itself.
+DIVISIONS = [
+    (None, [(1, False), (2.5, True), (4.0, True)]),
+    ((2, 2), [(2.5, False), (4.0, False)]),
+    ((4, 1), [(8.0, True), (2.5, False)]),
+]
+
+
+@on_ranks(1, 4)
+def test_gradient_divide_factor(rank: Rank) -> None:
+    """The sum over all ranks is divided by the factor of a unit, whatever the mesh, averaging back end or not.
+
+    Units without a factor keep their means. ``set_reduce_scatter_divide_factor`` is its older name.
+    """
+    for shape, factors in DIVISIONS:
+        shape = shape if rank.world_size == 4 else shape and (1, 1)
+        mesh = rank.mesh if shape is None else rank.make_mesh(*shape, names=("r", "s"))
+        for factor, force in factors:
+            model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack, 2), mesh=mesh)
+            for unit in (model, model.blocks[0]):
+                setter = unit.set_gradient_divide_factor if factor == 4.0 else unit.set_reduce_scatter_divide_factor
+                setter(factor)
+                unit.set_force_sum_reduction_for_comms(force)
+            both_backward(model, reference, rank, square_loss())
+            for fqn, parameter in reference.named_parameters():
+                if not fqn.startswith("blocks.1"):
+                    parameter.grad *= rank.world_size / factor
+            assert_same_gradients(model, reference)
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("factor", [None, 3.0, 64.0])
+def test_factor_in_half_precision(rank: Rank, factor: float | None) -> None:
+    """fp16 sums beyond its range come out right, on all axes: they are divided before and after."""
+    square = [(2, 2)] if rank.world_size == 4 else []
+    for shape in ((rank.world_size,), (rank.world_size, 1), (1, rank.world_size), *square):
+        mesh = rank.mesh if len(shape) == 1 else rank.make_mesh(*shape, names=("r", "s"))
+        model = fully_shard(nn.Linear(1, 4, bias=False).half(), mesh=mesh)
+        if factor is not None:
+            model.set_gradient_divide_factor(factor)
+        # Gloo's sums are rounded once they are divided; the halves that NCCL adds up have to fit as well.
+        once = rank.device.type == "cpu" and shape not in ((rank.world_size, 1), (2, 2))
+        value = 60000.0 if factor != 3.0 and once else 30000.0
+        (model(torch.ones(1, 1, dtype=torch.float16)) * value).sum().backward()
+        expected = torch.full((4, 1), value * rank.world_size / (factor or rank.world_size))
+        torch_assert_close(model.weight.grad.full_tensor().float(), expected, rtol=2e-3, atol=0)
+
+
+# ---------------------------------------------------------------- what is reduced when
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("shard", [fully_shard, replicate])
+def test_gradients_missing_on_some_ranks(rank: Rank, shard: Any) -> None:
+    """Where some ranks had no gradient it counts as zeros; where none had one it stays None, or zeros if asked.
+
+    A hook may zero everything, to skip a step.
+    """
+    reference = build(Branch)
+    model = shard(copy.deepcopy(reference), mesh=rank.mesh)
+
+    def loss(module: Any, number: int) -> torch.Tensor:
+        module.rank = number
+        return module(batch(number, 0, 4, 6)).square().mean()
+
+    for zeros in (True, False):
+        model.zero_grad()
+        reference.zero_grad()
+        model.set_reduce_scatter_unused_params(zeros)
+        both_backward(model, reference, rank, loss)
+        for parameter in reference.never.parameters() if zeros else ():
+            parameter.grad = torch.zeros_like(parameter)
+        assert_same_gradients(model, reference)
+    model.zero_grad()
+    model.set_all_reduce_hook(lambda rows: rows.zero_())
+    loss(model, rank.rank).backward()
+    assert not any(p.grad.to_local().any() for p in (*model.even.parameters(), *model.odd.parameters()))
+    assert model.never.weight.grad is None
 
 
 @on_ranks(2)
-def test_unit_names_are_those_below_the_root(rank: Rank) -> None:
-    """Collectives carry the FQN of the unit's module below the root, also after a forward of the unit alone."""
-    model = shard_blocks(Stack(), rank)
-    with record() as seen, torch.no_grad():
-        model.blocks[1](batch(rank.rank, 0, 4, 6))
-    assert [c.unit for c in seen] == [""]  # a root of its own until the real one runs
-    with record() as seen, torch.no_grad():
-        model(batch(rank.rank, 0, 4, 6))
-        model.blocks[1](batch(rank.rank, 0, 4, 6))
-    assert [c.unit for c in seen] == ["", *BLOCKS, "blocks.1"]
-    assert unit_of(model.blocks[2]).name == "blocks.2"
+def test_reductions_in_flight(rank: Rank) -> None:
+    """At most as many reductions as allowed are in flight, oldest waited for first; gradients are the same."""
+    for limit, expected in ((1, 1), (2, 2), (9, 4)):
+        with tiny_units():
+            model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack))
+        model.blocks[1].set_reduce_scatter_max_input_buffers(limit)  # the largest value counts
+        model.set_separate_reduce_scatter_group(limit == 2)  # which gloo has not: it changes nothing
+        with lane_log() as log:
+            square_loss()(model, rank.rank).backward()
+        reference_backward(reference, rank.world_size, square_loss())
+        assert_same_gradients(model, reference)
+        reductions = [(what, unit) for what, kind, unit in log if kind == "reduce_scatter"]
+        in_flight, most = 0, 0
+        for what, _ in reductions:
+            in_flight += 1 if what == "issue" else -1
+            most = max(most, in_flight)
+        assert most == expected, f"limit {limit}: {log}"
+        for kind in ("issue", "wait"):
+            assert [unit for what, unit in reductions if what == kind] == ["blocks.2", "blocks.1", "blocks.0", ""]
+    # With ``recurse=False`` the setting is that unit's; lowering it again counts.
+    model.set_reduce_scatter_max_input_buffers(3, recurse=False)
+    assert [unit.settings.reduction.max_in_flight for unit in nested_units(model)][:2] == [3, 1]
+    model.set_reduce_scatter_max_input_buffers(2)
+    assert [unit.settings.reduction.max_in_flight for unit in nested_units(model)] == [2] * 4

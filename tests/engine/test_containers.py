@@ -80,25 +80,6 @@ WITHOUT = [
 ]
 
 
-@pytest.mark.parametrize("name", NESTED)
-def test_all_tensors_are_found_in_order(name: str) -> None:
-    """Every tensor is found, depth first."""
-    value, tensors = NESTED[name]
-    found = list(iterate_tensors(value))
-    assert len(found) == len(tensors) and all(x is y for x, y in zip(found, tensors, strict=True))
-
-
-@pytest.mark.parametrize("name", NESTED)
-def test_mapping_replaces_tensors_and_keeps_types(name: str) -> None:
-    """Every tensor is replaced, containers keep their types at every level, and the original is untouched."""
-    value, tensors = NESTED[name]
-    mapped = map_tensors(double, value)
-    assert same_structure(mapped, value)
-    for new, old in zip(iterate_tensors(mapped), tensors, strict=True):
-        assert torch.equal(new, old * 2)
-    assert all(x is y for x, y in zip(iterate_tensors(value), tensors, strict=True))
-
-
 def same_structure(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
@@ -112,9 +93,17 @@ def same_structure(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", NESTED)
-def test_unchanged_containers_are_returned_as_they_are(name: str) -> None:
-    """Where the function changes no tensor, the very same container comes back."""
-    value, _ = NESTED[name]
+def test_tensors_are_found_and_replaced(name: str) -> None:
+    """Every tensor is found, depth first, and replaced; containers keep their types, and the original is untouched.
+
+    Where the function changes no tensor, the very same container comes back.
+    """
+    value, tensors = NESTED[name]
+    mapped = map_tensors(double, value)
+    assert same_structure(mapped, value)
+    for new, old in zip(iterate_tensors(mapped), tensors, strict=True):
+        assert torch.equal(new, old * 2)
+    assert all(x is y for x, y in zip(iterate_tensors(value), tensors, strict=True))
     assert map_tensors(lambda t: t, value) is value
 
 
@@ -125,21 +114,13 @@ def test_values_without_tensors_are_left_alone(value: Any) -> None:
     assert map_tensors(double, value) is value
 
 
-def test_only_the_changed_branch_is_copied() -> None:
-    """Siblings of what changed stay the same objects."""
+def test_what_a_container_carries_is_kept() -> None:
+    """Default factories, attributes of subclasses, fields without ``init`` and siblings of what changed survive."""
     left, right = [A], {"b": B}
     mapped = map_tensors(lambda t: double(t) if t is A else t, (left, right))
     assert mapped[0] is not left and mapped[1] is right
-
-
-def test_sets_of_tensors() -> None:
-    """Tensors in a set are found and replaced too."""
     mapped = map_tensors(double, {A})
     assert type(mapped) is set and torch.equal(next(iter(mapped)), A * 2)
-
-
-def test_what_a_container_carries_is_kept() -> None:
-    """Default factories, attributes of subclasses and fields without ``init`` survive."""
     assert map_tensors(double, collections.defaultdict(list, a=A))["missing"] == []
     assert map_tensors(double, Picky("mine", a=A)).name == "mine"
     frozen = Frozen(A)
@@ -181,8 +162,5 @@ def test_tensors_in_any_object() -> None:
     first = Link(None)
     first.following = Link(first)
     assert len(list(tensors_within({"ring": first}))) == 2
-
-
-def test_search_is_bounded() -> None:
-    """Objects that refer to many thousands of others are not searched to their end."""
+    # Objects that refer to many thousands of others are not searched to their end.
     assert len(list(tensors_within([Link(None) for _ in range(3 * MOST_OBJECTS)]))) <= MOST_OBJECTS

@@ -13,43 +13,53 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from user_collectives import (
-    CLOSE,
-    ODD_DIM,
-    Gather,
-    OurGather,
-    OurScatter,
-    Scatter,
-    build,
-    check_training,
-    loss_of,
-    shard,
-    torchs_classes,
-    units,
-)
+from user_collectives import Gather, Scatter
 
 import fullshard
-from compare import assert_equal, assert_models_equal
+from compare import assert_equal
+from front_ends import COMPOSABLE, assert_at_rest, assert_same_gradients, assert_trains_alike, build
 from fullshard import FullshardError, MixedPrecisionPolicy, fully_shard
-from models import assert_at_rest, batch, reference_backward, tiny_units
+from models import Stack, batch, reference_backward, square_loss, tiny_units
 from ranks import Rank, RankPool, on_ranks
 
 
+def made(rank: Rank, mesh: Any = None, dim: int = 6, **options: Any) -> tuple[Any, Any]:
+    reference = build(Stack, 3, dim)
+    with tiny_units():
+        return COMPOSABLE.wrap(copy.deepcopy(reference), rank, mesh=mesh, **options), reference
+
+
+def set_all(model: Any, gather: Any, scatter: Any) -> None:
+    for unit in (model, *model.blocks):
+        unit.set_custom_all_gather(gather)
+        unit.set_custom_reduce_scatter(scatter)
+
+
+def both_backward(model: Any, reference: Any, rank: Rank, *steps: int, dim: int = 6) -> None:
+    """Backwards of both. (Looking at full parameters would be gathers of the user's as well.)"""
+    for step in steps:
+        square_loss(step, 4, dim)(model, rank.rank).backward()
+        reference_backward(reference, rank.world_size, square_loss(step, 4, dim))
+
+
 @on_ranks(1, 2)
-@pytest.mark.parametrize("done", [False, True], ids=["later", "at once"])
-def test_custom_collectives(rank: Rank, done: bool) -> None:
+@pytest.mark.parametrize("dim", [5, 1])
+def test_training(rank: Rank, dim: int) -> None:
     """Each unit's gathers and reductions are one call each, in the user's memory, with the same values.
 
-    On one rank there is nothing to gather, so they are not called.
+    On one rank there is nothing to gather, so they are not called. The abstract classes' methods cannot be left out.
     """
-    for dim in (ODD_DIM, 1):
-        reference = build(dim)
-        model = shard(copy.deepcopy(reference), rank.mesh, reshard_after_forward=True)
-        comms = [(Gather(done), Scatter(done)) for _ in units(model)]
-        for unit, (gather, scatter) in zip(units(model), comms, strict=True):
+    for kind in (fullshard.Comm, fullshard.AllGather, fullshard.ReduceScatter):
+        with pytest.raises(TypeError, match="abstract"):
+            kind()
+    for done in (False, True):
+        model, reference = made(rank, dim=dim, reshard_after_forward=True)
+        comms = [(Gather(done), Scatter(done)) for _ in range(4)]
+        for unit, (gather, scatter) in zip((model, *model.blocks), comms, strict=True):
             unit.set_custom_all_gather(gather)
             unit.set_custom_reduce_scatter(scatter)
-        check_training(model, reference, rank, dim, steps=2)
+        both_backward(model, reference, rank, 0, 1, dim=dim)
+        assert_same_gradients(model, reference)
         assert_at_rest(model)
         for gather, scatter in comms:
             # Per step: forward and backward; backward.
@@ -60,49 +70,26 @@ def test_custom_collectives(rank: Rank, done: bool) -> None:
                 assert all(dtype is torch.float32 and asynchronous for _, dtype, asynchronous in comm.called)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("which", ["ours", "torch's"])
-def test_subclasses(rank: Rank, which: str) -> None:
-    """Objects of our abstract classes, and of PyTorch's, serve alike."""
-    gather, scatter = (OurGather(), OurScatter()) if which == "ours" else torchs_classes()
-    reference = build()
-    with tiny_units():
-        model = shard(copy.deepcopy(reference), rank.mesh)
-    for unit in units(model):
-        unit.set_custom_all_gather(gather)
-        unit.set_custom_reduce_scatter(scatter)
-    check_training(model, reference, rank, steps=1)
-    # All units in forward, in backward all but the root and what ran last.
-    assert len(gather.plain.called) == 4 + 2 and len(scatter.plain.called) == 4
-
-
-def test_abstract_classes() -> None:
-    """They cannot be instantiated without their methods."""
-    for kind in (fullshard.Comm, fullshard.AllGather, fullshard.ReduceScatter):
-        with pytest.raises(TypeError, match="abstract"):
-            kind()
+# ---------------------------------------------------------------- when they are set
 
 
 @on_ranks(2)
-def test_set_after_the_first_step_and_removed(rank: Rank) -> None:
+def test_set_and_removed_between_steps(rank: Rank) -> None:
     """They can be set, replaced and (None) removed between steps; optimizers and gradients go on."""
-    reference = build()
-    with tiny_units():
-        model = shard(copy.deepcopy(reference), rank.mesh)
-    first, second, scatter = Gather(), Gather(), Scatter()
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.02) for m in (model, reference)]
+    model, reference = made(rank)
+    block, first, second, scatter = model.blocks[1], Gather(), Gather(), Scatter()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference)]
     changes: list[Callable[[], None]] = [
         lambda: None,
-        lambda: model.blocks[1].set_custom_all_gather(first),
-        lambda: model.blocks[1].set_custom_all_gather(second),
-        lambda: model.blocks[1].set_custom_reduce_scatter(scatter),
-        lambda: (model.blocks[1].set_custom_all_gather(None), model.blocks[1].set_custom_reduce_scatter(None)),
+        lambda: block.set_custom_all_gather(first),
+        lambda: block.set_custom_all_gather(second),
+        lambda: block.set_custom_reduce_scatter(scatter),
+        lambda: (block.set_custom_all_gather(None), block.set_custom_reduce_scatter(None)),
     ]
     for step, change in enumerate(changes):
         change()
-        loss_of(6, step)(model, rank.rank).backward()
-        reference_backward(reference, rank.world_size, loss_of(6, step))
-        assert_models_equal(model, reference, grads=True, **CLOSE)
+        both_backward(model, reference, rank, step)
+        assert_same_gradients(model, reference)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -111,73 +98,62 @@ def test_set_after_the_first_step_and_removed(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_set_while_gradients_are_pending(rank: Rank) -> None:
-    """Gradients of microbatches without sync survive the change; only the last one calls the reduce-scatter, once."""
-    reference = build()
-    model = shard(copy.deepcopy(reference), rank.mesh)
-    scatter = Scatter()
-    for step in range(3):
-        model.set_requires_gradient_sync(step == 2)
-        loss_of(6, step)(model, rank.rank).backward()
-        reference_backward(reference, rank.world_size, loss_of(6, step))
-        assert len(scatter.called) == (step == 2)
-        if step == 0:
-            model.blocks[1].set_custom_all_gather(Gather())
-            model.blocks[2].set_custom_reduce_scatter(scatter)
-    assert_models_equal(model, reference, grads=True, **CLOSE)
+    """Gradients of microbatches without sync survive the change; only the last one calls the reduce-scatter, once.
+
+    The backward of a forward that ran before the change finds its parameters, whether they were kept for it or not.
+    """
+    for reshard in (True, False):
+        model, reference = made(rank, reshard_after_forward=reshard)
+        scatter = Scatter()
+        model.set_requires_gradient_sync(False)
+        both_backward(model, reference, rank, 0)
+        loss = square_loss(1)(model, rank.rank)
+        model.blocks[1].set_custom_all_gather(Gather())
+        model.blocks[2].set_custom_reduce_scatter(scatter)
+        loss.backward()
+        reference_backward(reference, 2, square_loss(1))
+        assert not scatter.called
+        model.set_requires_gradient_sync(True)
+        both_backward(model, reference, rank, 2)
+        assert len(scatter.called) == 1
+        assert_same_gradients(model, reference)
 
 
 @on_ranks(2, 4)
 def test_set_while_gradients_are_partly_reduced(rank: Rank) -> None:
     """Refused while gradients wait for the replicate axis, with what to do; after that nothing is lost."""
-    reference = build()
-    model = shard(copy.deepcopy(reference), rank.make_mesh(2, rank.world_size // 2, names=("r", "s")))
+    model, reference = made(rank, rank.make_mesh(2, rank.world_size // 2, names=("r", "s")))
     model.set_requires_all_reduce(False)
-    loss_of(6, 0)(model, rank.rank).backward()
+    both_backward(model, reference, rank, 0)
     if rank.world_size > 2:
         with pytest.raises(FullshardError, match=r"unit 'blocks\.1' holds gradients .*call synchronize_gradients\(\)"):
             model.blocks[1].set_custom_all_gather(Gather())
     model.synchronize_gradients()
     model.blocks[1].set_custom_all_gather(Gather())
     model.set_requires_all_reduce(True)
-    loss_of(6, 1)(model, rank.rank).backward()
-    for step in range(2):
-        reference_backward(reference, rank.world_size, loss_of(6, step))
-    assert_models_equal(model, reference, grads=True, **CLOSE)
+    both_backward(model, reference, rank, 1)
+    assert_same_gradients(model, reference)
 
 
-@on_ranks(2)
-def test_set_between_forward_and_backward(rank: Rank) -> None:
-    """The backward of a forward that ran before the change still finds its parameters and gives all gradients."""
-    for reshard in (True, False):
-        reference = build()
-        model = shard(copy.deepcopy(reference), rank.mesh, reshard_after_forward=reshard)
-        loss = loss_of()(model, rank.rank)
-        model.blocks[1].set_custom_all_gather(Gather())
-        model.blocks[1].set_custom_reduce_scatter(Scatter())
-        loss.backward()
-        reference_backward(reference, rank.world_size, loss_of())
-        assert_models_equal(model, reference, grads=True, **CLOSE)
+# ---------------------------------------------------------------- dtypes, meshes, errors
 
 
 @on_ranks(2)
 def test_precision_and_dtypes(rank: Rank) -> None:
-    """With several dtypes there is one call per dtype, in the dtypes of the policy."""
+    """With several dtypes there is one call per dtype, in the dtypes of the policy; values are those without."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    reference = fully_shard(build(), mesh=rank.mesh, mp_policy=policy)
-    model = fully_shard(build(), mesh=rank.mesh, mp_policy=policy)
+    models = [made(rank, mp_policy=policy)[0] for _ in range(2)]
     gather, scatter = Gather(), Scatter()
-    model.set_custom_all_gather(gather)
-    model.set_custom_reduce_scatter(scatter)
-    for one in (model, reference):
-        loss_of()(one, rank.rank).backward()
+    set_all(models[0], gather, scatter)
+    for one in models:
+        square_loss()(one, rank.rank).backward()
     assert {dtype for _, dtype, _ in gather.called} == {torch.bfloat16}
     assert {dtype for _, dtype, _ in scatter.called} == {torch.float32}
-    for (fqn, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+    for (fqn, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert_equal(ours.grad.full_tensor(), theirs.grad.full_tensor(), fqn)
 
     mixed = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3).double())
     mixed[1].register_forward_pre_hook(lambda _, args: (args[0].double(),))
-    mixed.register_buffer("ids", torch.arange(3))
     mixed.table = nn.Parameter(torch.arange(7), requires_grad=False)
     plain = copy.deepcopy(mixed)
     fully_shard(mixed, mesh=rank.mesh)
@@ -186,30 +162,27 @@ def test_precision_and_dtypes(rank: Rank) -> None:
     mixed.set_custom_reduce_scatter(scatter)
     mixed(batch(rank.rank, 0, 2, 5)).square().sum().backward()
     reference_backward(plain, 2, lambda m, r: m(batch(r, 0, 2, 5)).square().sum())
-    assert_models_equal(mixed, plain, grads=True, **CLOSE)
+    assert_same_gradients(mixed, plain)
     assert sorted(str(d) for _, d, _ in gather.called) == ["torch.float32", "torch.float64", "torch.int64"]
     assert sorted(str(d) for _, d, _ in scatter.called) == ["torch.float32", "torch.float64"]
 
 
 @on_ranks(4)
-def test_custom_collectives_with_replicas_and_smaller_groups(rank: Rank) -> None:
+def test_replicas_and_smaller_groups(rank: Rank) -> None:
     """HSDP: they get the shard axis; reshard_after_forward=2: backward's gather from subgroup is our own."""
-    reference = build()
-    model = shard(copy.deepcopy(reference), rank.make_mesh(2, 2, names=("r", "s")))
+    model, reference = made(rank, rank.make_mesh(2, 2, names=("r", "s")))
     gather, scatter = Gather(), Scatter()
-    for unit in units(model):
-        unit.set_custom_all_gather(gather)
-        unit.set_custom_reduce_scatter(scatter)
-    check_training(model, reference, rank, steps=1)
+    set_all(model, gather, scatter)
+    both_backward(model, reference, rank, 0)
+    assert_same_gradients(model, reference)
     first = rank.rank // 2 * 2
     assert gather.groups == scatter.groups == {(first, first + 1)}
 
-    reference = build(ODD_DIM)
-    model = shard(copy.deepcopy(reference), rank.mesh, reshard_after_forward=2)
+    model, reference = made(rank, reshard_after_forward=2)
     gather = Gather()
-    for unit in units(model):
-        unit.set_custom_all_gather(gather)
-    check_training(model, reference, rank, ODD_DIM, steps=1)
+    set_all(model, gather, None)
+    both_backward(model, reference, rank, 0)
+    assert_same_gradients(model, reference)
     assert len(gather.called) == 4 and gather.groups == {(0, 1, 2, 3)}
 
 
@@ -221,18 +194,14 @@ def test_memory_of_the_wrong_size_is_refused(rank: Rank) -> None:
         def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
             return torch.empty(size[0] - 1, dtype=dtype, device=device)
 
-    reference = build()
-    model = shard(copy.deepcopy(reference), rank.mesh)
+    model, reference = made(rank)
     model.blocks[1].set_custom_all_gather(Short())
-    with pytest.raises(
-        ValueError, match=rf"Short.allocate: expected \d+ elements of torch.float32 on {rank.device}, got"
-    ):
-        loss_of()(model, rank.rank)
+    words = rf"Short.allocate: expected \d+ elements of torch.float32 on {rank.device}, got"
+    with pytest.raises(ValueError, match=words):
+        square_loss()(model, rank.rank)
     model.blocks[1].set_custom_all_gather(None)
-    check_training(model, reference, rank, steps=1)
-
-
-# ---------------------------------------------------------------- one rank alone fails
+    assert_trains_alike(model, reference, rank, steps=1)
+    assert_at_rest(model)
 
 
 class Failing(Gather):
@@ -255,13 +224,13 @@ class FailingScatter(Failing, Scatter):
 def run_failing(rank: Rank, role: str) -> None:
     """Rank 1's collective raises in the second step; the group gives up on silent ranks after a second."""
     mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=1)), rank.device.type)
-    model = shard(build(), mesh, reshard_after_forward=False)
+    model, _ = made(rank, mesh, reshard_after_forward=False)
     if role == "all_gather":
         model.blocks[1].set_custom_all_gather(Failing(rank.rank == 1))
     else:
         model.blocks[1].set_custom_reduce_scatter(FailingScatter(rank.rank == 1))
     for step in range(2):
-        loss_of(6, step)(model, rank.rank).backward()
+        square_loss(step)(model, rank.rank).backward()
     if rank.device.type != "cpu":
         torch.accelerator.synchronize()  # before, the host has waited for nothing
     time.sleep(30)  # not reached: it would count as hung

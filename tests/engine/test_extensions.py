@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from packed_tensor import (
+    CASTS,
     Adapted,
     CastWeight,
     PackedWeight,
     RoundedWeight,
     ScaledWeight,
-    SizedPackedWeight,
     SizedRoundedWeight,
     called,
     calls,
@@ -29,23 +29,23 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from compare import assert_close, assert_equal
-from fullshard import FullshardError, fully_shard
+from front_ends import AFTER_ADAM, CLOSE
+from fullshard import FullshardError, MixedPrecisionPolicy, fully_shard
 from fullshard.comm import record
-from models import Mlp, batch, reference_backward, square_loss
+from models import Mlp, assert_at_rest, batch, reference_backward, square_loss
 from pairwise import each_value
 from ranks import Rank, on_ranks
 
-CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
-AFTER_ADAM: dict[str, float] = {"rtol": 1e-3, "atol": 1e-5}
+KINDS = [RoundedWeight, SizedRoundedWeight, ScaledWeight]
 
 
 class Adapters(nn.Module):
-    """Two layers with packed weights; the same ones for the same seed."""
+    """Layers with packed weights; the same ones for the same seed."""
 
-    def __init__(self, *dims: int, kind: type[PackedWeight] = PackedWeight) -> None:
+    def __init__(self, *dims: int, seed: int = 5) -> None:
         super().__init__()
-        torch.manual_seed(5)
-        self.layers = nn.ModuleList(Adapted(i, o, kind) for i, o in itertools.pairwise(dims))
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(Adapted(i, o) for i, o in itertools.pairwise(dims))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -59,31 +59,24 @@ def shard_layers(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh, **options)
 
 
-def trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def train_both(
-    model: nn.Module, reference: nn.Module, rank: Rank, width: int, steps: int = 3, microbatches: int = 1
-) -> None:
-    """Adam steps on both. Losses at every step, the trainable parameters at the end."""
-    ours, theirs = (torch.optim.Adam(trainable(m), lr=1e-2) for m in (model, reference))
-    for step in range(steps):
-        for microbatch in range(microbatches):
-            loss_of = square_loss(microbatches * step + microbatch, 4, width)
-            loss = loss_of(model, rank.rank)
-            with torch.no_grad():
-                expected = loss_of(reference, rank.rank)
-            assert_close(loss.detach(), expected, f"loss of step {step}", **AFTER_ADAM)
-            loss.backward()
-            reference_backward(reference, rank.world_size, loss_of)
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-    expected_values = dict(reference.named_parameters())
-    full = {name: p.full_tensor() for name, p in model.named_parameters() if p.requires_grad}
-    for name, value in full.items():  # packed weights have no full tensor of floats
-        assert_close(value.detach(), expected_values[name].detach(), name, **AFTER_ADAM)
+def train_both(model: nn.Module, reference: nn.Module, rank: Rank, width: int, microbatches: int = 1) -> None:
+    """Two Adam steps on both. Losses at every step, the trainable parameters at the end."""
+    trainable = [[p for p in m.parameters() if p.requires_grad] for m in (model, reference)]
+    optimizers = [torch.optim.Adam(parameters, lr=1e-2) for parameters in trainable]
+    for number in range(2 * microbatches):
+        loss_of = square_loss(number, 4, width)
+        loss = loss_of(model, rank.rank)
+        with torch.no_grad():
+            assert_close(loss.detach(), loss_of(reference, rank.rank), f"loss {number}", **AFTER_ADAM)
+        loss.backward()
+        reference_backward(reference, rank.world_size, loss_of)
+        if (number + 1) % microbatches == 0:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    found = [p.full_tensor().detach() for p in trainable[0]]  # packed weights have no full tensor of floats
+    for ours, theirs in zip(found, trainable[1], strict=True):
+        assert_close(ours, theirs.detach(), f"parameter of shape {tuple(theirs.shape)}", **AFTER_ADAM)
 
 
 def cast_pair(
@@ -93,109 +86,44 @@ def cast_pair(
     torch.manual_seed(7)
     reference = Mlp(*dims)
     model = with_cast_weights(copy.deepcopy(reference), kind)
-    return shard_layers(model, rank.mesh if mesh is None else mesh, **options), casting(reference, kind)
+    shard_layers(model, rank.mesh if mesh is None else mesh, **options)
+    return model, casting(reference, kind) if kind in CASTS else reference
 
 
-# Training.
+# ---------------------------------------------------------------- training
 
 
 @on_ranks(2)
-@each_value(reshard=[True, False, None], kind=[PackedWeight, SizedPackedWeight])
-def test_frozen_packed_weights_train_adapters(rank: Rank, reshard: Any, kind: Any) -> None:
-    """Adapters beside frozen packed weights, even and uneven, train as without sharding.
+@pytest.mark.parametrize("reshard", [True, None])
+def test_frozen_packed_weights_train_adapters(rank: Rank, reshard: Any) -> None:
+    """Adapters beside frozen packed weights, even and uneven, train as without sharding; those get no gradient.
 
-    Packed weights get no gradient.
+    ``fsdp_post_all_gather`` makes the full parameter once; every later gather fills the same one.
     """
-    dims = (16, 32, 16) if kind is PackedWeight else (16, 17, 3, 16)
-    model = shard_layers(Adapters(*dims, kind=kind), rank.mesh, reshard_after_forward=reshard)
-    train_both(model, Adapters(*dims, kind=kind), rank, 16)
+    forget_calls()
+    model = shard_layers(Adapters(16, 17, 3, 16), rank.mesh, reshard_after_forward=reshard)
+    train_both(model, Adapters(16, 17, 3, 16), rank, 16)
+    pre, post, refill = (len(called(method)) for method in ("pre", "post", "refill"))
+    assert not reshard or (pre, post, refill) == (12, 3, 9)  # three layers, two steps, in forward and in backward
     for layer in model.layers:
-        weight = layer.weight
-        assert isinstance(weight, DTensor) and isinstance(weight.to_local(), kind)
-        assert not weight.requires_grad and weight.grad is None
+        assert isinstance(layer.weight, DTensor) and isinstance(layer.weight.to_local(), PackedWeight)
+        assert not layer.weight.requires_grad and layer.weight.grad is None
 
 
-@on_ranks(1, 2)
-@each_value(reshard=[True, False, None], kind=[RoundedWeight, SizedRoundedWeight, ScaledWeight])
+@on_ranks(1, 4)
+@each_value(kind=KINDS, reshard=[True, False, None])
 def test_cast_weights_train(rank: Rank, kind: Any, reshard: Any) -> None:
     """Trainable weights that are cast for the gather train as unsharded ones that are cast in the forward.
 
-    On one rank the protocol runs all the same: the cast is part of the model.
+    There may be any number of rows, also fewer than ranks, whether the subclass pads its inputs or we do. On one rank
+    the protocol runs all the same: the cast is part of the model.
     """
-    model, reference = cast_pair(kind, rank, 16, 32, 16, reshard_after_forward=reshard)
+    model, reference = cast_pair(kind, rank, 16, 32, 5, 1, 16, reshard_after_forward=reshard)
     train_both(model, reference, rank, 16, microbatches=2 if reshard is None else 1)
     weight = model.layers[0].weight
     assert isinstance(weight, DTensor) and isinstance(weight.to_local(), kind)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("kind", [RoundedWeight, SizedRoundedWeight, ScaledWeight])
-def test_uneven_cast_weights(rank: Rank, kind: Any) -> None:
-    """There may be any number of rows, also fewer than ranks, whether the subclass pads its inputs or we do."""
-    for rows in (5, 1):
-        model, reference = cast_pair(kind, rank, 8, rows, 8)
-        train_both(model, reference, rank, 8, steps=2)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("kind", [RoundedWeight, ScaledWeight])
-def test_gradients_of_cast_weights(rank: Rank, kind: Any) -> None:
-    """One step's gradients are bitwise those of the reference, and plain tensors."""
-    model, reference = cast_pair(kind, rank, 16, 32, 16)
     square_loss(0, 4, 16)(model, rank.rank).backward()
-    reference_backward(reference, rank.world_size, square_loss(0, 4, 16))
-    for layer, expected in zip(model.layers, reference.layers, strict=True):
-        gradient = layer.weight.grad
-        assert isinstance(gradient, DTensor) and type(gradient.to_local()) is torch.Tensor
-        assert_equal(gradient.full_tensor(), expected.weight.grad, "gradient")
-
-
-@on_ranks(4)
-def test_hybrid_sharding_passes_the_shard_axis(rank: Rank) -> None:
-    """On a (replicate, shard) mesh the subclass sees the 1-D shard axis only."""
-    mesh = rank.make_mesh(2, 2, names=("replicate", "shard"))
-    forget_calls()
-    model, reference = cast_pair(SizedRoundedWeight, rank, 16, 32, 16, mesh=mesh)
-    train_both(model, reference, rank, 16, steps=1)
-    for arguments in called("pre"):
-        seen = arguments[1]
-        assert seen.ndim == 1 and seen.size() == 2
-        assert seen.get_group() == mesh["shard"].get_group()
-
-
-# What travels.
-
-
-def received(collectives: list[Any]) -> int:
-    return sum(c.nbytes for c in collectives if c.kind == "all_gather")
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("kind", [PackedWeight, SizedPackedWeight])
-def test_packed_bytes_travel(rank: Rank, kind: Any) -> None:
-    """A gather moves codes and scales, a bit more than a quarter of the weight's bytes, and nothing else."""
-    model = shard_layers(Adapters(256, 512, 256, kind=kind), rank.mesh)
-    with record() as collectives, torch.no_grad():
-        model(batch(rank.rank, 0, 4, 256))
-    packed = sum(512 * 256 + 4 * rows for rows in (512, 256))
-    adapters = 2 * 4 * (256 * 4 + 4 * 512)
-    expected = (packed + adapters) // rank.world_size * (rank.world_size - 1)
-    assert expected <= received(collectives) <= 1.02 * expected  # alignment
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("kind", "itemsize"), [(RoundedWeight, 2), (ScaledWeight, 1)])
-def test_cast_bytes_travel(rank: Rank, kind: Any, itemsize: int) -> None:
-    """Gathers move the low precision, reductions the gradients' own."""
-    model, _ = cast_pair(kind, rank, 256, 512, 256, reshard_after_forward=True)
-    with record() as collectives:
-        square_loss(0, 4, 256)(model, rank.rank).backward()
-    weights, biases = 2 * 256 * 512 // 2, (512 + 256) // 2  # elements that this rank receives
-    gathers = 2  # in forward and in backward
-    expected = gathers * (itemsize * weights + 4 * biases)
-    assert expected <= received(collectives) <= 1.02 * expected
-    reduced = sum(c.nbytes for c in collectives if c.kind == "reduce_scatter")
-    assert 4 * (weights + biases) <= reduced <= 1.02 * 4 * (weights + biases)
+    assert isinstance(weight.grad, DTensor) and type(weight.grad.to_local()) is torch.Tensor
 
 
 @on_ranks(2)
@@ -208,110 +136,83 @@ def test_unit_of_nothing_but_cast_weights(rank: Rank) -> None:
     assert_equal(model(x), casting(plain, ScaledWeight)(x), "output")
 
 
-# Calls.
+# ---------------------------------------------------------------- what travels, and what is called
 
 
 @on_ranks(2)
+@pytest.mark.parametrize(("kind", "itemsize"), [(PackedWeight, 1), (RoundedWeight, 2), (ScaledWeight, 1)])
+def test_bytes_that_travel(rank: Rank, kind: Any, itemsize: int) -> None:
+    """Gathers move the packed form or the low precision and nothing else, reductions the gradients' own."""
+    packed = kind is PackedWeight
+    make = Adapters(256, 512, 256) if packed else with_cast_weights(Mlp(256, 512, 256), kind)
+    model = shard_layers(make, rank.mesh, reshard_after_forward=True)
+    with record() as seen:
+        square_loss(0, 4, 256)(model, rank.rank).backward()
+    weights = 256 * 512  # elements that this rank receives of both, and of the rest: adapters, or biases
+    rest = 4 * (256 + 512) if packed else (512 + 256) // 2
+    scales = 4 * (512 + 256) // 2 if packed else 0
+    gathered, reduced = (
+        sum(c.nbytes for c in seen if c.kind == operation) for operation in ("all_gather", "reduce_scatter")
+    )
+    expected = 2 * (itemsize * weights + scales + 4 * rest)  # in forward and in backward
+    assert expected <= gathered <= 1.02 * expected  # alignment
+    expected = 4 * (rest if packed else weights + rest)
+    assert expected <= reduced <= 1.02 * expected + 64
+
+
+@on_ranks(4)
 def test_arguments_of_the_protocol(rank: Rank) -> None:
-    """Five-argument subclasses get mesh, global size and stride, the module and the unit's policy."""
-    forget_calls()
-    model, _ = cast_pair(SizedRoundedWeight, rank, 8, 17)
-    model(batch(rank.rank, 0, 4, 8))
-    ((weight, mesh, size, stride, module, policy),) = called("pre")
-    assert mesh.ndim == 1 and mesh.size() == 2
-    assert isinstance(weight, SizedRoundedWeight)
-    assert weight.shape == model.layers[0].weight.to_local().shape == ((9, 8), (8, 8))[rank.rank]
-    assert tuple(size) == (17, 8) and tuple(stride) == (8, 1)
-    assert module is model.layers[0]
-    assert policy.param_dtype is None
-    ((_, outputs, metadata, dtype),) = called("post")
-    assert [tuple(output.shape) for output in outputs] == [(18, 8)]
-    assert metadata == ("rounded", None) and dtype is torch.float32
+    """Five-argument subclasses get the 1-D shard axis, global size and stride, the module and the unit's policy.
 
-
-@on_ranks(2)
-def test_first_gather_creates_and_later_ones_refill(rank: Rank) -> None:
-    """``fsdp_post_all_gather`` makes the full parameter once; every later gather fills the same one."""
-    forget_calls()
-    model = shard_layers(Adapters(16, 32, 16), rank.mesh, reshard_after_forward=True)
-    for step in range(3):
-        square_loss(step, 4, 16)(model, rank.rank).backward()
-    pre, post, refill = (len(called(method)) for method in ("pre", "post", "refill"))
-    assert (pre, post, refill) == (12, 2, 10)  # two layers, three steps, gathered in forward and in backward
+    They learn in which dtype the unit computes, and what they return is used as it is.
+    """
+    mesh = rank.make_mesh(2, 2, names=("replicate", "shard"))
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for policy in (MixedPrecisionPolicy(), low):
+        forget_calls()
+        model, reference = cast_pair(SizedRoundedWeight, rank, 8, 17, mesh=mesh, mp_policy=policy)
+        x = batch(rank.rank, 0, 4, 8)
+        output = model(x)
+        ((weight, axis, size, stride, module, given),) = called("pre")
+        assert axis.ndim == 1 and axis.size() == 2 and axis.get_group() == mesh["shard"].get_group()
+        assert weight.shape == model.layers[0].weight.to_local().shape == ((9, 8), (8, 8))[rank.rank % 2]
+        assert tuple(size) == (17, 8) and tuple(stride) == (8, 1)
+        assert module is model.layers[0] and given is policy
+        ((_, outputs, metadata, dtype),) = called("post")
+        assert [tuple(each.shape) for each in outputs] == [(18, 8)]
+        assert metadata == ("rounded", None) and dtype is (policy.param_dtype or torch.float32)
+        assert output.dtype is dtype
+        if policy is low:
+            assert_equal(output, copy.deepcopy(reference).bfloat16()(x.bfloat16()), "output")
+        output.float().square().mean().backward()
+        assert model.layers[0].weight.grad.dtype is torch.float32
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", [RoundedWeight, ScaledWeight])
 def test_full_parameter_is_the_same_object(rank: Rank, kind: Any) -> None:
-    """What the module holds while it computes is one parameter; at rest neither it nor what is gathered has memory."""
+    """What the module holds while it computes is one parameter; at rest neither it nor what is gathered has memory.
+
+    The gather asks the very object that ``weight._local_tensor`` is, so that scales may be left on it.
+    """
     forget_calls()
     model, _ = cast_pair(kind, rank, 16, 32, reshard_after_forward=True)
-    seen = []
+    seen: list[Any] = []
     model.layers[0].register_forward_pre_hook(lambda module, _: seen.append(module.weight))
     for step in range(2):
+        model.layers[0].weight._local_tensor.hint = step
         square_loss(step, 4, 16)(model, rank.rank).backward()
         assert seen[-1] is seen[0]
         assert seen[0].untyped_storage().nbytes() == 0
     assert isinstance(seen[0], nn.Parameter) and seen[0].requires_grad
-    tensors = [outputs[0] for _, outputs, *_ in called("post") + called("refill")]
-    assert len(tensors) == (4 if kind is RoundedWeight else 0)  # the other one's are not written down
-    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+    if kind is RoundedWeight:  # the other one's calls are not written down in full
+        assert [arguments[2] for arguments in called("pre")] == [0, 0, 1, 1]
+        assert [arguments[2] for arguments in called("refill")] == [("rounded", step) for step in (0, 1, 1)]
+        tensors = [outputs[0] for _, outputs, *_ in called("post") + called("refill")]
+        assert len(tensors) == 4 and all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
 
 
-@on_ranks(2)
-def test_what_is_put_on_the_local_tensor_is_seen(rank: Rank) -> None:
-    """The gather asks the very object that ``weight._local_tensor`` is, so that scales may be left on it."""
-    model, reference = cast_pair(RoundedWeight, rank, 16, 32, 16, reshard_after_forward=True)
-    ours, theirs = (torch.optim.Adam(m.parameters()) for m in (model, reference))
-    for step in range(3):
-        for layer in model.layers:
-            layer.weight._local_tensor.hint = step
-        forget_calls()
-        loss_of = square_loss(step, 4, 16)
-        loss_of(model, rank.rank).backward()
-        reference_backward(reference, rank.world_size, loss_of)
-        assert [arguments[2] for arguments in called("pre")] == [step] * 4
-        assert [arguments[2] for arguments in called("refill")] == [("rounded", step)] * (4 if step else 2)
-        ours.step()
-        theirs.step()
-
-
-@on_ranks(2)
-def test_mixed_precision_is_passed_on(rank: Rank) -> None:
-    """The subclass learns in which dtype the unit computes, and what it returns is used as it is."""
-    from fullshard import MixedPrecisionPolicy
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    forget_calls()
-    model, reference = cast_pair(SizedRoundedWeight, rank, 16, 32, mp_policy=policy)
-    x = batch(rank.rank, 0, 4, 16)
-    output = model(x)
-    assert output.dtype is torch.bfloat16
-    assert called("pre")[0][5] is policy
-    assert called("post")[0][3] is torch.bfloat16
-    low = copy.deepcopy(reference).bfloat16()
-    assert_equal(output, low(x.bfloat16()), "output")
-    output.float().square().mean().backward()
-    assert model.layers[0].weight.grad.dtype is torch.float32
-
-
-# Where the values come from.
-
-
-@on_ranks(2)
-def test_meta_initialization(rank: Rank) -> None:
-    """Subclasses made on the meta device keep their class through ``to_empty`` and train."""
-    torch.manual_seed(7)
-    reference = Mlp(16, 17, 16)
-    with torch.device("meta"):
-        model = with_cast_weights(Mlp(16, 17, 16), SizedRoundedWeight)
-    shard_layers(model, rank.mesh)
-    model.to_empty(device="cpu")
-    assert isinstance(model.layers[0].weight.to_local(), SizedRoundedWeight)
-    with torch.no_grad():
-        for parameter, value in zip(model.parameters(), reference.parameters(), strict=True):
-            parameter.copy_(distribute_tensor(value.detach(), rank.mesh))
-    train_both(model, casting(reference, SizedRoundedWeight), rank, 16)
+# ---------------------------------------------------------------- where the values come from
 
 
 def pre_gather(self: torch.Tensor, mesh: Any) -> Any:
@@ -332,12 +233,17 @@ def post_gather(self: torch.Tensor, outputs: Any, metadata: Any, dtype: torch.dt
 
 
 @on_ranks(2)
-def test_methods_set_on_plain_tensors_before_the_first_forward(rank: Rank) -> None:
-    """The methods may also be set on the local tensors of plain parameters, after sharding and materialising."""
+@pytest.mark.parametrize("kind", [SizedRoundedWeight, None], ids=["subclass", "methods set on plain tensors"])
+def test_meta_initialization(rank: Rank, kind: Any) -> None:
+    """Subclasses made on the meta device keep their class through ``to_empty`` and train.
+
+    The methods may also be set on the local tensors of plain parameters, after sharding and materializing.
+    """
     torch.manual_seed(7)
-    reference = Mlp(16, 32, 16)
+    dims = (16, 17, 16) if kind else (16, 32, 16)
+    reference = Mlp(*dims)
     with torch.device("meta"):
-        model = Mlp(16, 32, 16)
+        model = Mlp(*dims) if kind is None else with_cast_weights(Mlp(*dims), kind)
     shard_layers(model, rank.mesh, reshard_after_forward=True)
     model.to_empty(device="cpu")
     with torch.no_grad():
@@ -345,47 +251,41 @@ def test_methods_set_on_plain_tensors_before_the_first_forward(rank: Rank) -> No
             parameter.copy_(distribute_tensor(value.detach(), rank.mesh))
     for layer in model.layers:
         local = layer.weight._local_tensor
-        local.fsdp_pre_all_gather = pre_gather.__get__(local)
-        local.fsdp_post_all_gather = post_gather.__get__(local)
+        if kind is None:
+            local.fsdp_pre_all_gather = pre_gather.__get__(local)
+            local.fsdp_post_all_gather = post_gather.__get__(local)
+        else:
+            assert isinstance(local, kind)
     forget_calls()
-    train_both(model, casting(reference, RoundedWeight), rank, 16)
-    assert calls == [("patched", 2)] * len(calls) and len(calls) >= 3 * 4
+    train_both(model, casting(reference, kind or RoundedWeight), rank, 16)
+    assert kind is not None or calls == [("patched", 2)] * 8
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_dict_round_trip(rank: Rank, assign: bool) -> None:
-    """State dicts hold DTensors on the subclass, and the next gather sees what was loaded."""
+    """State dicts hold DTensors on the subclass, and the next gather sees what was loaded, or written in place."""
     model = shard_layers(Adapters(16, 32, 16), rank.mesh)
     x = batch(rank.rank, 0, 4, 16)
     model(x)
-    with torch.random.fork_rng():
-        other = Adapters(16, 32, 16)
-        for layer in other.layers:
-            layer.weight = nn.Parameter(PackedWeight.pack(torch.randn(layer.weight.shape)), requires_grad=False)
+    other = Adapters(16, 32, 16, seed=6)
     expected = other(x)
     state = shard_layers(other, rank.mesh).state_dict()
-    assert isinstance(state["layers.0.weight"], DTensor)
-    assert isinstance(state["layers.0.weight"].to_local(), PackedWeight)
+    weight = state["layers.0.weight"]
+    assert isinstance(weight, DTensor) and isinstance(weight.to_local(), PackedWeight)
     model.load_state_dict(state, assign=assign)
     assert_close(model(x), expected, "output", **CLOSE)
 
-
-@on_ranks(2)
-def test_values_written_in_place_are_seen(rank: Rank) -> None:
-    """Writing to a sharded parameter by hand changes what the next gather gives."""
-    model, _ = cast_pair(RoundedWeight, rank, 16, 32)
-    x = batch(rank.rank, 0, 4, 16)
-    model(x)
+    cast, _ = cast_pair(RoundedWeight, rank, 16, 32)
+    cast(x)
     with torch.no_grad():
-        model.layers[0].weight.mul_(0.3)
-    layer = model.layers[0]
-    weight, bias = layer.weight.full_tensor(), layer.bias.full_tensor()
-    model.reshard()
-    assert_equal(model(x), torch.tanh(nn.functional.linear(x, rounded(weight.detach()), bias)), "output")
+        cast.layers[0].weight.mul_(0.3)
+    weight, bias = (p.full_tensor().detach() for p in cast.layers[0].parameters())
+    cast.reshard()
+    assert_equal(cast(x), torch.tanh(nn.functional.linear(x, rounded(weight), bias)), "output")
 
 
-# Errors.
+# ---------------------------------------------------------------- errors
 
 
 class WithoutPost(CastWeight):
@@ -403,7 +303,7 @@ class TwoArguments(RoundedWeight):
         raise AssertionError("must not be called")
 
 
-class NoSplit(CastWeight):
+class NoSplit(RoundedWeight):
     """Cannot be cut, as NF4 with uneven rows."""
 
     @classmethod
@@ -411,30 +311,6 @@ class NoSplit(CastWeight):
         if func in (torch.ops.aten.split.Tensor, torch.ops.aten.slice.Tensor):
             raise NotImplementedError(f"NoSplit does not support {func}")
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-    fsdp_pre_all_gather = RoundedWeight.fsdp_pre_all_gather
-    fsdp_post_all_gather = RoundedWeight.fsdp_post_all_gather
-
-
-def shard_and_run(rank: Rank, kind: Any, *dims: int) -> None:
-    model = with_cast_weights(Mlp(*dims), kind)
-    shard_layers(model, rank.mesh)(batch(rank.rank, 0, 4, dims[0]))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (WithoutPost, r"(?s)weight.*fsdp_post_all_gather|fsdp_post_all_gather.*weight"),
-        (WithoutPre, r"(?s)weight.*fsdp_pre_all_gather|fsdp_pre_all_gather.*weight"),
-        (TwoArguments, r"(?s)(?=.*weight)fsdp_pre_all_gather.*outer_size|weight.*fsdp_pre_all_gather.*outer_size"),
-        (NoSplit, r"(?s)(?=.*weight)(?=.*\(6, 8\)).*NoSplit"),
-    ],
-)
-def test_incomplete_subclasses_are_refused(rank: Rank, kind: Any, words: str) -> None:
-    """One method without the other, another number of arguments, an operation that it lacks: the parameter is named."""
-    with pytest.raises((TypeError, ValueError), match=words):
-        shard_and_run(rank, kind, 8, 6)
 
 
 class Lopsided(RoundedWeight):
@@ -457,12 +333,60 @@ class NotTensors(RoundedWeight):
         return self.inner.to(torch.bfloat16)
 
 
+# What is refused -> words of the message.
+REFUSED: dict[type[CastWeight], str] = {
+    WithoutPost: r"(?=.*weight).*fsdp_post_all_gather",
+    WithoutPre: r"(?=.*weight).*fsdp_pre_all_gather",
+    TwoArguments: r"(?=.*weight).*fsdp_pre_all_gather.*outer_size",
+    NoSplit: r"(?=.*weight)(?=.*\(6, 8\)).*NoSplit",
+    Lopsided: "fsdp_pre_all_gather",
+    OtherDtype: "fsdp_pre_all_gather",
+    NotTensors: "fsdp_pre_all_gather",
+}
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("kind", [Lopsided, OtherDtype, NotTensors])
-def test_wrong_inputs_raise_on_every_rank(rank: Rank, kind: Any) -> None:
-    """Inputs that do not match between ranks, or are no tuple, fail everywhere and leave nobody waiting."""
-    with pytest.raises((TypeError, ValueError, FullshardError), match="fsdp_pre_all_gather"):
-        shard_and_run(rank, kind, 8, 6)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_does_not_fit_is_refused(rank: Rank, kind: Any) -> None:
+    """One method without the other, another number of arguments, an operation that it lacks: the parameter is named.
+
+    Inputs that do not match between ranks, or are no tuple, fail everywhere and leave nobody waiting.
+    """
+    with pytest.raises((TypeError, ValueError, FullshardError), match=f"(?s){REFUSED[kind]}"):
+        shard_layers(with_cast_weights(Mlp(8, 6), kind), rank.mesh)(batch(rank.rank, 0, 4, 8))
+
+
+class Growing(RoundedWeight):
+    """Sends as many columns as ``hint`` says."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+        (low,), metadata = super().fsdp_pre_all_gather(mesh)
+        return (low if self.hint is None else low[:, : self.hint],), metadata
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_sizes_that_change(rank: Rank, when: str) -> None:
+    """Inner tensors of other sizes than at the first gather are refused on every rank, and the right ones go on.
+
+    Without the check they would be padded to the old sizes, and the layer compute with shifted rows.
+    """
+    model, _ = cast_pair(Growing, rank, 8, 8, 8, reshard_after_forward=True)
+    x = batch(rank.rank, 0, 4, 8)
+    expected = model(x).detach()
+    local = model.layers[1].weight._local_tensor
+    words = (
+        r"layers\.1\.weight \(shape \(8, 8\).*Growing returned \[\(4, 3\) torch\.bfloat16\]"
+        r".*gathers before \[\(4, 8\) torch\.bfloat16\]"
+    )
+    loss = model(x).square().mean() if when == "backward" else None
+    local.hint = 3
+    with pytest.raises(FullshardError, match=words):
+        loss.backward() if loss is not None else model(x)
+    local.hint = None
+    assert_equal(model(x).detach(), expected, "output")
+    model(x).square().mean().backward()
+    assert_at_rest(model)
 
 
 @on_ranks(1, 2)

@@ -2,223 +2,412 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from grouped_modules import (
-    DIM,
-    GROUPS,
-    Language,
-    count,
-    grouped,
-    grouped_with_reference,
-    loss_at,
-    loss_of_chunks,
-    score,
-    train,
-)
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
-from compare import assert_models_equal
-from fullshard import FSDPModule, fully_shard
+from compare import assert_equal, assert_models_equal
+from failing import fail, fail_in_backward
+from front_ends import CLOSE, assert_at_rest, assert_same_gradients, assert_trains_alike, both_backward, gathered
+from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from fullshard.comm import record
 from fullshard.engine.ownership import nested_units, unit_of
-from models import LossOf, assert_at_rest, batch, gathered, reference_backward, tokens
+from models import Block, LossOf, batch, reference_backward, tiny_units, tokens
 from pairwise import each_value
 from ranks import Rank, on_ranks
 
-CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
+DIM, VOCABULARY = 6, 13
+BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 
 
-def loss_of_hidden(step: int) -> LossOf:
-    """Of what goes into the head, which does not run."""
-    return lambda model, rank: model(tokens(rank, step, 9)).square().mean()
+class Language(nn.Module):
+    """Token ids to logits. ``mode`` says how the head runs: once, in chunks, or not at all."""
+
+    def __init__(self, recompute: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(VOCABULARY, DIM)
+        self.blocks = nn.ModuleList(Block(DIM) for _ in range(3))
+        self.norm = nn.LayerNorm(DIM)
+        self.head = nn.Linear(DIM, VOCABULARY, bias=False)
+        self.spare = nn.Linear(DIM, DIM)  # never runs
+        self.mode, self.recompute = "once", recompute
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.body, ids, use_reentrant=False) if self.recompute == "all" else self.body(ids)
+
+    def body(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for module in (*self.blocks, self.norm):
+            x = self.call(module, x)
+        chunks = {"once": 1, "chunks": 3}.get(self.mode)
+        return x if chunks is None else torch.cat([self.call(self.head, chunk) for chunk in x.chunk(chunks)])
+
+    def call(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(module, x, use_reentrant=False) if self.recompute == "members" else module(x)
 
 
-def loss_of_detached_chunks(step: int) -> LossOf:
-    """As ``loss_of_chunks``, with a backward after each chunk, so that one chunk's logits are alive at a time."""
+def score(logits: torch.Tensor, rank: int, step: int) -> torch.Tensor:
+    return cross_entropy(logits, tokens(rank, step + 100, len(logits)))
+
+
+# How the head is called: in the model's forward, not at all, or afterwards, chunk by chunk, with a backward for each.
+CALLS = ["once", "chunks", "no head", "afterwards", "afterwards, detached"]
+
+
+def loss_at(step: int, how: str = "once") -> LossOf:
+    """The loss of a step in which the head is called in this way."""
 
     def loss_of(model: Any, rank: int) -> torch.Tensor:
-        hidden = model(tokens(rank, step, 9))
-        leaf = hidden.detach().requires_grad_()
-        for chunk in leaf.chunk(3):
-            score(model.head(chunk), rank, step).backward()
-        return (hidden * leaf.grad).sum()
+        model.mode = how
+        x = model(tokens(rank, step, 9))
+        if how == "no head":
+            return x.square().mean()
+        if how == "afterwards":
+            return sum(score(model.head(chunk), rank, step) for chunk in x.chunk(3))
+        if how == "afterwards, detached":
+            leaf = x.detach().requires_grad_()
+            for chunk in leaf.chunk(3):
+                score(model.head(chunk), rank, step).backward()
+            return (x * leaf.grad).sum()
+        return score(x, rank, step)
 
     return loss_of
 
 
-# How the head runs, and the losses of it.
-MODES: list[tuple[str, Callable[[int], LossOf]]] = [("once", loss_at), ("no head", loss_of_hidden), ("chunks", loss_at)]
+# name -> the modules that become one unit
+GROUPS: dict[str, Callable[[Any], list[nn.Module]]] = {
+    "norm and head": lambda m: [m.norm, m.head],
+    "head and norm": lambda m: [m.head, m.norm],
+    "embedding and last block": lambda m: [m.embedding, m.blocks[2]],
+    "first and last block": lambda m: [m.blocks[0], m.blocks[2]],
+    "embedding, norm, head": lambda m: [m.embedding, m.norm, m.head],
+    "with an unused one": lambda m: [m.blocks[1], m.spare],
+    "inside modules": lambda m: [m.blocks[0].up, m.blocks[1].down],
+    "everything": lambda m: [m.embedding, *m.blocks, m.norm, m.head, m.spare],
+}
+
+
+def grouped(rank: Rank, group: str = "norm and head", model: Any = None, **options: Any) -> tuple[Any, Any]:
+    """A model with that group, a unit for each block that is not in it, and the root; and an unsharded copy."""
+    model = Language() if model is None else model
+    reference = copy.deepcopy(model)
+    with tiny_units(up_to=0):
+        fully_shard(GROUPS[group](model), mesh=rank.mesh, **options)
+        for block in model.blocks:
+            if unit_of(block) is None:
+                fully_shard(block, mesh=rank.mesh, **options)
+        return fully_shard(model, mesh=rank.mesh, **options), reference
+
+
+def check_gradients(model: Any, reference: Any, rank: Rank, how: str) -> None:
+    """Require the gradients of one backward to agree, and drop them."""
+    both_backward(model, reference, rank, loss_at(0, how))
+    assert_same_gradients(model, reference)
+    assert_at_rest(model)
+    model.zero_grad()
+    reference.zero_grad()
+
+
+def count(run: Callable[[], Any]) -> tuple[Counter[str], Any]:
+    """Count each unit's collectives, as "all_gather NAME" and "reduce_scatter NAME"; return what ``run`` returned."""
+    with record() as seen:
+        result = run()
+    return Counter(f"{c.kind} {c.unit}" for c in seen), result
 
 
 # ---------------------------------------------------------------- one unit
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("given", "units"), [(list, 5), (tuple, 5)], ids=["list", "tuple"])
-def test_list_becomes_one_unit(rank: Rank, given: Any, units: int) -> None:
-    """All modules of the list become FSDP modules of one unit that owns all their parameters; the list is returned."""
+def test_list_becomes_one_unit(rank: Rank) -> None:
+    """Modules of a list or tuple, which is returned, become FSDP modules of one unit that owns all their parameters.
+
+    A module inside of another one of the list is part of that; units inside of members keep their parameters.
+    """
     model = Language()
-    modules = given([model.norm, model.head])
-    assert fully_shard(modules, mesh=rank.mesh) is modules
+    for given in ([model.norm, model.head], (model.embedding, model.spare)):
+        assert fully_shard(given, mesh=rank.mesh) is given
+        assert all(isinstance(module, FSDPModule) for module in given)
+        assert unit_of(given[0]) is unit_of(given[1])
     assert type(model.norm).__name__ == "FSDPLayerNorm" and type(model.head).__name__ == "FSDPLinear"
-    assert isinstance(model.norm, FSDPModule) and isinstance(model.head, FSDPModule)
-    assert unit_of(model.norm) is unit_of(model.head)
     assert [p.fqn for p in unit_of(model.head).parameters] == ["weight", "bias", "weight"]
-    grouped_model = grouped(rank, Language())
-    assert len(nested_units(grouped_model)) == units
-    grouped_model(tokens(0, 0, 9))
-    assert [unit.name for unit in nested_units(grouped_model)] == ["", "blocks.0", "blocks.1", "blocks.2", "norm"]
-    names = [parameter.fqn for parameter in unit_of(grouped_model.head).parameters]
-    assert names == ["norm.weight", "norm.bias", "head.weight"]
 
-
-@on_ranks(2)
-def test_members_inside_others_and_twice(rank: Rank) -> None:
-    """A module that another one of the list contains is part of that one; one listed twice counts once."""
     model = Language()
     reference = copy.deepcopy(model)
-    fully_shard([model.blocks[0].up, model.blocks[0], model.norm, model.blocks[0]], mesh=rank.mesh)
-    assert not isinstance(model.blocks[0].up, FSDPModule) and unit_of(model.blocks[0].up) is None
-    unit = unit_of(model.norm)
-    assert unit is unit_of(model.blocks[0]) and [ref() for ref in unit.modules] == [model.blocks[0], model.norm]
-    train(rank, fully_shard(model, mesh=rank.mesh), reference)
+    fully_shard(model.blocks[1].up, mesh=rank.mesh)
+    fully_shard([model.blocks[0].up, model.blocks[0], model.blocks[1], model.blocks[0]], mesh=rank.mesh)
+    fully_shard([model.norm, model.head], mesh=rank.mesh)
+    assert unit_of(model.blocks[0].up) is None
+    assert [ref() for ref in unit_of(model.blocks[1]).modules] == list(model.blocks[:2])
+    assert_trains_alike(fully_shard(model, mesh=rank.mesh), reference, rank, loss_at)
+    assert [unit.name for unit in nested_units(model)] == ["", "blocks.0", "blocks.1.up", "norm"]
+    assert [p.fqn for p in unit_of(model.head).parameters] == ["norm.weight", "norm.bias", "head.weight"]
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("setting", [True, None, False], ids=["reshard", "default", "keep"])
-def test_one_gather_and_one_reduction(rank: Rank, setting: bool | None) -> None:
-    """A group is gathered once forward, once backward unless it is kept (as what runs last is), and reduced once."""
-    model = grouped(rank, Language(), reshard_after_forward=setting)
-    for step in range(3):
-        forward, loss = count(model, lambda step=step: loss_at(step)(model, rank.rank))
-        backward, _ = count(model, loss.backward)
-        blocks = ["blocks.0", "blocks.1", "blocks.2"]
-        assert forward == Counter(f"all_gather {name}" for name in ["", *blocks, "norm"])
-        expected = Counter(f"reduce_scatter {name}" for name in ["", *blocks, "norm"])
+def test_messages(rank: Rank, setting: bool | None) -> None:
+    """A group is gathered once forward, once backward unless it is kept (as what runs last is), and reduced once.
+
+    Called in chunks it is gathered at most once more; without synchronization nothing is reduced.
+    """
+    model, _ = grouped(rank, reshard_after_forward=setting)
+    for step in range(2):
+        forward, loss = count(lambda step=step: loss_at(step)(model, rank.rank))
+        backward, _ = count(loss.backward)
+        assert forward == Counter(f"all_gather {name}" for name in ["", *BLOCKS, "norm"])
+        expected = Counter(f"reduce_scatter {name}" for name in ["", *BLOCKS, "norm"])
         if setting is not False:
-            expected.update(f"all_gather {name}" for name in [*blocks, *(["", "norm"] if setting else [])])
+            expected.update(f"all_gather {name}" for name in [*BLOCKS, *(["", "norm"] if setting else [])])
         assert backward == expected
+    for how in CALLS:
+        model.set_requires_gradient_sync(False)
+        quiet, _ = count(lambda how=how: loss_at(0, how)(model, rank.rank).backward())
+        assert not any(name.startswith("reduce_scatter") for name in quiet)
+        model.set_requires_gradient_sync(True)
+        forward, loss = count(lambda how=how: loss_at(0, how)(model, rank.rank))
+        backward, _ = count(loss.backward)
+        if how == "chunks":
+            assert forward["all_gather norm"] <= 2 and backward["all_gather norm"] <= 2
+            assert backward["reduce_scatter norm"] == 1
         assert_at_rest(model)
 
 
 @on_ranks(2)
-@each_value(group=GROUPS, setting=[True, None, False])
-def test_training(rank: Rank, group: str, setting: bool | None) -> None:
-    """Every group trains as the model without sharding does, whatever runs between its members."""
-    model, reference = grouped_with_reference(rank, group, reshard_after_forward=setting)
-    train(rank, model, reference, steps=2)
+@each_value(group=GROUPS, setting=[True, None, False], recompute=["", "members", "", "all"])
+def test_training(rank: Rank, group: str, setting: bool | None, recompute: str) -> None:
+    """Every group trains as without sharding, whatever runs between its members, in any way to call the head.
+
+    Microbatches that are not synchronized add up, also of chunks that have a backward each.
+    """
+    model, reference = grouped(rank, group, Language(recompute), reshard_after_forward=setting)
+    ways = CALLS if model.head in GROUPS[group](model) else CALLS[:3]  # the root's own are called by the root only
+    for how in ways:
+        check_gradients(model, reference, rank, how)
+    assert_trains_alike(model, reference, rank, loss_at, steps=1)
+    for step, how in enumerate(ways):
+        model.set_requires_gradient_sync(how == ways[-1])
+        both_backward(model, reference, rank, loss_at(step, how))
+    assert_same_gradients(model, reference)
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("group", ["embedding and last block", "with an unused one"])
-def test_training_on_four_ranks(rank: Rank, group: str) -> None:
-    """Where most shards are empty, and backward gathers from two ranks, also what did not run in part."""
-    model, reference = grouped_with_reference(rank, group, reshard_after_forward=2)
-    for mode, losses in MODES:
-        model.mode = reference.mode = mode
-        train(rank, model, reference, losses, steps=1)
+def test_training_on_four_ranks(rank: Rank) -> None:
+    """Most shards are empty, and backward gathers from two ranks, also what did not run in part."""
+    model, reference = grouped(rank, "everything", reshard_after_forward=2)
+    for how in CALLS:
+        check_gradients(model, reference, rank, how)
 
 
 @on_ranks(2)
-def test_units_inside_members(rank: Rank) -> None:
-    """A member may contain units of its own, which keep their parameters."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    fully_shard(model.blocks[0].up, mesh=rank.mesh)
-    fully_shard([model.blocks[0], model.blocks[1]], mesh=rank.mesh)
-    train(rank, fully_shard(model, mesh=rank.mesh), reference)
-    names = [unit.name for unit in nested_units(model)]
-    assert names == ["", "blocks.0", "blocks.0.up"]
-
-
-# ---------------------------------------------------------------- parts of a group
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("group", "setting"),
-    [("norm and head", True), ("head and norm", False), ("embedding, norm, head", True), ("everything", False)],
-)
+@pytest.mark.parametrize(("group", "setting"), [("norm and head", True), ("head and norm", False)])
 def test_only_a_part_runs(rank: Rank, group: str, setting: bool) -> None:
-    """Members that do not run get no gradient. The group stays until backward, for who has read their parameters."""
-    model, reference = grouped_with_reference(rank, group, reshard_after_forward=setting)
-    for mode, losses in (MODES[1], MODES[0]):
-        model.mode = reference.mode = mode
+    """The group stays unsharded until backward, for who has read the parameters of what did not run."""
+    model, _ = grouped(rank, group, reshard_after_forward=setting)
+    for how in ("no head", "once"):
         with torch.no_grad():
-            losses(0)(model, rank.rank)
+            loss_at(0, how)(model, rank.rank)
         assert_at_rest(model)
-        loss = losses(0)(model, rank.rank)
-        # A part of "everything", the spare layer, never runs.
-        assert bool(gathered(model)) is (mode == "no head" or group == "everything" or not setting)
+        loss = loss_at(0, how)(model, rank.rank)
+        assert bool(gathered(model)) is (how == "no head" or not setting)
         loss.backward()
-        reference_backward(reference, rank.world_size, losses(0))
-        assert (model.head.weight.grad is None) is (mode == "no head")
-        assert_models_equal(model, reference, grads=True, **CLOSE)
-        assert_at_rest(model)
+        assert (model.head.weight.grad is None) is (how == "no head")
         model.zero_grad()
-        reference.zero_grad()
 
 
-# How a member is called on its own, in how many backwards: the groups and settings that meet each other.
-CHUNKS = [
-    ("norm and head", True, loss_of_chunks),
-    ("norm and head", None, loss_of_detached_chunks),
-    ("embedding, norm, head", False, loss_of_detached_chunks),
-    ("everything", True, loss_of_chunks),
-]
+# ---------------------------------------------------------------- copies and saved weights
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("group", "setting", "losses"), CHUNKS)
-def test_head_is_called_afterwards_in_chunks(rank: Rank, group: str, setting: bool | None, losses: Any) -> None:
-    """A member may be called on its own, several times, when the root's forward is over."""
-    model, reference = grouped_with_reference(rank, group, reshard_after_forward=setting)
-    model.mode = reference.mode = "no head"
-    train(rank, model, reference, losses, steps=2)
+def test_deepcopy(rank: Rank) -> None:
+    """A copy of the model has groups of its own and trains on its own; one of a member takes the others along.
 
-
-@on_ranks(2)
-@each_value(group=["norm and head", "head and norm", "embedding, norm, head"], setting=[True, None, False])
-def test_head_is_called_several_times_inside(rank: Rank, group: str, setting: bool | None) -> None:
-    """A member that runs in chunks inside the root is gathered at most once more, and reduced once."""
-    model, reference = grouped_with_reference(rank, group, reshard_after_forward=setting)
-    model.mode = reference.mode = "chunks"
-    train(rank, model, reference, steps=2)
-    name = unit_of(model.head).name
-    forward, loss = count(model, lambda: loss_at(0)(model, rank.rank))
-    assert forward[f"all_gather {name}"] <= 2
-    backward, _ = count(model, loss.backward)
-    assert backward[f"all_gather {name}"] <= 2 and backward[f"reduce_scatter {name}"] == 1
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("losses", [loss_of_chunks, loss_of_detached_chunks], ids=["one backward", "one each"])
-def test_chunks_with_accumulation(rank: Rank, losses: Any) -> None:
-    """Microbatches without sync reduce nothing, also of chunks that have a backward each."""
-    model, reference = grouped_with_reference(rank)
-    model.mode = reference.mode = "no head"
-    for step, sync in enumerate([False, False, True]):
-        model.set_requires_gradient_sync(sync)
-        reductions, _ = count(model, lambda step=step: losses(step)(model, rank.rank).backward())
-        assert any(name.startswith("reduce_scatter") for name in reductions) is sync
-        reference_backward(reference, rank.world_size, losses(step))
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-    assert_at_rest(model)
-
-
-@on_ranks(2)
-def test_members_called_before_the_root_ran(rank: Rank) -> None:
-    """A member may run and train on its own before the model's first forward."""
-    model, reference = grouped_with_reference(rank)
-    loss: LossOf = lambda module, number: module.head(batch(number, 0, 3, DIM)).square().mean()  # noqa: E731
-    loss(model, rank.rank).backward()
-    reference_backward(reference, rank.world_size, loss)
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-    model.head.reshard()
+    A member may run and train before the model's first forward.
+    """
+    model, reference = grouped(rank)
+    head = copy.deepcopy(model.head)
+    x = batch(rank.rank, 0, 3, DIM)
+    assert torch.allclose(head(x), reference.head(x), atol=1e-6)
+    head(x).sum().backward()
+    assert head.weight.grad is not None and model.head.weight.grad is None
+    model.head(x).square().mean().backward()
+    reference_backward(reference, 2, lambda m, r: m.head(batch(r, 0, 3, DIM)).square().mean())
+    assert_same_gradients(model, reference)
     model.zero_grad()
     reference.zero_grad()
-    train(rank, model, reference)
+    assert_trains_alike(model, reference, rank, loss_at, steps=1)
+    twin, kept = copy.deepcopy(model), copy.deepcopy(reference)
+    assert unit_of(twin.norm) is unit_of(twin.head) is not unit_of(model.head)
+    assert len(nested_units(twin)) == len(nested_units(model))
+    assert_trains_alike(twin, reference, rank, loss_at, steps=1)
+    assert_models_equal(model, kept, **CLOSE)
+    assert_trains_alike(model, kept, rank, loss_at, steps=1)
+
+
+# ---------------------------------------------------------------- failures
+
+
+FAILURES = {
+    "first member, at its start": lambda m: m.norm.register_forward_pre_hook(fail),
+    "first member, at its end": lambda m: m.norm.register_forward_hook(fail),
+    "second member": lambda m: m.head.register_forward_pre_hook(fail),
+    "between them": lambda m: m.blocks[1].register_forward_pre_hook(fail),
+    "backward of the second": lambda m: m.head.register_forward_hook(fail_in_backward),
+    "backward of the first": lambda m: m.norm.register_forward_hook(fail_in_backward),
+    "backward between them": lambda m: m.blocks[1].register_forward_hook(fail_in_backward),
+}
+
+
+@on_ranks(2)
+@each_value(group=["norm and head", "embedding, norm, head", "everything"], remedy=["reset", "alone"], first=[0, 1, 3])
+def test_failure_in_a_member(rank: Rank, group: str, remedy: str, first: int) -> None:
+    """After an exception in a member, in forward or backward, the next step is as if it had not happened.
+
+    Also in a chunk that is called after the root's forward.
+    """
+    model, reference = grouped(rank, group)
+    for place, how in zip(FAILURES, itertools.cycle(CALLS[first:4] + CALLS[:first]), strict=False):
+        handle = FAILURES[place](model)
+        runs = how != "no head" or "second" not in place  # the head is the second member
+        with pytest.raises(ZeroDivisionError) if runs else contextlib.nullcontext():
+            loss_at(0, how)(model, rank.rank).backward()
+        handle.remove()
+        if remedy == "reset":
+            model.reset_iter_state()
+            assert_at_rest(model)
+        model.zero_grad()
+        check_gradients(model, reference, rank, how)
+    assert_trains_alike(model, reference, rank, loss_at, steps=1)
+
+
+# ---------------------------------------------------------------- controls
+
+
+@on_ranks(2)
+def test_controls_of_one_member_are_the_groups(rank: Rank) -> None:
+    """``unshard``, ``reshard`` and what is set on one member holds for all, also in lists of modules to prefetch."""
+    model, reference = grouped(rank)
+    model.head.unshard()
+    for module, plain in ((model.norm, reference.norm), (model.head, reference.head)):
+        assert_equal(module.weight.detach(), plain.weight.detach(), "full weight")
+    model.norm.reshard()
+    assert_at_rest(model)
+    model.norm.unshard(async_op=True).wait()
+    assert type(model.head.weight) is nn.Parameter
+    model.blocks[2].set_modules_to_forward_prefetch([model.head])
+    model.norm.set_modules_to_backward_prefetch([model.blocks[2]])
+    model.head.set_reshard_after_forward(False)
+    model.norm.set_gradient_divide_factor(1.0)
+    for gathers in (0, 1):  # it was unsharded by hand before the first forward
+        model.zero_grad()
+        seen, loss = count(lambda: loss_at(0)(model, rank.rank))
+        assert seen["all_gather norm"] == gathers and "norm" in gathered(model)
+        seen, _ = count(loss.backward)
+        assert seen["all_gather norm"] == 0
+    reference_backward(reference, rank.world_size, loss_at(0))
+    for parameter in (*reference.norm.parameters(), *reference.head.parameters()):
+        parameter.grad *= rank.world_size
+    assert_same_gradients(model, reference)
+
+
+@on_ranks(2)
+def test_mixed_precision(rank: Rank) -> None:
+    """Every member casts its own inputs and outputs as the group's policy says."""
+    model = Language()
+    seen: list[torch.dtype] = []
+    for module in (model.norm, model.head):
+        module.register_forward_hook(lambda _m, args, output: seen.extend([args[0].dtype, output.dtype]))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+    model, _ = grouped(rank, model=model, mp_policy=policy)
+    for how in CALLS:
+        loss_at(0, how)(model, rank.rank).backward()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    seen.clear()
+    assert model.head(model.norm(batch(0, 0, 2, DIM))).dtype is torch.float32
+    assert seen == [torch.bfloat16] * 4
+
+
+class Pair(nn.Module):
+    """Runs two layers, which may be a group, ``times`` over; the first by a method of its own."""
+
+    def __init__(self, times: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.second, self.times = Encoder(DIM, DIM), Block(DIM), times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            x = self.second(self.first.encode(x))
+        return x
+
+
+class Encoder(nn.Linear):
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).tanh()
+
+
+def pair_loss(step: int) -> LossOf:
+    return lambda model, rank: model(batch(rank, step, 3, DIM)).square().mean()
+
+
+# ---------------------------------------------------------------- roots
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize(("times", "setting"), [(1, True), (3, None)])
+def test_group_is_its_own_root(rank: Rank, times: int, setting: bool | None) -> None:
+    """A group trains right without a unit above it as well, and then with one; registered methods count as calls."""
+    model = Pair(times)
+    reference = copy.deepcopy(model)
+    fully_shard([model.first, model.second], mesh=rank.mesh, reshard_after_forward=setting)
+    seen, _ = count(lambda: pair_loss(0)(model, rank.rank).backward())
+    assert sum(seen[name] for name in seen if name.startswith("reduce")) == (rank.world_size > 1)
+    model.zero_grad()
+    assert_trains_alike(model, reference, rank, pair_loss, steps=2)
+    register_fsdp_forward_method(model.first, "encode")
+    fully_shard(model, mesh=rank.mesh)
+    assert_trains_alike(model, reference, rank, pair_loss, steps=2)
+
+
+@on_ranks(2)
+def test_group_of_roots_in_any_order(rank: Rank) -> None:
+    """Members of a group without a unit above may be called in any order, and some of them not at all."""
+    torch.manual_seed(6)
+    model = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+    reference = copy.deepcopy(model)
+    fully_shard(list(model), mesh=rank.mesh)
+
+    def loss_of(modules: Any, number: int, some: tuple[int, ...]) -> torch.Tensor:
+        x = batch(number, 0, 3, DIM)
+        for index in some:
+            x = modules[index](x)
+        return x.square().mean()
+
+    for some in ((0, 1, 2), (2, 0, 1), (2, 0), (0,), (2, 0, 1, 2, 0, 1)):
+        loss_of(model, rank.rank, some).backward()
+        reference_backward(reference, rank.world_size, lambda m, r, some=some: loss_of(m, r, some))
+        assert_same_gradients(model, reference)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("ran", [False, True], ids=["before the first forward", "later"])
+def test_member_is_taken_out(rank: Rank, ran: bool) -> None:
+    """If a member, or a part of one, is replaced by another module, what is left of the group trains on."""
+    model, reference = grouped(rank, "embedding, norm, head")
+    if ran:
+        assert_trains_alike(model, reference, rank, loss_at, steps=1)
+    for one in (model, reference):
+        one.norm = nn.Tanh()
+        one.blocks[0].up = nn.Identity()
+        one.blocks[0].down = nn.Identity()
+    assert_trains_alike(model, reference, rank, loss_at, steps=2)

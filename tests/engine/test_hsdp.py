@@ -1,9 +1,7 @@
-"""2-D meshes (replicate, shard), degenerate ones included, and gathers from a few subgroup in backward."""
+"""2-D meshes (replicate, shard), degenerate ones included: placements, parity, and when replicas are reduced."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,52 +10,36 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
+from uneven import Uneven
 
-from compare import assert_equal, assert_models_equal
+from compare import assert_equal
+from front_ends import (
+    COMPOSABLE,
+    adam,
+    assert_at_rest,
+    assert_same_gradients,
+    assert_trains_alike,
+    both_backward,
+    build,
+    sharded_with_reference,
+)
 from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.comm import record
-from models import (
-    Branch,
-    LossOf,
-    Stack,
-    assert_at_rest,
-    batch,
-    reference_backward,
-    square_loss,
-)
+from models import LossOf, Stack, batch, reference_backward, square_loss
 from ranks import Rank, on_ranks
 
-CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
 NAMES = ("replicate", "shard")
 SHAPES = {1: [(1, 1)], 4: [(2, 2), (4, 1), (1, 4)]}
 
 
-def meshes(rank: Rank) -> Iterator[DeviceMesh]:
-    """All 2-D meshes of this world."""
-    return (rank.make_mesh(*shape, names=NAMES) for shape in SHAPES[rank.world_size])
+def meshes(rank: Rank) -> list[DeviceMesh]:
+    """All 2-D meshes of this world; the square one has no names."""
+    return [rank.make_mesh(*shape, names=None if shape == (2, 2) else NAMES) for shape in SHAPES[rank.world_size]]
 
 
-def shard_on(mesh: DeviceMesh, model: nn.Module, **settings: Any) -> nn.Module:
-    """One unit per block or layer, then the root."""
-    for child in getattr(model, "blocks", None) or getattr(model, "layers", None) or model:
-        fully_shard(child, mesh=mesh, **settings)
-    return fully_shard(model, mesh=mesh, **settings)
-
-
-class Uneven(nn.Module):
-    """Rows that no mesh divides, fewer rows than ranks, a scalar, a transposed one and an empty one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(6, 7), nn.Linear(7, 1), nn.Linear(1, 5)])
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.transposed = nn.Parameter(torch.randn(6, 5).t())
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x)) * self.scale
-        return x @ self.transposed + self.empty.sum()
+def made(rank: Rank, *args: Any) -> tuple[Any, Any]:
+    """A stack in units by block on the square mesh, and its reference."""
+    return sharded_with_reference(COMPOSABLE, rank, build(Stack, *args), mesh=rank.make_mesh(2, 2, names=NAMES))
 
 
 def assert_replicas_equal(mesh: DeviceMesh, model: nn.Module) -> None:
@@ -65,102 +47,41 @@ def assert_replicas_equal(mesh: DeviceMesh, model: nn.Module) -> None:
     group = mesh.get_group(0)
     for name, parameter in model.named_parameters():
         for tensor in (parameter.detach(), parameter.grad):
-            if tensor is None:
-                continue
-            local = tensor.to_local().contiguous()
-            others = [torch.empty_like(local) for _ in range(group.size())]
-            dist.all_gather(others, local, group=group)
-            for other in others:
-                assert_equal(other, local, f"{name} in another replica")
-
-
-# -------------------------------------------------------------------- parity
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(
-    ("shape", "names", "make"),
-    [((2, 2), NAMES, Stack), ((2, 2), None, Uneven), ((4, 1), NAMES, Uneven), ((1, 4), NAMES, Uneven)],
-    ids=["2x2", "2x2 without names", "4x1", "1x4"],
-)
-def test_parity_on_every_mesh(rank: Rank, shape: tuple[int, int], names: Any, make: Callable[[], nn.Module]) -> None:
-    """Named or not, degenerate or not: Adam steps equal the reference, and replicas have the same bits."""
-    mesh = rank.make_mesh(*shape, names=names)
-    torch.manual_seed(0)
-    model = make()
-    reference = copy.deepcopy(model)
-    shard_on(mesh, model)
-    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, reference)]
-    for step in range(2):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        square_loss(step)(model, rank.rank).backward()
-        reference_backward(reference, rank.world_size, square_loss(step))
-        for optimizer in optimizers:
-            optimizer.step()
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-    assert_replicas_equal(mesh, model)
-    assert_at_rest(model)
+            if tensor is not None:
+                local = tensor.to_local().contiguous()
+                others = [torch.empty_like(local) for _ in range(group.size())]
+                dist.all_gather(others, local, group=group)
+                assert_equal(others, [local] * group.size(), f"{name} in another replica")
 
 
 @on_ranks(1, 4)
-def test_placements(rank: Rank) -> None:
-    """Parameters and gradients are ``[Replicate, Shard(0)]`` on the mesh passed (0-D ones replicated on both axes)."""
+def test_every_mesh(rank: Rank) -> None:
+    """Named or not, degenerate or not: Adam steps equal the reference, and replicas have the same bits.
+
+    Parameters and gradients are ``[Replicate, Shard(0)]`` on the mesh passed, 0-D ones replicated on both axes.
+    """
     for mesh in meshes(rank):
-        model = shard_on(mesh, Uneven())
+        model, reference = sharded_with_reference(COMPOSABLE, rank, build(Uneven), mesh=mesh)
+        for name, parameter in model.named_parameters():
+            assert parameter.placements == (Replicate(), Shard(0) if parameter.ndim else Replicate()), name
+            rows = reference.get_parameter(name).detach()
+            if parameter.ndim:
+                chunks, mine = torch.chunk(rows, mesh.size(1)), mesh.get_local_rank(1)
+                rows = chunks[mine] if mine < len(chunks) else rows[:0]
+            assert_equal(parameter.to_local().detach(), rows, name)
+        optimizers = [adam(m.parameters()) for m in (model, reference)]
+        assert_trains_alike(model, reference, rank, steps=2, optimizers=optimizers)
         square_loss()(model, rank.rank).backward()
         for name, parameter in model.named_parameters():
-            expected = (Replicate(), Shard(0) if parameter.ndim else Replicate())
-            assert parameter.placements == parameter.grad.placements == expected, name
+            assert parameter.grad.placements == parameter.placements, name
             assert parameter.device_mesh == parameter.grad.device_mesh == mesh
-            rows = parameter.full_tensor()
-            if parameter.ndim:
-                chunks = torch.chunk(rows, mesh.size(1))
-                mine = mesh.get_local_rank(1)
-                rows = chunks[mine] if mine < len(chunks) else rows[:0]
-            assert_equal(parameter.to_local().detach(), rows.detach(), name)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("policy", [(torch.bfloat16, torch.float32), (torch.float16, torch.float16)], ids=str)
-def test_mixed_precision(rank: Rank, policy: tuple[torch.dtype, torch.dtype]) -> None:
-    """Gathers carry ``param_dtype``, reductions on both axes ``reduce_dtype``, divided so that none overflows."""
-    for mesh in meshes(rank):
-        model = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh, mp_policy=MixedPrecisionPolicy(*policy))
-        with record() as seen:
-            model(torch.full((1, 4), 30000.0)).float().sum().backward()
-        assert {c.dtype for c in seen if c.kind == "all_gather"} <= {policy[0]}
-        assert {c.dtype for c in seen if c.kind != "all_gather"} == {policy[1]}
-        expected = torch.full((4, 4), 30000.0).to(policy[0]).float()
-        assert_equal(model.weight.grad.full_tensor(), expected, str(mesh.shape))
-
-
-@on_ranks(4)
-def test_parameters_unused_on_some_ranks(rank: Rank) -> None:
-    """A parameter that only some ranks use, of one replica or of all, gets the mean; one that nobody uses None."""
-    for mesh in meshes(rank):
-        for users in ([0], [0, 2], [3], []) if mesh.shape == (2, 2) else ([3],):
-            torch.manual_seed(1)
-            model = nn.Sequential(nn.Linear(6, 6), Branch())
-            reference = copy.deepcopy(model)
-            shard_on(mesh, model)
-
-            def loss_of(module: nn.Module, number: int, users: list[int] = users) -> torch.Tensor:
-                module[1].rank = int(number in users)  # odd: the second branch
-                return square_loss()(module, number)
-
-            loss_of(model, rank.rank).backward()
-            reference_backward(reference, rank.world_size, loss_of)
-            assert (model[1].odd.weight.grad is None) == (not users)
-            assert model[1].never.weight.grad is None
-            assert_models_equal(model, reference, grads=True, **CLOSE)
-            assert_replicas_equal(mesh, model)
+        assert_replicas_equal(mesh, model)
 
 
 # -------------------------------------------------------------------- accumulation
 
 
-def prepare(model: nn.Module, letter: str) -> None:
+def prepare(model: Any, letter: str) -> None:
     """(S)ync everything, (R)educe-scatter only, (N)o sync."""
     model.set_requires_gradient_sync(letter != "N")
     model.set_requires_all_reduce(letter == "S")
@@ -182,11 +103,9 @@ def test_interleavings(rank: Rank, pattern: str) -> None:
 
         return loss_of
 
-    for mesh in meshes(rank) if pattern == "SNRS" else [rank.make_mesh(2, 2, names=NAMES)]:
-        torch.manual_seed(2)
-        model = Stack(3)
-        reference = copy.deepcopy(model)
-        fully_shard(model, mesh=mesh)  # one unit: ranks must gather and reduce alike
+    for mesh in meshes(rank) if pattern == "SNRS" else meshes(rank)[:1]:
+        # One unit: ranks must gather and reduce alike.
+        model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack, 3), [], mesh=mesh)
         possible = {kind for kind, axis in (("all_reduce", 0), ("reduce_scatter", 1)) if mesh.size(axis) > 1}
         for step, letter in enumerate(pattern):
             prepare(model, letter)
@@ -197,16 +116,46 @@ def test_interleavings(rank: Rank, pattern: str) -> None:
             reference_backward(reference, rank.world_size, loss_at(step))
         assert not model.get_pending_gradients()
         assert model.blocks[1].up.weight.grad is not None
-        assert_models_equal(model, reference, grads=True, **CLOSE)
+        assert_same_gradients(model, reference)
         assert_replicas_equal(mesh, model)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("pattern", "checkpointed", "frozen"),
+    [("NNS", None, True), ("RRS", False, False), ("SSS", True, False), ("RNS", False, True)],
+)
+def test_modes_beside_frozen_parts_and_recomputation(
+    rank: Rank, pattern: str, checkpointed: bool | None, frozen: bool
+) -> None:
+    """Microbatches add up in every mode; frozen parameters, a frozen unit among them, get no gradient and no bytes.
+
+    What a unit owes the replicate axis is paid at the last backward, although that does not run it.
+    """
+    plain = build(Stack)
+    for part in (plain.blocks[1], plain.blocks[0].up) if frozen else ():
+        part.requires_grad_(False)
+    model, reference = sharded_with_reference(COMPOSABLE, rank, plain, mesh=meshes(rank)[0])
+    model.checkpointed = checkpointed
+
+    def loss_at(step: int) -> LossOf:
+        run = [0, 2] if step == 2 else [0, 1, 2]
+        return lambda module, number: module(batch(number, step, 4, 6), run=run).square().mean()
+
+    with record() as seen:
+        for step, letter in enumerate(pattern):
+            prepare(model, letter)
+            model.set_is_last_backward(step == 2)
+            both_backward(model, reference, rank, loss_at(step))
+    assert ("blocks.1" in {c.unit for c in seen if c.kind != "all_gather"}) != frozen
+    assert_same_gradients(model, reference)
+    assert_at_rest(model)
 
 
 @on_ranks(4)
 def test_all_reduce_of_some_units_only(rank: Rank) -> None:
     """``recurse=False`` holds back one unit's all-reduce; what it kept is reduced with the next that does both."""
-    model, mesh = Stack(2), rank.make_mesh(2, 2, names=NAMES)
-    reference = copy.deepcopy(model)
-    shard_on(mesh, model)
+    model, reference = made(rank, 2)
     for held in (model, model.blocks[1]):
         for module in (model, reference):
             module.zero_grad()
@@ -216,37 +165,33 @@ def test_all_reduce_of_some_units_only(rank: Rank) -> None:
                 square_loss(step)(model, rank.rank).backward()
             reference_backward(reference, rank.world_size, square_loss(step))
             name = "" if held is model else "blocks.1"
-            assert (name in {c.unit for c in seen if c.kind == "all_reduce"}) == now
-            assert {c.unit for c in seen if c.kind == "all_reduce"} >= {"", "blocks.0", "blocks.1"} - {name}
+            reduced = {c.unit for c in seen if c.kind == "all_reduce"}
+            assert (name in reduced) == now and reduced >= {"", "blocks.0", "blocks.1"} - {name}
             assert ((held.first.weight if held is model else held.up.weight).grad is None) == (not now)
-        assert_models_equal(model, reference, grads=True, **CLOSE)
+        assert_same_gradients(model, reference)
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("freeze", ["first", "last"])
-def test_partial_gradients_while_parameters_freeze(rank: Rank, freeze: str) -> None:
+def test_partial_gradients_while_parameters_freeze(rank: Rank) -> None:
     """Partial gradients survive a change of what is trainable before they are reduced over the replicas."""
-    model, mesh = Stack(1), rank.make_mesh(2, 2, names=NAMES)
-    reference = copy.deepcopy(model)
-    shard_on(mesh, model)
-    for step, letter in enumerate("RRS"):
+    for frozen in ([0], [1, 2]):
+        model, reference = made(rank, 1)
+        for step, letter in enumerate("RRS"):
+            for module in (model, reference):
+                module.blocks[0].up.requires_grad_(step not in frozen)
+            prepare(model, letter)
+            both_backward(model, reference, rank, square_loss(step))
         for module in (model, reference):
-            module.blocks[0].up.requires_grad_(step != 0 if freeze == "first" else step == 0)
-        prepare(model, letter)
-        square_loss(step)(model, rank.rank).backward()
-        reference_backward(reference, rank.world_size, square_loss(step))
-    for module in (model, reference):
-        module.blocks[0].up.requires_grad_(True)
-    assert_models_equal(model, reference, grads=True, **CLOSE)
+            module.blocks[0].up.requires_grad_(True)
+        assert_same_gradients(model, reference)
 
 
 @on_ranks(4)
 def test_microbatches_add_up_in_the_reduce_dtype(rank: Rank) -> None:
     """Partial sums over the shard axis add up in the reduce dtype: 256 and three ones are 259, not 256."""
-    mesh = rank.make_mesh(2, 2, names=NAMES)
     for reduce_dtype, expected in ((torch.float32, 259.0), (torch.bfloat16, 256.0)):
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
-        model = fully_shard(nn.Linear(1, 4, bias=False), mesh=mesh, mp_policy=policy)
+        model = fully_shard(nn.Linear(1, 4, bias=False), mesh=meshes(rank)[0], mp_policy=policy)
         for value, letter in zip((256.0, 1.0, 1.0, 1.0), "RRRS", strict=True):
             prepare(model, letter)
             model(torch.full((1, 1), value)).float().sum().backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import doctest
+import itertools
 import math
 import sys
 from typing import Any
@@ -248,38 +249,22 @@ def test_a_layout_costs_the_same_for_any_number_of_ranks() -> None:
 def test_dense_strides_are_told_from_others(shape: tuple[int, ...], stride: tuple[int, ...], dense: bool) -> None:
     """Strides are dense if the tensor fills one block; others are refused with the parameter's name."""
     assert is_dense(shape, stride) is dense
+    assert contiguous_stride(shape) == torch.empty(shape).stride()
     if dense:
-        assert ParameterShape("w", shape, stride).numel == math.prod(shape)
+        parameter = ParameterShape("w", shape, stride)
+        assert parameter.numel == math.prod(shape)
+        if shape:  # a cut outside of the dims is refused as well, unless nothing is cut anyway
+            assert ParameterShape("w", shape, stride, replicated=True, cut=len(shape)).shape == shape
+            with pytest.raises(ValueError, match=f"w: expected a dim to cut from 0 to {len(shape) - 1}, found"):
+                ParameterShape("w", shape, stride, cut=len(shape))
     else:
         with pytest.raises(ValueError, match="w: expected dense"):
             ParameterShape("w", shape, stride)
 
 
-@pytest.mark.parametrize(("shape", "cut"), [((4, 3), 2), ((4, 3), -1), ((5,), 1)])
-def test_a_dim_to_cut_must_exist(shape: tuple[int, ...], cut: int) -> None:
-    """A cut outside of the dims is refused with the parameter's name, unless nothing is cut anyway."""
-    stride = contiguous_stride(shape)
-    with pytest.raises(ValueError, match=f"w: expected a dim to cut from 0 to {len(shape) - 1}, found {cut}"):
-        ParameterShape("w", shape, stride, cut=cut)
-    assert ParameterShape("w", shape, stride, replicated=True, cut=cut).shape == shape
-    assert ParameterShape("w", (), (), cut=cut).numel == 1
-
-
-@given(st.lists(st.integers(0, 5), max_size=4))
-def test_contiguous_stride_is_that_of_torch(shape: list[int]) -> None:
-    """Row-major strides equal those of a new tensor."""
-    assert contiguous_stride(shape) == torch.empty(shape).stride()
-
-
 def make(**options: Any) -> PerParameterLayout:
     shapes = [ParameterShape("w", (64, 8), (8, 1)), ParameterShape("b", (7,), (1,)), ParameterShape("s", (), ())]
     return PerParameterLayout.build(shapes, world_size=2, itemsize=4, direct_bytes=512, **options)
-
-
-def test_routes() -> None:
-    """Large pieces go directly, small ones packed, 0-D parameters are replicated."""
-    assert [slot.route for slot in make().slots] == [Route.DIRECT, Route.PACKED, Route.REPLICATED]
-    assert make(alignment_bytes=16).alignment == 4
 
 
 def slot_of(shape: tuple[int, ...], stride: tuple[int, ...], cut: int, world_size: int, direct_bytes: int = 0) -> Slot:
@@ -301,36 +286,34 @@ def slot_of(shape: tuple[int, ...], stride: tuple[int, ...], cut: int, world_siz
         ((1, 8), 1, 1, Route.DIRECT),
     ],
 )
-def test_routes_by_cut_and_strides(stride: tuple[int, int], cut: int, world_size: int, route: Route) -> None:
-    """A parameter goes directly where its rows are blocks of memory; on one rank also with any cut but 0."""
+def test_routes(stride: tuple[int, int], cut: int, world_size: int, route: Route) -> None:
+    """A parameter goes directly where its rows are blocks of memory; on one rank also with any cut but 0.
+
+    The threshold is compared with the padded piece of the dim that is cut. Small pieces are packed, 0-D replicated.
+    """
     slot = slot_of((8, 16), stride, cut, world_size)
     assert slot.route is route
     assert slot.row_major == (route is Route.DIRECT or world_size == 1)
+    piece_bytes = -(-(8, 16)[cut] // world_size) * (16, 8)[cut] * 4
+    assert slot_of((8, 16), stride, cut, world_size, piece_bytes).route is route
+    assert slot_of((8, 16), stride, cut, world_size, piece_bytes + 1).route is Route.PACKED
+    assert [slot.route for slot in make().slots] == [Route.DIRECT, Route.PACKED, Route.REPLICATED]
+    assert make(alignment_bytes=16).alignment == 4
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_direct_bytes_are_those_of_a_piece_of_the_cut_dim(world_size: int) -> None:
-    """The threshold is compared with the padded piece of the dim that is cut."""
-    piece_bytes = -(-16 // world_size) * 8 * 4
-    assert slot_of((8, 16), (1, 8), 1, world_size, piece_bytes).route is Route.DIRECT
-    assert slot_of((8, 16), (1, 8), 1, world_size, piece_bytes + 1).route is Route.PACKED
+def test_dims_of_one_or_no_element() -> None:
+    """A cut dim of size 1 may have any stride in the parameter; in its piece it has that of a row.
 
-
-def test_one_row_has_the_stride_of_a_row() -> None:
-    """A cut dim of size 1 may have any stride in the parameter; in its piece it has that of a row."""
+    A parameter without elements takes no place, whichever dim is empty.
+    """
     for rank in (0, 1):
         assert slot_of((1, 3), (77, 1), 0, world_size=2).local_stride(rank) == (3, 1)
         assert slot_of((4, 1), (1, 77), 1, world_size=2).local_stride(rank) == (1, 4)
-
-
-@pytest.mark.parametrize(("shape", "cut"), [((0, 3), 0), ((0, 3), 1), ((3, 0), 0), ((3, 0), 1)])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_parameters_without_elements(shape: tuple[int, int], cut: int, world_size: int) -> None:
-    """A parameter without elements takes no place, whichever dim is empty."""
-    slot = slot_of(shape, contiguous_stride(shape), cut, world_size)
-    assert slot.shard_numel == slot.unsharded_numel == 0 and slot.route is Route.PACKED
-    assert slot.rows == shape[cut] and slot.row_numel == shape[1 - cut]
-    assert slot.local_shape(0)[1 - cut] == shape[1 - cut]
+    for shape, cut, world_size in itertools.product([(0, 3), (3, 0)], (0, 1), (1, 2)):
+        slot = slot_of(shape, contiguous_stride(shape), cut, world_size)
+        assert slot.shard_numel == slot.unsharded_numel == 0 and slot.route is Route.PACKED
+        assert slot.rows == shape[cut] and slot.row_numel == shape[1 - cut]
+        assert slot.local_shape(0)[1 - cut] == shape[1 - cut]
 
 
 def test_a_buffer_that_does_not_fit_is_refused() -> None:
@@ -364,32 +347,28 @@ def test_a_buffer_that_does_not_fit_is_refused() -> None:
     ],
 )
 def test_invalid_layouts_are_refused(index: int, change: dict[str, object], message: str) -> None:
-    """A layout with overlap, misalignment, or something out of bounds or on the wrong side cannot exist."""
+    """A layout with overlap, misalignment, or something out of bounds or on the wrong side cannot exist.
+
+    Equal parameters give equal layouts, also within one another.
+    """
     layout = make()
     slots = list(layout.slots)
     slots[index] = dataclasses.replace(slots[index], **change)
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(layout, slots=tuple(slots))
-
-
-def test_layouts_are_values() -> None:
-    """Equal parameters give equal layouts, also within one another, and a layout cannot be changed."""
-    assert make() == make() == make(within=make()) and hash(make()) == hash(make())
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        make().shard_numel = 3  # type: ignore[misc]
     for field in ("shard_numel", "unsharded_numel"):  # too small
         with pytest.raises(ValueError, match=f"{field.split('_')[0]} buffer: .* beyond the buffer's 16 elements"):
-            dataclasses.replace(make(), **{field: 16})
-
-
-def test_picture_in_the_docstring_is_true() -> None:
-    """The worked picture of the module is what the code prints."""
-    result = doctest.testmod(per_parameter)
-    assert result.attempted >= 4 and result.failed == 0
+            dataclasses.replace(layout, **{field: 16})
+    assert layout == make() == make(within=layout) and hash(layout) == hash(make())
 
 
 def test_flattened_parameters_are_aligned() -> None:
-    """Each begins at a multiple of four elements, wherever the one before it ends."""
+    """Each begins at a multiple of four elements, wherever the one before it ends.
+
+    The worked picture of layouts by parameter is what the code prints.
+    """
+    result = doctest.testmod(per_parameter)
+    assert result.attempted >= 4 and result.failed == 0
     shapes = [ParameterShape("w", (3, 3), (3, 1)), ParameterShape("b", (3,), (1,)), ParameterShape("c", (2,), (1,))]
     assert [slot.unsharded_offset for slot in FlatLayout.build(shapes, world_size=2).slots] == [0, 12, 16]
 

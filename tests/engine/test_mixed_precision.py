@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from compare import assert_equal, assert_models_equal
+from compare import assert_equal
+from front_ends import COMPOSABLE, assert_same_gradients, build, sharded_with_reference
 from fullshard import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from models import Stack, batch, shard_blocks
+from models import Stack, batch
 from ranks import Rank, on_ranks
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -42,29 +43,6 @@ def test_dtypes_of_everything(rank: Rank) -> None:
     assert {tensor.dtype for tensor in everything} == {F32}
     with torch.no_grad():
         assert (model(batch(rank.rank, 0, 4, 6)).dtype, seen[6:]) == (F32, seen[:6])
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("param", [None, BF16], ids=str)
-def test_output_dtypes(rank: Rank, param: torch.dtype | None) -> None:
-    """``output_dtype`` casts what the root returns and the gradient that comes back, whatever is computed in."""
-    torch.manual_seed(0)
-    plain = Stack(2)
-    x = batch(rank.rank, 0, 4, 6)
-    results = []
-    for output in (None, F32, BF16, F64):
-        model = copy.deepcopy(plain)
-        for block in model.blocks:
-            fully_shard(block, mesh=rank.mesh, mp_policy=MixedPrecisionPolicy(param, F32))
-        fully_shard(model, mesh=rank.mesh, mp_policy=MixedPrecisionPolicy(param, F32, output))
-        found = model(x)
-        assert found.dtype is (output or param or F32)
-        found.float().sum().backward()
-        assert {p.grad.dtype for p in model.parameters()} == {F32}
-        results.append((found.detach(), model.first.weight.grad.to_local()))
-    for (found, gradient), output in zip(results[1:], (F32, BF16, F64), strict=True):
-        assert_equal(found, results[0][0].to(output), "output")
-        assert_equal(gradient, results[0][1], "gradient")
 
 
 class Through(nn.Module):
@@ -98,32 +76,19 @@ def test_inputs_left_alone_and_methods_that_cast(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("enabled", [False, True], ids=["off", "on"])
-def test_autocast_around_units(rank: Rank, enabled: bool) -> None:
-    """Without a policy autocast alone decides in which dtypes units compute, as it does for a plain model."""
-    torch.manual_seed(6)
-    reference = Stack(2)
-    logs: list[list[Any]] = [[], []]
-    model = shard_blocks(copy.deepcopy(reference), rank)
-    for module, log in zip((model, reference), logs, strict=True):
-        for block in module.blocks:
-            block.up.register_forward_hook(lambda _, args, out, log=log: log.append((args[0].dtype, out.dtype)))
-        with torch.autocast("cpu", dtype=BF16, enabled=enabled):
-            output = module(batch(0, 0, 4, 6))
-        output.float().sum().backward()
-    assert logs[0] == logs[1]
-    assert_models_equal(model, reference, grads=True, rtol=1e-6, atol=1e-7)
-
-
-@on_ranks(2)
-def test_policies_may_be_none(rank: Rank) -> None:
-    """None for a policy is its default, as where a program sets it by a switch."""
-    torch.manual_seed(0)
-    plain = Stack(1)
-    models = [fully_shard(copy.deepcopy(plain), mesh=rank.mesh, mp_policy=None, offload_policy=None)]
-    models.append(fully_shard(plain, mesh=rank.mesh))
-    outputs = [model(batch(rank.rank, 0, 4, 6)) for model in models]
-    assert_equal(outputs[0], outputs[1], "output")
+def test_autocast_around_units(rank: Rank) -> None:
+    """Without a policy (None is its default) autocast alone decides in which dtypes units compute."""
+    model, reference = sharded_with_reference(COMPOSABLE, rank, build(Stack, 2), mp_policy=None, offload_policy=None)
+    for enabled in (False, True):
+        logs: list[list[Any]] = [[], []]
+        for module, log in zip((model, reference), logs, strict=True):
+            for block in module.blocks:
+                block.up.register_forward_hook(lambda _, args, out, log=log: log.append((args[0].dtype, out.dtype)))
+            with torch.autocast("cpu", dtype=BF16, enabled=enabled):
+                output = module(batch(0, 0, 4, 6))
+            output.float().sum().backward()
+        assert logs[0] == logs[1]
+        assert_same_gradients(model, reference, rtol=1e-6, atol=1e-7)
 
 
 @on_ranks(2)

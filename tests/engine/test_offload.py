@@ -7,69 +7,55 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from uneven import Uneven
 
 from compare import assert_equal, assert_models_equal
+from front_ends import (
+    COMPOSABLE,
+    adam,
+    assert_at_rest,
+    both_backward,
+    build,
+    sharded_with_reference,
+)
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from fullshard.comm import record
 from fullshard.engine.ownership import unit_of
-from models import Branch, LossOf, Stack, assert_at_rest, batch, reference_backward, square_loss
+from models import Branch, LossOf, Stack, batch, reference_backward, square_loss
 from ranks import Rank, on_ranks
 
 CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
 BF16_FP32 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
-def offloaded(
-    rank: Rank, model: nn.Module, mesh: DeviceMesh | None = None, *, pin: bool = True, **settings: Any
-) -> tuple[nn.Module, nn.Module]:
-    """``model`` in units by child (or block) with its shards offloaded, and an unsharded copy."""
-    reference = copy.deepcopy(model)
-    policy = CPUOffloadPolicy(pin_memory=pin)
-    for child in (*getattr(model, "blocks", model.children()), model):
-        fully_shard(child, mesh=mesh or rank.mesh, offload_policy=policy, **settings)
-    return model, reference
-
-
-class Uneven(nn.Module):
-    """Uneven, tiny, 0-D, transposed and empty parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 7), nn.Linear(7, 1)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.transposed = nn.Parameter(torch.randn(5, 7).t())
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.first(x)) * self.scale
-        return self.second(x) + x @ self.transposed + self.empty.sum()
-
-
-def stack() -> Stack:
-    torch.manual_seed(0)
+def small() -> Stack:
     return Stack(2)
 
 
-def each_step(
-    model: nn.Module, reference: nn.Module, rank: Rank, steps: int, loss_at: Any = square_loss, **tolerance: float
-) -> None:
-    """Adam steps whose gradients and weights have to agree."""
-    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, reference)]
+def offloaded(
+    rank: Rank, make: Callable[[], nn.Module] = small, *, pin: bool = True, **options: Any
+) -> tuple[Any, Any]:
+    """A model in units by child (or block) with its shards offloaded, and an unsharded copy."""
+    policy = CPUOffloadPolicy(pin_memory=pin)
+    return sharded_with_reference(COMPOSABLE, rank, build(make), offload_policy=policy, **options)
+
+
+def train(model: Any, reference: Any, rank: Rank, loss_at: Any = square_loss, steps: int = 1) -> None:
+    """Adam steps whose losses, gradients and weights have to agree."""
+    optimizers = [adam(m.parameters()) for m in (model, reference)]
     for step in range(steps):
-        loss_at(step)(model, rank.rank).backward()
-        reference_backward(reference, rank.world_size, loss_at(step))
-        assert_models_equal(model, reference, grads=True, **(tolerance or CLOSE))
+        both_backward(model, reference, rank, loss_at(step))
+        assert_models_equal(model, reference, grads=True, **CLOSE)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert_models_equal(model, reference, **(tolerance or CLOSE))
+    assert_models_equal(model, reference, **CLOSE)
 
 
 # -------------------------------------------------------------------- parity
@@ -78,23 +64,27 @@ def each_step(
 @on_ranks(1, 2)
 def test_parity(rank: Rank) -> None:
     """Adam steps on offloaded shards equal the reference, pinned or not; afterwards the device holds nothing."""
-    for make, pin in ((stack, True), (Uneven, False)):
-        torch.manual_seed(1)
-        model, reference = offloaded(rank, make(), pin=pin)
-        each_step(model, reference, rank, 2)
+    for make, pin in ((small, True), (Uneven, False)):
+        model, reference = offloaded(rank, make, pin=pin)
+        train(model, reference, rank, steps=2)
         if rank.world_size > 1 or rank.device.type != "cpu":
             assert_at_rest(model)
 
 
 @on_ranks(4)
 def test_parity_on_two_axes(rank: Rank) -> None:
-    """The same on a 2-D mesh, with reduce-scatter only before the last microbatch."""
-    model, reference = offloaded(rank, stack(), rank.make_mesh(2, 2, names=("replicate", "shard")))
-    for step in range(3):
-        model.set_requires_all_reduce(step == 2)
-        square_loss(step)(model, rank.rank).backward()
-        reference_backward(reference, 4, square_loss(step))
-    assert_models_equal(model, reference, grads=True, **CLOSE)
+    """The same on a 2-D mesh, with reduce-scatter only before the last microbatch; and with subgroups.
+
+    What is kept for those between forward and backward stays on the device.
+    """
+    mesh = rank.make_mesh(2, 2, names=("replicate", "shard"))
+    for options in ({"mesh": mesh}, {"reshard_after_forward": 2}):
+        model, reference = offloaded(rank, **options)
+        for step in range(2):
+            model.set_requires_all_reduce(step == 1)
+            both_backward(model, reference, rank, square_loss(step))
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+        assert_at_rest(model)
 
 
 @on_ranks(1, 2)
@@ -103,13 +93,11 @@ def test_mixed_precision(rank: Rank, policy: MixedPrecisionPolicy) -> None:
     """Casting on the way to the device and back gives the bits that it gives without offloading."""
     results = []
     for kind in (OffloadPolicy(), CPUOffloadPolicy()):
-        model = stack()
-        for module in (*model.blocks, model):
-            fully_shard(module, mesh=rank.mesh, mp_policy=policy, offload_policy=kind)
+        model = COMPOSABLE.wrap(build(small), rank, mp_policy=policy, offload_policy=kind)
         with record() as seen:
             for step in range(2):
                 model.set_requires_gradient_sync(step == 1)
-                model(batch(rank.rank, step, 4, 6)).float().square().mean().backward()
+                square_loss(step)(model, rank.rank).backward()
         assert {c.dtype for c in seen if c.kind == "all_gather"} <= {policy.param_dtype or torch.float32}
         assert {c.dtype for c in seen if c.kind == "reduce_scatter"} <= {policy.reduce_dtype}
         assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
@@ -117,69 +105,50 @@ def test_mixed_precision(rank: Rank, policy: MixedPrecisionPolicy) -> None:
     assert_equal(results[1], results[0], "offloaded")
 
 
-@on_ranks(4)
-def test_gathers_from_neighbours(rank: Rank) -> None:
-    """What is kept for subgroup between forward and backward stays on the device."""
-    model, reference = offloaded(rank, stack(), reshard_after_forward=2)
-    each_step(model, reference, rank, 1)
-    assert_at_rest(model)
-
-
-@on_ranks(1, 2)
-def test_some_parameters_without_gradients(rank: Rank) -> None:
-    """Frozen and unused parameters have no gradient on the host either; one that one rank uses has on all."""
-    model, reference = offloaded(rank, nn.Sequential(nn.Linear(6, 6), Branch()))
-    for module in (model, reference):
-        module[0].bias.requires_grad_(False)
-
-    def loss_of(module: nn.Module, number: int) -> torch.Tensor:
-        module[1].rank = number
-        return square_loss()(module, number)
-
-    loss_of(model, rank.rank).backward()
-    reference_backward(reference, rank.world_size, loss_of)
-    assert model[1].never.weight.grad is None and model[0].bias.grad is None
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
 # -------------------------------------------------------------------- gradients
 
 
 @on_ranks(1, 2)
 def test_gradients_are_added(rank: Rank) -> None:
-    """Whatever is in ``.grad`` is added to, in place, never overwritten; also what the user put there."""
-    for pattern in ("SNS", "NSSNS"):
-        model, reference = offloaded(rank, stack())
-        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            ours.grad, theirs.grad = torch.ones_like(ours.detach()), torch.ones_like(theirs)
-        held = [parameter.grad for parameter in model.parameters()]
-        pointers = [gradient.to_local().data_ptr() for gradient in held]
-        for step, letter in enumerate(pattern):
-            model.set_requires_gradient_sync(letter == "S")
-            square_loss(step)(model, rank.rank).backward()
-            reference_backward(reference, rank.world_size, square_loss(step))
-        assert all(p.grad is gradient for p, gradient in zip(model.parameters(), held, strict=True)), pattern
-        assert [gradient.to_local().data_ptr() for gradient in held] == pointers, pattern
-        assert_models_equal(model, reference, grads=True, **CLOSE)
+    """Whatever is in ``.grad`` is added to, in place, never overwritten; also what the user put there.
 
-
-@on_ranks(1, 2)
-def test_gradients_have_memory_of_their_own(rank: Rank) -> None:
-    """A gradient kept by the user is not written to by later steps."""
-    model, _ = offloaded(rank, stack())
-    square_loss(0)(model, rank.rank).backward()
-    kept = [parameter.grad.to_local() for parameter in model.parameters()]
-    values = [gradient.clone() for gradient in kept]
-    for step in (1, 2):
+    A gradient kept by the user after it was cleared is not written to by later steps. Frozen and unused parameters
+    have none; one that one rank uses has on all.
+    """
+    model, reference = offloaded(rank)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        ours.grad, theirs.grad = torch.ones_like(ours.detach()), torch.ones_like(theirs)
+    held = [parameter.grad for parameter in model.parameters()]
+    pointers = [gradient.to_local().data_ptr() for gradient in held]
+    for step, letter in enumerate("NSSNS"):
+        model.set_requires_gradient_sync(letter == "S")
+        both_backward(model, reference, rank, square_loss(step))
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), held, strict=True))
+    assert [gradient.to_local().data_ptr() for gradient in held] == pointers
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+    values = [gradient.to_local().clone() for gradient in held]
+    for step in range(2):
         model.zero_grad()
         square_loss(step)(model, rank.rank).backward()
-    assert_equal(kept, values, "gradients of the first step")
+    assert_equal([gradient.to_local() for gradient in held], values, "gradients of earlier steps")
+
+    model, reference = offloaded(rank, lambda: nn.Sequential(nn.Linear(6, 6), Branch()))
+    for module in (model, reference):
+        module[0].bias.requires_grad_(False)
+
+    def loss_of(module: Any, number: int) -> torch.Tensor:
+        module[1].rank = number
+        return square_loss()(module, number)
+
+    both_backward(model, reference, rank, loss_of)
+    assert model[1].never.weight.grad is None and model[0].bias.grad is None
+    assert_models_equal(model, reference, grads=True, **CLOSE)
 
 
 @on_ranks(1, 2)
 def test_optimizer_in_a_hook(rank: Rank) -> None:
     """A hook on a parameter runs when its gradient has landed, and may step and drop it."""
-    model, reference = offloaded(rank, stack())
+    model, reference = offloaded(rank)
     optimizers = {p: torch.optim.SGD([p], lr=0.5) for p in model.parameters()}
 
     def step_now(parameter: torch.Tensor) -> None:
@@ -189,9 +158,8 @@ def test_optimizer_in_a_hook(rank: Rank) -> None:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(step_now)
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
-    for step in range(3):
-        square_loss(step)(model, rank.rank).backward()
-        reference_backward(reference, rank.world_size, square_loss(step))
+    for step in range(2):
+        both_backward(model, reference, rank, square_loss(step))
         optimizer.step()
         optimizer.zero_grad()
         assert all(p.grad is None for p in model.parameters())
@@ -200,61 +168,42 @@ def test_optimizer_in_a_hook(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_last_backward_at_the_end(rank: Rank) -> None:
-    """Pipelines that wait at the end only: by then all microbatches have landed, however often they were reduced."""
-    model, reference = offloaded(rank, stack())
+    """Pipelines that wait at the end only: by then all microbatches have landed, however often they were reduced.
+
+    The user's all-reduce hook sees gradients on the device, before they go to the host.
+    """
+    model, reference = offloaded(rank)
     for step in range(3):
         model.set_is_last_backward(step == 2)
-        square_loss(step)(model, rank.rank).backward()
-        reference_backward(reference, 2, square_loss(step))
+        both_backward(model, reference, rank, square_loss(step))
     assert_models_equal(model, reference, grads=True, **CLOSE)
     model.zero_grad()
     reference.zero_grad()
+    devices: set[torch.device] = set()
+
+    def triple(rows: torch.Tensor) -> None:
+        devices.add(rows.device)
+        rows.mul_(3)
+
+    for unit in (model, *model.blocks):
+        unit.set_all_reduce_hook(triple)
     model.set_requires_gradient_sync(False)
     square_loss(3)(model, rank.rank).backward()
     model.synchronize_gradients()
-    reference_backward(reference, 2, square_loss(3))
+    reference_backward(reference, 2, lambda m, r: 3 * square_loss(3)(m, r))
     assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
-@on_ranks(1, 2)
-def test_all_reduce_hook_before_landing(rank: Rank) -> None:
-    """The user's hook sees gradients on the device, before they go to the host."""
-    model, reference = offloaded(rank, nn.Sequential(nn.Linear(6, 6)))
-    model[0].set_all_reduce_hook(lambda rows: rows.mul_(3))
-    square_loss()(model, rank.rank).backward()
-    loss_of: LossOf = lambda module, number: 3 * square_loss()(module, number)  # noqa: E731
-    reference_backward(reference, rank.world_size, loss_of)
-    assert_models_equal(model, reference, grads=True, **CLOSE)
+    assert devices == {rank.device}
 
 
 # -------------------------------------------------------------------- what is where
-
-
-@pytest.mark.cpu_only("tests/devices has it for accelerators")
-@on_ranks(1, 2)
-@pytest.mark.parametrize("pin", [True, False])
-def test_everything_is_in_host_memory(rank: Rank, pin: bool) -> None:
-    """Shards, gradients, optimizer state and state dict are on the CPU; without an accelerator nothing is pinned."""
-    model, reference = offloaded(rank, stack(), pin=pin)
-    optimizer = torch.optim.Adam(model.parameters())
-    square_loss()(model, rank.rank).backward()
-    optimizer.step()
-    state = [value for values in optimizer.state.values() for value in values.values()]
-    tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *state, *model.state_dict().values()]
-    for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        assert local.device.type == "cpu" and not local.is_pinned()
-    assert list(model.state_dict()) == list(reference.state_dict())
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("change", ["load", "assign", "to", "to_empty", "in place"])
 def test_weights_that_change(rank: Rank, change: str) -> None:
     """Loads, moves and writes between steps reach the device with the next gather."""
-    model, reference = offloaded(rank, stack())
-    square_loss()(model, rank.rank).backward()
-    for module in (model, reference):
-        module.zero_grad()
+    model, reference = offloaded(rank)
+    square_loss()(model, rank.rank)
     if change == "to":
         model.to(torch.float64)
         reference.to(torch.float64)
@@ -272,30 +221,17 @@ def test_weights_that_change(rank: Rank, change: str) -> None:
     def loss_at(step: int) -> LossOf:
         return lambda m, r: m(batch(r, step, 4, 6).to(next(reference.parameters()).dtype)).square().mean()
 
-    each_step(model, reference, rank, 1, loss_at)
-
-
-@on_ranks(2)
-def test_after_exceptions(rank: Rank) -> None:
-    """A forward that raises leaves nothing on the device, and the next steps are right."""
-    model, reference = offloaded(rank, stack())
-    each_step(model, reference, rank, 1)
-    with pytest.raises(IndexError):
-        model(batch(0, 0, 4, 6), run=[0, 7])
-    assert_at_rest(model)
-    each_step(model, reference, rank, 1)
+    train(model, reference, rank, loss_at)
 
 
 @on_ranks(2)
 def test_some_units_offload(rank: Rank) -> None:
     """Units with and without the policy mix, and a deep copy keeps it."""
-    model = stack()
-    reference = copy.deepcopy(model)
+    model, reference = build(small), build(small)
     policies = itertools.cycle([CPUOffloadPolicy(), OffloadPolicy()])
     for module in (*model.blocks, model):
         fully_shard(module, mesh=rank.mesh, offload_policy=next(policies))
-    assert [unit_of(m).policy.offloads for m in (*model.blocks, model)] == [True, False, True]
-    each_step(model, reference, rank, 1)
-    copied = copy.deepcopy(model)
-    assert [unit_of(m).policy.offloads for m in (*copied.blocks, copied)] == [True, False, True]
-    each_step(copied, reference, rank, 1)
+    for _ in range(2):
+        assert [unit_of(m).policy.offloads for m in (*model.blocks, model)] == [True, False, True]
+        train(model, reference, rank)
+        model = copy.deepcopy(model)

@@ -7,39 +7,32 @@ import gc
 import io
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import front_ends
 from compare import assert_equal
+from front_ends import COMPOSABLE
 from fullshard import CommQuantization, fully_shard
 from fullshard.engine.optimizer_overlap import GradientInFlight
 from fullshard.errors import PhaseError
 from fullshard.frontend.sharded_module import unit_at
-from models import Branch, Stack, shard_blocks, square_loss, tiny_units
+from models import Branch, Stack, square_loss, tiny_units
 from ranks import Rank, on_ranks
 
 
-def build(rank: Rank, mesh: Any = None, **settings: Any) -> tuple[nn.Module, nn.Module]:
+def build(rank: Rank, *mesh: int) -> tuple[Any, Any]:
     """A model whose last reductions are left under way, and the same one that waits for them."""
-    torch.manual_seed(0)
+    over = rank.make_mesh(*mesh, names=("replicate", "shard")) if mesh else None
     with tiny_units(up_to=0):
-        late = shard_blocks(Stack(), rank, **settings) if mesh is None else on_mesh(Stack(), mesh)
-        torch.manual_seed(0)
-        plain = shard_blocks(Stack(), rank, **settings) if mesh is None else on_mesh(Stack(), mesh)
+        late, plain = (COMPOSABLE.wrap(front_ends.build(Stack), rank, mesh=over) for _ in range(2))
     unit_at(late).settings.overlap_optimizer = True
-    plain.load_state_dict(copy.deepcopy(late.state_dict()))
     return late, plain
-
-
-def on_mesh(model: Stack, mesh: Any) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
 
 
 def backward(rank: Rank, *models: nn.Module, step: int = 0) -> None:
@@ -88,7 +81,6 @@ def _foreach(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("options", "use"),
     [
-        ({"foreach": False}, _clip),
         ({"foreach": True}, _foreach),
         ({"fused": True}, _clip),
     ],
@@ -136,10 +128,8 @@ def test_gradients_that_are_dropped_stay_dropped(rank: Rank) -> None:
 @on_ranks(2)
 def test_gradients_that_only_other_ranks_have(rank: Rank) -> None:
     """Where a parameter gets a gradient on some ranks only, nothing is left under way on those without."""
-    torch.manual_seed(0)
-    models = [fully_shard(Branch(), mesh=rank.mesh) for _ in range(2)]
+    models = [fully_shard(front_ends.build(Branch), mesh=rank.mesh) for _ in range(2)]
     unit_at(models[0]).settings.overlap_optimizer = True
-    models[1].load_state_dict(copy.deepcopy(models[0].state_dict()))
     for model in models:
         model.rank = rank.rank
     backward(rank, *models)
@@ -147,26 +137,42 @@ def test_gradients_that_only_other_ranks_have(rank: Rank) -> None:
     assert all(p.grad is not None for name, p in models[0].named_parameters() if not name.startswith("never"))
 
 
+def _save(model: Any) -> None:
+    file = io.BytesIO()
+    torch.save(model.first.weight.grad, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert_equal(loaded.to_local(), model.first.weight.grad.to_local(), "loaded")
+
+
+def _copy(model: Any) -> None:
+    assert all(p.grad is None for p in copy.deepcopy(model).parameters())  # a copy has no gradients
+
+
+def _evaluate(model: Any) -> None:
+    with torch.no_grad():
+        model(torch.ones(2, 6))
+
+
+WHAT_COMES_NEXT: dict[str, Callable[[Any], object]] = {
+    "copy": _copy,
+    "move": lambda model: model.float(),
+    "synchronize": lambda model: model.synchronize_gradients(),
+    "pending": lambda model: model.get_pending_gradients() == {} or pytest.fail("some pend"),
+    "another root": lambda model: fully_shard(nn.Sequential(model))(torch.ones(2, 6)),
+    "evaluate": _evaluate,
+    "save": _save,
+}
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("then", ["copy", "move", "synchronize", "pending", "sharded again", "eval"])
+@pytest.mark.parametrize("then", WHAT_COMES_NEXT)
 def test_whatever_comes_next(rank: Rank, then: str) -> None:
-    """Copies, moves and forwards find the gradients landed."""
+    """Copies, moves, files and forwards find the gradients landed."""
     model, other = build(rank)
     backward(rank, model, other)
-    if then == "copy":  # which has no gradients
-        assert all(p.grad is None for p in copy.deepcopy(model).parameters())
-    elif then == "move":
-        model.double(), other.double()
-    elif then == "synchronize":
-        model.synchronize_gradients()
-    elif then == "pending":
-        assert model.get_pending_gradients() == {}
-    elif then == "sharded again":
-        for each in (model, other):
-            fully_shard(nn.Sequential(each), mesh=rank.mesh)(torch.ones(2, 6))  # it becomes the root
-    else:
-        with torch.no_grad():
-            model(torch.ones(2, 6))
+    assert list_late(model)
+    WHAT_COMES_NEXT[then](model)
     assert not list_late(model)
     assert_same_gradients(model, other)
 
@@ -191,34 +197,17 @@ def test_after_a_failure(rank: Rank) -> None:
     assert_same_gradients(model, other)
 
 
-@on_ranks(2)
-def test_a_dropped_gradient_says_so(rank: Rank) -> None:
-    """A gradient in flight that a user kept, when the step it belongs to was given up."""
-    model, _ = build(rank)
-    backward(rank, model)
-    held = model.first.weight.grad
-    unit_at(model).runtime.recover()
-    assert model.first.weight.grad is None
-    with pytest.raises(PhaseError, match="was dropped"):
-        held.sum()
-
-
 @pytest.mark.cpu_only("what gloo does")
-@on_ranks(4)
+@on_ranks(2, 4)
 def test_sums_that_are_sent_when_waited_for(rank: Rank) -> None:
-    """All-reduces of more than two ranks over gloo send twice, so nothing of them is left under way."""
-    model, other = build(rank, init_device_mesh(rank.device.type, (4, 1), mesh_dim_names=("replicate", "shard")))
+    """All-reduces of more than two ranks over gloo send twice, so nothing of them is left under way.
+
+    Rounded ones send a second time as well when they are waited for, which has to be in backward on all ranks.
+    """
+    model, other = build(rank, rank.world_size, 1)
     backward(rank, model, other)
-    assert not list_late(model)
+    assert bool(list_late(model)) == (rank.world_size == 2)
     assert_same_gradients(model, other)
-
-
-@on_ranks(2)
-def test_rounded_sums_are_waited_for(rank: Rank) -> None:
-    """Rounded all-reduces send a second time when they are waited for, which has to be in backward on all ranks."""
-    model, _ = build(rank, init_device_mesh(rank.device.type, (2, 1), mesh_dim_names=("replicate", "shard")))
-    backward(rank, model)
-    assert list_late(model)
     model.zero_grad()
     model.set_comm_quantization(replicate=CommQuantization(reduce="int8", min_bytes=1))
     backward(rank, model)
@@ -226,21 +215,15 @@ def test_rounded_sums_are_waited_for(rank: Rank) -> None:
 
 
 @on_ranks(2)
-def test_files_hold_gradients(rank: Rank) -> None:
-    """A gradient in flight is saved as what it stands for."""
-    model, other = build(rank)
-    backward(rank, model, other)
-    file = io.BytesIO()
-    torch.save(model.first.weight.grad, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    assert_equal(loaded.to_local(), other.first.weight.grad.to_local(), "loaded")
-
-
-@on_ranks(2)
 def test_a_model_is_freed_with_gradients_in_flight(rank: Rank) -> None:
-    """Gradients in flight do not keep a model alive, and say so if they outlive it."""
+    """Gradients in flight do not keep a model alive, and say so if they outlive it, or the step that was given up."""
     model, _ = build(rank)
+    backward(rank, model)
+    dropped = model.first.weight.grad
+    unit_at(model).runtime.recover()
+    assert model.first.weight.grad is None
+    with pytest.raises(PhaseError, match="was dropped"):
+        dropped.sum()
     backward(rank, model)
     held, schedule = model.first.weight.grad, weakref.ref(unit_at(model).runtime)
     del model

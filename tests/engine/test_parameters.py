@@ -1,32 +1,36 @@
-"""Parameters of every shape, stride and dtype: they train as they would unsharded, and are cut as torch.chunk cuts."""
+"""Parameters of every shape, stride and dtype, cut on any dim: they train as they would unsharded."""
 
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from compare import assert_equal, assert_models_equal
-from fullshard import fully_shard
+from compare import assert_equal
+from front_ends import assert_same_gradients, assert_trains_alike, build
+from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.comm import record
 from fullshard.engine.ownership import unit_of
 from fullshard.layout import Route
+from models import batch, square_loss
 from ranks import Rank, on_ranks
 
-STEPS = 2
-BATCH = 8  # rows per step, over all ranks
+Choose = Callable[[nn.Parameter], Shard | None]
 
 
 class Holder(nn.Module):
     """``linear(x)``, then what ``use`` makes of it with ``self.extra``."""
 
-    def __init__(self, extra: nn.Parameter, use: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, extra: torch.Tensor, use: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)
-        self.extra = extra
+        self.extra = nn.Parameter(extra, requires_grad=extra.is_floating_point())
         self.use = use
         self.strides_seen: list[tuple[int, ...]] = []
 
@@ -35,27 +39,15 @@ class Holder(nn.Module):
         return self.use(self.linear(x), self.extra)
 
 
-def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x @ weight
-
-
-def scale(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    return x * factor
-
-
-def add_row_sums(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return x + rows.sum()
-
-
-def take_columns(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    return x[:, columns]
+def add_sum(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return x + other.sum()
 
 
 def contract(x: torch.Tensor, cube: torch.Tensor) -> torch.Tensor:
     return torch.einsum("bi,jki->bjk", x, cube)
 
 
-class Mixed(nn.Module):
+class TwoTypes(nn.Module):
     """Trainable parameters of two dtypes in one module."""
 
     def __init__(self) -> None:
@@ -67,139 +59,143 @@ class Mixed(nn.Module):
         return self.wide(self.narrow(x).relu().double())
 
 
-def channels_last_conv() -> nn.Module:
-    layers = nn.Sequential(nn.Unflatten(1, (3, 4, 4)), nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Conv2d(5, 2, 2))
+class AllDims(nn.Module):
+    """Parameters of one to four dims, one of them transposed, one 0-D; many sizes that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 10)
+        self.tall = nn.Parameter(torch.randn(10, 7))
+        self.transposed = nn.Parameter(torch.randn(5, 7).t())  # (7, 5), strides (1, 7)
+        self.kernel = nn.Conv2d(1, 3, 2)  # weight (3, 1, 2, 2)
+        self.experts = nn.Parameter(torch.randn(3, 8, 6) / 3)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x)) @ self.tall @ self.transposed / 5
+        x = self.kernel(x[:, None, None].expand(-1, 1, 2, 5)).flatten(1)[:, :8]
+        return torch.tanh(torch.einsum("bi,eij->bej", x, self.experts)).sum(1) * self.scale
+
+
+class Lstm(nn.LSTM):
+    """Keeps a second list of its weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.unsqueeze(0))[0]
+
+
+def channels_last() -> nn.Module:
+    layers = nn.Sequential(nn.Linear(6, 48), nn.Unflatten(1, (3, 4, 4)), nn.Conv2d(3, 5, 3), nn.Conv2d(5, 2, 2))
     return layers.to(memory_format=torch.channels_last)
 
 
-MODULES: dict[str, Callable[[], nn.Module]] = {
-    "0-D": lambda: Holder(nn.Parameter(torch.tensor(1.5)), scale),
-    "uneven": lambda: nn.Linear(6, 7),
-    "fewer rows than ranks": lambda: nn.Linear(6, 1),
-    "three rows": lambda: nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 3)),
-    "channels_last": channels_last_conv,
-    "transposed": lambda: Holder(nn.Parameter(torch.randn(5, 6).t()), matmul),
-    "transposed, uneven": lambda: Holder(nn.Parameter(torch.randn(7, 5).t()), add_row_sums),
-    "permuted": lambda: Holder(nn.Parameter(torch.randn(6, 5, 3).permute(1, 2, 0)), contract),
-    "rows in order, inner dims not": lambda: Holder(nn.Parameter(torch.randn(5, 6, 3).transpose(1, 2)), contract),
-    "zero rows": lambda: Holder(nn.Parameter(torch.empty(0, 3)), add_row_sums),
-    "zero columns": lambda: Holder(nn.Parameter(torch.empty(3, 0)), add_row_sums),
-    "integer": lambda: Holder(nn.Parameter(torch.tensor([4, 0, 3, 3, 1]), requires_grad=False), take_columns),
-    "two dtypes": Mixed,
-    "direct": lambda: nn.Sequential(nn.Linear(6, 256), nn.ReLU(), nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 3)),
-    "direct, uneven": lambda: nn.Sequential(nn.Linear(6, 256), nn.ReLU(), nn.Linear(256, 301), nn.Linear(301, 3)),
+def wide(*rows: int) -> nn.Module:
+    """Layers of which one travels directly."""
+    return nn.Sequential(nn.Linear(6, 256), nn.ReLU(), nn.Linear(256, rows[0]), nn.Linear(rows[0], 3))
+
+
+def on_last(parameter: nn.Parameter) -> Shard | None:
+    return Shard(-1) if parameter.ndim else None
+
+
+def on_middle(parameter: nn.Parameter) -> Shard | None:
+    return Shard(parameter.ndim // 2) if parameter.ndim > 1 else None
+
+
+def on_ones(parameter: nn.Parameter) -> Shard | None:
+    """A dim of size 1 where there is one: all ranks but one are empty."""
+    return Shard(1) if parameter.ndim == 4 else None
+
+
+def by_hand(parameter: nn.Parameter) -> Shard | None:
+    """Mixed in one unit: positive, negative, default."""
+    return {3: Shard(-2), 2: Shard(1), 1: Shard(-1)}.get(parameter.ndim)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Choose | None]] = {
+    "0-D": (lambda: Holder(torch.tensor(1.5), torch.mul), None),
+    "uneven": (lambda: nn.Linear(6, 7), None),
+    "fewer rows than ranks": (lambda: nn.Sequential(nn.Linear(6, 1), nn.Linear(1, 2)), None),
+    "channels_last": (channels_last, None),
+    "transposed": (lambda: Holder(torch.randn(5, 6).t(), torch.matmul), None),
+    "transposed, uneven": (lambda: Holder(torch.randn(7, 5).t(), add_sum), None),
+    "permuted": (lambda: Holder(torch.randn(6, 5, 3).permute(1, 2, 0), contract), None),
+    "rows in order, inner dims not": (lambda: Holder(torch.randn(5, 6, 3).transpose(1, 2), contract), None),
+    "zero rows": (lambda: Holder(torch.empty(0, 3), add_sum), None),
+    "zero columns": (lambda: Holder(torch.empty(3, 0), add_sum), None),
+    "integer": (lambda: Holder(torch.tensor([4, 0, 3, 3, 1]), lambda x, columns: x[:, columns]), None),
+    "two dtypes": (TwoTypes, None),
+    "direct": (lambda: wide(512), None),
+    "direct, uneven": (lambda: wide(301), None),
+    "direct, cut on columns": (lambda: wide(512), on_last),
+    "LSTM": (lambda: Lstm(6, 5, num_layers=2, bidirectional=True), None),
+    "LSTM with projections": (lambda: Lstm(6, 5, proj_size=3), None),
+    **{f"{choose.__name__}": (AllDims, choose) for choose in (on_last, on_middle, on_ones, by_hand)},
 }
 
 
-def make(name: str) -> nn.Module:
-    torch.manual_seed(1)
-    return MODULES[name]()
+@on_ranks(1, 3)
+@pytest.mark.parametrize("name", CASES)
+def test_every_kind(rank: Rank, name: str) -> None:
+    """Every rank holds its piece of ``torch.chunk`` on the dim asked for, no rows if there is none; 0-D is replicated.
 
-
-def batch_for(name: str, step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 + step)
-    return torch.randn(BATCH, 48 if name == "channels_last" else 6, generator=generator)
-
-
-def own_rows(rank: Rank, batch: torch.Tensor) -> torch.Tensor:
-    return batch.chunk(rank.world_size)[rank.rank]
-
-
-def chunk_of(rank: Rank, full: torch.Tensor) -> torch.Tensor:
-    """What ``torch.chunk`` gives this rank, which may be no rows."""
-    pieces = full.chunk(rank.world_size) if full.shape[0] else ()
-    return pieces[rank.rank] if rank.rank < len(pieces) else full[:0]
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.SGD(trainable, lr=0.1, momentum=0.9)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> None:
-    optimizer.zero_grad()
-    model(inputs).square().mean().backward()
-    optimizer.step()
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("name", MODULES)
-def test_trains_like_the_plain_module(rank: Rank, name: str) -> None:
-    """After several steps parameters and gradients equal those of the plain module on the whole batch."""
-    reference = make(name)
-    model = fully_shard(copy.deepcopy(reference), mesh=rank.mesh)
-    optimizers = sgd(model), sgd(reference)
-    for index in range(STEPS):
-        batch = batch_for(name, index)
-        step(model, optimizers[0], own_rows(rank, batch))
-        step(reference, optimizers[1], batch)
-    assert_models_equal(model, reference, grads=True, rtol=2e-5, atol=1e-6)
-
-
-@on_ranks(1, 4)
-def test_shards_and_unsharded_parameters(rank: Rank) -> None:
-    """Every rank holds its piece of ``torch.chunk``, no rows if there is none; 0-D parameters are replicated.
-
-    What forward sees has the values, the type and the strides that the parameter had before sharding. A gradient is a
-    DTensor with the parameter's placements, and its local tensor has the shard's strides.
+    What forward sees has the values, the type and the strides that the parameter had before sharding. Training equals
+    that of the plain module. A gradient is a DTensor with the parameter's placements and the shard's strides.
     """
-    for name in MODULES:
-        reference = make(name)
-        model = fully_shard(copy.deepcopy(reference), mesh=rank.mesh)
-        for (fqn, sharded), full in zip(model.named_parameters(), reference.parameters(), strict=True):
-            what, full = f"{name}: {fqn}", full.detach()
-            assert isinstance(sharded, DTensor)
-            assert sharded.shape == full.shape and sharded.requires_grad == reference.get_parameter(fqn).requires_grad
-            assert sharded.placements == ((Shard(0),) if full.ndim else (Replicate(),))
-            assert_equal(sharded.to_local().detach(), chunk_of(rank, full) if full.ndim else full, what)
-            assert_equal(sharded.full_tensor().detach(), full, what)
-        model.unshard()
-        for (fqn, full), original in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert type(full) is nn.Parameter
-            assert full.stride() == original.stride(), (name, fqn)
-            assert_equal(full.detach(), original.detach(), f"{name}: {fqn}")
-        model.reshard()
-        model(own_rows(rank, batch_for(name, 0))).square().mean().backward()
-        if isinstance(model, Holder):
-            assert model.strides_seen == [reference.extra.stride()]
-        for fqn, p in model.named_parameters():
-            if p.requires_grad:
-                assert isinstance(p.grad, DTensor), fqn
-                assert p.grad.placements == p.placements and p.grad.dtype == p.dtype, fqn
-                assert p.grad.to_local().shape == p.to_local().shape, fqn
-                assert p.grad.to_local().stride() == p.to_local().stride(), fqn
+    make, choose = CASES[name]
+    reference = build(make)
+    model = fully_shard(copy.deepcopy(reference), mesh=rank.mesh, shard_placement_fn=choose)
+    for (fqn, ours), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
+        placement = (choose(whole) if choose else None) or Shard(0)
+        dim, whole = placement.dim % max(whole.ndim, 1), whole.detach()
+        assert isinstance(ours, DTensor) and (ours.shape, ours.stride()) == (whole.shape, whole.stride()), fqn
+        assert ours.requires_grad == reference.get_parameter(fqn).requires_grad
+        assert ours.placements == ((Shard(dim),) if whole.ndim else (Replicate(),)), fqn
+        assert_equal(ours.full_tensor().detach(), whole, fqn)
+        local = ours.to_local().detach()
+        chunks = whole.chunk(rank.world_size, dim) if whole.ndim and whole.shape[dim] else (whole,) * 3
+        if rank.rank < len(chunks):
+            assert_equal(local.contiguous(), chunks[rank.rank].contiguous(), f"local part of {fqn}")
+        else:
+            assert local.shape[dim] == 0 and local.numel() == 0, fqn
+    model.unshard()
+    for (fqn, full), original in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert type(full) is nn.Parameter and full.stride() == original.stride(), fqn
+        assert_equal(full.detach(), original.detach(), fqn)
+    model.reshard()
+    assert_trains_alike(model, reference, rank, steps=2)
+    if isinstance(model, Holder):
+        assert set(model.strides_seen) == {reference.extra.stride()}
+    square_loss()(model, rank.rank).backward()
+    for fqn, p in model.named_parameters():
+        if p.requires_grad:
+            assert isinstance(p.grad, DTensor) and p.grad.placements == p.placements and p.grad.dtype == p.dtype, fqn
+            local, gradient = p.to_local(), p.grad.to_local()
+            assert (gradient.shape, gradient.stride()) == (local.shape, local.stride()), fqn
 
 
 @on_ranks(2)
 def test_expanded_parameter_becomes_a_contiguous_one(rank: Rank) -> None:
     """A parameter whose rows share memory is sharded as if it had been contiguous."""
-    row = torch.arange(6.0)
-    model = fully_shard(Holder(nn.Parameter(row.expand(6, 6)), matmul), mesh=rank.mesh)
-    reference = Holder(nn.Parameter(row.repeat(6, 1)), matmul)
-    reference.linear.load_state_dict({k: v.full_tensor() for k, v in model.linear.state_dict().items()})
-    optimizers = sgd(model), sgd(reference)
-    for index in range(STEPS):
-        batch = batch_for("", index) * 0.1
-        step(model, optimizers[0], own_rows(rank, batch))
-        step(reference, optimizers[1], batch)
-    assert model.strides_seen[0] == (6, 1)
-    assert_models_equal(model, reference, grads=True, rtol=2e-5, atol=1e-6)
+    model, reference = (build(Holder, row, torch.matmul) for row in (torch.ones(6).expand(6, 6), torch.ones(6, 6)))
+    assert_trains_alike(fully_shard(model, mesh=rank.mesh), reference, rank, steps=2)
+    assert set(model.strides_seen) == {(6, 1)}
 
 
 @pytest.mark.cpu_only("from which size on parameters travel directly depends on the back end")
 @on_ranks(2, 4)
 def test_buckets(rank: Rank) -> None:
     """Each dtype has a bucket. A large weight has a collective of its own; biases and small ones share a message."""
-    buckets = unit_of(fully_shard(Mixed(), mesh=rank.mesh)).buckets
+    buckets = unit_of(fully_shard(TwoTypes(), mesh=rank.mesh)).buckets
     assert [b.shard_buffer.dtype for b in buckets] == [torch.float32, torch.float64]
     names = [[p.fqn for p in b.parameters] for b in buckets]
     assert names == [["narrow.weight", "narrow.bias"], ["wide.weight", "wide.bias"]]
-    for name in ("direct", "direct, uneven"):
-        (bucket,) = unit_of(fully_shard(make(name), mesh=rank.mesh)).buckets
+    for rows in (512, 301):
+        (bucket,) = unit_of(fully_shard(wide(rows), mesh=rank.mesh)).buckets
         routes = {slot.parameter.fqn: slot.route for slot in bucket.layout.slots}
         assert routes.pop("2.weight") is Route.DIRECT
         assert set(routes.values()) == {Route.PACKED}
-        assert bucket.layout.slots[2].padded == (name == "direct, uneven")
+        assert bucket.layout.slots[2].padded == (rows == 301)
 
 
 class Tagged(nn.Linear):
@@ -225,32 +221,64 @@ def test_attributes_of_parameters_survive_sharding(rank: Rank) -> None:
     assert model.weight.dtype == torch.float64 and model.weight.tag == "decay"
 
 
+# ---------------------------------------------------------------- other dims than 0
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("options", [{"num_layers": 2, "bidirectional": True}, {"proj_size": 3}], ids=str)
-def test_lstm_trains(rank: Rank, options: dict[str, int]) -> None:
-    """An LSTM, which keeps a second list of its weights, trains like the plain one."""
-    torch.manual_seed(1)
-    reference = nn.LSTM(6, 5, **options)
-    model = fully_shard(copy.deepcopy(reference), mesh=rank.mesh)
-    optimizers = sgd(model), sgd(reference)
-    for index in range(STEPS):
-        batch = batch_for("", index).unsqueeze(0).expand(3, -1, -1)
-        for module, optimizer, inputs in (
-            (model, optimizers[0], batch.chunk(rank.world_size, dim=1)[rank.rank]),
-            (reference, optimizers[1], batch),
-        ):
-            optimizer.zero_grad()
-            output, (hidden, _) = module(inputs)
-            (output.square().mean() + hidden.square().mean()).backward()
-            optimizer.step()
-    assert_models_equal(model, reference, grads=True, rtol=2e-5, atol=1e-6)
-    assert all(isinstance(p, DTensor) for p in model._flat_weights)
+def test_state_dict_of_other_dims(rank: Rank) -> None:
+    """A state dict of odd placements loads into another model of the same, by copy and by assignment.
+
+    ``torch.save`` and ``copy.deepcopy`` take it, and the optimizer's. On other placements it is refused.
+    """
+    model = fully_shard(build(AllDims), mesh=rank.mesh, shard_placement_fn=by_hand)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, foreach=False)
+    square_loss()(model, rank.rank).backward()
+    optimizer.step()
+    with record() as seen:
+        state = model.state_dict()
+    assert seen == []
+    for assign in (False, True):
+        other = fully_shard(build(AllDims), mesh=rank.mesh, shard_placement_fn=by_hand)
+        other.load_state_dict({k: v.detach().clone() for k, v in state.items()}, assign=assign)
+        for fqn, value in state.items():
+            assert other.state_dict()[fqn].placements == value.placements
+        assert_equal(square_loss()(other, 0).detach(), square_loss()(model, 0).detach(), "loss")
+    for saved in (state, optimizer.state_dict()):
+        file = io.BytesIO()
+        torch.save(saved, file)
+        file.seek(0)
+        for loaded in (torch.load(file, weights_only=False), copy.deepcopy(saved)):
+            assert str(loaded) == str(saved)
+    rows = fully_shard(build(AllDims), mesh=rank.mesh)
+    rows.load_state_dict({k: v.detach().clone() for k, v in state.items()}, assign=True)
+    with pytest.raises(ValueError, match=r"DTensor with placements \(Shard\(dim=1\),\).*redistribute it first"):
+        square_loss()(rows, rank.rank)
 
 
-@on_ranks(4)
-def test_module_without_parameters_is_a_unit(rank: Rank) -> None:
-    """A module that has nothing to shard can be a unit: nothing is gathered, and gradients flow through."""
-    model = fully_shard(nn.Sequential(fully_shard(nn.ReLU(), mesh=rank.mesh), nn.Linear(3, 2)), mesh=rank.mesh)
-    x = torch.ones(2, 3, requires_grad=True)
-    model(x).sum().backward()
-    assert x.grad is not None and model[1].weight.grad is not None
+@on_ranks(2)
+def test_mixed_precision_and_accumulation(rank: Rank) -> None:
+    """Odd dims with bf16 on the wire and fp32 sums: bitwise the gradients of the same parameters cut on dim 0."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    choices: list[Any] = [None, by_hand, on_last]
+    models = [
+        fully_shard(build(AllDims), mesh=rank.mesh, mp_policy=policy, shard_placement_fn=each) for each in choices
+    ]
+    for model in models:
+        for step in range(3):
+            model.set_requires_gradient_sync(step == 2)
+            square_loss(step)(model, rank.rank).backward()
+    for model in models[1:]:
+        assert_same_gradients(model, models[0], rtol=0.0, atol=0.0)
+
+
+@on_ranks(2)
+def test_placement_function_is_called_once_per_parameter(rank: Rank) -> None:
+    """The function sees every parameter of the call once, as it was: plain, and tied ones once only."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    fully_shard(model[1], mesh=rank.mesh)
+    seen: list[nn.Parameter] = []
+    fully_shard(model, mesh=rank.mesh, shard_placement_fn=seen.append)
+    assert [tuple(p.shape) for p in seen] == [(4, 4), (4,), (4,)]
+    assert not any(isinstance(p, DTensor) for p in seen)
+    model(batch(0, 0, 2, 4)).sum().backward()

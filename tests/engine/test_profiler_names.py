@@ -6,14 +6,12 @@ import collections
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
-from fullshard import FullyShardedDataParallel, fully_shard
+from front_ends import COMPOSABLE, ORIGINAL, FrontEnd
 from fullshard.optim import localize
 from fullshard.profiling import profiled
-from fullshard.wrap import ModuleWrapPolicy
-from models import Block, Stack
+from models import Stack
 from ranks import Rank, on_ranks
 
 DIM = 256  # large enough that no unit shares a launch with its neighbor
@@ -31,16 +29,14 @@ def names_of_a_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_a_profile_names_what_each_unit_waits_for(rank: Rank, wrapped: bool) -> None:
-    """All-gathers in forward and backward, reduce-scatters and waits bear the FQN of their unit."""
-    model: torch.nn.Module = Stack(3, DIM)
-    if wrapped:
-        model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
-    else:
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
+@pytest.mark.parametrize("front_end", [COMPOSABLE, ORIGINAL], ids=str)
+def test_a_profile_names_what_each_unit_waits_for(rank: Rank, front_end: FrontEnd) -> None:
+    """All-gathers in forward and backward, reduce-scatters and waits bear the FQN of their unit.
+
+    Outside of profiles the context is one object that does nothing.
+    """
+    assert profiled("wait", "layers.3") is profiled("optimizer")
+    model = front_end.wrap(Stack(3, DIM), rank)
     names = names_of_a_step(model, localize(torch.optim.AdamW(model.parameters())))
     for unit, times in (("root", 1), ("blocks.0", 2), ("blocks.1", 2), ("blocks.2", 1)):  # blocks.2 is kept
         assert names[f"fullshard::all_gather ({unit})"] == times, names
@@ -55,11 +51,7 @@ def test_a_profile_names_what_each_unit_waits_for(rank: Rank, wrapped: bool) -> 
 @on_ranks(4)
 def test_a_profile_names_reductions_over_replicas(rank: Rank) -> None:
     """On a 2-D mesh each unit's reduce-scatter is followed by its all-reduce."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = Stack(2, DIM)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = COMPOSABLE.wrap(Stack(2, DIM), rank, strategy="HYBRID_SHARD")
     names = names_of_a_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for unit in ("root", "blocks.0", "blocks.1"):
         assert names[f"fullshard::reduce_scatter ({unit})"] == names[f"fullshard::all_reduce ({unit})"] == 1, names
@@ -68,15 +60,8 @@ def test_a_profile_names_reductions_over_replicas(rank: Rank) -> None:
 @on_ranks(2)
 def test_units_that_share_a_launch_share_its_name(rank: Rank) -> None:
     """Tiny units are all-gathered with the one after them, and reduced with the one before: the name lists them."""
-    model = torch.nn.Sequential(torch.nn.LayerNorm(DIM), torch.nn.Linear(DIM, DIM), torch.nn.Linear(DIM, DIM))
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
+    layers = torch.nn.Sequential(torch.nn.LayerNorm(DIM), torch.nn.Linear(DIM, DIM), torch.nn.Linear(DIM, DIM))
+    model = COMPOSABLE.wrap(layers, rank)
     names = names_of_a_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
     together = [name for name in names if "all_gather (" in name and ", " in name]
-    assert any("(0, 1)" in name for name in together), names
-
-
-def test_without_a_profiler_nothing_is_made() -> None:
-    """Outside of profiles the context is one object that does nothing."""
-    assert profiled("wait", "layers.3") is profiled("optimizer")
+    assert any("(0, 1" in name for name in together), names  # on an accelerator the next one as well

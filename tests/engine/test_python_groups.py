@@ -66,10 +66,8 @@ def wrap(model: nn.Module, **options: Any) -> nn.Module:
 
 WAYS: dict[str, tuple[int, Callable[[nn.Module], nn.Module]]] = {
     "fully_shard": (3, shard_each),
-    "replicate": (2, replicate),
     "2-D": (4, lambda m: shard_each(m, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))),
-    "in the same dtype": (2, lambda m: shard_each(m, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))),
-    "wrapper": (2, wrap),
+    "replicate": (2, lambda m: replicate(m, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))),
     "wrapper on a group": (2, lambda m: wrap(m, process_group=dist.group.WORLD, use_orig_params=True)),
 }
 
@@ -139,7 +137,11 @@ class _Doubling(dist.ProcessGroup):
 
 @on_ranks(1)
 def test_a_group_written_in_python(rank: Rank) -> None:
-    """A back end that a program has registered, and that implements nothing but the collectives, is used."""
+    """A back end that a program has registered, and that implements nothing but the collectives, is used.
+
+    A single rank needs none.
+    """
+    assert type(make_transport(rank.group, torch.device("meta"))) is SingleRankTransport
 
     def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
         return _Doubling(0, 2)
@@ -164,11 +166,8 @@ def test_a_group_written_in_python(rank: Rank) -> None:
     assert piece.tolist() == [0, 0.5] and group.calls == ["all_gather", "all_gather", "reduce_scatter", "all_reduce"]
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_device_without_a_back_end(rank: Rank) -> None:
-    """A group that has none for a device is refused; a single rank needs none."""
-    if rank.world_size == 1:
-        assert type(make_transport(rank.group, torch.device("meta"))) is SingleRankTransport
-        return
+    """It is refused in c10d's words."""
     with pytest.raises(RuntimeError, match="No backend type associated with device type"):
         make_transport(rank.group, torch.device("meta"))

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
-from quantized_reference import quantized
 
 from compare import assert_close, assert_equal
 from fullshard.comm import (
@@ -30,7 +29,6 @@ from ranks.device import device_type
 
 BLOCK = 32
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SIZES = [1, 31, 32, 33, 500]
 # Gloo sends and receives host memory only.
 KINDS = [GlooTransport, CollectiveTransport] if device_type() == "cpu" else [CollectiveTransport]
 TRANSPORTS = pytest.mark.parametrize("base", KINDS, ids=lambda kind: kind.__name__)
@@ -63,24 +61,12 @@ def mixed(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Te
 
 @BOTH
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_blocks_are_those_of_the_reference(name: Literal["int8", "fp8"], dtype: torch.dtype) -> None:
-    """Values in parts, with a last block that is not full, become what the plain reference says."""
-    for numel in SIZES:
-        values = torch.stack([mixed(seed, numel, dtype) for seed in range(3)])
-        found = through(BlockFormat(name, BLOCK), values)
-        expected = torch.stack([quantized(part, name, BLOCK) for part in values])
-        # The reference divides by the scale; a value half-way between two codes may fall on the other side.
-        step = torch.stack([largest_of_block(part) for part in values]) / (127 if name == "int8" else 14)
-        off = (found - expected).abs() > 1e-6 * step
-        assert off.sum() <= 0.01 * off.numel(), numel
-        assert bool(((found - expected).abs() <= 1.01 * step).all()), numel
-
-
-@BOTH
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_errors_are_bounded(name: Literal["int8", "fp8"], dtype: torch.dtype) -> None:
-    """int8 is off by half a step of the block; fp8 by a sixteenth of the value, or half its smallest step."""
-    values = mixed(3, 20_000, dtype)
+    """int8 is off by half a step of the block; fp8 by a sixteenth of the value, or half its smallest step.
+
+    The last block is not full.
+    """
+    values = mixed(3, 20_001, dtype)
     found = through(BlockFormat(name, BLOCK), values.unsqueeze(0))[0]
     largest, own = largest_of_block(values), values.to(torch.float32)
     bound = largest / 254 if name == "int8" else torch.maximum(own.abs() / 16, largest / 448 / 1024)
@@ -202,19 +188,7 @@ def test_small_elements_of_a_message(rank: Rank, base: Callable[..., Transport])
         assert (found[:200] - sums[:200]).abs().max() < 2 * bound
 
 
-@on_ranks(2)
-def test_gathers_in_inference_mode(rank: Rank) -> None:
-    """A gather that is issued in inference mode may be waited for outside."""
-    transport = QuantizedTransport(KINDS[0](rank.group), CommQuantization(all_gather="int8", block=BLOCK, min_bytes=0))
-    operand = Operand.of_parameter(mixed(rank.rank, 100), torch.zeros(200))
-    with torch.inference_mode():
-        works = transport.all_gather([CommRequest("unit", [operand])])
-    wait(works)
-    assert_same_bits([operand.unsharded], rank, "region")
-    assert not operand.unsharded.is_inference() and operand.unsharded.abs().sum() > 0
-
-
-# ReductionQueue
+# Reductions
 
 
 @on_ranks(3)

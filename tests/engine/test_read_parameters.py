@@ -14,12 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from compare import assert_close
-from front_ends import assert_same_gradients, assert_trains_alike, gathered
-from fullshard import FullyShardedDataParallel as FSDP
+from front_ends import assert_trains_alike, gathered
 from fullshard import fully_shard, unsharded
 from fullshard.comm import record
-from models import reference_backward
-from pairwise import each_value
 from ranks import Rank, on_ranks
 
 WIDTH, WORDS = 6, 11
@@ -62,7 +59,10 @@ def loss_at(step: int) -> Any:
 @on_ranks(2)
 @pytest.mark.parametrize("reshard", [False, None, True])
 def test_head_in_one_unit_with_the_norm(rank: Rank, reshard: bool | None) -> None:
-    """accelerate shards the last norm and the head together; the head's weight is read, and the head never called."""
+    """accelerate shards the last norm and the head together; the head's weight is read, and the head never called.
+
+    After forwards without gradients, and after training inside of ``unsharded``, the unit is resharded.
+    """
     model = Language()
     reference = copy.deepcopy(model)
     fully_shard(model.block)
@@ -73,36 +73,27 @@ def test_head_in_one_unit_with_the_norm(rank: Rank, reshard: bool | None) -> Non
         assert_trains_alike(model, reference, rank, loss_at)
     assert DTensor not in model.seen
     assert isinstance(model.head.weight, DTensor)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("engine", ["composed", "wrapped"])
-def test_unit_that_stays_unsharded_after_its_forward(rank: Rank, engine: str) -> None:
-    """With ``reshard_after_forward=False`` what follows in the forward may read what has run."""
-
-    class Tied(Language):
-        def forward(self, words: torch.Tensor) -> torch.Tensor:
-            x = self.embedding(words)
-            x = self.norm(self.block(x))
-            return F.cross_entropy((x @ full(self, self.embedding.weight).t()).view(-1, WORDS), words.view(-1))
-
-    model = Tied()
-    reference = copy.deepcopy(model)
-    if engine == "composed":
-        fully_shard(model.embedding, reshard_after_forward=False)
-        fully_shard(model)
-        assert_trains_alike(model, reference, rank, loss_at)
-    else:
-        from fullshard import ShardingStrategy
-
-        model.embedding = FSDP(model.embedding, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True)
-        assert_trains_alike(FSDP(model, use_orig_params=True), reference, rank, loss_at)
-    assert DTensor not in model.seen
+    with unsharded(model):
+        model(tokens(rank.rank)).backward()
+    for _ in range(2):
+        with torch.no_grad():
+            model(tokens(rank.rank))
+        assert gathered(model) == []
 
 
 @on_ranks(2)
 def test_weight_read_while_it_is_sharded(rank: Rank) -> None:
-    """A warning names the parameter, once, also where the reading begins later."""
+    """A warning names the parameter, once, also where the reading begins later.
+
+    Also where what is read is multiplied with activations that require no gradient.
+    """
+    probe = Language()
+    for part in (probe.embedding, probe.block, probe.norm):
+        part.requires_grad_(False)
+    fully_shard(probe.head)
+    fully_shard(probe)
+    with pytest.warns(UserWarning, match="used the sharded parameter .DTensor. of head.weight"):
+        probe(tokens(rank.rank)).backward()
     model = Language()
     fully_shard(model.head)
     fully_shard(model)
@@ -150,81 +141,47 @@ def test_regularizer_is_no_reading(rank: Rank, where: str) -> None:
         assert_close(found.full_tensor(), reference.get_parameter(name).grad, name, rtol=1e-5, atol=1e-6)
 
 
-@on_ranks(2)
-def test_nothing_is_left_unsharded(rank: Rank) -> None:
-    """After forwards without gradients, and after training inside of ``unsharded``, the unit is resharded."""
-    model = Language()
-    fully_shard([model.norm, model.head])
-    fully_shard(model)
-    with unsharded(model):
-        model(tokens(rank.rank)).backward()
-    for _ in range(2):
-        with torch.no_grad():
-            model(tokens(rank.rank))
-        assert gathered(model) == []
-    model(tokens(rank.rank)).backward()
-    assert gathered(model) == []
+class ReadsAndCalls(Language):
+    """Reads the head's weight for the loss, and uses the head, or the norm, in a way of which no loss comes."""
 
+    how = "attached"
 
-@on_ranks(2)
-@pytest.mark.parametrize("group", [False, True], ids=["head", "norm and head"])
-def test_weight_read_after_a_forward_without_gradients(rank: Rank, group: bool) -> None:
-    """The unit's own forward ran under ``no_grad``, and the weight that is read in it needs its memory in backward."""
-
-    class Distilled(Language):
-        def forward(self, words: torch.Tensor) -> torch.Tensor:
-            h = self.block(self.embedding(words))
-            with torch.no_grad():
-                target = self.norm(h) if group else self.head(self.norm(h))
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        h = self.block(self.embedding(words))
+        with torch.set_grad_enabled(not self.how.startswith("no_grad")):
+            target = self.norm(h) if self.how == "no_grad, norm" else self.head(self.norm(h))
+        if self.how.startswith("no_grad"):
             scaled = h * self.head.weight[:1]
             return (scaled @ self.head.weight.t()).square().mean() + target.mean()
-
-    model = Distilled()
-    reference = copy.deepcopy(model)
-    fully_shard(model.block)
-    fully_shard([model.norm, model.head] if group else model.head, reshard_after_forward=False)
-    fully_shard(model)
-    for step in range(2):
-        model(tokens(rank.rank, step)).backward()
-        reference_backward(reference, 2, loss_at(step))
-    assert_same_gradients(model, reference)
-    assert gathered(model) == []
-
-
-@on_ranks(2)
-def test_weight_of_a_probe_on_frozen_layers(rank: Rank) -> None:
-    """What is read is multiplied with activations that require no gradient, and still depends on this rank's data."""
-    model = Language()
-    for part in (model.embedding, model.block, model.norm):
-        part.requires_grad_(False)
-    fully_shard(model.head)
-    fully_shard(model)
-    with pytest.warns(UserWarning, match="used the sharded parameter .DTensor. of head.weight"):
-        model(tokens(rank.rank)).backward()
-
-
-class ReadsAndCalls(Language):
-    """Reads the head's weight for the loss, and calls the head as well, for logits that no loss comes from."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.block(self.embedding(tokens)))
-        loss = F.cross_entropy((x @ full(self, self.head.weight).t()).view(-1, WORDS), tokens.view(-1))
-        self.logits = self.head(x.detach() if self.fused else x)
+        x = self.norm(h)
+        loss = F.cross_entropy((x @ full(self, self.head.weight).t()).view(-1, WORDS), words.view(-1))
+        self.logits = self.head(x.detach() if self.how == "detached" else x)
         return loss
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("prefetch", [None, 0], ids=["prefetch", "no prefetch"])
-@pytest.mark.parametrize("fused", [True, False], ids=["detached", "attached"])
-def test_weight_read_between_the_modules_of_a_unit(rank: Rank, fused: bool, prefetch: int | None) -> None:
-    """What has read the weight finds it in backward, although all modules of the unit have run and it was resharded."""
-    reference = ReadsAndCalls()
-    reference.fused = fused
-    model = copy.deepcopy(reference)
-    fully_shard(model.block)
-    fully_shard([model.norm, model.head], reshard_after_forward=True)
-    fully_shard(model).set_prefetch_bytes(prefetch)
-    assert_trains_alike(model, reference, rank, loss_at)
+@pytest.mark.parametrize(
+    ("how", "group", "reshard"),
+    [
+        ("attached", True, True),
+        ("detached", True, True),
+        ("no_grad, norm", True, False),
+        ("no_grad, head", False, False),
+    ],
+)
+def test_weight_read_beside_a_call(rank: Rank, how: str, group: bool, reshard: bool) -> None:
+    """What has read the weight finds it in backward, although all modules of the unit have run and it was resharded.
+
+    Also where the unit's own forward ran under ``no_grad``.
+    """
+    for prefetch in (None, 0):
+        model = ReadsAndCalls()
+        model.how = how
+        reference = copy.deepcopy(model)
+        fully_shard(model.block)
+        fully_shard([model.norm, model.head] if group else model.head, reshard_after_forward=reshard)
+        fully_shard(model).set_prefetch_bytes(prefetch)
+        assert_trains_alike(model, reference, rank, loss_at, steps=2)
 
 
 class TwoHeads(Language):
@@ -259,25 +216,3 @@ def test_what_is_unsharded_depends_on_no_graph_that_one_rank_holds(rank: Rank) -
         everyone: list[Any] = [None] * rank.world_size
         dist.all_gather_object(everyone, in_step)
         assert everyone[0] == everyone[1]
-
-
-@on_ranks(2)
-@each_value(order=[(0, 1), (1, 0), (0, 0)], between=["nothing", "evaluation", "training"])
-def test_several_backwards(rank: Rank, order: tuple[int, int], between: str) -> None:
-    """A weight that was read is unsharded for each backward, whatever has run since the one before."""
-    model = Language()
-    reference = copy.deepcopy(model)
-    fully_shard(model.block)
-    fully_shard([model.norm, model.head], reshard_after_forward=False if between == "nothing" else None)
-    fully_shard(model)
-    losses = [model(tokens(rank.rank, step)) for step in range(2)]
-    for count, index in enumerate(order):
-        losses[index].backward(retain_graph=True)
-        reference_backward(reference, 2, loss_at(index))
-        if between != "nothing" and count == 0:
-            with torch.set_grad_enabled(between == "training"):
-                model(tokens(rank.rank, 7))
-    assert_same_gradients(model, reference)
-    del losses
-    model(tokens(rank.rank, 8)).backward()
-    assert gathered(model) == []

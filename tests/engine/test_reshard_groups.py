@@ -1,37 +1,43 @@
-"""``reshard_after_forward=<int>``: between forward and backward parameters stay sharded over a few subgroup."""
+"""``reshard_after_forward=<int>``: between forward and backward parameters stay sharded over a few ranks."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from compare import assert_models_equal
 from failing import fail
+from front_ends import (
+    COMPOSABLE,
+    assert_at_rest,
+    assert_same_gradients,
+    assert_trains_alike,
+    both_backward,
+    build,
+    sharded_with_reference,
+)
 from fullshard import CommQuantization, MixedPrecisionPolicy, fully_shard
-from fullshard.comm import Collective, record
+from fullshard.comm import Collective, Transport, record
 from fullshard.engine.buckets.per_parameter import PerParameterBucket
-from fullshard.engine.ownership import nested_units
+from fullshard.engine.ownership import nested_units, unit_of
+from fullshard.memory import Work
 from models import (
     Language,
     LossOf,
     Mlp,
     Stack,
-    assert_at_rest,
     batch,
     reference_backward,
     shard_blocks,
     square_loss,
     tiny_units,
     tokens,
-    with_reference,
 )
 from ranks import Rank, on_ranks
-
-CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
 
 
 def kept_bytes(model: nn.Module) -> dict[str, int]:
@@ -47,164 +53,79 @@ def received(seen: list[Collective], unit: str) -> int:
     return sum(c.nbytes for c in seen if c.kind == "all_gather" and c.unit == unit)
 
 
-def logits_loss(step: int) -> LossOf:
-    return lambda model, rank: model(tokens(rank, step, 4, 5)).square().mean()
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], LossOf]]] = {
     "uneven": (lambda: Stack(2, 7), lambda step: square_loss(step, 4, 7)),
     "tiny": (lambda: Mlp(3, 1, 2, 3), lambda step: square_loss(step, 4, 3)),
-    "tied": (Language, logits_loss),
+    "tied": (Language, lambda step: lambda model, rank: model(tokens(rank, step, 4, 5)).square().mean()),
+    "recomputed inside": (lambda: recomputed(True), square_loss),
+    "recomputed around": (lambda: recomputed(False), square_loss),
 }
+
+
+def recomputed(inside: bool) -> Stack:
+    model = Stack(2)
+    for module in model.blocks if inside else [model]:
+        module.checkpointed = inside  # reentrant, or not
+    return model
+
+
+def made(rank: Rank, make: Callable[[], nn.Module] = lambda: Stack(2), **options: Any) -> tuple[Any, Any]:
+    with tiny_units(0):
+        return sharded_with_reference(COMPOSABLE, rank, build(make), reshard_after_forward=2, **options)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("kind", MODELS)
 def test_parity(rank: Rank, kind: str) -> None:
-    """Adam steps with backward gathers over two subgroups equal the reference, also those of accumulation."""
+    """Steps with backward gathers over two subgroups equal the reference, also those of accumulation."""
     make, loss_at = MODELS[kind]
-    model, reference = with_reference(make(), rank, reshard_after_forward=2)
-    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, reference)]
-    for step in range(2):
-        for sync in (True,) if step < 1 else (False, True):
-            model.set_requires_gradient_sync(sync)
-            loss_at(step)(model, rank.rank).backward()
-            reference_backward(reference, rank.world_size, loss_at(step))
-        assert_models_equal(model, reference, grads=True, **CLOSE)
-        assert_at_rest(model)
-        assert not any(kept_bytes(model).values())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    model, reference = made(rank, make)
+    assert_trains_alike(model, reference, rank, loss_at, steps=2)
+    for step, sync in enumerate((False, True)):
+        model.set_requires_gradient_sync(sync)
+        both_backward(model, reference, rank, loss_at(step))
+    assert_same_gradients(model, reference)
+    assert_at_rest(model)
+    assert not any(kept_bytes(model).values())
 
 
 @on_ranks(4)
 def test_bytes_received_and_kept(rank: Rank) -> None:
-    """Forward receives 3/4 of the parameters, backward 1/2; half is kept in between, in the dtype of computation."""
-    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
-    for module in (*model, model):
-        fully_shard(module, mesh=rank.mesh, reshard_after_forward=2, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-    size = (128 * 128 + 128) * 2
-    for _ in range(2):
-        with record() as forward:
-            loss = model(batch(rank.rank, 0, 2, 128)).float().sum()
-        assert kept_bytes(model) == {"": 0, "0": size // 2, "1": size // 2}
-        with record() as backward:
-            loss.backward()
-        assert not any(kept_bytes(model).values())
-        for unit in ("0", "1"):
-            assert (received(forward, unit), received(backward, unit)) == (size * 3 // 4, size // 2)
+    """Forward receives 3/4 of the parameters, backward 1/2; half is kept in between, in the dtype of computation.
+
+    On a (1, 4) mesh the subgroups are those of the shard axis.
+    """
+    policy, size = MixedPrecisionPolicy(torch.bfloat16), (128 * 128 + 128) * 2
+    for mesh in (rank.mesh, rank.make_mesh(1, 4, names=("replicate", "shard"))):
+        layers = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+        model = COMPOSABLE.wrap(layers, rank, mesh=mesh, reshard_after_forward=2, mp_policy=policy)
+        for _ in range(2):
+            with record() as forward:
+                loss = model(batch(rank.rank, 0, 2, 128)).float().sum()
+            assert kept_bytes(model) == {"": 0, "0": size // 2, "1": size // 2}
+            with record() as backward:
+                loss.backward()
+            assert not any(kept_bytes(model).values())
+            for unit in ("0", "1"):
+                assert (received(forward, unit), received(backward, unit)) == (size * 3 // 4, size // 2)
 
 
 @on_ranks(4)
 def test_sizes_that_mean_true_or_false(rank: Rank) -> None:
-    """A group of one keeps everything and gathers nothing in backward; one of all ranks keeps nothing."""
-    for size in (1, 2, 4):
-        with tiny_units(0):
-            model = shard_blocks(Stack(2), rank, reshard_after_forward=size)
-        with record() as forward:
-            loss = square_loss()(model, rank.rank)
-        assert any(kept_bytes(model).values()) == (size == 2)
-        with record() as backward:
-            loss.backward()
-        assert {c.unit for c in forward if c.kind == "all_gather"} == {"", "blocks.0", "blocks.1"}
-        gathered = [c.unit for c in backward if c.kind == "all_gather"]
-        assert gathered == ([] if size == 1 else ["", "blocks.1", "blocks.0"])
-        assert_at_rest(model)
+    """A group of one keeps everything and gathers nothing in backward; one of all ranks keeps nothing.
 
-
-@on_ranks(4)
-def test_on_the_shard_axis_of_a_two_dimensional_mesh(rank: Rank) -> None:
-    """On a (1, 4) mesh the subgroup are those of the shard axis."""
-    mesh = rank.make_mesh(1, 4, names=("replicate", "shard"))
-    model = Stack(2)
-    reference = copy.deepcopy(model)
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=2)
-    for step in range(2):
-        loss = square_loss(step)(model, rank.rank)
-        assert all(kept_bytes(model).values())
-        loss.backward()
-        reference_backward(reference, 4, square_loss(step))
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(("where", "reentrant"), [("inside", True), ("around", False)])
-def test_recomputation(rank: Rank, where: str, reentrant: bool) -> None:
-    """Recomputed activations, inside or around the unit, see the right parameters."""
-    model, reference = with_reference(Stack(3), rank, reshard_after_forward=2)
-    for module in [model] if where == "around" else model.blocks:
-        module.checkpointed = reentrant
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, reference)]
-    for step in range(2):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        square_loss(step)(model, rank.rank).backward()
-        reference_backward(reference, 4, square_loss(step))
-        for optimizer in optimizers:
-            optimizer.step()
-        assert_at_rest(model)
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
-@on_ranks(4)
-def test_optimizer_step_after_a_forward_without_backward(rank: Rank) -> None:
-    """What a forward kept is not what the next one uses once the optimizer has stepped."""
-    model, reference = with_reference(Stack(2), rank, reshard_after_forward=2)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, reference)]
-    square_loss()(model, rank.rank).backward()
-    reference_backward(reference, 4, square_loss())
-    abandoned = square_loss(7)(model, rank.rank)  # keeps half of the parameters as they are now
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    loss = square_loss()(model, rank.rank)
-    assert abandoned.requires_grad
-    loss.backward()
-    reference_backward(reference, 4, square_loss())
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-    assert not any(kept_bytes(model).values())
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("order", ["one-backward", "two-backwards"])
-def test_two_forwards_before_backward(rank: Rank, order: str) -> None:
-    """Two forwards, then their backwards together or one by one, give the sum of both.
-
-    A forward without gradients keeps nothing, and one between forward and backward disturbs nothing.
+    Every unit has its own setting, and ``set_reshard_after_forward`` overrules it.
     """
-    model, reference = with_reference(Stack(2), rank, reshard_after_forward=2)
-    with torch.no_grad():
-        square_loss()(model, rank.rank)
-    assert not any(kept_bytes(model).values())
-    losses = [square_loss(step)(model, rank.rank) for step in range(2)]
-    with torch.no_grad():
-        square_loss(2)(model, rank.rank)
-    if order == "one-backward":
-        (losses[0] + losses[1]).backward()
-    else:
-        for loss in losses:
-            loss.backward()
-    for step in range(2):
-        reference_backward(reference, 4, square_loss(step))
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-    assert_at_rest(model)
-
-
-@on_ranks(4)
-def test_one_unit_among_others(rank: Rank) -> None:
-    """Every unit has its own setting, and ``set_reshard_after_forward`` overrules it."""
     with tiny_units(0):
-        model = Stack(3)
-        for block, setting in zip(model.blocks, (True, 2, False), strict=True):
+        model = Stack(4)
+        for block, setting in zip(model.blocks, (True, 2, False, 4), strict=True):
             fully_shard(block, mesh=rank.mesh, reshard_after_forward=setting)
-        fully_shard(model, mesh=rank.mesh)
+        fully_shard(model, mesh=rank.mesh, reshard_after_forward=1)
     loss = square_loss()(model, rank.rank)
     assert [name for name, size in kept_bytes(model).items() if size] == ["blocks.1"]
     with record() as seen:
         loss.backward()
-    assert [c.unit for c in seen if c.kind == "all_gather"] == ["blocks.1", "blocks.0"]
+    assert [c.unit for c in seen if c.kind == "all_gather"] == ["blocks.3", "blocks.1", "blocks.0"]
     model.set_reshard_after_forward(True)
     loss = square_loss()(model, rank.rank)
     assert not any(kept_bytes(model).values())
@@ -213,45 +134,117 @@ def test_one_unit_among_others(rank: Rank) -> None:
 
 
 @on_ranks(4)
-def test_recovers_from_a_failure_in_between(rank: Rank) -> None:
-    """A backward that raises leaves nothing kept, and the next step is right."""
-    model, reference = with_reference(Stack(2), rank, reshard_after_forward=2)
+@pytest.mark.parametrize("together", [True, False])
+def test_several_forwards_before_backward(rank: Rank, together: bool) -> None:
+    """Two forwards, then their backwards together or one by one, give the sum of both.
+
+    A forward without gradients keeps nothing, and one between forward and backward disturbs nothing. What a forward
+    kept whose backward never came is not what the next one uses once the optimizer has stepped. A unit that a forward
+    reshards itself has nothing left to keep: backward all-gathers from all ranks.
+    """
+    model, reference = made(rank)
+    with torch.no_grad():
+        square_loss()(model, rank.rank)
+    assert not any(kept_bytes(model).values())
+    losses = [square_loss(step)(model, rank.rank) for step in range(2)]
+    with torch.no_grad():
+        square_loss(2)(model, rank.rank)
+    for loss in [losses[0] + losses[1]] if together else losses:
+        loss.backward()
+    for step in range(2):
+        reference_backward(reference, 4, square_loss(step))
+    assert_same_gradients(model, reference)
+    assert_at_rest(model)
+
+    abandoned = square_loss(7)(model, rank.rank)  # keeps half of the parameters as they are now
+    for one in (model, reference):
+        torch.optim.SGD(one.parameters(), lr=0.5).step()
+        one.zero_grad()
+    assert_trains_alike(model, reference, rank, steps=1)
+    assert abandoned.requires_grad and not any(kept_bytes(model).values())
+
+    model.blocks[0].down.register_forward_hook(lambda *_: model.blocks[0].reshard())
+    assert_trains_alike(model, reference, rank, steps=2)
+
+
+@on_ranks(4)
+def test_failures_and_changes_of_transport(rank: Rank) -> None:
+    """A backward that raises leaves nothing kept, and the next step is right.
+
+    Subgroups follow a change of how the model communicates, which may lay the shards out anew.
+    """
+    model, reference = made(rank)
     output = model(batch(rank.rank, 0, 4, 6))
     output.register_hook(fail)
     with pytest.raises(ZeroDivisionError):
         output.sum().backward()
     model.zero_grad()
-    square_loss()(model, rank.rank).backward()
-    reference_backward(reference, 4, square_loss())
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-    assert not any(kept_bytes(model).values())
-
-
-@on_ranks(4)
-def test_transport_changed_between_steps(rank: Rank) -> None:
-    """Subgroups follow a change of how the model communicates, which may lay the shards out anew."""
-    model = Stack(2, 8)
-    reference = copy.deepcopy(model)
-    shard_blocks(model, rank, reshard_after_forward=2)
-    for step in range(4):
-        if step == 1:
-            model.set_comm_quantization(CommQuantization(all_gather="int8", min_bytes=1 << 30))
-        if step == 3:
-            model.set_comm_quantization(None)
+    for policy in (None, CommQuantization(all_gather="int8", min_bytes=1 << 30), None):
+        model.set_comm_quantization(policy)
         with record() as seen:
-            square_loss(step, 4, 8)(model, rank.rank).backward()
+            square_loss()(model, rank.rank).backward()
         assert [c.unit for c in seen if c.kind == "all_gather"].count("blocks.0") == 2
-        reference_backward(reference, rank.world_size, square_loss(step, 4, 8))
-    assert_models_equal(model, reference, grads=True, **CLOSE)
+        reference_backward(reference, 4, square_loss())
+        assert_same_gradients(model, reference)
+        assert not any(kept_bytes(model).values())
+
+
+class SideBranch(Stack):
+    """A stack whose block 1 computes in forward, beside the others, but does not contribute to the output."""
+
+    def forward(self, x: torch.Tensor, run: Any = None) -> torch.Tensor:
+        x = self.blocks[0](self.first(x))
+        self.blocks[1](x)
+        return self.last(self.blocks[2](x))
+
+
+class _Watched:
+    """A work that notes how much memory its sender holds when it is waited for."""
+
+    def __init__(self, work: Work, bucket: PerParameterBucket, seen: list[int]) -> None:
+        self.work, self.bucket, self.seen = work, bucket, seen
+
+    def wait(self) -> object:
+        near = self.bucket._subgroup_shard
+        self.seen.append(0 if near is None else near.allocated_bytes)
+        return self.work.wait()
+
+
+@contextlib.contextmanager
+def watched(transport: Transport, bucket: PerParameterBucket) -> Iterator[list[int]]:
+    """Watch the gathers that ``transport`` does for ``bucket``: the list gets what :class:`_Watched` notes."""
+    seen: list[int] = []
+    usual = transport._all_gather
+    unit = bucket.parameters[0].unit()
+    assert unit is not None
+
+    def gather(requests: Any) -> list[Any]:
+        works = usual(requests)
+        return [_Watched(w, bucket, seen) for w in works] if requests[0].unit == unit.name else list(works)
+
+    transport._all_gather = gather  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        del transport._all_gather
 
 
 @on_ranks(4)
-def test_unit_that_a_forward_reshards_itself(rank: Rank) -> None:
-    """There is nothing left to keep for a subgroup: backward all-gathers from all ranks."""
-    model, reference = with_reference(Stack(2, 8), rank, reshard_after_forward=2)
-    handle = model.blocks[0].down.register_forward_hook(lambda *_: model.blocks[0].reshard())
+def test_near_shard_outlives_the_gather_that_sends_from_it(rank: Rank) -> None:
+    """A gather from subgroup that nobody needed has landed before what it sends from is freed.
+
+    Backward prefetches block 1, which gets no gradient, so the end of backward reshards it with the gather in flight.
+    Freeing the near shard first is seen as a work that is waited for when its sender has no memory.
+    """
+    with tiny_units(0):
+        model = shard_blocks(SideBranch(3, 8), rank, reshard_after_forward=2)
     for step in range(2):
-        square_loss(step, 4, 8)(model, rank.rank).backward()
-        reference_backward(reference, rank.world_size, square_loss(step, 4, 8))
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-    handle.remove()
+        loss = square_loss(step, 4, 8)(model, rank.rank)
+        (bucket,) = unit_of(model.blocks[1]).buckets
+        assert isinstance(bucket, PerParameterBucket) and bucket._subgroup_shard is not None
+        kept = bucket._subgroup_shard.allocated_bytes
+        with watched(bucket.mesh.subgroup(2), bucket) as seen:
+            loss.backward()
+        assert kept > 0 and seen and set(seen) == {kept}
+        assert bucket._subgroup_shard.allocated_bytes == 0
+        assert_at_rest(model)

@@ -16,6 +16,7 @@ from front_ends import (
     assert_at_rest,
     assert_same_gradients,
     assert_trains_alike,
+    both_backward,
     build,
     gathered,
     sgd,
@@ -46,9 +47,19 @@ def two_roots(rank: Rank) -> tuple[Any, Any]:
 
 @on_ranks(2)
 def test_two_roots(rank: Rank) -> None:
-    """Two models in one graph train right with one optimizer, and go on below a third root."""
+    """Two models in one graph train right with one optimizer, and go on below a third root.
+
+    Forwards of several roots may be open at once, and their backwards run in any order.
+    """
     model, reference = two_roots(rank)
     assert_trains_alike(model, reference, rank, steps=1)
+    for order in ([0, 1], [1, 0]):
+        losses = [stage(batch(rank.rank, 3, 4, 6)).square().mean() for stage in model]
+        for index in order:
+            losses[index].backward()
+            reference_backward(reference[index], rank.world_size, square_loss(3))
+        assert_same_gradients(model, reference)
+        assert_at_rest(model)
     assert unit_of(model[0]).runtime is not unit_of(model[1]).runtime
     fully_shard(model, mesh=rank.mesh)
     assert_trains_alike(model, reference, rank, steps=1)
@@ -72,8 +83,7 @@ def test_two_roots_that_take_turns(rank: Rank) -> None:
 
     optimizers = [sgd(m, 0.1) for m in (model, reference)]
     for step, losses in enumerate([first, second, only_first, second, first]):
-        losses(step)(model, rank.rank).backward()
-        reference_backward(reference, rank.world_size, losses(step))
+        both_backward(model, reference, rank, losses(step))
         assert_at_rest(model[1])
         # Of the first model there was a forward without a backward, if only the second was trained.
         assert gathered(model[0]) == (["layers.0", "layers.1"] if losses is second else [])
@@ -81,19 +91,6 @@ def test_two_roots_that_take_turns(rank: Rank) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-
-@on_ranks(2)
-def test_two_losses_of_two_roots(rank: Rank) -> None:
-    """Forwards of several roots may be open at once, and their backwards run in any order."""
-    model, reference = two_roots(rank)
-    for order in ([0, 1], [1, 0]):
-        losses = [stage(batch(rank.rank, 3, 4, 6)).square().mean() for stage in model]
-        for index in order:
-            losses[index].backward()
-            reference_backward(reference[index], rank.world_size, square_loss(3))
-        assert_same_gradients(model, reference)
-        assert_at_rest(model)
 
 
 class Trunk(nn.Module):
@@ -126,7 +123,7 @@ def test_trunk_of_two_roots(rank: Rank) -> None:
     def loss_at(step: int) -> LossOf:
         return lambda m, r: square_loss(step)(m[which[step]], r)
 
-    assert_trains_alike(model, reference, rank, loss_at, steps=5)
+    assert_trains_alike(model, reference, rank, loss_at, steps=4)
     x = batch(rank.rank, 0, 4, 6)
     handle = model[0].head.register_forward_pre_hook(lambda *_: model[1](x))
     with pytest.raises(PhaseError, match="Trunk becomes the root while its units are in the middle of a step"):

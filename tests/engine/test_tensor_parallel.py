@@ -1,4 +1,4 @@
-"""Parameters that tensor parallelism has cut already: ``fully_shard`` cuts this rank's part of them once more."""
+"""Parameters that are DTensors already, of tensor parallelism or on the whole mesh: they are cut once more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -23,7 +23,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.checkpoint import checkpoint
 
 from compare import assert_close, assert_equal, assert_models_equal
-from fullshard import MixedPrecisionPolicy, fully_shard
+from front_ends import both_backward
+from fullshard import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
 from fullshard.comm import record
 from models import assert_at_rest, batch, reference_backward
 from ranks import Rank, on_ranks
@@ -133,20 +134,9 @@ class Training:
             optimizer.step()
             optimizer.zero_grad()
 
-    def run(self, steps: int) -> None:
-        """Whole steps; gradients and parameters have to agree after each."""
-        for step in range(steps):
-            self.backward(step)
-            self.check(grads=True)
-            self.step()
-        self.check()
-
     def check(self, *, grads: bool = False) -> None:
         """Parameters, and gradients if asked for, equal those of the unsharded model."""
         assert_models_equal(self.model, self.reference, grads=grads, **CLOSE)
-
-
-# ---------------------------------------------------------------- training
 
 
 def axes(*shape: int) -> tuple[str, ...]:
@@ -156,77 +146,48 @@ def axes(*shape: int) -> tuple[str, ...]:
 
 @on_ranks(4)
 @pytest.mark.parametrize(
-    ("shape", "style", "size", "reshard"),
+    ("shape", "style", "size", "reshard", "setter"),
     [
-        ((2, 2), "columns and rows", (7, 10), False),
-        ((2, 2), "sequence", (3, 2), True),
-        ((4, 1), "sequence", (8, 16), True),
-        ((1, 4), "columns and rows", (8, 16), True),
-        ((2, 1, 2), "columns and rows", (8, 16), False),
+        ((2, 2), "sequence", (3, 2), True, "set_requires_gradient_sync"),
+        ((4, 1), "sequence", (8, 16), 2, "set_requires_gradient_sync"),
+        ((2, 1, 2), "columns and rows", (7, 10), False, "set_requires_all_reduce"),
     ],
     ids=str,
 )
 def test_trains_like_the_plain_module(
-    rank: Rank, shape: tuple[int, ...], style: str, size: tuple[int, int], reshard: bool
+    rank: Rank, shape: tuple[int, ...], style: str, size: tuple[int, int], reshard: Any, setter: str
 ) -> None:
     """Data (and replicate) x tensor parallel, whichever axis has size 1, and rows that no axis divides.
 
-    Gradients and parameters equal the unsharded ones over two steps.
+    Gradients and parameters equal the unsharded ones over a step of microbatches, also where activations are recomputed
+    and backward gathers from subgroups. Gradients that tensor parallelism left partial add up as such.
     """
     training = Training(rank.make_mesh(*shape, names=axes(*shape)), style, build(*size), reshard_after_forward=reshard)
-    training.run(2)
-    assert_at_rest(training.model)
-
-
-@on_ranks(4)
-def test_part_of_the_shard_axis_kept_for_backward(rank: Rank) -> None:
-    """``reshard_after_forward=<int>`` works for DTensors: backward gathers from subgroups, the values are the same."""
-    training = Training(rank.make_mesh(4, 1, names=TWO), reshard_after_forward=2)
-    training.run(1)
-    with record() as forward:
-        loss = loss_of(training.model, training.number)
-    with record() as backward:
-        loss.backward()
-    # Half the ranks: half of what crosses the network, 1/2 instead of 3/4 of each unsharded parameter.
-    gathered = [sum(c.nbytes for c in seen if c.kind == "all_gather") for seen in (forward, backward)]
-    assert 0 < gathered[1] < gathered[0]
-
-
-@on_ranks(4)
-def test_accumulation(rank: Rank) -> None:
-    """Microbatches without sync or all-reduce: the sum of all three; without sync nothing is reduced before the last.
-
-    Gradients that tensor parallelism left partial add up as such.
-    """
-    for setter, shape, style in (
-        ("set_requires_gradient_sync", (2, 2), "sequence"),
-        ("set_requires_all_reduce", (2, 1, 2), "columns and rows"),
-    ):
-        training = Training(rank.make_mesh(*shape, names=axes(*shape)), style)
-        for step, setting in enumerate((False, False, True)):
-            getattr(training.model, setter)(setting)
-            with record() as seen:
-                training.backward(step)
-            assert setting or setter != "set_requires_gradient_sync" or {c.kind for c in seen} <= {"all_gather"}
-        training.check(grads=True)
-
-
-@on_ranks(4)
-def test_activation_checkpointing(rank: Rank) -> None:
-    """Recomputing the layers in backward changes nothing."""
-    training = Training(rank.make_mesh(2, 2, names=TWO), reshard_after_forward=True)
     for layer in training.model.layers:
-        layer.checkpointed = True
-    training.run(1)
+        layer.checkpointed = reshard is True
+    gathered = []
+    for step, last in enumerate((False, True)):
+        getattr(training.model, setter)(last)
+        with record() as seen:
+            training.backward(step)
+        gathered.append(sum(c.nbytes for c in seen if c.kind == "all_gather"))
+        assert last or setter != "set_requires_gradient_sync" or {c.kind for c in seen} <= {"all_gather"}
+    training.check(grads=True)
+    training.step()
+    training.check()
     assert_at_rest(training.model)
-
-
-# ---------------------------------------------------------------- mixed precision
+    with record() as forward:
+        loss_of(training.model, training.number)
+    if reshard == 2:  # half of what crosses the network, 1/2 instead of 3/4 of each unsharded parameter
+        assert gathered[1] < 2 * sum(c.nbytes for c in forward)
 
 
 @on_ranks(4)
 def test_mixed_precision(rank: Rank) -> None:
-    """bf16 compute and fp32 reduce: fp32 shards and gradients, bf16 gathers, fp32 reductions, values near fp32's."""
+    """bf16 compute and fp32 reduce: fp32 shards and gradients, bf16 gathers, fp32 reductions.
+
+    On a (4, 1) mesh the DTensors change nothing: bitwise what plain parameters give.
+    """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     training = Training(rank.make_mesh(2, 2, names=TWO), mp_policy=policy)
     with record() as seen:
@@ -235,27 +196,17 @@ def test_mixed_precision(rank: Rank) -> None:
     assert {c.dtype for c in seen if c.kind == "reduce_scatter"} == {torch.float32}
     for parameter in training.model.parameters():
         assert parameter.dtype is parameter.grad.dtype is torch.float32
-        assert parameter.grad.placements == parameter.placements
     assert_models_equal(training.model, training.reference, grads=True, rtol=0.05, atol=0.01)
 
-
-@on_ranks(4)
-def test_mixed_precision_equals_the_same_without_tensor_parallelism(rank: Rank) -> None:
-    """On a (4, 1) mesh the DTensors change nothing: bitwise what plain parameters give, in every dtype."""
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     mesh = rank.make_mesh(4, 1, names=TWO)
     model = shard(cut_by_columns_and_rows(build(), mesh["tp"]), mesh["dp"], mp_policy=policy)
     plain = shard(build(), mesh["dp"], mp_policy=policy)
-    for step in range(2):
-        for one in (model, plain):
-            loss = loss_of(one, rank.rank, step)
-            assert loss.dtype is torch.bfloat16
-            loss.backward()
+    for one in (model, plain):
+        loss = loss_of(one, rank.rank)
+        assert loss.dtype is torch.bfloat16
+        loss.backward()
     for (fqn, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert_equal(ours.grad.full_tensor(), theirs.grad.full_tensor(), fqn)
-
-
-# ---------------------------------------------------------------- placements, values, state dicts
 
 
 @on_ranks(4)
@@ -297,7 +248,9 @@ def test_state_dict(rank: Rank) -> None:
     """
     mesh = rank.make_mesh(2, 2, names=TWO)
     training = Training(mesh)
-    training.run(1)
+    with torch.no_grad():
+        for parameter in (*training.model.parameters(), *training.reference.parameters()):
+            parameter.mul_(0.5)
     with record() as seen:
         state = training.model.state_dict()
     assert seen == [] and set(state) == set(training.reference.state_dict())
@@ -309,12 +262,9 @@ def test_state_dict(rank: Rank) -> None:
         other = Training(mesh)
         given = {fqn: value.detach().clone() for fqn, value in state.items()} if assign else state
         other.model.load_state_dict(given, assign=assign)
-        assert_models_equal(other.model, training.reference, **CLOSE)
-        loss = loss_of(other.model, other.number)
-        assert_equal(loss.detach(), loss_of(training.model, training.number).detach(), "loss after loading")
         other.reference.load_state_dict(training.reference.state_dict())
-        other.optimizers[0] = torch.optim.SGD(other.model.parameters(), lr=0.02, foreach=False)
-        other.run(1)
+        other.backward()
+        other.check(grads=True)
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -325,23 +275,8 @@ def test_state_dict(rank: Rank) -> None:
 
 
 @on_ranks(4)
-def test_clip_grad_norm(rank: Rank) -> None:
-    """torch's own ``clip_grad_norm_`` finds the norm of the unsharded model, and clips to the same gradients."""
-    training = Training(rank.make_mesh(2, 2, names=TWO))
-    training.backward()
-    ours = [p for fqn, p in training.model.named_parameters() if fqn != "scale"]  # which is not on all axes
-    theirs = [p for fqn, p in training.reference.named_parameters() if fqn != "scale"]
-    for norm_type, largest in ((1.0, 0.1), (2.0, 0.01), (float("inf"), 0.001)):
-        total = torch.nn.utils.clip_grad_norm_(ours, largest, norm_type, foreach=False)
-        expected = torch.nn.utils.clip_grad_norm_(theirs, largest, norm_type)
-        assert isinstance(total, DTensor)
-        assert_close(total.full_tensor(), expected, f"total norm {norm_type}", **CLOSE)
-        training.check(grads=True)
-
-
-@on_ranks(4)
-def test_frozen_and_missing_gradients(rank: Rank) -> None:
-    """A frozen DTensor is gathered and not reduced; one without a gradient on all ranks keeps None."""
+def test_frozen_parts_and_clipping(rank: Rank) -> None:
+    """A frozen DTensor is gathered and not reduced; torch's own ``clip_grad_norm_`` clips to the unsharded norm."""
     training = Training(rank.make_mesh(2, 2, names=TWO))
     for model in (training.model, training.reference):
         model.layers[0].requires_grad_(False)
@@ -350,5 +285,118 @@ def test_frozen_and_missing_gradients(rank: Rank) -> None:
         training.backward()
     assert "layers.0" not in {c.unit for c in seen if c.kind == "reduce_scatter"}
     training.check(grads=True)
-    training.step()
-    training.check()
+    ours = [p for fqn, p in training.model.named_parameters() if fqn != "scale"]  # which is not on all axes
+    theirs = [p for fqn, p in training.reference.named_parameters() if fqn != "scale"]
+    for norm_type, largest in ((2.0, 0.01), (float("inf"), 0.001)):
+        total = torch.nn.utils.clip_grad_norm_(ours, largest, norm_type, foreach=False)
+        expected = torch.nn.utils.clip_grad_norm_(theirs, largest, norm_type)
+        assert isinstance(total, DTensor)
+        assert_close(total.full_tensor(), expected, f"total norm {norm_type}", **CLOSE)
+    training.check(grads=True)
+
+
+# ---------------------------------------------------------------- DTensors on the whole mesh
+
+
+def whole() -> nn.Sequential:
+    torch.manual_seed(6)
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 8))
+
+
+def distribute(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
+    """Rows and columns over the last axis, everything replicated over the others."""
+    last: dict[str, Any] = {"0.weight": Shard(0), "0.bias": Shard(0), "2.weight": Shard(1)}
+    for fqn, parameter in list(model.named_parameters()):
+        name, key = fqn.split(".")
+        placements = [*[Replicate()] * (mesh.ndim - 1), last.get(fqn, Replicate())]
+        placed = distribute_tensor(parameter.detach(), mesh, placements)
+        model.get_submodule(name).register_parameter(key, nn.Parameter(placed))
+    return model
+
+
+def whole_loss(
+    model: nn.Module, number: int, mesh: DeviceMesh | None = None, step: int = 0, data: int | None = None
+) -> torch.Tensor:
+    """The loss of one rank's batch; on a mesh as its part of a batch that is cut over the ``data`` first axes."""
+    x = batch(number, step, 3, 6)
+    if mesh is None:
+        return model(x).square().mean()
+    data = mesh.ndim - 1 if data is None else data
+    placements = [*[Shard(0)] * data, *[Replicate()] * (mesh.ndim - data)]
+    output = model(DTensor.from_local(x, mesh, placements, run_check=False))
+    return output.redistribute(placements=placements).to_local().square().mean()
+
+
+# The mesh, the axes that are data-parallel, and what becomes of rows that are cut over the last one.
+DIMS: list[tuple[tuple[int, ...], DataParallelMeshDims, tuple[Any, ...]]] = [
+    ((2, 2), DataParallelMeshDims(shard="dp"), (_StridedShard(0, split_factor=2), Shard(0))),
+    ((2, 2), DataParallelMeshDims(replicate="dp"), (Replicate(), Shard(0))),
+    (
+        (1, 2, 2),
+        DataParallelMeshDims(shard="shard", replicate="replicate"),
+        (Replicate(), _StridedShard(0, split_factor=2), Shard(0)),
+    ),
+    ((2, 2, 1), DataParallelMeshDims(shard=("replicate", "shard")), (Shard(0), Shard(0))),
+    ((1, 2, 2), DataParallelMeshDims(shard=("replicate", "shard")), (_StridedShard(0, split_factor=2), Shard(0))),
+    ((2, 2, 1), DataParallelMeshDims(replicate=("replicate", "shard")), (Replicate(), Replicate(), Shard(0))),
+]
+
+
+@on_ranks(4)
+def test_axes_of_the_whole_mesh(rank: Rank) -> None:
+    """``dp_mesh_dims``: the shard axis gets ``Shard(0)`` or ``_StridedShard``; several become one; replicas stay.
+
+    Gradients are means over the data-parallel axes, whatever their shape. They come partial on those, and stay so until
+    the reduction, also of microbatches without sync.
+    """
+    for case, (shape, dims, placements) in enumerate(DIMS):
+        mesh = rank.make_mesh(*shape, names=axes(*shape))
+        reference = whole()
+        model = fully_shard(distribute(copy.deepcopy(reference), mesh), mesh=mesh, dp_mesh_dims=dims)
+        weight = model[0].weight
+        assert weight.placements == placements, case
+        assert weight.device_mesh.ndim == len(placements)
+        if len(placements) == mesh.ndim:
+            assert weight.device_mesh == mesh
+        assert_equal(weight.detach().full_tensor(), reference[0].weight.detach(), str(case))
+        assert list(model.state_dict()) == list(reference.state_dict())
+        ranks = 4 // mesh["tp"].size()
+        for step in range(2) if case in (0, 2) else ():
+            model.set_requires_gradient_sync(step == 1)
+            whole_loss(model, rank.rank // mesh["tp"].size(), mesh, step).backward()
+            reference_backward(reference, ranks, functools.partial(whole_loss, step=step))
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+
+
+@on_ranks(4)
+def test_module_distributed_as_a_whole(rank: Rank) -> None:
+    """``distribute_module`` without a partition function replicates everything: data parallelism over both axes."""
+    mesh = rank.make_mesh(2, 2, names=TWO)
+    kinds = {"shard": {"all_gather", "reduce_scatter"}, "replicate": {"all_reduce"}}
+    for axis, expected in kinds.items():
+        reference = whole()
+        model = distribute_module(copy.deepcopy(reference), mesh)
+        fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**{axis: TWO}))
+        with record() as seen:
+            whole_loss(model, rank.rank, mesh, data=2).backward()
+        reference_backward(reference, 4, whole_loss)
+        assert_models_equal(model, reference, grads=True, **CLOSE)
+        assert {c.kind for c in seen} == expected
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("names", [("shard",), ("replicate", "shard")], ids=["shard", "hybrid"])
+def test_plain_parameters_where_all_axes_are_data_parallel(rank: Rank, names: tuple[str, ...]) -> None:
+    """There is one thing that dp_mesh_dims can mean then; with another axis a plain tensor says too little."""
+    mesh = rank.make_mesh(*((2, 2) if len(names) == 2 else (4,)), names=names)
+    dims = DataParallelMeshDims(**{name: name for name in names})
+    reference = whole()
+    model = copy.deepcopy(reference)
+    for module in (model[2], model):
+        fully_shard(module, mesh=mesh, dp_mesh_dims=dims)
+    assert model[0].weight.placements == (*[Replicate()] * (len(names) - 1), Shard(0))
+    both_backward(model, reference, rank, whole_loss)
+    assert_models_equal(model, reference, grads=True, **CLOSE)
+    other = rank.make_mesh(2, 2, names=("shard", "tp"))
+    with pytest.raises(ValueError, match=r"is a plain tensor without placements on \['tp'\]"):
+        fully_shard(nn.Linear(4, 4), mesh=other, dp_mesh_dims=DataParallelMeshDims(shard="shard"))

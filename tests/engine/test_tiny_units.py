@@ -1,4 +1,4 @@
-"""Tiny units travel with a neighbour: whose launch they share, that nothing else changes, and what memory it takes."""
+"""Tiny units travel with a neighbor: whose launch they share, that nothing else changes, and what memory it takes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from compare import assert_equal, assert_models_equal
+from compare import assert_equal
+from front_ends import assert_at_rest, assert_same_gradients, gathered
 from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.comm import Collective, GlooTransport, record
 from fullshard.engine.ownership import nested_units, unit_of
 from fullshard.engine.prefetch import MAX_TINY_UNITS_TOGETHER
-from models import assert_at_rest, batch, gathered, reference_backward, tiny_units
+from models import LossOf, batch, reference_backward, tiny_units
 from ranks import Rank, on_ranks
 
-CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
 WIDTH, LIMIT = 64, 1024  # a norm has 512 bytes, a linear layer 16,640
 
 
@@ -46,23 +46,23 @@ def sharded(rank: Rank, model: Chain, *, limit: int = LIMIT, **options: Any) -> 
         return fully_shard(model, **options)
 
 
-def loss_of(step: int) -> Any:
-    """The loss on the batch of ``step``, whose input requires a gradient, so that every unit's backward has an end."""
-    return lambda model, rank: model(batch(rank, step, 4, WIDTH).requires_grad_()).square().mean()
+def loss_of(step: int, *, differentiable: bool = True) -> LossOf:
+    """The loss on the batch of ``step``; if its input requires a gradient, every unit's backward has an end."""
+    return lambda model, rank: model(batch(rank, step, 4, WIDTH).requires_grad_(differentiable)).square().mean()
 
 
-def launches(collectives: list[Collective], kind: str) -> list[str]:
+def launches(collectives: list[Collective], kind: str) -> str:
     """The numbers of the parts whose messages were launched together; "root" for the root."""
     grouped: dict[int, dict[str, None]] = {}
     for collective in collectives:
         if collective.kind == kind:
             grouped.setdefault(collective.launch, {})[collective.unit.removeprefix("parts.") or "root"] = None
-    return [" ".join(names) for names in grouped.values()]
+    return ", ".join(" ".join(names) for names in grouped.values())
 
 
-def run_step(model: nn.Module, rank: Rank, step: int = 0) -> tuple[list[Collective], list[Collective]]:
+def run_step(model: nn.Module, rank: Rank, step: int = 0, **options: bool) -> tuple[list[Collective], list[Collective]]:
     with record() as forward:
-        loss = loss_of(step)(model, rank.rank)
+        loss = loss_of(step, **options)(model, rank.rank)
     with record() as backward:
         loss.backward()
     return forward, backward
@@ -71,27 +71,35 @@ def run_step(model: nn.Module, rank: Rank, step: int = 0) -> tuple[list[Collecti
 # pattern -> launches of gathers in forward, of gathers in backward, of reductions
 PATTERNS: dict[str, tuple[str, str, str]] = {
     "LL": ("0, 1", "1, 0", "1, 0"),
-    "LnL": ("0, 1 2", "2, 1 0", "2, 1 0"),
     "nL": ("0 1", "1, 0", "1, 0"),
-    "Ln": ("0, 1", "1 0", "1 0"),
     "nLn": ("0 1, 2", "2 1, 0", "2 1, 0"),
     "LnLnnLn": ("0, 1 2, 3 4 5, 6", "6 5, 4 3 2, 1 0", "6 5, 4 3 2, 1 0"),
     "nnLLnnn": ("0 1 2, 3, 4 5 6", "6 5 4 3, 2, 1 0", "6 5 4 3, 2, 1 0"),
     "nnn": ("0 1 2", "2 1 0", "2 1 0"),
-    "n": ("0", "0", "0"),
 }
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_launches(rank: Rank, pattern: str) -> None:
-    """Tiny units before a large one are gathered in its launch, and reduced in that of the next large one, always."""
-    model = sharded(rank, Chain(pattern), reshard_after_forward=True)
+    """Tiny units before a large one are gathered in its launch, and reduced in that of the next large one, always.
+
+    Neither number nor sizes of what travels change, nor bits, only how it is launched.
+    """
+    model, alone = (sharded(rank, Chain(pattern), limit=n, reshard_after_forward=True) for n in (LIMIT, 0))
     for step in range(3):
         forward, backward = run_step(model, rank, step)
         found = launches(forward, "all_gather"), launches(backward, "all_gather"), launches(backward, "reduce_scatter")
-        assert found == tuple(text.split(", ") for text in PATTERNS[pattern])
+        assert found == PATTERNS[pattern]
+        others = [brief(each) for seen in run_step(alone, rank, step) for each in seen]
+        assert sorted(brief(each) for each in (*forward, *backward)) == sorted(others)
         assert_at_rest(model)
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        assert_equal(ours.grad.to_local(), theirs.grad.to_local(), "gradients with and without tiny units")
+
+
+def brief(collective: Collective) -> tuple[str, str, str, int, int]:
+    return collective.kind, collective.unit, str(collective.dtype), collective.numel, collective.nbytes
 
 
 @on_ranks(2)
@@ -102,31 +110,11 @@ def test_long_rows_are_cut(rank: Rank) -> None:
     for step in range(2):
         forward, backward = run_step(model, rank, step)
         for seen, kind in ((forward, "all_gather"), (backward, "all_gather"), (backward, "reduce_scatter")):
-            together = [text.split() for text in launches(seen, kind)]
+            together = [text.split() for text in launches(seen, kind).split(", ")]
             assert max(map(len, together)) <= most and len(together) <= 4
             order = [int(name) for names in together for name in names]
             assert order == sorted(order, reverse=seen is backward)
         assert_at_rest(model)
-
-
-@on_ranks(2)
-def test_messages_carry_no_more_than_before(rank: Rank) -> None:
-    """Whether units are tiny changes neither number nor sizes of what travels, only how it is launched."""
-    found: list[list[Collective]] = []
-    for limit in (0, LIMIT):
-        model = sharded(rank, Chain("nLnnLn", scaled=True), limit=limit, reshard_after_forward=True)
-        with record() as seen:
-            for step in range(2):
-                loss_of(step)(model, rank.rank).backward()
-        found.append(seen)
-    alone, together = found
-    assert sorted(map(brief, alone)) == sorted(map(brief, together))
-    assert len({c.launch for c in alone}) == 2 * (7 + 7 + 7)
-    assert len({c.launch for c in together}) == 2 * (4 + 4 + 3)
-
-
-def brief(collective: Collective) -> tuple[str, str, str, int, int]:
-    return collective.kind, collective.unit, str(collective.dtype), collective.numel, collective.nbytes
 
 
 @on_ranks(1, 2)
@@ -135,72 +123,33 @@ def test_size_at_the_limit(rank: Rank) -> None:
 
     On one rank, where nothing travels, none is.
     """
-    norm = nn.LayerNorm(WIDTH)
     for limit, precision, expected in ((512, None, True), (511, None, False), (256, torch.bfloat16, True)):
-        one = copy.deepcopy(norm)
         with tiny_units(up_to=limit):
-            fully_shard(one, mesh=rank.mesh, mp_policy=MixedPrecisionPolicy(param_dtype=precision))
+            one = fully_shard(nn.LayerNorm(WIDTH), mesh=rank.mesh, mp_policy=MixedPrecisionPolicy(precision))
         assert unit_of(one).tiny is (expected and rank.world_size > 1), (limit, precision)
-    usual = fully_shard(copy.deepcopy(norm), mesh=rank.mesh)
+    usual = fully_shard(nn.LayerNorm(WIDTH), mesh=rank.mesh)
     assert GlooTransport.tiny_bytes == 64 * 1024 and unit_of(usual).tiny == (rank.world_size > 1)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("setting", [None, False], ids=["default", "keep"])
 def test_root_is_tiny(rank: Rank, setting: bool | None) -> None:
-    """A tiny root is gathered when it starts; its reduction, the last of all, is not forgotten."""
+    """A tiny root is gathered when it starts; its reduction, the last of all, is not forgotten.
+
+    Where inputs have no gradient, reductions that start when backward is over take waiting ones with them.
+    """
     model = Chain("LnL", scaled=True)
     reference = copy.deepcopy(model)
     sharded(rank, model, reshard_after_forward=setting)
     for step in range(2):
         forward, backward = run_step(model, rank, step)
         reference_backward(reference, rank.world_size, loss_of(step))
-        assert launches(forward, "all_gather") == ["root", "0", "1 2"]
-        assert launches(backward, "all_gather") == (["1 0"] if setting is None else [])
-        assert launches(backward, "reduce_scatter") == ["2", "1 0", "root"]
-        assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
-@on_ranks(2)
-def test_input_without_a_gradient(rank: Rank) -> None:
-    """The first unit's and the root's reductions, which start when backward is over, take waiting ones with them."""
-    model = Chain("nLn", scaled=True)
-    reference = copy.deepcopy(model)
-    sharded(rank, model)
-    for step in range(2):
-
-        def loss(module: nn.Module, number: int, step: int = step) -> torch.Tensor:
-            return module(batch(number, step, 4, WIDTH)).square().mean()
-
-        value = loss(model, rank.rank)
-        with record() as seen:
-            value.backward()
-        reference_backward(reference, rank.world_size, loss)
-        assert launches(seen, "reduce_scatter") == ["2 1", "root 0"]
-        assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("pattern", "setting"), [("LnLnnLn", True), ("LnLnnLn", False), ("nnn", None)])
-def test_training_is_the_same(rank: Rank, pattern: str, setting: bool | None) -> None:
-    """Weights after several steps are bitwise those of training in which every unit has launches of its own."""
-    reference = Chain(pattern, scaled=True)
-    models = [sharded(rank, copy.deepcopy(reference), limit=n, reshard_after_forward=setting) for n in (LIMIT, 0)]
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.02) for m in (*models, reference)]
-    for step in range(2):
-        for model in models:
-            loss_of(step)(model, rank.rank).backward()
-            assert_at_rest(model)
-        reference_backward(reference, rank.world_size, loss_of(step))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_models_equal(models[0], reference, rtol=1e-3, atol=1e-5)
-    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert_equal(ours.detach().to_local(), theirs.detach().to_local(), "weights with and without tiny units")
-
-
-# ---------------------------------------------------------------- several axes
+        assert launches(forward, "all_gather") == "root, 0, 1 2"
+        assert launches(backward, "all_gather") == ("1 0" if setting is None else "")
+        assert launches(backward, "reduce_scatter") == "2, 1 0, root"
+        assert_same_gradients(model, reference)
+    _, backward = run_step(sharded(rank, Chain("nLn", scaled=True)), rank, differentiable=False)
+    assert launches(backward, "reduce_scatter") == "2 1, root 0"
 
 
 @on_ranks(4)
@@ -215,44 +164,36 @@ def test_launches_on_two_axes(rank: Rank) -> None:
     for step in range(2):
         forward, backward = run_step(model, rank, step)
         reference_backward(reference, rank.world_size, loss_of(step))
-        assert launches(forward, "all_gather") == ["0 1", "2 3 4", "5"]
+        assert launches(forward, "all_gather") == "0 1, 2 3 4, 5"
         for kind in ("all_gather", "reduce_scatter", "all_reduce"):
-            assert launches(backward, kind) == ["5 4", "3 2 1", "0"], kind
-        assert_models_equal(model, reference, grads=True, **CLOSE)
+            assert launches(backward, kind) == "5 4, 3 2 1, 0", kind
     for step, (sync, reduces) in enumerate([(True, False), (False, True), (True, False), (True, True)]):
         model.set_requires_gradient_sync(sync)
         model.set_requires_all_reduce(reduces)
         run_step(model, rank, step)
         reference_backward(reference, rank.world_size, loss_of(step))
-    assert_models_equal(model, reference, grads=True, **CLOSE)
-
-
-# ---------------------------------------------------------------- what else may happen to them
+    assert_same_gradients(model, reference)
 
 
 @on_ranks(2)
-def test_dtypes_of_their_own(rank: Rank) -> None:
-    """Tiny units in another precision than their neighbour's share its launch, in their own dtype."""
+def test_dtypes_of_their_own_and_frozen_ones(rank: Rank) -> None:
+    """Tiny units in another precision than their neighbor's share its launch, in their own dtype.
+
+    Frozen ones reduce nothing; unused ones reduce zeros, so that ranks agree, and keep no gradient.
+    """
     model = Chain("nLnL")
-    reference = copy.deepcopy(model)
-    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
     with tiny_units(up_to=LIMIT):
         for index, part in enumerate(model.parts):
-            policy = MixedPrecisionPolicy() if index % 2 == 0 else half
+            policy = low if index % 2 else MixedPrecisionPolicy()
             fully_shard(part, mesh=rank.mesh, mp_policy=policy, reshard_after_forward=True)
         fully_shard(model, mesh=rank.mesh)
     forward, backward = run_step(model, rank)
-    assert launches(forward, "all_gather") == ["0 1", "2 3"]
+    assert launches(forward, "all_gather") == "0 1, 2 3"
     assert [c.dtype for c in forward] == [torch.float32, torch.bfloat16] * 2
-    assert launches(backward, "reduce_scatter") == ["3", "2 1", "0"]
+    assert launches(backward, "reduce_scatter") == "3, 2 1, 0"
     assert {c.dtype for c in backward if c.kind == "reduce_scatter"} == {torch.float32}
-    reference_backward(reference, rank.world_size, loss_of(0))
-    assert_models_equal(model, reference, grads=True, rtol=0.1, atol=1e-3)
 
-
-@on_ranks(2)
-def test_frozen_and_unused_ones(rank: Rank) -> None:
-    """Frozen tiny units reduce nothing; unused ones reduce zeros, so that ranks agree, and keep no gradient."""
     model = Chain("nLnLn")
     model.parts[2].requires_grad_(False)
     model.run = [0, 1, 2, 3]
@@ -261,27 +202,8 @@ def test_frozen_and_unused_ones(rank: Rank) -> None:
     for step in range(2):
         _, backward = run_step(model, rank, step)
         reference_backward(reference, rank.world_size, loss_of(step))
-        assert launches(backward, "reduce_scatter") == ["3", "1", "0"]
-        assert_models_equal(model, reference, grads=True, **CLOSE)
-        assert_at_rest(model)
-
-
-@on_ranks(2)
-def test_checkpointed_and_called_twice(rank: Rank) -> None:
-    """A norm that is used at two places, and recomputed, is gathered and reduced like any other."""
-
-    class Twice(Chain):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
-            return self.parts[0](x)
-
-    model = Twice("nLnL")
-    reference = copy.deepcopy(model)
-    sharded(rank, model)
-    for step in range(3):
-        run_step(model, rank, step)
-        reference_backward(reference, rank.world_size, loss_of(step))
-        assert_models_equal(model, reference, grads=True, **CLOSE)
+        assert launches(backward, "reduce_scatter") == "3, 1, 0"
+        assert_same_gradients(model, reference)
         assert_at_rest(model)
 
 
@@ -290,13 +212,23 @@ def test_checkpointed_and_called_twice(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_large_units_are_still_gathered_two_at_a_time(rank: Rank) -> None:
-    """Beside one large unit that computes and one ahead only the tiny ones on the way to it hold memory."""
+    """Beside one large unit that computes and one ahead only the tiny ones on the way to it hold memory.
+
+    Full gradients of tiny units live until the next large unit's are reduced, and none outlives backward.
+    """
     model = sharded(rank, Chain("LnLnnLnLL"), reshard_after_forward=True)
     large = {f"parts.{i}" for i, part in enumerate(model.parts) if isinstance(part, nn.Linear)}
     seen: list[set[str]] = []
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
 
     def look(*_: Any) -> None:
         seen.append(set(gathered(model)))
+
+    def remember(parameter: nn.Parameter) -> None:
+        nonlocal most
+        alive.append(weakref.ref(parameter.grad))
+        most = max(most, sum(gradient() is not None for gradient in alive))
 
     for part in model.parts:
         part.register_forward_hook(look)
@@ -308,31 +240,13 @@ def test_large_units_are_still_gathered_two_at_a_time(rank: Rank) -> None:
         assert max(len(names & large) for names in seen) == 2
         assert max(len(names - large) for names in seen) == 2
         assert_at_rest(model)
-    assert len(seen) >= 2 * len(model.parts)
+    for parameter in (parameter for unit in nested_units(model) for parameter in unit.parameters):
+        parameter.unsharded.register_post_accumulate_grad_hook(remember)
+    run_step(model, rank)
+    assert len(alive) == 2 * len(model.parts) and not any(gradient() is not None for gradient in alive)
+    assert most <= 2 * (2 + 3)  # a large unit and the tiny ones that it takes along, twice
     model.run = [0, 5, 7, 8]  # 2 is gathered ahead in vain
     seen.clear()
     run_step(model, rank)
     assert max(len(names & large) for names in seen) == 2
     assert_at_rest(model)
-
-
-@on_ranks(2)
-def test_gradients_wait_no_longer_than_for_the_next_large_unit(rank: Rank) -> None:
-    """Full gradients of tiny units live until the next large unit's are reduced, and none outlives backward."""
-    model = sharded(rank, Chain("LnLnLnLnL"), reshard_after_forward=True)
-    run_step(model, rank)
-    alive: list[weakref.ref[torch.Tensor]] = []
-    most = 0
-
-    def remember(parameter: nn.Parameter) -> None:
-        nonlocal most
-        alive.append(weakref.ref(parameter.grad))
-        most = max(most, sum(gradient() is not None for gradient in alive))
-
-    units: list[Any] = nested_units(model)
-    for parameter in (parameter for unit in units for parameter in unit.parameters):
-        parameter.unsharded.register_post_accumulate_grad_hook(remember)
-    run_step(model, rank)
-    assert len(alive) == 2 * len(model.parts)
-    assert most <= 2 * 4  # two pairs of a large and a tiny unit
-    assert all(gradient() is None for gradient in alive)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -12,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ReduceOp
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from user_collectives import Gather, Scatter
 
 from compare import assert_close, assert_equal
 from fullshard import fully_shard
 from fullshard.comm import (
-    AllGather,
     Collective,
     CollectiveTransport,
     CommRequest,
@@ -27,7 +28,6 @@ from fullshard.comm import (
     Operand,
     ProcessGroupMemoryAllGather,
     ProcessGroupMemoryReduceScatter,
-    ReduceScatter,
     SymmetricMemoryAllGather,
     SymmetricMemoryReduceScatter,
     Transport,
@@ -35,6 +35,7 @@ from fullshard.comm import (
     part_of,
     record,
 )
+from fullshard.comm.base import issue_all
 from fullshard.comm.collective import nccl_reduction
 from fullshard.comm.pooled import SymmetricMemory
 from fullshard.comm.summation import fold
@@ -98,11 +99,24 @@ def sum_for(rank: Rank, numel: int, dtype: torch.dtype = torch.float32) -> torch
     return sum(values(r + 3 * rank.rank, numel, dtype) for r in range(rank.world_size))
 
 
+class FakeWork:
+    """A work that notes that it was waited for, and may have failed."""
+
+    def __init__(self, name: str, waited: list[str], error: str | None = None) -> None:
+        self.name, self.waited, self.error = name, waited, error
+
+    def wait(self) -> bool:
+        self.waited.append(self.name)
+        if self.error is not None:
+            raise RuntimeError(self.error)
+        return True
+
+
 class MessageLog:
-    """A process group that writes down the messages that pass: size, tag, and where they were sent from."""
+    """A process group that writes down the messages that pass: size, and where they were sent from."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.messages, self.tags, self.places = group, [], [], []
+        self.group, self.messages, self.places = group, [], []
 
     def rank(self) -> int:
         return self.group.rank()
@@ -112,7 +126,6 @@ class MessageLog:
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
         self.messages.append((peer, tensors[0].nbytes))
-        self.tags.append(tag)
         self.places.append(tensors[0].data_ptr())
         return self.group.send(tensors, peer, tag)
 
@@ -145,14 +158,11 @@ def test_all_gather_fills_the_unsharded_buffer_in_rank_order(rank: Rank, kind: t
 
 @on_ranks(2, 4)
 @TRANSPORTS
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_reduce_scatter_gives_each_rank_the_sum_of_its_part(
-    rank: Rank, kind: type[Transport], dtype: torch.dtype
-) -> None:
-    """Sums of one launch are divided before and after as each request says."""
+def test_reduce_scatter_gives_each_rank_the_sum_of_its_part(rank: Rank, kind: type[Transport]) -> None:
+    """Sums of one launch are divided before and after as each request says, so that fp16 does not overflow."""
     transport, world = kind(rank.group), rank.world_size
     scalings = [GradScaling(), GradScaling(after=world), GradScaling(2, world / 2), GradScaling(1, world, False)]
-    for sizes in SIZES:
+    for sizes, dtype in itertools.product(SIZES, (torch.float64, torch.bfloat16)):
         requests = [CommRequest(str(s), to_reduce(rank, *sizes, dtype=dtype), s) for s in scalings]
         wait(transport.reduce_scatter(requests))
         for unit, operands, scaling in requests:
@@ -163,29 +173,6 @@ def test_reduce_scatter_gives_each_rank_the_sum_of_its_part(
                     assert_close(operand.shard, expected, unit, rtol=2**-7)
                 else:
                     assert_equal(operand.shard, expected, f"{unit} of {operand.shard.numel()}")
-
-
-@on_ranks(2, 4)
-@TRANSPORTS
-@pytest.mark.parametrize("operation", ["reduce_scatter", "all_reduce"])
-def test_division_before_keeps_fp16_in_range(rank: Rank, kind: type[Transport], operation: str) -> None:
-    """Inputs whose sum overflows fp16 have a finite mean when they are divided beforehand, and only then."""
-    transport = kind(rank.group)
-    world, n = rank.world_size, 10
-
-    def mean(scaling: GradScaling) -> torch.Tensor:
-        unsharded = torch.full((n * world,), 60_000.0, dtype=torch.float16)
-        operand = Operand(
-            torch.empty(n, dtype=torch.float16) if operation == "reduce_scatter" else unsharded, unsharded
-        )
-        wait(getattr(transport, operation)([CommRequest("unit", [operand], scaling)]))
-        return operand.shard
-
-    split = mean(GradScaling(before=world))
-    assert_equal(split, torch.full_like(split, 60_000.0), "divided beforehand")
-    # The counterproof, where the sum is in fp16: on more ranks gloo's is in fp32, block by block.
-    if world == 2:
-        assert mean(GradScaling(after=world)).isinf().all()
 
 
 @on_ranks(2, 3)
@@ -285,6 +272,25 @@ def test_launches_in_flight_together_do_not_mix(rank: Rank, kind: type[Transport
     assert_equal(reduction.shard, sum_for(rank, 11) / world, "reduction")
 
 
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, KeyboardInterrupt])
+def test_what_was_issued_lands_before_a_later_calls_error_is_raised(error: type[BaseException]) -> None:
+    """It is waited for, all of it even if some failed; no later call runs. Without a failure nothing is waited for."""
+    waited: list[str] = []
+
+    def fails() -> list[FakeWork]:
+        assert waited == []  # not before: they run side by side
+        raise error("the cause")
+
+    def never() -> list[FakeWork]:
+        raise AssertionError("called after a failure")
+
+    works = [FakeWork("a", waited), FakeWork("b", waited, "landed badly"), FakeWork("c", waited)]
+    assert issue_all([lambda: works[:1], lambda: (), lambda: works[1:]]) == works and waited == []
+    with pytest.raises(error, match="the cause"):
+        issue_all([lambda: works[:2], lambda: works[2:], fails, never])
+    assert waited == ["a", "b", "c"]
+
+
 # ---------------------------------------------------------------- messages of gloo
 
 
@@ -322,34 +328,12 @@ def test_small_operands_of_a_launch_share_one_message_per_peer(rank: Rank) -> No
 
 
 @GLOO
-@on_ranks(2, 4)
-def test_two_gloo_launches_never_share_a_tag(rank: Rank) -> None:
-    """A launch has one tag, made of its kind, the names of all its units in order, and a count."""
-    log = MessageLog(rank.group)
-    transport = GlooTransport(log)
-    counts: set[int] = set()
-
-    def name_bits(*units: str, operation: str = "all_gather") -> int:
-        log.tags.clear()
-        wait(getattr(transport, operation)([CommRequest(unit, [to_gather(rank, n) for n in (3, 2)]) for unit in units]))
-        assert len(set(log.tags)) == 1
-        counts.add(log.tags[0] & 0xFFFF)
-        return log.tags[0] >> 16
-
-    names = [name_bits(*units) for units in (["a"], ["a", "b"], ["b", "a"], ["ab"])]
-    names.append(name_bits("a", operation="reduce_scatter"))
-    assert len(set(names)) == 5
-    assert name_bits("a", "b") == names[1]
-    assert len(counts) == 6
-
-
-@GLOO
 @on_ranks(2)
 def test_ranks_with_different_launches_time_out(rank: Rank) -> None:
     """A launch of other units on another rank is not taken for this one, though the bytes would fit."""
     launched = []
     for units in (("a", "b"), ("a",)):
-        group = dist.new_group(timeout=timedelta(seconds=2))
+        group = dist.new_group(timeout=timedelta(seconds=1))
         mine = units if rank.rank == 0 else (*units[:-1], "x")
         operands = [Operand(torch.ones(2), torch.zeros(4)) for _ in units]
         requests = [CommRequest(unit, [operand]) for unit, operand in zip(mine, operands, strict=True)]
@@ -403,133 +387,60 @@ def test_every_operand_is_recorded(rank: Rank, kind: type[Transport]) -> None:
 
 # ---------------------------------------------------------------- custom collectives
 
-
-class CountingGather(AllGather):
-    """An all-gather of the user's; ``done`` at once or later."""
-
-    def __init__(self, done: bool) -> None:
-        self.done, self.calls, self.allocated = done, [], []
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        self.allocated.append(tuple(size))
-        return torch.full(tuple(size), -1, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        self.calls.append((output_tensor.numel(), async_op))
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=not self.done)
-
-
-class CountingScatter(ReduceScatter):
-    """A reduce-scatter of the user's; ``done`` at once or later."""
-
-    def __init__(self, done: bool) -> None:
-        self.done, self.calls = done, []
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(tuple(size), dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        self.calls.append((output_tensor.numel(), op, async_op))
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=not self.done)
+SCALINGS = [GradScaling(after=2), GradScaling(), GradScaling(2, 2), GradScaling(1, 2, native=False)]
 
 
 @GLOO
-@on_ranks(2, 4)
-@pytest.mark.parametrize("done", [False, True], ids=["later", "at once"])
-def test_custom_collectives_are_called_once_per_operand(rank: Rank, done: bool) -> None:
-    """The user's objects do all-gathers and reduce-scatters, in their memory; the group's transport does the rest."""
-    world = rank.world_size
-    gather, scatter = CountingGather(done), CountingScatter(done)
-    transport = CustomTransport(GlooTransport(rank.group), gather, scatter)
+@on_ranks(2)
+@pytest.mark.parametrize("whose", ["later", "at once", "torch", "process group memory"])
+def test_custom_collectives(rank: Rank, whose: str) -> None:
+    """The user's objects are called once per operand, in memory of theirs; the group's transport does the rest.
+
+    Objects of torch's own classes serve as well, and ordinary memory where gloo has no memory pool.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+    gather, scatter = {
+        "later": (Gather(), Scatter()),
+        "at once": (Gather(done=True), Scatter(done=True)),
+        "torch": (DefaultAllGather(), DefaultReduceScatter()),
+        "process group memory": (
+            ProcessGroupMemoryAllGather(rank.group),
+            ProcessGroupMemoryReduceScatter(rank.group),
+        ),
+    }[whose]
+    base = GlooTransport(rank.group)
+    transport = CustomTransport(base, gather, scatter)
     assert transport.direct_bytes > 10**15
-    buffers = [transport.allocate("all_gather", n * world, torch.float32, CPU) for n in (3, 7)]
-    assert gather.allocated == [(3 * world,), (7 * world,)]
+    buffers = [transport.allocate("all_gather", 2 * n, torch.float32, CPU) for n in (3, 7)]
     operands = [Operand(values(rank.rank, n), r) for n, r in zip((3, 7), buffers, strict=True)]
-    with record() as collectives:
+    with record() as seen:
         wait(transport.all_gather([CommRequest("a", operands[:1]), CommRequest("b", operands[1:])]))
-    assert [(c.kind, c.unit) for c in collectives] == [("all_gather", "a"), ("all_gather", "b")]
-    assert len({c.launch for c in collectives}) == 1
+    assert [(c.kind, c.unit) for c in seen] == [("all_gather", "a"), ("all_gather", "b")]
+    assert len({c.launch for c in seen}) == 1
     for operand in operands:
         assert_gathered(rank, operand, str(operand.shard.numel()))
-    assert gather.calls == [(3 * world, True), (7 * world, True)]
-
-    for scaling in (GradScaling(after=world), GradScaling(), GradScaling(2, 2), GradScaling(1, world, native=False)):
+    for scaling in SCALINGS:
         (operand,) = to_reduce(rank, 5)
         wait(transport.reduce_scatter([CommRequest("a", [operand], scaling)]))
         assert_equal(operand.shard, sum_for(rank, 5) / (scaling.before * scaling.after), str(scaling))
-    assert scatter.calls == [(5, ReduceOp.SUM, True)] * 4, "gloo cannot average"
-
     tensor = values(rank.rank, 5)
     wait(transport.all_reduce([CommRequest("a", in_place([tensor]))]))
-    assert_equal(tensor, sum(values(r, 5) for r in range(world)), "all-reduce")
-
-
-@GLOO
-@on_ranks(2)
-def test_what_is_not_custom_goes_to_the_base(rank: Rank) -> None:
-    """With one of the two replaced, the other is the group's own, recorded once; memory is the engine's."""
-    gather, scatter = CountingGather(False), CountingScatter(False)
-    base = GlooTransport(rank.group)
-    with record() as collectives:
-        custom = CustomTransport(base, reduce_scatter=scatter)
-        wait(custom.all_gather([CommRequest("a", [to_gather(rank, 2)])]))
-        assert custom.allocate("all_gather", 4, torch.float32, CPU) is None
-        custom = CustomTransport(base, all_gather=gather)
-        wait(custom.reduce_scatter([CommRequest("b", to_reduce(rank, 2))]))
-        assert custom.allocate("reduce_scatter", 4, torch.float32, CPU) is None
-    assert [(c.kind, c.unit) for c in collectives] == [("all_gather", "a"), ("reduce_scatter", "b")]
-    assert gather.calls == scatter.calls == []
-    assert base.allocate("all_gather", 4, torch.float32, CPU) is None
-
-
-@GLOO
-@on_ranks(2)
-@pytest.mark.parametrize("whose", ["torch", "process group memory"])
-def test_collectives_of_others(rank: Rank, whose: str) -> None:
-    """Objects of torch's own classes are called as there; where gloo has no memory pool, ordinary memory is used."""
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-
-    pairs = {
-        "torch": (DefaultAllGather, DefaultReduceScatter),
-        "process group memory": (
-            lambda: ProcessGroupMemoryAllGather(rank.group),
-            lambda: ProcessGroupMemoryReduceScatter(rank.group),
-        ),
-    }
-    gather, scatter = (make() for make in pairs[whose])
-    buffer = gather.allocate((2, 3), dtype=torch.float64, device=CPU)
-    assert (buffer.shape, buffer.dtype) == ((2, 3), torch.float64)
-    transport = CustomTransport(GlooTransport(rank.group), gather, scatter)
-    buffer = transport.allocate("all_gather", 8, torch.float32, CPU)
-    gathered, (reduced,) = Operand(values(rank.rank, 4), buffer), to_reduce(rank, 4)
-    wait(transport.all_gather([CommRequest("a", [gathered])]))
-    assert_gathered(rank, gathered, "all-gather")
-    wait(transport.reduce_scatter([CommRequest("a", [reduced], GradScaling(after=2))]))
-    assert_equal(reduced.shard, sum_for(rank, 4) / 2, "reduce-scatter")
-    for asynchronous in (False, True):
-        work = gather(buffer, values(rank.rank, 4), rank.group, asynchronous)
-        assert (work is not None) == asynchronous
-        wait([work] if asynchronous else [])
-        work = scatter(reduced.shard, reduced.unsharded, rank.group, ReduceOp.SUM, asynchronous)
-        wait([work] if asynchronous else [])
-        assert_equal(reduced.shard, sum_for(rank, 4), "reduce-scatter called directly")
-
-
-class ShortGather(CountingGather):
-    """Allocates less than it is asked for."""
-
-    def allocate(self, size, *, dtype, device):
-        return torch.empty(size[0] - 1, dtype=dtype)
+    assert_equal(tensor, values(0, 5) + values(1, 5), "all-reduce")
+    if isinstance(gather, Gather):
+        assert [numel for numel, _, _ in gather.called] == [6, 14] and len(scatter.called) == len(SCALINGS)
+        with record() as seen:  # with one of the two replaced, the other is the group's own, in the engine's memory
+            alone = CustomTransport(base, reduce_scatter=scatter)
+            wait(alone.all_gather([CommRequest("a", [to_gather(rank, 2)])]))
+            assert alone.allocate("all_gather", 4, torch.float32, CPU) is None
+            wait(CustomTransport(base, all_gather=gather).reduce_scatter([CommRequest("b", to_reduce(rank, 2))]))
+        assert [(c.kind, c.unit) for c in seen] == [("all_gather", "a"), ("reduce_scatter", "b")]
+        assert (len(gather.called), len(scatter.called)) == (2, len(SCALINGS))
 
 
 REFUSALS = {
     "function": (lambda base: CustomTransport(base, lambda **_: None), TypeError, "all-gather .*allocate.* got funct"),
     "object": (lambda base: CustomTransport(base, None, object()), TypeError, "custom reduce-scatter .* got object"),
-    "memory": (
-        lambda base: CustomTransport(base, ShortGather(False)).allocate("all_gather", 4, torch.float32, CPU),
-        ValueError,
-        r"ShortGather.allocate: expected 4 elements of torch.float32 on cpu, got 3",
-    ),
     **{
         f"{kind.__name__} {back_end}": (lambda base, k=kind, b=back_end: k(base.group, b), ValueError, words)
         for kind in (SymmetricMemoryAllGather, SymmetricMemoryReduceScatter)
@@ -544,7 +455,7 @@ REFUSALS = {
 @GLOO
 @on_ranks(2)
 def test_custom_collectives_are_checked(rank: Rank) -> None:
-    """What cannot be called or cannot allocate is refused, memory of the wrong size, and what needs NCCL."""
+    """What cannot be called or cannot allocate is refused, and what needs NCCL."""
     for call, error, words in REFUSALS.values():
         with pytest.raises(error, match=words):
             call(GlooTransport(rank.group))
@@ -577,19 +488,6 @@ def test_symmetric_memory_is_used_again_once_it_was_released() -> None:
 
 
 # ---------------------------------------------------------------- groups, and what NCCL is told
-
-
-@GLOO
-@on_ranks(2)
-def test_gloo_group_gets_the_gloo_transport(rank: Rank) -> None:
-    """The transport is chosen by the back end of the group on the device; gloo has one communicator only."""
-    transport = make_transport(rank.group, CPU)
-    assert type(transport) is GlooTransport
-    assert (transport.rank, transport.world_size) == (rank.rank, rank.world_size)
-    for enable in (True, False):
-        transport.separate_reduce_group(enable)
-        assert transport.reduce_group is transport.group
-    assert issubclass(NcclTransport, CollectiveTransport)
 
 
 @on_ranks(4)
@@ -709,29 +607,19 @@ def test_nccl_launch_is_one_group_call() -> None:
     transport.separate_reduce_group(True)
     assert transport.reduce_group is reductions
 
+    asked: list[tuple[object, object]] = []  # a user's reduce-scatter gets AVG when that is the whole division
 
-def test_custom_reduce_scatter_may_average_on_nccl() -> None:
-    """A user's reduce-scatter gets AVG from NCCL when that is the whole division, on the group for reductions."""
-    group, reductions = GroupCalls(), GroupCalls()
-    seen = []
-
-    class Scatter(CountingScatter):
+    class Noting(Scatter):
         def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-            seen.append((group, op))
+            asked.append((group, op))
 
-    transport = CustomTransport(NcclTransport(group, reductions), reduce_scatter=Scatter(True))
-    scalings = {
-        GradScaling(after=4): ReduceOp.AVG,
-        GradScaling(after=3): ReduceOp.SUM,
-        GradScaling(2, 2): ReduceOp.SUM,
-        GradScaling(1, 4, False): ReduceOp.SUM,
-        GradScaling(): ReduceOp.SUM,
-    }
-    for scaling in scalings:
-        wait(transport.reduce_scatter([CommRequest("a", [Operand(torch.ones(2), torch.ones(8))], scaling)]))
+    transport = CustomTransport(NcclTransport(group, reductions), reduce_scatter=Noting())
+    for scaling in (GradScaling(after=4), GradScaling(after=3), GradScaling(2, 2), GradScaling(1, 4, False)):
+        wait(transport.reduce_scatter([CommRequest("a", [operand(2)], scaling)]))
     transport.separate_reduce_group(False)
-    wait(transport.reduce_scatter([CommRequest("a", [Operand(torch.ones(2), torch.ones(8))])]))
-    assert seen == [*((reductions, op) for op in scalings.values()), (group, ReduceOp.SUM)]
+    wait(transport.reduce_scatter([CommRequest("a", [operand(2)])]))
+    sums = [(reductions, ReduceOp.SUM)] * 3
+    assert asked == [(reductions, ReduceOp.AVG), *sums, (group, ReduceOp.SUM)]
 
 
 @GLOO

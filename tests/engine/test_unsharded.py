@@ -29,7 +29,6 @@ from fullshard import fully_shard, unsharded
 from fullshard.comm import Collective, record
 from fullshard.engine.ownership import nested_units
 from models import Stack, batch, reference_backward, square_loss
-from pairwise import each_value
 from ranks import Rank, on_ranks
 
 ALL = ["", "blocks.0", "blocks.1", "blocks.2"]
@@ -54,23 +53,32 @@ def pointers(model: nn.Module) -> list[int]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("context", "ran"), [(torch.no_grad, False), (torch.inference_mode, True)])
-def test_gathers_once(rank: Rank, ran: bool, context: Any) -> None:
-    """Loops inside gather nothing, with parameters at addresses that stay; afterwards all is as before."""
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_gathers_once(rank: Rank, context: Any) -> None:
+    """Loops inside gather nothing, with parameters at addresses that stay; afterwards all is as before.
+
+    A unit of several modules is held once, also if only a part of it runs.
+    """
     model, reference = made(rank)
-    if ran:
-        assert_trains_alike(model, reference, rank, steps=1)
-    with context():
-        with record() as entering, unsharded(model) as same:
+    for _ in range(2):
+        with context(), record() as entering, unsharded(model) as same:
             assert same is model
-            assert [(c.kind, c.unit) for c in entering] == [("all_gather", u) for u in ALL if rank.world_size > 1]
+            assert [(c.kind, c.unit) for c in entering] == [("all_gather", unit) for unit in ALL]
             before = pointers(model)
             for step in range(3):
                 assert check_output(model, reference, step) == []
                 assert pointers(model) == before
-            assert gathered(model) == (ALL if rank.world_size > 1 else [])
-    assert_at_rest(model)
-    assert_trains_alike(model, reference, rank, steps=1)
+            assert gathered(model) == ALL
+        assert_at_rest(model)
+        assert_trains_alike(model, reference, rank, steps=1)
+    several = build(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))
+    reference = copy.deepcopy(several)
+    fully_shard([several[0], several[2]], mesh=rank.mesh)
+    fully_shard(several, mesh=rank.mesh)
+    with unsharded(several), torch.no_grad():
+        for ours, theirs in ((several, reference), (several[2], reference[2]), (several[:2], reference[:2])):
+            assert check_output(ours, theirs) == []
+    assert_at_rest(several)
 
 
 @on_ranks(2)
@@ -105,9 +113,12 @@ def test_nested_and_of_parts(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("setting", "zeroed"), [(None, "optimizer"), (False, "model")])
-def test_training_inside(rank: Rank, setting: bool | None, zeroed: str) -> None:
-    """Training inside is right: gradients are reduced, and a forward after an optimizer step gathers anew."""
+@pytest.mark.parametrize("setting", [None, False])
+def test_training_inside(rank: Rank, setting: bool | None) -> None:
+    """Training inside is right: gradients are reduced, and a forward after an optimizer step gathers anew.
+
+    Microbatches without synchronization inside add up with one outside; ``zero_grad`` inside clears all of them.
+    """
     model, reference = made(rank, reshard_after_forward=setting)
     sharded = dict(model.named_parameters())
     optimizers = [sgd(m, 0.1) for m in (model, reference)]
@@ -122,14 +133,28 @@ def test_training_inside(rank: Rank, setting: bool | None, zeroed: str) -> None:
                 assert_close(sharded[name].grad.full_tensor(), theirs.grad, name, **CLOSE)
             for optimizer, module in zip(optimizers, (model, reference), strict=True):
                 optimizer.step()
-                module.zero_grad() if zeroed == "model" else optimizer.zero_grad()
+                module.zero_grad() if setting is False else optimizer.zero_grad()
             if step:
                 with torch.no_grad():
                     assert [c.unit for c in check_output(model, reference, step)] == ALL
                     before = pointers(model)
                     assert check_output(model, reference, step) == [] and pointers(model) == before
     assert_at_rest(model)
-    assert_trains_alike(model, reference, rank, steps=1)
+    for set_to_none in (True, False):
+        square_loss()(model, rank.rank).backward()
+        with unsharded(model):
+            model.zero_grad(set_to_none)
+        assert all(p.grad is None if set_to_none else not p.grad.to_local().any() for p in model.parameters())
+    model.set_requires_gradient_sync(False)
+    with unsharded(model), record() as seen:
+        for step in range(2):
+            square_loss(step)(model, rank.rank).backward()
+    assert not any(c.kind == "reduce_scatter" for c in seen)
+    model.set_requires_gradient_sync(True)
+    square_loss(2)(model, rank.rank).backward()
+    for step in range(3):
+        reference_backward(reference, rank.world_size, square_loss(step))
+    assert_same_gradients(model, reference)
 
 
 @on_ranks(2)
@@ -162,37 +187,24 @@ def test_between_forward_and_backward(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_microbatches_and_zero_grad_inside(rank: Rank, set_to_none: bool) -> None:
-    """Microbatches without synchronization inside, the last one outside; ``zero_grad`` inside clears all of them."""
-    model, reference = made(rank)
-    for step in range(2):
-        square_loss(step)(model, rank.rank).backward()
-        with unsharded(model):
-            model.zero_grad(set_to_none)
-    reference.zero_grad()
-    for parameter in reference.parameters():
-        parameter.grad = None if set_to_none else torch.zeros_like(parameter)
-    assert_same_gradients(model, reference, rtol=0.0, atol=0.0)
-    model.set_requires_gradient_sync(False)
-    with unsharded(model), record() as seen:
-        for step in range(2):
-            square_loss(step)(model, rank.rank).backward()
-    assert seen == []
-    model.set_requires_gradient_sync(True)
-    square_loss(2)(model, rank.rank).backward()
-    for step in range(3):
-        reference_backward(reference, rank.world_size, square_loss(step))
-    assert_same_gradients(model, reference)
+@pytest.mark.parametrize("where", ["body", "forward", "backward", "gathering"])
+def test_exception_inside(rank: Rank, where: str) -> None:
+    """After an exception in the body, in a forward or in a backward everything is freed, and training goes on.
 
-
-@on_ranks(2)
-@each_value(where=["body", "forward", "backward"], caught=["outside", "inside"])
-def test_exception_inside(rank: Rank, where: str, caught: str) -> None:
-    """After an exception in the body, in a forward or in a backward everything is freed, and training goes on."""
+    If gathering fails half-way nothing stays held.
+    """
     model, reference = made(rank)
     hooks = {"forward": fail, "backward": fail_in_backward}
-    for _ in range(2):
+    if where == "gathering":
+        square_loss()(model, rank.rank).backward()
+        model.zero_grad()
+        kept = model.blocks[1].up.weight
+        model.blocks[1].up.weight = nn.Parameter(torch.ones(2, 2))  # the wrong shape: taking it over raises
+        with pytest.raises(ValueError, match=r"blocks\.1\.up\.weight"), unsharded(model):
+            raise AssertionError("not reached")
+        model.blocks[1].up.weight = kept
+        assert gathered(model) == [] and all(unit.user_unshards == 0 for unit in nested_units(model))
+    for caught in ("outside", "inside"):
         handle = model.blocks[1].up.register_forward_hook(hooks[where]) if where in hooks else None
 
         def body(handle: Any = handle) -> None:
@@ -250,35 +262,6 @@ def test_states_copies_and_moves_inside(rank: Rank) -> None:
     assert_same_values(model, doubled)
     assert_trains_alike(twin, reference, rank, steps=1)
     assert_trains_alike(model, doubled, rank, steps=1)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("setting", [True, False], ids=["reshard", "keep"])
-def test_unit_of_several_modules_inside(rank: Rank, setting: bool) -> None:
-    """It is held once, also if only a part of it runs."""
-    model = build(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))
-    reference = copy.deepcopy(model)
-    fully_shard([model[0], model[2]], mesh=rank.mesh, reshard_after_forward=setting)
-    fully_shard(model, mesh=rank.mesh)
-    with unsharded(model), torch.no_grad():
-        for ours, theirs in ((model, reference), (model[2], reference[2]), (model[:2], reference[:2])):
-            assert check_output(ours, theirs) == []
-    assert_at_rest(model)
-
-
-@on_ranks(2)
-def test_gathering_that_fails(rank: Rank) -> None:
-    """If gathering fails half-way nothing stays held."""
-    model, reference = made(rank)
-    square_loss()(model, rank.rank).backward()
-    model.zero_grad()
-    kept = model.blocks[1].up.weight
-    model.blocks[1].up.weight = nn.Parameter(torch.ones(2, 2))  # the wrong shape: its adoption raises
-    with pytest.raises(ValueError, match=r"blocks\.1\.up\.weight"), unsharded(model):
-        raise AssertionError("not reached")
-    model.blocks[1].up.weight = kept
-    assert gathered(model) == [] and all(unit.user_unshards == 0 for unit in nested_units(model))
-    assert_trains_alike(model, reference, rank, steps=1)
 
 
 @on_ranks(2)
