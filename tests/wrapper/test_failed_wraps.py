@@ -262,6 +262,11 @@ def test_tied_to_a_unit_made_before(rank: Rank, use_orig_params: bool) -> None:
     del model.zz
     assert len(nested_units(model)) == 1
     torch.testing.assert_close(model.blocks[0](batch(0, 0)), reference.blocks[0](batch(0, 0)))
+    model.zz = odd_parameter()
+    with pytest.raises(ValueError, match="zz"):  # the other block, which has the same weight, is a unit meanwhile
+        FullyShardedDataParallel(model, auto_wrap_policy=BLOCKS, use_orig_params=use_orig_params)
+    del model.zz
+    torch.testing.assert_close(model.blocks[0](batch(0, 0)), reference.blocks[0](batch(0, 0)))
     wrapped = FullyShardedDataParallel(model, use_orig_params=use_orig_params)
     assert_trains_alike(wrapped, reference, rank)
 

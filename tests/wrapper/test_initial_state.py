@@ -295,7 +295,8 @@ def test_sync_module_states(rank: Rank, policy: Any, strategy: ShardingStrategy,
     )
     assert_states_alike(wrapped, reference)
     wrapped(batch(rank.rank, 0)).float().sum().backward()
-    for tied_over in (policy, BLOCKS_AND_LAYERS):
+    # The unit of each block's list owns what its blocks share: what it has sharded is not synchronized again above.
+    for tied_over in (policy, BLOCKS_AND_LAYERS, always_wrap_policy):
         tied = FullyShardedDataParallel(
             built(Tied, seed=rank.rank),
             auto_wrap_policy=tied_over,
