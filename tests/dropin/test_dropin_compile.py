@@ -38,9 +38,7 @@ def train(model: nn.Module, data: torch.Tensor) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(
-    ("form", "what"), [("composed", "blocks"), ("composed", "model"), ("original", "blocks"), ("flat", "model")]
-)
+@pytest.mark.parametrize(("form", "what"), [("composed", "model"), ("original", "blocks")])
 @on_ranks(2)
 def test_compiled_models_train(rank: Rank, form: str, what: str):
     """Blocks compiled before sharding, or the sharded model compiled: losses of the plain model."""

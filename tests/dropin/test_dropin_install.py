@@ -299,8 +299,10 @@ def test_torchs_own_modules_are_bound_anew(rank: Rank):
     stage = importlib.import_module("torch.distributed.pipelining.stage")
     schedules = importlib.import_module("torch.distributed.pipelining.schedules")
     theirs = functions.StateDictType, stage.fully_shard, schedules.UnshardHandle, stage.replicate
+    backward = stage._PipelineStageBase.__dict__["backward_maybe_with_nosync"]
     with dropin.install(quiet=True):
         assert functions.StateDictType is fullshard.StateDictType
+        assert functions.FSDP is fullshard.FullyShardedDataParallel
         assert stage.fully_shard is fullshard.fully_shard and stage.FSDPModule is fullshard.FSDPModule
         assert stage.replicate is fullshard.replicate and stage.ReplicateModule is fullshard.ReplicateModule
         assert schedules.UnshardHandle is fullshard.UnshardHandle
@@ -308,6 +310,7 @@ def test_torchs_own_modules_are_bound_anew(rank: Rank):
         assert callable(optimizer._create_chunk_sharded_tensor)
         group = torchs("_fully_shard._fsdp_param_group").FSDPParamGroup
         assert callable(group.use_training_state)
+    assert stage._PipelineStageBase.__dict__["backward_maybe_with_nosync"] is backward
     assert theirs == (functions.StateDictType, stage.fully_shard, schedules.UnshardHandle, stage.replicate)
 
 

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 
 from fullshard.dropin import installed
-from fullshard.dropin.__main__ import _set_path as set_path
 from fullshard.dropin.__main__ import main
 from fullshard.dropin.inheritance import FOLDER, patch_pythonpath, restore_pythonpath
 
@@ -75,11 +74,8 @@ def check(what, statement):
     os._exit(0)
 
 check("fsdp", "import torch.distributed.fsdp as m")
-check("composable", "import torch.distributed._composable.fsdp as m")
-check("replicate", "import torch.distributed._composable.replicate_with_fsdp as m")
 check("stage", "from torch.distributed.pipelining import stage as m")
 check("probe", "import importlib.util; importlib.util.find_spec('torch.distributed.fsdp')")
-check("ours", "import fullshard.dropin.torch_state_dict")
 
 sys.modules["fullshard"] = None  # as if there were none
 for name in ("_composable.fsdp", "fsdp", "fsdp", "fsdp.wrap", "pipelining.stage"):
@@ -89,12 +85,6 @@ for name in ("_composable.fsdp", "fsdp", "fsdp", "fsdp.wrap", "pipelining.stage"
     except ImportError as error:
         print("refused", name, error)
 print(hasattr(torch.distributed, "fsdp"))
-"""
-STARTER = """
-import subprocess, sys
-print("starter", sys.argv[1:], flush=True)
-subprocess.run([sys.executable, "-c", "import os, sys; print(os.environ.get('OWN'), 'torch' in sys.modules)"])
-sys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode)
 """
 
 
@@ -113,9 +103,9 @@ def run(folder: Path, *arguments: str, **environment: str) -> subprocess.Complet
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With a program, a program that starts others, and a module."""
+    """With a program and a module."""
     (tmp_path / "inner").mkdir()
-    for name, text in (("inner/program.py", PROGRAM), ("starter.py", STARTER), ("a_module.py", PROGRAM)):
+    for name, text in (("inner/program.py", PROGRAM), ("a_module.py", PROGRAM)):
         (tmp_path / name).write_text(text)
     return tmp_path
 
@@ -152,14 +142,14 @@ def test_waits_for_any_of_torchs_packages(folder: Path):
     done = run(folder, "first.py", PYTHONPATH=FOLDER)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    names = ("fsdp", "composable", "replicate", "stage", "probe", "ours")
-    assert lines[:6] == [f"{name} {{'fullshard'}} [] SourceFileLoader" for name in names]
+    names = ("fsdp", "stage", "probe")
+    assert lines[:3] == [f"{name} {{'fullshard'}} [] SourceFileLoader" for name in names]
     why = (
         "this interpreter was started by a program on fullshard.dropin and has no fullshard; install it there, or "
         f"take {FOLDER} out of PYTHONPATH"
     )
     refused = ("_composable.fsdp", "fsdp", "fsdp", "fsdp.wrap", "pipelining.stage")
-    assert lines[6:] == [*(f"refused {name} {why}" for name in refused), "False"]
+    assert lines[3:] == [*(f"refused {name} {why}" for name in refused), "False"]
 
 
 @pytest.mark.parametrize("package", [False, True])
@@ -224,29 +214,9 @@ def test_refuses_flags_that_children_inherit(
     with monkeypatch.context() as context:
         flags = dict.fromkeys(("isolated", "ignore_environment", "no_site"), 0) | dict.fromkeys(names, 1)
         context.setattr(sys, "flags", SimpleNamespace(**flags))
-        status = main([str(folder / "starter.py")])
+        status = main([str(folder / "a_module.py")])
     assert status == 2 and f"run Python without {flag}:" in capsys.readouterr().err
     assert not installed()
-
-
-def test_leaves_a_safe_path_alone(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """With -P, ``python`` puts no folder there either."""
-    monkeypatch.setattr(sys, "path", ["first", "second"])
-    set_path(["x"])
-    assert sys.path == ["x", "second"]
-    monkeypatch.setattr(sys, "flags", SimpleNamespace(safe_path=True))
-    set_path(["y"])
-    assert sys.path == ["x", "second"]
-
-
-def test_processes_that_a_program_starts_stand_in_too(folder: Path):
-    """A launcher under the drop-in. A sitecustomize of the user's own runs as well, and others import nothing more."""
-    (folder / "sitecustomize.py").write_text("import os\nos.environ['OWN'] = 'ran'\n")
-    done = run(folder, "-m", "fullshard.dropin", "starter.py", "inner/program.py", PYTHONPATH=str(folder))
-    assert done.returncode == 0, done.stderr
-    _, simple, program, *_ = done.stdout.splitlines()
-    assert simple == "ran False"
-    assert program.startswith("fullshard.composable.fsdp_module True [] __main__")
 
 
 @pytest.mark.parametrize(

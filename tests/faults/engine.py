@@ -29,7 +29,7 @@ FAULTS: list[Fault] = [
         "taken = min(numel, row - skipped)",
         "taken = row - skipped",
         "A range that begins and ends inside of one row goes on to the row's end.",
-        ("engine/test_layout.py", "wrapper/test_flat_layout.py"),
+        ("engine/test_layout.py",),
     ),
     Fault(
         "comm/gloo.py",

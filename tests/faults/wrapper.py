@@ -9,14 +9,14 @@ __all__ = ["FAULTS"]
 FAULTS = [
     Fault(
         "wrapper/order.py",
-        "    if order.changed:\n",
-        "    if False:\n",
+        "if order.changed and not order.change_warned",
+        "if False and not order.change_warned",
         "A later forward in another order gives no warning.",
-        ("wrapper/test_order.py", "wrapper/test_groups_of_units.py"),
+        ("wrapper/test_order.py",),
     ),
     Fault(
         "wrapper/summon.py",
-        "failed = any_rank(failed, mesh)",
+        "failed = any_rank(failed, data_parallel_groups(mesh))",
         "failed = bool(failed)",
         "With rank0_only a block that failed on the first rank is written back elsewhere.",
         ("wrapper/test_summon.py",),
@@ -26,13 +26,13 @@ FAULTS = [
         "writeback=writeback and not failed",
         "writeback=writeback",
         "Edits of a block that raised are written back.",
-        ("wrapper/test_summon_moments.py", "wrapper/test_summon.py"),
+        ("wrapper/test_summon.py",),
     ),
     Fault(
         "wrapper/initialization.py",
         "in reversed(data_parallel_groups(mesh))",
-        "in data_parallel_groups(mesh)",
-        "With replicas, ranks start from other values than those of the first rank.",
+        "in data_parallel_groups(mesh)[:1]",
+        "Each replica starts from the values of its own first rank.",
         ("wrapper/test_initial_state.py",),
     ),
     Fault(
@@ -50,6 +50,20 @@ FAULTS = [
         ("wrapper/test_failed_wraps.py",),
     ),
     Fault(
+        "wrapper/rollback.py",
+        "            sharded.pending_owners = owners\n",
+        "            pass\n",
+        "After a wrap that failed, a unit made before that shares a weight with the rest does not run.",
+        ("wrapper/test_failed_wraps.py",),
+    ),
+    Fault(
+        "wrapper/fsdp.py",
+        "        initializer.unclaimed.difference_update(inherited)",
+        "        pass",
+        "Synchronizing states overwrites the shards of a tied weight that a unit between owns with the first rank's.",
+        ("wrapper/test_initial_state.py",),
+    ),
+    Fault(
         "wrapper/fsdp.py",
         "if precision.cast_root_forward_inputs if root else precision.cast_forward_inputs:",
         "if precision.cast_forward_inputs if root else precision.cast_root_forward_inputs:",
@@ -61,7 +75,7 @@ FAULTS = [
         "casts_around=True",
         "casts_around=False",
         "Batch norms get low-precision inputs, or hand on full-precision outputs.",
-        ("wrapper/test_precision_norms.py",),
+        ("wrapper/test_precision.py",),
     ),
     Fault(
         "wrapper/options.py",
@@ -86,10 +100,10 @@ FAULTS = [
     ),
     Fault(
         "wrapper/state_dict/loading.py",
-        "        if high != -low\n",
-        "        if high != -low and False\n",
+        "    compare({key: _kind(state.get(key)) for key in keys}, data_parallel_groups(unit.mesh), _different_keys)\n",
+        "    pass\n",
         "Ranks load state dicts that differ in their keys, and some wait for ever.",
-        ("wrapper/test_load_state_dict.py", "wrapper/test_state_dict.py"),
+        ("wrapper/test_state_dict.py",),
     ),
     Fault(
         "wrapper/state_dict/gather.py",
@@ -110,6 +124,6 @@ FAULTS = [
         "        mark_nested(module)\n    watch_optimizers()",
         "    watch_optimizers()",
         "An inner wrapper takes itself for a root before the first forward.",
-        ("wrapper/test_methods.py", "wrapper/test_register_comm_hook.py"),
+        ("wrapper/test_methods.py", "wrapper/test_comm_hooks.py"),
     ),
 ]

@@ -214,16 +214,6 @@ def test_size_classes() -> None:
     assert presets == ({nn.MultiheadAttention}, {nn.ModuleList, nn.ModuleDict})
 
 
-def test_ignored_do_not_count() -> None:
-    """With an ignored part, a module may no longer be large enough."""
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(3, 2))
-    assert names(plan_for(by_size(8), model)) == ["0", "1"]
-    assert names(plan_for(by_size(8), model, ignored_modules={model[0][0]})) == ["1"]
-    assert names(plan_for(by_size(8), model, ignored_params=[model[0][0].bias])) == ["0", "1"]
-    assert names(plan_for(by_size(8), model, ignored_params=iter([model[1].bias]))) == ["0"]
-    assert names(plan_for(by_size(8), model, ignored_params=[nn.Parameter(torch.ones(9))])) == ["0", "1"]
-
-
 @pytest.mark.parametrize("policy", [ModuleWrapPolicy({nn.Module}), always_wrap_policy, CustomPolicy(lambda m: True)])
 def test_ignored_and_sharded_modules(policy: Any) -> None:
     """Neither these nor what is below them is wrapped, nor asked about."""

@@ -1,18 +1,42 @@
-"""Communication hooks, and the transport that leaves reductions to them."""
+"""``register_comm_hook``: the user's reduction in the engine's place, and the transport that leaves it to the user."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._comm_hooks import default_hooks
+from wrapped import (
+    CLOSE,
+    DIM,
+    FULL,
+    GRAD_OP,
+    HYBRID,
+    NO_SHARD,
+    Block,
+    assert_same_outputs,
+    backward,
+    both_backward,
+    both_forms,
+    built,
+    check_gradients,
+    check_steps,
+    placed,
+    raised_everywhere,
+    reference_backward,
+    wrapped,
+)
 
-from compare import assert_close, assert_equal
-from fullshard import FullyShardedDataParallel, comm_hooks
+from compare import assert_equal
+from fullshard import FullshardError, MixedPrecision, ShardingStrategy, comm_hooks, fully_shard
+from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.comm import CommRequest, GradScaling, Operand, make_transport, record
 from fullshard.comm.hooked import HookedTransport
-from fullshard.comm_hooks import DefaultState, LowPrecisionState
+from fullshard.engine.ownership import nested_units
 from ranks import Rank, on_ranks
 
 MEAN = GradScaling(1.0, 2.0)  # of two ranks
@@ -30,12 +54,24 @@ class Recorder:
         self.seen.append((state, [t.numel() for t in tensors], [t.dtype for t in tensors]))
 
 
+class Mean(Recorder):
+    """A hook that reduces by itself, of either kind, and notes what it was called with."""
+
+    def __call__(self, state: object, *tensors: torch.Tensor) -> None:
+        assert all(t.dim() == 1 and t.is_contiguous() for t in tensors)
+        super().__call__(state, *tensors)
+        whole = tensors[0].float()
+        dist.all_reduce(whole)
+        whole /= dist.get_world_size()
+        mine = whole if len(tensors) == 1 else whole.chunk(dist.get_world_size())[dist.get_rank()]
+        tensors[-1].copy_(mine)
+
+
+# -------------------------------------------------------------------- the transport
+
+
 def hooked(rank: Rank, hook: Any, state: Any = None) -> HookedTransport:
     return HookedTransport(make_transport(rank.group, rank.device), state, hook)
-
-
-def noise(rank: int, numel: int) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
 
 
 def numbers(rank: Rank, numel: int) -> Operand:
@@ -55,11 +91,11 @@ def wait(works: Any) -> None:
         work.wait()
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_reduce_scatter(rank: Rank) -> None:
     """The hook gets the first operand of each request, in order; the others are summed and divided underneath.
 
-    Requests without operands, and empty gradients, are not the hook's business.
+    Requests without operands, and empty gradients, are not the hook's business, nor are gathers.
     """
     hook, state = Recorder(), object()
     transport = hooked(rank, hook, state)
@@ -70,9 +106,7 @@ def test_reduce_scatter(rank: Rank) -> None:
     ]
     with record() as collectives:
         wait(transport.reduce_scatter(requests))
-    n, single = rank.world_size, [torch.float32] * 2
-    assert hook.seen == [(state, [numel * n, numel], single) for numel in (5, 3, 70_000)]
-    assert hook.seen[0][0] is state
+    assert hook.seen == [(state, [numel * 2, numel], [torch.float32] * 2) for numel in (5, 3, 70_000)]
     for request in requests:
         first, *others = request.operands
         assert_equal(first.shard, torch.full_like(first.shard, -1.0), "untouched, as is the hook's region")
@@ -84,110 +118,13 @@ def test_reduce_scatter(rank: Rank) -> None:
         for request in requests
         for operand in request.operands
     ]
-    hook.seen = []
-    other = numbers(rank, 2)
+    hook.seen, other, gathered = [], numbers(rank, 2), torch.zeros(6)
     wait(transport.reduce_scatter([]))
     wait(transport.reduce_scatter([CommRequest("a", []), CommRequest("b", [numbers(rank, 0), other])]))
+    wait(transport.all_gather([CommRequest("a", [Operand(torch.full((3,), float(rank.rank)), gathered)])]))
     assert not hook.seen
     assert_equal(other.shard, sums(rank, 2), "what came with an empty one")
-
-
-@on_ranks(4)
-def test_all_reduce(rank: Rank) -> None:
-    """Without a shard axis the hook gets one tensor, which it changes in place."""
-    calls = []
-
-    def hook(state: str, tensor: torch.Tensor) -> None:
-        calls.append((state, tensor.numel()))
-        dist.all_reduce(tensor)
-
-    tensors = [torch.full((numel,), float(rank.rank + 1)) for numel in (7, 2)]
-    wait(hooked(rank, hook, "mine").all_reduce([CommRequest("a", [Operand(t, t) for t in tensors], MEAN)]))
-    total = float(sum(range(1, rank.world_size + 1)))
-    assert calls == [("mine", 7)]
-    assert_equal(tensors[0], torch.full((7,), total), "the hook's, not divided")
-    assert_equal(tensors[1], torch.full((2,), total / 2), "the other's, divided")
-
-
-@on_ranks(2)
-def test_gathers_and_memory_are_those_of_the_base(rank: Rank) -> None:
-    """Gathers do not reach the hook; sizes of units that travel together are the base's."""
-    hook = Recorder()
-    transport = hooked(rank, hook)
-    region = torch.zeros(6)
-    wait(transport.all_gather([CommRequest("a", [Operand(torch.full((3,), float(rank.rank)), region)])]))
-    assert_equal(region, torch.tensor([0.0, 0, 0, 1, 1, 1]), "gathered")
-    assert not hook.seen
-    assert transport.tiny_bytes == transport.base.tiny_bytes
-    assert transport.direct_bytes > 2**60, "gradients of a bucket are one move"
-    assert transport.allocate("reduce_scatter", 4, torch.float32, rank.device) is None
-    transport.separate_reduce_group(True)
-    assert transport.reduce_group is transport.base.reduce_group
-
-
-@on_ranks(4)
-def test_plain_hooks_average(rank: Rank) -> None:
-    """PyTorch's own hooks leave the mean over ranks."""
-    state = DefaultState(rank.group)
-    for numel in (1, 5, 70_000):
-        everyone = [noise(r, rank.world_size * numel) for r in range(rank.world_size)]
-        mean = torch.stack(everyone).mean(0)
-        operand = Operand(torch.empty(numel), everyone[rank.rank].clone())
-        transport = hooked(rank, comm_hooks.reduce_scatter_hook, state)
-        wait(transport.reduce_scatter([CommRequest("a", [operand])]))
-        expected = mean.chunk(rank.world_size)[rank.rank]
-        assert_close(operand.shard, expected, f"reduce_scatter_hook of {numel}", rtol=1e-5, atol=1e-6)
-        whole = everyone[rank.rank].clone()
-        wait(hooked(rank, comm_hooks.allreduce_hook, state).all_reduce([CommRequest("a", [Operand(whole, whole)])]))
-        assert_close(whole, mean, f"allreduce_hook of {numel}", rtol=1e-5, atol=1e-6)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [
-        ("fp16_compress_hook", torch.float32),
-        ("fp16_compress_hook", torch.bfloat16),
-        ("bf16_compress_hook", torch.float32),
-        ("bf16_compress_hook", torch.float16),
-        ("bf16_compress_hook", torch.bfloat16),
-    ],
-)
-def test_compressing_hooks(rank: Rank, name: str, given: torch.dtype) -> None:
-    """The mean to the precision in which it travels; the dtype in which gradients are kept does not change."""
-    hook, state = getattr(comm_hooks, name), LowPrecisionState(rank.group, parameter_type=given)
-    low = torch.float16 if name.startswith("fp16") else torch.bfloat16
-    eps = 2 * max(torch.finfo(low).eps, torch.finfo(given).eps)
-    everyone = [noise(r, rank.world_size * 100).to(given) for r in range(rank.world_size)]
-    mean = torch.stack(everyone).float().mean(0)
-    region, piece = everyone[rank.rank].clone(), torch.empty(100, dtype=given)
-    whole = region.clone()
-    wait(hooked(rank, hook, state).reduce_scatter([CommRequest("a", [Operand(piece, region)])]))
-    wait(hooked(rank, hook, state).all_reduce([CommRequest("a", [Operand(whole, whole)])]))
-    assert piece.dtype is given and whole.dtype is given
-    assert_close(piece.float(), mean.chunk(rank.world_size)[rank.rank], "sharded", rtol=eps, atol=eps)
-    assert_close(whole.float(), mean, "replicated", rtol=eps, atol=eps)
-    if given is torch.float32:
-        assert (piece != mean.chunk(rank.world_size)[rank.rank]).any(), "it did travel in less precision"
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("sharded", [True, False])
-def test_new_memory(rank: Rank, sharded: bool) -> None:
-    """A hook may give its tensors new memory, as PyTorch's compressing ones do: gradients are where they were."""
-
-    def hook(state: object, grad: torch.Tensor, piece: torch.Tensor | None = None) -> None:
-        grad.data = grad.data.half() * 2
-        landed = grad if piece is None else piece
-        landed.data = landed.data.half().fill_(3.0)
-        landed.data = landed.data.float()
-
-    operand = numbers(rank, 4) if sharded else Operand(whole := torch.ones(8), whole)
-    transport = hooked(rank, hook)
-    memory = operand.shard.data_ptr()
-    wait((transport.reduce_scatter if sharded else transport.all_reduce)([CommRequest("a", [operand])]))
-    assert operand.shard.data_ptr() == memory
-    assert_equal(operand.shard, torch.full_like(operand.shard, 3.0), "result")
+    assert_equal(gathered, torch.tensor([0.0, 0, 0, 1, 1, 1]), "gathered")
 
 
 @on_ranks(2)
@@ -231,18 +168,147 @@ def test_raising_hook(rank: Rank, where: int) -> None:
     assert_equal(after.shard, sums(rank, 3), "the group goes on")
 
 
-def test_names() -> None:
-    """States and plain hooks are PyTorch's own objects."""
-    from torch.distributed.algorithms._comm_hooks import default_hooks
+# -------------------------------------------------------------------- the wrapper
 
-    for name in ("DefaultState", "LowPrecisionState", "allreduce_hook", "reduce_scatter_hook"):
+
+def sizes(model: nn.Module, world_size: int) -> list[list[int]]:
+    """What the hook is called with, in the order of backward."""
+    units = list(reversed(nested_units(model)))
+    pieces = [bucket.layout.slice_numel for unit in units for bucket in unit.buckets]  # type: ignore[attr-defined]
+    return [[n * world_size, n] if world_size else [n] for n in pieces]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("strategy", "orig"), [(FULL, False), (GRAD_OP, True), (NO_SHARD, True), (NO_SHARD, False)])
+def test_hook_in_place_of_the_reduction(rank: Rank, strategy: ShardingStrategy, orig: bool) -> None:
+    """Called once per unit and backward, with the padded gradient and this rank's part; without sharding, with one.
+
+    Not for microbatches without synchronization.
+    """
+    model, reference = wrapped(rank, strategy, use_orig_params=orig)
+    hook, state = Mean(), object()
+    model.register_comm_hook(state, hook)
+    with model.no_sync():
+        backward(rank, model, 0)
+    assert hook.seen == []
+    backward(rank, model, 1)
+    reference_backward(rank, reference, 0, 1)
+    check_gradients(model, reference)
+    expected = sizes(model, 0 if strategy is NO_SHARD else rank.world_size)
+    assert sorted(numels for _, numels, _ in hook.seen) == sorted(expected)
+    assert all(given is state and set(dtypes) == {torch.float32} for given, _, dtypes in hook.seen)
+    check_steps(rank, model, reference, steps=2)
+    assert len(hook.seen) == 9
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("strategy", "compress"), [(FULL, "none"), (NO_SHARD, "none"), (FULL, "fp16"), (NO_SHARD, "bf16"), (FULL, "bf16")]
+)
+def test_hooks_of_the_library(rank: Rank, strategy: ShardingStrategy, compress: str) -> None:
+    """The library's hooks, which are PyTorch's own, average in the dtype that they say, also after the first steps."""
+    model, reference = wrapped(rank, strategy, use_orig_params=True)
+    check_steps(rank, model, reference)
+    if compress == "none":
+        name = "allreduce_hook" if strategy is NO_SHARD else "reduce_scatter_hook"
+        model.register_comm_hook(comm_hooks.DefaultState(rank.group), getattr(comm_hooks, name))
         assert getattr(comm_hooks, name) is getattr(default_hooks, name)
+    else:
+        state = comm_hooks.LowPrecisionState(rank.group)
+        model.register_comm_hook(state, getattr(comm_hooks, f"{compress}_compress_hook"))
+    both_backward(rank, model, reference)
+    if compress == "bf16":  # it really does round: gradients are representable in its dtype
+        for name, p in model.named_parameters():
+            assert p.grad is not None and p.grad.dtype is torch.float32
+            assert_equal(p.grad.bfloat16().float(), p.grad, name)
+    tolerance = {"none": CLOSE, "fp16": {"rtol": 2e-3, "atol": 2e-4}, "bf16": {"rtol": 2e-2, "atol": 2e-3}}[compress]
+    check_gradients(model, reference, **tolerance)
     assert all(hasattr(default_hooks, name) for name in comm_hooks.__all__)
 
 
-# -------------------------------------------------------------------- through the wrapper
+class Narrow(nn.Sequential):
+    """Runs in double precision, and looks as if it did not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.double()).float()
 
 
-def gradients(model: FullyShardedDataParallel) -> dict[str, torch.Tensor]:
-    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+@on_ranks(2)
+@both_forms
+def test_dtypes_and_missing_gradients(rank: Rank, orig: bool) -> None:
+    """The hook gets gradients in the reduce dtype; what it leaves comes out in the shards' dtype.
+
+    Parameters of two dtypes are two calls. Which parameters have gradients is still agreed on.
+    """
+    for dtype in (torch.float32, torch.bfloat16):
+        precision = MixedPrecision(torch.bfloat16, dtype)
+        model, _ = wrapped(rank, use_orig_params=orig, mixed_precision=precision)
+        hook = Mean()
+        model.register_comm_hook(None, hook)
+        backward(rank, model)
+        assert {d for _, _, dtypes in hook.seen for d in dtypes} == {dtype}
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    inner = nn.Sequential(nn.Linear(DIM, DIM), Narrow(nn.Linear(DIM, DIM).double()))
+    inner.spare = nn.Parameter(torch.ones(7))
+    outer, hook = FSDP(inner, use_orig_params=orig), Mean()
+    outer.register_comm_hook(None, hook)
+    outer(torch.ones(1, DIM)).sum().backward()
+    assert sorted(str(dtypes[0]) for _, _, dtypes in hook.seen) == ["torch.float32", "torch.float64"]
+    assert not orig or (inner.spare.grad is None and inner[0].weight.grad is not None)
+
+
+@on_ranks(2)
+def test_hook_that_fails(rank: Rank) -> None:
+    """The hook's error comes out of backward, and a later step without failure is right."""
+    model, reference = wrapped(rank)
+    mean, broken = Mean(), [True]
+
+    def hook(state: object, *tensors: torch.Tensor) -> None:
+        if broken[0]:
+            raise KeyError("mine")
+        mean(state, *tensors)
+
+    model.register_comm_hook(None, hook)
+    with pytest.raises(KeyError, match="mine"):
+        backward(rank, model)
+    broken[0] = False
+    check_steps(rank, model, reference, steps=2)
+
+
+@on_ranks(2)
+def test_hooks_that_are_refused(rank: Rank) -> None:
+    """What cannot be called, a second one, on a part of a model, and around ``fully_shard``.
+
+    The model trains afterwards; a hook can be registered.
+    """
+    model, reference = wrapped(rank)
+    for hook in (None, "mean", 3):
+        with pytest.raises(ValueError, match="expected a function"):
+            model.register_comm_hook(None, hook)
+    for _ in range(2):
+        with pytest.raises(FullshardError, match="outermost"):
+            model.module.blocks[0].register_comm_hook(None, Mean())
+        assert_same_outputs(rank, model, reference)
+    first, second = Mean(), Mean()
+    model.register_comm_hook(None, first)
+    with pytest.raises(FullshardError, match="a hook is already"):
+        model.register_comm_hook(None, second)
+    check_steps(rank, model, reference)
+    assert len(first.seen) == 3 and second.seen == []
+    plain = built(lambda: nn.Sequential(Block(), Block()))
+    reference = copy.deepcopy(plain)
+    fully_shard(plain[0], mesh=rank.mesh)
+    outer = FSDP(plain)
+    with pytest.raises(ValueError, match="fully_shard") as caught:
+        outer.register_comm_hook(None, second)
+    raised_everywhere(rank, caught.value)
+    check_steps(rank, outer, reference)
+
+
+@on_ranks(4)
+def test_hooks_with_hybrid_strategies(rank: Rank) -> None:
+    """Two reductions cannot be one hook: refused, also if only a unit below is hybrid."""
+    one, other = (FSDP(Block(), **placed(rank, strategy)) for strategy in HYBRID)
+    for hybrid in (one, FSDP(nn.Sequential(other))):
+        with pytest.raises(ValueError, match="hybrid"):
+            hybrid.register_comm_hook(None, Mean())

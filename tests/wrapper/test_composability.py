@@ -1,4 +1,4 @@
-"""The wrapper beside, inside and around what else makes modules distributed: right, or refused clearly."""
+"""The wrapper beside, inside and around what else makes modules distributed, on groups of all sorts."""
 
 from __future__ import annotations
 
@@ -13,37 +13,30 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from wrapped import both_forms
 
-from compare import assert_close, assert_equal, fqn_of
+from compare import assert_close, fqn_of
 from front_ends import (
     CLOSE,
     assert_at_rest,
+    assert_same_gradients,
     assert_same_values,
     build,
     full_values,
     gathered,
-    sgd,
     token_loss,
     train,
     train_reference,
     wrapped,
 )
-from fullshard import (
-    FullshardError,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-    fully_shard,
-    replicate,
-)
+from fullshard import FullshardError, ShardingStrategy, fully_shard, replicate
+from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.activation_checkpoint import apply_activation_checkpointing
 from fullshard.comm import record
 from models import Language, LossOf, Stack, batch, reference_backward, square_loss
-from pairwise import pairwise
 from ranks import Rank, on_ranks
 
-both_modes = pytest.mark.parametrize("use_orig_params", [False, True])
+S = ShardingStrategy
 
 
 def assert_trains_right(
@@ -66,7 +59,7 @@ Wrap = Callable[..., nn.Module]
 
 
 def with_wrapper(module: nn.Module, rank: Rank, **options: Any) -> nn.Module:
-    return FullyShardedDataParallel(module, device_mesh=rank.mesh, **options)
+    return FSDP(module, device_mesh=rank.mesh, **options)
 
 
 def with_fully_shard(module: nn.Module, rank: Rank, **_: Any) -> nn.Module:
@@ -83,27 +76,12 @@ def without(module: nn.Module, rank: Rank, **_: Any) -> nn.Module:
 
 FRONT_ENDS: dict[str, Wrap] = {
     "wrapper": with_wrapper,
-    "no_shard": functools.partial(with_wrapper, sharding_strategy=ShardingStrategy.NO_SHARD),
-    "grad_op": functools.partial(with_wrapper, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
+    "no_shard": functools.partial(with_wrapper, sharding_strategy=S.NO_SHARD),
+    "grad_op": functools.partial(with_wrapper, sharding_strategy=S.SHARD_GRAD_OP),
     "fully_shard": with_fully_shard,
     "replicate": with_replicate,
     "plain": without,
 }
-NESTINGS = [  # (around, inside, use_orig_params)
-    ("wrapper", "fully_shard", False),
-    ("wrapper", "fully_shard", True),
-    ("fully_shard", "wrapper", False),
-    ("fully_shard", "wrapper", True),
-    ("wrapper", "replicate", False),
-    ("wrapper", "no_shard", True),
-    ("no_shard", "wrapper", False),
-    ("grad_op", "fully_shard", True),
-    ("fully_shard", "grad_op", False),
-    ("no_shard", "replicate", True),
-    ("no_shard", "fully_shard", False),
-    ("plain", "wrapper", True),
-]
-OUTSIDE_AND_INSIDE = [("wrapper", "fully_shard", False), ("fully_shard", "wrapper", True)]
 
 
 def nested(model: nn.Module, rank: Rank, outer: str, inner: str, **options: Any) -> nn.Module:
@@ -115,78 +93,61 @@ def nested(model: nn.Module, rank: Rank, outer: str, inner: str, **options: Any)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("outer", "inner", "use_orig_params"), NESTINGS)
-def test_front_ends_inside_each_other(rank: Rank, outer: str, inner: str, use_orig_params: bool) -> None:
-    """Each front end and strategy inside each other trains as an unsharded model."""
+@pytest.mark.parametrize(
+    ("outer", "inner", "orig"),
+    [
+        ("wrapper", "fully_shard", False),
+        ("fully_shard", "wrapper", True),
+        ("wrapper", "replicate", True),
+        ("no_shard", "wrapper", False),
+        ("grad_op", "fully_shard", True),
+        ("fully_shard", "grad_op", False),
+        ("plain", "wrapper", True),
+    ],
+)
+def test_front_ends_inside_each_other(rank: Rank, outer: str, inner: str, orig: bool) -> None:
+    """Each front end and strategy inside each other trains as an unsharded model.
+
+    The root's way to accumulate without communication holds for units of the other kind.
+    """
     reference = build(Stack)
     if outer == "plain":  # nobody reduces gradients of what is in no unit
         reference.first.requires_grad_(False)
         reference.last.requires_grad_(False)
-    model = nested(reference, rank, outer, inner, use_orig_params=use_orig_params)
+    model = nested(reference, rank, outer, inner, use_orig_params=orig)
     assert_trains_right(model, reference, rank)
+    if outer == "plain":
+        return
+    with record() as seen:
+        if outer == "fully_shard":
+            model.set_requires_gradient_sync(False)
+            square_loss(0)(model, rank.rank).backward()
+            model.set_requires_gradient_sync(True)
+        else:
+            with model.no_sync():
+                square_loss(0)(model, rank.rank).backward()
+    assert not [c for c in seen if c.kind == "reduce_scatter"]
+    square_loss(1)(model, rank.rank).backward()
+    for step in range(2):
+        reference_backward(reference, rank.world_size, square_loss(step))
+    assert_same_gradients(model, reference)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("outer", "inner", "use_orig_params"), OUTSIDE_AND_INSIDE)
-def test_alternating_front_ends(rank: Rank, outer: str, inner: str, use_orig_params: bool) -> None:
+@pytest.mark.parametrize(
+    ("outer", "inner", "orig"), [("wrapper", "fully_shard", False), ("fully_shard", "wrapper", True)]
+)
+def test_alternating_front_ends(rank: Rank, outer: str, inner: str, orig: bool) -> None:
     """Three levels: a unit in a unit of the other kind in a root, with tied weights and recomputed activations."""
     reference = build(Language)
     model = copy.deepcopy(reference)
     for index, block in enumerate(model.blocks):
-        block.down = FRONT_ENDS[inner](block.down, rank, use_orig_params=use_orig_params)
+        block.down = FRONT_ENDS[inner](block.down, rank, use_orig_params=orig)
         if index == 0:
-            model.blocks[0] = FRONT_ENDS[outer](block, rank, use_orig_params=use_orig_params)
-    model = FRONT_ENDS[outer](model, rank, use_orig_params=use_orig_params)
+            model.blocks[0] = FRONT_ENDS[outer](block, rank, use_orig_params=orig)
+    model = FRONT_ENDS[outer](model, rank, use_orig_params=orig)
     apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, nn.LayerNorm))
     assert_trains_right(model, reference, rank, token_loss)
-
-
-@on_ranks(2)
-def test_mixed_precision_in_both_front_ends(rank: Rank) -> None:
-    """Wrappers in bfloat16 inside a ``fully_shard`` root in bfloat16 give the bits of the root's front end alone."""
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-
-    def trained(kind: str, **options: Any) -> tuple[nn.Module, torch.Tensor]:
-        model = build(Stack)
-        for index, block in enumerate(model.blocks):
-            if kind == "fully_shard":
-                fully_shard(block, mesh=rank.mesh, mp_policy=policy)
-            else:
-                precision = MixedPrecision(torch.bfloat16, torch.float32)
-                model.blocks[index] = with_wrapper(block, rank, mixed_precision=precision, **options)
-        fully_shard(model, mesh=rank.mesh, mp_policy=policy)
-        return model, train(model, rank, square_loss, 4)
-
-    expected, losses = trained("fully_shard")
-    for use_orig_params in (False, True):
-        model, found = trained("wrapper", use_orig_params=use_orig_params)
-        assert_equal(found, losses, "losses")
-        assert_same_values(model, expected)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("outer", "inner", "use_orig_params"), OUTSIDE_AND_INSIDE)
-def test_accumulation_over_both_front_ends(rank: Rank, outer: str, inner: str, use_orig_params: bool) -> None:
-    """The root's way to accumulate without communication holds for units of the other kind."""
-    reference = build(Stack)
-    model = nested(reference, rank, outer, inner, use_orig_params=use_orig_params)
-    with record() as seen:
-        if outer == "wrapper":
-            with model.no_sync():
-                square_loss(0)(model, rank.rank).backward()
-        else:
-            model.set_requires_gradient_sync(False)
-            square_loss(0)(model, rank.rank).backward()
-            model.set_requires_gradient_sync(True)
-    assert not [c for c in seen if c.kind == "reduce_scatter"]
-    optimizer = sgd(model, 0.1)
-    square_loss(1)(model, rank.rank).backward()
-    optimizer.step()
-    theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for step in range(2):
-        reference_backward(reference, rank.world_size, square_loss(step))
-    theirs.step()
-    assert_same_values(model, reference, **CLOSE)
 
 
 @on_ranks(2)
@@ -219,7 +180,7 @@ def test_wrapping_what_is_sharded_is_refused(rank: Rank) -> None:
 
 
 class Outer(nn.Module):
-    """A: layers of its own around B, and C, which nobody is to shard."""
+    """Layers of its own around a model, and one that nobody is to shard."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,27 +191,29 @@ class Outer(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("use_orig_params", "ignores"), [(False, False), (True, False), (False, True)])
-def test_ddp_around_a_wrapper(rank: Rank, use_orig_params: bool, ignores: bool) -> None:
-    """DDP of a model with a wrapper inside, told to leave its parameters alone, trains as an unsharded model.
+@both_forms
+def test_ddp_around_and_inside_a_wrapper(rank: Rank, orig: bool) -> None:
+    """DDP of a model with a wrapper inside, told to leave its parameters alone, reduces what the wrapper ignores.
 
-    DDP reduces what the wrapper ignores.
+    A wrapper ignores the part of a model that DDP reduces. Both train as unsharded.
     """
     reference = build(Outer)
     model = copy.deepcopy(reference)
     spared = model.inner.blocks[1]
-    ignored = [spared] if ignores else []
-    left = {id(p) for module in ignored for p in module.parameters()}
-    model.inner = FullyShardedDataParallel(
-        model.inner, device_mesh=rank.mesh, ignored_modules=ignored, use_orig_params=use_orig_params
-    )
+    left = {id(p) for p in spared.parameters()}
+    model.inner = FSDP(model.inner, device_mesh=rank.mesh, ignored_modules=[spared], use_orig_params=orig)
     names = [n for n, p in model.named_parameters() if n.startswith("inner.") and id(p) not in left]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-    ddp = DistributedDataParallel(model)
-    assert not ignores or all(type(p) is nn.Parameter for p in spared.parameters())
-    losses = train(ddp, rank, square_loss, 4)
-    assert_close(losses, train_reference(reference, rank, square_loss, 4), "losses", **CLOSE)
+    inside = copy.deepcopy(reference)
+    inside.before = DistributedDataParallel(inside.before)
+    inside = FSDP(inside, device_mesh=rank.mesh, ignored_modules=[inside.before], use_orig_params=orig)
+    expected = train_reference(reference, rank, square_loss, 4)
+    assert_close(train(DistributedDataParallel(model), rank, square_loss, 4), expected, "losses", **CLOSE)
     assert_same_values(model, reference, **CLOSE)
+    assert_close(train(inside, rank, square_loss, 4), expected, "losses", **CLOSE)
+    named = dict(reference.named_parameters())
+    for name, value in full_values(inside).items():
+        assert_close(value, named[name.replace("before.module", "before")].detach(), name, **CLOSE)
 
 
 @on_ranks(2)
@@ -261,23 +224,6 @@ def test_ddp_that_is_not_told_is_refused(rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     with pytest.raises(FullshardError, match="DistributedDataParallel"):
         ddp(batch(rank.rank, 0, 4, 6))
-
-
-@on_ranks(2)
-@both_modes
-def test_a_wrapper_ignores_what_ddp_reduces(rank: Rank, use_orig_params: bool) -> None:
-    """A wrapper around a model of which DDP reduces one part."""
-    reference = build(Outer)
-    model = copy.deepcopy(reference)
-    model.before = DistributedDataParallel(model.before)
-    model = FullyShardedDataParallel(
-        model, device_mesh=rank.mesh, ignored_modules=[model.before], use_orig_params=use_orig_params
-    )
-    losses = train(model, rank, square_loss, 4)
-    assert_close(losses, train_reference(reference, rank, square_loss, 4), "losses", **CLOSE)
-    for name, value in full_values(model).items():
-        expected = dict(reference.named_parameters())[name.replace("before.module", "before")]
-        assert_close(value, expected.detach(), name, **CLOSE)
 
 
 # -------------------------------------------------------------------- tensor parallelism
@@ -299,15 +245,6 @@ class Parallel(nn.Module):
         return self.last(x)
 
 
-def tensor_parallel(model: nn.Module, rank: Rank) -> tuple[nn.Module, Any]:
-    """A copy cut over the second axis of a (2, 2) mesh, and the first axis, to shard over."""
-    mesh = rank.make_mesh(2, 2, names=("dp", "tp"))
-    model = copy.deepcopy(model)
-    for layer in model.layers:
-        parallelize_module(layer, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    return model, mesh["dp"]
-
-
 def assert_same_whole(values: dict[str, Any], reference: nn.Module) -> None:
     """Require values, maybe DTensors of tensor parallelism, to be the parameters of ``reference``."""
     for name, parameter in reference.named_parameters():
@@ -317,95 +254,113 @@ def assert_same_whole(values: dict[str, Any], reference: nn.Module) -> None:
 
 
 @on_ranks(4)
-@pairwise(
-    nested_units=[True, False], strategy=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"], use_orig_params=[False, True]
+@pytest.mark.parametrize(
+    ("shape", "strategy", "orig"),
+    [
+        ((2, 2), S.FULL_SHARD, False),
+        ((2, 2), S.SHARD_GRAD_OP, True),
+        ((2, 2), S.NO_SHARD, True),
+        ((1, 2, 2), S.HYBRID_SHARD, True),
+        ((2, 1, 2), S.HYBRID_SHARD, False),
+    ],
 )
-def test_tensor_parallelism(rank: Rank, nested_units: bool, strategy: str, use_orig_params: bool) -> None:
-    """Parameters that are DTensors on the other axis of a (2, 2) mesh train as unsharded ones."""
-    reference = build(Parallel)
-    model, mesh = tensor_parallel(reference, rank)
-    options: dict[str, Any] = {
-        "device_mesh": mesh,
-        "use_orig_params": use_orig_params,
-        "sharding_strategy": ShardingStrategy[strategy],
-    }
-    if nested_units:
-        for index, layer in enumerate(model.layers):
-            model.layers[index] = FullyShardedDataParallel(layer, **options)
-    model = FullyShardedDataParallel(model, **options)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
-    for step in range(3):
-        number = mesh.get_local_rank()
-        loss = square_loss(step)(model, number)
-        loss.backward()
-        for other in range(2):
-            expected = square_loss(step)(reference, other)
-            (expected / 2).backward()
-            if other == number:
-                assert_close(loss.detach(), expected.detach(), f"loss {step}", **CLOSE)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-        assert_same_whole({fqn_of(name): p for name, p in model.named_parameters()}, reference)
-    state = model.state_dict()
-    assert list(state) == list(reference.state_dict())
-    assert_same_whole(state, reference)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(("shape", "use_orig_params"), [((1, 2, 2), True), ((2, 1, 2), True), ((2, 2, 1), False)])
-def test_hybrid_around_tensor_parallelism(rank: Rank, shape: tuple[int, int, int], use_orig_params: bool) -> None:
-    """Two axes of a mesh replicate and shard what the third one cuts."""
-    mesh = rank.make_mesh(*shape, names=("replicate", "shard", "tp"))
+def test_around_tensor_parallelism(rank: Rank, shape: tuple[int, ...], strategy: ShardingStrategy, orig: bool) -> None:
+    """Parameters that are DTensors on the last axis of a mesh, sharded on the others, train as unsharded ones."""
+    names = ("replicate", "shard", "tp")[-len(shape) :]
+    mesh = rank.make_mesh(*shape, names=names)
+    where = mesh[names[:-1]] if strategy.hybrid else mesh["shard"]
     reference = build(Parallel)
     model = copy.deepcopy(reference)
+    options: dict[str, Any] = {"device_mesh": where, "use_orig_params": orig, "sharding_strategy": strategy}
     for index, layer in enumerate(model.layers):
         parallelize_module(layer, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        model.layers[index] = layer
-    model = FullyShardedDataParallel(
-        model,
-        device_mesh=mesh["replicate", "shard"],
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-        use_orig_params=use_orig_params,
-    )
-    batches = shape[0] * shape[1]
-    number = rank.rank // shape[2]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+        if orig:
+            model.layers[index] = FSDP(layer, **options)
+    model = FSDP(model, **options)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference)]
     for step in range(3):
-        square_loss(step)(model, number).backward()
-        reference_backward(reference, batches, square_loss(step))
+        square_loss(step)(model, rank.rank // 2).backward()
+        reference_backward(reference, 2, square_loss(step))
         norm = model.clip_grad_norm_(0.05)
         assert_close(norm, torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05), "norm", **CLOSE)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+    with FSDP.summon_full_params(model, writeback=False):
         assert_same_whole({fqn_of(name): p for name, p in model.named_parameters()}, reference)
+    state, moments = model.state_dict(), FSDP.optim_state_dict(model, optimizers[0])["state"]
+    assert list(state) == list(reference.state_dict())
+    assert_same_whole(state, reference)
+    for name, parameter in reference.named_parameters():
+        expected = optimizers[1].state[parameter]["momentum_buffer"]
+        assert_close(moments[name]["momentum_buffer"], expected, f"momentum of {name}", **CLOSE)
+
+
+# -------------------------------------------------------------------- groups of ranks
 
 
 @on_ranks(4)
-@both_modes
-def test_tensor_parallelism_in_mixed_precision(rank: Rank, use_orig_params: bool) -> None:
-    """Wrapped DTensors compute in bfloat16 and accumulate over microbatches as those of ``fully_shard`` do."""
-    models = []
-    for kind in ("wrapper", "fully_shard"):
-        model, mesh = tensor_parallel(build(Parallel), rank)
-        if kind == "wrapper":
-            precision = MixedPrecision(torch.bfloat16, torch.float32)
-            options: dict[str, Any] = {"mixed_precision": precision, "use_orig_params": use_orig_params}
-            models.append(FullyShardedDataParallel(model, device_mesh=mesh, **options))
-        else:
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-            models.append(fully_shard(model, mesh=mesh, mp_policy=policy))
-    losses = []
-    for model in models:
-        optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4)
-        for step in range(4):
-            loss = square_loss(step)(model, rank.rank // 2)
-            loss.backward()
-            losses.append(loss.detach())
-            if step % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-    assert_equal(losses[:4], losses[4:], "losses")
+@both_forms
+def test_all_strategies_in_one_model(rank: Rank, orig: bool) -> None:
+    """Every block with another strategy, on another mesh, below a root with a third: as an unsharded model."""
+    reference = build(Stack, 5)
+    model = copy.deepcopy(reference)
+    for index, strategy in enumerate(S):
+        mesh = rank.make_mesh(2, 2) if strategy.hybrid else rank.mesh
+        model.blocks[index] = FSDP(
+            model.blocks[index], sharding_strategy=strategy, device_mesh=mesh, use_orig_params=orig
+        )
+    model = FSDP(model, device_mesh=rank.mesh, use_orig_params=orig)
+    losses = train(model, rank, square_loss, 3)
+    assert_close(losses, train_reference(reference, rank, square_loss, 3), "losses", **CLOSE)
+    with model.no_sync():
+        square_loss(0)(model, rank.rank).backward()
+    square_loss(1)(model, rank.rank).backward()
+    for step in range(2):
+        reference_backward(reference, rank.world_size, square_loss(step))
+    assert_same_gradients(model, reference)
+    assert_at_rest(model)
+
+
+@on_ranks(4)
+def test_models_on_halves_of_the_world(rank: Rank) -> None:
+    """Two pairs of ranks train a model each; nothing goes from one pair to the other."""
+    mesh = rank.make_mesh(2, 2, names=("model", "data"))
+    half, place = divmod(rank.rank, 2)
+    reference = build(Stack)
+    model = wrapped(reference, rank, process_group=mesh["data"].get_group())
+    assert model.world_size == model.process_group.size() == 2
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    for step in range(2 + 2 * half):  # not even as many steps
+        square_loss(100 * half + step)(model, place).backward()
+        reference_backward(reference, 2, square_loss(100 * half + step))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_values(model, reference, **CLOSE)
+
+
+@on_ranks(4)
+@both_forms
+def test_a_unit_on_a_group_of_its_own(rank: Rank, orig: bool) -> None:
+    """A block sharded over pairs, as an expert is, is averaged over its pair; the rest over all ranks."""
+    mesh = rank.make_mesh(2, 2, names=("expert", "data"))
+    pair = rank.rank // 2
+    reference = build(Stack)
+    model = copy.deepcopy(reference)
+    model.blocks[1] = FSDP(model.blocks[1], mesh["data"].get_group(), S.SHARD_GRAD_OP, use_orig_params=orig)
+    model = FSDP(model, device_mesh=rank.mesh, use_orig_params=orig)
+    references = [reference, copy.deepcopy(reference)]  # of each pair: they differ in the expert
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, *references)]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        square_loss(step)(model, rank.rank).backward()
+        for other in range(4):
+            (square_loss(step)(references[other // 2], other) / 2).backward()
+        for (name, one), two in zip(reference.named_parameters(), references[1].parameters(), strict=True):
+            if not name.startswith("blocks.1."):
+                one.grad = two.grad = (one.grad + two.grad) / 2
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same_values(model, references[pair], **CLOSE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from compare import assert_equal
 from front_ends import FRONT_ENDS, STRATEGIES, FrontEnd, assert_same_values, build, sharded_with_reference
 from fullshard import FullshardError, fully_shard
 from fullshard.optim.grad_scaler import ShardedGradScaler
-from pairwise import pairwise
+from pairwise import each_value
 from ranks import Rank, on_ranks
 
 INF = float("inf")
@@ -46,19 +45,6 @@ def scaled(scaler: ShardedGradScaler, parameters: Sequence[nn.Parameter], lr: fl
     return torch.optim.SGD(parameters, lr=lr)
 
 
-def model_and_reference(rank: Rank) -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(0)
-    reference = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, 1))
-    model = copy.deepcopy(reference)
-    for layer in model:
-        fully_shard(layer, mesh=rank.mesh)
-    return fully_shard(model, mesh=rank.mesh), reference
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def test_signature() -> None:
     """Arguments have the names, order and defaults that users of PyTorch's know."""
     parameters = list(inspect.signature(ShardedGradScaler).parameters.values())
@@ -74,15 +60,19 @@ def test_signature() -> None:
 
 
 @on_ranks(2)
-def test_overflow_on_one_rank_is_everybodys(rank: Rank) -> None:
+@pytest.mark.parametrize("bad", [INF, -INF, float("nan")])
+def test_overflow_on_one_rank_is_everybodys(rank: Rank, bad: float) -> None:
     """A rank with an infinite gradient has all skip the step, return None, and back off; then all step and grow."""
     scaler = make_scaler()
-    weight = parameter(16.0, INF if rank.rank == 1 else 8.0)
+    weight = parameter(16.0, bad if rank.rank == 1 else 8.0)
     optimizer = scaled(scaler, [weight])
     assert scaler.step(optimizer) is None
     scaler.update()
     assert_equal(weight.detach(), torch.ones(2), "weights after a skipped step")
     assert scaler.get_scale() == 4.0
+    for fresh in (make_scaler(), torch.amp.GradScaler(here())):  # scale and growth go to others, also to PyTorch's
+        fresh.load_state_dict(scaler.state_dict())
+        assert fresh.get_scale() == 4.0 and fresh.get_growth_interval() == 2
     for steps in (1, 2):
         weight.grad = torch.tensor([4.0, 8.0])
         scaler.step(optimizer)
@@ -92,30 +82,20 @@ def test_overflow_on_one_rank_is_everybodys(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("bad", [INF, -INF, float("nan")])
-def test_what_is_not_finite(rank: Rank, bad: float) -> None:
-    """Infinities of both signs, and NaN, count."""
-    scaler = make_scaler()
-    scaler.step(scaled(scaler, [parameter(bad if rank.rank == 0 else 1.0)]))
-    scaler.update()
-    assert scaler.get_scale() == 4.0
-
-
-@on_ranks(2)
 def test_unscaled_gradients(rank: Rank) -> None:
     """unscale_ divides gradients of every dtype in place, empty ones included, whatever they are stored in."""
-    model, _ = model_and_reference(rank)
+    model = fully_shard(build(lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1))), mesh=rank.mesh)
     scaler = make_scaler()
     plain = {dtype: parameter(16.0, dtype=dtype) for dtype in (torch.float64, torch.float16, torch.bfloat16)}
     pairs = nn.Parameter(torch.ones(1, dtype=torch.complex64))
     pairs.grad = torch.tensor([16 - 8j])
     scaler.scale(model(torch.ones(2, 4)).sum()).backward()
-    before = {name: full(p.grad).clone() for name, p in model.named_parameters()}
+    before = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
     assert any(p.to_local().numel() == 0 for p in model.parameters()) == (rank.rank == 1), "the bias of one element"
     optimizer = torch.optim.SGD([*model.parameters(), *plain.values(), pairs, parameter()])
     scaler.unscale_(optimizer)
     for name, p in model.named_parameters():
-        assert_equal(full(p.grad), before[name] / 8, name)
+        assert_equal(p.grad.full_tensor(), before[name] / 8, name)
     for dtype, p in plain.items():
         assert_equal(p.grad, torch.tensor([2.0], dtype=dtype), str(dtype))
     assert_equal(pairs.grad, torch.tensor([2 - 1j]), "complex")
@@ -123,7 +103,10 @@ def test_unscaled_gradients(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_ranks_without_gradients(rank: Rank) -> None:
-    """A rank without any gradient takes part: it steps, or skips, with the others."""
+    """A rank without any gradient takes part: it steps, or skips, with the others.
+
+    If no rank has a gradient the step fails as that of the base class does, on all ranks.
+    """
     for bad, scale in ((1.0, 8.0), (INF, 4.0)):
         scaler = make_scaler()
         weight = parameter(*([bad] if rank.rank == 0 else []))
@@ -132,11 +115,6 @@ def test_ranks_without_gradients(rank: Rank) -> None:
         scaler.step(optimizer)
         scaler.update()
         assert (len(steps), scaler.get_scale()) == (int(bad == 1.0), scale)
-
-
-@on_ranks(2)
-def test_no_gradients_at_all(rank: Rank) -> None:
-    """If no rank has a gradient the step fails as that of the base class does, on all ranks."""
     scaler = make_scaler()
     with pytest.raises(AssertionError, match="No inf checks"):
         scaler.step(scaled(scaler, [parameter()]))
@@ -163,35 +141,28 @@ def test_sparse_gradients(rank: Rank, dtype: torch.dtype) -> None:
 
 
 @on_ranks(2)
-def test_calls_in_the_wrong_order(rank: Rank) -> None:
-    """unscale_ twice, unscale_ after step, and step twice raise; a new iteration may begin after update."""
-    scaler = make_scaler()
-    weight = parameter(8.0)
-    optimizer = scaled(scaler, [weight])
-    scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match="already been called"):
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    with pytest.raises(RuntimeError, match=r"after step"):
-        scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match="already been called"):
-        scaler.step(optimizer)
-    scaler.update()
-    weight.grad = torch.tensor([8.0])
-    scaler.step(optimizer)
-    assert weight.item() == -1.0
-
-
-@on_ranks(2)
 def test_several_optimizers(rank: Rank) -> None:
-    """Each optimizer skips for its own gradients only; any of them makes the scale back off."""
-    scaler = make_scaler()
+    """Each optimizer skips for its own gradients only; any of them makes the scale back off. One collective each.
+
+    However many gradients and dtypes there are, and whoever has them. A disabled scaler communicates nothing.
+    """
+    scaler, calls, usual = make_scaler(), [], dist.all_reduce
     bad, good = parameter(INF if rank.rank == 0 else 8.0), parameter(8.0)
-    optimizers = [scaled(scaler, [weight]) for weight in (bad, good)]  # kept: the base class knows them by their ids
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    scaler.update()
-    assert (bad.item(), good.item(), scaler.get_scale()) == (1.0, 0.0, 4.0)
+    more = [parameter(8.0, dtype=dtype) for dtype in (torch.float64, torch.float16)][rank.rank :]
+    optimizers = [scaled(scaler, weights) for weights in ([bad], [good, *more])]  # kept: the base class knows their ids
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda *a, **k: (calls.append(1), usual(*a, **k))[1])
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        assert (bad.item(), good.item(), scaler.get_scale()) == (1.0, 0.0, 4.0)
+        disabled, loss, weight = make_scaler(enabled=False), torch.ones(()), parameter(-INF if rank.rank == 0 else 1.0)
+        assert disabled.scale(loss) is loss
+        if rank.rank == 0:
+            disabled.step(torch.optim.SGD([weight], lr=1.0))
+            assert weight.item() == INF
+        disabled.update()
+    assert len(calls) == 2
 
 
 @on_ranks(4)
@@ -202,43 +173,6 @@ def test_process_group(rank: Rank) -> None:
     scaler.step(scaled(scaler, [parameter(INF if rank.rank == 3 else 8.0)]))
     scaler.update()
     assert scaler.get_scale() == (4.0 if rank.rank >= 2 else 8.0)
-
-
-@on_ranks(2)
-def test_one_collective_per_step(rank: Rank) -> None:
-    """The number of collectives does not depend on how many gradients and dtypes there are, or on who has them."""
-    scaler = make_scaler()
-    weights = [parameter(8.0, dtype=dtype) for dtype in (torch.float32, torch.float64, torch.float16)][rank.rank :]
-    optimizer, calls, usual = scaled(scaler, weights), [], dist.all_reduce
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", lambda *a, **k: (calls.append(1), usual(*a, **k))[1])
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-    assert len(calls) == 1
-
-
-@on_ranks(2)
-def test_disabled(rank: Rank) -> None:
-    """A disabled scaler steps whatever the gradients are, without communication and with the losses unscaled."""
-    scaler = make_scaler(enabled=False)
-    loss, weight = torch.ones(()), parameter(INF if rank.rank == 0 else 1.0)
-    assert scaler.scale(loss) is loss
-    if rank.rank == 0:
-        scaler.step(torch.optim.SGD([weight], lr=1.0))
-        assert weight.item() == -INF
-    scaler.update()
-
-
-@on_ranks(2)
-def test_state_dict(rank: Rank) -> None:
-    """Scale and growth go to a new scaler, also to one of PyTorch's."""
-    scaler = make_scaler()
-    scaler.step(scaled(scaler, [parameter(INF)]))
-    scaler.update()
-    for fresh in (make_scaler(), torch.amp.GradScaler(here())):
-        fresh.load_state_dict(scaler.state_dict())
-        assert fresh.get_scale() == 4.0 and fresh.get_growth_interval() == 2
 
 
 def test_no_process_group() -> None:
@@ -258,10 +192,8 @@ def test_wrong_group(wrong: Any) -> None:
 
 
 @on_ranks(2)
-@pairwise(front_end=FRONT_ENDS, strategy=STRATEGIES, options=["plain", "fused", "foreach"], unscale_first=[False, True])
-def test_models_train_as_unsharded(
-    rank: Rank, front_end: FrontEnd, strategy: str, options: str, unscale_first: bool
-) -> None:
+@each_value(front_end=FRONT_ENDS, strategy=STRATEGIES, options=["plain", "fused", "foreach"], unscale=[False, True])
+def test_models_train_as_unsharded(rank: Rank, front_end: FrontEnd, strategy: str, options: str, unscale: bool) -> None:
     """With one overflowing step among five, in one rank's part alone, weights and scale are those of a plain scaler."""
     plain_model = build(lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, 1)))
     model, reference = sharded_with_reference(front_end, rank, plain_model, strategy=strategy)
@@ -277,7 +209,7 @@ def test_models_train_as_unsharded(
                 gradients = (p.grad for p in module.parameters() if p.grad is not None)
                 local = next(g for g in (local_part(each) for each in gradients) if g.numel())
                 local.view(-1)[0] = INF
-            if unscale_first:
+            if unscale:
                 own.unscale_(optimizer)
             own.step(optimizer)
             own.update()

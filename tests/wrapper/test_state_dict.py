@@ -1,40 +1,47 @@
-"""``state_dict()`` of wrappers: that of the module before wrapping; with ``rank0_only`` on the first rank alone."""
+"""``state_dict()`` and ``load_state_dict()`` of wrappers, in full: as those of the module before wrapping."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import io
 from collections import OrderedDict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from wrapped import (
+    BLOCKS,
     DIM,
     FULL,
     GRAD_OP,
     HYBRID,
     NO_SHARD,
     Net,
-    Part,
     assert_dicts_equal,
     assert_freed,
     assert_same_outputs,
+    assert_states_equal,
+    backward,
     both_forms,
+    built,
+    check_gradients,
     check_steps,
     on_cpu,
     other_net,
-    plain_strategies,
     raised_everywhere,
+    reference_backward,
     wrapped,
 )
 
 from compare import assert_equal
 from fullshard import (
-    CPUOffload,
     FullshardError,
     FullStateDictConfig,
     MixedPrecision,
@@ -43,7 +50,7 @@ from fullshard import (
     StateDictType,
 )
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.activation_checkpoint import CheckpointImpl, apply_activation_checkpointing, checkpoint_wrapper
+from fullshard.activation_checkpoint import checkpoint_wrapper
 from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
 from fullshard.memory import Buffer
@@ -52,7 +59,7 @@ from ranks import Rank, on_ranks
 
 RANK0 = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
 strategies_and_forms = pytest.mark.parametrize(
-    ("strategy", "orig"), [(FULL, False), (FULL, True), (GRAD_OP, False), (GRAD_OP, True), (NO_SHARD, True)]
+    ("strategy", "orig"), [(FULL, False), (GRAD_OP, True), (NO_SHARD, True)], ids=lambda v: getattr(v, "name", v)
 )
 
 
@@ -65,29 +72,36 @@ def gradients_of(model: nn.Module) -> list[torch.Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-# ---------------------------------------------------------------- values and names
+def assert_loads(model: nn.Module, other: nn.Module) -> None:
+    """Require ``model`` to take all of the state of a plain module, and to have it then."""
+    result = model.load_state_dict(other.state_dict())
+    assert result.missing_keys == result.unexpected_keys == []
+    assert_states_equal(model, other)
 
 
-@on_ranks(1, 2)
+# ---------------------------------------------------------------- saving
+
+
+@on_ranks(2)
 @strategies_and_forms
 def test_as_before_wrapping(rank: Rank, strategy: ShardingStrategy, orig: bool) -> None:
-    """Keys, order, values and dtypes are the unsharded model's, on all ranks or the first; and of wrappers inside."""
+    """Keys, order, values and dtypes are the unsharded model's, on all ranks or the first; and of wrappers inside.
+
+    Asking an inner wrapper first does not make it a root.
+    """
     model, reference = wrapped(rank, strategy, use_orig_params=orig)
+    assert_dicts_equal(model.module.blocks[1].state_dict(), reference.blocks[1].state_dict())
     with record() as seen:
         state = model.state_dict()
     assert_dicts_equal(state, reference.state_dict())
-    assert sum(c.kind == "all_gather" for c in seen) == (0 if strategy is NO_SHARD or rank.world_size == 1 else 3)
-    assert {c.kind for c in seen} <= {"all_gather"}
+    assert [c.kind for c in seen] == ["all_gather"] * (0 if strategy is NO_SHARD else 3)
     assert_dicts_equal(first_rank_state(model), on_cpu(reference.state_dict()) if rank.rank == 0 else {})
     assert_freed(model)
-    assert_dicts_equal(model.module.parts[1].state_dict(), reference.parts[1].state_dict())
     assert isinstance(state, OrderedDict)
     assert all(type(value) is torch.Tensor and not value.requires_grad for value in state.values())
     assert list(state._metadata) == list(reference.state_dict()._metadata)  # type: ignore[attr-defined]
     check_steps(rank, model, reference)
-    state = first_rank_state(model)
-    assert len(state) == (len(reference.state_dict()) if rank.rank == 0 else 0)
-    assert_same_outputs(rank, model, reference)
+    assert model.check_is_root()
 
 
 @on_ranks(4)
@@ -95,10 +109,9 @@ def test_as_before_wrapping(rank: Rank, strategy: ShardingStrategy, orig: bool) 
 def test_hybrid(rank: Rank, strategy: ShardingStrategy) -> None:
     """The same with replicas, out and in; with ``rank0_only`` one rank of all has it, not one of each replica."""
     model, reference = wrapped(rank, strategy)
-    assert_dicts_equal(model.state_dict(), reference.state_dict())
+    assert_states_equal(model, reference)
     assert_dicts_equal(first_rank_state(model), on_cpu(reference.state_dict()) if rank.rank == 0 else {})
-    model.load_state_dict(other_net().state_dict())
-    assert_dicts_equal(model.state_dict(), other_net().state_dict())
+    assert_loads(model, other_net())
 
 
 @on_ranks(2)
@@ -106,14 +119,12 @@ def test_hybrid(rank: Rank, strategy: ShardingStrategy) -> None:
 def test_arguments(rank: Rank, orig: bool) -> None:
     """``prefix``, ``destination`` and ``keep_vars``, whose values are parameters; the model goes on."""
     model, reference = wrapped(rank, use_orig_params=orig)
-    for prefix in ("model.", "a.b.", "_x"):
-        assert_dicts_equal(model.state_dict(prefix=prefix), reference.state_dict(prefix=prefix))
     mine: Any = OrderedDict(before=torch.zeros(1))
     theirs: Any = OrderedDict(before=torch.zeros(1))
     for state in (mine, theirs):
         state._metadata = OrderedDict()
-    assert model.state_dict(destination=mine, prefix="p.") is mine
-    reference.state_dict(destination=theirs, prefix="p.")
+    assert model.state_dict(destination=mine, prefix="a.b.") is mine
+    reference.state_dict(destination=theirs, prefix="a.b.")
     assert_dicts_equal(mine, theirs)
     assert list(mine._metadata) == list(theirs._metadata)
     mine, theirs = model.state_dict(keep_vars=True), reference.state_dict(keep_vars=True)
@@ -125,48 +136,31 @@ def test_arguments(rank: Rank, orig: bool) -> None:
     assert first_rank_state(model, destination=destination) is destination
     assert "kept" in destination and len(destination) == (1 + len(theirs) if rank.rank == 0 else 1)
     check_steps(rank, model, reference)
-    assert_same_outputs(rank, model, reference)
 
 
 @on_ranks(2)
 @both_forms
 def test_below_a_plain_root(rank: Rank, orig: bool) -> None:
-    """Wrappers deep inside of plain modules: names as before, in order, both ways."""
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"a": nn.Sequential(Net(), nn.Linear(3, 3)), "b": Net()})
-    reference = copy.deepcopy(model)
-    model["a"][0] = FSDP(model["a"][0], use_orig_params=orig, auto_wrap_policy=ModuleWrapPolicy({Part}))
-    model["b"].parts[1] = FSDP(model["b"].parts[1], use_orig_params=orig)
-    assert_dicts_equal(model.state_dict(), reference.state_dict())
-    torch.manual_seed(9)
-    other = nn.ModuleDict({"a": nn.Sequential(other_net(1), nn.Linear(3, 3)), "b": other_net(2)})
-    result = model.load_state_dict(other.state_dict())
-    assert result.missing_keys == result.unexpected_keys == []
-    assert_dicts_equal(model.state_dict(), other.state_dict())
+    """Wrappers deep inside of plain modules, in and around checkpoint wrappers: names as before, in order, both ways.
 
-
-@on_ranks(2)
-@pytest.mark.parametrize("where", ["inside", "outside", "policy", "reentrant"])
-def test_with_checkpoint_wrappers(rank: Rank, where: str) -> None:
-    """Checkpoint wrappers, in either order, leave no trace in names, and states go both ways."""
-    torch.manual_seed(0)
-    model: Any = Net()
+    What is added to a wrapped module later computes, and is saved and loaded beside it, on all ranks.
+    """
+    model: Any = nn.ModuleDict({"a": nn.Sequential(built(), nn.Linear(3, 3)), "b": built()})
     reference = copy.deepcopy(model)
-    if where == "inside":
-        model.parts[0] = FSDP(checkpoint_wrapper(model.parts[0]))
-    elif where == "outside":
-        model.parts[0] = checkpoint_wrapper(FSDP(model.parts[0]))
-    elif where == "reentrant":
-        model.parts[0] = FSDP(checkpoint_wrapper(model.parts[0], CheckpointImpl.REENTRANT))
-    model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Part}) if where == "policy" else None)
-    if where == "policy":
-        apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Part))
-    assert_dicts_equal(model.state_dict(), reference.state_dict())
-    other = other_net()
-    model.load_state_dict(other.state_dict())
-    assert_dicts_equal(model.state_dict(), other.state_dict())
-    check_steps(rank, model, other)
-    assert_same_outputs(rank, model, other)
+    model["a"][0] = FSDP(model["a"][0], use_orig_params=orig, auto_wrap_policy=BLOCKS)
+    model["b"].blocks[0] = FSDP(checkpoint_wrapper(model["b"].blocks[0]), use_orig_params=orig)
+    model["b"].blocks[1] = checkpoint_wrapper(FSDP(model["b"].blocks[1], use_orig_params=orig))
+    assert_states_equal(model, reference)
+    for net in (model["a"][0].module, reference["a"][0]):
+        net.last = nn.Sequential(net.last, built(nn.Linear, 3, 3, seed=7))
+        net.register_buffer("late", torch.ones(2))
+    assert_states_equal(model, reference)
+    assert {"a.0.last.1.weight", "a.0.last.1.bias"} <= first_rank_state(model).keys()
+    assert_same_outputs(rank, model["a"][0], reference["a"][0])
+    other = copy.deepcopy(reference)
+    for parameter in other.parameters():
+        parameter.data.fill_(float(parameter.dim()))
+    assert_loads(model, other)
 
 
 @on_ranks(2)
@@ -179,13 +173,11 @@ def test_values_are_copies(rank: Rank, strategy: ShardingStrategy, orig: bool) -
     model.load_state_dict(other_net().state_dict())
     assert_dicts_equal(state, before)
     model.load_state_dict(state)
-    assert_dicts_equal(model.state_dict(), reference.state_dict())
+    assert_states_equal(model, reference)
     check_steps(rank, model, reference)
-    for name in ("first.weight", "parts.0.scale", "parts.1.down.weight"):
-        assert_equal(state[name], before[name], name)
-    for name, value in state.items():
-        if name.endswith(("weight", "bias", "scale")):
-            value.fill_(100.0)
+    assert_dicts_equal(state, before)
+    for value in state.values():
+        value.fill_(100)
     assert_same_outputs(rank, model, reference)
     stores = [value.untyped_storage() for name, value in state.items() if name.endswith("weight")]
     assert len({s.data_ptr() for s in stores}) == len(stores)
@@ -227,24 +219,22 @@ def test_ignored_and_outside(rank: Rank, orig: bool) -> None:
 
     With ``rank0_only`` all ranks get the states of plain modules around and of ignored ones inside.
     """
-    torch.manual_seed(0)
-    model: Any = nn.ModuleDict({"plain": nn.BatchNorm1d(3), "net": Net()})
+    model: Any = nn.ModuleDict({"plain": nn.BatchNorm1d(3), "net": built()})
     reference = copy.deepcopy(model)
-    ignored = model["net"].parts[0]
+    ignored = model["net"].blocks[0]
     model["net"] = FSDP(model["net"], use_orig_params=orig, ignored_modules=[ignored])
     expected = reference.state_dict()
     assert_dicts_equal(model.state_dict(), expected)
-    others = {n: v for n, v in expected.items() if n.startswith(("plain.", "net.parts.0."))}
+    others = {n: v for n, v in expected.items() if n.startswith(("plain.", "net.blocks.0."))}
     first = first_rank_state(model)
     assert_dicts_equal(first, {**on_cpu(expected), **others} if rank.rank == 0 else others)
     for state in (first, model.state_dict()):
         for name, parameter in ignored.named_parameters():
-            assert state[f"net.parts.0.{name}"].data_ptr() == parameter.data_ptr()
-    assert first["net.parts.0.offset"].data_ptr() == ignored.offset.data_ptr()
+            assert state[f"net.blocks.0.{name}"].data_ptr() == parameter.data_ptr()
+    assert first["net.blocks.0.offset"].data_ptr() == ignored.offset.data_ptr()
     weight = ignored.up.weight
-    model["net"].load_state_dict(other_net().state_dict())
+    assert_loads(model["net"], other_net())
     assert ignored.up.weight is weight
-    assert_dicts_equal(model["net"].state_dict(), other_net().state_dict())
 
 
 class Extra(nn.Linear):
@@ -265,62 +255,38 @@ class Extra(nn.Linear):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("nested", [False, True])
-def test_extra_state_and_versions(rank: Rank, nested: bool) -> None:
-    """Extra state and the versions of modules get to the modules; extra state belongs to no rank, so all have it."""
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(Extra(2, 2), Extra(2, 2))
+def test_extra_state_versions_and_hooks(rank: Rank) -> None:
+    """Extra state and the versions of modules get to the modules; extra state belongs to no rank, so all have it.
+
+    State dict hooks of the user's modules see what they would have seen.
+    """
+    model: Any = built(lambda: nn.Sequential(Extra(2, 2), Extra(2, 2)))
     reference = copy.deepcopy(model)
-    outer = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Extra}) if nested else None)
+    seen: list[Any] = []
+
+    def post(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
+        seen.append(state[f"{prefix}weight"].clone())
+        state[f"{prefix}added"] = torch.ones(1)
+
+    hooks = [module[0].register_state_dict_post_hook(post) for module in (model, reference)]
+    outer = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Extra}))
     state = outer.state_dict()
-    assert list(state) == list(reference.state_dict())
+    assert list(state) == list(reference.state_dict()) and "0.added" in state
+    assert_equal(*seen, "value in the hook")
+    del state["0.added"]
+    for hook in hooks:
+        hook.remove()
     outer.load_state_dict(state)
     reference.load_state_dict(state)
     for mine, theirs in zip((m for m in outer.modules() if isinstance(m, Extra)), reference, strict=True):
         assert mine.seen == theirs.seen == [{"number": 3}]
         assert mine.version == theirs.version == 2
     first = first_rank_state(outer, keep_vars=True)
-    names = list(state) if rank.rank == 0 else [name for name in state if name.endswith("_extra_state")]
-    assert list(first) == names
-    assert all(isinstance(first[name], nn.Parameter) for name in names if not name.endswith("_extra_state"))
+    assert isinstance(first["1._extra_state"], dict)
+    assert isinstance(first["1.weight"], nn.Parameter) if rank.rank == 0 else "1.weight" not in first
 
 
-@on_ranks(2)
-def test_hooks_of_users(rank: Rank) -> None:
-    """State dict hooks of the user's modules see what they would have seen."""
-    model, reference = wrapped(rank)
-    calls: dict[str, list[Any]] = {"wrapped": [], "plain": []}
-    for name, part in (("wrapped", model.module.parts[0].module), ("plain", reference.parts[0])):
-        calls[name] = []
-
-        def post(module: nn.Module, state: Any, prefix: str, _: Any, log: list[Any] = calls[name]) -> None:
-            log.append({key: value.clone() for key, value in state.items() if key.endswith("up.weight")})
-            state[f"{prefix}added"] = torch.ones(1)
-
-        part.register_state_dict_post_hook(post)
-    mine, theirs = model.state_dict(), reference.state_dict()
-    assert_dicts_equal(mine, theirs)
-    (seen,), (expected,) = calls["wrapped"], calls["plain"]
-    assert_equal(next(iter(seen.values())), next(iter(expected.values())), "value in the hook")
-
-
-@on_ranks(2)
-def test_modules_attached_later(rank: Rank) -> None:
-    """What is added to a wrapped module after wrapping is saved and loaded beside it, on all ranks."""
-    model, reference = wrapped(rank)
-    for net in (model.module, reference):
-        torch.manual_seed(7)
-        net.head = nn.Linear(2, 2)
-        net.register_buffer("late", torch.ones(2))
-    assert_dicts_equal(model.state_dict(), reference.state_dict())
-    state = first_rank_state(model)
-    assert {"head.weight", "head.bias"} <= state.keys()
-    new = {name: torch.full_like(value, 3) for name, value in reference.state_dict().items()}
-    model.load_state_dict(new)
-    assert_dicts_equal(model.state_dict(), new)
-
-
-# ---------------------------------------------------------------- buffers, precision, offload
+# ---------------------------------------------------------------- buffers, precision, offload, memory
 
 
 @on_ranks(2)
@@ -329,47 +295,21 @@ def test_buffers_and_mixed_precision(rank: Rank, orig: bool) -> None:
     """Saved in the original dtypes before, between and after steps; computed with in the others."""
     precision = MixedPrecision(torch.bfloat16, torch.float32, buffer_dtype=torch.bfloat16)
     model, reference = wrapped(rank, use_orig_params=orig, mixed_precision=precision)
-    inner = model.module.parts[0].module
-    assert_dicts_equal(model.state_dict(), reference.state_dict())
+    inner = model.module.blocks[0].module
+    assert_states_equal(model, reference)
     model(torch.ones(2, DIM)).sum().backward()
-    assert inner.offset.dtype is torch.bfloat16 and inner.calls.dtype is torch.int64
     before = gradients_of(model)
     state, first = model.state_dict(), first_rank_state(model)
     assert_equal(gradients_of(model), before, "gradients")
-    assert {n: v.dtype for n, v in first.items()} == ({n: v.dtype for n, v in state.items()} if rank.rank == 0 else {})
-    assert {name: value.dtype for name, value in state.items()} == {
-        name: value.dtype for name, value in reference.state_dict().items()
-    }
-    assert inner.offset.dtype is torch.bfloat16
-    assert_equal(state["parts.0.offset"], reference.parts[0].offset.bfloat16().float(), "buffer")
+    dtypes = {name: value.dtype for name, value in reference.state_dict().items()}
+    assert {n: v.dtype for n, v in first.items()} == (dtypes if rank.rank == 0 else {})
+    assert {name: value.dtype for name, value in state.items()} == dtypes
+    assert_equal(state["blocks.0.offset"], reference.blocks[0].offset.bfloat16().float(), "buffer")
     assert_equal(state["first.weight"], reference.first.weight.detach(), "full precision")
     other = other_net()
     model.load_state_dict(other.state_dict())
-    assert_equal(inner.offset, other.parts[0].offset.bfloat16(), "loaded into a buffer that had been cast")
-    assert inner.offset.dtype is torch.bfloat16
+    assert_equal(inner.offset, other.blocks[0].offset.bfloat16(), "loaded into a buffer that had been cast")
     assert_equal(model.state_dict()["first.weight"], other.first.weight.detach(), "loaded")
-
-
-@on_ranks(2)
-@plain_strategies
-def test_half_precision_and_offloading(rank: Rank, strategy: ShardingStrategy) -> None:
-    """A model in half precision keeps it; with offloaded parameters, out and in is the same."""
-    torch.manual_seed(0)
-    half = Net().half()
-    reference: Any = copy.deepcopy(half)
-    outer = FSDP(half, sharding_strategy=strategy)
-    assert_dicts_equal(outer.state_dict(), reference.state_dict())
-    new = other_net().half().state_dict()
-    outer.load_state_dict(new)
-    assert_dicts_equal(outer.state_dict(), new)
-    model, reference = wrapped(rank, strategy, cpu_offload=CPUOffload(offload_params=True))
-    check_steps(rank, model, reference)
-    saved = copy.deepcopy(model.state_dict())
-    assert list(saved) == list(reference.state_dict())
-    model.load_state_dict(other_net().state_dict())
-    assert_dicts_equal(model.state_dict(), other_net().state_dict())
-    model.load_state_dict(saved)
-    assert_same_outputs(rank, model, reference)
 
 
 @contextlib.contextmanager
@@ -410,6 +350,132 @@ def test_memory(rank: Rank, kind: str, orig: bool) -> None:
     del state
 
 
+# ---------------------------------------------------------------- moments
+
+
+@on_ranks(2)
+def test_in_forward_and_inside_summon(rank: Rank) -> None:
+    """In a forward and inside of ``summon_full_params`` it is refused by name, and what was going on goes on."""
+    model, reference = wrapped(rank)
+    errors = []
+
+    def ask(*_: Any) -> None:
+        with pytest.raises(PhaseError, match="middle of a step") as caught:
+            model.state_dict()
+        errors.append(caught.value)
+
+    handle = model.module.last.register_forward_pre_hook(ask)
+    assert_same_outputs(rank, model, reference)
+    handle.remove()
+    assert len(errors) == 1
+    with FSDP.summon_full_params(model), pytest.raises(PhaseError, match="summon_full_params"):
+        model.state_dict()
+    assert_states_equal(model, reference)
+
+
+# ---------------------------------------------------------------- loading
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("strategy", "orig", "assign"), [(FULL, False, False), (GRAD_OP, True, True), (NO_SHARD, False, True)]
+)
+def test_load_from_plain(rank: Rank, strategy: ShardingStrategy, orig: bool, assign: bool) -> None:
+    """A plain model's state, also with ``assign``; the optimizer's parameters stay the model's."""
+    model, _ = wrapped(rank, strategy, use_orig_params=orig)
+    ids = [id(p) for p in model.parameters()]
+    other = other_net()
+    state = other.state_dict()
+    keys = list(state)
+    result = model.load_state_dict(state, assign=assign)
+    assert result.missing_keys == result.unexpected_keys == []
+    assert list(state) == keys, "the user's dictionary is as it was"
+    assert [id(p) for p in model.parameters()] == ids
+    assert_dicts_equal(model.state_dict(), copy.deepcopy(state))
+    assert_freed(model)
+    check_steps(rank, model, copy.deepcopy(other))
+
+
+@on_ranks(2)
+@both_forms
+def test_load_between_microbatches(rank: Rank, orig: bool) -> None:
+    """Gradients, and those that wait for a later microbatch, are as they were before the load.
+
+    Loading counts for the next step, whatever is kept unsharded; values of another dtype are converted.
+    """
+    model, reference = wrapped(rank, GRAD_OP, use_orig_params=orig)
+    backward(rank, model, 0)
+    with model.no_sync():
+        backward(rank, model, 1)
+    model(torch.ones(1, DIM))
+    model.load_state_dict(reference.state_dict())
+    backward(rank, model, 2)
+    reference_backward(rank, reference, 0, 1, 2)
+    check_gradients(model, reference)
+    model.zero_grad()
+    model(torch.ones(1, DIM))
+    other = other_net()
+    model.load_state_dict({n: v.double() if v.is_floating_point() else v for n, v in other.state_dict().items()})
+    assert_states_equal(model, other)
+    assert_same_outputs(rank, model, other)
+    check_steps(rank, model, other)
+
+
+@on_ranks(2)
+def test_load_that_differs(rank: Rank) -> None:
+    """Each rank keeps its own slice of what it loads, as of what it writes in ``summon_full_params``."""
+    model, _ = wrapped(rank)
+    nets = [other_net(r) for r in range(rank.world_size)]
+    model.load_state_dict(nets[rank.rank].state_dict())
+    state = model.state_dict()
+    states: list[Any] = [None] * rank.world_size
+    dist.all_gather_object(states, {name: value.cpu() for name, value in state.items()})
+    first, last = "first.weight", "last.bias"  # the ends of the root's concatenation
+    for found in states:
+        assert_equal(found[first], nets[0].first.weight.detach().cpu(), first)
+        assert_equal(found[last], nets[-1].last.bias.detach().cpu(), last)
+    assert_equal(state["steps"], nets[rank.rank].steps, "buffers are not sharded")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("orig", "plain_root"), [(False, False), (True, True)])
+def test_what_does_not_fit(rank: Rank, orig: bool, plain_root: bool) -> None:
+    """Missing and unexpected names, wrong shapes, and what is no tensor: results and errors have the user's names.
+
+    What fits is loaded. The model can be used and loaded afterwards.
+    """
+    inner, reference = wrapped(rank, use_orig_params=orig)
+    model: nn.Module = nn.Sequential(inner) if plain_root else inner
+    prefix = "0." if plain_root else ""
+    whole: Any = reference.state_dict(prefix=prefix)
+    for name, value, match in (
+        ("blocks.1.up.weight", torch.ones(2, 2), rf"size mismatch for {prefix}blocks\.1\.up\.weight"),
+        ("first.weight", "text", r"first\.weight"),
+    ):
+        with pytest.raises(RuntimeError, match=match) as caught:
+            model.load_state_dict({**whole, prefix + name: value})
+        assert "_fsdp_wrapped_module" not in str(caught.value)
+    with pytest.raises(TypeError):
+        model.load_state_dict([1])  # type: ignore[arg-type]
+    check_steps(rank, inner, reference)
+    other = other_net()
+    state: Any = other.state_dict(prefix=prefix)
+    dropped = state.pop(f"{prefix}blocks.1.up.weight")
+    del state[f"{prefix}steps"]
+    state[f"{prefix}blocks.0.extra"] = state[f"{prefix}nothing.weight"] = torch.ones(1)
+    result = model.load_state_dict(state, strict=False)
+    assert sorted(result.missing_keys) == [f"{prefix}blocks.1.up.weight", f"{prefix}steps"]
+    assert sorted(result.unexpected_keys) == [f"{prefix}blocks.0.extra", f"{prefix}nothing.weight"]
+    with pytest.raises(RuntimeError, match=r"blocks\.1\.up\.weight") as caught:
+        model.load_state_dict(state)
+    assert "blocks.0.extra" in str(caught.value) and "_fsdp_wrapped_module" not in str(caught.value)
+    assert_freed(model)
+    loaded = inner.state_dict()
+    assert_equal(loaded["blocks.1.down.weight"], other.blocks[1].down.weight.detach(), "what was there")
+    assert not torch.equal(loaded["blocks.1.up.weight"], dropped)
+    assert_loads(inner, other)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize(("orig", "strict"), [(False, True), (True, False)])
 def test_loading_what_only_rank_0_has(rank: Rank, orig: bool, strict: bool) -> None:
@@ -427,69 +493,28 @@ def test_loading_what_only_rank_0_has(rank: Rank, orig: bool, strict: bool) -> N
     root = nn.Sequential(model)
     with pytest.raises(FullshardError, match=r"0\.first|first\.weight"):
         root.load_state_dict({f"0.{n}": v for n, v in state.items()}, strict=strict)
-    saved = model.state_dict()  # whatever the failed load has left behind
     assert_same_outputs(rank, model, reference)
-    model.load_state_dict(other_net().state_dict())
-    assert_dicts_equal(model.state_dict(), other_net().state_dict())
-    assert list(saved) == list(reference.state_dict())
-
-
-# ---------------------------------------------------------------- moments
+    assert_loads(model, other_net())
 
 
 @on_ranks(2)
-@strategies_and_forms
-def test_at_any_moment_between_steps(rank: Rank, strategy: ShardingStrategy, orig: bool) -> None:
-    """After a forward, after a backward, without sync and under no_grad: right values, and gradients stay."""
-    model, reference = wrapped(rank, strategy, use_orig_params=orig)
-    x = torch.ones(2, DIM)
-    model(x)  # its backward never comes
-    assert_dicts_equal(model.state_dict(), reference.state_dict())
-    loss = model(x).sum()
-    assert_dicts_equal(model.state_dict(), reference.state_dict())
-    loss.backward()
-    before = gradients_of(model)
-    assert_dicts_equal(model.state_dict(), reference.state_dict())
-    assert_equal(gradients_of(model), before, "gradients")
-    with model.no_sync():
-        model(x).sum().backward()
-        assert_dicts_equal(model.state_dict(), reference.state_dict())
-        with torch.no_grad():
-            model(x)
-    with torch.inference_mode():
-        assert_dicts_equal(model.state_dict(), reference.state_dict())
-    model.zero_grad()
-    check_steps(rank, model, reference)
-    assert_same_outputs(rank, model, reference)
+def test_files(rank: Rank, tmp_path: Path) -> None:
+    """Each rank's state goes through ``torch.save`` and safetensors, at no more bytes than a plain model's.
 
-
-@on_ranks(2)
-def test_of_a_part_before_the_first_forward(rank: Rank) -> None:
-    """Asking an inner wrapper first does not make it a root: training goes on as without."""
+    A plain model and a wrapper in another form load it.
+    """
     model, reference = wrapped(rank)
-    assert_dicts_equal(model.module.parts[0].state_dict(), reference.parts[0].state_dict())
-    model.module.parts[1].load_state_dict(reference.parts[1].state_dict())
-    check_steps(rank, model, reference)
-    assert model.check_is_root()
-    assert_same_outputs(rank, model, reference)
-
-
-@on_ranks(2)
-@both_forms
-def test_in_forward_and_inside_summon(rank: Rank, orig: bool) -> None:
-    """In a forward and inside of ``summon_full_params`` it is refused by name, and what was going on goes on."""
-    model, reference = wrapped(rank, use_orig_params=orig)
-    errors = []
-
-    def ask(*_: Any) -> None:
-        with pytest.raises(PhaseError, match="middle of a step") as caught:
-            model.state_dict()
-        errors.append(caught.value)
-
-    handle = model.module.last.register_forward_pre_hook(ask)
-    assert_same_outputs(rank, model, reference)
-    handle.remove()
-    assert len(errors) == 1
-    with FSDP.summon_full_params(model), pytest.raises(PhaseError, match="summon_full_params"):
-        model.state_dict()
-    assert_dicts_equal(model.state_dict(), reference.state_dict())
+    state = model.state_dict()
+    mine, theirs = io.BytesIO(), io.BytesIO()
+    torch.save(state, mine)
+    torch.save(reference.state_dict(), theirs)
+    assert len(mine.getvalue()) <= len(theirs.getvalue()) + 1024
+    mine.seek(0)
+    assert_dicts_equal(torch.load(mine, weights_only=True), state)
+    path = tmp_path / f"{rank.rank}.safetensors"
+    save_file(state, path)
+    loaded = load_file(path)
+    assert_dicts_equal({name: loaded[name] for name in state}, on_cpu(state))
+    for other in (FSDP(Net(), use_orig_params=True), Net()):
+        other.load_state_dict(loaded)
+        assert_states_equal(other, reference)

@@ -1,4 +1,7 @@
-"""``SHARDED_STATE_DICT``: DTensors as of ``fully_shard``, out and in, and what DTensors of others are loaded."""
+"""``SHARDED_STATE_DICT``: DTensors as of ``fully_shard``, out and in, and what DTensors of others are loaded.
+
+``LOCAL_STATE_DICT``: the flat parameters' live memory under their own keys.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,21 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 from wrapped import (
+    BLOCKS,
     DIM,
     FULL,
     GRAD_OP,
     HYBRID,
     NO_SHARD,
-    Net,
-    Part,
     assert_dicts_equal,
     assert_freed,
     assert_same_outputs,
+    assert_states_equal,
     both_forms,
+    built,
     check_steps,
+    concatenated,
     other_net,
     placed,
     raised_everywhere,
@@ -39,6 +43,7 @@ from fullshard import (
     CPUOffload,
     FullshardError,
     MixedPrecision,
+    PhaseError,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
@@ -48,9 +53,10 @@ from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.activation_checkpoint import checkpoint_wrapper
 from fullshard.comm import record
 from fullshard.wrap import ModuleWrapPolicy
+from models import Odd
 from ranks import Rank, RankPool, on_ranks
 
-SHARDED = StateDictType.SHARDED_STATE_DICT
+SHARDED, LOCAL = StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
 
 
 def sharded(model: nn.Module, config: ShardedStateDictConfig | None = None, **arguments: Any) -> Any:
@@ -66,7 +72,7 @@ def load(model: nn.Module, state: Any, kind: StateDictType = SHARDED, **argument
 def by_rows(rank: Rank, net: nn.Module, strategy: ShardingStrategy = FULL) -> nn.Module:
     """The other front end on the same ranks, with the same units."""
     mesh = placed(rank, strategy).get("device_mesh", rank.mesh)
-    for part in net.parts:  # type: ignore[union-attr]
+    for part in net.blocks:  # type: ignore[union-attr]
         fully_shard(part, mesh=mesh)
     return fully_shard(net, mesh=mesh)
 
@@ -89,9 +95,7 @@ def assert_same_dtensors(actual: Any, expected: Any) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(
-    ("strategy", "orig"), [(FULL, False), (FULL, True), (GRAD_OP, True), (HYBRID[0], False), (HYBRID[1], True)]
-)
+@pytest.mark.parametrize(("strategy", "orig"), [(FULL, False), (GRAD_OP, True), (HYBRID[0], False), (HYBRID[1], True)])
 def test_between_front_ends(rank: Rank, strategy: ShardingStrategy, orig: bool) -> None:
     """Keys, meshes, placements, local shapes and values are those of ``fully_shard``, one all-gather per unit.
 
@@ -119,57 +123,22 @@ def test_between_front_ends(rank: Rank, strategy: ShardingStrategy, orig: bool) 
         assert result.missing_keys == result.unexpected_keys == []
         assert [id(p) for p in again.parameters()] == ids
         assert_freed(again)
-        assert_dicts_equal(again.state_dict(), other_net().state_dict())
+        assert_states_equal(again, other_net())
         check_steps(rank, again, other_net())
-
-
-@on_ranks(2)
-@both_forms
-def test_config(rank: Rank, orig: bool) -> None:
-    """Whether a mesh or a group was given makes no difference, nor does ``_use_dtensor``.
-
-    ``NO_SHARD`` has no shards: values are whole, and can be loaded.
-    """
-    given = {"device_mesh": rank.mesh} if orig else {"process_group": rank.group}
-    model, reference = wrapped(rank, use_orig_params=orig, **given)
-    for config in (None, ShardedStateDictConfig(_use_dtensor=True), ShardedStateDictConfig(offload_to_cpu=True)):
-        state = sharded(model, config)
-        for name, parameter in reference.named_parameters():
-            assert isinstance(state[name], DTensor), name
-            assert_equal(state[name].full_tensor().to(rank.device), parameter.detach(), name)
-    model, reference = wrapped(rank, NO_SHARD, use_orig_params=orig)
-    assert_dicts_equal(sharded(model), reference.state_dict())
-    load(model, other_net().state_dict())
-    assert_dicts_equal(sharded(model), other_net().state_dict())
 
 
 @on_ranks(4)
 @both_forms
 def test_odd_shapes(rank: Rank, orig: bool) -> None:
     """Scalars, rows fewer than ranks, no rows, other strides, other dtypes, frozen ones."""
-    torch.manual_seed(0)
-
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scalar = nn.Parameter(torch.tensor(2.0))
-            self.three = nn.Parameter(torch.randn(3, 2))
-            self.none = nn.Parameter(torch.randn(0, 4))
-            self.columns = nn.Parameter(torch.randn(5, 6).t())
-            self.conv = nn.Parameter(torch.randn(5, 3, 2, 2).to(memory_format=torch.channels_last))
-            self.small = nn.Parameter(torch.randn(7).half())
-            self.frozen = nn.Parameter(torch.randn(9), requires_grad=False)
-
-        def forward(self) -> torch.Tensor:
-            return self.scalar
-
     plain = Odd()
+    for parameter in plain.parameters():  # conjugated and expanded ones are what they show, once they are saved
+        parameter.data = parameter.data.resolve_conj().clone()
     state = sharded(FSDP(copy.deepcopy(plain), use_orig_params=orig))
     assert_same_dtensors(state, fully_shard(copy.deepcopy(plain), mesh=rank.mesh).state_dict())
     again = FSDP(Odd(), use_orig_params=not orig)
     load(again, state)
-    assert_dicts_equal(again.state_dict(), plain.state_dict())
-    assert [v.stride() for v in again.state_dict().values()] == [v.stride() for v in plain.state_dict().values()]
+    assert_states_equal(again, plain)
 
 
 @on_ranks(2)
@@ -180,17 +149,17 @@ def test_values_are_copies(rank: Rank, orig: bool) -> None:
     ``torch.save`` and ``torch.load`` carry them.
     """
     model, reference = wrapped(rank, use_orig_params=orig)
-    state = sharded(model)
-    before = copy.deepcopy({n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()})
+    state = sharded(model, ShardedStateDictConfig(_use_dtensor=orig))
+    before = copy.deepcopy(whole(state))
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
     again, _ = wrapped(rank, seed=4)
     load(again, torch.load(file, weights_only=False))
-    assert_dicts_equal(again.state_dict(), reference.state_dict())
+    assert_states_equal(again, reference)
     check_steps(rank, model, reference)
+    assert_dicts_equal(whole(state), before)
     for name, value in state.items():
-        assert_equal(value.full_tensor() if isinstance(value, DTensor) else value, before[name], name)
         if isinstance(value, DTensor):
             local = value._local_tensor
             assert local.untyped_storage().nbytes() == local.numel() * local.element_size(), name
@@ -213,10 +182,7 @@ def test_names(rank: Rank, orig: bool) -> None:
     arguments: Any = {"auto_wrap_policy": ModuleWrapPolicy({nn.Sequential}), "ignored_modules": [ignored]}
     root = nn.Sequential(FSDP(model, use_orig_params=orig, **arguments))
     state = sharded(root, prefix="a.")
-    assert list(state) == list(reference.state_dict(prefix="a."))
-    for name, value in reference.state_dict(prefix="a.").items():
-        mine = state[name].full_tensor() if isinstance(state[name], DTensor) else state[name]
-        assert_equal(mine, value, name)
+    assert_dicts_equal(whole(state), reference.state_dict(prefix="a."))
     assert state["a.0.0.weight"]._local_tensor.data_ptr() == state["a.0.2.weight"]._local_tensor.data_ptr()
     assert state["a.0.4.weight"].data_ptr() == ignored.weight.data_ptr()
     kept = sharded(root, keep_vars=True)
@@ -229,21 +195,6 @@ def test_names(rank: Rank, orig: bool) -> None:
     assert all(bool((value == 3).all()) for value in root.state_dict().values())
 
 
-@on_ranks(2)
-def test_precision_and_offload(rank: Rank) -> None:
-    """Values are in the shards' dtype, buffers in their own, also with offloaded parameters and between steps."""
-    precision = MixedPrecision(torch.bfloat16, torch.float32, buffer_dtype=torch.bfloat16)
-    for more in ({}, {"cpu_offload": CPUOffload(offload_params=True)}):
-        model, reference = wrapped(rank, GRAD_OP, mixed_precision=precision, **more)
-        model(torch.ones(2, DIM)).sum().backward()
-        with torch.inference_mode():
-            assert not any(value.is_inference() for value in sharded(model).values())
-        state = sharded(model)
-        assert {n: v.dtype for n, v in state.items()} == {n: v.dtype for n, v in reference.state_dict().items()}
-        assert_equal(state["last.weight"].full_tensor(), reference.last.weight.detach(), "full precision")
-        assert any(p.grad is not None for p in model.parameters())
-
-
 @on_ranks(4)
 @both_forms
 def test_tensor_parallel(rank: Rank, orig: bool) -> None:
@@ -252,19 +203,18 @@ def test_tensor_parallel(rank: Rank, orig: bool) -> None:
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
     def made(seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        return parallelize_module(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)), mesh["tp"], plan)
+        plain = built(lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)), seed=seed)
+        return parallelize_module(plain, mesh["tp"], plan)
 
     model = FSDP(made(0), device_mesh=mesh["dp"], use_orig_params=orig)
     rows = fully_shard(made(0), mesh=mesh["dp"])
     state = sharded(model)
     assert_same_dtensors(state, rows.state_dict())
-    whole = {name: value.full_tensor() for name, value in state.items()}
+    full = whole(state)
     for source in (fully_shard(made(1), mesh=mesh["dp"]).state_dict(), sharded(FSDP(made(1), device_mesh=mesh["dp"]))):
         load(model, source)
-        for name, value in sharded(model).items():
-            assert_equal(value.full_tensor(), source[name].full_tensor(), name)
-    load(model, whole)  # plain tensors have all that is needed, too
+        assert_dicts_equal(whole(sharded(model)), whole(source))
+    load(model, full)  # plain tensors have all that is needed, too
     assert_same_dtensors(sharded(model), rows.state_dict())
     load(model, made(1).state_dict(), StateDictType.FULL_STATE_DICT)
     assert_same_dtensors(sharded(model), fully_shard(made(1), mesh=mesh["dp"]).state_dict())
@@ -276,9 +226,7 @@ def test_tensor_parallel(rank: Rank, orig: bool) -> None:
 @on_ranks(2)
 @both_forms
 def test_values_of_others(rank: Rank, orig: bool) -> None:
-    """DTensors that are replicated, cut elsewhere or on a mesh of more axes, 0-D, plain ones between, and those of
-    DistributedDataParallel are loaded; and full values of ours by others.
-    """
+    """DTensors that are replicated, cut elsewhere or on a mesh of more axes, and plain ones between, are loaded."""
     model, _ = wrapped(rank, use_orig_params=orig)
     other = other_net()
     grid = rank.make_mesh(1, 2, names=("a", "b"))
@@ -289,101 +237,237 @@ def test_values_of_others(rank: Rank, orig: bool) -> None:
             mesh, placements = [(rank.mesh, [Replicate()]), (rank.mesh, [last]), (grid, [Replicate(), last])][index % 4]
             state[name] = distribute_tensor(value.detach(), mesh, placements)
     load(model, state)
-    assert_dicts_equal(model.state_dict(), other.state_dict())
-    replicated = DistributedDataParallel(other_net(7))
-    load(model, replicated.module.state_dict())
-    assert_dicts_equal(model.state_dict(), other_net(7).state_dict())
-    train(rank, model)
-    state = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in sharded(model).items()}
-    for taker in (replicated, Net()):
-        getattr(taker, "module", taker).load_state_dict(state)
-        assert_same_outputs(rank, model, taker)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("orig", "plain_root"), [(False, False), (True, True)])
-def test_missing_and_unexpected(rank: Rank, orig: bool, plain_root: bool) -> None:
-    """They are reported under the user's names, and an error if strict; nothing is skipped in silence."""
-    inner, reference = wrapped(rank, use_orig_params=orig)
-    model: nn.Module = nn.Sequential(inner) if plain_root else inner
-    prefix = "0." if plain_root else ""
-    source, _ = wrapped(rank, seed=8)
-    state = sharded(nn.Sequential(source) if plain_root else source)
-    del state[f"{prefix}parts.1.up.weight"], state[f"{prefix}first.bias"], state[f"{prefix}steps"]
-    state[f"{prefix}parts.0.extra"] = state[f"{prefix}first.weight"]
-    result = load(model, state, strict=False)
-    assert sorted(result.missing_keys) == [f"{prefix}{n}" for n in ("first.bias", "parts.1.up.weight", "steps")]
-    assert result.unexpected_keys == [f"{prefix}parts.0.extra"]
-    loaded = inner.state_dict()
-    assert_equal(loaded["parts.1.up.weight"], reference.parts[1].up.weight.detach(), "what was missing stays")
-    assert_equal(loaded["first.weight"], source.state_dict()["first.weight"], "what was there is loaded")
-    with pytest.raises(RuntimeError, match=r"Missing key.*first\.bias") as caught:
-        load(model, state)
-    assert "parts.1.up.weight" in str(caught.value) and "_fsdp_wrapped" not in str(caught.value)
-    load(model, sharded(nn.Sequential(source) if plain_root else source))
-    assert_dicts_equal(inner.state_dict(), source.state_dict())
-
-
-@on_ranks(2)
-@both_forms
-def test_wrong_values(rank: Rank, orig: bool) -> None:
-    """Wrong shapes are torch's error with the user's name, other things too; ranks that differ are told so."""
-    model, reference = wrapped(rank, use_orig_params=orig)
-    state = sharded(model)
-    wrong = {**state, "parts.1.up.weight": distribute_tensor(torch.ones(2, 2), rank.mesh, [Shard(0)])}
-    with pytest.raises(RuntimeError, match=r"size mismatch for parts\.1\.up\.weight"):
-        load(model, wrong)
-    with pytest.raises(RuntimeError, match=r"first\.weight"):
-        load(model, {**state, "first.weight": "text"})
-    differing = dict(state)
-    if rank.rank == 1:
-        del differing["first.weight"]
-        differing["parts.0.scale"] = torch.tensor(1.0)
-    with pytest.raises(FullshardError, match=r"first\.weight \(a DTensor on rank 0; missing on rank 1\)") as caught:
-        load(model, differing, strict=False)
-    raised_everywhere(rank, caught.value)
-    check_steps(rank, model, reference)
-    assert_same_outputs(rank, model, reference)
+    assert_states_equal(model, other)
 
 
 # ---------------------------------------------------------------- other numbers of ranks
 
 
-def made(rank: Rank, kind: str, net: nn.Module) -> nn.Module:
-    if kind == "rows":
-        return by_rows(rank, net)
-    if kind == "plain":
-        return net
-    if kind == "hybrid":
-        return FSDP(net, **placed(rank, HYBRID[0]), auto_wrap_policy=ModuleWrapPolicy({Part}))
-    return FSDP(net, use_orig_params=kind == "orig", auto_wrap_policy=ModuleWrapPolicy({Part}))
+def save_checkpoint(rank: Rank, kind: str, form: StateDictType, path: str) -> None:
+    with FSDP.state_dict_type(model := made(rank, kind, other_net()), form):
+        dcp.save({"model": model.state_dict()}, checkpoint_id=path)
 
 
-def save_checkpoint(rank: Rank, kind: str, path: str) -> None:
-    dcp.save({"model": sharded(made(rank, kind, other_net()))}, checkpoint_id=path)
-
-
-def load_checkpoint(rank: Rank, kind: str, path: str) -> None:
-    torch.manual_seed(1)
-    model = made(rank, kind, Net())
-    state = sharded(model)
-    dcp.load({"model": state}, checkpoint_id=path)
-    load(model, state)
-    whole = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in model.state_dict().items()}
-    assert_dicts_equal(whole, other_net().state_dict())
+def load_checkpoint(rank: Rank, kind: str, form: StateDictType, path: str) -> None:
+    with FSDP.state_dict_type(model := made(rank, kind, built(seed=1)), form):
+        state = model.state_dict()
+        dcp.load({"model": state}, checkpoint_id=path)
+        model.load_state_dict(state)
+    assert_dicts_equal(whole(model.state_dict()), other_net().state_dict())
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "form"),
     [
-        ((4, "flat"), (2, "rows")),
-        ((4, "hybrid"), (2, "flat")),
-        ((2, "orig"), (1, "plain")),
-        ((1, "plain"), (4, "hybrid")),
+        ((4, "hybrid"), (2, "rows"), SHARDED),
+        ((2, "orig"), (1, "plain"), SHARDED),
+        ((1, "plain"), (4, "hybrid"), SHARDED),
+        ((4, "flat"), (2, "flat"), LOCAL),  # which have no padding at the end
+        ((2, "flat"), (1, "flat"), LOCAL),
     ],
     ids=str,
 )
-def test_other_worlds(ranks: RankPool, before: tuple[int, str], after: tuple[int, str], tmp_path: Path) -> None:
+def test_other_worlds(
+    ranks: RankPool, before: tuple[int, str], after: tuple[int, str], form: StateDictType, tmp_path: Path
+) -> None:
     """torch's checkpoints carry models between numbers of ranks and front ends."""
-    ranks(before[0], save_checkpoint, kind=before[1], path=str(tmp_path))
-    ranks(after[0], load_checkpoint, kind=after[1], path=str(tmp_path))
+    ranks(before[0], save_checkpoint, kind=before[1], form=form, path=str(tmp_path))
+    ranks(after[0], load_checkpoint, kind=after[1], form=form, path=str(tmp_path))
+
+
+@on_ranks(2)
+def test_precision_offload_and_no_shards(rank: Rank) -> None:
+    """Values are in the shards' dtype, buffers in their own, also with offloaded parameters and between steps.
+
+    ``NO_SHARD`` has no shards: values are whole, and can be loaded.
+    """
+    precision = MixedPrecision(torch.bfloat16, torch.float32, buffer_dtype=torch.bfloat16)
+    for more in ({"process_group": rank.group}, {"cpu_offload": CPUOffload(offload_params=True)}):
+        model, reference = wrapped(rank, GRAD_OP, mixed_precision=precision, **more)
+        model(torch.ones(2, DIM)).sum().backward()
+        with torch.inference_mode():
+            assert not any(value.is_inference() for value in sharded(model).values())
+        state = sharded(model, ShardedStateDictConfig(offload_to_cpu=True))
+        assert {n: v.dtype for n, v in state.items()} == {n: v.dtype for n, v in reference.state_dict().items()}
+        for name, parameter in reference.named_parameters():
+            assert_equal(state[name].full_tensor().to(rank.device), parameter.detach(), name)
+        assert any(p.grad is not None for p in model.parameters())
+    model, reference = wrapped(rank, NO_SHARD)
+    assert_dicts_equal(sharded(model), reference.state_dict())
+    load(model, other_net().state_dict())
+    assert_dicts_equal(sharded(model), other_net().state_dict())
+
+
+@on_ranks(2)
+def test_what_does_not_fit(rank: Rank) -> None:
+    """Missing and unexpected names, wrong shapes and other things: the user's names, nothing skipped in silence.
+
+    Ranks that differ are told so.
+    """
+    model, reference = wrapped(rank, use_orig_params=True)
+    state = sharded(model)
+    square = distribute_tensor(torch.ones(2, 2), rank.mesh, [Shard(0)])
+    with pytest.raises(RuntimeError, match=r"size mismatch for blocks\.1\.up\.weight"):
+        load(model, {**state, "blocks.1.up.weight": square})
+    with pytest.raises(RuntimeError, match=r"first\.weight"):
+        load(model, {**state, "first.weight": "text"})
+    differing = dict(state)
+    if rank.rank == 1:
+        del differing["first.weight"]
+        differing["blocks.0.scale"] = torch.tensor(1.0)
+    with pytest.raises(FullshardError, match=r"first\.weight \(a DTensor on rank 0; missing on rank 1\)") as caught:
+        load(model, differing, strict=False)
+    raised_everywhere(rank, caught.value)
+    check_steps(rank, model, reference)
+    source, _ = wrapped(rank, seed=8)
+    state = sharded(source)
+    del state["blocks.1.up.weight"], state["first.bias"], state["steps"]
+    state["blocks.0.extra"] = state["first.weight"]
+    result = load(model, state, strict=False)
+    assert sorted(result.missing_keys) == ["blocks.1.up.weight", "first.bias", "steps"]
+    assert result.unexpected_keys == ["blocks.0.extra"]
+    loaded = model.state_dict()
+    torch.testing.assert_close(loaded["blocks.1.up.weight"], reference.blocks[1].up.weight.detach())
+    assert_equal(loaded["first.weight"], source.state_dict()["first.weight"], "what was there is loaded")
+    with pytest.raises(RuntimeError, match=r"Missing key.*first\.bias") as caught:
+        load(model, state)
+    assert "blocks.1.up.weight" in str(caught.value) and "_fsdp_wrapped" not in str(caught.value)
+
+
+def whole(state: Any) -> Any:
+    """The same with full tensors."""
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+
+
+def made(rank: Rank, kind: str, net: nn.Module) -> nn.Module:
+    """The model in the form of that name; the last is for its flat parameters' own memory."""
+    if kind == "rows":
+        return by_rows(rank, net)
+    if kind == "hybrid":
+        return FSDP(net, **placed(rank, HYBRID[0]), auto_wrap_policy=BLOCKS)
+    return net if kind == "plain" else FSDP(net, use_orig_params=kind == "orig", auto_wrap_policy=BLOCKS)
+
+
+# ---------------------------------------------------------------- LOCAL: the flat parameters' live memory
+
+KEYS = ["_flat_param", "blocks.0._flat_param", "blocks.1._flat_param"]
+BUFFERS = ["steps", "blocks.0.offset", "blocks.0.calls", "blocks.1.offset", "blocks.1.calls"]
+
+
+def local(model: nn.Module, **arguments: Any) -> Any:
+    with FSDP.state_dict_type(model, LOCAL):
+        return model.state_dict(**arguments)
+
+
+def load_local(model: nn.Module, state: Any, **arguments: Any) -> Any:
+    with FSDP.state_dict_type(model, LOCAL):
+        return model.load_state_dict(state, **arguments)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("strategy", "assign"), [(FULL, False), (GRAD_OP, True), (HYBRID[0], False)])
+def test_local_there_and_back(rank: Rank, strategy: ShardingStrategy, assign: bool) -> None:
+    """1-D DTensors of all parameters of a unit, without the padding at the end, on live memory; no communication.
+
+    They are loaded through a file into a model of other numbers, between steps; its parameters stay the same objects.
+    """
+    model, reference = wrapped(rank, strategy)
+    with record() as seen:
+        state = local(model)
+    assert not list(seen)
+    assert sorted(state) == sorted(KEYS + BUFFERS)
+    assert_equal(state[KEYS[1]].full_tensor(), concatenated(list(reference.blocks[0].parameters()), 1), KEYS[1])
+    for key, flat in zip(KEYS, model.parameters(), strict=True):
+        value = state[key]
+        assert type(value) is DTensor and value.device_mesh == model._options.mesh.device_mesh
+        held = value._local_tensor
+        assert type(held) is torch.Tensor and not value.requires_grad
+        assert not held.numel() or held.data_ptr() == flat.data_ptr(), key
+    assert state["steps"].data_ptr() == model.module.steps.data_ptr()
+    check_steps(rank, model, reference)
+    trained = concatenated(list(reference.blocks[0].parameters()), 1)
+    torch.testing.assert_close(state[KEYS[1]].full_tensor(), trained)
+    file = io.BytesIO()
+    torch.save(local(model), file)
+    file.seek(0)
+    again, _ = wrapped(rank, strategy, seed=3)
+    train(rank, again)
+    again(torch.ones(1, DIM))  # some strategies keep full parameters after this
+    ids = [id(p) for p in again.parameters()]
+    result = load_local(again, torch.load(file, weights_only=False), assign=assign)
+    assert result.missing_keys == result.unexpected_keys == []
+    assert [id(p) for p in again.parameters()] == ids
+    assert_same_outputs(rank, again, model)
+    assert_states_equal(again, model)
+    again.zero_grad()
+    check_steps(rank, again, reference)
+
+
+@on_ranks(2)
+def test_local_names(rank: Rank) -> None:
+    """Prefixes, plain roots, frozen parameters in a flat parameter of their own; of one element one rank has something.
+
+    Whole flat parameters, plain or replicated, are cut.
+    """
+    model = nn.Sequential(FSDP(built()), FSDP(nn.ParameterList([nn.Parameter(torch.tensor([5.0]))])))
+    frozen = built()
+    frozen.first.requires_grad_(False)
+    model.append(FSDP(frozen, auto_wrap_policy=BLOCKS))
+    keys = ["0._flat_param", "1._flat_param", *(f"2.{key}" for key in (KEYS[0], "_flat_param_1", *KEYS[1:]))]
+    state = local(model, prefix="a.", keep_vars=True)
+    assert [key for key in state if "_flat" in key] == [f"a.{key}" for key in keys]
+    assert state["a.1._flat_param"]._local_tensor.numel() == (1 if rank.rank == 0 else 0)
+    new = {key.removeprefix("a."): value for key, value in state.items()}
+    for number, key in enumerate(keys):
+        new[key] = torch.full((len(new[key]),), float(number))
+    new[keys[0]] = distribute_tensor(new[keys[0]], rank.mesh, [Replicate()])
+    load_local(model, new)
+    for number, key in enumerate(keys):
+        assert bool((local(model)[key]._local_tensor == number).all()), key
+    for number, parameter in ((0, "0.first.weight"), (1, "1.0"), (2, "2.first.bias"), (3, "2.last.bias")):
+        assert bool((model.state_dict()[parameter] == number).all()), parameter
+
+
+@on_ranks(2)
+def test_local_where_there_are_none(rank: Rank) -> None:
+    """With original parameters it is an error that says so; without sharding values are whole, as torch has them."""
+    model, reference = wrapped(rank, use_orig_params=True)
+    for ask in (local, lambda m: load_local(m, reference.state_dict())):
+        with pytest.raises(FullshardError, match=r"LOCAL_STATE_DICT.*use_orig_params=True; use SHARDED_STATE_DICT"):
+            ask(model)
+    check_steps(rank, model, reference)
+    model, reference = wrapped(rank, NO_SHARD)
+    assert_dicts_equal(local(model), reference.state_dict())
+    load_local(model, other_net().state_dict())
+    assert_dicts_equal(model.state_dict(), other_net().state_dict())
+    assert_dicts_equal(local(FSDP(nn.ReLU(), use_orig_params=True)), {})
+
+
+@on_ranks(2)
+def test_local_what_does_not_fit(rank: Rank) -> None:
+    """Missing flat parameters, whole ones under their own names and other sizes are reported; the model goes on.
+
+    Buffers that compute in another dtype are saved in their own; while full parameters are summoned nothing is.
+    """
+    model, reference = wrapped(rank, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
+    with FSDP.summon_full_params(model), pytest.raises(PhaseError, match="summon_full_params"):
+        local(model)
+    model(torch.ones(2, DIM)).sum().backward()
+    assert local(model)["blocks.0.offset"].dtype is torch.float32
+    load_local(model, local(model))
+    assert_equal(model.module.blocks[0].module.offset, reference.blocks[0].offset.bfloat16(), "buffer")
+    state = local(model)
+    del state[KEYS[1]]
+    with pytest.raises(RuntimeError, match=r"Missing key.*\"blocks\.0\._flat_param\"") as caught:
+        load_local(model, state)
+    assert "_fsdp_wrapped" not in str(caught.value)
+    result = load_local(model, reference.state_dict(), strict=False)
+    assert sorted(result.missing_keys) == sorted(KEYS)
+    assert set(result.unexpected_keys) == {n for n, _ in reference.named_parameters()}
+    wrong = {**local(model), KEYS[2]: distribute_tensor(torch.ones(1000), rank.mesh, [Shard(0)])}
+    with pytest.raises(RuntimeError, match=r"size mismatch for blocks\.1\._flat_param"):
+        load_local(model, wrong)
+    differing = {**local(model), **({KEYS[0]: torch.ones(3)} if rank.rank else {})}
+    with pytest.raises(FullshardError, match=r"_flat_param \(a DTensor on rank 0; a tensor on rank 1\)"):
+        load_local(model, differing)
+    model(torch.ones(2, DIM)).sum().backward()

@@ -40,38 +40,31 @@ CONFIGS: list[tuple[Any, Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "defaults"),
-    [
-        (StateDictConfig, {"offload_to_cpu": False}),
-        (FullStateDictConfig, {"offload_to_cpu": False, "rank0_only": False}),
-        (LocalStateDictConfig, {"offload_to_cpu": False}),
-        (ShardedStateDictConfig, {"offload_to_cpu": False, "_use_dtensor": False}),
-        (OptimStateDictConfig, {"offload_to_cpu": True}),
-        (FullOptimStateDictConfig, {"offload_to_cpu": True, "rank0_only": False}),
-        (LocalOptimStateDictConfig, {"offload_to_cpu": False}),
-        (ShardedOptimStateDictConfig, {"offload_to_cpu": True, "_use_dtensor": False}),
-    ],
-)
-def test_fields_and_defaults(kind: Any, defaults: dict[str, bool]) -> None:
+def test_fields_and_defaults() -> None:
     """Names, order and defaults of torch's; flags may be assigned to, and are checked then as well."""
-    assert asdict(kind()) == defaults and list(asdict(kind())) == list(defaults)
-    assert kind(*(not value for value in defaults.values())) == kind(**{n: not v for n, v in defaults.items()})
-    assigned = kind()
-    assigned.offload_to_cpu = not defaults["offload_to_cpu"]
-    assert assigned != kind() and assigned.offload_to_cpu is not defaults["offload_to_cpu"]
-    with pytest.raises(AttributeError, match=f"{kind.__name__} has no rank_0_only, only offload_to_cpu"):
-        assigned.rank_0_only = True
-    for name in defaults:
-        with pytest.raises(TypeError, match=f"{kind.__name__}: {name}: expected True or False, found None"):
-            setattr(assigned, name, None)
-        with pytest.raises(TypeError, match=f"{kind.__name__}: {name}: expected True or False, found 1"):
-            kind(**{name: 1})
-    assert kind.__name__ in fullshard.__all__
-
-
-def test_members() -> None:
-    """Enumerations have torch's members."""
+    fields: dict[Any, dict[str, bool]] = {
+        StateDictConfig: {"offload_to_cpu": False},
+        FullStateDictConfig: {"offload_to_cpu": False, "rank0_only": False},
+        LocalStateDictConfig: {"offload_to_cpu": False},
+        ShardedStateDictConfig: {"offload_to_cpu": False, "_use_dtensor": False},
+        OptimStateDictConfig: {"offload_to_cpu": True},
+        FullOptimStateDictConfig: {"offload_to_cpu": True, "rank0_only": False},
+        LocalOptimStateDictConfig: {"offload_to_cpu": False},
+        ShardedOptimStateDictConfig: {"offload_to_cpu": True, "_use_dtensor": False},
+    }
+    for kind, defaults in fields.items():
+        assert asdict(kind()) == defaults and list(asdict(kind())) == list(defaults)
+        assigned = kind()
+        assigned.offload_to_cpu = not defaults["offload_to_cpu"]
+        assert assigned != kind() and assigned.offload_to_cpu is not defaults["offload_to_cpu"]
+        with pytest.raises(AttributeError, match=f"{kind.__name__} has no rank_0_only, only offload_to_cpu"):
+            assigned.rank_0_only = True
+        for name in defaults:
+            with pytest.raises(TypeError, match=f"{kind.__name__}: {name}: expected True or False, found None"):
+                setattr(assigned, name, None)
+            with pytest.raises(TypeError, match=f"{kind.__name__}: {name}: expected True or False, found 1"):
+                kind(**{name: 1})
+        assert kind.__name__ in fullshard.__all__
     assert [member.name for member in StateDictType] == ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
     assert [member.name for member in OptimStateKeyType] == ["PARAM_NAME", "PARAM_ID"]
 
@@ -80,48 +73,52 @@ def types_of(model: nn.Module) -> list[StateDictType]:
     return [wrapper._state_settings.state_dict_type for wrapper in FSDP.fsdp_modules(model)]
 
 
-@on_ranks(2)
-@pytest.mark.parametrize(("kind", "config", "optim_config"), CONFIGS)
-def test_set_and_get(rank: Rank, kind: StateDictType, config: Any, optim_config: Any) -> None:
+@on_ranks(1)
+def test_set_and_get(rank: Rank) -> None:
     """All wrappers get the settings, with the type's own configs where none are given; the old ones are returned.
 
-    Wrappers keep copies: what is assigned to the caller's object afterwards changes nothing.
+    Wrappers keep copies: what is assigned to the caller's object afterwards changes nothing. Configs of other types,
+    the base classes too, are a RuntimeError that names both, and change nothing.
+    """
+    for kind, config, optim_config in CONFIGS:
+        model, _ = wrapped(rank)
+        default = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
+        assert FSDP.get_state_dict_type(model) == default == StateDictSettings()
+        assert FSDP.set_state_dict_type(model, kind) == default
+        given = (config(offload_to_cpu=True), optim_config(offload_to_cpu=False))
+        assert FSDP.set_state_dict_type(model, kind, *given) == StateDictSettings(kind, config(), optim_config())
+        assert FSDP.get_state_dict_type(model) == StateDictSettings(kind, *given)
+        assert types_of(model) == [kind] * 3
+        given[0].offload_to_cpu = False
+        kept = StateDictSettings(kind, config(offload_to_cpu=True), given[1])
+        assert FSDP.get_state_dict_type(model) == FSDP.get_state_dict_type(copy.deepcopy(model)) == kept
+        for other in [c for _, c, _ in CONFIGS if c is not config] + [StateDictConfig]:
+            found = rf"expected a {config.__name__} for {kind.name}, found a {other.__name__}"
+            with pytest.raises(RuntimeError, match=found):
+                FSDP.set_state_dict_type(model, kind, other())
+        for other in [c for _, _, c in CONFIGS if c is not optim_config] + [OptimStateDictConfig]:
+            found = rf"optim_state_dict_config: .*{optim_config.__name__}.*{other.__name__}"
+            with pytest.raises(RuntimeError, match=found):
+                FSDP.set_state_dict_type(model, kind, config(), other())
+        assert FSDP.get_state_dict_type(model) == kept
+    with pytest.raises(TypeError, match=r"expected a fullshard\.StateDictType, found 'full'"):
+        FSDP.set_state_dict_type(model, "full")  # type: ignore[arg-type]
+
+
+@on_ranks(1)
+def test_parts_and_contexts(rank: Rank) -> None:
+    """A plain root stands for the wrappers in it, an inner module for its own; without any, values are whole.
+
+    A context holds for all, and nests; afterwards every wrapper has its own settings back, also after an error.
     """
     model, _ = wrapped(rank)
-    default = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
-    assert FSDP.get_state_dict_type(model) == default
-    assert FSDP.set_state_dict_type(model, kind) == default
-    assert FSDP.get_state_dict_type(model) == StateDictSettings(kind, config(), optim_config())
-    given = (config(offload_to_cpu=True), optim_config(offload_to_cpu=False))
-    assert FSDP.set_state_dict_type(model, kind, *given) == StateDictSettings(kind, config(), optim_config())
-    assert FSDP.get_state_dict_type(model) == StateDictSettings(kind, *given)
-    assert types_of(model) == [kind] * 3
-    given[0].offload_to_cpu = False
-    assert FSDP.get_state_dict_type(model).state_dict_config == config(offload_to_cpu=True)
-    given[0].offload_to_cpu = True
-    assert FSDP.get_state_dict_type(copy.deepcopy(model)) == StateDictSettings(kind, *given)
-
-
-@on_ranks(2)
-def test_of_modules_that_are_not_wrappers(rank: Rank) -> None:
-    """A plain root stands for the wrappers in it, an inner module for its own; without any, values are whole."""
-    model, _ = wrapped(rank)
-    root = nn.Sequential(nn.Linear(2, 2), model)
+    root, inner = nn.Sequential(nn.Linear(2, 2), model), model.module.blocks[1]
     FSDP.set_state_dict_type(root, SHARDED)
-    assert FSDP.get_state_dict_type(root).state_dict_type is SHARDED
-    assert types_of(root) == [SHARDED] * 3
-    FSDP.set_state_dict_type(model.module.parts[0], LOCAL)
-    assert types_of(root) == [SHARDED, LOCAL, SHARDED]
+    assert FSDP.get_state_dict_type(root).state_dict_type is SHARDED and types_of(root) == [SHARDED] * 3
     assert FSDP.set_state_dict_type(Net(), SHARDED) == FSDP.get_state_dict_type(Net()) == StateDictSettings()
     with FSDP.state_dict_type(Net(), SHARDED):
         pass
-
-
-@on_ranks(2)
-def test_context(rank: Rank) -> None:
-    """Inside it holds for all, and nests; afterwards every wrapper has its own settings back, also after an error."""
-    model, _ = wrapped(rank)
-    inner = model.module.parts[1]
+    FSDP.set_state_dict_type(root, FULL)
     FSDP.set_state_dict_type(inner, LOCAL)
     with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(offload_to_cpu=True)):
         assert FSDP.get_state_dict_type(model).state_dict_config == ShardedStateDictConfig(offload_to_cpu=True)
@@ -138,42 +135,12 @@ def test_context(rank: Rank) -> None:
 def test_differing_settings(rank: Rank) -> None:
     """They are reported with the names of the modules, and nothing is changed."""
     model, _ = wrapped(rank)
-    FSDP.set_state_dict_type(model.module.parts[1], FULL, FullStateDictConfig(rank0_only=True))
-    asked: list[Any] = [
-        lambda: FSDP.get_state_dict_type(model),
-        lambda: FSDP.set_state_dict_type(model, SHARDED),
-    ]
+    FSDP.set_state_dict_type(model.module.blocks[1], FULL, FullStateDictConfig(rank0_only=True))
+    asked: list[Any] = [lambda: FSDP.get_state_dict_type(model), lambda: FSDP.set_state_dict_type(model, SHARDED)]
     for ask in asked:
-        with pytest.raises(FullshardError, match=r"in <root>, parts\.0; .*rank0_only=True.* in parts\.1") as caught:
+        with pytest.raises(FullshardError, match=r"in <root>, blocks\.0; .*rank0_only=True.* in blocks\.1") as caught:
             ask()
         raised_everywhere(rank, caught.value)
     assert types_of(model) == [FULL] * 3
-    FSDP.set_state_dict_type(model.module.parts[1], FULL)
+    FSDP.set_state_dict_type(model.module.blocks[1], FULL)
     FSDP.set_state_dict_type(model, SHARDED)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("kind", "config", "optim_config"), CONFIGS)
-def test_wrong_configs(rank: Rank, kind: StateDictType, config: Any, optim_config: Any) -> None:
-    """Configs of other types, the base classes too, are a RuntimeError that names both; nothing is changed."""
-    model, _ = wrapped(rank)
-    others = [c for _, c, _ in CONFIGS if c is not config] + [StateDictConfig]
-    optim_others = [c for _, _, c in CONFIGS if c is not optim_config] + [OptimStateDictConfig]
-    for other in others:
-        with pytest.raises(
-            RuntimeError, match=rf"expected a {config.__name__} for {kind.name}, found a {other.__name__}"
-        ):
-            FSDP.set_state_dict_type(model, kind, other())
-    for other in optim_others:
-        with pytest.raises(
-            RuntimeError, match=rf"optim_state_dict_config: .*{optim_config.__name__}.*{other.__name__}"
-        ):
-            FSDP.set_state_dict_type(model, kind, config(), other())
-        with (
-            pytest.raises(RuntimeError, match="optim_state_dict_config"),
-            FSDP.state_dict_type(model, kind, None, other()),
-        ):
-            raise AssertionError("entered")
-    with pytest.raises(TypeError, match=r"expected a fullshard\.StateDictType, found 'full'"):
-        FSDP.set_state_dict_type(model, "full")  # type: ignore[arg-type]
-    assert FSDP.get_state_dict_type(model) == StateDictSettings()

@@ -1,21 +1,26 @@
-"""A small model with everything that a state can hold, and its wrappers in all strategies."""
+"""Small models with everything that a state can hold, their wrappers, and what they are compared with."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import front_ends
+import models
 from checkpoint import optimizers
-from compare import assert_equal, assert_models_equal
+from compare import assert_equal, fqn_of
+from front_ends import assert_same_gradients, assert_same_values, gathered
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy
-from fullshard.engine.ownership import nested_units
+from fullshard.engine.ownership import unit_of
 from fullshard.wrap import ModuleWrapPolicy
+from models import LossOf, square_loss
 from ranks import Rank
 
 CLOSE: dict[str, float] = {"rtol": 1e-5, "atol": 1e-6}
@@ -24,10 +29,9 @@ PLAIN = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingSt
 HYBRID = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
 FULL, GRAD_OP, NO_SHARD = PLAIN
 both_forms = pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
-plain_strategies = pytest.mark.parametrize("strategy", PLAIN, ids=lambda s: s.name)
 
 
-class Part(nn.Module):
+class Block(nn.Module):
     """A residual pair of layers of odd sizes, with a scalar parameter and buffers of several kinds."""
 
     offset: torch.Tensor
@@ -43,35 +47,58 @@ class Part(nn.Module):
         self.register_buffer("cache", torch.ones(2), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.scale * self.down(torch.tanh(self.up(x + self.offset)))
+        return x + self.scale * self.down(torch.tanh(self.up(x + self.offset.to(x.dtype))))
 
 
 class Net(nn.Module):
-    """Two parts between two layers that belong to the root."""
+    """Blocks between two layers that belong to the root."""
 
     steps: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 2) -> None:
         super().__init__()
         self.first = nn.Linear(DIM, DIM)
-        self.parts = nn.Sequential(Part(), Part())
+        self.blocks = nn.Sequential(*(Block() for _ in range(depth)))
         self.last = nn.Linear(DIM, 3)
         self.register_buffer("steps", torch.zeros(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.parts(torch.tanh(self.first(x))))
+        return self.last(self.blocks(torch.tanh(self.first(x))))
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """What a user's own method does: the forward, without the wrapper around it."""
         return self(x)
 
 
-def other_net(seed: int = 5) -> Net:
-    """The same model with other numbers, in its buffers as well."""
+class Tied(nn.Module):
+    """Two blocks with the same first weight, and a head that is the transpose of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(DIM, DIM, bias=False)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.blocks[1].up.weight = self.blocks[0].up.weight
+        self.head = nn.Linear(DIM, DIM, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.embedding(x)))
+
+
+BLOCKS = ModuleWrapPolicy({Block})
+
+
+def built(make: Callable[..., Any] = Net, *args: Any, seed: int = 0) -> Any:
+    """A model with the same values on all ranks."""
     torch.manual_seed(seed)
-    model = Net()
+    return make(*args)
+
+
+def other_net(seed: int = 5) -> Any:
+    """The same model with other numbers, in its buffers as well."""
+    model = built(seed=seed)
     model.steps.fill_(7.0)
-    model.parts[1].calls.fill_(8)
+    model.blocks[1].calls.fill_(8)
     return model
 
 
@@ -85,34 +112,70 @@ def placed(rank: Rank, strategy: ShardingStrategy) -> dict[str, Any]:
     return arguments
 
 
-def wrapped(
-    rank: Rank, strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD, seed: int = 0, **arguments: Any
-) -> tuple[FSDP, Net]:
-    """The model with each part a unit, and an unsharded copy of it."""
-    torch.manual_seed(seed)
-    model = Net()
+def wrapped(rank: Rank, strategy: ShardingStrategy = FULL, seed: int = 0, **arguments: Any) -> tuple[Any, Any]:
+    """The model with each block a unit, and an unsharded copy of it."""
+    model = built(seed=seed)
     reference = copy.deepcopy(model)
-    arguments.setdefault("auto_wrap_policy", ModuleWrapPolicy({Part}))
+    arguments.setdefault("auto_wrap_policy", BLOCKS)
     return FSDP(model, **{**placed(rank, strategy), **arguments}), reference
 
 
-def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters by name as plain tensors, each under all its names."""
-    return {name: p.detach() for name, p in module.named_parameters(remove_duplicate=False)}
+def units_of(model: nn.Module) -> list[str]:
+    """Names, as before wrapping, of the modules inside ``model`` that are wrapped; "" is the outermost."""
+    names = [name for name, module in model.named_modules() if isinstance(module, FSDP)]
+    return [fqn_of(f"{name}.").removesuffix(".") for name in names]
 
 
-def joined(rank: Rank, piece: torch.Tensor) -> torch.Tensor:
-    """The 1-D pieces of all ranks, one after another: what a parameter's elements are without any help of ours."""
-    pieces: list[Any] = [None] * rank.world_size
-    dist.all_gather_object(pieces, piece.detach().clone().cpu())
-    return torch.cat([other.flatten() for other in pieces]).to(piece.device)
+# -------------------------------------------------------------------- training
 
 
-def raised_everywhere(rank: Rank, error: BaseException | None) -> None:
-    """Require the same type of error, with the same words, on all ranks."""
-    told: list[Any] = [None] * rank.world_size
-    dist.all_gather_object(told, None if error is None else (type(error).__name__, str(error)))
-    assert None not in told and set(told) == {told[0]}, told
+def loss_at(step: int = 0) -> LossOf:
+    """The mean square of the outputs on a batch of that step."""
+    return square_loss(step, 4, DIM)
+
+
+def backward(rank: Rank, model: nn.Module, step: int = 0) -> None:
+    """Gradients of this rank's batch."""
+    loss_at(step)(model, rank.rank).backward()
+
+
+def reference_backward(rank: Rank, reference: nn.Module, *steps: int) -> None:
+    """Add the mean over ranks of the gradients of several microbatches."""
+    for step in steps or (0,):
+        models.reference_backward(reference, rank.world_size, loss_at(step))
+
+
+def both_backward(rank: Rank, model: nn.Module, reference: nn.Module, step: int = 0) -> None:
+    """The same gradients in both."""
+    backward(rank, model, step)
+    reference_backward(rank, reference, step)
+
+
+def train(rank: Rank, model: nn.Module, step: int = 0) -> None:
+    """One step, of a sharded model alone."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(rank, model, step)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def check_steps(rank: Rank, model: nn.Module, reference: nn.Module, steps: int = 1, **tolerance: Any) -> None:
+    """Train both, and compare losses and gradients of each step, and parameters and outputs at the end."""
+    for module in (model, reference):
+        module.zero_grad()
+    front_ends.assert_trains_alike(model, reference, rank, loss_at, steps=steps, **tolerance)
+    for module in (model, reference):
+        module.zero_grad()
+
+
+def check_gradients(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
+    """Require that parameters and gradients, gathered, are the reference's."""
+    tolerance = tolerance or CLOSE
+    assert_same_values(model, reference, **tolerance)
+    assert_same_gradients(model, reference, **tolerance)
+
+
+# -------------------------------------------------------------------- comparison
 
 
 def assert_same_outputs(
@@ -132,6 +195,21 @@ def assert_dicts_equal(actual: Any, expected: Any) -> None:
         assert_equal(mine.detach() if isinstance(mine, torch.Tensor) else mine, value.detach(), name)
 
 
+def assert_states_equal(model: nn.Module, reference: nn.Module) -> None:
+    """Require equal state dicts, of all ranks."""
+    assert_dicts_equal(model.state_dict(), reference.state_dict())
+
+
+def assert_states_close(actual: Any, expected: Any, *, exact: bool = False) -> None:
+    """As the function of the same name for checkpoints, wherever values are: full states are in CPU memory."""
+    optimizers.assert_states_close(on_cpu(actual), on_cpu(expected), exact=exact)
+
+
+def assert_freed(model: nn.Module) -> None:
+    """Require that no unit holds memory for full parameters."""
+    assert gathered(model) == []
+
+
 def on_cpu(state: Any) -> Any:
     """The same with tensors in CPU memory, as ``offload_to_cpu`` leaves them."""
     if isinstance(state, dict):
@@ -141,9 +219,18 @@ def on_cpu(state: Any) -> Any:
     return state.detach().cpu() if isinstance(state, torch.Tensor) else state
 
 
-def assert_states_close(actual: Any, expected: Any, *, exact: bool = False) -> None:
-    """As the function of the same name for checkpoints, wherever values are: full states are in CPU memory."""
-    optimizers.assert_states_close(on_cpu(actual), on_cpu(expected), exact=exact)
+def joined(rank: Rank, piece: torch.Tensor) -> torch.Tensor:
+    """The 1-D pieces of all ranks, one after another: what a parameter's elements are without any help of ours."""
+    pieces: list[Any] = [None] * rank.world_size
+    dist.all_gather_object(pieces, piece.detach().clone().cpu())
+    return torch.cat([other.flatten() for other in pieces]).to(piece.device)
+
+
+def raised_everywhere(rank: Rank, error: BaseException | None) -> None:
+    """Require the same type of error, with the same words, on all ranks."""
+    told: list[Any] = [None] * rank.world_size
+    dist.all_gather_object(told, None if error is None else (type(error).__name__, str(error).split(" at 0x")[0]))
+    assert None not in told and set(told) == {told[0]}, told
 
 
 def edit(model: nn.Module, factor: float = 2.0) -> None:
@@ -153,65 +240,80 @@ def edit(model: nn.Module, factor: float = 2.0) -> None:
             parameter.mul_(factor + index)
 
 
-def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    """The mean square of the outputs on that rank's batch of that step."""
-    x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(100 * step + rank))
-    loss: torch.Tensor = model(x).square().mean()
-    return loss
+# -------------------------------------------------------------------- flat parameters
 
 
-def backward(rank: Rank, model: nn.Module, step: int = 0) -> None:
-    """Gradients of this rank's batch."""
-    loss_of(model, step, rank.rank).backward()
+def concatenated(tensors: Sequence[torch.Tensor], world_size: int, alignment: int = 4) -> torch.Tensor:
+    """By plain loops, what the ranks' slices are together: tensors one after another, each aligned, padded once."""
+    values: list[Any] = []
+    for tensor in tensors:
+        values += [0.0] * (-len(values) % alignment)
+        values += tensor.detach().flatten().tolist()
+    values += [0.0] * (-len(values) % world_size)
+    return torch.tensor(values, dtype=tensors[0].dtype)
 
 
-def reference_backward(rank: Rank, reference: nn.Module, *steps: int) -> None:
-    """Add the mean over ranks of the gradients of several microbatches."""
-    for step in steps or (0,):
-        losses = torch.stack([loss_of(reference, step, r) for r in range(rank.world_size)])
-        losses.mean().backward()
+def slice_of(tensors: Sequence[torch.Tensor], rank: Rank) -> torch.Tensor:
+    """This rank's slice of :func:`concatenated`."""
+    return concatenated(tensors, rank.world_size).chunk(rank.world_size)[rank.rank]
 
 
-def both_backward(rank: Rank, model: nn.Module, reference: nn.Module, step: int = 0) -> None:
-    """The same gradients in both."""
-    backward(rank, model, step)
-    reference_backward(rank, reference, step)
+def pieces_of(tensors: Sequence[torch.Tensor], rank: Rank) -> list[torch.Tensor]:
+    """This rank's piece of each tensor, 1-D, maybe empty."""
+    marked = [torch.full_like(t, i + 1.0, dtype=torch.float64) for i, t in enumerate(tensors)]
+    values, owners = slice_of(tensors, rank), slice_of(marked, rank)
+    return [values[owners == i + 1.0] for i in range(len(tensors))]
 
 
-def train(rank: Rank, model: nn.Module, step: int = 0) -> None:
-    """One step, of a sharded model alone."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    backward(rank, model, step)
-    optimizer.step()
-    optimizer.zero_grad()
+# -------------------------------------------------------------------- what a module was
 
 
-def check_gradients(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
-    """Require that parameters and gradients, gathered, are the reference's."""
-    with FSDP.summon_full_params(model, writeback=False, with_grads=True):
-        assert_models_equal(model, reference, grads=True, **(tolerance or CLOSE))
+class Snapshot(NamedTuple):
+    """What a module was."""
 
+    modules: dict[str, nn.Module]
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    values: dict[str, torch.Tensor]
+    trainable: dict[str, bool]
+    attributes: dict[str, set[str]]  # of each module
 
-def check_steps(rank: Rank, model: nn.Module, reference: nn.Module, steps: int = 1, **tolerance: float) -> None:
-    """Train both, and compare gradients and parameters of each step, and the outputs at the end."""
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    for step in range(steps):
-        both_backward(rank, model, reference, step)
-        check_gradients(model, reference, **tolerance)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_outputs(rank, model, reference, rtol=tolerance.get("rtol", 1e-5), atol=tolerance.get("atol", 1e-6))
+    @classmethod
+    def of(cls, module: nn.Module) -> Snapshot:
+        """What ``module`` is."""
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        buffers = dict(module.named_buffers(remove_duplicate=False))
+        return cls(
+            dict(module.named_modules(remove_duplicate=False)),
+            parameters,
+            buffers,
+            {name: value.detach().clone() for name, value in (*parameters.items(), *buffers.items())},
+            {name: parameter.requires_grad for name, parameter in parameters.items()},
+            {name: set(m.__dict__) for name, m in module.named_modules(remove_duplicate=False)},
+        )
 
+    def assert_unchanged(self, module: nn.Module, *, meta: bool = False) -> None:
+        """Require ``module`` to be the same: objects, names and order, values, and no unit anywhere.
 
-def assert_freed(model: nn.Module) -> None:
-    """Require that no unit holds memory for full parameters."""
-    assert not any(bucket.allocated_bytes for unit in nested_units(model) for bucket in unit.buckets)
-
-
-def counts(seen: list[Any]) -> dict[str, int]:
-    """How many launches for a unit there were of each kind."""
-    kinds = ("all_gather", "reduce_scatter", "all_reduce")
-    return {kind: len({(c.unit, c.launch) for c in seen if c.kind == kind}) for kind in kinds}
+        Args:
+            module: As it is now.
+            meta: Whether what was on the meta device may have been replaced.
+        """
+        now = Snapshot.of(module)
+        assert list(now.modules.items()) == list(self.modules.items())
+        assert now.attributes == self.attributes
+        assert list(now.trainable.items()) == list(self.trainable.items())
+        assert list(now.parameters) == list(self.parameters) and list(now.buffers) == list(self.buffers)
+        for name, value in self.values.items():
+            if value.is_meta and meta:
+                continue
+            held = {**self.parameters, **self.buffers}[name]
+            assert {**now.parameters, **now.buffers}[name] is held, name
+            assert held.stride() == value.stride() or value.is_meta, name
+            if value.is_meta:
+                assert held.is_meta and held.shape == value.shape
+            else:
+                assert_equal(held.detach(), value, name)
+        for name, parameter in now.parameters.items():
+            assert type(parameter) is nn.Parameter and parameter.is_leaf, name
+        assert [name for name, m in now.modules.items() if unit_of(m) is not None] == []

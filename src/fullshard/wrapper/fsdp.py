@@ -167,10 +167,11 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
             initializer.materialize(managed, options.param_init_fn, mesh.device)
         self._ignored_parameters = initializer.current(initializer.ignored_parameters)
         ignored = self._ignored_parameters | initializer.current(left_out)
-        owned_by_ancestor = initializer.unclaimed - ignored
+        unclaimed = initializer.unclaimed - ignored
+        # Those that nested units left to this one, in the order of all ranks.
+        inherited = [p for m in module.modules() for p in m._parameters.values() if p in unclaimed] if unclaimed else []
         if options.sync_module_states:
-            registered = (p for m in module.modules() for p in m._parameters.values())  # in the order of all ranks
-            sync_states(managed, ignored, [p for p in registered if p in owned_by_ancestor], mesh)
+            sync_states(managed, ignored, inherited, mesh)
         make_unit(
             [self],
             mesh,
@@ -179,8 +180,9 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
             options.settings(),
             ignored,
             ignored_modules=self._ignored_modules,
-            owned_by_ancestor=owned_by_ancestor,
+            owned_by_ancestor=inherited,
         )
+        initializer.unclaimed.difference_update(inherited)  # an ancestor would broadcast, and take, this rank's shards
         initializer.add_unclaimed(left_out)
         self._prepare_state()
 

@@ -29,6 +29,9 @@ def rollback_on_failure(module: nn.Module) -> Iterator[list[nn.Module]]:
     holders = [(m, name, p, p.device) for m in module.modules() for name, p in m._parameters.items() if p is not None]
     values = {p: p.data for _, _, p, _ in holders if p.device.type in ("cpu", "meta") and managed_by(p) is None}
     gradients = [(p, p.grad) for _, _, p, _ in holders if p.grad is not None]
+    # Units made before note where else their tied parameters are; what a unit that is undone told them is forgotten.
+    managed = [sharded for _, _, p, _ in holders if (sharded := managed_by(p)) is not None]
+    pending_owners = [(sharded, list(sharded.pending_owners)) for sharded in managed]
     children = [(m, list(m._modules.items())) for m in module.modules()]
     wrapped_modules: list[nn.Module] = []
     try:
@@ -52,6 +55,8 @@ def rollback_on_failure(module: nn.Module) -> Iterator[list[nn.Module]]:
                     holder._parameters[name] = parameter
         for parameter, gradient in gradients:
             parameter.grad = gradient
+        for sharded, owners in pending_owners:
+            sharded.pending_owners = owners
         raise
 
 
