@@ -17,7 +17,6 @@ from fullshard.engine.optimizer_overlap import GradientInFlight
 from fullshard.engine.ownership import unit_of
 from fullshard.errors import FullshardError
 from fullshard.optim import delocalize, localize, overlap
-from fullshard.optim.local.localize import local_step_of
 from fullshard.optim.local.step import LocalStep
 from fullshard.wrap import ModuleWrapPolicy
 from models import Stack, shard_blocks, square_loss, tiny_units
@@ -63,7 +62,7 @@ class Watched:
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
         names = {id(p): name for name, p in model.named_parameters()}
-        plain = LocalStep.step_tensors
+        plain = LocalStep._step_tensors
 
         def stepped(local: LocalStep, optimizer: Any, pieces: Any, *args: Any, **kwargs: Any) -> Any:
             members = [names[id(m.parameter)].rsplit(".", 2)[0] for piece in pieces for m in piece.members]
@@ -72,7 +71,7 @@ class Watched:
             )
             return plain(local, optimizer, pieces, *args, **kwargs)
 
-        monkeypatch.setattr(LocalStep, "step_tensors", stepped)
+        monkeypatch.setattr(LocalStep, "_step_tensors", stepped)
 
     def __enter__(self) -> list[str]:
         base._observers.append(self._note)
@@ -367,8 +366,7 @@ def test_gradients_land_in_inference_mode(rank: Rank) -> None:
 def test_undone(rank: Rank) -> None:
     """``enable=False`` returns to a step on its own; localizing again, or before, changes nothing else."""
     model, _ = build(rank)
-    optimizer = overlap(localize(adam(model), flatten=False), model)
-    assert not local_step_of(optimizer).flatten
+    optimizer = overlap(localize(adam(model)), model)
     localize(optimizer)
     step(rank, model, optimizer)
     square_loss(1)(model, rank.rank).backward()

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 
 from fullshard.engine.optimizer_steps import unshards_by_itself
 from fullshard.engine.ownership import unit_of
-from fullshard.engine.parameters.sharded import managed_by
 from fullshard.engine.runtime import Runtime, ensure_idle
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError
 from fullshard.optim.local.local_tensors import LocalTensor
 from fullshard.optim.local.localize import local_step_of, localize
+from fullshard.optim.local.plan import owning_unit
 
 __all__ = ["overlap"]
 
@@ -164,7 +164,7 @@ class OverlappedStep:
             for tensor in tensors:
                 parameters = [member.parameter for member in tensor.members]
                 late = any(id(parameter) in self._in_flight for parameter in parameters)
-                begins = any(id(_unit_of(parameter)) in first for parameter in parameters)
+                begins = any(id(owning_unit(parameter)) in first for parameter in parameters)
                 (soon if late or begins else other).append(tensor)
             before = _first_half(other) if self._in_flight else 0
             self._split, self._split_of = (other[:before], soon, other[before:]), (tensors, first, self._in_flight)
@@ -185,7 +185,7 @@ class _SteppedParameters:
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.ids = [*map(id, parameters)]
         self._ids = set(self.ids)
-        units = {id(unit): unit for unit in map(_unit_of, parameters) if unit is not None}
+        units = {id(unit): unit for unit in map(owning_unit, parameters) if unit is not None}
         self.units = [unit.ref for unit in units.values()]
 
     def covers(self, unit: Unit) -> bool:
@@ -193,11 +193,6 @@ class _SteppedParameters:
         return all(
             id(p) in self._ids or not p.requires_grad for bucket in unit.buckets for p in bucket.optimizer_parameters
         )
-
-
-def _unit_of(parameter: torch.Tensor) -> Unit | None:
-    managed = managed_by(parameter)
-    return managed.unit() if managed is not None and managed.owned else None
 
 
 def _first_half(tensors: Sequence[LocalTensor]) -> int:

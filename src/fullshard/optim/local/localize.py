@@ -2,10 +2,10 @@
 
 [Note: Localized optimizers]
 A localized optimizer is the same object with another class: a subclass of its own, of the same name, that overrides
-``step`` and ``_init_group`` and nothing else. ``param_groups`` and ``state`` remain the optimizer's own; they are
-replaced by those of the local tensors only while its arithmetic runs in ``step()``. The alternative was a second
-optimizer object on local tensors, kept in sync with the user's: every method that reads or writes state would have had
-to be translated, including those of libraries.
+``step`` and nothing else. ``param_groups`` and ``state`` remain the optimizer's own; they are replaced by those of the
+local tensors only while its arithmetic runs in ``step()``. The alternative was a second optimizer object on local
+tensors, kept in sync with the user's: every method that reads or writes state would have had to be translated,
+including those of libraries.
 """
 
 from __future__ import annotations
@@ -50,19 +50,18 @@ _SUBCLASS, _ORIGINAL = "_fullshard_localized", "_fullshard_original"  # attribut
 _STEP = "_fullshard_local_step"  # attribute of a localized optimizer
 
 
-def localize(optimizer: _O, *, flatten: bool = True, elementwise: bool | None = None) -> _O:
+def localize(optimizer: _O, *, elementwise: bool | None = None) -> _O:
     """Make an optimizer step plain local tensors from now on, in place of the DTensors that it was built from.
 
-    The results are the same, bit for bit with the same of torch's implementations (``foreach``, ``fused`` or neither;
-    by default, torch uses ``foreach`` for plain tensors on a GPU and never for DTensors). There is no DTensor dispatch
-    in the step. Everything else stays as it is: ``param_groups``, ``state``, ``state_dict()``, hooks, schedulers,
-    scalers, copying, pickling.
+    There is no DTensor dispatch in the step, and parameters that are adjacent in a shard buffer, in the same group and
+    with adjacent gradients, are stepped as one tensor. The results are those of the same of torch's implementations
+    (``foreach``, ``fused`` or neither; by default, torch uses ``foreach`` for plain tensors on a GPU and never for
+    DTensors), bit for bit unless kernels round the last elements of a tensor otherwise. Everything else stays as it is:
+    ``param_groups``, ``state``, ``state_dict()``, hooks, schedulers, scalers, copying, pickling.
 
     Args:
         optimizer: A ``torch.optim`` optimizer of parameters of :func:`fullshard.fully_shard` models or wrappers, and
             any others. With or without state; changed in place.
-        flatten: Step parameters that are adjacent in a shard buffer, in the same group and with adjacent gradients, as
-            one flat tensor.
         elementwise: True if each element of a parameter is updated from the same element of gradient and state and from
             scalars only, and everything that the optimizer reads and writes is in ``param_groups`` and ``state``.
             None: known for torch's own classes, and for subclasses that change neither ``step`` nor ``_init_group``.
@@ -75,12 +74,14 @@ def localize(optimizer: _O, *, flatten: bool = True, elementwise: bool | None = 
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"localize: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    original: type[Optimizer] = _original(type(optimizer))
-    reason = None if _STEP in vars(optimizer) else _unsupported_reason(optimizer, original, elementwise)
+    if _STEP in vars(optimizer):
+        return optimizer
+    original = type(optimizer)
+    reason = _unsupported_reason(optimizer, original, elementwise)
     if reason is not None:
         warnings.warn(f"localize: {original.__name__} is left unchanged: {reason}", stacklevel=2)
     else:
-        _attach(optimizer, original, flatten=flatten)
+        _attach(optimizer, original)
     return optimizer
 
 
@@ -96,7 +97,7 @@ def delocalize(optimizer: _O) -> _O:
     if _STEP in vars(optimizer):
         del vars(optimizer)[_STEP]
         was_wrapped = _unwrap_from_scheduler(optimizer)
-        optimizer.__class__ = _original(type(optimizer))  # type: ignore[assignment]
+        optimizer.__class__ = vars(type(optimizer))[_ORIGINAL]
         if was_wrapped:
             _wrap_for_scheduler(optimizer)
     return optimizer
@@ -108,12 +109,10 @@ def local_step_of(optimizer: Optimizer) -> LocalStep | None:
     return step
 
 
-def _attach(optimizer: Optimizer, original: type[Optimizer], *, flatten: bool) -> None:
+def _attach(optimizer: Optimizer, original: type[Optimizer]) -> None:
     inner = original.step
     inner = getattr(inner, "__wrapped__", inner) if getattr(inner, "hooked", False) else inner
-    before = local_step_of(optimizer)
-    made = vars(optimizer)[_STEP] = LocalStep(inner, flatten=flatten, is_known=_is_torch_elementwise(original))
-    made.schedule = None if before is None else before.schedule
+    vars(optimizer)[_STEP] = LocalStep(inner)
     was_wrapped = _unwrap_from_scheduler(optimizer)
     optimizer.__class__ = _localized(original)
     if was_wrapped:
@@ -168,7 +167,7 @@ def _subclass(original: type[Optimizer]) -> type[Optimizer]:
 
     @functools.wraps(original.__reduce_ex__)
     def reduce(self: Optimizer, protocol: Any) -> Any:
-        return _rebuild, (original, vars(self)[_STEP].flatten), self.__getstate__()
+        return _rebuild, (original,), self.__getstate__()
 
     names: dict[str, Any] = {
         "__module__": original.__module__,
@@ -177,30 +176,15 @@ def _subclass(original: type[Optimizer]) -> type[Optimizer]:
         "__reduce_ex__": reduce,
         _ORIGINAL: original,
     }
-    if hasattr(original, "_init_group"):
-        own: Any = original
-
-        def fill(self: Optimizer, group: dict[str, Any], *lists: Any, **named: Any) -> Any:
-            local: LocalStep | None = vars(self).get(_STEP)
-            if local is None or named or len(lists) < 2:
-                return own._init_group(self, group, *lists, **named)
-            return local.init_group(group, lists, functools.partial(own._init_group, self))
-
-        names["_init_group"] = fill
     names["step"] = Optimizer.profile_hook_step(step)
     names["step"].hooked = True  # as torch marks step methods that call hooks
     return type(original.__name__, (original,), names)
 
 
-def _original(kind: type[Any]) -> type[Optimizer]:
-    original: type[Optimizer] = vars(kind).get(_ORIGINAL, kind)
-    return original
-
-
-def _rebuild(original: type[Optimizer], flatten: bool) -> Optimizer:
+def _rebuild(original: type[Optimizer]) -> Optimizer:
     """Create an empty localized optimizer, for copying and unpickling."""
     optimizer = original.__new__(original)
-    _attach(optimizer, original, flatten=flatten)
+    _attach(optimizer, original)
     return optimizer
 
 
