@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 
 from fullshard.optim.local.step import LocalStep
 
-__all__ = ["delocalize", "local_step_of", "localize"]
+__all__ = ["local_step_of", "localize"]
 
 _O = TypeVar("_O", bound=Optimizer)
 
@@ -46,7 +45,7 @@ REASONS = {
     "SparseAdam": "it requires sparse gradients",
 }
 
-_SUBCLASS, _ORIGINAL = "_fullshard_localized", "_fullshard_original"  # attributes of classes
+_SUBCLASS = "_fullshard_localized"  # attribute of classes
 _STEP = "_fullshard_local_step"  # attribute of a localized optimizer
 
 
@@ -81,25 +80,8 @@ def localize(optimizer: _O, *, elementwise: bool | None = None) -> _O:
     if reason is not None:
         warnings.warn(f"localize: {original.__name__} is left unchanged: {reason}", stacklevel=2)
     else:
+        vars(optimizer).pop("step", None)  # a scheduler's wrapper of the step method, which would call the old method
         _attach(optimizer, original)
-    return optimizer
-
-
-def delocalize(optimizer: _O) -> _O:
-    """Undo :func:`localize`. The state stays.
-
-    Args:
-        optimizer: Any optimizer; one that is not localized is left unchanged.
-
-    Returns:
-        The same object.
-    """
-    if _STEP in vars(optimizer):
-        del vars(optimizer)[_STEP]
-        was_wrapped = _unwrap_from_scheduler(optimizer)
-        optimizer.__class__ = vars(type(optimizer))[_ORIGINAL]
-        if was_wrapped:
-            _wrap_for_scheduler(optimizer)
     return optimizer
 
 
@@ -113,10 +95,7 @@ def _attach(optimizer: Optimizer, original: type[Optimizer]) -> None:
     inner = original.step
     inner = getattr(inner, "__wrapped__", inner) if getattr(inner, "hooked", False) else inner
     vars(optimizer)[_STEP] = LocalStep(inner)
-    was_wrapped = _unwrap_from_scheduler(optimizer)
     optimizer.__class__ = _localized(original)
-    if was_wrapped:
-        _wrap_for_scheduler(optimizer)
 
 
 def _is_torch_elementwise(kind: type[Any]) -> bool:
@@ -162,6 +141,7 @@ def _subclass(original: type[Optimizer]) -> type[Optimizer]:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._opt_called = True  # type: ignore[attr-defined] # as learning rate schedulers record steps
         returned = vars(self)[_STEP].step(self, *args, **kwargs)
         return returned if closure is None else loss
 
@@ -174,10 +154,9 @@ def _subclass(original: type[Optimizer]) -> type[Optimizer]:
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "__reduce_ex__": reduce,
-        _ORIGINAL: original,
     }
     names["step"] = Optimizer.profile_hook_step(step)
-    names["step"].hooked = True  # as torch marks step methods that call hooks
+    names["step"].hooked = names["step"]._wrapped_by_lr_sched = True  # no further wrappers of torch's are needed
     return type(original.__name__, (original,), names)
 
 
@@ -186,25 +165,3 @@ def _rebuild(original: type[Optimizer]) -> Optimizer:
     optimizer = original.__new__(original)
     _attach(optimizer, original)
     return optimizer
-
-
-# ---------------------------------------------------------------- learning rate schedulers
-
-
-def _unwrap_from_scheduler(optimizer: Optimizer) -> bool:
-    """Remove a learning rate scheduler's wrapper of the step method, which would call the old method."""
-    return vars(optimizer).pop("step", None) is not None
-
-
-def _wrap_for_scheduler(optimizer: Optimizer) -> None:
-    """Wrap the new step method as learning rate schedulers do: they check that a step came before theirs."""
-    ref, called = weakref.ref(optimizer), type(optimizer).step
-
-    @functools.wraps(called)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        found: Any = ref()
-        found._opt_called = True
-        return called(found, *args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # checked by schedulers
-    vars(optimizer)["step"] = step
