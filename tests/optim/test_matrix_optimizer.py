@@ -52,25 +52,6 @@ def test_balance(work: list[int], ranks: int, round_bytes: int) -> None:
             assert sum(own) <= round_bytes or len(own) == 1
 
 
-@given(st.lists(st.integers(1, 50), max_size=7), st.integers(1, 3))
-def test_balance_is_near_the_best(work: list[int], ranks: int) -> None:
-    """At most 4/3 - 1/(3N) of the best of all assignments."""
-    best = min(
-        max(sum(w for w, owner in zip(work, owner_ranks, strict=True) if owner == rank) for rank in range(ranks))
-        for owner_ranks in itertools.product(range(ranks), repeat=len(work))
-    )
-    assert (
-        max(loads_of(Assignment.build(work, work, ranks, 10), work, ranks)) <= best * (4 / 3 - 1 / (3 * ranks)) + 1e-9
-    )
-
-
-def test_equal_matrices_are_dealt_out() -> None:
-    """Twelve equal matrices on four ranks: three each, one of each rank in a round."""
-    assigned = Assignment.build([5.0] * 12, [10] * 12, 4, 10)
-    assert loads_of(assigned, [5.0] * 12, 4) == [15.0] * 4
-    assert [sorted(assigned.owner_ranks[i] for i in members) for members in assigned.rounds] == [[0, 1, 2, 3]] * 3
-
-
 class Cubed(MatrixOptimizer):
     """Plain descent along ``G G^T G``, counting what it is called with."""
 
