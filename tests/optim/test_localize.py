@@ -178,12 +178,12 @@ def assert_gaps_are_zero(model: nn.Module) -> None:
 
 @on_ranks(2)
 def test_stock_optimizers_step_to_the_same_bits(rank: Rank) -> None:
-    """Every elementwise optimizer of torch's: parameters and the user's view of state, after each of three steps."""
+    """Every elementwise optimizer of torch's: parameters and the user's view of state, after three steps."""
     for name, (kind, options) in STOCK.items():
         pair = Pair(rank, lambda model, k=kind, o=options: k(model.parameters(), **o), frozen=True)
         for _ in range(3):
             pair.step()
-            pair.check()
+        pair.check()
         assert_gaps_are_zero(pair.models[0])
         assert max(runs_of(pair.optimizers[0])) > 2, name
 
