@@ -43,7 +43,7 @@ class MatrixOptimizer(Optimizer):
     work; only the owner assembles the full matrix. State stays sharded: :meth:`prepare` and :meth:`apply` keep
     elementwise state of this rank's shard. See [Note: Owners compute] and [Note: Rounds].
 
-    Subclasses define three methods, and may override two more:
+    Subclasses define three methods, and may override :meth:`update_all` and :meth:`work`:
 
     - :meth:`prepare`, on every rank: its shard of the matrix for the owner rank;
     - :meth:`update`, on the owner rank: full matrix to full update (:meth:`update_all`: several at a time);
