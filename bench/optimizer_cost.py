@@ -3,7 +3,7 @@
 A hundred units of eight parameters each: two norms and four small matrices. Only ``optimizer.step`` is timed. The
 yardstick is the same optimizer on plain tensors of the shards' sizes, which nothing sharded can undercut but by
 stepping fewer tensors: that is what ``flat`` does, one tensor per unit. ``fullshard`` is the optimizer as torch makes
-it, ``local`` after ``localize(optimizer, flatten=False)``, ``flat`` after ``localize(optimizer)``.
+it, ``flat`` after ``localize(optimizer)``.
 
 All contestants live in this process and take turns, with gradients of a backward of their own. Times are CPU time of
 the thread, so other processes disturb only by what they do to the caches. Ratios are taken within a round.
@@ -29,8 +29,8 @@ from bench.report import spread_cell
 from bench.statistics import Spread, paired_spread, spread
 from bench.turns import each_that_runs, take_turns
 
-PLAIN, LOCAL, FLAT = "plain", "local", "flat"
-SYSTEMS = (PLAIN, FSDP2, FULLSHARD, LOCAL, FLAT)
+PLAIN, FLAT = "plain", "flat"
+SYSTEMS = (PLAIN, FSDP2, FULLSHARD, FLAT)
 IMPLEMENTATIONS: Mapping[str, Mapping[str, bool]] = {
     "foreach": {"foreach": True},
     "fused": {"fused": True},
@@ -48,12 +48,8 @@ class Target(NamedTuple):
 
 
 TARGETS = (
-    Target("local foreach", "plain foreach", 1.1),
-    Target("local fused", "plain fused", 1.1),
-    # Plain tensors cost foreach half of what DTensors cost it (one dispatch per list), so only flat ones can meet it.
-    Target("local foreach", "fsdp2 foreach", 0.25),
     Target("flat foreach", "fsdp2 foreach", 0.25),
-    Target("local fused", "fsdp2 fused", 0.25),
+    Target("flat fused", "fsdp2 fused", 0.25),
     Target("flat foreach", "plain foreach", 0.2),
     Target("flat fused", "plain foreach", 0.2),
 )
@@ -101,10 +97,10 @@ class Runner:
         options: Any = IMPLEMENTATIONS[implementation]
         self.model = model
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.parameters, lr=1e-3, **options)
-        if system in (LOCAL, FLAT):
+        if system == FLAT:
             from fullshard.optim import localize
 
-            localize(self.optimizer, flatten=system == FLAT)
+            localize(self.optimizer)
         self.steps = settings.steps_per_round
         for _ in range(settings.warmup_steps):
             self.optimizer.step()

@@ -106,8 +106,7 @@ def traffic_of(ranks: int) -> dict[str, float]:
         optimizer = Muon(list(model.parameters()))
         sent = [optimizer.traffic(rank).total for rank in range(ranks)]
         loads = [0.0] * ranks
-        for _, exchanged in optimizer.plan().rounds:
-            assert exchanged is not None
+        for exchanged in optimizer.plan().rounds:
             for matrix, owner in zip(exchanged.matrices, exchanged.owner_ranks, strict=True):
                 loads[owner] += optimizer.work(matrix.shape, optimizer.param_groups[0])
         rounds = len(optimizer.plan().rounds)

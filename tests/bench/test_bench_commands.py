@@ -170,7 +170,7 @@ def test_accelerate_step(tmp_path: Path) -> None:
     [
         ("host_cost", "--units 2 --rounds 2 --steps-per-round 1 --only fsdp2", "2 units"),
         ("wrap_time", "--units 3 --rounds 2 --warmup-units 1", "3 units"),
-        ("optimizer_cost", "--units 2 --rounds 2 --steps-per-round 1 --only fsdp2 --only local", "16 parameters"),
+        ("optimizer_cost", "--units 2 --rounds 2 --steps-per-round 1 --only fsdp2 --only flat", "16 parameters"),
         ("muon", "--width 32 --blocks 1 --rounds 1 --ranks 1", "4 matrices"),
     ],
 )

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fullshard
 from compare import assert_close, assert_equal
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import OffloadPolicy, ShardingStrategy, fully_shard
+from fullshard import ShardingStrategy, fully_shard
 from fullshard.engine.parameters.names import clean_name
 from fullshard.optim import Muon, orthogonalize
 from ranks import Rank, on_ranks
@@ -83,7 +83,7 @@ def assert_same_steps(model: nn.Module, reference: nn.Module, settings: dict[str
     return mine
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2)
 def test_rows(rank: Rank) -> None:
     """``fully_shard`` on one axis, in one round, and in rounds of single matrices."""
     for round_bytes, settings in zip((64 * 1024 * 1024, 1, 1), SETTINGS, strict=True):
@@ -97,25 +97,17 @@ def test_rows(rank: Rank) -> None:
             assert len(mine.plan().rounds) == (1 if round_bytes > 1 else 3)
 
 
-@on_ranks(2)
-def test_columns(rank: Rank) -> None:
-    """``Shard(1)``, even and uneven."""
-    model, reference = build()
-    fully_shard(model, shard_placement_fn=lambda p: Shard(p.ndim - 1))
-    assert_same_steps(model, reference, SETTINGS[0])
-
-
 @on_ranks(4)
-def test_hybrid(rank: Rank) -> None:
-    """Replicas compute the same beside each other; nothing travels between them."""
+def test_columns_and_replicas(rank: Rank) -> None:
+    """``Shard(1)``, even and uneven. Replicas compute the same beside each other; nothing travels between them."""
     model, reference = build()
-    fully_shard(model, mesh=rank.make_mesh(2, 2, names=("replicate", "shard")))
+    mesh = rank.make_mesh(2, 2, names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
     mine = assert_same_steps(model, reference, SETTINGS[0])
-    for _, exchanged in mine.plan().rounds:
-        assert exchanged is not None and len(exchanged.shard_group.ranks) == 2
+    assert {len(exchanged.shard_group.ranks) for exchanged in mine.plan().rounds} == {2}
 
 
-@on_ranks(2, 4)
+@on_ranks(2)
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD], ids=lambda s: s.name)
 def test_wrapper(rank: Rank, strategy: ShardingStrategy) -> None:
     """The wrapper's ranges of rows, which end anywhere, and its replicated parameters."""
@@ -145,15 +137,7 @@ def test_beside_tensor_parallelism(rank: Rank) -> None:
         theirs.step()
     for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
         assert_equal(sharded.full_tensor(), whole.detach(), "parameter")
-    assert [len(r.shard_group.ranks) for _, r in mine.plan().rounds if r is not None] == [4]
-
-
-@on_ranks(2)
-def test_offloaded(rank: Rank) -> None:
-    """Parameters, gradients and momentum in CPU memory."""
-    model, reference = build()
-    fully_shard(model, offload_policy=OffloadPolicy())
-    assert_same_steps(model, reference, SETTINGS[0])
+    assert [len(exchanged.shard_group.ranks) for exchanged in mine.plan().rounds] == [4]
 
 
 @on_ranks(2)

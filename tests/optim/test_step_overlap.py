@@ -11,31 +11,25 @@ from torch import nn
 
 import fullshard
 from compare import assert_equal
-from fullshard import FullyShardedDataParallel, PhaseError, fully_shard
+from fullshard import FullyShardedDataParallel, PhaseError
 from fullshard.comm import Collective, base, record
 from fullshard.engine.optimizer_overlap import GradientInFlight
-from fullshard.engine.ownership import unit_of
 from fullshard.errors import FullshardError
-from fullshard.optim import delocalize, localize, overlap
-from fullshard.optim.local.localize import local_step_of
+from fullshard.optim import localize, overlap
 from fullshard.optim.local.step import LocalStep
 from fullshard.wrap import ModuleWrapPolicy
 from models import Stack, shard_blocks, square_loss, tiny_units
 from ranks import Rank, on_ranks
 
 
-def build(rank: Rank, mesh: Any = None) -> tuple[nn.Module, nn.Module]:
+def build(rank: Rank) -> tuple[nn.Module, nn.Module]:
     """The same model twice."""
     torch.manual_seed(0)
     first = Stack()
     models = first, copy.deepcopy(first)
     with tiny_units(up_to=0):
         for model in models:
-            if mesh is None:
-                shard_blocks(model, rank)
-            else:
-                for module in (*model.blocks, model):
-                    fully_shard(module, mesh=mesh)
+            shard_blocks(model, rank)
     return models
 
 
@@ -63,7 +57,7 @@ class Watched:
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
         names = {id(p): name for name, p in model.named_parameters()}
-        plain = LocalStep.step_tensors
+        plain = LocalStep._step_tensors
 
         def stepped(local: LocalStep, optimizer: Any, pieces: Any, *args: Any, **kwargs: Any) -> Any:
             members = [names[id(m.parameter)].rsplit(".", 2)[0] for piece in pieces for m in piece.members]
@@ -72,7 +66,7 @@ class Watched:
             )
             return plain(local, optimizer, pieces, *args, **kwargs)
 
-        monkeypatch.setattr(LocalStep, "step_tensors", stepped)
+        monkeypatch.setattr(LocalStep, "_step_tensors", stepped)
 
     def __enter__(self) -> list[str]:
         base._observers.append(self._note)
@@ -114,25 +108,22 @@ def test_order(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("options", "budget", "clip"),
     [
-        ({}, None, None),
-        ({}, 0, torch.nn.utils.clip_grad_norm_),
-        ({}, 10_000, fullshard.clip_grad_norm_),
-        ({"fused": True}, None, torch.nn.utils.clip_grad_norm_),
-        ({"fused": True}, 0, fullshard.clip_grad_norm_),
-        ({"fused": True}, 10_000, None),
-        ({"foreach": True}, None, fullshard.clip_grad_norm_),
-        ({"foreach": True}, 0, None),
-        ({"foreach": True}, 10_000, torch.nn.utils.clip_grad_norm_),
+        ({}, None, torch.nn.utils.clip_grad_norm_),
+        ({"fused": True}, 0, None),
+        ({"foreach": True}, 10_000, fullshard.clip_grad_norm_),
     ],
 )
 def test_same_bits(rank: Rank, options: dict[str, Any], budget: int | None, clip: Any) -> None:
-    """Steps end in the weights that steps without overlap end in."""
+    """Steps end in the weights that steps without overlap end in, also over several backwards, one without sync."""
     model, other = build(rank)
     model.set_prefetch_bytes(budget)
     optimizers = overlap(adam(model, **options), model), localize(adam(other, **options))
-    for number in range(5):
+    for number in range(4):
         for each, optimizer in zip((model, other), optimizers, strict=True):
-            square_loss(number)(each, rank.rank).backward()
+            for part in range(3 if number == 2 else 1):
+                each.set_requires_gradient_sync(part != 1)
+                square_loss(3 * number + part)(each, rank.rank).backward()
+            each.set_requires_gradient_sync(True)
             if clip is not None:
                 clip(list(nn.Module.parameters(each)), 0.01)
             optimizer.step()
@@ -140,54 +131,12 @@ def test_same_bits(rank: Rank, options: dict[str, Any], budget: int | None, clip
     assert_same_weights(model, other)
 
 
-@on_ranks(4)
-def test_replicas(rank: Rank) -> None:
-    """On a 2-D mesh too."""
-    model, other = build(rank, rank.make_mesh(2, 2, names=("replicate", "shard")))
-    optimizers = overlap(adam(model), model), localize(adam(other))
-    for number in range(4):
-        step(rank, model, optimizers[0], number)
-        step(rank, other, optimizers[1], number)
-    assert_same_weights(model, other)
-
-
-@on_ranks(2)
-def test_accumulation_and_evaluation(rank: Rank) -> None:
-    """Several backwards a step, one of them without sync, and a forward without gradients in between."""
-    model, other = build(rank)
-    optimizers = overlap(adam(model), model), localize(adam(other))
-    for number in range(3):
-        for each, optimizer in zip((model, other), optimizers, strict=True):
-            for part in range(3):
-                each.set_requires_gradient_sync(part != 1)
-                square_loss(3 * number + part)(each, rank.rank).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                each(torch.ones(2, 6))
-    assert_same_weights(model, other)
-
-
-@on_ranks(2)
-def test_gathers_are_not_repeated(rank: Rank) -> None:
-    """A step with overlap sends what a step without does."""
-    model, other = build(rank)
-    optimizers = overlap(adam(model), model), localize(adam(other))
-    step(rank, model, optimizers[0])
-    step(rank, other, optimizers[1])
-    sent = []
-    for each, optimizer in zip((model, other), optimizers, strict=True):
-        with record() as seen:
-            step(rank, each, optimizer, 1)
-        sent.append(sorted((c.kind, c.unit, c.numel) for c in seen))
-    assert sent[0] == sent[1]
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["in place", "load", "reshard", "other optimizer", "assign", "replaced"])
 def test_writes_after_the_step(rank: Rank, how: str) -> None:
     """A forward never computes with values from before a write: it gathers again, or raises."""
     model, other = build(rank)
+    model.set_prefetch_bytes(1 << 20 if how == "in place" else None)
     optimizers = overlap(adam(model), model), localize(adam(other))
     step(rank, model, optimizers[0])
     step(rank, other, optimizers[1])
@@ -212,27 +161,11 @@ def test_writes_after_the_step(rank: Rank, how: str) -> None:
                 for parameter in each.parameters():
                     parameter.add_(1)
     if how == "in place":
-        with pytest.raises(PhaseError, match=r"unit '<root>' were written to after the optimizer step .* call reshard"):
+        units = "unit '<root>', 'blocks.0', 'blocks.1', 'blocks.2' were written to"
+        with pytest.raises(PhaseError, match=f"{units} after the optimizer step .* call reshard"):
             model(torch.ones(2, 6))
     assert_equal(model(torch.ones(2, 6)), other(torch.ones(2, 6)), "outputs")
     assert_same_weights(model, other)
-
-
-@on_ranks(2)
-def test_written_twice(rank: Rank) -> None:
-    """With several units gathered early, the forward after the error computes with what was written."""
-    model, other = build(rank)
-    model.set_prefetch_bytes(1 << 20)
-    optimizers = overlap(adam(model), model), localize(adam(other))
-    step(rank, model, optimizers[0])
-    step(rank, other, optimizers[1])
-    with torch.no_grad():
-        for each in (model, other):
-            for parameter in each.parameters():
-                parameter.mul_(2)
-    with pytest.raises(PhaseError, match=r"'<root>', 'blocks.0', 'blocks.1', 'blocks.2' were written"):
-        model(torch.ones(2, 6))
-    assert_equal(model(torch.ones(2, 6)), other(torch.ones(2, 6)), "outputs")
 
 
 @on_ranks(2)
@@ -256,7 +189,7 @@ def test_written_after_another_unit_was_used(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("then", ["delocalized", "undone", "before the first forward"])
+@pytest.mark.parametrize("then", ["undone", "before the first forward"])
 def test_steps_without_it_are_noticed(rank: Rank, then: str) -> None:
     """Once the optimizer steps as usual again, or where it cannot do otherwise, what is gathered is outdated by it."""
     model, other = build(rank)
@@ -264,9 +197,7 @@ def test_steps_without_it_are_noticed(rank: Rank, then: str) -> None:
     for each, optimizer in zip((model, other), optimizers, strict=True):
         if then != "before the first forward":
             step(rank, each, optimizer)
-        if each is model and then == "delocalized":
-            delocalize(optimizer)
-        elif each is model and then == "undone":
+        if each is model and then == "undone":
             overlap(optimizer, model, enable=False)
         each.set_reshard_after_backward(False)
         each.set_reshard_after_forward(False)
@@ -367,8 +298,7 @@ def test_gradients_land_in_inference_mode(rank: Rank) -> None:
 def test_undone(rank: Rank) -> None:
     """``enable=False`` returns to a step on its own; localizing again, or before, changes nothing else."""
     model, _ = build(rank)
-    optimizer = overlap(localize(adam(model), flatten=False), model)
-    assert not local_step_of(optimizer).flatten
+    optimizer = overlap(localize(adam(model)), model)
     localize(optimizer)
     step(rank, model, optimizer)
     square_loss(1)(model, rank.rank).backward()
@@ -381,25 +311,6 @@ def test_undone(rank: Rank) -> None:
     with record() as seen:
         optimizer.step()
     assert seen == []
-
-
-@on_ranks(2)
-def test_gaps_between_parameters_stay_zero(rank: Rank) -> None:
-    """What lies in gradient memory between parameters does not get into the shards' memory."""
-    torch.manual_seed(0)
-    model = fully_shard(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 7)))
-    optimizer = overlap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
-    for _ in range(4):
-        junk = [torch.full((size,), 7e5) for size in range(1, 200)]
-        del junk
-        model(torch.ones(2, 7)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    (bucket,) = unit_of(model).buckets
-    outside = torch.ones(bucket.layout.shard_numel, dtype=torch.bool)
-    for slot in bucket.layout.slots:
-        outside.as_strided(slot.local_shape(rank.rank), slot.local_stride(rank.rank), slot.shard_offset).fill_(False)
-    assert outside.any() and not bucket.shard_buffer[outside].any()
 
 
 @on_ranks(2)

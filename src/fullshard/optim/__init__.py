@@ -2,7 +2,6 @@
 and other subclasses of :class:`MatrixOptimizer` update whole matrices; and gradient norms of sharded parameters.
 """
 
-from fullshard.optim.local.localize import delocalize as delocalize
 from fullshard.optim.local.localize import localize as localize
 from fullshard.optim.muon.matrix_optimizer import MatrixOptimizer as MatrixOptimizer
 from fullshard.optim.muon.muon import Muon as Muon
@@ -17,7 +16,6 @@ __all__ = [
     "Muon",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
-    "delocalize",
     "get_total_norm",
     "localize",
     "orthogonalize",

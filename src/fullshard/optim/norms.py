@@ -50,7 +50,7 @@ def clip_grad_norm_(
         norm_type: Order p of the norm. ``math.inf``: the largest absolute value, ``-math.inf`` the smallest; 0 counts
             the gradients that are not all zero, as torch does.
         error_if_nonfinite: Raise, on all ranks, if the norm is infinite or NaN. Waits for the device.
-        foreach: Use foreach kernels; None: yes.
+        foreach: Ignored, as foreach kernels are always used; for torch's signature.
 
     Returns:
         The norm before scaling: a plain 0-D tensor on the device of the first parameter, fp32 (fp64 if a parameter
@@ -62,10 +62,10 @@ def clip_grad_norm_(
     """
     found = _as_list(parameters)
     shards = _NormInputs.of([(parameter, parameter.grad) for parameter in found])
-    total = shards.norm(norm_type, foreach)
+    total = shards.norm(norm_type)
     if error_if_nonfinite:
         shards.check_finite(total, norm_type)
-    clip_grads_with_norm_(found, max_norm, total, foreach)
+    clip_grads_with_norm_(found, max_norm, total)
     return total
 
 
@@ -111,7 +111,7 @@ def get_total_norm(
             )
         pairs = list(zip(owners, values, strict=True))
     shards = _NormInputs.of(pairs)
-    total = shards.norm(norm_type, foreach)
+    total = shards.norm(norm_type)
     if error_if_nonfinite:
         shards.check_finite(total, norm_type)
     return total
@@ -130,7 +130,7 @@ def clip_grads_with_norm_(
         max_norm: Largest norm to allow.
         total_norm: 0-D, the same on all ranks, as :func:`get_total_norm` returns it. A DTensor, as torch's own
             function returns it, is gathered first, which is a collective.
-        foreach: Use foreach kernels; None: yes.
+        foreach: As in :func:`clip_grad_norm_`.
     """
     gradients: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for parameter in {id(parameter): parameter for parameter in _as_list(parameters)}.values():
@@ -143,12 +143,7 @@ def clip_grads_with_norm_(
         total_norm = total_norm.full_tensor()
     scale = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
     for (device, _), same in gradients.items():
-        factor = scale.to(device)
-        if foreach is not False:
-            torch._foreach_mul_(same, factor)
-        else:
-            for values in same:
-                values.mul_(factor)
+        torch._foreach_mul_(same, scale.to(device))
 
 
 @dataclass(frozen=True)
@@ -174,7 +169,7 @@ class _NormInputs:
         device = owners[0].device if owners else torch.device("cpu")
         return cls(found, locator.axes, device, torch.float64 if wide else torch.float32)
 
-    def norm(self, norm_type: float, foreach: bool | None) -> torch.Tensor:
+    def norm(self, norm_type: float) -> torch.Tensor:
         """Return the norm of all tensors. See [Note: One all-reduce per axis]."""
         order = float(norm_type)
         if math.isnan(order):
@@ -188,7 +183,7 @@ class _NormInputs:
                 same = groups.setdefault((index if order == 0 else 0, shard.axes), [])
                 if shard.local is not None:
                     same.append(shard.local)
-        norms = [_norms(same, order, foreach) for same in groups.values()]
+        norms = [_norms(same, order) for same in groups.values()]
         axes_of_sums = [axes for _, axes in groups]
         if math.isinf(order):
             return self._reduce_extreme(norms, smallest=order < 0).to(self.dtype)
@@ -285,7 +280,7 @@ def _values_of(local: torch.Tensor) -> torch.Tensor:
     return local.coalesce()._values() if local.layout is torch.sparse_coo else local
 
 
-def _norms(tensors: Sequence[torch.Tensor], order: float, foreach: bool | None) -> list[torch.Tensor]:
+def _norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
     """Return one norm for each tensor that is not empty, in fp32 or wider, with one kernel per device and dtype."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in map(_values_of, tensors):
@@ -295,12 +290,8 @@ def _norms(tensors: Sequence[torch.Tensor], order: float, foreach: bool | None) 
     for (_, dtype), same in by_kind.items():
         if dtype.is_complex:
             found += [torch.linalg.vector_norm(tensor, order) for tensor in same]
-            continue
-        wide = torch.promote_types(dtype, torch.float32)
-        if foreach is not False:
-            found += torch._foreach_norm(same, order, dtype=wide)
         else:
-            found += [torch.linalg.vector_norm(tensor, order, dtype=wide) for tensor in same]
+            found += torch._foreach_norm(same, order, dtype=torch.promote_types(dtype, torch.float32))
     return found
 
 

@@ -7,18 +7,17 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.engine.optimizer_steps import unshards_by_itself
 from fullshard.engine.ownership import unit_of
-from fullshard.engine.parameters.sharded import managed_by
 from fullshard.engine.runtime import Runtime, ensure_idle
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError
 from fullshard.optim.local.local_tensors import LocalTensor
 from fullshard.optim.local.localize import local_step_of, localize
+from fullshard.optim.local.plan import owning_unit
 
 __all__ = ["overlap"]
 
@@ -74,13 +73,14 @@ class OverlappedStep:
     _optimizer: weakref.ref[Optimizer]
     _root: weakref.ref[Unit]
     _in_flight: set[int]  # ids of the parameters whose gradients are in flight
-    _stepped: _SteppedParameters
-    _split: tuple[list[LocalTensor], list[LocalTensor], list[LocalTensor]]
-    _split_of: tuple[Sequence[LocalTensor], set[int], set[int]] | None  # inputs of the split
+    _tensors: Sequence[LocalTensor]  # that the following are about; others whenever parameters change
+    _units: list[weakref.ref[Unit]]  # of the optimizer's parameters
+    _ids: set[int]  # of the optimizer's parameters
+    _splits: dict[tuple[frozenset[int], frozenset[int]], list[list[LocalTensor]]]  # by units, parameters in flight
 
     def __init__(self, optimizer: Optimizer, root: Unit) -> None:
         self._optimizer, self._root, self._in_flight = weakref.ref(optimizer), root.ref, set()
-        self._stepped, self._split, self._split_of = _SteppedParameters([]), ([], [], []), None
+        self._tensors, self._units, self._ids, self._splits = (), [], set(), {}
 
     @contextlib.contextmanager
     def inspecting_gradients(self) -> Iterator[None]:
@@ -96,21 +96,24 @@ class OverlappedStep:
             self._in_flight = late
             yield
 
-    def steps(self, tensors: Sequence[LocalTensor]) -> Iterator[list[LocalTensor]]:
+    def steps(self, tensors: Sequence[LocalTensor]) -> Iterator[Sequence[LocalTensor]]:
         """Yield the local tensors in parts; wait for reductions and issue all-gathers in between."""
-        runtime = self._runtime()
+        runtime, optimizer = self._runtime(), self._optimizer()
         if runtime is None:
-            yield list(tensors)
+            yield tensors
             return
-        stepped = self._update_parameters()
-        optimizer = self._optimizer()
         assert optimizer is not None, "the optimizer is stepping"
+        if tensors is not self._tensors:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            units = {id(unit): unit for unit in map(owning_unit, parameters) if unit is not None}
+            self._tensors, self._units = tensors, [unit.ref for unit in units.values()]
+            self._ids, self._splits = set(map(id, parameters)), {}
         unshards_by_itself.add(optimizer)
-        for unit in (ref() for ref in stepped.units):
+        for unit in (ref() for ref in self._units):
             if unit is not None:
                 unit.mark_out_of_date()
-        launches = [units for units in runtime.prefetcher.first_in_forward() if all(map(stepped.covers, units))]
-        before, soon, after = self._split_for(tensors, {id(unit) for units in launches for unit in units})
+        launches = [units for units in runtime.prefetcher.first_in_forward() if all(map(self._steps_all_of, units))]
+        before, soon, after = self._split(frozenset(id(unit) for units in launches for unit in units))
         try:
             if before:
                 yield before
@@ -139,65 +142,27 @@ class OverlappedStep:
             )
         return None if runtime is None or runtime.busy else runtime
 
-    def _update_parameters(self) -> _SteppedParameters:
-        optimizer = self._optimizer()
-        groups = [] if optimizer is None else optimizer.param_groups
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        if [*map(id, parameters)] != self._stepped.ids:
-            self._stepped = _SteppedParameters(parameters)
-        return self._stepped
+    def _steps_all_of(self, unit: Unit) -> bool:
+        """Return True if this optimizer steps all parameters of the unit, so that it can be unsharded afterwards."""
+        parameters = (parameter for bucket in unit.buckets for parameter in bucket.optimizer_parameters)
+        return all(id(parameter) in self._ids or not parameter.requires_grad for parameter in parameters)
 
-    def _split_for(
-        self, tensors: Sequence[LocalTensor], first: set[int]
-    ) -> tuple[list[LocalTensor], list[LocalTensor], list[LocalTensor]]:
+    def _split(self, first: frozenset[int]) -> list[list[LocalTensor]]:
         """Split the tensors into those to step first, in the middle (gradients in flight, or needed first in forward),
-        and last.
-
-        Args:
-            tensors: All local tensors.
-            first: Ids of the units that are unsharded next.
+        and last; ``first`` are the ids of the units that are unsharded next.
         """
-        known = self._split_of
-        if known is None or known[0] is not tensors or known[1:] != (first, self._in_flight):
+        key = first, frozenset(self._in_flight)
+        if key not in self._splits:
             soon: list[LocalTensor] = []
             other: list[LocalTensor] = []
-            for tensor in tensors:
+            for tensor in self._tensors:
                 parameters = [member.parameter for member in tensor.members]
                 late = any(id(parameter) in self._in_flight for parameter in parameters)
-                begins = any(id(_unit_of(parameter)) in first for parameter in parameters)
+                begins = any(id(owning_unit(parameter)) in first for parameter in parameters)
                 (soon if late or begins else other).append(tensor)
             before = _first_half(other) if self._in_flight else 0
-            self._split, self._split_of = (other[:before], soon, other[before:]), (tensors, first, self._in_flight)
-        return self._split
-
-
-class _SteppedParameters:
-    """The parameters of an optimizer and their units.
-
-    Args:
-        parameters: All parameters of the optimizer.
-    """
-
-    ids: list[int]  # of the parameters
-    units: list[weakref.ref[Unit]]
-    _ids: set[int]
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self.ids = [*map(id, parameters)]
-        self._ids = set(self.ids)
-        units = {id(unit): unit for unit in map(_unit_of, parameters) if unit is not None}
-        self.units = [unit.ref for unit in units.values()]
-
-    def covers(self, unit: Unit) -> bool:
-        """Return True if this optimizer steps all parameters of the unit, so that it can be unsharded afterwards."""
-        return all(
-            id(p) in self._ids or not p.requires_grad for bucket in unit.buckets for p in bucket.optimizer_parameters
-        )
-
-
-def _unit_of(parameter: torch.Tensor) -> Unit | None:
-    managed = managed_by(parameter)
-    return managed.unit() if managed is not None and managed.owned else None
+            self._splits = {key: [other[:before], soon, other[before:]]}
+        return self._splits[key]
 
 
 def _first_half(tensors: Sequence[LocalTensor]) -> int:

@@ -54,12 +54,7 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 def gather(value: T, group: dist.ProcessGroup | None) -> dict[int, T]:
-    """Return the values of all ranks, small and pickled, by global rank.
-
-    Args:
-        value: This rank's.
-        group: The ranks. None: the default group, or this process alone if there is none.
-    """
+    """Return the values of all ranks of a group (None: the default one), small and pickled, by global rank."""
     group = resolve_group(group)
     ranks = [0] if group is None else dist.get_process_group_ranks(group)
     values: list[Any] = [value] * len(ranks)
@@ -82,7 +77,7 @@ def differs(value: object, group: dist.ProcessGroup | None) -> bool:
 
 
 def gather_if_different(value: T, group: dist.ProcessGroup | None) -> dict[int, T]:
-    """Return the values of all ranks by global rank if they differ; otherwise an empty dict."""
+    """Return the values of all ranks by global rank if they differ, otherwise nothing."""
     return gather(value, group) if differs(value, group) else {}
 
 
@@ -94,12 +89,12 @@ def any_rank(flag: bool, groups: Sequence[dist.ProcessGroup | None]) -> bool:
 
 
 def compare(value: T, groups: Sequence[dist.ProcessGroup | None], explain: Callable[[dict[int, T]], Exception]) -> None:
-    """Raise on all ranks of a mesh if they have different values.
+    """Raise on all ranks of a mesh if the ``repr`` of their values differs.
 
     Args:
-        value: This rank's, with a ``repr`` that is the same in all processes.
+        value: This rank's.
         groups: The groups of the mesh's axes.
-        explain: Makes the error from the values of a group by global rank, if they differ.
+        explain: Makes the error from the values of a group by global rank.
     """
     for index, group in enumerate(groups):
         found = gather_if_different(value, group)

@@ -1,5 +1,4 @@
-"""A barrier that names missing ranks: saves and loads are collective, and begin when all ranks have called the same
-one.
+"""A barrier that names missing ranks: saves and loads begin when all ranks have called the same one.
 
 [Note: Rank barrier]
 Ranks synchronize through the key-value store of the process group and not in a collective of its back end: a collective
@@ -7,9 +6,8 @@ that a rank never joins ends in a timeout that names no rank, and a broken group
 ``monitored_barrier``). A barrier is a [Note: Rendezvous]: a rank that arrives reports the name of its operation, the
 last one compares the names and proposes the result, and the others wait for it. The first rank that has waited too
 long proposes a failure that names the missing ranks. So all ranks leave a barrier with the same result, also one that
-arrives late, and stay synchronized for the next.
-
-A rank makes a handful of requests to the store per barrier, independent of the number of ranks.
+arrives late, and stay synchronized for the next. A rank makes a handful of requests per barrier, whatever the number
+of ranks.
 """
 
 from __future__ import annotations
@@ -88,11 +86,7 @@ class RankBarrier:
         return value
 
     def wait(self, step: str = "", timeout: float | None = None) -> None:
-        """Wait until all ranks have arrived.
-
-        Args:
-            step: Name of the step, the same on all ranks.
-            timeout: Seconds to wait for the others. None: the time for a step.
+        """Wait until all ranks have arrived at the same step, for the time of a step unless ``timeout`` is given.
 
         Raises:
             FullshardError: If a rank did not arrive, arrived too late, or for another operation or step.
@@ -166,8 +160,7 @@ def rank_barrier(
 ) -> Iterator[RankBarrier]:
     """Run a block on all ranks of a group together, with a barrier at its beginning and end.
 
-    Barriers use the store, not a collective of the back end. If the block raises on one rank, the others raise at the
-    next step of the :class:`RankBarrier`, or at the end::
+    If the block raises on one rank, the others raise at the next step of the :class:`RankBarrier`, or at the end::
 
         with rank_barrier(f"save {path}", group) as barrier:
             plan = barrier.run_on_all("plan", make_plan)    # fails on all ranks if it fails on one
@@ -176,8 +169,7 @@ def rank_barrier(
     Args:
         name: Name of the operation with its arguments, such as "save /runs/7": the same on all ranks.
         group: The ranks. None: the default group, or this process alone if there is none.
-        timeout: Seconds to wait for the other ranks, unless the environment variable ``FULLSHARD_BARRIER_TIMEOUT_S``
-            is set.
+        timeout: Seconds to wait for the others; the environment variable ``FULLSHARD_BARRIER_TIMEOUT_S`` overrides it.
 
     Raises:
         FullshardError: On all ranks that have arrived, if others are missing after the timeout (with the ranks of

@@ -1,8 +1,8 @@
 """Check that all ranks run their units in the same order: after the first forward, and with a watchdog during it.
 
 Collectives of ranks that run different units do not match: at best they hang, at worst they mix up weights. So the
-first forward of a root ends with a comparison of execution orders. Ranks that hang do not get that far, so a watchdog
-thread observes them meanwhile (:class:`OrderWatchdog`).
+first forward of a root ends with a comparison of execution orders, and a watchdog thread observes ranks that hang
+before they get that far.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def compare_order(groups: Sequence[dist.ProcessGroup]) -> Iterator[OrderWatchdog
         groups: The groups of a mesh's axes. The first one's ranks communicate in the forward.
 
     Yields:
-        The watchdog; its :attr:`~OrderWatchdog.started` is to be called for each unit.
+        The watchdog, to be told of each unit that starts.
 
     Raises:
         FullshardError: On all ranks, if they run their units in different orders.
@@ -70,11 +70,7 @@ def compare_order(groups: Sequence[dist.ProcessGroup]) -> Iterator[OrderWatchdog
 
 
 def explain_difference(orders: Mapping[int, Sequence[str]]) -> str | None:
-    """Return an error message if ranks ran units in different orders; None if they agree as far as they are known.
-
-    Args:
-        orders: Names of the units that ran, by global rank; with :data:`END` if the forward is over.
-    """
+    """Return an error message if the units that ran, by global rank, differ; None if they agree as far as known."""
     for position in range(max(map(len, orders.values()), default=0)):
         here = {rank: _describe(order[position]) for rank, order in orders.items() if position < len(order)}
         if len(set(here.values())) > 1:
@@ -116,12 +112,10 @@ class OrderWatchdog:
 
     A rank on which no unit starts for a while reports its execution order to a rendezvous in the group's store. The
     first of these ranks compares the orders. If they differ it proposes the failure, and all stalled ranks abort their
-    collectives. The group is unusable afterwards. If orders agree so far (a rank may just be slow), nothing happens.
-
-    Create it on all ranks of the group.
+    collectives; the group is unusable afterwards. If orders agree so far (a rank may just be slow), nothing happens.
 
     Args:
-        group: The ranks.
+        group: The ranks, all of which create it.
 
     Raises:
         ValueError: If the environment variable is invalid.
@@ -147,10 +141,7 @@ class OrderWatchdog:
             self._thread.start()
 
     def started(self, name: str) -> None:
-        """Record that the forward of a unit begins. Call it before waiting for its all-gather.
-
-        Prefetched units are not recorded: prefetching is the same on all ranks.
-        """
+        """Record that the forward of a unit begins, before waiting for its all-gather."""
         self._names.append(name)
         self._last = time.monotonic()
 

@@ -39,16 +39,18 @@ class GroupStore:
 
     ranks: Sequence[int]  # global ranks of the group
     rank: int  # in the group
+    global_rank: int
     lock: threading.RLock  # for threads that use it in turns
     _prefix: str
     _default: Any
     _count: int
 
     def __init__(self, group: dist.ProcessGroup | None, purpose: str) -> None:
-        self.ranks, self.rank, self._prefix, self._default = [0], 0, purpose, None
+        self.ranks, self.rank, self.global_rank, self._prefix, self._default = [0], 0, 0, purpose, None
         self.lock, self._count = threading.RLock(), 0
         if group is not None:
             self.ranks, self.rank = dist.get_process_group_ranks(group), group.rank()
+            self.global_rank = self.ranks[self.rank]
             self._prefix = f"fullshard/{purpose}/{digest_of((group.group_name, self.ranks)).hex()}"
             # Looked up here: ranks that are threads have separate default stores, and other threads may use this.
             self._default = dist.distributed_c10d._get_default_store()
@@ -68,11 +70,6 @@ class GroupStore:
     def keys(self) -> Store:
         """The store, on a separate connection: a store is locked while a thread waits on it."""
         return PrefixStore(self._prefix, HashStore() if self._default is None else self._default.clone())
-
-    @property
-    def global_rank(self) -> int:
-        """This process."""
-        return self.ranks[self.rank]
 
     def next_rendezvous(self) -> Rendezvous:
         """Return the next rendezvous. All ranks of the group call it for the same ones, in the same order."""

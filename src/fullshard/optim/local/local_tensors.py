@@ -1,22 +1,25 @@
-"""Plain tensors that an optimizer steps in place of sharded parameters, on the same memory, and their state.
+"""Flat plain tensors that an optimizer steps in place of sharded parameters, on the same memory, and their state.
 
 [Note: Local tensors]
 A *local tensor* is one plain tensor that a localized optimizer steps. It is this rank's shard of one parameter, or a
 *run*: the shards of several parameters that are adjacent in a shard buffer, and whose gradients are adjacent as well,
 without gaps. A gap between two gradients must not be written to (some optimizers write to gradients): it may contain
-another gradient, or other data of the user.
-The optimizer's state for a local tensor is plain, too; the user's view of it, in ``optimizer.state``, are DTensors on
-the same memory. So the user's view is always correct and complete, and local tensors can be rebuilt from it whenever
-something has changed: the entries of a run are used in place if they are slices of one flat tensor, or copied to a new
-one.
+another gradient, or other data of the user. Local tensors are 1-D, which makes no difference to an elementwise
+optimizer; in one path, a parameter alone is a run of one.
 
-Scalars beside the elementwise entries (``step``) exist once per run, and once per parameter in the user's view: other
-optimizers, which may load that state, update each of them. See :class:`RunScalars`.
+The optimizer's state for a local tensor is plain and flat, too; the user's view of it, in ``optimizer.state``, are
+DTensors on the same memory. So the user's view is always correct and complete, and local tensors can be rebuilt from it
+whenever something has changed. Scalars beside the elementwise entries (``step``) exist once per run, and once per
+parameter in the user's view: other optimizers, which may load that state, update each of them (:class:`RunScalars`).
+
+What cannot be stepped like that (sparse gradients, gradients that lie otherwise than the parameter, tensor subclasses,
+state of other shapes) is stepped as it is: its local tensor is the user's parameter itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -24,6 +27,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fullshard.engine.parameters.placement import dtensor
 from fullshard.memory import own_storage
@@ -39,7 +43,7 @@ class Member:
 
     Args:
         parameter: The user's parameter.
-        local: Its local tensor, plain.
+        local: Its local tensor, plain; the parameter itself if that is stepped.
         state: Its state in the user's view; None: there is none yet.
     """
 
@@ -52,10 +56,12 @@ class Member:
         """Spec of the parameter; None if that is plain."""
         return self.parameter._spec if isinstance(self.parameter, DTensor) else None
 
+    def view(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
+        """Return this member's part of a flat tensor, which begins at ``offset``, in the shape of its local tensor."""
+        return flat.as_strided(self.local.shape, self.local.stride(), int(flat.storage_offset()) + offset)
+
     def as_user_entry(self, local: torch.Tensor) -> torch.Tensor:
         """Return an elementwise entry of the state as users see it, on the memory of ``local``."""
-        if local.storage_offset() or local.untyped_storage().nbytes() > local.numel() * local.itemsize:
-            local = own_storage(local)
         spec = self.spec
         if spec is None:
             return local
@@ -63,10 +69,6 @@ class Member:
             meta = TensorMeta(self.parameter.shape, self.parameter.stride(), local.dtype)
             spec = replace(spec, tensor_meta=meta)
         return dtensor(local, spec)
-
-    def local_of(self, entry: Any) -> Any:
-        """Return this rank's shard of an elementwise entry of the user's view; other entries as they are."""
-        return entry._local_tensor if self.spec is not None and isinstance(entry, DTensor) else entry
 
     def is_elementwise(self, entry: Any) -> bool:
         """Return True if an entry of the user's view has one element for each of the parameter's."""
@@ -84,37 +86,35 @@ class Member:
 
 
 class FlatStates:
-    """Flat tensors of the state of runs, found by the members' entries, which are slices of them."""
+    """Flat tensors of the state of local tensors, found by the members' entries, which are slices of them."""
 
-    _slices: dict[int, tuple[torch.Tensor, torch.Tensor, int]]  # by id: local tensor of an entry, flat tensor, offset
+    _slices: Any  # by the local tensor of an entry: the flat tensor and the offset in it
 
     def __init__(self) -> None:
-        self._slices = {}
-
-    def retain(self, entries: Iterable[Any]) -> None:
-        """Forget all flat tensors but those that have these entries of the user's view."""
-        locals_ = (entry._local_tensor if isinstance(entry, DTensor) else entry for entry in entries)
-        self._slices = {id(local): self._slices[id(local)] for local in locals_ if id(local) in self._slices}
+        self._slices = WeakTensorKeyDictionary()
 
     def divide(self, flat: torch.Tensor, tensor: LocalTensor) -> list[torch.Tensor]:
         """Return the members' slices of a flat tensor, each with a storage of its own on the same memory: who copies or
         pickles one entry copies no other.
         """
-        views = [own_storage(view) for view in tensor.views(flat)]
-        for view, offset in zip(views, tensor.offsets, strict=True):
-            self._slices[id(view)] = (view, flat, offset)
-        return views
+        slices = []
+        for member, offset in zip(tensor.members, tensor.offsets, strict=True):
+            found = member.view(flat, offset)
+            if found.storage_offset() or found.untyped_storage().nbytes() > found.numel() * found.itemsize:
+                found = own_storage(found)
+            self._slices[found] = (flat, offset)
+            slices.append(found)
+        return slices
 
-    def around(self, locals_: Sequence[torch.Tensor], tensor: LocalTensor) -> torch.Tensor | None:
-        """Return the slice of a flat tensor that has ``locals_`` as the members' slices; None if there is none."""
-        found = [self._slices.get(id(local)) for local in locals_]
-        if found[0] is None:
+    def around(self, slices: Sequence[torch.Tensor], tensor: LocalTensor) -> torch.Tensor | None:
+        """Return the part of a flat tensor that has ``slices`` as the members' slices; None if there is none."""
+        flat, start = self._slices.get(slices[0], (None, 0))
+        expected = [(id(flat), start + offset) for offset in tensor.offsets]
+        found = [self._slices.get(each, (None, 0)) for each in slices]
+        if flat is None or [(id(each), offset) for each, offset in found] != expected:
             return None
-        _, flat, start = found[0]
-        for each, offset in zip(found, tensor.offsets, strict=True):
-            if each is None or each[1] is not flat or each[2] != start + offset:
-                return None
-        return flat.narrow(0, start, tensor.parameter.numel())
+        part: torch.Tensor = flat.narrow(0, start, tensor.parameter.numel())
+        return part
 
 
 class LocalTensor:
@@ -123,23 +123,19 @@ class LocalTensor:
     Args:
         group: Index of the parameters' group in the optimizer.
         members: The parameters in it, by address.
-        parameter: The tensor that is stepped: the members' shards as one flat tensor, the shard of the only member, or
-            that member's parameter itself, maybe a DTensor, as in an optimizer that is not localized.
-        flat: True for a flat tensor.
+        parameter: The tensor that is stepped: the members' shards as one flat tensor, or the only member's parameter.
     """
 
     group: int
     members: list[Member]
     parameter: torch.Tensor
-    flat: bool
-    index: int  # in its plan
     offsets: list[int]  # of the members in it, in elements
     known: StateEntries  # the optimizer's state for it at the last write-back
 
-    __slots__ = ("flat", "group", "index", "known", "members", "offsets", "parameter")
+    __slots__ = ("group", "known", "members", "offsets", "parameter")
 
-    def __init__(self, group: int, members: list[Member], parameter: torch.Tensor, *, flat: bool = False) -> None:
-        self.group, self.members, self.parameter, self.flat, self.known = group, members, parameter, flat, {}
+    def __init__(self, group: int, members: list[Member], parameter: torch.Tensor) -> None:
+        self.group, self.members, self.parameter, self.known = group, members, parameter, {}
         self.offsets = [*accumulate((member.local.numel() for member in members[:-1]), initial=0)]
 
     @property
@@ -148,76 +144,64 @@ class LocalTensor:
         return self.parameter is self.members[0].parameter
 
     def set_gradient(self, gradient: torch.Tensor) -> None:
-        """Set the gradient where the optimizer reads it."""
-        if not self.is_user_parameter:
-            if gradient.dtype is not self.parameter.dtype:
-                self.parameter.grad_dtype = gradient.dtype
-            self.parameter.grad = gradient
-
-    def clear_gradient(self) -> None:
-        """Remove the gradient after the step."""
-        if not self.is_user_parameter:
-            self.parameter.grad = None
-
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the members' views of a flat tensor."""
-        return [
-            flat.as_strided(m.local.shape, m.local.stride(), int(flat.storage_offset()) + offset)
-            for m, offset in zip(self.members, self.offsets, strict=True)
-        ]
-
-    # ---------------------------------------------------------------- state
+        """Set the gradient, given as that of the first member, with those of the others behind it in memory."""
+        flat = gradient.as_strided((self.parameter.numel(),), (1,), gradient.storage_offset())
+        if flat.dtype is not self.parameter.dtype:
+            self.parameter.grad_dtype = flat.dtype
+        self.parameter.grad = flat
 
     def load_state(self, flats: FlatStates) -> StateEntries | None:
         """Return the optimizer's state from the members' states, which have the same entries; None: none yet."""
         first = self.members[0]
         if first.state is None or self.is_user_parameter:
             return first.state
-        state = {}
-        for name, entry in first.state.items():
-            is_run = self.flat and first.is_elementwise(entry)
-            state[name] = self._load_flat(name, flats) if is_run else entry if self.flat else first.local_of(entry)
-        self.known = dict(state)
-        return state
+        for name, entry in [*first.state.items()]:
+            self.known[name] = self._load_flat(name, flats) if first.is_elementwise(entry) else entry
+        return dict(self.known)
 
     def _load_flat(self, name: Any, flats: FlatStates) -> torch.Tensor:
-        states = [member.state or {} for member in self.members]
-        locals_ = [member.local_of(state[name]) for member, state in zip(self.members, states, strict=True)]
-        flat = flats.around(locals_, self)
+        entries = [(member.state or {})[name] for member in self.members]
+        slices = [entry._local_tensor if isinstance(entry, DTensor) else entry for entry in entries]
+        if len(slices) == 1 and slices[0].stride() == self.members[0].local.stride():
+            return slices[0].as_strided(self.parameter.shape, (1,))
+        flat = flats.around(slices, self)
         if flat is None:
-            flat = torch.empty(self.parameter.shape, dtype=locals_[0].dtype, device=locals_[0].device)
-            for view, local in zip(self.views(flat), locals_, strict=True):
-                view.copy_(local)
+            flat = torch.empty(self.parameter.shape, dtype=slices[0].dtype, device=slices[0].device)
+            for member, offset, found in zip(self.members, self.offsets, slices, strict=True):
+                member.view(flat, offset).copy_(found)
             self._set_user_entries(name, flat, flats)
         return flat
 
     def write_back(self, state: StateEntries, flats: FlatStates) -> bool:
-        """Update the user's view after a step that left ``state``; return True if a run has got a scalar, which each
-        member has a copy of.
+        """Update the members' states after a step that left ``state``; return True if anything in it is new.
 
         Only new objects are written back; entries changed in place share memory with the user's view.
         """
         if self.is_user_parameter:
+            is_new = self.members[0].state is not state
             self.members[0].state = state
+            return is_new
+        known, has_state = self.known, self.members[0].state is not None
+        if has_state and len(state) == len(known) and all(map(operator.is_, state.values(), known.values())):
             return False
-        changed = {name: e for name, e in state.items() if name not in self.known or self.known[name] is not e}
-        gone = self.known.keys() - state.keys()
         for member in self.members:
             member.state = {} if member.state is None else member.state
-            for name in gone:
+            for name in known.keys() - state.keys():
                 member.state.pop(name, None)
-        for name, entry in changed.items():
-            self._set_user_entries(name, entry, flats)
+        for name, entry in state.items():
+            if name not in known or known[name] is not entry:
+                self._set_user_entries(name, entry, flats)
         self.known = dict(state)
-        return len(self.members) > 1 and any(isinstance(e, torch.Tensor) and not e.dim() for e in changed.values())
+        return True
 
     def _set_user_entries(self, name: Any, entry: Any, flats: FlatStates) -> None:
-        is_plain = type(entry) is torch.Tensor
-        if is_plain and entry.shape == self.parameter.shape and (self.flat or entry.dim() > 0):
-            locals_ = flats.divide(entry, self) if self.flat else [entry]
-            entries = [member.as_user_entry(local) for member, local in zip(self.members, locals_, strict=True)]
+        if type(entry) is torch.Tensor and entry.shape == self.parameter.shape:
+            slices = flats.divide(entry, self)
+            entries = [member.as_user_entry(local) for member, local in zip(self.members, slices, strict=True)]
+        elif type(entry) is torch.Tensor and len(self.members) > 1:
+            entries = [entry.clone() for _ in self.members]
         else:
-            entries = [entry.clone() if is_plain and len(self.members) > 1 else entry for _ in self.members]
+            entries = [entry for _ in self.members]
         for member, each in zip(self.members, entries, strict=True):
             assert member.state is not None
             member.state[name] = each

@@ -2,17 +2,16 @@
 
 [Note: Localized optimizers]
 A localized optimizer is the same object with another class: a subclass of its own, of the same name, that overrides
-``step`` and ``_init_group`` and nothing else. ``param_groups`` and ``state`` remain the optimizer's own; they are
-replaced by those of the local tensors only while its arithmetic runs in ``step()``. The alternative was a second
-optimizer object on local tensors, kept in sync with the user's: every method that reads or writes state would have had
-to be translated, including those of libraries.
+``step`` and nothing else. ``param_groups`` and ``state`` remain the optimizer's own; they are replaced by those of the
+local tensors only while its arithmetic runs in ``step()``. The alternative was a second optimizer object on local
+tensors, kept in sync with the user's: every method that reads or writes state would have had to be translated,
+including those of libraries.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 
 from fullshard.optim.local.step import LocalStep
 
-__all__ = ["delocalize", "local_step_of", "localize"]
+__all__ = ["local_step_of", "localize"]
 
 _O = TypeVar("_O", bound=Optimizer)
 
@@ -46,23 +45,22 @@ REASONS = {
     "SparseAdam": "it requires sparse gradients",
 }
 
-_SUBCLASS, _ORIGINAL = "_fullshard_localized", "_fullshard_original"  # attributes of classes
+_SUBCLASS = "_fullshard_localized"  # attribute of classes
 _STEP = "_fullshard_local_step"  # attribute of a localized optimizer
 
 
-def localize(optimizer: _O, *, flatten: bool = True, elementwise: bool | None = None) -> _O:
+def localize(optimizer: _O, *, elementwise: bool | None = None) -> _O:
     """Make an optimizer step plain local tensors from now on, in place of the DTensors that it was built from.
 
-    The results are the same, bit for bit with the same of torch's implementations (``foreach``, ``fused`` or neither;
-    by default, torch uses ``foreach`` for plain tensors on a GPU and never for DTensors). There is no DTensor dispatch
-    in the step. Everything else stays as it is: ``param_groups``, ``state``, ``state_dict()``, hooks, schedulers,
-    scalers, copying, pickling.
+    There is no DTensor dispatch in the step, and parameters that are adjacent in a shard buffer, in the same group and
+    with adjacent gradients, are stepped as one tensor. The results are those of the same of torch's implementations
+    (``foreach``, ``fused`` or neither; by default, torch uses ``foreach`` for plain tensors on a GPU and never for
+    DTensors), bit for bit unless kernels round the last elements of a tensor otherwise. Everything else stays as it is:
+    ``param_groups``, ``state``, ``state_dict()``, hooks, schedulers, scalers, copying, pickling.
 
     Args:
         optimizer: A ``torch.optim`` optimizer of parameters of :func:`fullshard.fully_shard` models or wrappers, and
             any others. With or without state; changed in place.
-        flatten: Step parameters that are adjacent in a shard buffer, in the same group and with adjacent gradients, as
-            one flat tensor.
         elementwise: True if each element of a parameter is updated from the same element of gradient and state and from
             scalars only, and everything that the optimizer reads and writes is in ``param_groups`` and ``state``.
             None: known for torch's own classes, and for subclasses that change neither ``step`` nor ``_init_group``.
@@ -75,30 +73,15 @@ def localize(optimizer: _O, *, flatten: bool = True, elementwise: bool | None = 
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"localize: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    original: type[Optimizer] = _original(type(optimizer))
-    reason = None if _STEP in vars(optimizer) else _unsupported_reason(optimizer, original, elementwise)
+    if _STEP in vars(optimizer):
+        return optimizer
+    original = type(optimizer)
+    reason = _unsupported_reason(optimizer, original, elementwise)
     if reason is not None:
         warnings.warn(f"localize: {original.__name__} is left unchanged: {reason}", stacklevel=2)
     else:
-        _attach(optimizer, original, flatten=flatten)
-    return optimizer
-
-
-def delocalize(optimizer: _O) -> _O:
-    """Undo :func:`localize`. The state stays.
-
-    Args:
-        optimizer: Any optimizer; one that is not localized is left unchanged.
-
-    Returns:
-        The same object.
-    """
-    if _STEP in vars(optimizer):
-        del vars(optimizer)[_STEP]
-        was_wrapped = _unwrap_from_scheduler(optimizer)
-        optimizer.__class__ = _original(type(optimizer))  # type: ignore[assignment]
-        if was_wrapped:
-            _wrap_for_scheduler(optimizer)
+        vars(optimizer).pop("step", None)  # a scheduler's wrapper of the step method, which would call the old method
+        _attach(optimizer, original)
     return optimizer
 
 
@@ -108,16 +91,11 @@ def local_step_of(optimizer: Optimizer) -> LocalStep | None:
     return step
 
 
-def _attach(optimizer: Optimizer, original: type[Optimizer], *, flatten: bool) -> None:
+def _attach(optimizer: Optimizer, original: type[Optimizer]) -> None:
     inner = original.step
     inner = getattr(inner, "__wrapped__", inner) if getattr(inner, "hooked", False) else inner
-    before = local_step_of(optimizer)
-    made = vars(optimizer)[_STEP] = LocalStep(inner, flatten=flatten, is_known=_is_torch_elementwise(original))
-    made.schedule = None if before is None else before.schedule
-    was_wrapped = _unwrap_from_scheduler(optimizer)
+    vars(optimizer)[_STEP] = LocalStep(inner)
     optimizer.__class__ = _localized(original)
-    if was_wrapped:
-        _wrap_for_scheduler(optimizer)
 
 
 def _is_torch_elementwise(kind: type[Any]) -> bool:
@@ -163,64 +141,27 @@ def _subclass(original: type[Optimizer]) -> type[Optimizer]:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._opt_called = True  # type: ignore[attr-defined] # as learning rate schedulers record steps
         returned = vars(self)[_STEP].step(self, *args, **kwargs)
         return returned if closure is None else loss
 
     @functools.wraps(original.__reduce_ex__)
     def reduce(self: Optimizer, protocol: Any) -> Any:
-        return _rebuild, (original, vars(self)[_STEP].flatten), self.__getstate__()
+        return _rebuild, (original,), self.__getstate__()
 
     names: dict[str, Any] = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "__reduce_ex__": reduce,
-        _ORIGINAL: original,
     }
-    if hasattr(original, "_init_group"):
-        own: Any = original
-
-        def fill(self: Optimizer, group: dict[str, Any], *lists: Any, **named: Any) -> Any:
-            local: LocalStep | None = vars(self).get(_STEP)
-            if local is None or named or len(lists) < 2:
-                return own._init_group(self, group, *lists, **named)
-            return local.init_group(group, lists, functools.partial(own._init_group, self))
-
-        names["_init_group"] = fill
     names["step"] = Optimizer.profile_hook_step(step)
-    names["step"].hooked = True  # as torch marks step methods that call hooks
+    names["step"].hooked = names["step"]._wrapped_by_lr_sched = True  # no further wrappers of torch's are needed
     return type(original.__name__, (original,), names)
 
 
-def _original(kind: type[Any]) -> type[Optimizer]:
-    original: type[Optimizer] = vars(kind).get(_ORIGINAL, kind)
-    return original
-
-
-def _rebuild(original: type[Optimizer], flatten: bool) -> Optimizer:
+def _rebuild(original: type[Optimizer]) -> Optimizer:
     """Create an empty localized optimizer, for copying and unpickling."""
     optimizer = original.__new__(original)
-    _attach(optimizer, original, flatten=flatten)
+    _attach(optimizer, original)
     return optimizer
-
-
-# ---------------------------------------------------------------- learning rate schedulers
-
-
-def _unwrap_from_scheduler(optimizer: Optimizer) -> bool:
-    """Remove a learning rate scheduler's wrapper of the step method, which would call the old method."""
-    return vars(optimizer).pop("step", None) is not None
-
-
-def _wrap_for_scheduler(optimizer: Optimizer) -> None:
-    """Wrap the new step method as learning rate schedulers do: they check that a step came before theirs."""
-    ref, called = weakref.ref(optimizer), type(optimizer).step
-
-    @functools.wraps(called)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        found: Any = ref()
-        found._opt_called = True
-        return called(found, *args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # checked by schedulers
-    vars(optimizer)["step"] = step

@@ -6,25 +6,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Assignment", "MatrixTraffic"]
-
-
-@dataclass(frozen=True)
-class MatrixTraffic:
-    """Bytes that one rank sends to others per step; it receives as many.
-
-    Args:
-        out: Shards of matrices to their owner ranks.
-        back: Shards of the updates from the owner ranks.
-    """
-
-    out: int
-    back: int
-
-    @property
-    def total(self) -> int:
-        """Bytes in both directions."""
-        return self.out + self.back
+__all__ = ["Assignment"]
 
 
 @dataclass(frozen=True)
@@ -53,34 +35,20 @@ class Assignment:
             ranks: Number of ranks.
             round_bytes: Limit for the matrices of one owner rank in a round, unless a single one is larger.
         """
-        heaviest_first = sorted(range(len(work)), key=lambda index: (-work[index], index))
         owner_ranks = [0] * len(work)
-        queues: list[list[int]] = [[] for _ in range(ranks)]
+        round_of = [0] * len(work)
         loads = [(0.0, rank) for rank in range(ranks)]
+        filled = [(0, 0)] * ranks  # each rank's last round, and the bytes in it
+        heaviest_first = sorted(range(len(work)), key=lambda index: (-work[index], index))
         for index in heaviest_first:
             load, rank = heapq.heappop(loads)
-            owner_ranks[index] = rank
-            queues[rank].append(index)
             heapq.heappush(loads, (load + work[index], rank))
-        rounds: list[tuple[int, ...]] = []
-        taken = [0] * ranks
-        while sum(taken) < len(work):
-            current: list[int] = []
-            for rank, queue in enumerate(queues):
-                held = 0
-                while taken[rank] < len(queue):
-                    index = queue[taken[rank]]
-                    if held and held + nbytes[index] > round_bytes:
-                        break
-                    held += nbytes[index]
-                    current.append(index)
-                    taken[rank] += 1
-            rounds.append(tuple(current))
-        return cls(tuple(owner_ranks), tuple(rounds))
-
-    def loads(self, work: Sequence[float], ranks: int) -> list[float]:
-        """Return the work of each rank."""
-        loads = [0.0] * ranks
-        for owner, amount in zip(self.owner_ranks, work, strict=True):
-            loads[owner] += amount
-        return loads
+            number, held = filled[rank]
+            if held and held + nbytes[index] > round_bytes:
+                number, held = number + 1, 0
+            filled[rank] = (number, held + nbytes[index])
+            owner_ranks[index], round_of[index] = rank, number
+        rounds: list[list[int]] = [[] for _ in range(max(round_of, default=-1) + 1)]
+        for index in heaviest_first:
+            rounds[round_of[index]].append(index)
+        return cls(tuple(owner_ranks), tuple(map(tuple, rounds)))

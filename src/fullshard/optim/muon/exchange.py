@@ -13,32 +13,59 @@ update; the messages depend on the parameters alone.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fullshard.memory import Work
-from fullshard.optim.muon.assignment import MatrixTraffic
-from fullshard.optim.muon.sharded_matrix import ShardedMatrix, ShardGroup
+from fullshard.optim.muon.sharded_matrix import MatrixShard, ShardedMatrix, ShardGroup
 
-__all__ = ["Round"]
+__all__ = ["MatrixTraffic", "Round"]
 
 
-@dataclass(frozen=True)
-class _MessageSlot:
-    """Location of one matrix's shard in a message, in elements."""
+class MatrixTraffic(NamedTuple):
+    """Bytes that one rank sends to others per step; it receives as many.
+
+    Args:
+        out: Shards of matrices to their owner ranks.
+        back: Shards of the updates from the owner ranks.
+    """
+
+    out: int
+    back: int
+
+    @property
+    def total(self) -> int:
+        """Bytes in both directions."""
+        return self.out + self.back
+
+
+class PendingExchange(NamedTuple):
+    """An all-to-all in flight. What is sent is kept alive with it; what is received is valid after :meth:`wait`."""
+
+    work: Work
+    sent: torch.Tensor
+    received: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the all-to-all and return what was received."""
+        self.work.wait()
+        return self.received
+
+
+class _MessageSlot(NamedTuple):
+    """Location of one matrix's shard and flag in a tensor of messages, in elements."""
 
     start: int
-    shape: tuple[int, ...]
+    shard: MatrixShard
     flag: int
 
-    def on(self, message: torch.Tensor) -> torch.Tensor:
-        """Return the shard in a message."""
-        numel = self.shape[0] if len(self.shape) == 1 else self.shape[0] * self.shape[1]
-        return message.narrow(0, self.start, numel).view(self.shape)
+    def on(self, messages: torch.Tensor) -> torch.Tensor:
+        """Return the shard in the messages."""
+        return messages.narrow(0, self.start, self.shard.numel).view(self.shard.shape)
 
 
 class Round:
@@ -53,72 +80,39 @@ class Round:
 
     matrices: list[ShardedMatrix]
     owner_ranks: list[int]
-    owned: list[int]  # indices of the matrices that this rank owns
     dtype: torch.dtype
     shard_group: ShardGroup
     rank: int
     _shard_slots: dict[int, _MessageSlot]  # by matrix: this rank's shard in the messages to and from owner ranks
-    _owned_slots: dict[int, list[_MessageSlot]]  # by matrix owned here: every rank's shard in the messages from all
+    _owned_slots: dict[int, tuple[_MessageSlot, ...]]  # by matrix owned here: every rank's shard in the messages of all
     _sizes_to_owners: list[int]  # elements of the message to (and from) each owner
     _sizes_from_ranks: list[int]
-    _flags_to_owners: torch.Tensor  # positions
-    _flags_from_ranks: torch.Tensor
 
     def __init__(
         self, matrices: Sequence[ShardedMatrix], owner_ranks: Sequence[int], shard_group: ShardGroup, dtype: torch.dtype
     ) -> None:
-        self.matrices, self.owner_ranks, self.shard_group, self.dtype = (
-            list(matrices),
-            list(owner_ranks),
-            shard_group,
-            dtype,
-        )
-        rank = self.rank = shard_group.group.rank()
-        size = len(shard_group.ranks)
-        self.owned = [index for index, owner in enumerate(owner_ranks) if owner == rank]
-        owned = [[index for index, owner in enumerate(owner_ranks) if owner == other] for other in range(size)]
-        self._shard_slots, self._sizes_to_owners = {}, []
-        start = 0
-        for indices in owned:
-            slots, end = self._message(indices, rank, start)
-            self._shard_slots.update(slots)
-            self._sizes_to_owners.append(end - start)
-            start = end
-        self._owned_slots, self._sizes_from_ranks = {index: [] for index in self.owned}, []
-        start = 0
-        for other in range(size):
-            slots, end = self._message(self.owned, other, start)
-            for index in self.owned:
-                self._owned_slots[index].append(slots[index])
-            self._sizes_from_ranks.append(end - start)
-            start = end
-        flags = [slot.flag for slot in self._shard_slots.values()]
-        self._flags_to_owners = torch.tensor(flags, dtype=torch.int64, device=shard_group.device)
-        flags = [slot.flag for slots_ in self._owned_slots.values() for slot in slots_]
-        self._flags_from_ranks = torch.tensor(flags, dtype=torch.int64, device=shard_group.device)
-
-    def _message(self, indices: Sequence[int], holder: int, start: int) -> tuple[dict[int, _MessageSlot], int]:
-        """Return the slots of rank ``holder`` in a message about ``indices`` that begins at ``start``, and its end."""
-        numels = [self.matrices[index].shard_numel(holder) for index in indices]
-        starts = list(itertools.accumulate(numels, initial=start))
-        flags = starts[-1]
-        slots = {
-            index: _MessageSlot(starts[i], self.matrices[index].shard_shape(holder), flags + i)
-            for i, index in enumerate(indices)
-        }
-        return slots, flags + len(indices)
+        self.matrices, self.owner_ranks = list(matrices), list(owner_ranks)
+        self.shard_group, self.dtype, self.rank = shard_group, dtype, shard_group.group.rank()
+        ranks = range(len(shard_group.ranks))
+        owned = [[index for index, owner in enumerate(owner_ranks) if owner == rank] for rank in ranks]
+        to_owners = [[matrices[index].shards[self.rank] for index in indices] for indices in owned]
+        from_ranks = [[matrices[index].shards[rank] for index in owned[self.rank]] for rank in ranks]
+        slots, self._sizes_to_owners = _lay_out(to_owners)
+        self._shard_slots = dict(zip(chain(*owned), chain(*slots), strict=True))
+        slots, self._sizes_from_ranks = _lay_out(from_ranks)
+        self._owned_slots = dict(zip(owned[self.rank], zip(*slots, strict=True), strict=True))
 
     def traffic(self, rank: int) -> MatrixTraffic:
         """Return the bytes that a rank of the group sends, flags included."""
         out = back = 0
         for matrix, owner in zip(self.matrices, self.owner_ranks, strict=True):
             if owner == rank:
-                back += matrix.numel - matrix.shard_numel(rank) + len(matrix.shards) - 1
+                back += matrix.numel - matrix.shards[rank].numel + len(matrix.shards) - 1
             else:
-                out += matrix.shard_numel(rank) + 1
+                out += matrix.shards[rank].numel + 1
         return MatrixTraffic(out * self.dtype.itemsize, back * self.dtype.itemsize)
 
-    def send(self, shards: Sequence[torch.Tensor], missing: Sequence[int]) -> PendingExchange:
+    def send(self, shards: Sequence[torch.Tensor], missing: Collection[int]) -> PendingExchange:
         """Start sending this rank's shards to the owner ranks.
 
         Args:
@@ -126,14 +120,12 @@ class Round:
             missing: Indices of matrices that this rank has no gradient of.
         """
         message = self._new(self._sizes_to_owners)
-        targets = [self._shard_slots[index].on(message) for index in range(len(shards))]
-        _copy(targets, shards)
-        message.index_fill_(0, self._flags_to_owners, 1.0)
+        torch._foreach_copy_([self._shard_slots[index].on(message) for index in range(len(shards))], list(shards))
         for index in missing:
             message[self._shard_slots[index].flag] = 0.0
         return self._exchange(message, self._sizes_to_owners, self._sizes_from_ranks)
 
-    def full_matrices(self, received: torch.Tensor, missing: Sequence[int]) -> dict[int, torch.Tensor]:
+    def full_matrices(self, received: torch.Tensor, missing: Collection[int]) -> dict[int, torch.Tensor]:
         """Assemble the matrices that this rank owns, except those that no rank has a gradient of.
 
         Args:
@@ -141,17 +133,11 @@ class Round:
             missing: As in :meth:`send`. Flags are read only for these, which waits for the device.
         """
         found: dict[int, torch.Tensor] = {}
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
         for index, slots in self._owned_slots.items():
             if index in missing and not any(received[slot.flag].item() for slot in slots):
                 continue
-            matrix = self.matrices[index]
-            full = found[index] = matrix.empty_full(self.dtype, received.device)
-            for other, slot in enumerate(slots):
-                targets.append(matrix.shard(full, other))
-                sources.append(slot.on(received))
-        _copy(targets, sources)
+            full = found[index] = self.matrices[index].empty_full(self.dtype, received.device)
+            torch._foreach_copy_([slot.shard.of(full) for slot in slots], [slot.on(received) for slot in slots])
         return found
 
     def send_back(self, updates: dict[int, torch.Tensor]) -> PendingExchange:
@@ -161,20 +147,13 @@ class Round:
             updates: Updates by index; matrices without an update are left out.
         """
         message = self._new(self._sizes_from_ranks)
-        message.index_fill_(0, self._flags_from_ranks, 1.0)
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
         for index, slots in self._owned_slots.items():
-            if index not in updates:
+            if index in updates:
+                full = self.matrices[index].in_memory_order(updates[index])
+                torch._foreach_copy_([slot.on(message) for slot in slots], [slot.shard.of(full) for slot in slots])
+            else:
                 for slot in slots:
                     message[slot.flag] = 0.0
-                continue
-            matrix = self.matrices[index]
-            full = matrix.in_memory_order(updates[index])
-            for other, slot in enumerate(slots):
-                targets.append(slot.on(message))
-                sources.append(matrix.shard(full, other))
-        _copy(targets, sources)
         return self._exchange(message, self._sizes_from_ranks, self._sizes_to_owners)
 
     def shard_update(self, received: torch.Tensor, index: int) -> torch.Tensor:
@@ -186,7 +165,8 @@ class Round:
         return bool(received[self._shard_slots[index].flag].item())
 
     def _new(self, sizes: Sequence[int]) -> torch.Tensor:
-        return torch.empty(sum(sizes), dtype=self.dtype, device=self.shard_group.device)
+        # Ones, so that all flags are set.
+        return torch.ones(sum(sizes), dtype=self.dtype, device=self.shard_group.device)
 
     def _exchange(
         self, message: torch.Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]
@@ -204,30 +184,13 @@ class Round:
         return PendingExchange(work, message, received)
 
 
-class PendingExchange:
-    """An all-to-all in flight.
-
-    Args:
-        work: The pending work.
-        sent: Kept alive until it is done.
-        received: Valid when it is done.
-    """
-
-    _work: Work
-    _sent: torch.Tensor | None
-    _received: torch.Tensor | None
-
-    def __init__(self, work: Work, sent: torch.Tensor, received: torch.Tensor) -> None:
-        self._work, self._sent, self._received = work, sent, received
-
-    def wait(self) -> torch.Tensor:
-        """Wait for the all-to-all and return what was received. Can be called once."""
-        self._work.wait()
-        received, self._sent, self._received = self._received, None, None
-        assert received is not None, "wait() was called twice"
-        return received
-
-
-def _copy(targets: list[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(targets, list(sources))
+def _lay_out(messages: Sequence[Sequence[MatrixShard]]) -> tuple[list[list[_MessageSlot]], list[int]]:
+    """Lay out messages, one to or from each rank: the shards, then their flags. Return slots and sizes per message."""
+    slots, sizes, start = [], [], 0
+    for shards in messages:
+        *starts, flags = accumulate((shard.numel for shard in shards), initial=start)
+        pairs = zip(starts, shards, strict=True)
+        slots.append([_MessageSlot(begin, shard, flags + index) for index, (begin, shard) in enumerate(pairs)])
+        sizes.append(flags + len(shards) - start)
+        start = flags + len(shards)
+    return slots, sizes

@@ -14,7 +14,7 @@ All ranks run the same rounds in the same order: the contents of a round follow 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,16 +26,14 @@ from fullshard.engine.parameters.flat import FlatParameter
 from fullshard.engine.parameters.sharded import value_of
 from fullshard.errors import FullshardError
 from fullshard.optim.local_shards import local_of
-from fullshard.optim.muon.assignment import Assignment, MatrixTraffic
-from fullshard.optim.muon.exchange import PendingExchange, Round
+from fullshard.optim.muon.assignment import Assignment
+from fullshard.optim.muon.exchange import MatrixTraffic, PendingExchange, Round
 from fullshard.optim.muon.sharded_matrix import ShardedMatrix, ShardGroup, is_sharded_twice, matrix_name, matrix_shape
 from fullshard.profiling import profiled
 
 __all__ = ["MatrixOptimizer"]
 
 ROUND_BYTES = 64 * 1024 * 1024
-
-_Group = dict[str, Any]
 
 
 class MatrixOptimizer(Optimizer):
@@ -45,7 +43,7 @@ class MatrixOptimizer(Optimizer):
     work; only the owner assembles the full matrix. State stays sharded: :meth:`prepare` and :meth:`apply` keep
     elementwise state of this rank's shard. See [Note: Owners compute] and [Note: Rounds].
 
-    Subclasses define three methods, and may override two more:
+    Subclasses define three methods, and may override :meth:`update_all` and :meth:`work`:
 
     - :meth:`prepare`, on every rank: its shard of the matrix for the owner rank;
     - :meth:`update`, on the owner rank: full matrix to full update (:meth:`update_all`: several at a time);
@@ -184,8 +182,26 @@ class MatrixOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with profiled("optimizer"):
-            _run(self.plan().round_steps(self))
+            self._step()
         return loss
+
+    def _step(self) -> None:
+        """Run all rounds, overlapping computation and communication. See [Note: Rounds]."""
+        plan = self.plan()
+        steps = [_RoundStep(self, exchange) for exchange in plan.rounds]
+        for step in steps[:1]:
+            step.send_gradients()
+        _step_whole_matrices(self, plan.whole)  # while the first messages are in flight
+        for index, step in enumerate(steps):
+            step.receive()
+            for later in steps[index + 1 : index + 2]:
+                later.send_gradients()
+            step.compute()
+            if index:
+                steps[index - 1].finish()
+            step.send_back()
+        for step in steps[-1:]:
+            step.finish()
 
     def plan(self) -> _RoundPlan:
         """Return the assignment of matrices to ranks and rounds, planned again when parameters or ``requires_grad``
@@ -207,8 +223,7 @@ class MatrixOptimizer(Optimizer):
         Args:
             rank: Rank in the group or groups that matrices are sharded over; None: this one.
         """
-        sharded = [exchange for _, exchange in self.plan().rounds if exchange is not None]
-        each = [exchange.traffic(exchange.rank if rank is None else rank) for exchange in sharded]
+        each = [exchange.traffic(exchange.rank if rank is None else rank) for exchange in self.plan().rounds]
         return MatrixTraffic(sum(t.out for t in each), sum(t.back for t in each))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -216,212 +231,143 @@ class MatrixOptimizer(Optimizer):
 
 
 @dataclass(frozen=True, eq=False)
-class _Matrix:
-    """One parameter of the optimizer and its sharding."""
-
-    parameter: torch.Tensor
-    sharded: ShardedMatrix
-    group: int  # index among the parameter groups
-
-
-@dataclass(frozen=True, eq=False)
 class _RoundPlan:
-    """All matrices, in rounds. Matrices that are not sharded form a round without messages."""
+    """All matrices: those that are sharded in rounds, and those that this rank has in full."""
 
-    rounds: tuple[tuple[tuple[_Matrix, ...], Round | None], ...]
+    rounds: tuple[Round, ...]
+    whole: tuple[ShardedMatrix, ...]
 
     @classmethod
     def of(cls, optimizer: MatrixOptimizer) -> _RoundPlan:
         """Plan rounds for the parameters that require gradients now."""
-        sharded: dict[tuple[ShardGroup, torch.dtype], list[_Matrix]] = {}
-        full: list[_Matrix] = []
-        for index, group in enumerate(optimizer.param_groups):
-            for name, parameter in _named(group, index):
+        sharded: dict[tuple[ShardGroup, torch.dtype], list[ShardedMatrix]] = {}
+        whole: list[ShardedMatrix] = []
+        for number, group in enumerate(optimizer.param_groups):
+            for name, parameter in _named(group, number):
                 if not parameter.requires_grad or not math.prod(matrix_shape(parameter)):
                     continue
-                matrix = _Matrix(parameter, ShardedMatrix.of(parameter, name), index)
-                shard_group = matrix.sharded.shard_group
-                dtype = optimizer.comm_dtype or parameter.dtype
-                (full if shard_group is None else sharded.setdefault((shard_group, dtype), [])).append(matrix)
-        rounds: list[tuple[tuple[_Matrix, ...], Round | None]] = []
+                matrix = ShardedMatrix.of(parameter, number, name)
+                key = matrix.shard_group, optimizer.comm_dtype or parameter.dtype
+                (whole if key[0] is None else sharded.setdefault((key[0], key[1]), [])).append(matrix)
+        rounds: list[Round] = []
         for (shard_group, dtype), matrices in sharded.items():
-            work = [optimizer.work(m.sharded.shape, optimizer.param_groups[m.group]) for m in matrices]
-            nbytes = [m.sharded.numel * dtype.itemsize for m in matrices]
+            work = [optimizer.work(matrix.shape, optimizer.param_groups[matrix.group]) for matrix in matrices]
+            nbytes = [matrix.numel * dtype.itemsize for matrix in matrices]
             assigned = Assignment.build(work, nbytes, len(shard_group.ranks), optimizer.round_bytes)
             for indices in assigned.rounds:
-                chosen = tuple(matrices[i] for i in indices)
                 owner_ranks = [assigned.owner_ranks[i] for i in indices]
-                rounds.append((chosen, Round([m.sharded for m in chosen], owner_ranks, shard_group, dtype)))
-        if full:  # second, so that they are computed while messages are in flight
-            rounds.insert(min(1, len(rounds)), (tuple(full), None))
-        return cls(tuple(rounds))
-
-    def round_steps(self, optimizer: MatrixOptimizer) -> list[_RoundStep]:
-        """Return the steps of all rounds."""
-        return [
-            _LocalRoundStep(optimizer, matrices)
-            if exchange is None
-            else _ShardedRoundStep(optimizer, matrices, exchange)
-            for matrices, exchange in self.rounds
-        ]
-
-
-def _run(round_steps: Sequence[_RoundStep]) -> None:
-    """Run all rounds, overlapping computation and communication. See [Note: Rounds]."""
-    for step in round_steps[:1]:
-        step.send()
-    for index, step in enumerate(round_steps):
-        step.receive()
-        for later in round_steps[index + 1 : index + 2]:
-            later.send()
-        step.compute()
-        if index:
-            round_steps[index - 1].finish()
-        step.send_back()
-    for step in round_steps[-1:]:
-        step.finish()
+                rounds.append(Round([matrices[i] for i in indices], owner_ranks, shard_group, dtype))
+        return cls(tuple(rounds), tuple(whole))
 
 
 class _RoundStep:
-    """One round in one step. Its methods are called in order, with those of other rounds in between."""
+    """One round in one step. Its methods are called in order, with those of other rounds in between.
 
-    optimizer: MatrixOptimizer
-    matrices: Sequence[_Matrix]
-    missing: set[int]  # indices of matrices without a gradient on this rank
-    tentative: dict[int, dict[str, Any]]  # their new state, stored if any rank has a gradient
+    Args:
+        optimizer: The optimizer.
+        exchange: The round.
+    """
 
-    def __init__(self, optimizer: MatrixOptimizer, matrices: Sequence[_Matrix]) -> None:
-        self.optimizer, self.matrices = optimizer, matrices
-        self.missing, self.tentative = set(), {}
+    _optimizer: MatrixOptimizer
+    _round: Round
+    _tentative: dict[
+        int, dict[str, Any]
+    ]  # new state of matrices without a gradient on this rank, stored if any rank has one
+    _message: PendingExchange | None  # in flight
+    _owned: dict[int, torch.Tensor]  # matrices, then updates; from receive to send_back
 
-    def send(self) -> None:
+    def __init__(self, optimizer: MatrixOptimizer, exchange: Round) -> None:
+        self._optimizer, self._round = optimizer, exchange
+        self._tentative, self._message, self._owned = {}, None, {}
+
+    def send_gradients(self) -> None:
         """Update states and start sending shards to the owner ranks."""
-        raise NotImplementedError
+        shards = []
+        for index, matrix in enumerate(self._round.matrices):
+            gradient = _local_gradient(matrix)
+            if gradient is None:
+                gradient = torch.zeros_like(value_of(matrix.parameter))
+                state = _local_state(self._optimizer, matrix)
+                state = {key: value.clone() if torch.is_tensor(value) else value for key, value in state.items()}
+                shards.append(self._optimizer.prepare(gradient, state, _group(self._optimizer, matrix)))
+                self._tentative[index] = state
+            else:
+                shards.append(_prepare(self._optimizer, matrix, gradient))
+        self._message = self._round.send(shards, self._tentative)
 
     def receive(self) -> None:
         """Assemble the matrices that this rank owns."""
-        raise NotImplementedError
+        received = self._wait()
+        self._owned = self._round.full_matrices(received, self._tentative)
 
     def compute(self) -> None:
-        """Compute their updates."""
-        raise NotImplementedError
+        """Compute their updates, those of one shape and group together."""
+        alike: dict[tuple[int, torch.Size, torch.dtype], list[int]] = {}
+        for index, full in self._owned.items():
+            alike.setdefault((self._round.matrices[index].group, full.shape, full.dtype), []).append(index)
+        for (number, *_), indices in alike.items():
+            group = self._optimizer.param_groups[number]
+            updates = self._optimizer.update_all([self._owned[index] for index in indices], group)
+            self._owned.update(zip(indices, updates, strict=True))
 
     def send_back(self) -> None:
         """Start sending the updates to the ranks that hold shards."""
-        raise NotImplementedError
+        updates, self._owned = self._owned, {}
+        self._message = self._round.send_back(updates)
 
     def finish(self) -> None:
         """Receive the updates and change the parameters."""
-        raise NotImplementedError
+        received = self._wait()
+        for index, matrix in enumerate(self._round.matrices):
+            if index in self._tentative:
+                if not self._round.any_rank_had_gradient(received, index):
+                    continue
+                _store(self._optimizer, matrix, self._tentative.pop(index))
+            _apply(self._optimizer, matrix, self._round.shard_update(received, index))
 
-    def group(self, index: int) -> _Group:
-        """Return the parameter group of a matrix."""
-        return self.optimizer.param_groups[self.matrices[index].group]
-
-    def prepare_shard(self, index: int) -> torch.Tensor:
-        """Return this rank's shard of the matrix for the owner rank."""
-        parameter, optimizer = self.matrices[index].parameter, self.optimizer
-        gradient = _local_gradient(parameter, self.matrices[index].sharded.name)
-        saved = optimizer.state[parameter] if gradient is not None or parameter in optimizer.state else {}
-        state = {key: local_of(value) if torch.is_tensor(value) else value for key, value in saved.items()}
-        if gradient is None:
-            self.missing.add(index)
-            state = {key: value.clone() if torch.is_tensor(value) else value for key, value in state.items()}
-            zeros = torch.zeros_like(value_of(parameter))
-            self.tentative[index] = state
-            return optimizer.prepare(zeros, state, self.group(index))
-        before = dict(state)
-        shard = optimizer.prepare(gradient, state, self.group(index))
-        _store_state(parameter, saved, {key: value for key, value in state.items() if before.get(key) is not value})
-        return shard
-
-    def compute_updates(self, owned: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Compute the updates of full matrices, those of one shape and group together."""
-        alike: dict[tuple[int, torch.Size, torch.dtype], list[int]] = {}
-        for index, full in owned.items():
-            alike.setdefault((self.matrices[index].group, full.shape, full.dtype), []).append(index)
-        found: dict[int, torch.Tensor] = {}
-        for indices in alike.values():
-            updates = self.optimizer.update_all([owned[index] for index in indices], self.group(indices[0]))
-            found.update(zip(indices, updates, strict=True))
-        return found
-
-    def apply_update(self, index: int, shard: torch.Tensor) -> None:
-        """Update this rank's shard of a parameter."""
-        matrix = self.matrices[index]
-        parameter = matrix.parameter
-        if index in self.tentative:
-            _store_state(parameter, self.optimizer.state[parameter], self.tentative.pop(index))
-        local = value_of(parameter)
-        self.optimizer.apply(local, shard.to(local.device), matrix.sharded.shape, self.group(index))
+    def _wait(self) -> torch.Tensor:
+        message, self._message = self._message, None
+        assert message is not None, "nothing was sent"
+        return message.wait()
 
 
-class _ShardedRoundStep(_RoundStep):
-    """Step of a round of matrices that are sharded over some ranks."""
-
-    exchange: Round
-    message: PendingExchange | None  # in flight
-    owned: dict[int, torch.Tensor]  # matrices, then updates; from receive to send_back
-
-    def __init__(self, optimizer: MatrixOptimizer, matrices: Sequence[_Matrix], exchange: Round) -> None:
-        super().__init__(optimizer, matrices)
-        self.exchange, self.message, self.owned = exchange, None, {}
-
-    def send(self) -> None:
-        shards = [self.prepare_shard(index) for index in range(len(self.matrices))]
-        self.message = self.exchange.send(shards, sorted(self.missing))
-
-    def receive(self) -> None:
-        assert self.message is not None
-        self.owned = self.exchange.full_matrices(self.message.wait(), sorted(self.missing))
-
-    def compute(self) -> None:
-        self.owned = self.compute_updates(self.owned)
-
-    def send_back(self) -> None:
-        updates, self.owned = self.owned, {}
-        self.message = self.exchange.send_back(updates)
-
-    def finish(self) -> None:
-        assert self.message is not None
-        received = self.message.wait()
-        for index in range(len(self.matrices)):
-            if index not in self.missing or self.exchange.any_rank_had_gradient(received, index):
-                self.apply_update(index, self.exchange.shard_update(received, index))
-        self.message = None
+def _step_whole_matrices(optimizer: MatrixOptimizer, matrices: Sequence[ShardedMatrix]) -> None:
+    """Update the matrices that this rank has in full, one at a time: those that have a gradient."""
+    for matrix in matrices:
+        gradient = _local_gradient(matrix)
+        if gradient is not None:
+            shard = _prepare(optimizer, matrix, gradient).view(matrix.shape)
+            shard = shard.to(optimizer.comm_dtype or matrix.parameter.dtype)
+            (update,) = optimizer.update_all([shard], _group(optimizer, matrix))
+            _apply(optimizer, matrix, update)
 
 
-class _LocalRoundStep(_RoundStep):
-    """Step of the matrices that this rank has in full: without a gradient they do not change."""
-
-    def send(self) -> None:
-        """Do nothing: all happens in :meth:`compute`, with one matrix in memory at a time."""
-
-    def receive(self) -> None:
-        """Do nothing: there are no messages."""
-
-    def compute(self) -> None:
-        for index, matrix in enumerate(self.matrices):
-            if matrix.parameter.grad is not None:
-                dtype = self.optimizer.comm_dtype or matrix.parameter.dtype
-                shard = self.prepare_shard(index).view(matrix.sharded.shape).to(dtype)
-                (update,) = self.optimizer.update_all([shard], self.group(index))
-                self.apply_update(index, update)
-
-    def send_back(self) -> None:
-        """Do nothing: there are no messages."""
-
-    def finish(self) -> None:
-        """Do nothing: there are no messages."""
+def _group(optimizer: MatrixOptimizer, matrix: ShardedMatrix) -> dict[str, Any]:
+    group: dict[str, Any] = optimizer.param_groups[matrix.group]
+    return group
 
 
-def _local_gradient(parameter: torch.Tensor, name: str) -> torch.Tensor | None:
+def _prepare(optimizer: MatrixOptimizer, matrix: ShardedMatrix, gradient: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of the matrix for the owner rank, and store the state that changed."""
+    state = _local_state(optimizer, matrix)
+    before = dict(state)
+    shard = optimizer.prepare(gradient, state, _group(optimizer, matrix))
+    _store(optimizer, matrix, {key: value for key, value in state.items() if before.get(key) is not value})
+    return shard
+
+
+def _apply(optimizer: MatrixOptimizer, matrix: ShardedMatrix, update: torch.Tensor) -> None:
+    local = value_of(matrix.parameter)
+    optimizer.apply(local, update.to(local.device), matrix.shape, _group(optimizer, matrix))
+
+
+def _local_gradient(matrix: ShardedMatrix) -> torch.Tensor | None:
     """Return this rank's shard of the gradient, sharded as the parameter."""
-    gradient = parameter.grad
+    parameter, gradient = matrix.parameter, matrix.parameter.grad
     if gradient is None:
         return None
     if gradient.layout is not torch.strided:
-        raise FullshardError(f"{name}: expected a dense gradient, found {gradient.layout}; use sparse=False")
+        raise FullshardError(f"{matrix.name}: expected a dense gradient, found {gradient.layout}; use sparse=False")
     if (
         isinstance(parameter, DTensor)
         and isinstance(gradient, DTensor)
@@ -431,8 +377,15 @@ def _local_gradient(parameter: torch.Tensor, name: str) -> torch.Tensor | None:
     return local_of(gradient)
 
 
-def _store_state(parameter: torch.Tensor, saved: dict[str, Any], changed: dict[str, Any]) -> None:
+def _local_state(optimizer: MatrixOptimizer, matrix: ShardedMatrix) -> dict[str, Any]:
+    """Return the state of a matrix with local tensors."""
+    state = optimizer.state.get(matrix.parameter, {})
+    return {key: local_of(value) if torch.is_tensor(value) else value for key, value in state.items()}
+
+
+def _store(optimizer: MatrixOptimizer, matrix: ShardedMatrix, changed: Mapping[str, Any]) -> None:
     """Store local state in the optimizer's state, as DTensors if the parameter is one."""
+    parameter = matrix.parameter
     for key, value in changed.items():
         if isinstance(parameter, DTensor) and torch.is_tensor(value) and value.shape == value_of(parameter).shape:
             value = DTensor.from_local(
@@ -443,10 +396,10 @@ def _store_state(parameter: torch.Tensor, saved: dict[str, Any], changed: dict[s
                 shape=parameter.shape,
                 stride=parameter.stride(),
             )
-        saved[key] = value
+        optimizer.state[parameter][key] = value
 
 
-def _named(group: _Group, number: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _named(group: dict[str, Any], number: int) -> Iterator[tuple[str, torch.Tensor]]:
     names = group.get("param_names")
     for index, parameter in enumerate(group["params"]):
         default = names[index] if names else f"parameter {index} of group {number}"

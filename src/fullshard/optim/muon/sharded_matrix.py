@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,9 +18,8 @@ from fullshard.checkpoint.state.tensor_shards import region_at
 from fullshard.comm import part_of
 from fullshard.engine.parameters.flat import FlatParameter, FlatShardedParameter
 from fullshard.engine.parameters.sharded import managed_by
-from fullshard.layout import Region
 
-__all__ = ["ShardGroup", "ShardedMatrix", "is_sharded_twice", "matrix_name", "matrix_shape"]
+__all__ = ["MatrixShard", "ShardGroup", "ShardedMatrix", "is_sharded_twice", "matrix_name", "matrix_shape"]
 
 
 @dataclass(frozen=True)
@@ -36,95 +37,70 @@ class ShardGroup:
     group: dist.ProcessGroup = field(compare=False, repr=False)
 
 
-@dataclass(frozen=True)
-class _FlatRange:
-    """Range of a matrix's memory: ``numel`` elements from ``start`` on."""
+class MatrixShard(NamedTuple):
+    """The shard of one rank, as a view of the full matrix: a block, or a range of the wrapper's flat buffer."""
 
-    start: int
-    numel: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def of(self, full: torch.Tensor) -> torch.Tensor:
+        """Return the shard in a full matrix with the parameter's strides, a view."""
+        return full.as_strided(self.shape, self.stride, int(full.storage_offset()) + self.offset)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ShardedMatrix:
-    """One matrix and its shards on all ranks.
+    """One matrix of an optimizer, and its shards on all ranks.
 
     Args:
+        parameter: The parameter; of a sharded matrix, this rank's shard.
+        group: Index of its parameter group.
         name: FQN, or a description.
         shape: Shape of the full matrix.
         stride: Strides of the full matrix when assembled.
         shard_group: Ranks that it is sharded over; None: not sharded.
-        shards: Regions or ranges of these ranks, in their order.
+        shards: Shards of these ranks, in their order.
     """
 
+    parameter: torch.Tensor
+    group: int
     name: str
     shape: tuple[int, int]
     stride: tuple[int, ...]
     shard_group: ShardGroup | None
-    shards: tuple[Region | _FlatRange, ...]
+    shards: tuple[MatrixShard, ...]
 
     @classmethod
-    def of(cls, parameter: torch.Tensor, name: str) -> ShardedMatrix:
-        """Return the sharding of the matrix of which ``parameter`` is this rank's shard.
+    def of(cls, parameter: torch.Tensor, group: int, name: str) -> ShardedMatrix:
+        """Return the matrix of which ``parameter`` is this rank's shard.
 
         Args:
             parameter: 2-D when unsharded: plain, DTensor, or an original parameter of the wrapper, unless
                 :func:`is_sharded_twice`.
+            group: Index of its parameter group.
             name: Result of :func:`matrix_name`.
         """
         rows, columns = matrix_shape(parameter)
         managed = managed_by(parameter)
+        stride: tuple[int, ...] = tuple(parameter.stride())
+        shard_group, shards = _NOT_SHARDED
         if isinstance(managed, FlatShardedParameter) and managed.sharded is parameter:
-            return cls._of_flat(managed, name)
-        if not isinstance(parameter, DTensor):
-            return cls(name, (rows, columns), tuple(parameter.stride()), None, ())
-        mesh, placements = parameter.device_mesh, parameter.placements
-        sharded_axes = [axis for axis, p in enumerate(placements) if not p.is_replicate() and mesh.size(axis) > 1]
-        stride = tuple(parameter.stride())
-        if not sharded_axes:
-            return cls(name, (rows, columns), stride, None, ())
-        coordinates = _sharing_ranks(mesh, sharded_axes)
-        shard_group = _shard_group(mesh, sharded_axes, coordinates)
-        regions = (region_at(parameter, coordinates[rank]) for rank in shard_group.ranks)
-        return cls(name, (rows, columns), stride, shard_group, tuple(regions))
-
-    @classmethod
-    def _of_flat(cls, flat: FlatShardedParameter, name: str) -> ShardedMatrix:
-        mesh, slot = flat.placement.mesh, flat.slot
-        rows, columns = flat.placement.shape
-        stride = flat.shape.stride
-        if mesh.shard is None or mesh.world_size == 1:
-            return cls(name, (rows, columns), stride, None, ())
-        assert slot is not None, f"{name} was not laid out"
-        coordinates = _sharing_ranks(mesh.shard, [0])
-        shard_group = _shard_group(mesh.shard, [0], coordinates)
-        ranges = (slot.shard(coordinates[rank][0]) for rank in shard_group.ranks)
-        return cls(name, (rows, columns), stride, shard_group, tuple(_FlatRange(r.start, r.numel) for r in ranges))
+            stride = managed.shape.stride
+            shard_group, shards = _shards_of_flat(managed)
+        elif isinstance(parameter, DTensor):
+            shard_group, shards = _shards_of_dtensor(parameter)
+        return cls(parameter, group, name, (rows, columns), stride, shard_group, shards)
 
     @property
     def numel(self) -> int:
         """Elements of the full matrix."""
         return math.prod(self.shape)
-
-    def shard_numel(self, index: int) -> int:
-        """Return the number of elements on rank ``index`` of the group."""
-        return self.shards[index].numel
-
-    def shard_shape(self, index: int) -> tuple[int, ...]:
-        """Return the shape of the shard on rank ``index`` of the group."""
-        shard = self.shards[index]
-        return shard.sizes if isinstance(shard, Region) else (shard.numel,)
-
-    def shard(self, full: torch.Tensor, index: int) -> torch.Tensor:
-        """Return the shard of rank ``index`` of the group in ``full``, a view.
-
-        Args:
-            full: A tensor of :attr:`shape` and :attr:`stride`.
-            index: Index of the rank in the group.
-        """
-        shard = self.shards[index]
-        if isinstance(shard, _FlatRange):
-            return full.as_strided((shard.numel,), (1,), int(full.storage_offset()) + shard.start)
-        return full[tuple(slice(start, end) for start, end in zip(shard.offsets, shard.ends, strict=True))]
 
     def empty_full(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Allocate a full matrix."""
@@ -137,14 +113,39 @@ class ShardedMatrix:
         return self.empty_full(full.dtype, full.device).copy_(full)
 
 
+_Sharding = tuple[ShardGroup | None, tuple[MatrixShard, ...]]
+_NOT_SHARDED: _Sharding = (None, ())
+
+
+def _shards_of_dtensor(parameter: DTensor) -> _Sharding:
+    mesh, placements, stride = parameter.device_mesh, parameter.placements, tuple(parameter.stride())
+    sharded_axes = [axis for axis, p in enumerate(placements) if not p.is_replicate() and mesh.size(axis) > 1]
+    if not sharded_axes:
+        return _NOT_SHARDED
+    coordinates = _sharing_ranks(mesh, sharded_axes)
+    shard_group = _shard_group(mesh, sharded_axes, coordinates)
+    regions = [region_at(parameter, coordinates[rank]) for rank in shard_group.ranks]
+    return shard_group, tuple(
+        MatrixShard(region.sizes, stride, sum(map(operator.mul, region.offsets, stride))) for region in regions
+    )
+
+
+def _shards_of_flat(flat: FlatShardedParameter) -> _Sharding:
+    mesh, slot = flat.placement.mesh, flat.slot
+    if mesh.shard is None or mesh.world_size == 1:
+        return _NOT_SHARDED
+    assert slot is not None, f"{flat.fqn} was not laid out"
+    coordinates = _sharing_ranks(mesh.shard, [0])
+    shard_group = _shard_group(mesh.shard, [0], coordinates)
+    ranges = [slot.shard(coordinates[rank][0]) for rank in shard_group.ranks]
+    return shard_group, tuple(MatrixShard((r.numel,), (1,), r.start) for r in ranges)
+
+
 def matrix_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of the full ``parameter``, which is 1-D if it is an original parameter of the wrapper."""
     managed = managed_by(parameter)
-    if (
-        isinstance(managed, FlatShardedParameter)
-        and managed.sharded is parameter
-        and not isinstance(parameter, FlatParameter)
-    ):
+    is_original = isinstance(managed, FlatShardedParameter) and managed.sharded is parameter
+    if managed is not None and is_original and not isinstance(parameter, FlatParameter):
         return tuple(managed.placement.shape)
     return tuple(parameter.shape)
 
