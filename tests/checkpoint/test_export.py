@@ -318,7 +318,7 @@ def test_any_failure_of_the_rank_that_writes_alone_fails_all(rank: Rank, folder:
         if rank.rank == 1:
             patch.setattr(export_module, "_LOOKS", 1)
             patch.setattr(output.OutputFiles, "token_file", property(lambda files: files.folder / "elsewhere"))
-        patch.setattr(export_module.ShardFileIO, "write", fail)
+        patch.setattr(shard_io.ShardFileIO, "write", fail)
         with pytest.raises(FullshardError, match=r"rank 0: .*none left"):
             export_safetensors(model, folder)
     dist.barrier()  # the rank that writes tidies up after it has told the others

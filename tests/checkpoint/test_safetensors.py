@@ -21,7 +21,6 @@ from fullshard.checkpoint.safetensors.files import (
     INDEX_NAME,
     SINGLE_NAME,
     FileTensor,
-    TensorKind,
     find_weights,
     index_text,
     plan_files,
@@ -76,9 +75,9 @@ def test_headers_are_those_that_the_package_writes(tmp_path: Path) -> None:
     assert set(header.tensors) == set(tensors)
     data = (tmp_path / "a.safetensors").read_bytes()
     for name, tensor in tensors.items():
-        found = header.tensors[name]
+        _, found = header.tensors[name]
         assert (found.dtype, found.shape) == (tensor.dtype, tuple(tensor.shape))
-        assert data[found.start :][: found.kind.nbytes] == bytes_of(tensor)
+        assert data[found.start :][: found.nbytes] == bytes_of(tensor)
 
 
 @hypothesis.given(
@@ -95,7 +94,7 @@ def test_planned_files_are_what_the_package_reads(
     """Files with planned headers and tensors at planned places are read by the package, and by us, as planned."""
     folder = tmp_path_factory.mktemp("planned")
     contents = {name: some(dtype, *shape) for name, (dtype, shape) in tensors.items()}
-    kinds = {name: TensorKind(tensor.dtype, tuple(tensor.shape)) for name, tensor in contents.items()}
+    kinds = {name: FileTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in contents.items()}
     plans = plan_files(kinds, limit, {"format": "pt"})
     assert [name for plan in plans for name in kinds if name in plan.tensors] == list(kinds)
     for plan in plans:
@@ -103,23 +102,23 @@ def test_planned_files_are_what_the_package_reads(
         data[: len(plan.header)] = plan.header
         for name, place in plan.tensors.items():
             assert place.start % max(1, place.dtype.itemsize) == 0
-            data[place.start : place.start + place.kind.nbytes] = bytes_of(contents[name])
+            data[place.start : place.start + place.nbytes] = bytes_of(contents[name])
         (folder / plan.name).write_bytes(data)
-        nbytes = sum(place.kind.nbytes for place in plan.tensors.values())
-        assert nbytes <= limit or sum(place.kind.nbytes > 0 for place in plan.tensors.values()) == 1
+        nbytes = sum(place.nbytes for place in plan.tensors.values())
+        assert nbytes <= limit or sum(place.nbytes > 0 for place in plan.tensors.values()) == 1
         read = load_file(folder / plan.name)
         assert set(read) == set(plan.tensors)
         assert all(bytes_of(read[name]) == bytes_of(contents[name]) for name in read)
     if len(plans) > 1:
         (folder / INDEX_NAME).write_text(index_text(plans, {}))
     found = find_weights(folder)
-    assert {name: tensor.kind for name, (_, tensor) in found.tensors.items()} == kinds
+    assert {name: tensor._replace(start=0) for name, (_, tensor) in found.tensors.items()} == kinds
     assert found.metadata == {"format": "pt"}
 
 
 def test_files_are_named_as_usual() -> None:
     """One file has the short name; of several each says how many there are."""
-    kinds = {name: TensorKind(torch.float32, (10,)) for name in "abc"}
+    kinds = {name: FileTensor(torch.float32, (10,)) for name in "abc"}
     assert [plan.name for plan in plan_files(kinds, 1000, {})] == [SINGLE_NAME]
     assert [list(plan.tensors) for plan in plan_files(kinds, 80, {})] == [["a", "b"], ["c"]]
     assert [plan.name for plan in plan_files(kinds, 80, {})] == [
@@ -135,9 +134,9 @@ def test_files_are_named_as_usual() -> None:
 def test_what_the_format_has_no_name_for_is_refused() -> None:
     """Unknown dtypes, with their names, and a tensor called as the metadata."""
     with pytest.raises(ValueError, match=r"a \(torch.complex128\)"):
-        plan_files({"a": TensorKind(torch.complex128, (1,))}, 10, {})
+        plan_files({"a": FileTensor(torch.complex128, (1,))}, 10, {})
     with pytest.raises(ValueError, match="__metadata__"):
-        plan_files({"__metadata__": TensorKind(torch.float32, (1,))}, 10, {})
+        plan_files({"__metadata__": FileTensor(torch.float32, (1,))}, 10, {})
 
 
 # -------------------------------------------------------------------- hostile files
@@ -226,7 +225,7 @@ def test_no_damage_raises_anything_else(data: st.DataObject, tmp_path_factory: p
         header = read_header(path)
     except CheckpointError:
         return
-    assert sum(tensor.kind.nbytes for tensor in header.tensors.values()) == 8
+    assert sum(tensor.nbytes for _, tensor in header.tensors.values()) == 8
 
 
 def spoil(places: Any) -> Callable[[Path], None]:
@@ -378,13 +377,13 @@ def test_pieces_are_written_and_read_at_their_places(
     local = values.clone(memory_format=torch.contiguous_format)
     if transposed and local.dim() > 1:
         local = local.transpose(0, -1).contiguous().transpose(0, -1)
-    path, place = tmp_path_factory.mktemp("shards") / "file", FileTensor(TensorKind(file, shape), start=3)
-    path.write_bytes(b"\xff" * (3 + place.kind.nbytes + 2))
+    path, place = tmp_path_factory.mktemp("shards") / "file", FileTensor(file, shape, start=3)
+    path.write_bytes(b"\xff" * (3 + place.nbytes + 2))
     mover = ShardFileIO(block)
     descriptor = os.open(path, os.O_RDWR)
     try:
         mover.write(descriptor, place, TensorShard(region, local))
-        expected = torch.full((place.kind.nbytes,), 255, dtype=torch.uint8).view(file)
+        expected = torch.full((place.nbytes,), 255, dtype=torch.uint8).view(file)
         expected[indices(shape, region)] = local.reshape(-1).to(file)
         data = path.read_bytes()
         assert data[:3] == b"\xff" * 3 and data[-2:] == b"\xff" * 2
@@ -401,7 +400,7 @@ def test_file_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(10))
     descriptor = os.open(path, os.O_RDONLY)
-    place = FileTensor(TensorKind(torch.float32, (4,)), 0)
+    place = FileTensor(torch.float32, (4,))
     try:
         with pytest.raises(CheckpointError, match="end of file at byte 10, 6 bytes missing"):
             ShardFileIO().read(descriptor, place, TensorShard(Region.whole((4,)), torch.empty(4)))
