@@ -19,7 +19,9 @@ from fullshard.checkpoint.state.optimizer.state import (
     OptimizedParameter,
     Path,
     TensorSpec,
-    agree_on_state,
+    as_shards,
+    compare_fingerprints,
+    fingerprint,
     group_options,
     leaves_of,
     named_groups,
@@ -174,15 +176,13 @@ def _check_same_state(model: nn.Module, members: Sequence[OptimizedParameter], s
     """Raise if ranks that gather together hold different state."""
     if not dist.is_initialized():
         return
-    prints = state_by_fqn(
-        members, state, lambda original, value, is_sharded: original.shards_of(value) if is_sharded else value
-    )
+    prints = state_by_fqn(members, state, as_shards)
     groups: dict[dist.ProcessGroup, dict[str, Any]] = {}
     for original in local_parameters(model):  # including those that only this rank does not optimize
         for group in gather_groups(original):
             groups.setdefault(group, {})[original.fqn] = prints.get(original.fqn, {})
     for group, own in groups.items():
-        agree_on_state(own, group)
+        compare_fingerprints(fingerprint(own), group)
 
 
 def save_local(model: nn.Module, optimizer: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:
