@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,8 @@ from fullshard.checkpoint.safetensors.files import (
     index_text,
     plan_files,
     read_header,
-    shortened,
 )
-from fullshard.checkpoint.safetensors.shard_io import ShardFileIO, contiguous_runs, split_region
+from fullshard.checkpoint.safetensors.shard_io import ShardFileIO
 from fullshard.checkpoint.state.tensor_shards import TensorShard
 from fullshard.errors import CheckpointError
 from fullshard.layout import Region
@@ -117,22 +115,14 @@ def test_planned_files_are_what_the_package_reads(
 
 
 def test_files_are_named_as_usual() -> None:
-    """One file has the short name; of several each says how many there are."""
+    """One file has the short name, several are numbered; what the format has no name for is refused."""
     kinds = {name: FileTensor(torch.float32, (10,)) for name in "abc"}
-    assert [plan.name for plan in plan_files(kinds, 1000, {})] == [SINGLE_NAME]
-    assert [list(plan.tensors) for plan in plan_files(kinds, 80, {})] == [["a", "b"], ["c"]]
-    assert [plan.name for plan in plan_files(kinds, 80, {})] == [
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-    ]
-    assert [plan.name for plan in plan_files({}, 1, {})] == [SINGLE_NAME]
-    index = json.loads(index_text(plan_files(kinds, 80, {}), {"by": "us"}))
-    assert index["metadata"] == {"by": "us", "total_size": 120}
-    assert index["weight_map"]["c"] == "model-00002-of-00002.safetensors"
-
-
-def test_what_the_format_has_no_name_for_is_refused() -> None:
-    """Unknown dtypes, with their names, and a tensor called as the metadata."""
+    assert [plan.name for plan in plan_files(kinds, 1000, {})] == [plan.name for plan in plan_files({}, 1, {})]
+    plans = plan_files(kinds, 80, {})
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert [(plan.name, list(plan.tensors)) for plan in plans] == list(zip(names, (["a", "b"], ["c"]), strict=True))
+    index = json.loads(index_text(plans, {"by": "us"}))
+    assert index["metadata"] == {"by": "us", "total_size": 120} and index["weight_map"]["c"] == names[1]
     with pytest.raises(ValueError, match=r"a \(torch.complex128\)"):
         plan_files({"a": FileTensor(torch.complex128, (1,))}, 10, {})
     with pytest.raises(ValueError, match="__metadata__"):
@@ -142,74 +132,35 @@ def test_what_the_format_has_no_name_for_is_refused() -> None:
 # -------------------------------------------------------------------- hostile files
 
 
-HEADERS: dict[str, tuple[Any, bytes]] = {
+HEADERS: dict[str, tuple[Any, bytes]] = {  # the package checks them; test_no_damage_raises_anything_else draws more
     "gap": ({"a": entry(offsets=(4, 12))}, bytes(12)),
     "overlap": ({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12)),
-    "same place": ({"a": entry(), "b": entry()}, bytes(8)),
-    "reversed": ({"a": entry(offsets=(8, 0))}, bytes(8)),
-    "negative": ({"a": entry(offsets=(-8, 0))}, bytes(8)),
-    "negative shape": ({"a": entry(shape=(-1, -2))}, bytes(8)),
-    "overflow": ({"a": entry(shape=(2**32, 2**32), offsets=(0, 0))}, b""),
-    "huge": ({"a": entry(shape=(2**70,))}, b""),
     "huge file": ({"a": entry(shape=(2**40,), offsets=(0, 2**42))}, bytes(8)),
-    "fraction": ({"a": entry(shape=(2.0,))}, bytes(8)),
-    "truth": ({"a": entry(shape=(True, 2))}, bytes(8)),
-    "text": ({"a": entry(shape="22")}, bytes(8)),
-    "three offsets": ({"a": entry(offsets=(0, 4, 8))}, bytes(8)),
-    "many dims": ({"a": entry(shape=(1,) * 100)}, bytes(8)),
-    "dtype of the future": ({"a": entry(dtype="F31")}, bytes(8)),
     "dtype that torch lacks": ({"a": entry(dtype="F4", shape=(16,))}, bytes(8)),
-    "no dtype": ({"a": entry(dtype=["F32"])}, bytes(8)),  # type: ignore[arg-type]
-    "no entry": ({"a": 3}, bytes(8)),
-    "list": ([1], b""),
-    "metadata": ({"__metadata__": {"a": 1}}, b""),
-    "metadata list": ({"__metadata__": []}, b""),
     "too long": ({"a": entry()}, bytes(9)),
     "too short": ({"a": entry()}, bytes(7)),
 }
 TEXTS = {
-    "name twice": b'{"a": 1, "a": 2}',
-    "key twice": b'{"a": {"dtype": "F32", "dtype": "F32"}}',
     "deep": b"[" * 100_000,
-    "deep objects": b'{"a":' * 100_000,
-    "odd": b"{" + b"9" * 10_000 + b"}",
-    "long number": b'{"a": ' + b"9" * 10_000 + b"}",
-    "no text": b"\xff\xfe",
     "no JSON": b"nothing",
+    # Of two entries of one name the last counts, and all bytes have to be some tensor's.
+    "name twice": f'{{"a": {json.dumps(entry())}, "a": {json.dumps(entry(offsets=(8, 16)))}}}'.encode(),
 }
 
 
 @pytest.mark.parametrize("kind", [*HEADERS, *TEXTS])
 def test_wrong_headers_are_refused(kind: str, tmp_path: Path) -> None:
     """Each with the file's name; also what takes a parser's time, stack or memory."""
-    entries, data = HEADERS.get(kind, (None, b""))
+    entries, data = HEADERS.get(kind, (None, bytes(16)))
     with pytest.raises(CheckpointError, match=r"a\.safetensors: (not a safetensors|tensor 'a' has the dtype 'F4')"):
         read_header(write(tmp_path / "a.safetensors", entries, data, text=TEXTS.get(kind)))
 
 
-def test_a_name_twice_cannot_move_a_tensor(tmp_path: Path) -> None:
-    """Of two entries of one name the last counts, and all bytes have to be some tensor's: only a copy is harmless."""
-    first, second = json.dumps(entry()), json.dumps(entry(offsets=(8, 16)))
-    with pytest.raises(CheckpointError):
-        read_header(write(tmp_path / "a", None, bytes(16), text=f'{{"a": {first}, "a": {second}}}'.encode()))
-
-
-@pytest.mark.parametrize(
-    "data", [b"", b"\x00" * 7, b"\x00" * 8, struct.pack("<Q", 2**63) + b"{}", b"\x02" + b"\x00" * 7]
-)
+@pytest.mark.parametrize("data", [b"", b"\x00" * 8, struct.pack("<Q", 2**63) + b"{}"])
 def test_files_without_a_header_are_refused(data: bytes, tmp_path: Path) -> None:
     """Too short, and lengths that the file does not have."""
     (tmp_path / "a.safetensors").write_bytes(data)
     with pytest.raises(CheckpointError, match="safetensors"):
-        read_header(tmp_path / "a.safetensors")
-
-
-def test_header_longer_than_the_format_allows_is_not_read(tmp_path: Path) -> None:
-    """Even if the file is that long (it has no blocks on the disk)."""
-    with (tmp_path / "a.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", 200_000_000))
-        file.truncate(300_000_000)
-    with pytest.raises(CheckpointError, match="header too large"):
         read_header(tmp_path / "a.safetensors")
 
 
@@ -228,11 +179,8 @@ def test_no_damage_raises_anything_else(data: st.DataObject, tmp_path_factory: p
     assert sum(tensor.nbytes for _, tensor in header.tensors.values()) == 8
 
 
-def spoil(places: Any) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        (folder / INDEX_NAME).write_text(json.dumps({"weight_map": places}))
-
-    return damage
+def write_index(folder: Path, places: Any) -> None:
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": places}))
 
 
 @pytest.mark.parametrize(
@@ -249,67 +197,47 @@ def spoil(places: Any) -> Callable[[Path], None]:
         ({"a": "absent.safetensors"}, "absent.safetensors: cannot be read"),
         ({"b": "a.safetensors"}, "b in a.safetensors"),
         ({"a": "inner"}, "regular file"),
+        ({"a": "pipe"}, "regular file"),
     ],
     ids=str,
 )
 def test_wrong_indices_are_refused(places: Any, says: str, tmp_path: Path) -> None:
-    """Nothing outside of the folder is looked at, and names have to be where the index says."""
+    """Nothing outside of the folder is looked at, names have to be where the index says, and no pipe is waited for."""
     write(tmp_path / "a.safetensors", {"a": entry()}, bytes(8))
     (tmp_path / "inner").mkdir()
-    spoil(places)(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    write_index(tmp_path, places)
     with pytest.raises(CheckpointError, match=says):
         find_weights(tmp_path)
 
 
-def test_links_to_files_elsewhere_are_followed(tmp_path: Path) -> None:
-    """Caches keep weights as links into another folder: the owner of the folder made them."""
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "snapshot").mkdir()
-    write(tmp_path / "blobs" / "1", {"a": entry()}, bytes(8))
-    os.symlink("../blobs/1", tmp_path / "snapshot" / SINGLE_NAME)
-    assert list(find_weights(tmp_path / "snapshot").tensors) == ["a"]
-
-
 def test_what_is_read_of_a_folder(tmp_path: Path) -> None:
-    """The single file first, then the index, then the only file; else an error that lists what is there."""
+    """The single file first (maybe a link), then the index, then the only file; else an error that lists what is there.
+
+    A numbered file without an index is what a killed export or download leaves.
+    """
     with pytest.raises(CheckpointError, match="found nothing"):
         find_weights(tmp_path)
     with pytest.raises(CheckpointError, match="absent: cannot be read"):
         find_weights(tmp_path / "absent")
+    for name, found in (("x-00001-of-00011", None), ("x-00001-of-00001", "x-00001-of-00001")):
+        write(tmp_path / f"{name}.safetensors", {name: entry()}, bytes(8))
+        if found is None:
+            with pytest.raises(CheckpointError, match=f"found {name}"):
+                find_weights(tmp_path)
+        else:
+            assert list(find_weights(tmp_path).tensors) == [found]
+        (tmp_path / f"{name}.safetensors").unlink()
     for name in ("x", "y"):
         write(tmp_path / f"{name}.safetensors", {name: entry()}, bytes(8))
-        if name == "x":
-            assert list(find_weights(tmp_path).tensors) == ["x"]
     with pytest.raises(CheckpointError, match=r"found x.safetensors, y.safetensors"):
         find_weights(tmp_path)
-    spoil({"x": "x.safetensors", "y": "y.safetensors"})(tmp_path)
+    write_index(tmp_path, {"x": "x.safetensors", "y": "y.safetensors"})
     assert list(find_weights(tmp_path).tensors) == ["x", "y"]
-    write(tmp_path / SINGLE_NAME, {"z": entry()}, bytes(8))
+    (tmp_path / "blobs").mkdir()
+    write(tmp_path / "blobs" / "1", {"z": entry()}, bytes(8))
+    os.symlink("blobs/1", tmp_path / SINGLE_NAME)  # as caches keep weights
     assert list(find_weights(tmp_path).tensors) == ["z"]
-
-
-@pytest.mark.parametrize(
-    ("name", "whole"),
-    [
-        ("model-00001-of-00002.safetensors", False),
-        ("x-00002-of-00011.safetensors", False),
-        ("x-00001-of-00001.safetensors", True),
-    ],
-)
-def test_one_of_several_files_is_not_taken_for_all(name: str, whole: bool, tmp_path: Path) -> None:
-    """A numbered file without an index is what a killed export or download leaves."""
-    write(tmp_path / name, {"a": entry()}, bytes(8))
-    if whole:
-        assert list(find_weights(tmp_path).tensors) == ["a"]
-    else:
-        with pytest.raises(CheckpointError, match=f"found {name}"):
-            find_weights(tmp_path)
-
-
-def test_long_lists_are_cut() -> None:
-    """Some names, and how many more."""
-    assert shortened("abc") == "a, b, c"
-    assert shortened(map(str, range(30))) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 20 more"
 
 
 # -------------------------------------------------------------------- shards
@@ -330,27 +258,6 @@ def indices(shape: tuple[int, ...], region: Region) -> list[int]:
     for dim, (offset, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):
         whole = whole.narrow(dim, offset, size)
     return list(whole.reshape(-1).tolist())
-
-
-@hypothesis.given(regions())
-def test_runs_are_the_elements_of_the_box(drawn: tuple[tuple[int, ...], Region]) -> None:
-    """In order, each once, and no two runs that could be one."""
-    shape, region = drawn
-    starts, numel = contiguous_runs(region, shape)
-    assert [start + i for start in starts.tolist() for i in range(numel)] == indices(shape, region)
-    assert not any(b - a == numel for a, b in zip(starts.tolist(), starts.tolist()[1:], strict=False))
-
-
-@hypothesis.given(regions(), st.integers(1, 40), st.booleans())
-def test_parts_cover_the_box_within_the_limit(drawn: tuple[tuple[int, ...], Region], limit: int, own: bool) -> None:
-    """Every element once, and from the first to the last of a part no further than the limit."""
-    shape, region = drawn
-    strides = torch.empty(region.sizes if own else shape, device="meta").stride()
-    parts = list(split_region(region, strides, limit))
-    assert sorted(i for part in parts for i in indices(shape, part)) == indices(shape, region)
-    for part in parts:
-        span = sum((size - 1) * stride for size, stride in zip(part.sizes, strides, strict=True)) + 1
-        assert span <= limit
 
 
 @hypothesis.given(
