@@ -51,9 +51,15 @@ class Custom(torch.optim.Optimizer):
 Make = Callable[..., torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "adam": lambda p, **more: torch.optim.Adam(p, lr=0.01, foreach=False, **more),
+    "adam_foreach": lambda p, **more: torch.optim.Adam(p, lr=0.01, foreach=True, amsgrad=True, **more),
     "adamw_fused": lambda p, **more: torch.optim.AdamW(p, lr=0.01, fused=True, **more),
+    "sgd": lambda p, **more: torch.optim.SGD(p, lr=0.01, momentum=0.9, **more),
     "plain_sgd": lambda p, **more: torch.optim.SGD(p, lr=0.01, **more),
+    "adagrad": lambda p, **more: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.1, **more),
+    "rmsprop": lambda p, **more: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True, **more),
+    "nadam": lambda p, **more: torch.optim.NAdam(p, lr=0.01, **more),
     "asgd": lambda p, **more: torch.optim.ASGD(p, lr=0.01, **more),
+    "adadelta": lambda p, **more: torch.optim.Adadelta(p, lr=0.1, **more),
     "custom": lambda p, **more: Custom(p, **more),
 }
 
