@@ -136,10 +136,10 @@ def _run(initialize: Callable[[], object], module: nn.Module) -> None:
 @contextlib.contextmanager
 def _restored(module: nn.Module, new: Collection[int]) -> Iterator[None]:
     """Undo what is done meanwhile to tensors in ``module``, except those with an id in ``new``."""
+    stores: list[dict[str, Any]] = [held for each in module.modules() for held in (each._parameters, each._buffers)]
     kept = [
         (tensors, name, tensor, value_of(tensor).clone())
-        for each in module.modules()
-        for tensors in (each._parameters, each._buffers)
+        for tensors in stores
         for name, tensor in tensors.items()
         if tensor is not None and id(tensor) not in new
     ]
