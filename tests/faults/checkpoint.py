@@ -107,7 +107,7 @@ FAULTS = [
     ),
     Fault(
         "checkpoint/state/materialize.py",
-        "            value_of(tensor).copy_(value)\n",
+        "                value_of(tensor).copy_(value)\n",
         "",
         "Making a buffer overwrites parameters that the files lack.",
         ("checkpoint/test_import.py",),

@@ -134,7 +134,8 @@ class _WeightSource:
             if not isinstance(new, str):
                 raise TypeError(f"rename: expected a name or None for {name!r}, found {new!r}")
             if new in tensors:
-                raise ValueError(f"rename: {name!r} and another tensor get the same name, {new!r}")
+                both = [old for old in files.tensors if new_name(old) == new]
+                raise ValueError(f"rename: the tensors {both} get the same name, {new!r}")
             tensors[new] = found
         renamed = ((new_name(alias), new_name(first)) for alias, first in _aliases(path, files).items())
         return cls(path, tensors, {alias: first for alias, first in renamed if alias is not None and first in tensors})

@@ -143,11 +143,13 @@ def _restored(module: nn.Module, new: Collection[int]) -> Iterator[None]:
         for name, tensor in tensors.items()
         if tensor is not None and id(tensor) not in new
     ]
-    yield
-    with torch.no_grad():
-        for tensors, name, tensor, value in kept:
-            value_of(tensor).copy_(value)
-            tensors[name] = tensor
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensors, name, tensor, value in kept:
+                value_of(tensor).copy_(value)
+                tensors[name] = tensor
 
 
 def _version_of(tensor: torch.Tensor | None) -> tuple[int, int]:
