@@ -34,10 +34,7 @@ from fullshard.checkpoint.state.optimizer.state import (
     compare_fingerprints,
     fingerprint,
     optimizer_state,
-    to_specs,
 )
-from fullshard.checkpoint.state.optimizer.target import OptimizerTarget
-from fullshard.checkpoint.state.parameters import local_parameters
 from fullshard.checkpoint.state.tensor_shards import TensorShards
 from fullshard.checkpoint.state.types import StateDictType
 from fullshard.errors import FullshardError, PhaseError
@@ -122,37 +119,6 @@ def test_state_on_four_ranks(rank: Rank, kind: str) -> None:
     load(model, new, saved)
     assert new.param_groups[0]["lr"] == 0.01
     assert_states_close(joined(optimizer_state(model, new)["state"]), saved["state"], exact=True)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("kind", ["fully_shard", "flat"])
-def test_state_is_not_copied(rank: Rank, kind: str) -> None:
-    """What is written into the shards is in the optimizer, and padding is in no shard."""
-    model = build(rank, kind)
-    optimizer = stepped(model, "adam", 1)
-    for values in optimizer_state(model, optimizer)["state"].values():
-        for shard in values["exp_avg"].shards:
-            shard.local.fill_(7.0)
-    states = (state["exp_avg"] for state in optimizer.state.values())
-    elements = sum(int((getattr(state, "_local_tensor", state) == 7.0).sum()) for state in states)
-    parts = [part for part in local_parameters(model) if part.parameter.requires_grad]
-    assert elements == sum(shard.local.numel() for p in parts for shard in p.shards_of(p.parameter).shards)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("kind", ["fully_shard", "flat"])
-def test_one_element_and_scalar_parameters(rank: Rank, kind: str) -> None:
-    """State of parameters of one element is told from counters by facts, on ranks that have it and that have not."""
-    model = build(rank, kind)
-    tree = optimizer_state(model, stepped(model, "custom"))["state"]
-    for fqn in ("scale", "one"):
-        assert isinstance(tree[fqn]["nested"]["square"], TensorShards), fqn
-        assert isinstance(tree[fqn]["moments"][1], TensorShards), fqn
-        assert type(tree[fqn]["vector"]) is torch.Tensor, fqn
-        assert type(tree[fqn]["nested"]["pair"][0]) is torch.Tensor, fqn
-    adam = optimizer_state(model, stepped(model, "adam"))["state"]
-    for fqn in ("scale", "one"):
-        assert isinstance(adam[fqn]["exp_avg"], TensorShards) and type(adam[fqn]["step"]) is torch.Tensor, fqn
 
 
 def test_a_lone_scalar_parameter() -> None:
@@ -630,17 +596,6 @@ def test_values_become_what_torch_makes_of_them() -> None:
     own = Own(model.parameters())
     load(model, own, saved)
     assert_states_close(held_by(model, own), saved["state"], exact=True)
-
-
-def test_tensors_that_are_there_already() -> None:
-    """A tensor in place of a description is a value: it is copied, and there is nothing to fill."""
-    model, optimizer, saved = linear_and_saved()
-    described = {fqn: to_specs(state) for fqn, state in saved["state"].items()}
-    step = described["bias"]["step"] = torch.tensor(12.0)
-    target = OptimizerTarget(model, optimizer, described, saved["param_groups"])
-    target.install()
-    found = optimizer.state[model.bias]["step"]
-    assert found.item() == 12.0 and found is not step
 
 
 def test_comparison_fails_on_wrong_values() -> None:
