@@ -25,9 +25,7 @@ from ranks import Rank, on_ranks
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 LAYOUTS = {
     "model and optim": lambda model, optim: {"model": model, "optim": optim, "step": 7},
-    "app": lambda model, optim: {"app": {"model": model, "optim": optim}, "step": 7},
     "app of another name": lambda model, optim: {"state": {"net": model, "opt": optim}, "step": 7},
-    "state dicts": lambda model, optim: {"model_state_dict": model, "optimizer_state_dict": optim, "step": 7},
 }
 
 

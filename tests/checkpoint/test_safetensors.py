@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,19 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from compare import assert_equal
 from fullshard.checkpoint.safetensors.files import (
     INDEX_NAME,
     SINGLE_NAME,
     FileTensor,
-    TensorKind,
     find_weights,
     index_text,
     plan_files,
     read_header,
-    shortened,
 )
-from fullshard.checkpoint.safetensors.shard_io import ShardFileIO, contiguous_runs, split_region
+from fullshard.checkpoint.safetensors.shard_io import ShardFileIO
 from fullshard.checkpoint.state.tensor_shards import TensorShard
 from fullshard.errors import CheckpointError
 from fullshard.layout import Region
@@ -64,23 +61,6 @@ def entry(dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[
 # -------------------------------------------------------------------- headers
 
 
-def test_headers_are_those_that_the_package_writes(tmp_path: Path) -> None:
-    """Every dtype, scalars and empty tensors: names, dtypes, shapes, places, and the metadata."""
-    tensors = {str(dtype): some(dtype, 3, 2) for dtype in DTYPES} | {
-        "scalar": torch.tensor(2.5),
-        "empty": torch.empty(0, 3),
-    }
-    save_file(tensors, tmp_path / "a.safetensors", {"key": "text"})
-    header = read_header(tmp_path / "a.safetensors")
-    assert header.metadata == {"key": "text"}
-    assert set(header.tensors) == set(tensors)
-    data = (tmp_path / "a.safetensors").read_bytes()
-    for name, tensor in tensors.items():
-        found = header.tensors[name]
-        assert (found.dtype, found.shape) == (tensor.dtype, tuple(tensor.shape))
-        assert data[found.start :][: found.kind.nbytes] == bytes_of(tensor)
-
-
 @hypothesis.given(
     tensors=st.dictionaries(
         st.text(min_size=1, max_size=5).filter(lambda name: name != "__metadata__"),
@@ -95,7 +75,7 @@ def test_planned_files_are_what_the_package_reads(
     """Files with planned headers and tensors at planned places are read by the package, and by us, as planned."""
     folder = tmp_path_factory.mktemp("planned")
     contents = {name: some(dtype, *shape) for name, (dtype, shape) in tensors.items()}
-    kinds = {name: TensorKind(tensor.dtype, tuple(tensor.shape)) for name, tensor in contents.items()}
+    kinds = {name: FileTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in contents.items()}
     plans = plan_files(kinds, limit, {"format": "pt"})
     assert [name for plan in plans for name in kinds if name in plan.tensors] == list(kinds)
     for plan in plans:
@@ -103,114 +83,67 @@ def test_planned_files_are_what_the_package_reads(
         data[: len(plan.header)] = plan.header
         for name, place in plan.tensors.items():
             assert place.start % max(1, place.dtype.itemsize) == 0
-            data[place.start : place.start + place.kind.nbytes] = bytes_of(contents[name])
+            data[place.start : place.start + place.nbytes] = bytes_of(contents[name])
         (folder / plan.name).write_bytes(data)
-        nbytes = sum(place.kind.nbytes for place in plan.tensors.values())
-        assert nbytes <= limit or sum(place.kind.nbytes > 0 for place in plan.tensors.values()) == 1
+        nbytes = sum(place.nbytes for place in plan.tensors.values())
+        assert nbytes <= limit or sum(place.nbytes > 0 for place in plan.tensors.values()) == 1
         read = load_file(folder / plan.name)
         assert set(read) == set(plan.tensors)
         assert all(bytes_of(read[name]) == bytes_of(contents[name]) for name in read)
     if len(plans) > 1:
         (folder / INDEX_NAME).write_text(index_text(plans, {}))
     found = find_weights(folder)
-    assert {name: tensor.kind for name, (_, tensor) in found.tensors.items()} == kinds
+    assert {name: tensor._replace(start=0) for name, (_, tensor) in found.tensors.items()} == kinds
     assert found.metadata == {"format": "pt"}
 
 
 def test_files_are_named_as_usual() -> None:
-    """One file has the short name; of several each says how many there are."""
-    kinds = {name: TensorKind(torch.float32, (10,)) for name in "abc"}
-    assert [plan.name for plan in plan_files(kinds, 1000, {})] == [SINGLE_NAME]
-    assert [list(plan.tensors) for plan in plan_files(kinds, 80, {})] == [["a", "b"], ["c"]]
-    assert [plan.name for plan in plan_files(kinds, 80, {})] == [
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-    ]
-    assert [plan.name for plan in plan_files({}, 1, {})] == [SINGLE_NAME]
-    index = json.loads(index_text(plan_files(kinds, 80, {}), {"by": "us"}))
-    assert index["metadata"] == {"by": "us", "total_size": 120}
-    assert index["weight_map"]["c"] == "model-00002-of-00002.safetensors"
-
-
-def test_what_the_format_has_no_name_for_is_refused() -> None:
-    """Unknown dtypes, with their names, and a tensor called as the metadata."""
+    """One file has the short name, several are numbered; what the format has no name for is refused."""
+    kinds = {name: FileTensor(torch.float32, (10,)) for name in "abc"}
+    assert [plan.name for plan in plan_files(kinds, 1000, {})] == [plan.name for plan in plan_files({}, 1, {})]
+    plans = plan_files(kinds, 80, {})
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert [(plan.name, list(plan.tensors)) for plan in plans] == list(zip(names, (["a", "b"], ["c"]), strict=True))
+    index = json.loads(index_text(plans, {"by": "us"}))
+    assert index["metadata"] == {"by": "us", "total_size": 120} and index["weight_map"]["c"] == names[1]
     with pytest.raises(ValueError, match=r"a \(torch.complex128\)"):
-        plan_files({"a": TensorKind(torch.complex128, (1,))}, 10, {})
+        plan_files({"a": FileTensor(torch.complex128, (1,))}, 10, {})
     with pytest.raises(ValueError, match="__metadata__"):
-        plan_files({"__metadata__": TensorKind(torch.float32, (1,))}, 10, {})
+        plan_files({"__metadata__": FileTensor(torch.float32, (1,))}, 10, {})
 
 
 # -------------------------------------------------------------------- hostile files
 
 
-HEADERS: dict[str, tuple[Any, bytes]] = {
+HEADERS: dict[str, tuple[Any, bytes]] = {  # the package checks them; test_no_damage_raises_anything_else draws more
     "gap": ({"a": entry(offsets=(4, 12))}, bytes(12)),
     "overlap": ({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12)),
-    "same place": ({"a": entry(), "b": entry()}, bytes(8)),
-    "reversed": ({"a": entry(offsets=(8, 0))}, bytes(8)),
-    "negative": ({"a": entry(offsets=(-8, 0))}, bytes(8)),
-    "negative shape": ({"a": entry(shape=(-1, -2))}, bytes(8)),
-    "overflow": ({"a": entry(shape=(2**32, 2**32), offsets=(0, 0))}, b""),
-    "huge": ({"a": entry(shape=(2**70,))}, b""),
     "huge file": ({"a": entry(shape=(2**40,), offsets=(0, 2**42))}, bytes(8)),
-    "fraction": ({"a": entry(shape=(2.0,))}, bytes(8)),
-    "truth": ({"a": entry(shape=(True, 2))}, bytes(8)),
-    "text": ({"a": entry(shape="22")}, bytes(8)),
-    "three offsets": ({"a": entry(offsets=(0, 4, 8))}, bytes(8)),
-    "many dims": ({"a": entry(shape=(1,) * 100)}, bytes(8)),
-    "dtype of the future": ({"a": entry(dtype="F31")}, bytes(8)),
     "dtype that torch lacks": ({"a": entry(dtype="F4", shape=(16,))}, bytes(8)),
-    "no dtype": ({"a": entry(dtype=["F32"])}, bytes(8)),  # type: ignore[arg-type]
-    "no entry": ({"a": 3}, bytes(8)),
-    "list": ([1], b""),
-    "metadata": ({"__metadata__": {"a": 1}}, b""),
-    "metadata list": ({"__metadata__": []}, b""),
     "too long": ({"a": entry()}, bytes(9)),
     "too short": ({"a": entry()}, bytes(7)),
 }
 TEXTS = {
-    "name twice": b'{"a": 1, "a": 2}',
-    "key twice": b'{"a": {"dtype": "F32", "dtype": "F32"}}',
     "deep": b"[" * 100_000,
-    "deep objects": b'{"a":' * 100_000,
-    "odd": b"{" + b"9" * 10_000 + b"}",
-    "long number": b'{"a": ' + b"9" * 10_000 + b"}",
-    "no text": b"\xff\xfe",
     "no JSON": b"nothing",
+    # Of two entries of one name the last counts, and all bytes have to be some tensor's.
+    "name twice": f'{{"a": {json.dumps(entry())}, "a": {json.dumps(entry(offsets=(8, 16)))}}}'.encode(),
 }
 
 
 @pytest.mark.parametrize("kind", [*HEADERS, *TEXTS])
 def test_wrong_headers_are_refused(kind: str, tmp_path: Path) -> None:
     """Each with the file's name; also what takes a parser's time, stack or memory."""
-    entries, data = HEADERS.get(kind, (None, b""))
+    entries, data = HEADERS.get(kind, (None, bytes(16)))
     with pytest.raises(CheckpointError, match=r"a\.safetensors: (not a safetensors|tensor 'a' has the dtype 'F4')"):
         read_header(write(tmp_path / "a.safetensors", entries, data, text=TEXTS.get(kind)))
 
 
-def test_a_name_twice_cannot_move_a_tensor(tmp_path: Path) -> None:
-    """Of two entries of one name the last counts, and all bytes have to be some tensor's: only a copy is harmless."""
-    first, second = json.dumps(entry()), json.dumps(entry(offsets=(8, 16)))
-    with pytest.raises(CheckpointError):
-        read_header(write(tmp_path / "a", None, bytes(16), text=f'{{"a": {first}, "a": {second}}}'.encode()))
-
-
-@pytest.mark.parametrize(
-    "data", [b"", b"\x00" * 7, b"\x00" * 8, struct.pack("<Q", 2**63) + b"{}", b"\x02" + b"\x00" * 7]
-)
+@pytest.mark.parametrize("data", [b"", b"\x00" * 8, struct.pack("<Q", 2**63) + b"{}"])
 def test_files_without_a_header_are_refused(data: bytes, tmp_path: Path) -> None:
     """Too short, and lengths that the file does not have."""
     (tmp_path / "a.safetensors").write_bytes(data)
     with pytest.raises(CheckpointError, match="safetensors"):
-        read_header(tmp_path / "a.safetensors")
-
-
-def test_header_longer_than_the_format_allows_is_not_read(tmp_path: Path) -> None:
-    """Even if the file is that long (it has no blocks on the disk)."""
-    with (tmp_path / "a.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", 200_000_000))
-        file.truncate(300_000_000)
-    with pytest.raises(CheckpointError, match="header too large"):
         read_header(tmp_path / "a.safetensors")
 
 
@@ -226,14 +159,11 @@ def test_no_damage_raises_anything_else(data: st.DataObject, tmp_path_factory: p
         header = read_header(path)
     except CheckpointError:
         return
-    assert sum(tensor.kind.nbytes for tensor in header.tensors.values()) == 8
+    assert sum(tensor.nbytes for _, tensor in header.tensors.values()) == 8
 
 
-def spoil(places: Any) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        (folder / INDEX_NAME).write_text(json.dumps({"weight_map": places}))
-
-    return damage
+def write_index(folder: Path, places: Any) -> None:
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": places}))
 
 
 @pytest.mark.parametrize(
@@ -250,67 +180,47 @@ def spoil(places: Any) -> Callable[[Path], None]:
         ({"a": "absent.safetensors"}, "absent.safetensors: cannot be read"),
         ({"b": "a.safetensors"}, "b in a.safetensors"),
         ({"a": "inner"}, "regular file"),
+        ({"a": "pipe"}, "regular file"),
     ],
     ids=str,
 )
 def test_wrong_indices_are_refused(places: Any, says: str, tmp_path: Path) -> None:
-    """Nothing outside of the folder is looked at, and names have to be where the index says."""
+    """Nothing outside of the folder is looked at, names have to be where the index says, and no pipe is waited for."""
     write(tmp_path / "a.safetensors", {"a": entry()}, bytes(8))
     (tmp_path / "inner").mkdir()
-    spoil(places)(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    write_index(tmp_path, places)
     with pytest.raises(CheckpointError, match=says):
         find_weights(tmp_path)
 
 
-def test_links_to_files_elsewhere_are_followed(tmp_path: Path) -> None:
-    """Caches keep weights as links into another folder: the owner of the folder made them."""
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "snapshot").mkdir()
-    write(tmp_path / "blobs" / "1", {"a": entry()}, bytes(8))
-    os.symlink("../blobs/1", tmp_path / "snapshot" / SINGLE_NAME)
-    assert list(find_weights(tmp_path / "snapshot").tensors) == ["a"]
-
-
 def test_what_is_read_of_a_folder(tmp_path: Path) -> None:
-    """The single file first, then the index, then the only file; else an error that lists what is there."""
+    """The single file first (maybe a link), then the index, then the only file; else an error that lists what is there.
+
+    A numbered file without an index is what a killed export or download leaves.
+    """
     with pytest.raises(CheckpointError, match="found nothing"):
         find_weights(tmp_path)
     with pytest.raises(CheckpointError, match="absent: cannot be read"):
         find_weights(tmp_path / "absent")
+    for name, found in (("x-00001-of-00011", None), ("x-00001-of-00001", "x-00001-of-00001")):
+        write(tmp_path / f"{name}.safetensors", {name: entry()}, bytes(8))
+        if found is None:
+            with pytest.raises(CheckpointError, match=f"found {name}"):
+                find_weights(tmp_path)
+        else:
+            assert list(find_weights(tmp_path).tensors) == [found]
+        (tmp_path / f"{name}.safetensors").unlink()
     for name in ("x", "y"):
         write(tmp_path / f"{name}.safetensors", {name: entry()}, bytes(8))
-        if name == "x":
-            assert list(find_weights(tmp_path).tensors) == ["x"]
     with pytest.raises(CheckpointError, match=r"found x.safetensors, y.safetensors"):
         find_weights(tmp_path)
-    spoil({"x": "x.safetensors", "y": "y.safetensors"})(tmp_path)
+    write_index(tmp_path, {"x": "x.safetensors", "y": "y.safetensors"})
     assert list(find_weights(tmp_path).tensors) == ["x", "y"]
-    write(tmp_path / SINGLE_NAME, {"z": entry()}, bytes(8))
+    (tmp_path / "blobs").mkdir()
+    write(tmp_path / "blobs" / "1", {"z": entry()}, bytes(8))
+    os.symlink("blobs/1", tmp_path / SINGLE_NAME)  # as caches keep weights
     assert list(find_weights(tmp_path).tensors) == ["z"]
-
-
-@pytest.mark.parametrize(
-    ("name", "whole"),
-    [
-        ("model-00001-of-00002.safetensors", False),
-        ("x-00002-of-00011.safetensors", False),
-        ("x-00001-of-00001.safetensors", True),
-    ],
-)
-def test_one_of_several_files_is_not_taken_for_all(name: str, whole: bool, tmp_path: Path) -> None:
-    """A numbered file without an index is what a killed export or download leaves."""
-    write(tmp_path / name, {"a": entry()}, bytes(8))
-    if whole:
-        assert list(find_weights(tmp_path).tensors) == ["a"]
-    else:
-        with pytest.raises(CheckpointError, match=f"found {name}"):
-            find_weights(tmp_path)
-
-
-def test_long_lists_are_cut() -> None:
-    """Some names, and how many more."""
-    assert shortened("abc") == "a, b, c"
-    assert shortened(map(str, range(30))) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 20 more"
 
 
 # -------------------------------------------------------------------- shards
@@ -331,27 +241,6 @@ def indices(shape: tuple[int, ...], region: Region) -> list[int]:
     for dim, (offset, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):
         whole = whole.narrow(dim, offset, size)
     return list(whole.reshape(-1).tolist())
-
-
-@hypothesis.given(regions())
-def test_runs_are_the_elements_of_the_box(drawn: tuple[tuple[int, ...], Region]) -> None:
-    """In order, each once, and no two runs that could be one."""
-    shape, region = drawn
-    starts, numel = contiguous_runs(region, shape)
-    assert [start + i for start in starts.tolist() for i in range(numel)] == indices(shape, region)
-    assert not any(b - a == numel for a, b in zip(starts.tolist(), starts.tolist()[1:], strict=False))
-
-
-@hypothesis.given(regions(), st.integers(1, 40), st.booleans())
-def test_parts_cover_the_box_within_the_limit(drawn: tuple[tuple[int, ...], Region], limit: int, own: bool) -> None:
-    """Every element once, and from the first to the last of a part no further than the limit."""
-    shape, region = drawn
-    strides = torch.empty(region.sizes if own else shape, device="meta").stride()
-    parts = list(split_region(region, strides, limit))
-    assert sorted(i for part in parts for i in indices(shape, part)) == indices(shape, region)
-    for part in parts:
-        span = sum((size - 1) * stride for size, stride in zip(part.sizes, strides, strict=True)) + 1
-        assert span <= limit
 
 
 @hypothesis.given(
@@ -378,13 +267,13 @@ def test_pieces_are_written_and_read_at_their_places(
     local = values.clone(memory_format=torch.contiguous_format)
     if transposed and local.dim() > 1:
         local = local.transpose(0, -1).contiguous().transpose(0, -1)
-    path, place = tmp_path_factory.mktemp("shards") / "file", FileTensor(TensorKind(file, shape), start=3)
-    path.write_bytes(b"\xff" * (3 + place.kind.nbytes + 2))
+    path, place = tmp_path_factory.mktemp("shards") / "file", FileTensor(file, shape, start=3)
+    path.write_bytes(b"\xff" * (3 + place.nbytes + 2))
     mover = ShardFileIO(block)
     descriptor = os.open(path, os.O_RDWR)
     try:
         mover.write(descriptor, place, TensorShard(region, local))
-        expected = torch.full((place.kind.nbytes,), 255, dtype=torch.uint8).view(file)
+        expected = torch.full((place.nbytes,), 255, dtype=torch.uint8).view(file)
         expected[indices(shape, region)] = local.reshape(-1).to(file)
         data = path.read_bytes()
         assert data[:3] == b"\xff" * 3 and data[-2:] == b"\xff" * 2
@@ -401,7 +290,7 @@ def test_file_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(10))
     descriptor = os.open(path, os.O_RDONLY)
-    place = FileTensor(TensorKind(torch.float32, (4,)), 0)
+    place = FileTensor(torch.float32, (4,))
     try:
         with pytest.raises(CheckpointError, match="end of file at byte 10, 6 bytes missing"):
             ShardFileIO().read(descriptor, place, TensorShard(Region.whole((4,)), torch.empty(4)))

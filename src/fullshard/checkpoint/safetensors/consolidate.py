@@ -8,14 +8,13 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
 import torch
 
 from fullshard.checkpoint.format.host import bytes_of
-from fullshard.checkpoint.safetensors.export import ALIASES
-from fullshard.checkpoint.safetensors.files import FilePlan, TensorKind, local_path, plan_files
-from fullshard.checkpoint.safetensors.output import OutputFiles, make_folder
+from fullshard.checkpoint.safetensors.export import ALIASES, check_arguments, described
+from fullshard.checkpoint.safetensors.files import FilePlan, local_path, plan_files
+from fullshard.checkpoint.safetensors.output import OutputFiles, errors_with_path
 from fullshard.checkpoint.tools.offline import Checkpoint, open_checkpoint
 from fullshard.errors import CheckpointError
 
@@ -50,27 +49,28 @@ def export(
             files at ``out`` are then unchanged.
         ValueError: If an argument is invalid, or safetensors does not support a dtype.
     """
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype: expected a floating-point dtype, found {dtype}")
-    if max_shard_bytes <= 0:
-        raise ValueError(f"max_shard_bytes: expected a positive number, found {max_shard_bytes}")
+    check_arguments(dtype, max_shard_bytes)
     target = local_path("out", out)
     single = target.suffix == ".safetensors"
     with open_checkpoint(path) as checkpoint:
-        kinds = {name.removeprefix(prefix): _kind(checkpoint, name, dtype) for name in _names(checkpoint, prefix)}
+        tensors = {
+            name.removeprefix(prefix): described(checkpoint.dtype(name), checkpoint.shape(name), dtype)
+            for name in _names(checkpoint, prefix)
+        }
         metadata = {"format": "pt", **_tied(checkpoint, prefix)}
-        plans = plan_files(kinds, 1 << 62 if single else max_shard_bytes, metadata)
+        plans = plan_files(tensors, 1 << 62 if single else max_shard_bytes, metadata)
         if single:
             plans = [replace(plans[0], name=target.name)]
         folder = target.parent if single else target
         files = OutputFiles(folder, plans, secrets.token_hex(8), is_single=single)
-        make_folder(folder)
+        with errors_with_path(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         try:
             files.make()
             for plan in plans:
-                with files.opened(plan) as descriptor, os.fdopen(descriptor, "wb", closefd=False) as stream:
-                    stream.seek(len(plan.header))
-                    _write(checkpoint, plan, prefix, stream, progress)
+                with files.opened(plan) as descriptor:
+                    os.lseek(descriptor, len(plan.header), os.SEEK_SET)
+                    _write(checkpoint, plan, prefix, descriptor, progress)
             return files.publish({})
         finally:
             files.clean_up()
@@ -88,11 +88,6 @@ def _names(checkpoint: Checkpoint, prefix: str) -> list[str]:
     return found
 
 
-def _kind(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> TensorKind:
-    found = checkpoint.dtype(name)
-    return TensorKind(dtype if dtype is not None and found.is_floating_point else found, tuple(checkpoint.shape(name)))
-
-
 def _tied(checkpoint: Checkpoint, prefix: str) -> dict[str, str]:
     """Return the metadata in which :func:`fullshard.load_safetensors` finds the other names of tied parameters."""
     aliases = {
@@ -104,10 +99,13 @@ def _tied(checkpoint: Checkpoint, prefix: str) -> dict[str, str]:
 
 
 def _write(
-    checkpoint: Checkpoint, plan: FilePlan, prefix: str, stream: IO[bytes], progress: Callable[[int], object] | None
+    checkpoint: Checkpoint, plan: FilePlan, prefix: str, descriptor: int, progress: Callable[[int], object] | None
 ) -> None:
     for name, place in sorted(plan.tensors.items(), key=lambda item: item[1].start):
         for _, part in checkpoint.parts(prefix + name):
-            written = stream.write(bytes_of(part.to(place.dtype)))
-            if progress is not None:
-                progress(written)
+            view = bytes_of(part.to(place.dtype))
+            while view:
+                written = os.write(descriptor, view)
+                view = view[written:]
+                if progress is not None:
+                    progress(written)

@@ -10,13 +10,11 @@ writes all, tensor by tensor, as :func:`fullshard.full_tensors` gathers them.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -24,14 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.checkpoint.format.host import plain
-from fullshard.checkpoint.safetensors.files import (
-    TensorKind,
-    local_path,
-    plan_files,
-    shortened,
-)
-from fullshard.checkpoint.safetensors.output import OutputFiles, errors_with_path, make_folder
-from fullshard.checkpoint.safetensors.shard_io import ShardFileIO
+from fullshard.checkpoint.safetensors.files import FileTensor, local_path, plan_files, shortened
+from fullshard.checkpoint.safetensors.output import OutputFiles, errors_with_path
 from fullshard.checkpoint.safetensors.stream import full_tensors
 from fullshard.checkpoint.state.model import ModelState, model_state
 from fullshard.checkpoint.state.tensor_shards import TensorShard, TensorShards
@@ -39,7 +31,7 @@ from fullshard.errors import CheckpointError, UnmaterializedParameterError
 from fullshard.ranks.agreement import any_rank, compare, digest_of, gather, who_differs
 from fullshard.ranks.barrier import RankBarrier, rank_barrier
 
-__all__ = ["ALIASES", "export_safetensors"]
+__all__ = ["ALIASES", "check_arguments", "described", "export_safetensors"]
 
 ALIASES = "aliases"  # metadata key: other names of tied parameters, each with the name in the files
 _LOOKS, _LOOK_S = 5, 0.2  # retries and interval when looking for the folder: a network file system may show it late
@@ -84,25 +76,28 @@ def export_safetensors(
         PhaseError: If a unit is in the middle of a step.
         FullshardError: On the ranks that wait, if others do not call ``export_safetensors``.
     """
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"export_safetensors: dtype: expected a floating-point dtype, found {dtype}")
-    if max_shard_bytes <= 0:
-        raise ValueError(f"export_safetensors: max_shard_bytes: expected a positive number, found {max_shard_bytes}")
     texts = dict(metadata or {})
-    wrong = [key for key, text in texts.items() if not isinstance(key, str) or not isinstance(text, str)]
-    if wrong or ALIASES in texts:
-        raise ValueError(
-            f"export_safetensors: metadata: expected strings by names other than {ALIASES!r}, found {texts}"
-        )
+    check_arguments(dtype, max_shard_bytes)
+    if ALIASES in texts or not all(isinstance(text, str) for item in texts.items() for text in item):
+        raise ValueError(f"metadata: expected strings by names other than {ALIASES!r}, found {texts}")
     path = local_path("export_safetensors: folder", folder)
     with rank_barrier(f"export_safetensors {path}", process_group) as barrier:
         state = barrier.run_on_all("planning", lambda: _exportable_state(model))
-        kinds = {name: _kind(shards, dtype) for name, shards in state.tensors.items()}
-        plans = barrier.run_on_all("planning", lambda: plan_files(kinds, max_shard_bytes, _header_texts(texts, state)))
-        _compare(kinds, process_group)
-        made = barrier.run_on_all("making the folder", lambda: _make_folder(path) if barrier.rank == 0 else "")
-        token = next(iter(gather(made, process_group).values()))
-        files = OutputFiles(path, plans, token, sync)
+        tensors = {name: described(shards.dtype, shards.shape, dtype) for name, shards in state.tensors.items()}
+        aliases = {ALIASES: json.dumps(state.aliases)} if state.aliases else {}
+        header_texts = {"format": "pt", **texts, **aliases}  # some readers require the format
+        plans = barrier.run_on_all("planning", lambda: plan_files(tensors, max_shard_bytes, header_texts))
+        # Pipeline stages, for example, hold other tensors.
+        advice = "pass the process_group of the ranks that one model is sharded over"
+        digest = digest_of([(name, str(tensor.dtype), tensor.shape) for name, tensor in tensors.items()])
+        compare(
+            digest,
+            [process_group],
+            lambda found: CheckpointError(f"{who_differs(found)} in the model's tensors; {advice}"),
+        )
+        made = OutputFiles(path, plans, secrets.token_hex(8), sync)
+        _on_first(barrier, "making the folder", lambda: _make_folder(made))
+        files = OutputFiles(path, plans, next(iter(gather(made.token, process_group).values())), sync)
         try:
             seen = barrier.run_on_all("looking for the folder", lambda: _sees_folder(files))
             shared = not any_rank(not seen, [process_group])
@@ -110,14 +105,27 @@ def export_safetensors(
             if shared:
                 own, partial = _assign_shards(state, process_group)
                 barrier.run_on_all("assigning shards", lambda: _check_complete(partial, state))
-                barrier.run_on_all("writing", lambda: _write_shards(files, own))
+                barrier.run_on_all("writing", lambda: files.write(own))
             else:
-                error = _write_stream(files, full_tensors(model, dtype=dtype), writes=barrier.rank == 0)
+                error = _write_alone(files, model, dtype, writes=barrier.rank == 0)
                 barrier.run_on_all("writing", lambda: _raise(error))
             _on_first(barrier, "naming files", lambda: files.publish(texts))
         finally:
             if barrier.rank == 0:
                 files.clean_up()
+
+
+def check_arguments(dtype: torch.dtype | None, max_shard_bytes: int) -> None:
+    """Raise ValueError if an argument of an export is invalid."""
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype: expected a floating-point dtype, found {dtype}")
+    if max_shard_bytes <= 0:
+        raise ValueError(f"max_shard_bytes: expected a positive number, found {max_shard_bytes}")
+
+
+def described(own: torch.dtype, shape: Sequence[int], dtype: torch.dtype | None) -> FileTensor:
+    """Return a tensor as it is in a file, with floating-point ones converted to ``dtype``."""
+    return FileTensor(dtype if dtype is not None and own.is_floating_point else own, tuple(shape))
 
 
 def _on_first(barrier: RankBarrier, step: str, function: Callable[[], object]) -> None:
@@ -148,27 +156,9 @@ def _exportable_state(model: nn.Module) -> ModelState:
     return state
 
 
-def _kind(shards: TensorShards, dtype: torch.dtype | None) -> TensorKind:
-    casts = dtype is not None and shards.dtype.is_floating_point
-    return TensorKind(dtype if casts and dtype is not None else shards.dtype, tuple(shards.shape))
-
-
-def _header_texts(texts: Mapping[str, str], state: ModelState) -> dict[str, str]:
-    aliases = {ALIASES: json.dumps(state.aliases)} if state.aliases else {}
-    return {"format": "pt", **texts, **aliases}  # some readers require the format
-
-
-def _compare(kinds: Mapping[str, TensorKind], group: dist.ProcessGroup | None) -> None:
-    """Raise if ranks do not hold shards of the same tensors: pipeline stages, for example."""
-    digest = digest_of([(name, str(kind.dtype), kind.shape) for name, kind in kinds.items()])
-    advice = "pass the process_group of the ranks that one model is sharded over"
-    compare(digest, [group], lambda found: CheckpointError(f"{who_differs(found)} in the model's tensors; {advice}"))
-
-
-ShardList = list[tuple[str, TensorShard]]
-
-
-def _assign_shards(state: ModelState, group: dist.ProcessGroup | None) -> tuple[ShardList, dict[str, int]]:
+def _assign_shards(
+    state: ModelState, group: dist.ProcessGroup | None
+) -> tuple[list[tuple[str, TensorShard]], dict[str, int]]:
     """Return the shards that this rank writes: all that it holds, except replicas that another rank writes. A
     collective.
 
@@ -179,23 +169,31 @@ def _assign_shards(state: ModelState, group: dist.ProcessGroup | None) -> tuple[
         The shards; and, equal on all ranks, the tensors that all shards together do not cover, with the number of
         elements that they cover.
     """
-    shards = [(name, shard) for name, held in state.tensors.items() for shard in held.shards if shard.region.numel]
-    alone = not dist.is_initialized() or dist.get_world_size(group) == 1
-    size, rank = (1, 0) if alone else (dist.get_world_size(group), dist.get_rank(group))
-    own = np.array([_holding_digest(held) for held in state.tensors.values()], dtype=np.int64).reshape(-1, 3)
-    loads, mine, partial = np.zeros(size, dtype=np.int64), set(), {}
-    names, step = list(state.tensors), max(1, _AGREED_BYTES // (own.itemsize * 3 * size))
-    for start in range(0, len(names), step):
-        table = np.stack(list(gather(own[start : start + step], group).values()))
-        for name, column in zip(names[start : start + step], table.transpose(1, 0, 2), strict=True):
-            writers = _writers(column, loads)
+    size = dist.get_world_size(group) if dist.is_initialized() else 1
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    own = np.array([_holding(held) for held in state.tensors.values()], dtype=np.int64).reshape(-1, 3)
+    loads, mine, partial = np.zeros(size, dtype=np.int64), [], {}
+    items, step = list(state.tensors.items()), max(1, _AGREED_BYTES // (own.itemsize * 3 * size))
+    for start in range(0, len(items), step):
+        table = np.stack(list(gather(own[start : start + step], group).values()), axis=1)
+        for (name, held), column in zip(items[start : start + step], table, strict=True):
+            order = np.argsort(loads, kind="stable")
+            digests, first = np.unique(column[order, 0], return_index=True)
+            writers = order[first[digests != 0]]  # of each set of regions, the rank with the least to write
             loads[writers] += column[writers, 1]
             if rank in writers:
-                mine.add(name)
+                mine += [(name, shard) for shard in held.shards if shard.region.numel]
             numel = int(column[writers, 2].sum())
-            if numel != state.tensors[name].shape.numel():
+            if numel != held.shape.numel():
                 partial[name] = numel
-    return [(name, shard) for name, shard in shards if name in mine], partial
+    return mine, partial
+
+
+def _holding(shards: TensorShards) -> tuple[int, int, int]:
+    """Return a hash of the regions of a tensor that this rank holds (0 if none), their bytes, and their elements."""
+    regions = [(shard.region.offsets, shard.region.sizes) for shard in shards.shards if shard.region.numel]
+    digest = int.from_bytes(digest_of(regions), "little", signed=True) | 1
+    return (digest if regions else 0), shards.nbytes, sum(shard.region.numel for shard in shards.shards)
 
 
 def _check_complete(partial: Mapping[str, int], state: ModelState) -> None:
@@ -211,31 +209,14 @@ def _check_complete(partial: Mapping[str, int], state: ModelState) -> None:
         )
 
 
-def _holding_digest(shards: TensorShards) -> tuple[int, int, int]:
-    """Return a hash of the regions of a tensor that this rank holds (0 if none), their bytes, and their elements."""
-    regions = [(shard.region.offsets, shard.region.sizes) for shard in shards.shards if shard.region.numel]
-    digest = hashlib.blake2b(repr(regions).encode(), digest_size=8).digest()
-    numel = sum(shard.region.numel for shard in shards.shards)
-    return (int.from_bytes(digest, "little", signed=True) | 1 if regions else 0), shards.nbytes, numel
-
-
-def _writers(column: np.ndarray, loads: np.ndarray) -> list[int]:
-    """Return one rank for each distinct set of regions."""
-    order = np.lexsort((np.arange(len(loads)), loads, column[:, 0]))
-    _, first = np.unique(column[order, 0], return_index=True)
-    return [int(rank) for rank in order[first] if column[rank, 0]]
-
-
 # -------------------------------------------------------------------- files
 
 
-def _make_folder(folder: Path) -> str:
+def _make_folder(files: OutputFiles) -> None:
     """Create the folder, and a file in it by which other ranks can tell that they see the same folder."""
-    token = secrets.token_hex(8)
-    make_folder(folder)
-    with errors_with_path(folder):
-        OutputFiles(folder, (), token).token_file.touch()
-    return token
+    with errors_with_path(files.folder):
+        files.folder.mkdir(parents=True, exist_ok=True)
+        files.token_file.touch()
 
 
 def _sees_folder(files: OutputFiles) -> bool:
@@ -247,34 +228,20 @@ def _sees_folder(files: OutputFiles) -> bool:
     return False
 
 
-def _write_shards(files: OutputFiles, share: ShardList) -> None:
-    """Write shards to their byte ranges."""
-    plan_of = {name: index for index, plan in enumerate(files.plans) for name in plan.tensors}
-    by_file: dict[int, ShardList] = {}
-    for name, shard in share:
-        by_file.setdefault(plan_of[name], []).append((name, shard))
-    mover = ShardFileIO()
-    for index in sorted(by_file):
-        with files.opened(files.plans[index], sync=files.sync) as descriptor:
-            for name, shard in by_file[index]:
-                mover.write(descriptor, files.plans[index].tensors[name], shard)
-
-
-def _write_stream(files: OutputFiles, tensors: Iterator[tuple[str, torch.Tensor]], *, writes: bool) -> Exception | None:
-    """Write full tensors as they are gathered. A rank that does not write, or cannot write any more, still takes part
-    in the all-gathers.
+def _write_alone(files: OutputFiles, model: nn.Module, dtype: torch.dtype | None, *, writes: bool) -> Exception | None:
+    """Write full tensors as they are gathered. A collective.
 
     Returns:
-        The error, if this rank cannot write.
+        The error, if this rank cannot write: it takes part in all all-gathers, and raises afterwards.
     """
-    error: Exception | None = None
-    mover, plan_of = ShardFileIO(), {name: plan for plan in files.plans for name in plan.tensors}
-    for name, tensor in tensors:
-        if not writes or error is not None or name not in plan_of:  # other names of tied tensors
-            continue
-        try:
-            with files.opened(plan_of[name]) as descriptor:
-                mover.write(descriptor, plan_of[name].tensors[name], TensorShards.whole(tensor).shards[0])
-        except Exception as raised:  # any error: other ranks wait for this one in the next all-gather
-            error = raised
+    planned = {name for plan in files.plans for name in plan.tensors}
+    tensors, error = full_tensors(model, dtype=dtype), None
+    try:
+        if writes:
+            whole = ((name, TensorShards.whole(tensor).shards[0]) for name, tensor in tensors if name in planned)
+            files.write(whole)
+    except Exception as raised:
+        error = raised
+    for _ in tensors:
+        pass
     return error

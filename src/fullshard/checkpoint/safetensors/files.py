@@ -31,8 +31,6 @@ __all__ = [
     "SINGLE_NAME",
     "FilePlan",
     "FileTensor",
-    "Header",
-    "TensorKind",
     "WeightFiles",
     "find_weights",
     "index_text",
@@ -75,11 +73,12 @@ _DTYPES: dict[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-class TensorKind(NamedTuple):
-    """Dtype and shape of a tensor."""
+class FileTensor(NamedTuple):
+    """Dtype and shape of a tensor, and the offset of its first byte in a file (0 before the file is planned)."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    start: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -87,52 +86,9 @@ class TensorKind(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class FileTensor:
-    """Location of a tensor in a file.
-
-    Args:
-        kind: Dtype and shape.
-        start: Offset of the first byte in the file.
-    """
-
-    kind: TensorKind
-    start: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the elements."""
-        return self.kind.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
-        return self.kind.shape
-
-
-@dataclass(frozen=True)
-class Header:
-    """Parsed header of a file.
-
-    Args:
-        tensors: Locations by name.
-        metadata: Strings by name.
-    """
-
-    tensors: dict[str, FileTensor]
-    metadata: dict[str, str]
-
-
 @dataclass(frozen=True)
 class FilePlan:
-    """Layout of a file to write.
-
-    Args:
-        name: Name of the file.
-        header: First bytes of the file.
-        tensors: Locations by name.
-        size: Size of the file in bytes.
-    """
+    """Layout of a file to write: its name, its first bytes, the place of each tensor, and its size in bytes."""
 
     name: str
     header: bytes
@@ -142,12 +98,7 @@ class FilePlan:
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Tensors found in one file, or in several with an index.
-
-    Args:
-        tensors: File and location by name.
-        metadata: Merged metadata of all files.
-    """
+    """Tensors found in one file, or in several with an index, as file and place by name; and the merged metadata."""
 
     tensors: dict[str, tuple[Path, FileTensor]]
     metadata: dict[str, str]
@@ -167,15 +118,14 @@ def local_path(what: str, path: str | os.PathLike[str]) -> Path:
 # -------------------------------------------------------------------- reading
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> WeightFiles:
     """Read and check the header of a file, and that the file has the length that it implies. Tensors are not read.
 
     Raises:
         CheckpointError: If it cannot be read, is truncated or too long, or its header is invalid.
     """
+    start = _LENGTH_BYTES + int.from_bytes(_read(path, _LENGTH_BYTES), "little")
     try:
-        with _open(path) as file:
-            start = _LENGTH_BYTES + int.from_bytes(file.read(_LENGTH_BYTES), "little")
         with safe_open(path, framework="pt") as file:
             found = {name: file.get_slice(name) for name in file.offset_keys()}
             kinds = {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in found.items()}
@@ -190,9 +140,10 @@ def read_header(path: Path) -> Header:
     for name, (dtype, shape) in kinds.items():  # in the order of the file, which has no gaps
         if dtype not in _DTYPES:
             raise CheckpointError(f"{path}: tensor {name!r} has the dtype {dtype!r}, which is not supported")
-        tensors[name] = FileTensor(TensorKind(_DTYPES[dtype], shape), start)
-        start += tensors[name].kind.nbytes
-    return Header(tensors, metadata)
+        place = FileTensor(_DTYPES[dtype], shape, start)
+        tensors[name] = path, place
+        start += place.nbytes
+    return WeightFiles(tensors, metadata)
 
 
 def find_weights(path: Path) -> WeightFiles:
@@ -206,16 +157,14 @@ def find_weights(path: Path) -> WeightFiles:
     """
     found = _weight_file(path)
     if found.suffix != ".json":
-        header = read_header(found)
-        return WeightFiles({name: (found, tensor) for name, tensor in header.tensors.items()}, header.metadata)
+        return read_header(found)
     places = read_index(found)
-    headers = {file: read_header(found.parent / file) for file in sorted(set(places.values()))}
-    absent = [f"{name} in {file}" for name, file in places.items() if name not in headers[file].tensors]
+    files = {name: read_header(found.parent / name) for name in sorted(set(places.values()))}
+    absent = [f"{name} in {file}" for name, file in places.items() if name not in files[file].tensors]
     if absent:
         raise CheckpointError(f"{found}: these tensors are missing in the files of the index: {shortened(absent)}")
-    metadata = {key: value for header in headers.values() for key, value in header.metadata.items()}
-    tensors = {name: (found.parent / file, headers[file].tensors[name]) for name, file in places.items()}
-    return WeightFiles(tensors, metadata)
+    metadata = {key: value for file in files.values() for key, value in file.metadata.items()}
+    return WeightFiles({name: files[file].tensors[name] for name, file in places.items()}, metadata)
 
 
 def _weight_file(path: Path) -> Path:
@@ -239,14 +188,9 @@ def read_index(path: Path) -> dict[str, str]:
     Raises:
         CheckpointError: If it is no index, or names a file outside of its folder.
     """
-    try:
-        with _open(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > MAX_INDEX_BYTES:
-                raise CheckpointError(f"{path}: expected an index of at most {MAX_INDEX_BYTES} bytes, found {size}")
-            text = file.read()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    text = _read(path, MAX_INDEX_BYTES + 1)
+    if len(text) > MAX_INDEX_BYTES:
+        raise CheckpointError(f"{path}: expected an index of at most {MAX_INDEX_BYTES} bytes, found more")
     try:
         parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -263,22 +207,21 @@ def read_index(path: Path) -> dict[str, str]:
     return places
 
 
-def _open(path: Path) -> Any:
-    # Non-blocking: opening a pipe would wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+def _read(path: Path, nbytes: int) -> bytes:
+    """Read the first bytes of a regular file: opening a pipe would wait for a writer."""
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        if not stat.S_ISREG(path.stat().st_mode):
             raise CheckpointError(f"{path}: expected a regular file")
-        return os.fdopen(descriptor, "rb")
-    except BaseException:
-        os.close(descriptor)
-        raise
+        with path.open("rb") as file:
+            return file.read(nbytes)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
 
 
 # -------------------------------------------------------------------- writing
 
 
-def plan_files(tensors: Mapping[str, TensorKind], max_bytes: int, metadata: Mapping[str, str]) -> list[FilePlan]:
+def plan_files(tensors: Mapping[str, FileTensor], max_bytes: int, metadata: Mapping[str, str]) -> list[FilePlan]:
     """Distribute tensors, in their order, over files of at most ``max_bytes`` of contents (but at least one tensor).
 
     Args:
@@ -289,33 +232,33 @@ def plan_files(tensors: Mapping[str, TensorKind], max_bytes: int, metadata: Mapp
     Raises:
         ValueError: If the format does not support a dtype, or a tensor has the name of the metadata.
     """
-    unknown = [f"{name} ({kind.dtype})" for name, kind in tensors.items() if kind.dtype not in _NAMES]
+    unknown = [f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in _NAMES]
     if unknown:
         raise ValueError(f"safetensors does not support the dtypes of these tensors: {shortened(unknown)}")
     if METADATA in tensors:
         raise ValueError(f"a tensor cannot be called {METADATA!r} in a safetensors file")
-    groups: list[dict[str, TensorKind]] = [{}]
+    groups: list[dict[str, FileTensor]] = [{}]
     taken = 0
-    for name, kind in tensors.items():
-        if groups[-1] and taken + kind.nbytes > max_bytes:
+    for name, tensor in tensors.items():
+        if groups[-1] and taken + tensor.nbytes > max_bytes:
             groups.append({})
             taken = 0
-        groups[-1][name] = kind
-        taken += kind.nbytes
+        groups[-1][name] = tensor
+        taken += tensor.nbytes
     count = len(groups)
     names = [SINGLE_NAME] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     return [_plan_file(name, group, metadata) for name, group in zip(names, groups, strict=True)]
 
 
-def _plan_file(file_name: str, group: Mapping[str, TensorKind], metadata: Mapping[str, str]) -> FilePlan:
+def _plan_file(file_name: str, group: Mapping[str, FileTensor], metadata: Mapping[str, str]) -> FilePlan:
     # Large elements first, as the package does: then every tensor begins at a multiple of its element size.
     ordered = sorted(group.items(), key=lambda item: -item[1].dtype.itemsize)
     entries: dict[str, Any] = {METADATA: dict(metadata)}
-    place = 0
-    for name, kind in ordered:
-        end = place + kind.nbytes
-        entries[name] = {"dtype": _NAMES[kind.dtype], "shape": list(kind.shape), "data_offsets": [place, end]}
-        place = end
+    starts, size = {}, 0
+    for name, tensor in ordered:
+        starts[name], end = size, size + tensor.nbytes
+        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": [size, end]}
+        size = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
@@ -324,19 +267,14 @@ def _plan_file(file_name: str, group: Mapping[str, TensorKind], metadata: Mappin
             "a smaller max_shard_bytes, or less metadata"
         )
     header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-    placed = {name: FileTensor(kind, len(header) + entries[name]["data_offsets"][0]) for name, kind in ordered}
-    return FilePlan(file_name, header, placed, len(header) + place)
+    placed = {name: tensor._replace(start=len(header) + starts[name]) for name, tensor in ordered}
+    return FilePlan(file_name, header, placed, len(header) + size)
 
 
 def index_text(plans: Sequence[FilePlan], metadata: Mapping[str, str]) -> str:
-    """Return the JSON index of several files.
-
-    Args:
-        plans: Layouts of all files.
-        metadata: Strings to add beside the total size.
-    """
+    """Return the JSON index of several files, with these strings beside the total size."""
     places = {name: plan.name for plan in plans for name in plan.tensors}
-    total = sum(tensor.kind.nbytes for plan in plans for tensor in plan.tensors.values())
+    total = sum(tensor.nbytes for plan in plans for tensor in plan.tensors.values())
     about = {**metadata, "total_size": total}
     return json.dumps({"metadata": about, "weight_map": places}, indent=2, sort_keys=True) + "\n"
 

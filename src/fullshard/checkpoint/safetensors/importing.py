@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -19,10 +20,10 @@ from fullshard.checkpoint.safetensors.files import FileTensor, WeightFiles, find
 from fullshard.checkpoint.safetensors.shard_io import ShardFileIO
 from fullshard.checkpoint.state.materialize import MetaTensors
 from fullshard.checkpoint.state.model import ModelState, model_state
-from fullshard.checkpoint.state.parameters import mark_shards_written, walk_modules
+from fullshard.checkpoint.state.parameters import mark_shards_written
 from fullshard.checkpoint.state.tensor_shards import TensorShards
 from fullshard.errors import CheckpointError
-from fullshard.ranks.agreement import any_rank, compare, digest_of, who_differs
+from fullshard.ranks.agreement import compare, digest_of, who_differs
 from fullshard.ranks.barrier import rank_barrier
 
 __all__ = ["IncompatibleNames", "load_safetensors"]
@@ -94,18 +95,17 @@ def load_safetensors(
             [process_group],
             lambda found: CheckpointError(f"{where}: {who_differs(found)} in the files that they read; {advice}"),
         )
-        plan = barrier.run_on_all("comparing", lambda: _compare(model, source, init_buffers, strict=strict, cast=cast))
-        meta = MetaTensors(model, init_buffers)
-        kept = barrier.run_on_all("copying values to keep", lambda: _values_to_keep(model, meta, plan.sources))
-        if any_rank(bool(meta), [process_group]):
-            barrier.run_on_all("allocating", lambda: meta.materialize(plan.sources))
-        state = barrier.run_on_all("collecting", lambda: _targets(model))
+        meta = barrier.run_on_all("looking for meta tensors", lambda: MetaTensors(model, init_buffers))
+        targets = partial(model_state, model, non_persistent=True)  # which some files have
+        sources, names = barrier.run_on_all(
+            "comparing", lambda: _compare(targets(), source, meta, strict=strict, cast=cast)
+        )
         try:
-            barrier.run_on_all("restoring", lambda: _restore_kept(state, kept))
-            barrier.run_on_all("reading", lambda: _fill(state, plan.sources))
+            barrier.run_on_all("allocating", lambda: meta.materialize(sources))
+            barrier.run_on_all("reading", lambda: _fill(targets(), sources))
         finally:
             mark_shards_written(model)
-        return plan.incompatible
+        return names
 
 
 @dataclass(frozen=True)
@@ -125,40 +125,31 @@ class _WeightSource:
     @classmethod
     def of(cls, path: Path, rename: Callable[[str], str | None] | None) -> _WeightSource:
         files = find_weights(path)
-        names = {name: name if rename is None else rename(name) for name in files.tensors}
+        new_name = rename or (lambda name: name)
         tensors: dict[str, tuple[Path, FileTensor]] = {}
-        for name, new in names.items():
+        for name, found in files.tensors.items():
+            new = new_name(name)
             if new is None:
                 continue
             if not isinstance(new, str):
                 raise TypeError(f"rename: expected a name or None for {name!r}, found {new!r}")
             if new in tensors:
-                both = [old for old, renamed in names.items() if renamed == new]
+                both = [old for old in files.tensors if new_name(old) == new]
                 raise ValueError(f"rename: the tensors {both} get the same name, {new!r}")
-            tensors[new] = files.tensors[name]
-        aliases = {}
-        for alias, first in _aliases(path, files).items():
-            new_alias, new_first = (name if rename is None else rename(name) for name in (alias, first))
-            if new_alias is not None and new_first in tensors:
-                aliases[new_alias] = new_first
-        return cls(path, tensors, aliases)
+            tensors[new] = found
+        renamed = ((new_name(alias), new_name(first)) for alias, first in _aliases(path, files).items())
+        return cls(path, tensors, {alias: first for alias, first in renamed if alias is not None and first in tensors})
 
     @property
     def digest(self) -> bytes:
         """Hash of all tensors and their locations; equal on ranks that see the same files."""
-        listed = [
-            (new, path.name, place.start, place.shape, str(place.dtype)) for new, (path, place) in self.tensors.items()
-        ]
-        return digest_of((listed, self.aliases))
+        return digest_of(([(name, path.name, place) for name, (path, place) in self.tensors.items()], self.aliases))
 
     def find(self, names: list[str]) -> tuple[Path, FileTensor] | None:
-        """Return the tensor that has one of these names, preferring earlier names."""
-        for known in (lambda name: name, self.aliases.get):
-            for name in names:
-                found = self.tensors.get(known(name) or "")
-                if found is not None:
-                    return found
-        return None
+        """Return the tensor that has one of these names, or else one of their aliases, preferring earlier names."""
+        known = (name for name in (*names, *map(self.aliases.get, names)) if name in self.tensors)
+        found = next(known, None)
+        return None if found is None else self.tensors[found]
 
 
 def _aliases(path: Path, files: WeightFiles) -> dict[str, str]:
@@ -181,136 +172,54 @@ def _aliases(path: Path, files: WeightFiles) -> dict[str, str]:
 # -------------------------------------------------------------------- comparing
 
 
-@dataclass(frozen=True)
-class _ImportPlan:
-    """Sources of all tensors to read.
-
-    Args:
-        sources: File and location by the model's name (of tied tensors, the first name).
-        incompatible: Names without a source or a target.
-    """
-
-    sources: dict[str, tuple[Path, FileTensor]]
-    incompatible: IncompatibleNames
-
-
-@dataclass
-class _Mismatches:
-    """Differences between files and model, by kind."""
-
-    found: dict[str, list[str]] = field(default_factory=dict)
-
-    def add(self, kind: str, *names: str) -> None:
-        self.found.setdefault(kind, []).extend(names)
-
-    def __iter__(self) -> Iterator[str]:
-        for kind, names in self.found.items():
-            if names:
-                more = f"\n    and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-                yield f"{kind}:\n    " + "\n    ".join(names[:_SHOWN]) + more
-
-
 def _compare(
-    model: nn.Module,
-    source: _WeightSource,
-    init_buffers: Callable[[nn.Module], object] | None,
-    *,
-    strict: bool,
-    cast: bool,
-) -> _ImportPlan:
-    """Find the source of each tensor.
+    state: ModelState, source: _WeightSource, meta: MetaTensors, *, strict: bool, cast: bool
+) -> tuple[dict[str, tuple[Path, FileTensor]], IncompatibleNames]:
+    """Return the file and location of each tensor to read, by the model's (first) name; and the names of one side only.
 
     Raises:
         CheckpointError: If files and model do not match.
     """
-    state, meta, problems = _targets(model), MetaTensors(model, init_buffers), _Mismatches()
-    names = state.names_of
-    optional = {name for name, _ in _non_persistent_buffers(model)}
-    sources: dict[str, tuple[Path, FileTensor]] = {}
-    missing = []
+    names, problems = state.names_of, defaultdict[str, list[str]](list)
+    sources, missing = {}, []
     for first, shards in state.tensors.items():
         found = source.find(names[first])
         if found is not None:
             sources[first] = found
-            _compare_one(problems, first, shards, found[1], cast=cast)
-        elif first not in optional:
+            for kind, text in _mismatches(shards, found[1], cast=cast):
+                problems[kind].append(f"{first}: {text}")
+        elif not state.non_persistent.issuperset(names[first]):
             missing.append(first)
     unexpected = sorted(source.tensors.keys() - state.names)
     if strict:
-        problems.add("not in the files", *(_described(name, state.tensors[name]) for name in missing))
-        problems.add("in the files, but not in the model", *unexpected)
+        problems["not in the files"] += [f"{name} {tuple(state.tensors[name].shape)}" for name in missing]
+        problems["in the files, but not in the model"] += unexpected
     without = [name for name in meta.never_filled(sources) if not strict or name not in missing]
-    problems.add("on the meta device and not in the files (init_buffers can initialize buffers)", *without)
-    listed = list(problems)
+    problems["on the meta device and not in the files (init_buffers can initialize buffers)"] += without
+    listed = []
+    for kind, found_names in problems.items():
+        more = [f"and {len(found_names) - _SHOWN} more"] if len(found_names) > _SHOWN else []
+        listed += [f"\n  {kind}:", *(f"\n    {text}" for text in (*found_names[:_SHOWN], *more))] if found_names else []
     if listed:
-        raise CheckpointError(f"{source.path} does not match the model (nothing was changed)\n  " + "\n  ".join(listed))
-    return _ImportPlan(sources, IncompatibleNames(missing, unexpected))
+        raise CheckpointError(f"{source.path} does not match the model (nothing was changed){''.join(listed)}")
+    return sources, IncompatibleNames(missing, unexpected)
 
 
-def _compare_one(problems: _Mismatches, name: str, shards: TensorShards, found: FileTensor, *, cast: bool) -> None:
+def _mismatches(shards: TensorShards, found: FileTensor, *, cast: bool) -> Iterator[tuple[str, str]]:
+    """Yield why a tensor cannot be read: the kind of the mismatch, and what is on both sides."""
     own, other = shards.dtype, found.dtype
+    both = f"{other} in the files, {own} in the model"
     if tuple(shards.shape) != found.shape:
-        problems.add("shape mismatch", f"{name}: {found.shape} in the files, {tuple(shards.shape)} in the model")
+        yield "shape mismatch", f"{found.shape} in the files, {tuple(shards.shape)} in the model"
     elif own is not other and not (own.is_floating_point and other.is_floating_point):
-        problems.add("dtype mismatch", f"{name}: {other} in the files, {own} in the model")
+        yield "dtype mismatch", both
     elif own is not other and not cast:
-        problems.add("dtype mismatch (pass cast=True to convert)", f"{name}: {other} in the files, {own} in the model")
-    if shards.device.type != "meta":
-        try:
-            for shard in shards.shards:
-                plain(shard.local)
-        except TypeError as error:
-            problems.add("cannot be filled from a file", f"{name}: {error}")
-
-
-def _described(name: str, shards: TensorShards) -> str:
-    return f"{name} {tuple(shards.shape)}"
-
-
-def _targets(model: nn.Module) -> ModelState:
-    """Return the tensors that can be filled: the model's state, and non-persistent buffers that some files have."""
-    state = model_state(model)
-    for name, buffer in _non_persistent_buffers(model):
-        if name not in state.tensors:
-            state._add_buffer(name, buffer)
-    return state
-
-
-def _non_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, module in walk_modules(model):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name in module._non_persistent_buffers_set:
-                yield prefix + name, buffer
-
-
-# -------------------------------------------------------------------- values that no file has
-
-
-def _values_to_keep(model: nn.Module, meta: MetaTensors, sources: Collection[str]) -> dict[str, list[torch.Tensor]]:
-    """Copy values that are not read but that an initialization of buffers would overwrite.
-
-    Returns:
-        Copies of this rank's shards, by name.
-    """
-    prefixes = tuple(meta.initialized_prefixes(sources))
-    if not prefixes:
-        return {}
-    state = _targets(model)
-    names = state.names_of
-    return {
-        name: [plain(shard.local).clone() for shard in shards.shards]
-        for name, shards in state.tensors.items()
-        if name not in sources
-        and shards.device.type != "meta"
-        and any(each.startswith(prefixes) for each in names[name])
-    }
-
-
-def _restore_kept(state: ModelState, kept: dict[str, list[torch.Tensor]]) -> None:
-    with torch.no_grad():
-        for name, values in kept.items():
-            for shard, value in zip(state.tensors[name].shards, values, strict=True):
-                plain(shard.local).copy_(value)
+        yield "dtype mismatch (pass cast=True to convert)", both
+    try:
+        for shard in shards.shards if shards.device.type != "meta" else ():
+            plain(shard.local)
+    except TypeError as error:
+        yield "cannot be filled from a file", str(error)
 
 
 # -------------------------------------------------------------------- reading
@@ -321,21 +230,16 @@ def _fill(state: ModelState, sources: dict[str, tuple[Path, FileTensor]]) -> Non
     places: dict[Path, list[tuple[FileTensor, str]]] = {}
     for name, (path, tensor) in sources.items():
         places.setdefault(path, []).append((tensor, name))
-    mover, filled = ShardFileIO(), set()
+    mover = ShardFileIO()
     for path, tensors in places.items():
         name = ""
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
+            with path.open("rb", buffering=0) as file:
                 for tensor, name in sorted(tensors, key=lambda item: item[0].start):
                     for shard in state.tensors[name].shards:
-                        mover.read(descriptor, tensor, shard)
-                    filled.add(name)
-            finally:
-                os.close(descriptor)
+                        mover.read(file.fileno(), tensor, shard)
         except (OSError, CheckpointError) as error:
             raise CheckpointError(
                 f"{path}: {name} cannot be read: {error}. The model is partly changed: load it again from intact files"
             ) from error
-    assert filled == sources.keys(), "every tensor that has a place was read"
     state.copy_back()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from fullshard.checkpoint.safetensors.files import INDEX_NAME, SINGLE_NAME, FilePlan, index_text, read_index
+from fullshard.checkpoint.safetensors.shard_io import ShardFileIO
+from fullshard.checkpoint.state.tensor_shards import TensorShard
 from fullshard.errors import CheckpointError
 
-__all__ = ["OutputFiles", "errors_with_path", "make_folder"]
+__all__ = ["OutputFiles", "errors_with_path"]
 
 _NUMBERED = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _TEMPORARY = re.compile(r"\.model[-.\w]*\.[0-9a-f]{16}\.tmp")
@@ -45,18 +48,27 @@ class OutputFiles:
                 if leftover.fullmatch(path.name) and self.token not in path.name:
                     path.unlink(missing_ok=True)
         for plan in self.plans:
-            with errors_with_path(self.folder / plan.name), self.temporary(plan).open("wb") as file:
+            with errors_with_path(self.folder / plan.name), self._temporary(plan).open("wb") as file:
                 file.write(plan.header)
                 file.truncate(plan.size)
 
+    def write(self, shards: Iterable[tuple[str, TensorShard]]) -> None:
+        """Write shards of tensors, by name, to their byte ranges, through a few megabytes of memory."""
+        numbers = {name: number for number, plan in enumerate(self.plans) for name in plan.tensors}
+        mover = ShardFileIO()
+        for number, in_file in groupby(shards, lambda item: numbers[item[0]]):
+            with self.opened(self.plans[number]) as descriptor:
+                for name, shard in in_file:
+                    mover.write(descriptor, self.plans[number].tensors[name], shard)
+
     @contextlib.contextmanager
-    def opened(self, plan: FilePlan, *, sync: bool = False) -> Iterator[int]:
+    def opened(self, plan: FilePlan) -> Iterator[int]:
         """Open one of the files to write to it, as a descriptor."""
         with errors_with_path(self.folder / plan.name):
-            descriptor = os.open(self.temporary(plan), os.O_WRONLY | os.O_CLOEXEC)
+            descriptor = os.open(self._temporary(plan), os.O_WRONLY | os.O_CLOEXEC)
             try:
                 yield descriptor
-                if sync:
+                if self.sync:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -78,8 +90,8 @@ class OutputFiles:
             if len(files) > 1:
                 index.unlink(missing_ok=True)  # no index while files of two exports may exist
             for plan, file in zip(self.plans, files, strict=True):
-                self._flush(self.temporary(plan))  # also what this rank has written for others
-                self.temporary(plan).replace(file)
+                self._flush(self._temporary(plan))  # also those that this rank has only made
+                self._temporary(plan).replace(file)
             if len(files) > 1:
                 self.token_file.write_text(index_text(self.plans, texts))
                 self._flush(self.token_file)
@@ -95,7 +107,7 @@ class OutputFiles:
 
     def clean_up(self) -> None:
         """Remove temporary files."""
-        for path in (self.token_file, *map(self.temporary, self.plans)):
+        for path in (self.token_file, *map(self._temporary, self.plans)):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
 
@@ -104,8 +116,7 @@ class OutputFiles:
         """A file by which other ranks can tell that they see the same folder; later the index."""
         return self.folder / f".model.{self.token}.tmp"
 
-    def temporary(self, plan: FilePlan) -> Path:
-        """Return the path of a file until it is published."""
+    def _temporary(self, plan: FilePlan) -> Path:
         return self.folder / f".{plan.name}.{self.token}.tmp"
 
     def _replaced(self, index: Path) -> set[Path]:
@@ -123,12 +134,6 @@ class OutputFiles:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-
-
-def make_folder(folder: Path) -> None:
-    """Create a folder, if it does not exist."""
-    with errors_with_path(folder):
-        folder.mkdir(parents=True, exist_ok=True)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from fullshard.checkpoint.safetensors.files import FileTensor
 from fullshard.checkpoint.state.tensor_shards import TensorShard
 from fullshard.errors import CheckpointError
 from fullshard.layout import Region
+from fullshard.layout.per_parameter import contiguous_stride
 
 __all__ = ["BLOCK_BYTES", "ShardFileIO", "contiguous_runs", "split_region"]
 
@@ -38,33 +39,19 @@ class ShardFileIO:
         self._nbytes, self._block = block_bytes, None
 
     def write(self, descriptor: int, target: FileTensor, shard: TensorShard) -> None:
-        """Write a shard to its byte ranges, in the file's dtype.
-
-        Args:
-            descriptor: Descriptor of the file.
-            target: Location of the whole tensor.
-            shard: A shard of any dtype, on any device.
+        """Write a shard, of any dtype and on any device, to its byte ranges, in the file's dtype.
 
         Raises:
             TypeError: If the shard has no dense memory.
             OSError: If writing fails.
         """
-        itemsize = target.dtype.itemsize
-        for part, view in self._contents(shard, target.dtype):
-            starts, numel = contiguous_runs(part, target.shape)
-            nbytes = numel * itemsize
-            for number, start in enumerate(starts.tolist()):
-                _write(descriptor, view[number * nbytes : (number + 1) * nbytes], target.start + start * itemsize)
-
-    def _contents(self, shard: TensorShard, dtype: torch.dtype) -> Iterator[tuple[Region, memoryview]]:
-        """Yield the bytes of a shard in a dtype, region by region."""
-        local = plain(shard.local)
+        local, dtype = plain(shard.local), target.dtype
         if _is_direct(local, dtype):
-            yield shard.region, bytes_of(local)
+            _write_region(descriptor, target, shard.region, bytes_of(local))
             return
         limit = self._nbytes // max(dtype.itemsize, local.element_size())
-        for part in split_region(shard.region, _strides(shard.region.sizes), limit):
-            yield part, bytes_of(self._cast(_narrowed(local, shard.region, part), dtype))
+        for part in split_region(shard.region, contiguous_stride(shard.region.sizes), limit):
+            _write_region(descriptor, target, part, bytes_of(self._cast(_narrowed(local, shard.region, part), dtype)))
 
     def read(self, descriptor: int, source: FileTensor, shard: TensorShard) -> None:
         """Fill a shard from its byte ranges, in the shard's dtype.
@@ -75,22 +62,16 @@ class ShardFileIO:
             OSError: If reading fails.
         """
         local, itemsize = plain(shard.local), source.dtype.itemsize
-        if not local.numel():
-            return
-        first, numel = _first_run(shard.region, source.shape)
-        whole = numel == shard.region.numel
-        if _is_direct(local, source.dtype) and (whole or numel * itemsize >= _READ_BYTES):
-            view, nbytes = bytes_of(local), numel * itemsize
-            every = [first] if whole else contiguous_runs(shard.region, source.shape)[0].tolist()
-            for number, start in enumerate(every):
+        nbytes = _first_run(shard.region, source.shape)[1] * itemsize
+        if _is_direct(local, source.dtype) and (nbytes >= _READ_BYTES or nbytes == local.nbytes):
+            view = bytes_of(local)
+            for number, start in enumerate(contiguous_runs(shard.region, source.shape)[0].tolist()):
                 _read(descriptor, view[number * nbytes : (number + 1) * nbytes], source.start + start * itemsize)
             return
-        strides = _strides(source.shape)
+        strides = contiguous_stride(source.shape)
         for part in split_region(shard.region, strides, self._nbytes // itemsize):
-            first = _dot(part.offsets, strides)
-            span = _dot([size - 1 for size in part.sizes], strides) + 1
-            block = self._memory(span * itemsize)
-            _read(descriptor, bytes_of(block), source.start + first * itemsize)
+            block = self._memory(_span(part.sizes, strides) * itemsize)
+            _read(descriptor, bytes_of(block), source.start + _dot(part.offsets, strides) * itemsize)
             values = block.view(source.dtype).as_strided(part.sizes, strides)
             _narrowed(local, shard.region, part).copy_(values)
 
@@ -119,10 +100,10 @@ def split_region(region: Region, strides: Sequence[int], limit: int) -> Iterator
     if not region.numel:
         return
     dim = next((i for i, size in enumerate(region.sizes) if size > 1), None)
-    if dim is None or _dot([size - 1 for size in region.sizes], strides) < limit:
+    if dim is None or _span(region.sizes, strides) <= limit:
         yield region
         return
-    inner = _dot([size - 1 for size in region.sizes[dim + 1 :]], strides[dim + 1 :]) + 1
+    inner = _span(region.sizes[dim + 1 :], strides[dim + 1 :])
     step = 1 if inner > limit else 1 + (limit - inner) // strides[dim]
     for start in range(0, region.sizes[dim], step):
         offsets, sizes = list(region.offsets), list(region.sizes)
@@ -136,56 +117,52 @@ def contiguous_runs(region: Region, shape: Sequence[int]) -> tuple[np.ndarray, i
     Returns:
         Their starts, in order (int64), and the length of each.
     """
-    strides = _strides(shape)
-    first, numel = _first_run(region, shape)
-    starts = np.array([first if region.numel else 0], dtype=np.int64)[: region.numel]
-    done = 1
-    for dim, size in enumerate(region.sizes):
-        if done * numel >= region.numel:
-            break
-        starts = (starts[:, None] + np.arange(size, dtype=np.int64) * strides[dim]).reshape(-1)
-        done *= size
+    dim, numel = _first_run(region, shape)
+    strides = contiguous_stride(shape)
+    starts = np.full(min(region.numel, 1), _dot(region.offsets, strides), dtype=np.int64)
+    for size, stride in zip(region.sizes[:dim], strides, strict=False):
+        starts = (starts[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
     return starts, numel
 
 
 def _first_run(region: Region, shape: Sequence[int]) -> tuple[int, int]:
-    """Return where the first range of elements begins, and the length of every range."""
+    """Return the first dim that a range of elements lies in, and its length."""
     dim, numel = len(shape), 1
     while dim > 0:
         dim -= 1
         numel *= region.sizes[dim]
         if region.sizes[dim] != shape[dim]:
             break
-    return _dot(region.offsets, _strides(shape)), numel
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+    return dim, numel
 
 
 def _dot(left: Sequence[int], right: Sequence[int]) -> int:
     return sum(a * b for a, b in zip(left, right, strict=True))
 
 
+def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the number of elements of memory from the first to the last element."""
+    return _dot([size - 1 for size in sizes], strides) + 1
+
+
 def _narrowed(local: torch.Tensor, region: Region, part: Region) -> torch.Tensor:
     """Return the memory of a subregion of a region."""
-    for dim, (offset, size) in enumerate(zip(part.relative_to(region.offsets).offsets, part.sizes, strict=True)):
-        local = local.narrow(dim, offset, size)
-    return local
+    inside = part.relative_to(region.offsets)
+    return local[tuple(map(slice, inside.offsets, inside.ends))]
 
 
 def _is_direct(local: torch.Tensor, dtype: torch.dtype) -> bool:
     return local.device.type == "cpu" and local.dtype is dtype and local.is_contiguous()
 
 
-def _write(descriptor: int, view: memoryview, offset: int) -> None:
-    while view:
-        written = os.pwrite(descriptor, view, offset)
-        view, offset = view[written:], offset + written
+def _write_region(descriptor: int, target: FileTensor, region: Region, contents: memoryview) -> None:
+    starts, numel = contiguous_runs(region, target.shape)
+    nbytes = numel * target.dtype.itemsize
+    for number, start in enumerate(starts.tolist()):
+        view, offset = contents[number * nbytes : (number + 1) * nbytes], target.start + start * target.dtype.itemsize
+        while view:
+            written = os.pwrite(descriptor, view, offset)
+            view, offset = view[written:], offset + written
 
 
 def _read(descriptor: int, view: memoryview, offset: int) -> None:

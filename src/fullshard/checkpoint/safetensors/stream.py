@@ -96,10 +96,9 @@ def _parameters(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[s
 def _buffers(model: nn.Module, state: ModelState) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in walk_modules(model):
         for name, buffer in module._buffers.items():
-            if buffer is None or prefix + name not in state.tensors:
-                continue
-            shards = state.tensors[prefix + name]  # in the dtype in which it is saved
-            yield prefix + name, _whole(buffer) if isinstance(buffer, DTensor) else shards.shards[0].local
+            if buffer is not None and prefix + name in state.tensors:
+                saved = state.tensors[prefix + name].shards  # in the dtype in which it is saved
+                yield prefix + name, _whole(buffer) if isinstance(buffer, DTensor) else saved[0].local
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

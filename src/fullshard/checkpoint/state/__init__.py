@@ -2,5 +2,6 @@
 
 - ``tensor_shards.py``  a rank's shards of a tensor; ``parameters.py``: the parameters of a model as such shards
 - ``model.py``, ``optimizer/``, ``extras.py``  state of each; ``snapshot.py``: all state of one save
+- ``materialize.py``    memory for models on the meta device
 - ``types.py``          state dict types of ``FullyShardedDataParallel``
 """

@@ -35,33 +35,6 @@ class _MetaTensor:
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 
-@dataclass
-class _UnsetBuffer:
-    """A new buffer of zeros, which an initialization is to set; it may not know of this one."""
-
-    name: str
-    module: nn.Module
-    attribute: str
-    buffer: torch.Tensor | None
-    version: int
-
-    @classmethod
-    def of(cls, meta: _MetaTensor, module: nn.Module, attribute: str) -> _UnsetBuffer:
-        buffer = module._buffers[attribute]
-        return cls(meta.names[0], module, attribute, buffer, _version_of(buffer))
-
-    def is_set(self) -> bool:
-        """True if it has been replaced or written to, be it with zeros."""
-        now = self.module._buffers[self.attribute]
-        if now is None or now is not self.buffer or _version_of(now) != self.version or not now.numel():
-            return True
-        return bool(value_of(now).any())  # written to through .data
-
-
-def _version_of(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
-
-
 class MetaTensors:
     """The parameters and buffers of ``model`` on the meta device, including those that are not saved.
 
@@ -95,19 +68,12 @@ class MetaTensors:
 
     def never_filled(self, filled: Collection[str]) -> list[str]:
         """Return the tensors that get a value neither from ``filled`` nor from an initialization of their module."""
-        return [meta.names[0] for meta in self._unfilled(filled) if not self._initialized_by(meta)]
-
-    def initialized_prefixes(self, filled: Collection[str]) -> list[str]:
-        """Return the name prefixes of the modules that will be initialized: those with buffers not in ``filled``."""
-        modules = {module for meta in self._unfilled(filled) for module in self._initialized_by(meta)}
-        return [prefix for prefix, module in walk_modules(self._model) if module in modules]
-
-    def _initialized_by(self, meta: _MetaTensor) -> dict[nn.Module, Callable[[], object]]:
-        """Return the modules that can initialize a buffer, and how."""
-        if isinstance(meta.tensor, nn.Parameter):
-            return {}
-        found = ((module, self._initialization_of(module)) for module, _ in meta.owners)
-        return {module: initialize for module, initialize in found if initialize is not None}
+        return [
+            meta.names[0]
+            for meta in self._unfilled(filled)
+            if isinstance(meta.tensor, nn.Parameter)
+            or not any(self._initialization_of(module) for module, _ in meta.owners)
+        ]
 
     def _initialization_of(self, module: nn.Module) -> Callable[[], object] | None:
         if self._init_buffers is not None:
@@ -124,42 +90,77 @@ class MetaTensors:
     def materialize(self, filled: Collection[str]) -> None:
         """Allocate all tensors, and initialize the modules with buffers that are not in ``filled``.
 
-        Tied tensors stay tied; parameters stay the same objects, for optimizers that exist already.
+        Tied tensors stay tied; parameters stay the same objects, for optimizers that exist already. What else an
+        initialization changes is undone.
 
         Raises:
             CheckpointError: If a parameter cannot stay the same object, or an initialization fails, or leaves
-                something without memory.
+                something without memory, or does not set a buffer.
         """
         default = _compute_device(self._model)
-        to_initialize: dict[nn.Module, Callable[[], object]] = {}
+        new: set[int] = set()
         with _without_weak_references(self._tensors):
             for meta in self._tensors:
-                _give_memory(meta, _device_of(meta.tensor, default))
-        watched: list[_UnsetBuffer] = []
-        for meta in self._unfilled(filled):
-            to_initialize |= self._initialized_by(meta)
-            watched += [_UnsetBuffer.of(meta, *owner) for owner in meta.owners]
+                new.add(id(_give_memory(meta, _device_of(meta.tensor, default))))
         ensure_idle(self._model)
-        for module, initialize in to_initialize.items():
-            try:
-                with torch.no_grad():
-                    initialize()
-            except Exception as error:
-                raise CheckpointError(
-                    f"the initialization of a {type(module).__name__}, which has buffers on the meta device that are "
-                    f"not in the files, failed: {type(error).__name__}: {error}"
-                ) from error
-        left = MetaTensors(self._model)._tensors
+        unset = [(meta.names[0], *owner) for meta in self._unfilled(filled) for owner in meta.owners]
+        before = [_version_of(module._buffers[name]) for _, module, name in unset]
+        for module in dict.fromkeys(module for _, module, _ in unset):
+            initialize = self._initialization_of(module)
+            if initialize is not None:
+                with _restored(module, new):
+                    _run(initialize, module)
+        left = [meta.names[0] for meta in MetaTensors(self._model)._tensors]
         if left:
-            raise CheckpointError(
-                f"parameters or buffers are still on the meta device: {[meta.names[0] for meta in left][:10]}"
-            )
-        forgotten = [each.name for each in watched if not each.is_set()]
+            raise CheckpointError(f"parameters or buffers are still on the meta device: {left[:10]}")
+        pairs = zip(unset, before, strict=True)
+        forgotten = [name for (name, module, own), version in pairs if not _is_set(module._buffers[own], version)]
         if forgotten:
             raise CheckpointError(
                 f"the initialization of these buffers, which are not in the files, did not set them: {forgotten[:10]}; "
                 "pass a function as init_buffers that does"
             )
+
+
+def _run(initialize: Callable[[], object], module: nn.Module) -> None:
+    try:
+        with torch.no_grad():
+            initialize()
+    except Exception as error:
+        raise CheckpointError(
+            f"the initialization of a {type(module).__name__}, which has buffers on the meta device that are not in "
+            f"the files, failed: {type(error).__name__}: {error}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _restored(module: nn.Module, new: Collection[int]) -> Iterator[None]:
+    """Undo what is done meanwhile to tensors in ``module``, except those with an id in ``new``."""
+    stores: list[dict[str, Any]] = [held for each in module.modules() for held in (each._parameters, each._buffers)]
+    kept = [
+        (tensors, name, tensor, value_of(tensor).clone())
+        for tensors in stores
+        for name, tensor in tensors.items()
+        if tensor is not None and id(tensor) not in new
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensors, name, tensor, value in kept:
+                value_of(tensor).copy_(value)
+                tensors[name] = tensor
+
+
+def _version_of(tensor: torch.Tensor | None) -> tuple[int, int]:
+    return id(tensor), 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _is_set(buffer: torch.Tensor | None, before: tuple[int, int]) -> bool:
+    """Return True if a new buffer of zeros has been replaced or written to, be it with zeros."""
+    if buffer is None or not buffer.numel() or _version_of(buffer) != before:
+        return True
+    return bool(value_of(buffer).any())  # written to through .data
 
 
 @contextlib.contextmanager
@@ -175,13 +176,14 @@ def _without_weak_references(every: list[_MetaTensor]) -> Iterator[None]:
             module._init_flat_weights()
 
 
-def _give_memory(meta: _MetaTensor, device: torch.device) -> None:
+def _give_memory(meta: _MetaTensor, device: torch.device) -> torch.Tensor:
+    """Allocate a tensor; return the tensor that the modules have then."""
     old = meta.tensor
     new = torch.zeros_like(old, device=device)  # zeros: deterministic if a later step fails
     if not isinstance(old, nn.Parameter):
         for module, name in meta.owners:
             module._buffers[name] = new
-        return
+        return new
     kind = type(old)
     replacement = nn.Parameter(new, requires_grad=old.requires_grad)
     replacement.__dict__.update({key: value for key, value in vars(old).items() if not key.startswith("_")})
@@ -193,6 +195,7 @@ def _give_memory(meta: _MetaTensor, device: torch.device) -> None:
             "anything else refers to it, a graph of autograd or a weak reference"
         ) from error
     old.__class__ = kind
+    return old
 
 
 def _device_of(tensor: torch.Tensor, default: torch.device) -> torch.device:

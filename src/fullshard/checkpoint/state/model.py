@@ -24,16 +24,19 @@ class ModelState:
         tensors: Parameters and persistent buffers by FQN, tied ones under their first name.
         aliases: Other names of tied ones, each with the first name.
         extra: Results of the modules' ``get_extra_state``, by FQN.
+        non_persistent: Names of buffers that are not saved, if these were asked for.
     """
 
     tensors: dict[str, TensorShards]
     aliases: dict[str, str]
     extra: dict[str, Any]
+    non_persistent: set[str]
     _setters: dict[str, Callable[[Any], None]]  # for extra state
     _cast: list[tuple[torch.Tensor, torch.Tensor]]  # buffers that are saved in another dtype: buffer, saved tensor
 
     def __init__(self) -> None:
-        self.tensors, self.aliases, self.extra, self._setters, self._cast = {}, {}, {}, {}, []
+        self.tensors, self.aliases, self.extra, self.non_persistent = {}, {}, {}, set()
+        self._setters, self._cast = {}, []
 
     @property
     def names(self) -> set[str]:
@@ -67,11 +70,12 @@ class ModelState:
         self.tensors[fqn] = TensorShards.of(state)
 
 
-def model_state(model: nn.Module) -> ModelState:
+def model_state(model: nn.Module, *, non_persistent: bool = False) -> ModelState:
     """Return the state of ``model`` on this rank, in model order.
 
     Args:
         model: Plain, DistributedDataParallel, of either front end, or a mixture; at rest.
+        non_persistent: Include buffers that are not saved.
 
     Raises:
         PhaseError: If a unit is in the middle of a step, or its parameters are unsharded by ``summon_full_params``.
@@ -84,9 +88,11 @@ def model_state(model: nn.Module) -> ModelState:
     seen: dict[int, str] = {}
     for prefix, module in walk_modules(model):
         for name, buffer in module._buffers.items():
-            if buffer is None or name in module._non_persistent_buffers_set:
+            fqn, unsaved = prefix + name, name in module._non_persistent_buffers_set
+            if buffer is None or (unsaved and not non_persistent):
                 continue
-            fqn = prefix + name
+            if unsaved:
+                state.non_persistent.add(fqn)
             first = seen.setdefault(id(buffer), fqn)
             if first != fqn:
                 state.aliases[fqn] = first

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.state.parameters import LocalParameter
 from fullshard.engine.parameters.flat import FlatShardedParameter
 from fullshard.engine.parameters.placement import dtensor
-from fullshard.layout import FlatSlot
 from fullshard.ranks.groups import data_parallel_groups
 
 __all__ = ["ShardedTensor", "full_state", "full_tensor", "gather_groups", "gather_sharded_tensor", "sharded_state"]
@@ -128,13 +127,21 @@ def _gather(flat: FlatShardedParameter, local: torch.Tensor, only_on: int | None
         whole = make()
         return whole.copy_(local.view_as(whole))
     assert flat.slot is not None
-    group = mesh.shard.get_group()
+    group, slices = mesh.shard.get_group(), [flat.slot.shard(rank)[:2] for rank in range(mesh.world_size)]
     if only_on is None:
+        # Few ranks hold any of one tensor, and each slice is received in place.
         whole = make()
         elements = whole.as_strided((shape.numel,), (1,))
-        _broadcast_all(
-            [elements[_slice_of_rank(flat.slot, rank)] for rank in range(mesh.world_size)], local, mesh.rank, group
-        )
+        places = [elements[start : start + numel] for start, numel in slices]
+        places[mesh.rank].copy_(local.reshape(-1))
+        works = [
+            dist.broadcast(place, group=group, group_src=source, async_op=True)
+            for source, place in enumerate(places)
+            if place.numel()
+        ]
+        for work in works:
+            if work is not None:
+                work.wait()
         return whole
     ranks = dist.get_process_group_ranks(group)
     if only_on not in ranks:
@@ -142,7 +149,7 @@ def _gather(flat: FlatShardedParameter, local: torch.Tensor, only_on: int | None
     receiver = ranks.index(only_on)
     receives = mesh.rank == receiver
     elements = make().as_strided((shape.numel,), (1,)) if receives else local.new_empty(0)
-    held = [flat.slot.shard(rank)[1] * local.itemsize for rank in range(mesh.world_size)]
+    held = [numel * local.itemsize for _, numel in slices]
     # All ranks take part, also those with nothing to send: the first operation of a group on NCCL needs all of its
     # ranks. As bytes, because NCCL does not support every dtype.
     dist.all_to_all_single(
@@ -153,25 +160,6 @@ def _gather(flat: FlatShardedParameter, local: torch.Tensor, only_on: int | None
         group=group,
     )
     return elements.as_strided(shape.shape, shape.stride) if receives else None
-
-
-def _slice_of_rank(slot: FlatSlot, rank: int) -> slice:
-    start, numel, _ = slot.shard(rank)
-    return slice(start, start + numel)
-
-
-def _broadcast_all(places: Sequence[torch.Tensor], local: torch.Tensor, rank: int, group: dist.ProcessGroup) -> None:
-    """Broadcast every rank's slice to all ranks. Few ranks hold any of one tensor, and it is received in place."""
-    if local.numel():
-        places[rank].copy_(local)
-    works = [
-        dist.broadcast(place, group=group, group_src=source, async_op=True)
-        for source, place in enumerate(places)
-        if place.numel()
-    ]
-    for work in works:
-        if work is not None:
-            work.wait()
 
 
 def gather_sharded_tensor(value: ShardedTensor) -> torch.Tensor:

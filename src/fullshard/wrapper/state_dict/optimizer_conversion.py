@@ -19,7 +19,9 @@ from fullshard.checkpoint.state.optimizer.state import (
     OptimizedParameter,
     Path,
     TensorSpec,
-    agree_on_state,
+    as_shards,
+    compare_fingerprints,
+    fingerprint,
     group_options,
     leaves_of,
     named_groups,
@@ -63,14 +65,16 @@ def saved_state(
     """
     is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     config = settings.optim_state_dict_config
-    rank0_only = getattr(config, "rank0_only", False)
     state, options = _state_and_groups(model, optimizer, given)
     groups = optimized_groups(model, optimizer.param_groups)
     members = [member for group_ in groups for member in group_]
     _check_same_state(model, members, state)
     if not state and given is None and not is_full:
-        state = _initial_state(optimizer)  # torch.distributed.checkpoint only loads into existing entries
-    target = _first_rank(model, group) if rank0_only and dist.is_initialized() else None
+        give_initial_state(optimizer)  # torch.distributed.checkpoint only loads into existing entries
+        state = dict(optimizer.state)
+        optimizer.state.clear()
+    rank0_only = getattr(config, "rank0_only", False) and dist.is_initialized()
+    target = _first_rank(model, group) if rank0_only else None
     receives = target is None or dist.get_rank() == target
 
     def leaf(original: LocalParameter, value: torch.Tensor, is_sharded: bool) -> torch.Tensor | None:
@@ -84,7 +88,7 @@ def saved_state(
         return found.cpu() if config.offload_to_cpu else found
 
     with torch.inference_mode(False), torch.no_grad():  # in this order: the first enables grad
-        saved: dict[str, Any] = dict(state_by_fqn(members, state, leaf))
+        saved: dict[str, Any] = state_by_fqn(members, state, leaf)
     if not receives:
         return {}
     for key, value in state.items():
@@ -137,14 +141,11 @@ def _state_and_groups(
     """Return the state by parameter object (or other key), and the groups; None if groups were not given."""
     if given is None:
         return dict(optimizer.state), optimizer.param_groups
-    parameters: dict[Any, nn.Parameter] = dict(
-        enumerate(parameter for group in optimizer.param_groups for parameter in group["params"])
-    )
+    parameters: dict[Any, nn.Parameter] = dict(enumerate(_parameters_of(optimizer)))
     parameters |= {name: p for p in parameters.values() for name in _names_of(model).get(id(p), ())}
     state = {}
     for key, value in given["state"].items():
-        name = clean_name(key) if isinstance(key, str) else key
-        state[parameters.get(name, key)] = value
+        state[parameters.get(clean_name(key) if isinstance(key, str) else key, key)] = value
     groups = given.get("param_groups")
     if groups is not None and len(groups) != len(optimizer.param_groups):
         raise ValueError(
@@ -154,12 +155,8 @@ def _state_and_groups(
     return state, groups
 
 
-def _initial_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-    """Return the state that the first step of a fresh optimizer would begin with. The optimizer stays fresh."""
-    give_initial_state(optimizer)
-    state = dict(optimizer.state)
-    optimizer.state.clear()
-    return state
+def _parameters_of(optimizer: Any) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _names_of(model: nn.Module) -> dict[int, list[str]]:
@@ -174,15 +171,13 @@ def _check_same_state(model: nn.Module, members: Sequence[OptimizedParameter], s
     """Raise if ranks that gather together hold different state."""
     if not dist.is_initialized():
         return
-    prints = state_by_fqn(
-        members, state, lambda original, value, is_sharded: original.shards_of(value) if is_sharded else value
-    )
+    prints = state_by_fqn(members, state, as_shards)
     groups: dict[dist.ProcessGroup, dict[str, Any]] = {}
     for original in local_parameters(model):  # including those that only this rank does not optimize
         for group in gather_groups(original):
             groups.setdefault(group, {})[original.fqn] = prints.get(original.fqn, {})
     for group, own in groups.items():
-        agree_on_state(own, group)
+        compare_fingerprints(fingerprint(own), group)
 
 
 def save_local(model: nn.Module, optimizer: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -254,15 +249,14 @@ def _plan_target(
     groups_of_collectives: Sequence[dist.ProcessGroup | None],
 ) -> OptimizerTarget:
     """Return a target without problems. A problem of one rank in the groups raises on all."""
-    target, problems = None, []
+    target = None
     try:
         target = OptimizerTarget(model, optimizer, specs, groups, reuse=False)
         problems = target.problems
     except ValueError as error:
         problems = [str(error)]
     for group in groups_of_collectives:
-        problems_of_ranks = gather(problems, group)
-        problems = list(dict.fromkeys(problem for found in problems_of_ranks.values() for problem in found))
+        problems = list(dict.fromkeys(problem for found in gather(problems, group).values() for problem in found))
     if problems or target is None:
         raise ValueError(f"cannot load the optimizer state: {'; '.join(problems)}")
     return target
@@ -332,16 +326,14 @@ def _broadcast(leaf: TensorSpec, value: torch.Tensor | None, group: dist.Process
 
 def _fill(target_tensor: Any, value: torch.Tensor, original: LocalParameter | None) -> None:
     """Copy this rank's shard of a saved tensor. If it is sharded differently, it is gathered first: a collective."""
-    if isinstance(value, DTensor):
-        parameter = None if original is None else original.parameter
-        if isinstance(parameter, DTensor) and _is_alike(value, parameter):
+    if isinstance(value, DTensor) and original is not None and isinstance(original.parameter, DTensor):
+        own = original.parameter
+        if (value.shape, value.placements, value.device_mesh) == (own.shape, own.placements, own.device_mesh):
             if target_tensor is not None:
                 for (_, to), (_, local) in zip(target_tensor.shards, TensorShards.of(value).shards, strict=True):
                     to.copy_(local)
             return
-        value = full_tensor(value)
-    elif isinstance(value, ShardedTensor):
-        value = gather_sharded_tensor(value)
+    value = gather_sharded_tensor(value) if isinstance(value, ShardedTensor) else full_tensor(value)
     if isinstance(target_tensor, TensorShards):
         for region, local in target_tensor.shards:
             local.copy_(value[tuple(map(slice, region.offsets, region.ends))])
@@ -349,17 +341,11 @@ def _fill(target_tensor: Any, value: torch.Tensor, original: LocalParameter | No
         target_tensor.copy_(value)
 
 
-def _is_alike(value: DTensor, other: DTensor) -> bool:
-    own = (value.shape, value.placements, value.device_mesh)
-    return own == (other.shape, other.placements, other.device_mesh)
-
-
 def _keys(model: nn.Module, optimizer: Any) -> dict[int, str]:
     """Return the names of parameters in a named optimizer, by their ids."""
-    names = {key: found[0] for key, found in _names_of(model).items()}
     own = [key for group in optimizer.state_dict()["param_groups"] for key in group["params"]]
     raw = {clean_name(key): key for key in own if isinstance(key, str)}
-    return {key: raw.get(name, name) for key, name in names.items()}
+    return {key: raw.get(names[0], names[0]) for key, names in _names_of(model).items()}
 
 
 def load_local(model: nn.Module, optimizer: Any, given: Mapping[str, Any], *, named: bool) -> dict[str, Any]:
@@ -369,32 +355,27 @@ def load_local(model: nn.Module, optimizer: Any, given: Mapping[str, Any], *, na
         ValueError: If the parameters or shapes differ.
     """
     names = _names_of(model)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    keys: dict[str, Any] = {names[id(p)][0]: number for number, p in enumerate(parameters)}
-    if named:
-        by_id = _keys(model, optimizer)
-        keys = {name: by_id[id(parameters[number])] for name, number in keys.items()}
+    parameters = {names[id(parameter)][0]: parameter for parameter in _parameters_of(optimizer)}
+    keys: Mapping[int, Any] = _keys(model, optimizer)
+    if not named:
+        keys = {id(parameter): number for number, parameter in enumerate(parameters.values())}
     groups = given.get("param_groups", [])
-    unknown = [fqn for group in groups for fqn in group["params"] if fqn not in keys]
-    missing = set(keys) - {fqn for group in groups for fqn in group["params"]} if groups else set()
-    if unknown or missing:
+    saved = {fqn for group in groups for fqn in group["params"]} if groups else set(parameters)
+    if saved != parameters.keys():
         raise ValueError(
             "LOCAL_STATE_DICT: expected state of the same flat parameters, saved with the same wrapping; unexpected: "
-            f"{unknown[:8]}, missing: {sorted(missing)[:8]}; use FULL_STATE_DICT or SHARDED_STATE_DICT instead"
+            f"{sorted(saved - parameters.keys())[:8]}, missing: {sorted(parameters.keys() - saved)[:8]}; use "
+            "FULL_STATE_DICT or SHARDED_STATE_DICT instead"
         )
-    _check_local(parameters, names, given["state"])
-    result: dict[str, Any] = {"state": {keys.get(fqn, fqn): value for fqn, value in given["state"].items()}}
-    if "param_groups" in given:
-        result["param_groups"] = [{**group, "params": [keys[fqn] for fqn in group["params"]]} for group in groups]
-    return result
-
-
-def _check_local(parameters: Sequence[nn.Parameter], names: Mapping[int, list[str]], state: Mapping[str, Any]) -> None:
-    for parameter in parameters:
-        fqn = names[id(parameter)][0]
-        for path, value in leaves_of(state.get(fqn, {})).items():
+    for fqn, parameter in parameters.items():
+        for path, value in leaves_of(given["state"].get(fqn, {})).items():
             if isinstance(value, torch.Tensor) and value.dim() == parameter.dim() and value.shape != parameter.shape:
                 raise ValueError(
                     f"LOCAL_STATE_DICT: {fqn}: this rank's shard has shape {tuple(parameter.shape)}, but {path[0]} was "
                     f"saved with {tuple(value.shape)}; load it on the same number of ranks"
                 )
+    key_of = {fqn: keys[id(parameter)] for fqn, parameter in parameters.items()}
+    result: dict[str, Any] = {"state": {key_of.get(fqn, fqn): value for fqn, value in given["state"].items()}}
+    if "param_groups" in given:
+        result["param_groups"] = [{**group, "params": [key_of[fqn] for fqn in group["params"]]} for group in groups]
+    return result

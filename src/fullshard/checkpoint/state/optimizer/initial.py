@@ -10,7 +10,7 @@ of the state only the first value that was written is kept, copied before the st
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -24,7 +24,7 @@ from fullshard.engine.parameters.sharded import value_of
 __all__ = ["give_initial_state"]
 
 
-class _FirstValues(dict[str, Any]):
+class _FirstValues(UserDict[str, Any]):
     """State of one parameter that remembers the first value written under each name."""
 
     first: dict[str, Any]
@@ -37,17 +37,6 @@ class _FirstValues(dict[str, Any]):
         if key not in self.first:
             self.first[key] = _copy(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
         super().__setitem__(key, value)
-
-    def update(self, *others: Any, **values: Any) -> None:
-        """Set items as ``dict.update`` does."""
-        for key, value in dict(*others, **values).items():
-            self[key] = value
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        """Set an item as ``dict.setdefault`` does."""
-        if key not in self:
-            self[key] = default
-        return self[key]
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.checkpoint.format.host import bytes_of
 from fullshard.checkpoint.state.parameters import LocalParameter, local_parameters
 from fullshard.checkpoint.state.tensor_shards import TensorShards
 from fullshard.engine.parameters.sharded import value_of
@@ -41,7 +42,7 @@ __all__ = [
     "Path",
     "StateShapes",
     "TensorSpec",
-    "agree_on_state",
+    "as_shards",
     "compare_fingerprints",
     "fingerprint",
     "group_options",
@@ -167,11 +168,8 @@ def named_groups(
 
 def holds_tensors(value: Any) -> bool:
     """Return True if ``value`` is a dictionary, list or tuple with tensors in it, at any depth."""
-    if isinstance(value, dict):
-        return any(_is_tensor(item) or holds_tensors(item) for item in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_is_tensor(item) or holds_tensors(item) for item in value)
-    return False
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return any(_is_tensor(item) or holds_tensors(item) for item in items)
 
 
 def map_leaves(value: Any, leaf: Callable[[Path, Any], Any], path: Path = ()) -> Any:
@@ -217,16 +215,16 @@ class StateShapes:
     _following: set[Path]  # names of which most entries of more than one element are sharded
 
     def __init__(self, seen: Iterable[tuple[Path, torch.Size, torch.Size]]) -> None:
-        shapes: dict[Path, set[torch.Size]] = {}
-        matching: dict[Path, list[bool]] = {}
-        telling: dict[Path, list[bool]] = {}
+        entries: dict[Path, list[tuple[torch.Size, torch.Size]]] = {}
         for path, shape, parameter in seen:
-            shapes.setdefault(path, set()).add(shape)
-            matching.setdefault(path, []).append(shape == parameter)
-            if math.prod(parameter) > 1:
-                telling.setdefault(path, []).append(shape == parameter)
-        self._constant = {path for path, same in matching.items() if len(shapes[path]) == 1 and not all(same)}
-        self._following = {path for path, same in telling.items() if 2 * sum(same) > len(same)} - self._constant
+            entries.setdefault(path, []).append((shape, parameter))
+        self._constant, self._following = set(), set()
+        for path, pairs in entries.items():
+            matching = [shape == parameter for shape, parameter in pairs if math.prod(parameter) > 1]
+            if len({shape for shape, _ in pairs}) == 1 and any(shape != parameter for shape, parameter in pairs):
+                self._constant.add(path)
+            elif 2 * sum(matching) > len(matching):
+                self._following.add(path)
 
     def is_sharded(self, path: Path, shape: torch.Size, parameter: torch.Size) -> bool:
         """Return True if an entry of ``shape`` is sharded as its parameter, which has the shape ``parameter``."""
@@ -272,14 +270,15 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     """
     groups = optimized_groups(model, optimizer.param_groups)
     members = [member for group in groups for member in group]
-    state = state_by_fqn(members, optimizer.state, _as_shards)
+    state = state_by_fqn(members, optimizer.state, as_shards)
     for key, value in optimizer.state.items():
         if isinstance(key, str):
             state[key] = value if isinstance(value, Mapping) else {NAMELESS: value}
     return {"state": state, "param_groups": named_groups(groups, optimizer.param_groups)}
 
 
-def _as_shards(original: LocalParameter, value: torch.Tensor, is_sharded: bool) -> TensorShards | torch.Tensor:
+def as_shards(original: LocalParameter, value: torch.Tensor, is_sharded: bool) -> TensorShards | torch.Tensor:
+    """Return a tensor of the state as :func:`optimizer_state` does."""
     if is_sharded:
         return original.shards_of(value)
     return TensorShards.of(value) if isinstance(value, DTensor) else value.detach()
@@ -331,21 +330,17 @@ def fingerprint(state: Mapping[str, Any]) -> dict[str, str]:
     return {fqn: "; ".join(_words(leaves_of(values))) for fqn, values in state.items() if isinstance(values, Mapping)}
 
 
-def _words(leaves: Mapping[Path, Any]) -> list[str]:
-    words = []
+def _words(leaves: Mapping[Path, Any]) -> Iterator[str]:
     for path, value in leaves.items():
-        text = path_name(path)
+        name = path_name(path)
         if isinstance(value, (torch.Tensor, TensorShards)):
-            text += f" {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+            name += f" {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
         if isinstance(value, torch.Tensor) and not value.is_meta:
-            host = value.detach().cpu()
-            data = host.contiguous().reshape(-1).view(torch.uint8)
-            shown = host.item() if value.numel() == 1 else f"#{zlib.crc32(data.numpy()):08x}"  # type: ignore[arg-type]
-            text += f" = {shown}"
-        elif isinstance(value, (bool, int, float, str)):
-            text += f" = {value!r}"
-        words.append(text)
-    return words
+            host = value.detach().cpu().contiguous()
+            shown = host.item() if host.numel() == 1 else f"#{zlib.crc32(bytes_of(host)):08x}"
+            yield f"{name} = {shown}"
+        else:
+            yield f"{name} = {value!r}" if isinstance(value, (bool, int, float, str)) else name
 
 
 def compare_fingerprints(own: Mapping[str, str], group: dist.ProcessGroup | None = None) -> None:
@@ -366,16 +361,3 @@ def compare_fingerprints(own: Mapping[str, str], group: dist.ProcessGroup | None
         )
 
     compare(dict(sorted(own.items())), [group], explain)
-
-
-def agree_on_state(state: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> None:
-    """Raise on all ranks of ``group`` if their states differ. All of them call it: a collective of a few bytes.
-
-    Args:
-        state: ``optimizer_state(...)["state"]``, or a subset of it.
-        group: The ranks. None: all.
-
-    Raises:
-        FullshardError: With the parameters and ranks that differ.
-    """
-    compare_fingerprints(fingerprint(state), group)
