@@ -323,33 +323,25 @@ def set_chunk(**fields: Any) -> Callable[[Metadata], None]:
 
 
 LIES: dict[str, tuple[Callable[[Metadata], object], str]] = {
-    "parent": (lie("model.b", relative_path="../x"), "model.b: found file .../x"),
-    "absolute": (lie("model.b", relative_path="/etc/passwd"), "model.b: found file ./etc/passwd"),
-    "backslash": (lie("model.b", relative_path="..\\x"), "model.b: found file"),
-    "dots": (lie("model.b", relative_path=".."), "model.b: found file"),
-    "empty": (lie("model.b", relative_path=""), "model.b: found file"),
-    "number": (lie("model.b", relative_path=3), "model.b: found an invalid location"),
+    **{
+        f"file {name!r}": (lie("model.b", relative_path=name), "model.b: found file")
+        for name in ("../x", "/etc/passwd", "..\\x", "..", "", "c:x", 3)
+    },
     "negative": (lie("model.b", offset=-1), "model.b: found bytes -1"),
     "beyond": (lie("model.b", length=1 << 40), "model.b: found bytes"),
-    "text": (lie("model.b", length="5"), "model.b: found an invalid location"),
+    "text": (lie("model.b", length="5"), "model.b: .*TypeError"),
     "extension": (lie("model.b", transform_descriptors=["stream.zstd"]), "only torch's own reader supports"),
-    "nowhere": (no_place, "model.b: found a shard at"),
+    "nowhere": (no_place, "model.b: .*KeyError"),
     "size": (set_size(torch.Size([6])), "model.b: found shards that lack 1 of the 6"),
-    "negative size": (set_size((-5,)), "model.b: found shape"),
-    "size that is none": (set_size("5"), "model.b: found something other than sizes"),
+    "negative size": (set_size((-5,)), "model.b: shape"),
+    "size that is none": (set_size("5"), "model.b: .*TypeError"),
     "chunk": (set_chunk(sizes=torch.Size([4])), "model.b: found shards that lack 1 of the 5"),
     "chunk outside": (set_chunk(sizes=torch.Size([50])), "model.b: found shard"),
-    "chunk of negative": (set_chunk(sizes=(-5,)), "model.b: found negative sizes"),
-    "no chunks": (lambda m: setattr(m.state_dict_metadata["model.b"], "chunks", None), "model.b: found no list"),
-    "other object": (
-        lambda m: m.state_dict_metadata.update({"model.b": 3}),
-        "found no TensorStorageMetadata",
-    ),
-    "no storage": (lambda m: setattr(m, "storage_data", None), "storage_data: found no dict, but NoneType"),
-    "dtype": (
-        lambda m: setattr(m.state_dict_metadata["model.b"].properties, "dtype", 3),
-        "model.b: dtype: found no str",
-    ),
+    "chunk of negative": (set_chunk(sizes=(-5,)), "model.b: expected as many offsets as sizes, none below 0"),
+    "no chunks": (lambda m: setattr(m.state_dict_metadata["model.b"], "chunks", None), "model.b: .*TypeError"),
+    "other object": (lambda m: m.state_dict_metadata.update({"model.b": 3}), "model.b: .*AttributeError"),
+    "no storage": (lambda m: setattr(m, "storage_data", None), "cannot be read .AttributeError"),
+    "dtype": (lambda m: setattr(m.state_dict_metadata["model.b"].properties, "dtype", 3), "model.b: dtype 3"),
     "other dtype": (
         lambda m: setattr(m.state_dict_metadata["model.b"].properties, "dtype", torch.int32),
         r"model.b: .*expected a tensor of \(5,\) int32; found \(5,\) float32",

@@ -10,13 +10,13 @@ restricted unpickler.
 
 from __future__ import annotations
 
+import contextlib
 import io
-import os
+import operator
 import pickle
-import posixpath
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -100,14 +100,23 @@ def read_metadata_file(folder: Folder) -> Index:
     with folder.read(METADATA_FILE) as stream:
         data = stream.read()
     try:
-        top = _fields(_Unpickler(io.BytesIO(data)).load(), "Metadata")
-        places = _places(top.get("storage_data"))
-        tensors, stored = _entries(top, places)
-        names = sorted({place.file for place in stored.values()})
-        try:
-            regions, numbers = table_of(tensors, names, stored)
-        except ValueError as error:
-            raise _RefusedError(str(error)) from error
+        top = _Unpickler(io.BytesIO(data)).load().state
+        tensors, places = _contents(top["state_dict_metadata"], _stored(top["storage_data"]))
+        names = sorted({place.file for place in places.values()})
+        regions, numbers = table_of(tensors, names, places)
+        return Index(
+            where,
+            tensors,
+            regions,
+            numbers,
+            values={key: place.file for (key, region), place in places.items() if region is None},
+            files={name: FileEntry(folder.length(name)) for name in names},
+            about={"format": "torch.distributed.checkpoint", "version": _shown(top.get("version"))},
+            places=places,
+            raw=False,
+        )
+    except CheckpointError:
+        raise
     except _RefusedError as error:
         raise CheckpointError(
             f"{where}: {error}; no code in it was run. The file is corrupted, or was not written by "
@@ -117,17 +126,6 @@ def read_metadata_file(folder: Folder) -> Index:
         raise CheckpointError(
             f"{where} cannot be read ({type(error).__name__}). The file is corrupted: use another checkpoint"
         ) from error
-    return Index(
-        where,
-        tensors,
-        regions,
-        numbers,
-        values={key: place.file for (key, region), place in stored.items() if region is None},
-        files={name: FileEntry(folder.length(name)) for name in names},
-        about={"format": "torch.distributed.checkpoint", "version": _shown(top.get("version"))},
-        places=stored,
-        raw=False,
-    )
 
 
 class _RefusedError(Exception):
@@ -164,77 +162,62 @@ class _Unpickler(pickle.Unpickler):
         raise _RefusedError("refers to external data")
 
 
-def _places(found: Any) -> dict[tuple[str, tuple[int, ...] | None], FilePlace]:
+_Stored = dict[tuple[str, tuple[int, ...] | None], FilePlace]
+
+
+def _stored(storage_data: Any) -> _Stored:
     """Return the places of all stored data, by key and offsets."""
-    places: dict[tuple[str, tuple[int, ...] | None], FilePlace] = {}
-    for index, info in _checked("storage_data", found, dict).items():
-        at, place = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
-        key, offset, name = _checked("a key", at.get("fqn"), str), at.get("offset"), place.get("relative_path")
-        start, length = place.get("offset"), place.get("length")
-        if not (isinstance(name, str) and type(start) is int and type(length) is int):
-            raise _RefusedError(f"{_shown(key)}: found an invalid location")
-        # A plain name: torch's writer has no subfolders.
-        if name in ("", ".", "..") or not posixpath.basename(name) == os.path.basename(name) == name:
-            raise _RefusedError(f"{_shown(key)}: found file {_shown(name)!r}, which is outside of the folder")
-        if re.search(r"[:\0\\]", name):
-            raise _RefusedError(f"{_shown(key)}: found file {_shown(name)!r}, which is not a name")
-        if place.get("transform_descriptors"):
-            raise _RefusedError(f"{_shown(key)}: stored with an extension that only torch's own reader supports")
-        places[key, None if offset is None else _sizes(key, offset)] = FilePlace(name, start, length)
-    return places
+    stored: _Stored = {}
+    for index, info in storage_data.items():
+        key, offset, place = index.state["fqn"], index.state.get("offset"), info.state
+        with _refused_with(key):
+            name = place["relative_path"]
+            # A plain name: torch's writer has no subfolders.
+            if not isinstance(name, str) or not re.fullmatch(r"[^/\\:\0]+", name) or name in (".", ".."):
+                raise _RefusedError(f"found file {_shown(name)!r}, which is outside of the folder")
+            if place.get("transform_descriptors"):
+                raise _RefusedError("stored with an extension that only torch's own reader supports")
+            at = None if offset is None else _numbers(offset)
+            stored[key, at] = FilePlace(name, *_numbers((place["offset"], place["length"])))
+    return stored
 
 
-def _entries(
-    top: dict[str, Any], places: Mapping[tuple[str, tuple[int, ...] | None], FilePlace]
+def _contents(
+    state_dict_metadata: Any, stored: _Stored
 ) -> tuple[dict[str, TensorEntry], dict[tuple[str, Region | None], FilePlace]]:
     """Return the tensors of the file, and the places of all shards and values."""
     tensors: dict[str, TensorEntry] = {}
-    stored: dict[tuple[str, Region | None], FilePlace] = {}
-    for key, entry in _checked("state_dict_metadata", top.get("state_dict_metadata"), dict).items():
-        _checked("a key", key, str)
-        if type(entry).__name__ == "BytesStorageMetadata":
-            if (key, None) not in places:
-                raise _RefusedError(f"{_shown(key)}: found a value without stored data")
-            stored[key, None] = places[key, None]
-            continue
-        fields = _fields(entry, "TensorStorageMetadata", key)
-        properties = getattr(fields.get("properties"), "state", None)
-        dtype = properties[0] if isinstance(properties, tuple) and properties else None
-        size = _sizes(key, fields.get("size"))
-        try:
-            tensors[key] = TensorEntry(_checked(f"{_shown(key)}: dtype", dtype, str), size)
-        except ValueError as error:
-            raise _RefusedError(f"{_shown(key)}: found {error}") from error
-        for chunk in _checked(key, fields.get("chunks"), list):
-            part = _fields(chunk, "ChunkStorageMetadata", key)
-            offsets, sizes = _sizes(key, part.get("offsets")), _sizes(key, part.get("sizes"))
-            if len(offsets) != len(sizes) or min((*offsets, *sizes), default=0) < 0:
-                raise _RefusedError(f"{_shown(key)}: found negative sizes")
-            if 0 not in sizes:
-                if (key, offsets) not in places:
-                    raise _RefusedError(f"{_shown(key)}: found a shard at {offsets} without stored data")
-                stored[key, Region(offsets, sizes)] = places[key, offsets]
-    return tensors, stored
+    places: dict[tuple[str, Region | None], FilePlace] = {}
+    for key, entry in state_dict_metadata.items():
+        with _refused_with(key):
+            if not isinstance(key, str):
+                raise _RefusedError("found no key")
+            if type(entry).__name__ == "BytesStorageMetadata":
+                places[key, None] = stored[key, None]
+                continue
+            fields = entry.state
+            tensors[key] = TensorEntry(fields["properties"].state[0], _numbers(fields["size"]))
+            for chunk in fields["chunks"]:
+                region = Region(_numbers(chunk.state["offsets"]), _numbers(chunk.state["sizes"]))
+                if region.numel:
+                    places[key, region] = stored[key, region.offsets]
+    return tensors, places
 
 
-def _checked(key: str, found: Any, kind: type) -> Any:
-    if type(found) is not kind:
-        raise _RefusedError(f"{_shown(key)}: found no {kind.__name__}, but {_shown(found)}")
-    return found
+@contextlib.contextmanager
+def _refused_with(key: Any) -> Iterator[None]:
+    """Name the key in errors of the block, which may be any: nothing in the pickle has to be what it should be."""
+    try:
+        yield
+    except _RefusedError as error:
+        raise _RefusedError(f"{_shown(key)}: {error}") from error
+    except Exception as error:
+        raise _RefusedError(f"{_shown(key)}: {_shown(str(error))} ({type(error).__name__})") from error
 
 
-def _fields(found: Any, kind: str, key: str = "the pickle") -> dict[str, Any]:
-    """Return the attributes of a stand-in for an instance of that class."""
-    state = found.state if isinstance(found, _Restored) and type(found).__name__ == kind else None
-    if type(state) is not dict:
-        raise _RefusedError(f"{_shown(key)}: found no {kind}, but {_shown(found)}")
-    return state
-
-
-def _sizes(key: str, found: Any) -> tuple[int, ...]:
-    if not isinstance(found, (tuple, list)) or not all(type(number) is int for number in found):
-        raise _RefusedError(f"{_shown(key)}: found something other than sizes")
-    return tuple(found)
+def _numbers(found: Any) -> tuple[int, ...]:
+    """Return integers; TypeError if they are something else."""
+    return tuple(map(operator.index, found))
 
 
 def _shown(found: Any) -> str:

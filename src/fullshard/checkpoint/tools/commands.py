@@ -22,8 +22,7 @@ from rich.text import Text
 from fullshard.checkpoint.format.index import INDEX_FILE, TensorEntry
 from fullshard.checkpoint.format.torch_format import METADATA_FILE
 from fullshard.checkpoint.safetensors.consolidate import export as export_files
-from fullshard.checkpoint.safetensors.files import local_path
-from fullshard.checkpoint.tools.offline import Checkpoint, Difference, open_checkpoint
+from fullshard.checkpoint.tools.offline import Checkpoint, open_checkpoint
 from fullshard.errors import CheckpointError
 
 __all__ = ["export", "inspect", "parse_size"]
@@ -82,7 +81,6 @@ def export(path: str, out: str | os.PathLike[str], *, prefix: str, dtype: str | 
     Returns:
         Exit code of the command.
     """
-    console = Console()
     chosen = None if dtype is None else getattr(torch, dtype.removeprefix("torch."), None)
     if dtype is not None and (not isinstance(chosen, torch.dtype) or not chosen.is_floating_point):
         return _fail(
@@ -90,10 +88,6 @@ def export(path: str, out: str | os.PathLike[str], *, prefix: str, dtype: str | 
         )
     try:
         most = parse_size(max_shard_size)
-    except ValueError as error:
-        return _fail("export", f"--max-shard-size: {error}", WRONG_INPUT)
-    try:
-        local_path("OUT", out)
         with open_checkpoint(path) as checkpoint:
             if not any(key.startswith(prefix) for key in checkpoint.names):
                 return _fail("export", f"no tensor of {path} has a name that begins with {prefix!r}", WRONG_INPUT)
@@ -103,6 +97,7 @@ def export(path: str, out: str | os.PathLike[str], *, prefix: str, dtype: str | 
         files = export_files(path, out, prefix=prefix, dtype=chosen, max_shard_bytes=most)
     except (CheckpointError, ValueError) as error:
         return _fail("export", str(error), FOUND if isinstance(error, CheckpointError) else WRONG_INPUT)
+    console = Console()
     console.print(Text(f"weights of {path}"), soft_wrap=True)
     table = _table("file", "size>")
     for file in files:
@@ -120,7 +115,7 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text)
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or float(match[1]) * unit < 1:
-        raise ValueError(f"expected a size such as 5GB or 512MiB, found {text!r}")
+        raise ValueError(f"--max-shard-size: expected a size such as 5GB or 512MiB, found {text!r}")
     return int(float(match[1]) * unit)
 
 
@@ -210,22 +205,9 @@ def _diff(checkpoint: Checkpoint, other: Checkpoint, console: Console) -> int:
         console.print(Text.assemble(("equal: ", "bold green"), f"{both} hold the same"))
         return GOOD
     for difference in differences:  # a line each, also where lines are short: names are long, and pipes are searched
-        console.print(Text(f"{difference.name}: ").append_text(_described(difference)), soft_wrap=True)
+        console.print(Text(difference), soft_wrap=True)
     console.print(Text.assemble((_count(len(differences), "difference"), "bold red"), f" of {both}"), soft_wrap=True)
     return FOUND
-
-
-def _described(difference: Difference) -> Text:
-    here, there = difference.here, difference.there
-    if here is None or there is None:
-        which, what = ("second", there) if here is None else ("first", here)
-        return Text.assemble((f"only in the {which}: ", "yellow"), str(what))
-    text = Text(here if here == there else f"{here} -> {there}")
-    if difference.elements:
-        verb = "differs" if difference.elements == 1 else "differ"
-        text.append(f": {_count(difference.elements, 'element')} {verb}", style="red")
-        text.append(f" by at most {difference.max_abs:.3g}", style="red")
-    return text
 
 
 def _table(*columns: str) -> Table:

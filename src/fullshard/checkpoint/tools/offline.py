@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,29 +19,10 @@ from fullshard.checkpoint.state.tensor_shards import TensorShard
 from fullshard.errors import CheckpointError
 from fullshard.layout import Region, regions_of_range
 
-__all__ = ["Checkpoint", "Difference", "open_checkpoint"]
+__all__ = ["Checkpoint", "open_checkpoint"]
 
 _PART = 1 << 24  # bytes read at once
 _VALUE = "a value"
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One difference between two checkpoints.
-
-    Args:
-        name: Name of the tensor or value.
-        here: Dtype and shape, or the value, in the first checkpoint; None if it is missing.
-        there: The same for the second checkpoint.
-        elements: Number of elements that differ; NaN equals NaN. None if they were not compared.
-        max_abs: Largest absolute difference; NaN if an element is NaN in only one of the tensors.
-    """
-
-    name: str
-    here: str | None
-    there: str | None
-    elements: int | None = None
-    max_abs: float | None = None
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -80,11 +60,6 @@ class Checkpoint:
     def index(self) -> Index:
         """Index of the checkpoint."""
         return self._reader.index
-
-    @property
-    def about(self) -> Mapping[str, Any]:
-        """Description of the save: versions, time, ranks, model."""
-        return self.index.about
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -153,26 +128,29 @@ class Checkpoint:
                 succeeds(self._reader.value, key)
         return problems
 
-    def diff(self, other: Checkpoint) -> list[Difference]:
-        """Compare with another checkpoint: names, shapes, dtypes and contents.
+    def diff(self, other: Checkpoint) -> list[str]:
+        """Compare with another checkpoint: names, shapes, dtypes and contents. NaN equals NaN.
+
+        Returns:
+            Differences, one line each, which begins with the name.
 
         Raises:
             CheckpointError: If something cannot be read, or its checksum does not match.
         """
-        found: list[Difference] = []
+        found: list[str] = []
         mine, theirs = self._described(), other._described()
         for name in sorted(mine.keys() | theirs.keys()):
-            here, there = mine.get(name), theirs.get(name)
+            here, there, distance = mine.get(name), theirs.get(name), ""
+            if here is None or there is None:
+                found.append(f"{name}: only in the {'second' if here is None else 'first'}: {here or there}")
+                continue
             if here == there == _VALUE:
                 one, two = self.read(name), other.read(name)
-                if not _equal(one, two):
-                    found.append(Difference(name, _shown(one), _shown(two)))
-            elif None not in (here, there) and _VALUE not in (here, there) and self.shape(name) == other.shape(name):
-                elements, max_abs = self._compare(other, name)
-                if elements or here != there:
-                    found.append(Difference(name, here, there, elements, max_abs))
-            elif here != there:
-                found.append(Difference(name, here, there))
+                here, there = ("", "") if _equal(one, two) else (_shown(one), _shown(two))
+            elif _VALUE not in (here, there) and self.shape(name) == other.shape(name):
+                distance = self._distance(other, name)
+            if here != there or distance:
+                found.append(f"{name}: {here if here == there else f'{here} -> {there}'}{distance}")
         return found
 
     def _tensor(self, name: str) -> TensorEntry:
@@ -200,8 +178,8 @@ class Checkpoint:
         described = {name: f"{entry.dtype} {list(entry.shape)}" for name, entry in tensors.items()}
         return {**described, **dict.fromkeys(self.index.values, _VALUE)}
 
-    def _compare(self, other: Checkpoint, name: str) -> tuple[int, float]:
-        """Return how many elements of a tensor differ, and the largest absolute difference."""
+    def _distance(self, other: Checkpoint, name: str) -> str:
+        """Return how many elements of a tensor differ, and by how much; empty if none does."""
         count, largest = 0, 0.0
         for start, one in self.parts(name):
             two = other._range(name, start, one.numel())
@@ -211,7 +189,8 @@ class Checkpoint:
             if distances.numel():
                 count += distances.numel()
                 largest = float(torch.stack([distances.max(), torch.tensor(largest, dtype=torch.float64)]).max())
-        return count, largest
+        what = "1 element differs" if count == 1 else f"{count:,} elements differ"
+        return f": {what} by at most {largest:.3g}" if count else ""
 
 
 def _distances(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
