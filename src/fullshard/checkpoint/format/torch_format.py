@@ -178,7 +178,7 @@ def _stored(storage_data: Any) -> _Stored:
             if place.get("transform_descriptors"):
                 raise _RefusedError("stored with an extension that only torch's own reader supports")
             at = None if offset is None else _numbers(offset)
-            stored[key, at] = FilePlace(name, *_numbers((place["offset"], place["length"])))
+            stored[key, at] = FilePlace(name, operator.index(place["offset"]), operator.index(place["length"]))
     return stored
 
 
