@@ -78,15 +78,6 @@ def test_what_is_there(tmp_path: Path, form: str) -> None:
         assert checkpoint.verify() == []
 
 
-def test_about_and_aliases(tmp_path: Path) -> None:
-    """What the saver said, and tied tensors under each of their names."""
-    save(tmp_path, entries(), about={"step": 7}, aliases={"model.tied": "model.w"})
-    checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.index.about == {"step": 7}
-    assert checkpoint.aliases == {"model.tied": "model.w"}
-    assert_equal(checkpoint.read("model.tied"), entries()["model.w"], "tied")
-
-
 def test_verify_finds_everything(tmp_path: Path) -> None:
     """All problems are listed, not the first one only, each with file and key."""
     save(tmp_path, entries())
@@ -107,7 +98,7 @@ def test_verify_finds_everything(tmp_path: Path) -> None:
 
 
 def test_verify_torchs_format(tmp_path: Path) -> None:
-    """There it is torch's own checksums that are compared, and files that are cut off are found."""
+    """There it is torch's own checksums that are compared."""
     saved = entries()
     save(tmp_path, saved, "torch")
     assert open_checkpoint(tmp_path).verify() == []
