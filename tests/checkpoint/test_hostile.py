@@ -247,11 +247,8 @@ def test_metadata_that_runs_code(tmp_path: Path) -> None:
     ("name", "attribute"),
     [
         ("builtins", "eval"),
-        ("builtins", "getattr"),
         ("os", "system"),
-        ("functools", "partial"),
         ("torch", "load"),
-        ("torch.serialization", "load"),
         ("torch.distributed.checkpoint.metadata", "os.system"),
         ("torch.distributed.checkpoint.metadata", "pickle"),
         ("fullshard.checkpoint.format.torch_format", "Folder"),
@@ -259,7 +256,6 @@ def test_metadata_that_runs_code(tmp_path: Path) -> None:
 )
 def test_names_in_metadata(tmp_path: Path, name: str, attribute: str) -> None:
     """Of all names that a pickle can refer to, only the few that belong there are known."""
-    save_torch(tmp_path)
     bomb = b"\x80\x04" + _text(name) + _text(attribute) + b"\x93" + _text("1") + b"\x85R."
     (tmp_path / METADATA_FILE).write_bytes(bomb)
     assert f"refers to {name}.{attribute}" in refused(tmp_path)
@@ -269,23 +265,16 @@ def _text(text: str) -> bytes:
     return b"\x8c" + bytes([len(text)]) + text.encode()
 
 
-def test_known_names_change_nothing_outside(tmp_path: Path) -> None:
-    """A pickle that sets attributes of the classes it names reaches stand-ins, not torch's classes."""
+def test_pickles_that_are_none(tmp_path: Path) -> None:
+    """Empty, cut-off and random files, 100,000 open lists, an integer of 100,000 digits: short errors with the file."""
     save_torch(tmp_path)
-    name = "torch.distributed.checkpoint.metadata"
-    attack = b"\x80\x04" + _text(name) + _text("Metadata") + b"\x93N}" + _text("__init__") + _text("gone") + b"s\x86b."
-    (tmp_path / METADATA_FILE).write_bytes(attack)
-    refused(tmp_path)
-    assert callable(Metadata.__init__)
-
-
-def test_persistent_ids_and_nesting_are_refused(tmp_path: Path) -> None:
-    """References to other data, 100,000 open lists, an integer of 100,000 digits: errors, and short ones."""
-    save_torch(tmp_path)
+    whole = (tmp_path / METADATA_FILE).read_bytes()
     number = b"\x8b" + (50_000).to_bytes(4, "little") + b"\x7f" * 50_000
-    for attack in (_text("x") + b"Q.", b"]" * 10**5 + b"a" * (10**5 - 1) + b".", number + b"."):
-        (tmp_path / METADATA_FILE).write_bytes(b"\x80\x04" + attack)
-        assert len(refused(tmp_path)) < 500
+    bodies = (b"N.", b"]\x94.", _text("x") + b"Q.", b"]" * 10**5 + b"a" * (10**5 - 1) + b".", number + b".")
+    for data in (b"", b"garbage", whole[: len(whole) // 2], *(b"\x80\x04" + body for body in bodies)):
+        (tmp_path / METADATA_FILE).write_bytes(data)
+        message = refused(tmp_path)
+        assert METADATA_FILE in message and len(message) < 500
 
 
 def test_a_known_name_changes_no_other_file(tmp_path: Path) -> None:
@@ -302,7 +291,7 @@ def test_a_known_name_changes_no_other_file(tmp_path: Path) -> None:
             (tmp_path / METADATA_FILE).write_bytes(attack)
             refused(tmp_path)
     (tmp_path / METADATA_FILE).write_bytes(good)
-    assert read(tmp_path, targets())["extra.n"] == 3
+    assert read(tmp_path, targets())["extra.n"] == 3 and callable(Metadata.__init__)
 
 
 def lie(key: str, **fields: Any) -> Callable[[Metadata], None]:
@@ -420,15 +409,6 @@ def test_torchs_files_that_grow(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes() + stream.getvalue())
     write_torch(tmp_path, metadata)
     assert "compressed records" in refused(tmp_path)
-
-
-def test_pickles_that_are_none(tmp_path: Path) -> None:
-    """Empty, cut-off and random `.metadata` are errors that name the file."""
-    save_torch(tmp_path)
-    whole = (tmp_path / METADATA_FILE).read_bytes()
-    for data in (b"", b"garbage", whole[: len(whole) // 2], b"\x80\x04N.", b"\x80\x04]\x94."):
-        (tmp_path / METADATA_FILE).write_bytes(data)
-        assert METADATA_FILE in refused(tmp_path)
 
 
 def test_a_pickle_that_grows(tmp_path: Path) -> None:
