@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -17,17 +16,16 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """An error as it is sent to other ranks: exceptions of storage libraries cannot always be pickled."""
+class _Failure(NamedTuple):
+    """The text of an error, for other ranks: exceptions of storage libraries cannot always be pickled."""
 
     text: str
 
-    @classmethod
-    def of(cls, error: BaseException) -> _Failure:
-        text = str(error) or type(error).__name__
-        explained = isinstance(error, (CheckpointError, ValueError, TypeError))
-        return cls(text if explained else f"{type(error).__name__}: {text}")
+
+def _failure(error: BaseException) -> _Failure:
+    text = str(error) or type(error).__name__
+    explained = isinstance(error, (CheckpointError, ValueError, TypeError))
+    return _Failure(text if explained else f"{type(error).__name__}: {text}")
 
 
 class Coordinator:
@@ -57,21 +55,23 @@ class Coordinator:
         Raises:
             CheckpointError: On all ranks, with the error of each rank that failed.
         """
-        cause: Exception | None = None
+        cause: BaseException | None = None
         value: T | _Failure
         try:
             value = own()
-        except Exception as error:
-            cause, value = error, _Failure.of(error)
+        except BaseException as error:  # other ranks must not wait for one that was interrupted
+            cause, value = error, _failure(error)
         found = self._gather(value)
         decided: list[Any] = [None] * self.size
         if found is not None:
             failures = {rank: each.text for rank, each in enumerate(found) if isinstance(each, _Failure)}
             try:
                 decided = list(decision(found)) if not failures else [_Failure(self._report(failures))] * self.size
-            except Exception as error:
-                cause, decided = error, [_Failure.of(error)] * self.size
+            except BaseException as error:
+                cause, decided = error, [_failure(error)] * self.size
         mine = self._scatter(decided)
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause
         if isinstance(mine, _Failure):
             raise CheckpointError(f"{self._what}: {mine.text}") from cause
         result: S = mine
