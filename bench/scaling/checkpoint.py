@@ -13,18 +13,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
 from bench.scaling.worker import timed
-from fullshard.checkpoint.format.compact_save import CompactSavePlanner, CompactWriter, WriteReport
-from fullshard.checkpoint.format.data_file import WrittenEntry
-from fullshard.checkpoint.format.files import Folder
 from fullshard.checkpoint.format.index import CHECKSUM, FileEntry, data_file
 from fullshard.checkpoint.format.index_json import from_json, to_json
-from fullshard.checkpoint.format.planner import ALL, LoadPlanner
-from fullshard.checkpoint.format.reader import CheckpointReader
-from fullshard.checkpoint.format.source import DataSource
 from fullshard.checkpoint.format.write_plan import RankInventory, TensorTable, plan_writes
+from fullshard.checkpoint.format.writer import index_of
 from fullshard.checkpoint.state.tensor_shards import TensorShard, TensorShards
 from fullshard.layout import Region, chunk_of
 
@@ -92,9 +86,7 @@ def measure(units: int, ranks: int) -> CheckpointCost:
     own = entries(units, 0, ranks)
 
     def plan() -> bytes:
-        planner = CompactSavePlanner(same_tables=True)
-        planner.set_up_planner({ALL: own}, None, is_coordinator=False)
-        return pickle.dumps(planner.create_local_plan())
+        return pickle.dumps(RankInventory.of(own, with_table=False))
 
     plan()
     message, plan_s = timed(plan)
@@ -106,26 +98,20 @@ def measure(units: int, ranks: int) -> CheckpointCost:
         for rank, of_rank in enumerate(regions)
     ]
     write_plan, plan_writes_s = timed(lambda: plan_writes(held))
-    planner = CompactSavePlanner(same_tables=True)
-    planner.write_plan = write_plan
-    writer = CompactWriter("nowhere", planner, aliases={}, about={}, ranks=ranks)
-    reports = [
-        WriteReport(rank, WrittenEntry(data_file("0" * 12, rank), FileEntry(1 << 40, 264, bytes(2 * CHECKSUM))))
+    save = "0" * 12
+    files = {
+        data_file(save, rank): FileEntry(1 << 40, 264, bytes(2 * CHECKSUM))
         for rank, number in enumerate(write_plan.files)
         if number >= 0
-    ]
-    text, index_s = timed(lambda: to_json(writer._index(Metadata({}), list(reports))))
+    }
+    text, index_s = timed(lambda: to_json(index_of("index", write_plan, files, {}, {}, save)))
     parsed, parse_s = timed(lambda: from_json(text, "index"))
-    reader = CheckpointReader("memory")
-    reader._source = DataSource(Folder("nowhere"), parsed)
 
     def load_plan() -> int:
-        planner = LoadPlanner()
-        planner.set_up_planner({ALL: own}, reader.read_metadata())
-        return len(planner.create_local_plan().items)
+        return sum(len(list(parsed.shards(key, s.region))) for key, held in own.items() for s in held.shards)
 
     _, load_s = timed(load_plan)
-    shards = sum(len(tensor.shards) for tensor in parsed.tensors.values())
+    shards = len(parsed.regions)
     return CheckpointCost(plan_s, len(message), plan_writes_s, index_s, len(text), parse_s, load_s, shards)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -123,7 +122,3 @@ def shared_folder(rank: Rank) -> Path:
     dist.broadcast_object_list(names, src=0)
     assert names[0] is not None
     return Path(names[0])
-
-
-def every_kind(*without: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in without])

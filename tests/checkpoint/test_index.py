@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,17 +16,15 @@ from fullshard import CheckpointError
 from fullshard.checkpoint.format.index import (
     ITEM_SIZES,
     FileEntry,
+    FilePlace,
     Index,
     Shard,
-    ShardEntry,
-    Shards,
     TensorEntry,
-    Value,
-    ValueEntry,
     data_file,
+    table_of,
 )
 from fullshard.checkpoint.format.index_json import VERSION, checksum, from_json, to_json
-from fullshard.checkpoint.format.region_table import first_overlap, pack_columns
+from fullshard.checkpoint.format.region_table import RegionTable, first_overlap, pack_columns
 from fullshard.layout import Region, regions_of_range
 
 SAVE = "0123456789ab"
@@ -36,18 +33,24 @@ EIGHT = bytes(range(8))
 REGIONS = [*regions_of_range((4, 3), 0, 6), *regions_of_range((4, 3), 6, 6)]
 
 
-def small(shards: Sequence[Shard] | None = None) -> Index:
+def index_of(tensors: dict[str, TensorEntry], shards: Sequence[tuple[str, Region, str]], **fields: Any) -> Index:
+    """An index of shards, each with its key and file, in any order."""
+    files = fields.pop("files", {FILES[0]: FileEntry(132, 100, 2 * EIGHT)})
+    places = {(key, region): FilePlace(file, 0, 0) for key, region, file in shards}
+    regions, numbers = table_of(tensors, list(files), places)
+    return Index("folder/fullshard.json", tensors, regions, numbers, fields.pop("values", {}), files, **fields)
+
+
+def small() -> Index:
     """A tensor of shape (4, 3) in two shards over two files, a scalar, an empty tensor, a value and an alias."""
-    if shards is None:
-        shards = [Shard(region, FILES[rank]) for rank, region in enumerate(REGIONS)]
-    return Index(
-        where="folder/fullshard.json",
-        tensors={
-            "model.w": TensorEntry("float32", (4, 3), Shards.of((4, 3), shards), ("model", "w")),
-            "step": TensorEntry("int64", (), Shards.of((), [Shard(Region((), ()), FILES[0])])),
-            "empty": TensorEntry("bool", (0, 3), Shards.of((0, 3), [])),
+    return index_of(
+        {
+            "model.w": TensorEntry("float32", (4, 3)),
+            "step": TensorEntry("int64", ()),
+            "empty": TensorEntry("bool", (0, 3)),
         },
-        values={"groups": Value(FILES[1], ("a", 0))},
+        [("model.w", REGIONS[1], FILES[1]), ("step", Region((), ()), FILES[0]), ("model.w", REGIONS[0], FILES[0])],
+        values={"groups": FILES[1]},
         files={name: FileEntry(132, 100, 2 * EIGHT) for name in FILES},
         aliases={"model.tied": "model.w"},
         about={"step": 3, "text": 'with "quotes" and ü\n'},
@@ -89,46 +92,34 @@ def packed(*rows: Sequence[int]) -> str:
 
 
 def test_json_and_back() -> None:
-    """Every field survives."""
-    index = small()
-    assert from_json(to_json(index), index.where) == index
-    assert from_json(signed(content()), index.where) == index
+    """Every field survives, one line for each tensor, so that an index can be searched and compared by lines."""
+    data = to_json(small())
+    assert to_json(from_json(data, "i")) == to_json(from_json(signed(content()), "i")) == data
     assert content()["shards"] == packed((0, 0, 0, 0, 2, 3), (1, 0, 2, 0, 2, 3), (0, 1, 0, 0, 1, 1))
+    assert '"model.w": [[],"float32",[4,3]],' in data.decode().splitlines()
+    assert content()["about"]["text"] == 'with "quotes" and ü\n'
 
 
 def test_format_1_is_read() -> None:
     """Its index says the same, and where in the files everything is."""
     index = from_json(signed(content_1(), 1), "folder/fullshard.json")
-    assert index.tensors["model.w"].shards[1] == ShardEntry(REGIONS[1], FILES[1], 100, 24, EIGHT)
-    assert index.values["groups"] == ValueEntry(FILES[1], 124, 5, EIGHT, ("a", 0))
-    assert {key: list(entry.shards.overlapping(Region.whole(entry.shape))) for key, entry in index.tensors.items()} == {
-        key: list(entry.shards) for key, entry in index.tensors.items()
-    }
+    assert index.places is not None
+    assert index.places["model.w", REGIONS[1]] == FilePlace(FILES[1], 100, 24, EIGHT)
+    assert index.places["groups", None] == FilePlace(FILES[1], 124, 5, EIGHT)
     found, expected = json.loads(to_json(index)), content()
     assert all(found[key] == expected[key] for key in ("tensors", "values", "shards", "aliases", "about", "save"))
 
 
-def test_lines() -> None:
-    """One line for each tensor, so that an index can be searched and compared by lines; and it is JSON."""
-    lines = to_json(small()).decode().splitlines()
-    assert [line for line in lines if line.startswith('"model.w":')] == ['"model.w": [["model","w"],"float32",[4,3]],']
-    assert content()["about"]["text"] == 'with "quotes" and ü\n'
-
-
-def test_shards_are_found_by_region_and_by_offsets() -> None:
-    """From objects as from columns, and whatever their order was."""
-    made = small([Shard(REGIONS[1], FILES[1]), Shard(REGIONS[0], FILES[0])])
-    for index in (made, from_json(to_json(made), "i"), from_json(signed(content_1(), 1), "i")):
-        shards = index.tensors["model.w"].shards
-        assert [shard.file for shard in shards.overlapping(Region((1, 1), (2, 1)))] == FILES
-        assert [shard.file for shard in shards.overlapping(Region((3, 0), (1, 3)))] == FILES[1:]
-        assert list(shards.overlapping(Region((0, 0), (0, 3)))) == []
-        assert shards.at((2, 0)).file == FILES[1] and shards[-1] == shards.at((2, 0))
-        for offsets in ((1, 0), (3, 0), (4, 0)):
-            with pytest.raises(KeyError, match="no shard begins at"):
-                shards.at(offsets)
-        (whole,) = index.tensors["step"].shards.overlapping(Region((), ()))
-        assert whole == index.tensors["step"].shards.at(())
+def test_shards_are_found_by_region() -> None:
+    """From objects as from columns, whatever their order was, also under other names."""
+    for index in (small(), from_json(to_json(small()), "i"), from_json(signed(content_1(), 1), "i")):
+        shards = [Shard(region, file) for region, file in zip(REGIONS, FILES, strict=True)]
+        for key in ("model.w", "model.tied"):
+            assert list(index.shards(key)) == list(index.shards(key, Region((1, 1), (2, 1)))) == shards
+            assert list(index.shards(key, Region((3, 0), (1, 3)))) == shards[1:]
+            assert list(index.shards(key, Region((0, 0), (0, 3)))) == []
+        assert list(index.shards("step", Region((), ()))) == [Shard(Region((), ()), FILES[0])]
+        assert list(index.shards("empty")) == []
 
 
 shapes = st.lists(st.integers(1, 5), max_size=3).map(tuple)
@@ -140,17 +131,19 @@ def test_any_cut_survives(shape: tuple[int, ...], dtype: str, data: st.DataObjec
     numel = Region.whole(shape).numel
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, numel - 1)), max_size=3)) & set(range(1, numel)))
     shards = [
-        Shard(region, FILES[0])
+        ("t", region, FILES[0])
         for low, high in zip([0, *cuts], [*cuts, numel], strict=True)
         for region in regions_of_range(shape, low, high - low)
     ]
-    index = Index("i", {"t": TensorEntry(dtype, shape, Shards.of(shape, shards))}, {}, {FILES[0]: FileEntry(10, 10)})
-    assert from_json(to_json(index), "i") == index
+    tensors = {"t": TensorEntry(dtype, shape)}
+    index = index_of(tensors, shards)
+    assert to_json(from_json(to_json(index), "i")) == to_json(index)
+    assert list(index.shards("t")) == [Shard(region, file) for _, region, file in shards]
     if len(shards) > 1:
-        with pytest.raises(CheckpointError, match="i: t: found shards that lack"):
-            replace(index, tensors={"t": TensorEntry(dtype, shape, Shards.of(shape, shards[1:]))})
+        with pytest.raises(CheckpointError, match="t: found shards that lack"):
+            index_of(tensors, shards[1:])
         with pytest.raises(CheckpointError, match="overlap"):
-            replace(index, tensors={"t": TensorEntry(dtype, shape, Shards.of(shape, [*shards[1:], shards[-1]]))})
+            index_of(tensors, [*shards[1:], ("t", Region.whole(shape), FILES[0])])
 
 
 @given(st.data())
@@ -167,6 +160,9 @@ def test_overlaps_are_found(data: st.DataObject) -> None:
     assert (found is not None) == expected
     if found is not None:
         assert regions[found[0]].overlap(regions[found[1]]) is not None
+    table, shape = RegionTable.of([(0, region) for region in regions if region.numel], dims), (8,) * dims
+    problem = table.find_problem([shape])
+    assert ("overlapping" in (problem or (0, ""))[1]) == expected
 
 
 def edit(*path: Any, to: Any) -> Callable[[dict[str, Any]], None]:
@@ -183,44 +179,31 @@ def edit(*path: Any, to: Any) -> Callable[[dict[str, Any]], None]:
 # What is wrong in both formats.
 HOSTILE = {
     "file that leads out": (edit("files", 0, 0, to="../../etc/passwd"), "../../etc/passwd"),
-    "absolute file": (edit("files", 0, 0, to="/etc/passwd"), "/etc/passwd"),
     "file of another kind": (edit("files", 0, 0, to="data-0123456789ab-0.safetensors/../x"), "not one of a data file"),
-    "file name with a line": (edit("files", 0, 0, to=FILES[0] + "\n"), "not one of a data file"),
     "file name that is none": (edit("files", 0, 0, to=7), "where a string was expected"),
     "checksum that is none": (edit("files", 0, 3, to="xyz"), "files: found 'xyz' as a checksum"),
     "header beyond the file": (edit("files", 0, 2, to=133), "found a header of 133 bytes"),
-    "negative length": (edit("files", 0, 1, to=-1), "found a header"),
     "length that is a bool": (edit("files", 0, 1, to=True), "files: found 'True'"),
-    "length that is a fraction": (edit("files", 0, 1, to=132.0), "files: found '132.0'"),
     "larger shape": (edit("tensors", "model.w", 2, to=[10**9, 3]), "model.w: found shards that lack"),
-    "huge shape": (edit("tensors", "model.w", 2, to=[2**62, 3]), "model.w: found shape"),
     "huge product": (edit("tensors", "model.w", 2, to=[2**40, 2**40]), "model.w: found shape"),
     "many dims": (edit("tensors", "model.w", 2, to=[1] * 65), "model.w: found shape"),
     "dims of tensors": (edit("tensors", "model.w", 2, to=[12]), "model.w: found shard|shards: found shards of 2 dims"),
-    "shape that is text": (edit("tensors", "model.w", 2, to="43"), "model.w: found '43'"),
     "dtype": (edit("tensors", "model.w", 1, to="float33"), "model.w: found dtype 'float33'"),
-    "dtype that is none": (edit("tensors", "model.w", 1, to=None), "model.w: found 'None'"),
     "too few fields": (edit("tensors", "model.w", to=[[], "float32"]), "model.w: found 2 fields"),
-    "tensors that are a list": (edit("tensors", to=[]), "tensors: found"),
     "tensor that is null": (edit("tensors", "model.w", to=None), "model.w: found 'None'"),
     "no values": (edit("values", to=None), "values: found"),
     "alias of nothing": (edit("aliases", "model.tied", to="model.x"), "model.tied: found an alias"),
     "alias of itself": (edit("aliases", "model.w", to="model.w"), "model.w: found an alias"),
     "block": (edit("block", to=0), "block: found"),
-    "huge block": (edit("block", to=2**40), "block: found"),
     "block between": (edit("block", to=65), "block: found"),
     "about": (edit("about", to=3), "about: found '3'"),
-    "path": (edit("tensors", "model.w", 0, to=[None]), "model.w: found 'None'"),
 }
 
 SHARDS = ("tensors", "model.w", 3)
 HOSTILE_1 = {
     "file number beyond": (edit(*SHARDS, 0, 2, to=2), "model.w: found file number 2 of 2"),
-    "negative file number": (edit(*SHARDS, 0, 2, to=-1), "model.w: found file number -1"),
     "negative start": (edit(*SHARDS, 0, 3, to=-4), "model.w: found bytes -4 to 20"),
-    "start in the header": (edit(*SHARDS, 0, 3, to=99), "model.w: found bytes 99 to 123"),
     "beyond the file": (edit(*SHARDS, 0, 3, to=109), "model.w: found bytes 109 to 133"),
-    "huge start": (edit(*SHARDS, 0, 3, to=10**30), "model.w: found bytes"),
     "negative offset": (edit(*SHARDS, 0, 0, to=[-1, 0]), "model.w: found expected"),
     "huge offset": (edit(*SHARDS, 0, 0, to=[10**30, 0]), "model.w: found a shard with more than"),
     "shard outside": (edit(*SHARDS, 1, 0, to=[3, 0]), r"model.w: found shard \[3:5, 0:3\]"),
@@ -228,11 +211,9 @@ HOSTILE_1 = {
     "hole": (edit(*SHARDS, to=[[[0, 0], [2, 3], 0, 100, EIGHT.hex()]]), "model.w: found shards that lack 6 of the 12"),
     "dims of shards": (edit(*SHARDS, 0, 0, to=[0]), "model.w: found expected as many offsets"),
     "larger dtype": (edit("tensors", "model.w", 1, to="float64"), "model.w: found bytes|model.w: found shards"),
-    "checksum of a shard": (edit(*SHARDS, 0, 4, to="xyz"), "model.w: found 'xyz' as a checksum"),
     "no checksum": (edit(*SHARDS, 0, 4, to=""), "model.w: found 0 bytes of checksums"),
     "fields of a shard": (edit(*SHARDS, 0, to=[[0, 0], [2, 3]]), "model.w: found 2 fields, not 5"),
     "value beyond the file": (edit("values", "groups", 3, to=9), "groups: found bytes"),
-    "negative value": (edit("values", "groups", 3, to=-1), "groups: found bytes"),
     "value and tensor": (edit("values", "model.w", to=[[], 1, 124, 5, EIGHT.hex()]), "model.w: found a tensor and"),
 }
 
@@ -240,15 +221,12 @@ STEP = (0, 1, 0, 0, 1, 1)  # file, tensor, offsets and sizes of its only shard
 ONE, TWO = (0, 0, 0, 0, 2, 3), (1, 0, 2, 0, 2, 3)
 HOSTILE_2 = {
     "no shards": (edit("shards", to=None), "shards: found 'None'"),
-    "shards that are not base64": (edit("shards", to="ü?"), "shards: found"),
     "shards that are not compressed": (edit("shards", to="AQIDBA=="), "shards: found columns that cannot be"),
     "shards without columns": (edit("shards", to=""), "shards: found no columns"),
     "cut off": (edit("shards", to=base64.b64encode(base64.b64decode(packed(ONE))[:-5]).decode()), "incomplete"),
     "odd columns": (edit("shards", to=packed(ONE[:-1], TWO[:-1])), "shards: found 4 columns"),
     "file number beyond": (edit("shards", to=packed(ONE, (2, *TWO[1:]), STEP)), "not among 2 files"),
-    "negative file number": (edit("shards", to=packed((-1, *ONE[1:]), TWO, STEP)), "not among 2 files"),
     "tensor number beyond": (edit("shards", to=packed(ONE, TWO, (0, 3, 0, 0, 1, 1))), "not among 3 tensors"),
-    "negative tensor number": (edit("shards", to=packed((0, -1, 0, 0, 2, 3), TWO, STEP)), "not among 3 tensors"),
     "other order": (edit("shards", to=packed(TWO, ONE, STEP)), "not in order"),
     "twice": (edit("shards", to=packed(ONE, ONE, TWO, STEP)), "not in order, or overlap"),
     "hole": (edit("shards", to=packed(ONE, STEP)), "model.w: found shards that lack 6 of the 12"),
@@ -258,7 +236,6 @@ HOSTILE_2 = {
     "negative size": (edit("shards", to=packed((0, 0, 0, 0, -2, -3), TWO, STEP)), "model.w: found"),
     "huge size": (edit("shards", to=packed(ONE, (1, 0, 2, 0, 2**62, 2**62), STEP)), "model.w: found"),
     "offset in a dim that is not there": (edit("shards", to=packed(ONE, TWO, (0, 1, 1, 0, 1, 1))), "step: found shard"),
-    "size in a dim that is not there": (edit("shards", to=packed(ONE, TWO, (0, 1, 0, 0, 2, 1))), "step: found shard"),
     "empty shard": (edit("shards", to=packed(ONE, TWO, STEP, (0, 2, 0, 0, 0, 3))), "empty: found shard"),
     "file of a value": (edit("values", "groups", 1, to=2), "groups: found file number 2 of 2"),
     "value and tensor": (edit("values", "model.w", to=[[], 1]), "model.w: found a tensor and"),
@@ -316,7 +293,7 @@ def test_every_flipped_bit_is_noticed() -> None:
             with pytest.raises(CheckpointError):
                 from_json(bytes(data), "i")
             data[position] ^= 1 << bit
-    assert from_json(bytes(data), "folder/fullshard.json") == small()
+    assert to_json(from_json(bytes(data), "i")) == data
 
 
 def test_every_cut_is_noticed() -> None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.checkpoint.storage import StorageReader
 
-from fullshard.checkpoint.dcp import dcp_arguments
-from fullshard.checkpoint.format.planner import ALL, LoadPlanner
-from fullshard.checkpoint.format.storage import CheckpointReader
+from fullshard.checkpoint.format.data_file import dtype_of
+from fullshard.checkpoint.format.index import TensorEntry
+from fullshard.checkpoint.format.reader import CheckpointReader, open_reader
 from fullshard.checkpoint.key_map import (
     check_key_map,
     find_model,
@@ -45,7 +43,7 @@ from fullshard.checkpoint.state.snapshot import (
 )
 from fullshard.checkpoint.state.tensor_shards import TensorShards
 from fullshard.errors import CheckpointError
-from fullshard.ranks.agreement import compare, digest_of, who_differs
+from fullshard.ranks.agreement import compare, digest_of, raised_on_all, who_differs
 from fullshard.ranks.barrier import LOAD_TIMEOUT_S, RankBarrier, rank_barrier
 from fullshard.ranks.groups import coordination_group
 
@@ -64,7 +62,6 @@ def load(
     random: bool = True,
     key_map: Mapping[str, str] | None = None,
     process_group: dist.ProcessGroup | None = None,
-    storage_reader: StorageReader | None = None,
     **extra: Any,
 ) -> dict[str, Any]:
     """Load a checkpoint. All ranks call it; each reads only its own shards, straight into memory.
@@ -88,7 +85,6 @@ def load(
             "optimizer", "epoch": "extra.epoch"}``, or ``{"": "model"}`` for bare weights. In checkpoints of other
             programs, model and optimizer are looked for if it does not say; other values are read only if it says.
         process_group: The ranks. None: all.
-        storage_reader: A replacement for fullshard's own reader. It may not detect corruption before the model changes.
         extra: Objects with a state dict to load into, by the names under which they were saved.
 
     Returns:
@@ -102,14 +98,14 @@ def load(
     mapped = "" if key_map is None else f", key_map={dict(key_map)}"
     what = describe_call(f"load (strict={strict}, cast={cast}{mapped})", path, optimizer, extra)
     with rank_barrier(what, process_group, timeout=LOAD_TIMEOUT_S) as barrier:
-        reader = CheckpointReader(path) if storage_reader is None else storage_reader
-        if storage_reader is not None:
-            reader.reset(path)
-        source = _SharedCheckpoint(os.fspath(path), reader, coordination_group(process_group), barrier)
-        loading = _CheckpointLoad(source, model, optimizer, extra, key_map, strict=strict)
-        loading.check(cast=cast)
-        loading.read()
-        return loading.finish(random=random)
+        source = _SharedCheckpoint(os.fspath(path), coordination_group(process_group), barrier)
+        try:
+            loading = _CheckpointLoad(source, model, optimizer, extra, key_map, strict=strict)
+            loading.check(cast=cast)
+            loading.read()
+            return loading.finish(random=random)
+        finally:
+            source.close()
 
 
 class _SharedCheckpoint:
@@ -117,32 +113,30 @@ class _SharedCheckpoint:
 
     path: str
     barrier: RankBarrier
-    metadata: Metadata
     rank: int
     size: int
-    _reader: StorageReader
-    _group: dist.ProcessGroup | None
+    _reader: CheckpointReader
+    _groups: list[dist.ProcessGroup | None]
+    _entries: dict[str, TensorEntry | None]  # all tensors, and values (None), by the keys in the checkpoint
     _stored: dict[str, str]  # the keys in the checkpoint, by those that fullshard would give them
     _new: dict[str, str]  # the inverse
 
-    def __init__(self, path: str, reader: StorageReader, group: dist.ProcessGroup | None, barrier: RankBarrier) -> None:
-        self.path, self.barrier, self._reader, self._group = path, barrier, reader, group
-        self.rank, self.size = 0, 1
-        if group is not None:
-            self.rank, self.size = group.rank(), group.size()
-        self.metadata = barrier.run_on_all("reading the index", reader.read_metadata)
-        self._stored = self._new = {key: key for key in self.metadata.state_dict_metadata}
+    def __init__(self, path: str, group: dist.ProcessGroup | None, barrier: RankBarrier) -> None:
+        self.path, self.barrier, self._groups = path, barrier, [group]
+        self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
+        self._reader = barrier.run_on_all("reading the index", lambda: open_reader(path))
+        index = self._reader.index
+        self._entries = {key: index.tensor(key) for key in (*index.tensors, *index.aliases)}
+        self._entries |= dict.fromkeys(index.values)
+        self._stored = self._new = {key: key for key in self._entries}
         # All ranks must read the same index: ranks that see a folder at different times may see two saves.
-        own = digest_of(self._described())
+        own = digest_of(sorted(self._entries.items()))
         advice = "is a save in progress, or do ranks see different folders?"
         compare(
-            own, [group], lambda found: CheckpointError(f"{path}: {who_differs(found)} in what they read; {advice}")
+            own,
+            self._groups,
+            lambda found: CheckpointError(f"{path}: {who_differs(found)} in what they read; {advice}"),
         )
-
-    def _described(self) -> list[tuple[str, Any]]:
-        """Return all keys with shapes and dtypes."""
-        found = {key: self.tensor(key) for key in self.keys}
-        return sorted((k, None if t is None else (tuple(t.size), str(t.properties.dtype))) for k, t in found.items())
 
     def match(
         self, state: ModelState, optimizer: torch.optim.Optimizer | None, key_map: Mapping[str, str] | None
@@ -152,7 +146,7 @@ class _SharedCheckpoint:
         Raises:
             CheckpointError: If more than one part of the checkpoint has the names of the model.
         """
-        stored = self.metadata.state_dict_metadata.keys()
+        stored = self._entries.keys()
         prefixes = check_key_map(key_map or {}, stored)
         if not self._is_own():
             names, mapped = state.names | state.extra.keys(), set(prefixes.values())
@@ -165,7 +159,7 @@ class _SharedCheckpoint:
 
     def _is_own(self) -> bool:
         """True if fullshard has written it; there, what is missing in one place is not to be taken from another."""
-        keys = self.metadata.state_dict_metadata.keys()
+        keys = self._entries.keys()
         ours = all(key.startswith((MODEL, OPTIMIZER, EXTRA, RANDOM)) for key in keys)
         return ours and any(key.startswith(RANDOM) and key.removeprefix(RANDOM).isdecimal() for key in keys)
 
@@ -191,7 +185,7 @@ class _SharedCheckpoint:
 
     def describe_places(self, names: Collection[str]) -> str:
         """Say where most of the names are in the checkpoint, or what else it has."""
-        stored = self.metadata.state_dict_metadata.keys()
+        stored = self._entries.keys()
         ((place, count),) = names_by_place(stored, names).most_common(1) or [("", 0)]
         if count:
             return f"{count} of them are under {place!r}: to load these, pass key_map={{{place!r}: 'model'}}"
@@ -199,22 +193,47 @@ class _SharedCheckpoint:
             f"its keys begin with {top_level(stored)}: if one of these holds the model, pass key_map={{'...': 'model'}}"
         )
 
-    def tensor(self, key: str) -> TensorStorageMetadata | None:
-        """Return the metadata of a tensor; None if there is no tensor of that key."""
-        found = self.metadata.state_dict_metadata.get(self._stored.get(key, ""))
-        return found if isinstance(found, TensorStorageMetadata) else None
+    def tensor(self, key: str) -> TensorEntry | None:
+        """Return the dtype and shape of a tensor; None if there is no tensor of that key."""
+        return self._entries.get(self._stored.get(key, ""))
 
-    def read(self, targets: dict[str, Any]) -> None:
-        """Fill tensors in place, and replace other values, by key."""
-        stored = {self._stored[key]: target for key, target in targets.items()}
-        with dcp_arguments(self._group, f"cannot load the checkpoint {self.path}") as where:
-            state_dict_loader.load({ALL: stored}, storage_reader=self._reader, planner=LoadPlanner(), **where)
-        targets.update({key: self._renamed(stored[self._stored[key]]) for key in targets})
+    def values(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Return values that are not tensors, by key. A collective."""
+        with self._raised_on_all():
+            return {key: self._renamed(self._reader.value(self._stored[key])) for key in keys}
+
+    def read(self, targets: Mapping[str, torch.Tensor | TensorShards]) -> None:
+        """Fill tensors in place, by key; those that the checkpoint does not have stay as they are. A collective.
+
+        See [Note: Checked before anything changes].
+        """
+        shards = {
+            self._stored[key]: (target if isinstance(target, TensorShards) else TensorShards.of(target)).shards
+            for key, target in targets.items()
+            if self.tensor(key) is not None
+        }
+        with self._raised_on_all():
+            reads = self._reader.check(shards)
+        with self._raised_on_all():
+            self._reader.fill(reads)
+        self._reader.close()
+
+    def close(self) -> None:
+        """Close the file that was read last."""
+        self._reader.close()
+
+    @contextlib.contextmanager
+    def _raised_on_all(self) -> Iterator[None]:
+        """Raise an error of the block on all ranks, as CheckpointError."""
+        with raised_on_all(self._groups):
+            try:
+                yield
+            except Exception as error:
+                text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+                raise CheckpointError(f"cannot load the checkpoint {self.path}: {text}") from error
 
     def _renamed(self, value: Any) -> Any:
         """Return a value that was read, with the new names of the tensors in it."""
-        if isinstance(value, (torch.Tensor, TensorShards)):
-            return value
         return joined(value, lambda name: placeholder(self._new.get(name, name)))
 
 
@@ -251,8 +270,7 @@ class _CheckpointLoad:
         prefixes = (EXTRA, *(component.prefix for component in found))
         own = f"{RANDOM}{source.rank}"
         keys = [key for key in source.keys if source.tensor(key) is None]
-        self._values = {key: None for key in keys if key.startswith(prefixes) or key == own}
-        source.read(self._values)
+        self._values = source.values(key for key in keys if key.startswith(prefixes) or key == own)
         self._inner = {name for value in self._values.values() for name in tensors_in(value)}
         ours = tuple(component.prefix + STATE for component in found if component.optimizer is not None)
         loose = [name for name in self._inner if not ours or not name.startswith(ours)]
@@ -261,7 +279,7 @@ class _CheckpointLoad:
         tensors = [key for key in source.keys if key.startswith(groups) and source.tensor(key) is not None]
         if groups and tensors:  # options that are tensors are compared with each other before the rest is read
             options = run_on_all("preparing options", lambda: {key: self._room(key) for key in tensors})
-            source.read(dict(options))
+            source.read(options)
             self._loose.update(options)
         self._models, self._optimizers = {MODEL: state}, {}
         for component in found[1:]:
@@ -278,7 +296,7 @@ class _CheckpointLoad:
         if found is None:
             raise CheckpointError(f"{key}: the checkpoint has a value that refers to this tensor, but not the tensor")
         with torch.inference_mode(False):
-            return torch.empty(found.size, dtype=found.properties.dtype, device=device)
+            return torch.empty(found.shape, dtype=dtype_of(found.dtype), device=device)
 
     def _target(self, component: Component) -> OptimizerTarget:
         """Return the target for the saved state of an optimizer."""
@@ -340,7 +358,7 @@ class _CheckpointLoad:
         shared: dict[str, Any] = {}
         for prefix, target in self._optimizers.items():
             shared.update(_tensors_of(prefix + STATE, target.shared, target))
-        self._source.read({key: target for key, target in shared.items() if self._source.tensor(key) is not None})
+        self._source.read(shared)
 
         def compare() -> None:
             conflicts = [text for target in self._optimizers.values() for text in target.conflicts()]
@@ -388,13 +406,13 @@ class _CheckpointLoad:
             found, own = self._source.tensor(prefix + name), state.tensors[name]
             if found is None:
                 problems.append(f"{prefix}{name}: a tensor in the model, but not in the checkpoint")
-            elif found.size != own.shape:
+            elif found.shape != own.shape:
                 problems.append(
-                    f"{prefix}{name}: shape {tuple(found.size)} in the checkpoint, {tuple(own.shape)} in the model"
+                    f"{prefix}{name}: shape {found.shape} in the checkpoint, {tuple(own.shape)} in the model"
                 )
-            elif found.properties.dtype is not own.dtype and not cast:
+            elif dtype_of(found.dtype) is not own.dtype and not cast:
                 problems.append(
-                    f"{prefix}{name}: {found.properties.dtype} in the checkpoint, {own.dtype} in the model; pass "
+                    f"{prefix}{name}: torch.{found.dtype} in the checkpoint, {own.dtype} in the model; pass "
                     "cast=True to convert"
                 )
         return problems
@@ -408,7 +426,7 @@ class _CheckpointLoad:
             targets.update({prefix + name: shards for name, shards in state.tensors.items()})
         for prefix, target in self._optimizers.items():
             targets.update(_tensors_of(prefix + STATE, target.tree["state"], target))
-        self._source.read({key: target for key, target in targets.items() if self._source.tensor(key) is not None})
+        self._source.read(targets)
 
     def finish(self, *, random: bool) -> dict[str, Any]:
         """Install what was read in the model, the optimizers and the extra objects; return the other values."""

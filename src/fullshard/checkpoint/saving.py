@@ -14,14 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint.storage import StorageWriter
 
 from fullshard.checkpoint.agreement import compare_ranks
-from fullshard.checkpoint.dcp import dcp_arguments
-from fullshard.checkpoint.format.compact_save import CompactSavePlanner, CompactWriter
-from fullshard.checkpoint.format.planner import ALL, SavePlanner
-from fullshard.checkpoint.format.storage import CheckpointWriter
+from fullshard.checkpoint.coordinator import Coordinator
+from fullshard.checkpoint.format.files import Folder
+from fullshard.checkpoint.format.writer import write_checkpoint
 from fullshard.checkpoint.state.snapshot import Snapshot, StagingMemory, snapshot
 from fullshard.ranks.agreement import resolve_group
 from fullshard.ranks.barrier import rank_barrier
@@ -36,7 +33,6 @@ def save(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     process_group: dist.ProcessGroup | None = None,
-    storage_writer: StorageWriter | None = None,
     **extra: Any,
 ) -> None:
     """Save a checkpoint. All ranks call it; each writes its own shards.
@@ -50,7 +46,6 @@ def save(
             buffers and extra state are saved.
         optimizer: Optimizer of its parameters. Its state and group options are saved.
         process_group: The ranks. None: all.
-        storage_writer: A replacement for fullshard's own writer, with its own format; ``path`` is passed to it.
         extra: Further values by name: numbers, tensors, or objects with a state dict such as a learning rate scheduler.
             Where ranks differ, rank 0's are saved. The states of random number generators are always saved, for each
             rank.
@@ -64,7 +59,7 @@ def save(
         state = barrier.run_on_all("collecting", lambda: snapshot(model, optimizer, extra, process_group))
         group = coordination_group(process_group)
         same_tables = compare_ranks(state.fingerprint, group)
-        _write(path, state, group, storage_writer, same_tables=same_tables)
+        _write(path, state, group, same_tables=same_tables)
 
 
 def async_save(
@@ -74,7 +69,6 @@ def async_save(
     *,
     keep_memory: bool = True,
     process_group: dist.ProcessGroup | None = None,
-    storage_writer: StorageWriter | None = None,
     **extra: Any,
 ) -> SaveFuture:
     """Save in the background: return as soon as this rank's shards are copied, and write them during training.
@@ -87,10 +81,8 @@ def async_save(
         model: As for :func:`save`.
         optimizer: As for :func:`save`.
         keep_memory: Keep the memory of the copy for the next call, as long as the model lives: the first use of new
-            memory takes longer than the copy. False, or with a ``storage_writer``, which may keep it: free it when the
-            checkpoint is written.
+            memory takes longer than the copy. False: free it when the checkpoint is written.
         process_group: As for :func:`save`.
-        storage_writer: As for :func:`save`.
         extra: As for :func:`save`.
 
     Returns:
@@ -107,10 +99,9 @@ def async_save(
 
     def write() -> None:
         try:
-            staged.wait()
-            _write(path, staged, group, storage_writer, same_tables=same_tables)
+            _write(path, staged, group, same_tables=same_tables)
         finally:
-            if keep_memory and storage_writer is None:  # another writer may keep the tensors
+            if keep_memory:
                 _keep_memory(owner, memory)
 
     return _save_in_background(write, process_group)
@@ -130,25 +121,17 @@ def _is_object(value: Any) -> bool:
 
 
 def _write(
-    path: str | os.PathLike[str],
-    state: Snapshot,
-    group: dist.ProcessGroup | None,
-    writer: StorageWriter | None,
-    *,
-    same_tables: bool,
+    path: str | os.PathLike[str], state: Snapshot, group: dist.ProcessGroup | None, *, same_tables: bool
 ) -> None:
-    planner = SavePlanner()
-    if writer is None:
-        planner = dividing = CompactSavePlanner(same_tables=same_tables)
-        size = 1 if group is None else group.size()
-        writer = CompactWriter(path, dividing, aliases=state.aliases, about=state.about, ranks=size)
-    else:
-        writer.reset(path)
-    entries: dict[str, Any] = dict(state.entries)
-    if not isinstance(writer, CheckpointWriter):  # other writers have no aliases
-        entries.update({name: entries[first] for name, first in state.aliases.items()})
-    with dcp_arguments(group, f"cannot save the checkpoint {os.fspath(path)}") as where:
-        state_dict_saver.save({ALL: entries}, storage_writer=writer, planner=planner, **where)
+    write_checkpoint(
+        Folder(path),
+        state.entries,
+        Coordinator(group, f"cannot save the checkpoint {os.fspath(path)}"),
+        aliases=state.aliases,
+        about=state.about,
+        same_tables=same_tables,
+        wait=state.wait,
+    )
 
 
 # ---------------------------------------------------------------- in the background

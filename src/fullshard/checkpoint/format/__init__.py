@@ -1,8 +1,8 @@
-"""On-disk format: data files, the index, and torch's interfaces for writing and reading them.
+"""On-disk format: data files, the index, and how they are written and read.
 
-- ``index.py``, ``index_json.py``  the index: contents of a checkpoint and their locations
-- ``data_file.py``, ``source.py``, ``values.py``, ``files.py``, ``host.py``  bytes on disk
-- ``storage.py``, ``reader.py``    torch.distributed.checkpoint's writer and reader
-- ``write_plan.py``, ``compact_save.py``, ``planner.py``  which rank writes which shards
+- ``writer.py``, ``write_plan.py``  a save: which rank writes which shards, and the commit
+- ``reader.py``                    what a rank needs of a checkpoint, verified and read into place
+- ``index.py``, ``index_json.py``, ``region_table.py``  contents of a checkpoint and the files that they are in
+- ``data_file.py``, ``values.py``, ``files.py``, ``host.py``  bytes on disk
 - ``torch_format.py``              checkpoints of torch's own writer
 """

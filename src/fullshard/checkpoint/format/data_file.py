@@ -14,33 +14,24 @@ The checksums come last because they are known last, and not every storage can g
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import IO
 
 import torch
 
 from fullshard.checkpoint.format.host import HostBlocks
-from fullshard.checkpoint.format.index import BLOCK, CHECKSUM, ITEM_SIZES, FileEntry
+from fullshard.checkpoint.format.index import BLOCK, CHECKSUM, ITEM_SIZES, FileEntry, FilePlace
 from fullshard.checkpoint.format.index_json import checksum
 from fullshard.errors import CheckpointError
 from fullshard.layout import Region
 
-__all__ = [
-    "CHECKSUMS",
-    "DataEntry",
-    "Directory",
-    "WrittenEntry",
-    "dtype_name",
-    "dtype_of",
-    "entry_name",
-    "read_directory",
-    "write_entries",
-]
+__all__ = ["CHECKSUMS", "DataEntry", "Directory", "dtype_name", "dtype_of", "read_directory", "write_entries"]
 
 CHECKSUMS = "__checksums__"  # name of the last entry
 
 _ALIGNMENT = 64  # of the first tensor's bytes, so that the file can be mapped to memory and used as it is
+_NOTE = "a part of a checkpoint; fullshard.json says of what"
 # Names of dtypes in safetensors. Tensors of other dtypes are stored as U8; the index has their dtype.
 _SAFETENSORS = {
     "bool": "BOOL",
@@ -76,34 +67,23 @@ class DataEntry:
     dtype: str
     shape: tuple[int, ...]
 
+    @classmethod
+    def of_shard(cls, key: str, dtype: str, shape: tuple[int, ...], region: Region) -> DataEntry:
+        """Return the entry of a shard. Its name is the tensor's key, followed by the region unless that is the whole
+        tensor.
+        """
+        return cls(key if region == Region.whole(shape) else f"{key}{region}", dtype, region.sizes)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the entry in the file."""
         return Region.whole(self.shape).numel * ITEM_SIZES[self.dtype]
 
-
-@dataclass(frozen=True)
-class WrittenEntry:
-    """The data file in which an entry was written.
-
-    Args:
-        name: Name of the file.
-        file: The file.
-    """
-
-    name: str
-    file: FileEntry
-
-
-@dataclass(frozen=True)
-class EntryPlace:
-    """Where an entry is in its file: first byte, number of bytes, a checksum for every block; and what it is there."""
-
-    start: int
-    length: int
-    checksums: bytes
-    dtype: str
-    shape: tuple[int, ...]
+    @property
+    def described(self) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape as safetensors knows them."""
+        known = _SAFETENSORS.get(self.dtype)
+        return (known, self.shape) if known else ("U8", (self.nbytes,))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -130,110 +110,72 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def entry_name(key: str, region: Region, shape: tuple[int, ...]) -> str:
-    """Return the name of a shard in its file: the tensor's key, followed by the region unless it is the whole
-    tensor.
-    """
-    return key if region == Region.whole(shape) else f"{key}{region}"
-
-
-def write_entries(
-    stream: IO[bytes], name: str, entries: list[DataEntry], tensors: Iterator[torch.Tensor], *, note: str
-) -> WrittenEntry:
+def write_entries(stream: IO[bytes], entries: Iterable[tuple[DataEntry, torch.Tensor]]) -> FileEntry:
     """Write a whole data file.
 
     Args:
         stream: The file, empty.
-        name: Its name, for the result.
-        entries: Entries in the order to be written.
-        tensors: Tensor of each entry, on any device; consumed one by one.
-        note: Text for the header.
-
-    Returns:
-        The file.
+        entries: Entries in the order to be written, each with its tensor, on any device.
 
     Raises:
         OSError: If it cannot be written.
-        TypeError: If an entry has the name that is reserved for checksums.
+        TypeError: If an entry has the name that is reserved for checksums, or a tensor has no dense memory.
     """
-    if any(entry.name == CHECKSUMS for entry in entries):
+    pairs = list(entries)
+    if any(entry.name == CHECKSUMS for entry, _ in pairs):
         raise TypeError(f"{CHECKSUMS!r} cannot be the key of a tensor or value: data files have their checksums there")
-    blocks = sum(-(-entry.nbytes // BLOCK) for entry in entries)
-    header = _header([*entries, DataEntry(CHECKSUMS, "uint8", (CHECKSUM * blocks,))], note)
+    blocks = sum(-(-entry.nbytes // BLOCK) for entry, _ in pairs)
+    header = _header([*(entry for entry, _ in pairs), DataEntry(CHECKSUMS, "uint8", (CHECKSUM * blocks,))])
     stream.write(header)
     digests = []
     buffer = HostBlocks(BLOCK)
-    for entry, tensor in zip(entries, tensors, strict=True):
+    for entry, tensor in pairs:
         assert tuple(tensor.shape) == entry.shape and tensor.numel() * tensor.element_size() == entry.nbytes, entry
         for block in buffer.of(tensor):
             stream.write(block)
             digests.append(checksum(block))
     table = b"".join(digests)
     stream.write(table)
-    length = len(header) + sum(entry.nbytes for entry in entries) + len(table)
-    return WrittenEntry(name, FileEntry(length, len(header), checksum(header) + checksum(table)))
+    length = len(header) + sum(entry.nbytes for entry, _ in pairs) + len(table)
+    return FileEntry(length, len(header), checksum(header) + checksum(table))
 
 
-class Directory:
-    """The entries of a data file. See [Note: Directory].
-
-    Args:
-        where: Path of the file, for errors.
-        places: The entries by name.
-    """
-
-    _where: str
-    _places: Mapping[str, EntryPlace]
-
-    def __init__(self, where: str, places: Mapping[str, EntryPlace]) -> None:
-        self._where, self._places = where, places
-
-    def shard(self, key: str, dtype: str, shape: tuple[int, ...], region: Region) -> EntryPlace:
-        """Return the place of a shard of a tensor of that dtype and shape.
-
-        Raises:
-            CheckpointError: If it is not there, or not as large as it should be.
-        """
-        entry = DataEntry(entry_name(key, region, shape), dtype, region.sizes)
-        found = self.value(entry.name)
-        if (found.dtype, found.shape) != _described(entry):
-            raise CheckpointError(
-                f"{self._where}: {key}: expected shard {region} of {dtype}; found {found.dtype} of shape "
-                f"{found.shape}: this is not the file that the index describes; use another checkpoint"
-            )
-        return found
-
-    def value(self, key: str) -> EntryPlace:
-        """Return the place of a value.
-
-        Raises:
-            CheckpointError: If it is not there.
-        """
-        found = self._places.get(key)
-        if found is None:
-            raise CheckpointError(
-                f"{self._where}: {key}: not in this file, although the index says so; copy the file again, or use "
-                "another checkpoint"
-            )
-        return found
+def _header(entries: list[DataEntry]) -> bytes:
+    described: dict[str, object] = {"__metadata__": {"format": "pt", "fullshard": _NOTE}}
+    start = 0
+    for entry in entries:
+        dtype, shape = entry.described
+        described[entry.name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [start, start + entry.nbytes],
+        }
+        start += entry.nbytes
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
 
 
-def read_directory(stream: IO[bytes], where: str, file: FileEntry, block: int, *, verify: bool) -> Directory:
+# By name: the place of an entry, and its dtype and shape as safetensors knows them. See [Note: Directory].
+Directory = dict[str, tuple[FilePlace, tuple[str, tuple[int, ...]]]]
+
+
+def read_directory(stream: IO[bytes], where: str, name: str, file: FileEntry, block: int) -> Directory:
     """Read where the entries of a data file are.
 
     Args:
         stream: The file, as long as ``file`` says.
         where: Its path, for errors.
+        name: Its name.
         file: The file as the index describes it.
         block: Bytes per checksum.
-        verify: Compare the checksums of header and checksums.
 
     Raises:
         CheckpointError: If it is corrupted.
     """
     stream.seek(0)
     header = stream.read(file.header)
-    if verify and checksum(header) != file.checksum[:CHECKSUM]:
+    if checksum(header) != file.checksum[:CHECKSUM]:
         raise _corrupted(where, "checksum mismatch in the header")
     try:
         entries = _parsed_header(header, file.length)
@@ -244,16 +186,17 @@ def read_directory(stream: IO[bytes], where: str, file: FileEntry, block: int, *
         raise _corrupted(where, f"no {CHECKSUMS} at the end")
     stream.seek(table[0])
     checksums = stream.read(table[1] - table[0])
-    if verify and checksum(checksums) != file.checksum[CHECKSUM:]:
+    if checksum(checksums) != file.checksum[CHECKSUM:]:
         raise _corrupted(where, "checksum mismatch in the checksums")
-    places, at = {}, 0
-    for name, ((dtype, shape), (start, end)) in entries.items():
+    found: Directory = {}
+    at = 0
+    for entry, (described, (start, end)) in entries.items():
         count = CHECKSUM * -(-(end - start) // block)
-        places[name] = EntryPlace(start, end - start, checksums[at : at + count], dtype, shape)
+        found[entry] = FilePlace(name, start, end - start, checksums[at : at + count]), described
         at += count
     if at != len(checksums):
         raise _corrupted(where, f"{len(checksums)} bytes of checksums, expected {at}")
-    return Directory(where, places)
+    return found
 
 
 def _corrupted(where: str, found: str) -> CheckpointError:
@@ -280,25 +223,3 @@ def _parsed_header(header: bytes, length: int) -> dict[str, tuple[tuple[str, tup
     if end != length:
         raise ValueError(f"its entries end at byte {end} of {length}")
     return entries
-
-
-def _header(entries: list[DataEntry], note: str) -> bytes:
-    described: dict[str, object] = {"__metadata__": {"format": "pt", "fullshard": note}}
-    start = 0
-    for entry in entries:
-        dtype, shape = _described(entry)
-        described[entry.name] = {
-            "dtype": dtype,
-            "shape": list(shape),
-            "data_offsets": [start, start + entry.nbytes],
-        }
-        start += entry.nbytes
-    text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _described(entry: DataEntry) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape as safetensors knows them."""
-    known = _SAFETENSORS.get(entry.dtype)
-    return (known, entry.shape) if known else ("U8", (entry.nbytes,))

@@ -10,7 +10,6 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -23,15 +22,7 @@ __all__ = ["FileVersion", "Folder"]
 _LOST_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
 
 
-@dataclass(frozen=True)
-class FileVersion:
-    """Identity and modification time of a file; fields as in ``os.stat_result``."""
-
-    device: int
-    inode: int
-    length: int
-    modified_ns: int
-    changed_ns: int
+FileVersion = tuple[int, ...]  # device, inode, size and times of a file
 
 
 class Folder:
@@ -45,7 +36,7 @@ class Folder:
         ValueError: If the path is empty, or a URL that pathlib has changed.
 
     Attributes:
-        path: The path as given, for messages.
+        path: The path, for messages.
         is_local: True for a path of the local file system.
     """
 
@@ -110,7 +101,7 @@ class Folder:
             return None
         with self._errors_with_path("be read", name):
             found = os.stat(self._full(name))
-        return FileVersion(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
     @contextlib.contextmanager
     def read(self, name: str) -> Iterator[IO[bytes]]:
@@ -119,16 +110,13 @@ class Folder:
             yield cast(IO[bytes], stream)
 
     @contextlib.contextmanager
-    def write(self, name: str, *, sync: bool) -> Iterator[IO[bytes]]:
-        """Create a file and open it for writing.
-
-        Args:
-            name: Name of the file.
-            sync: Flush it to disk before the block ends. A URL's file system decides by itself.
+    def write(self, name: str) -> Iterator[IO[bytes]]:
+        """Create a file and open it for writing; it is flushed to disk before the block ends. A URL's file system
+        decides by itself.
         """
         with self._errors_with_path("be written", name), self._files.create_stream(self._full(name), "wb") as stream:
             yield cast(IO[bytes], stream)
-            if sync and self.is_local:
+            if self.is_local:
                 stream.flush()
                 os.fsync(stream.fileno())
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from fullshard import memory
 from fullshard.layout import regions_of_range
+from fullshard.memory import host_buffer
 
-__all__ = ["HostBlocks", "bytes_of", "host_buffer", "plain"]
+__all__ = ["HostBlocks", "bytes_of", "plain"]
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -32,11 +32,6 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
-
-
-def host_buffer(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Allocate a uint8 CPU buffer; ``pinned`` for full-speed copies from and to accelerators."""
-    return memory.host_buffer(nbytes, torch.uint8, pin=pinned)
 
 
 class HostBlocks:
@@ -78,9 +73,7 @@ class HostBlocks:
             return flat.copy_(tensor.view(-1)[start : start + numel])
         done = 0
         for region in regions_of_range(tuple(tensor.shape), start, numel):
-            part = tensor
-            for dim, (offset, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):
-                part = part.narrow(dim, offset, size)
+            part = tensor[tuple(map(slice, region.offsets, region.ends))]
             # Make it contiguous on its device first: copying across layouts and devices at once allocates on both.
             flat[done : done + region.numel].view(region.sizes).copy_(part.contiguous())
             done += region.numel
@@ -88,5 +81,5 @@ class HostBlocks:
 
     def _host(self, *, pinned: bool) -> torch.Tensor:
         if self._buffer is None or (pinned and not self._buffer.is_pinned()):
-            self._buffer = host_buffer(self.nbytes, pinned=pinned)
+            self._buffer = host_buffer(self.nbytes, torch.uint8, pin=pinned)
         return self._buffer

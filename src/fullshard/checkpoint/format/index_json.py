@@ -8,21 +8,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
-import numpy as np
 import xxhash
 
-from fullshard.checkpoint.format.index import (
-    ITEM_SIZES,
-    FileEntry,
-    Index,
-    ShardEntry,
-    Shards,
-    TensorEntry,
-    Value,
-    ValueEntry,
-    split_by_tensor,
-)
-from fullshard.checkpoint.format.region_table import Numbers, RegionTable, pack_columns, shape_columns, unpack_columns
+from fullshard.checkpoint.format.index import ITEM_SIZES, FileEntry, FilePlace, Index, TensorEntry, table_of
+from fullshard.checkpoint.format.region_table import Numbers, RegionTable, pack_columns, unpack_columns
 from fullshard.errors import CheckpointError
 from fullshard.layout import Region
 
@@ -34,7 +23,6 @@ VERSION = 2
 _NO_CHECKSUM = "0" * 16
 # The first line: format, version, and the checksum of the whole file with zeros in its place.
 _FIRST_LINE = re.compile(rb'\{"format": "([^"\n]{1,40})", "version": ([0-9]{1,9}), "checksum": "([0-9a-f]{16})",\n')
-_WHOLE = frozenset((int,))
 _SHOWN = 40  # characters of a value in an error
 
 
@@ -56,11 +44,12 @@ def to_json(index: Index) -> bytes:
     lines += _block('"files": [', map(_text, files), "],")
     lines += _block('"aliases": {', (f"{_text(key)}: {_text(first)}" for key, first in index.aliases.items()), "},")
     numbers = {name: number for number, name in enumerate(index.files)}
-    values = {key: [list(value.path), numbers[value.file]] for key, value in index.values.items()}
-    lines += _block('"values": {', (f"{_text(key)}: {_text(value)}" for key, value in values.items()), "},")
-    tensors = {key: [list(tensor.path), tensor.dtype, list(tensor.shape)] for key, tensor in index.tensors.items()}
-    lines += _block('"tensors": {', (f"{_text(key)}: {_text(tensor)}" for key, tensor in tensors.items()), "},")
-    lines.append(f'"shards": {_text(_packed_shards(index.tensors.values(), numbers))}')
+    values = (f"{_text(key)}: {_text([[], numbers[name]])}" for key, name in index.values.items())
+    lines += _block('"values": {', values, "},")
+    tensors = (f"{_text(key)}: {_text([[], t.dtype, list(t.shape)])}" for key, t in index.tensors.items())
+    lines += _block('"tensors": {', tensors, "},")
+    shards = pack_columns([index.region_files, *index.regions.columns])
+    lines.append(f'"shards": {_text(base64.b64encode(shards).decode())}')
     data = ("\n".join([*lines, "}"]) + "\n").encode()
     return data.replace(_NO_CHECKSUM.encode(), checksum(data).hex().encode(), 1)
 
@@ -108,16 +97,6 @@ def _block(head: str, lines: Iterable[str], tail: str) -> list[str]:
     return [head, *(f"{line}," for line in body[:-1]), *body[-1:], tail]
 
 
-def _packed_shards(tensors: Iterable[TensorEntry], numbers: Mapping[str, int]) -> str:
-    """Return the columns of all shards as text: file, tensor, offsets of each dim, sizes of each dim."""
-    found = [tensor.shards for tensor in tensors]
-    table = RegionTable.concatenated([shards.regions for shards in found if len(shards)])
-    files = [np.array([numbers[name] for name in shards.names], dtype=np.int64)[shards.files] for shards in found]
-    tensor = np.repeat(np.arange(len(found)), [len(shards) for shards in found])
-    columns = [np.concatenate([*files, np.zeros(0, dtype=np.int64)]), *table.renumbered(tensor).columns]
-    return base64.b64encode(pack_columns(columns)).decode()
-
-
 class _IndexParser:
     """Turns untrusted JSON into an index: types are checked here, contents by the index itself."""
 
@@ -136,109 +115,74 @@ class _IndexParser:
                 self._int("files", length), self._int("files", header), self._hex("files", digest)
             )
         self.files = list(files)
-        tensors, values = self._dict("tensors", fields.get("tensors")), self._dict("values", fields.get("values"))
-        aliases = self._dict("aliases", fields.get("aliases"))
+        # The first field of tensors and values is a path in nested dicts, which is empty in all that save() writes.
+        count = 3 if version > 1 else 4
+        rows = {key: self._parts(key, e, count) for key, e in self._dict("tensors", fields.get("tensors")).items()}
+        tensors = {key: self._tensor(key, row[1], row[2]) for key, row in rows.items()}
+        count = 2 if version > 1 else 5
+        stored = {key: self._parts(key, e, count) for key, e in self._dict("values", fields.get("values")).items()}
+        places = None if version > 1 else self._places_1(tensors, rows, stored)
+        try:
+            if places is None:
+                numbers, regions = self._columns(fields.get("shards"))
+            else:
+                regions, numbers = table_of(tensors, self.files, places)
+        except ValueError as error:
+            self._refuse(str(error) if places is not None else f"shards: found {error}")
         return Index(
             where=self.where,
-            tensors=self._tensors(tensors, fields.get("shards")) if version > 1 else self._tensors_1(tensors),
-            values={
-                key: self._value(key, entry) if version > 1 else self._value_1(key, entry)
-                for key, entry in values.items()
-            },
+            tensors=tensors,
+            regions=regions,
+            region_files=numbers,
+            values={key: self._file(key, row[1]) for key, row in stored.items()},
             files=files,
-            aliases={key: self._str(key, first) for key, first in aliases.items()},
+            aliases={key: self._str(key, e) for key, e in self._dict("aliases", fields.get("aliases")).items()},
             about=self._dict("about", fields.get("about")),
             save=self._str("save", fields.get("save")),
             block=self._int("block", fields.get("block")),
+            places=places,
         )
 
-    def _tensors(self, found: dict[str, Any], shards: Any) -> dict[str, TensorEntry]:
-        rows = {}
-        for key, entry in found.items():
-            path, dtype, shape = self._parts(key, entry, 3)
-            rows[key] = self._path(key, path), self._str(key, dtype), self._shape(key, shape)
-        shapes = [shape for _, _, shape in rows.values()]
+    def _columns(self, found: Any) -> tuple[Numbers, RegionTable]:
+        """Return file numbers and regions of all shards; ValueError if they are no such columns."""
+        columns = unpack_columns(base64.b64decode(self._str("shards", found), validate=True))
+        return columns[0], RegionTable.from_columns(columns[1:])
+
+    def _tensor(self, key: str, dtype: Any, shape: Any) -> TensorEntry:
         try:
-            columns = unpack_columns(base64.b64decode(self._str("shards", shards), validate=True))
-            files, table = columns[0], RegionTable.from_columns(columns[1:])
-            wrong = self._disorder(files, table, shapes)
+            return TensorEntry(self._str(key, dtype), self._shape(key, shape))
         except ValueError as error:
-            self._wrong("shards", str(error))
-        if wrong:
-            self._wrong("shards", wrong)
-        of_each = split_by_tensor(shapes, table, files, self.files)
-        return {
-            key: TensorEntry(dtype, shape, shards, path)
-            for (key, (path, dtype, shape)), shards in zip(rows.items(), of_each, strict=True)
-        }
-
-    def _disorder(self, files: Numbers, table: RegionTable, shapes: list[tuple[int, ...]]) -> str:
-        """Return what is wrong with the order of shards, by which they are found, or with the numbers of files."""
-        if ((files < 0) | (files >= len(self.files))).any():
-            return f"file numbers that are not among {len(self.files)} files"
-        if ((table.tensor < 0) | (table.tensor >= len(shapes))).any():
-            return f"tensor numbers that are not among {len(shapes)} tensors"
-        dims = max(map(len, shapes), default=0)
-        if table.dims > dims:
-            return f"shards of {table.dims} dims in tensors of at most {dims}"
-        first = table.padded(dims).first(shape_columns(shapes))
-        same = table.tensor[1:] == table.tensor[:-1]
-        ordered = (table.tensor[1:] > table.tensor[:-1]) | (same & (first[1:] > first[:-1]))
-        return "" if ordered.all() else "shards that are not in order, or overlap"
-
-    def _value(self, key: str, entry: Any) -> Value:
-        path, file = self._parts(key, entry, 2)
-        return Value(self._file(key, file), self._path(key, path))
+            self._wrong(key, str(error))
 
     def _shape(self, key: str, found: Any) -> tuple[int, ...]:
-        shape = self._ints(key, found)
-        if len(shape) > 64 or any(not 0 <= size < 1 << 62 for size in shape):
-            self._wrong(key, f"shape {shape}")
-        return shape
+        return tuple(self._int(key, size) for size in self._list(key, found))
 
-    # ---------------------------------------------------------------- format 1
-
-    def _tensors_1(self, found: dict[str, Any]) -> dict[str, TensorEntry]:
-        return {key: self._tensor_1(key, entry) for key, entry in found.items()}
-
-    def _tensor_1(self, key: str, entry: Any) -> TensorEntry:
-        path, dtype, shape, shards = self._parts(key, entry, 4)
-        sizes = self._shape(key, shape)
-        name = self._str(key, dtype)
-        found = [self._shard_1(key, shard, name) for shard in self._list(key, shards)]
-        try:
-            return TensorEntry(name, sizes, Shards.of(sizes, found), self._path(key, path))
-        except ValueError as error:
-            self._wrong(key, str(error))
-
-    def _shard_1(self, key: str, entry: Any, dtype: str) -> ShardEntry:
-        offsets, sizes, file, start, digests = self._parts(key, entry, 5)
-        try:
-            region = Region(self._ints(key, offsets), self._ints(key, sizes))
-        except ValueError as error:
-            self._wrong(key, str(error))
-        length = region.numel * ITEM_SIZES.get(dtype, 0)  # an unknown dtype is rejected by the index
-        return ShardEntry(region, self._file(key, file), self._int(key, start), length, self._hex(key, digests))
-
-    def _value_1(self, key: str, entry: Any) -> ValueEntry:
-        path, file, start, length, digests = self._parts(key, entry, 5)
-        numbers = self._int(key, start), self._int(key, length)
-        return ValueEntry(self._file(key, file), *numbers, self._hex(key, digests), self._path(key, path))
+    def _places_1(
+        self, tensors: Mapping[str, TensorEntry], rows: Mapping[str, list[Any]], values: Mapping[str, list[Any]]
+    ) -> dict[tuple[str, Region | None], FilePlace]:
+        """Return the places of all shards and values, which format 1 has in its index."""
+        places: dict[tuple[str, Region | None], FilePlace] = {}
+        for key, row in rows.items():
+            size = ITEM_SIZES[tensors[key].dtype]
+            for shard in self._list(key, row[3]):
+                offsets, sizes, file, start, digests = self._parts(key, shard, 5)
+                try:
+                    region = Region(self._shape(key, offsets), self._shape(key, sizes))
+                except ValueError as error:
+                    self._wrong(key, str(error))
+                length = region.numel * size
+                place = FilePlace(self._file(key, file), self._int(key, start), length, self._hex(key, digests))
+                places[key, region] = place
+        for key, (_, file, start, length, digests) in values.items():
+            numbers = self._int(key, start), self._int(key, length)
+            places[key, None] = FilePlace(self._file(key, file), *numbers, self._hex(key, digests))
+        return places
 
     def _file(self, key: str, number: Any) -> str:
         index = self._int(key, number)
         if not 0 <= index < len(self.files):
             self._wrong(key, f"file number {index} of {len(self.files)}")
         return self.files[index]
-
-    def _path(self, key: str, found: Any) -> tuple[str | int, ...]:
-        path = self._list(key, found)
-        return tuple(step if isinstance(step, str) else self._int(key, step) for step in path)
-
-    def _ints(self, key: str, found: Any) -> tuple[int, ...]:
-        if type(found) is list and _WHOLE.issuperset(map(type, found)):  # fast path: there are many
-            return tuple(found)
-        return tuple(self._int(key, number) for number in self._list(key, found))
 
     def _parts(self, key: str, found: Any, count: int) -> list[Any]:
         parts = self._list(key, found)
@@ -273,4 +217,7 @@ class _IndexParser:
         return found
 
     def _wrong(self, key: str, found: str) -> NoReturn:
-        raise CheckpointError(f"{self.where}: {key}: found {found}. The file is corrupted: use another checkpoint")
+        self._refuse(f"{key}: found {found}")
+
+    def _refuse(self, problem: str) -> NoReturn:
+        raise CheckpointError(f"{self.where}: {problem}. The file is corrupted: use another checkpoint")

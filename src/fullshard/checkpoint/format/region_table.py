@@ -8,6 +8,7 @@ mostly differ by a constant, so the differences compress to almost nothing, and 
 
 from __future__ import annotations
 
+import math
 import zlib
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Sequence
@@ -147,11 +148,6 @@ class RegionTable:
         """Return the region of one row, of a tensor with ``dims`` dims."""
         return Region(tuple(self.offsets[row, :dims].tolist()), tuple(self.sizes[row, :dims].tolist()))
 
-    def describe(self, row: int, dims: int) -> str:
-        """Return the region of one row as text, also if it is none, with negative numbers."""
-        offsets, sizes = self.offsets[row, :dims].tolist(), self.sizes[row, :dims].tolist()
-        return "[" + ", ".join(f"{a}:{a + size}" for a, size in zip(offsets, sizes, strict=True)) + "]"
-
     def first(self, shapes: Numbers) -> Numbers:
         """Return the index of the first element of each region in its tensor, counted row by row.
 
@@ -175,28 +171,57 @@ class RegionTable:
 
     # ---------------------------------------------------------------- checks
 
-    def outside(self, shapes: Numbers) -> int | None:
+    def find_problem(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, str] | None:
+        """Return the number of a tensor that its regions do not make up, and why not; None if they do for all.
+
+        Each region has to lie in its tensor and to have elements; together they have to cover it, without overlaps.
+        """
+        columns = shape_columns(shapes)
+        table = self.padded(columns.shape[1])
+        outside = table._outside(columns)
+        if outside is not None:
+            number = int(table.tensor[outside])
+            return number, f"shard {table._text(outside, len(shapes[number]))} of a tensor of shape {shapes[number]}"
+        both = table._overlap(columns)
+        if both is not None:
+            number = int(table.tensor[both[0]])
+            one, other = (table._text(row, len(shapes[number])) for row in both)
+            return number, f"overlapping shards {one} and {other}"
+        missing = columns.prod(axis=1, dtype=np.int64)
+        np.subtract.at(missing, table.tensor, table.numel)
+        if not missing.any():
+            return None
+        number = int(missing.argmax())
+        shape = shapes[number]
+        return number, f"shards that lack {missing[number]} of the {math.prod(shape)} elements of shape {shape}"
+
+    def _text(self, row: int, dims: int) -> str:
+        """Return the region of one row as text, also if it is none, with negative numbers."""
+        offsets, sizes = self.offsets[row, :dims].tolist(), self.sizes[row, :dims].tolist()
+        return "[" + ", ".join(f"{a}:{a + size}" for a, size in zip(offsets, sizes, strict=True)) + "]"
+
+    def _outside(self, shapes: Numbers) -> int | None:
         """Return a row whose region is empty or not within its tensor; None if there is none."""
         wrong = ((self.offsets < 0) | (self.sizes < 1) | (self.sizes > shapes[self.tensor] - self.offsets)).any(axis=1)
         return int(wrong.argmax()) if wrong.any() else None
 
-    def missing(self, shapes: Numbers) -> Numbers:
-        """Return how many elements of each tensor are in no region; regions do not overlap."""
-        covered = np.zeros(len(shapes), dtype=np.int64)
-        np.add.at(covered, self.tensor, self.numel)
-        numel: Numbers = shapes.prod(axis=1, dtype=np.int64)
-        return numel - covered
+    def _overlap(self, shapes: Numbers) -> tuple[int, int] | None:
+        """Return two rows with an element in common; None if there are none. No region is empty or outside.
 
-    def overlap(self, shapes: Numbers) -> tuple[int, int] | None:
-        """Return two rows with an element in common; None if there are none. No region is empty or outside."""
-        first = self.first(shapes)
-        begin, length, unclear = self._ranges(first, shapes)
-        order = np.lexsort((begin, self.tensor))
-        tensor, begin, length = self.tensor[order], begin[order], length[order]
-        over = (tensor[1:] == tensor[:-1]) & (begin[:-1] + length[:-1] > begin[1:]) & ~unclear[tensor[1:]]
-        if over.any():
-            at = int(over.argmax())
-            return int(order[at]), int(order[at + 1])
+        If regions cover separate spans of elements, with any dim as the outermost, they do not overlap: shards of one
+        dim and ranges of a flat buffer do. Other regions are compared with their neighbors.
+        """
+        unclear = np.bincount(self.tensor, minlength=len(shapes)) > 1
+        for lead in range(self.dims):
+            order = [lead, *(dim for dim in range(self.dims) if dim != lead)]
+            turned = RegionTable(self.tensor, self.offsets[:, order], self.sizes[:, order])
+            first, last = (each.first(shapes[:, order]) for each in (turned, turned._last))
+            rows = np.lexsort((first, self.tensor))
+            tensor, first, last = self.tensor[rows], first[rows], last[rows]
+            meet = (tensor[1:] == tensor[:-1]) & (last[:-1] >= first[1:])
+            unclear &= np.bincount(tensor[1:][meet], minlength=len(shapes)) > 0
+            if not unclear.any():
+                return None
         for number in np.flatnonzero(unclear).tolist():
             rows = np.flatnonzero(self.tensor == number)
             both = first_overlap([self.region(row, self.dims) for row in rows.tolist()])
@@ -204,29 +229,10 @@ class RegionTable:
                 return int(rows[both[0]]), int(rows[both[1]])
         return None
 
-    def _ranges(self, first: Numbers, shapes: Numbers) -> tuple[Numbers, Numbers, Flags]:
-        """Return begin and length of each region on a line on which regions overlap if and only if they do in their
-        tensor, and the tensors for which there is no such line.
-
-        The line is a dim if the tensor is sharded in no other dim; else all elements, row by row, if every region is a
-        range.
-        """
-        partial = self.sizes < shapes[self.tensor]
-        cut = np.zeros(shapes.shape, dtype=bool)
-        for dim in range(self.dims):
-            cut[self.tensor[partial[:, dim]], dim] = True
-        one = cut.sum(axis=1) <= 1
-        begin, length = first.copy(), self.numel.copy()
-        if not self.dims:
-            return begin, length, np.zeros(len(shapes), dtype=bool)
-        by_dim = np.flatnonzero(one[self.tensor])
-        dim = cut.argmax(axis=1)[self.tensor[by_dim]]
-        begin[by_dim], length[by_dim] = self.offsets[by_dim, dim], self.sizes[by_dim, dim]
-        ragged = np.zeros(len(shapes), dtype=bool)
-        rest = np.flatnonzero(~one[self.tensor])
-        inner = np.cumsum(self.sizes[rest] > 1, axis=1) - (self.sizes[rest] > 1) > 0  # after the first dim of size > 1
-        ragged[self.tensor[rest[(partial[rest] & inner).any(axis=1)]]] = True
-        return begin, length, ragged
+    @property
+    def _last(self) -> RegionTable:
+        """The last element of each region, as a region."""
+        return RegionTable(self.tensor, self.offsets + self.sizes - 1, np.ones_like(self.sizes))
 
 
 def first_overlap(regions: Iterable[Region]) -> tuple[int, int] | None:

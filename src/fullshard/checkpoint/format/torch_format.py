@@ -10,10 +10,10 @@ restricted unpickler.
 
 from __future__ import annotations
 
+import contextlib
 import io
-import os
+import operator
 import pickle
-import posixpath
 import re
 import zipfile
 from collections.abc import Iterator
@@ -22,13 +22,12 @@ from typing import Any, NoReturn
 import torch
 
 from fullshard.checkpoint.format.files import Folder
-from fullshard.checkpoint.format.index import ITEM_SIZES, FileEntry, Index, ShardEntry, Shards, TensorEntry, ValueEntry
-from fullshard.checkpoint.format.source import ReadRequest, Source
+from fullshard.checkpoint.format.index import ITEM_SIZES, FileEntry, FilePlace, Index, TensorEntry, table_of
 from fullshard.checkpoint.format.values import first_line
 from fullshard.errors import CheckpointError
 from fullshard.layout import Region
 
-__all__ = ["METADATA_FILE", "TorchSource", "read_metadata_file"]
+__all__ = ["METADATA_FILE", "check_archive", "decode_shard", "read_metadata_file"]
 
 METADATA_FILE = ".metadata"
 _AT_ONCE = 1 << 20  # bytes
@@ -46,73 +45,49 @@ _IGNORED = {  # callables whose results are not needed
 }
 
 
-class TorchSource(Source):
-    """Data files of torch's writer: each shard is a small file of ``torch.save``, without checksums of ours."""
+def check_archive(where: str, data: bytes | bytearray) -> None:
+    """Compare the CRCs of the records of a file of ``torch.save``, a zip archive; ``torch.load`` does not.
 
-    _last: tuple[ShardEntry, torch.Tensor] | None = None  # tensors are read in parts
+    Raises:
+        CheckpointError: If it is damaged, or compressed, which torch never does.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            records = archive.infolist()
+            if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+                raise ValueError("compressed records")
+            for record in records:
+                if record.CRC:  # without: torch.serialization.set_crc32_options(False)
+                    with archive.open(record) as stream:  # which compares it at the end
+                        while stream.read(_AT_ONCE):
+                            pass
+    except (zipfile.BadZipFile, NotImplementedError, OSError, RuntimeError, ValueError) as error:
+        raise _damaged(where, first_line(error)) from error
 
-    def ranges(self, request: ReadRequest) -> Iterator[tuple[int, int]]:
-        """Yield the whole shard, which cannot be read in part."""
-        yield 0, request.shard.region.numel
 
-    def check(self, request: ReadRequest, start: int, numel: int) -> None:
-        """Read and decode a shard to verify that it can be read."""
-        self.read(request, start, numel, torch.empty(0, dtype=torch.uint8, device="cpu"))
+def decode_shard(where: str, data: bytes, sizes: tuple[int, ...], dtype: str) -> torch.Tensor:
+    """Return the elements of a shard from a file of ``torch.save``, 1-D, without running code from it.
 
-    def read(self, request: ReadRequest, start: int, numel: int, into: torch.Tensor) -> torch.Tensor:
-        """Return the decoded shard; the memory given is not used."""
-        shard = request.shard
-        if self._last is not None and self._last[0] == shard:
-            return self._last[1]
-        self._last = None  # freed before the next one is allocated
-        flat = self._decoded(request)
-        self._last = shard, flat
-        return flat
+    Raises:
+        CheckpointError: If it is no tensor of these sizes and this dtype.
+    """
+    try:
+        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged or hostile file may raise anything
+        raise _damaged(where, first_line(error)) from error
+    wanted, shown = f"{sizes} {dtype}", _shown(found)
+    if isinstance(found, torch.Tensor) and found.layout is torch.strided:
+        shown = f"{tuple(found.shape)} {str(found.dtype).removeprefix('torch.')}"
+    if shown != wanted:
+        raise _damaged(where, f"expected a tensor of {wanted}; found {shown}")
+    flat: torch.Tensor = found.detach().contiguous().view(-1)
+    return flat
 
-    def close(self) -> None:
-        """Close the file that was read last."""
-        super().close()
-        self._last = None
 
-    def _read_whole(self, key: str, entry: ShardEntry | ValueEntry) -> bytes:
-        """Return a file of ``torch.save``, a zip archive, after comparing the CRCs of its records; ``torch.load`` does
-        not.
-        """
-        data = super()._read_whole(key, entry)
-        try:
-            with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                records = archive.infolist()
-                compressed = any(record.compress_type != zipfile.ZIP_STORED for record in records)  # torch never does
-                for record in records if self.verify and not compressed else ():
-                    if record.CRC:  # without: torch.serialization.set_crc32_options(False)
-                        with archive.open(record) as stream:  # which compares it at the end
-                            while stream.read(_AT_ONCE):
-                                pass
-        except (zipfile.BadZipFile, NotImplementedError, OSError, RuntimeError, ValueError) as error:
-            raise self._damaged(key, entry, first_line(error)) from error
-        if compressed:
-            raise self._damaged(key, entry, "compressed records")
-        return data
-
-    def _decoded(self, request: ReadRequest) -> torch.Tensor:
-        data = self._read_whole(request.key, request.shard)
-        try:
-            found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception as error:  # a damaged or hostile file may raise anything
-            raise self._damaged(request.key, request.shard, first_line(error)) from error
-        wanted, shown = f"{request.shard.region.sizes} {request.dtype}", _shown(found)
-        if isinstance(found, torch.Tensor) and found.layout is torch.strided:
-            shown = f"{tuple(found.shape)} {str(found.dtype).removeprefix('torch.')}"
-        if shown != wanted:
-            raise self._damaged(request.key, request.shard, f"expected a tensor of {wanted}; found {shown}")
-        flat: torch.Tensor = found.detach().contiguous().view(-1)
-        return flat
-
-    def _damaged(self, key: str, entry: ShardEntry | ValueEntry, found: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self.folder.where(entry.file)}: {key}: bytes {entry.start} to {entry.start + entry.length} cannot be "
-            f"read ({found}); no code in them was run. Copy the file again, or use another checkpoint"
-        )
+def _damaged(where: str, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where} cannot be read ({found}); no code in them was run. Copy the file again, or use another checkpoint"
+    )
 
 
 def read_metadata_file(folder: Folder) -> Index:
@@ -125,9 +100,23 @@ def read_metadata_file(folder: Folder) -> Index:
     with folder.read(METADATA_FILE) as stream:
         data = stream.read()
     try:
-        top = _fields(_Unpickler(io.BytesIO(data)).load(), "Metadata")
-        places = _places(top.get("storage_data"))
-        tensors, values = _entries(top, places)
+        top = _Unpickler(io.BytesIO(data)).load().state
+        tensors, places = _contents(top["state_dict_metadata"], _stored(top["storage_data"]))
+        names = sorted({place.file for place in places.values()})
+        regions, numbers = table_of(tensors, names, places)
+        return Index(
+            where,
+            tensors,
+            regions,
+            numbers,
+            values={key: place.file for (key, region), place in places.items() if region is None},
+            files={name: FileEntry(folder.length(name)) for name in names},
+            about={"format": "torch.distributed.checkpoint", "version": _shown(top.get("version"))},
+            places=places,
+            raw=False,
+        )
+    except CheckpointError:
+        raise
     except _RefusedError as error:
         raise CheckpointError(
             f"{where}: {error}; no code in it was run. The file is corrupted, or was not written by "
@@ -137,11 +126,6 @@ def read_metadata_file(folder: Folder) -> Index:
         raise CheckpointError(
             f"{where} cannot be read ({type(error).__name__}). The file is corrupted: use another checkpoint"
         ) from error
-    names = {shard.file for tensor in tensors.values() for shard in tensor.shards}
-    names |= {value.file for value in values.values()}
-    files = {name: FileEntry(folder.length(name)) for name in sorted(names)}
-    about = {"format": "torch.distributed.checkpoint", "version": _shown(top.get("version"))}
-    return Index(where, tensors, values, files, about=about, raw=False)
 
 
 class _RefusedError(Exception):
@@ -178,80 +162,62 @@ class _Unpickler(pickle.Unpickler):
         raise _RefusedError("refers to external data")
 
 
-_Places = dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
+_Stored = dict[tuple[str, tuple[int, ...] | None], FilePlace]
 
 
-def _places(found: Any) -> _Places:
-    """Return file, first byte and length of all stored data, by key and offsets."""
-    places: _Places = {}
-    for index, info in _checked("storage_data", found, dict).items():
-        at, place = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
-        key, offset, name = _checked("a key", at.get("fqn"), str), at.get("offset"), place.get("relative_path")
-        start, length = place.get("offset"), place.get("length")
-        if not (isinstance(name, str) and type(start) is int and type(length) is int):
-            raise _RefusedError(f"{_shown(key)}: found an invalid location")
-        # A plain name: torch's writer has no subfolders.
-        if name in ("", ".", "..") or not posixpath.basename(name) == os.path.basename(name) == name:
-            raise _RefusedError(f"{_shown(key)}: found file {_shown(name)!r}, which is outside of the folder")
-        if re.search(r"[:\0\\]", name):
-            raise _RefusedError(f"{_shown(key)}: found file {_shown(name)!r}, which is not a name")
-        if place.get("transform_descriptors"):
-            raise _RefusedError(f"{_shown(key)}: stored with an extension that only torch's own reader supports")
-        places[key, None if offset is None else _sizes(key, offset)] = name, start, length
-    return places
+def _stored(storage_data: Any) -> _Stored:
+    """Return the places of all stored data, by key and offsets."""
+    stored: _Stored = {}
+    for index, info in storage_data.items():
+        key, offset, place = index.state["fqn"], index.state.get("offset"), info.state
+        with _refused_with(key):
+            name = place["relative_path"]
+            # A plain name: torch's writer has no subfolders.
+            if not isinstance(name, str) or not re.fullmatch(r"[^/\\:\0]+", name) or name in (".", ".."):
+                raise _RefusedError(f"found file {_shown(name)!r}, which is outside of the folder")
+            if place.get("transform_descriptors"):
+                raise _RefusedError("stored with an extension that only torch's own reader supports")
+            at = None if offset is None else _numbers(offset)
+            stored[key, at] = FilePlace(name, operator.index(place["offset"]), operator.index(place["length"]))
+    return stored
 
 
-def _entries(top: dict[str, Any], places: _Places) -> tuple[dict[str, TensorEntry], dict[str, ValueEntry]]:
-    """Return the tensors and values of the file."""
+def _contents(
+    state_dict_metadata: Any, stored: _Stored
+) -> tuple[dict[str, TensorEntry], dict[tuple[str, Region | None], FilePlace]]:
+    """Return the tensors of the file, and the places of all shards and values."""
     tensors: dict[str, TensorEntry] = {}
-    values: dict[str, ValueEntry] = {}
-    paths = top.get("planner_data")
-    for key, entry in _checked("state_dict_metadata", top.get("state_dict_metadata"), dict).items():
-        path = _path(paths.get(_checked("a key", key, str)) if isinstance(paths, dict) else None)
-        if type(entry).__name__ == "BytesStorageMetadata":
-            if (key, None) not in places:
-                raise _RefusedError(f"{_shown(key)}: found a value without stored data")
-            values[key] = ValueEntry(*places[key, None], path=path)
-            continue
-        fields, shards = _fields(entry, "TensorStorageMetadata", key), []
-        properties = getattr(fields.get("properties"), "state", None)
-        dtype = properties[0] if isinstance(properties, tuple) and properties else None
-        for chunk in _checked(key, fields.get("chunks"), list):
-            part = _fields(chunk, "ChunkStorageMetadata", key)
-            offsets, sizes = _sizes(key, part.get("offsets")), _sizes(key, part.get("sizes"))
-            if len(offsets) != len(sizes) or min((*offsets, *sizes), default=0) < 0:
-                raise _RefusedError(f"{_shown(key)}: found negative sizes")
-            if 0 not in sizes:
-                if (key, offsets) not in places:
-                    raise _RefusedError(f"{_shown(key)}: found a shard at {offsets} without stored data")
-                shards.append(ShardEntry(Region(offsets, sizes), *places[key, offsets]))
-        size = _sizes(key, fields.get("size"))
-        try:
-            found = Shards.of(size, shards)
-        except ValueError as error:
-            raise _RefusedError(f"{_shown(key)}: found {error}") from error
-        tensors[key] = TensorEntry(_checked(f"{_shown(key)}: dtype", dtype, str), size, found, path)
-    return tensors, values
+    places: dict[tuple[str, Region | None], FilePlace] = {}
+    for key, entry in state_dict_metadata.items():
+        with _refused_with(key):
+            if not isinstance(key, str):
+                raise _RefusedError("found no key")
+            if type(entry).__name__ == "BytesStorageMetadata":
+                places[key, None] = stored[key, None]
+                continue
+            fields = entry.state
+            tensors[key] = TensorEntry(fields["properties"].state[0], _numbers(fields["size"]))
+            for chunk in fields["chunks"]:
+                region = Region(_numbers(chunk.state["offsets"]), _numbers(chunk.state["sizes"]))
+                if region.numel:
+                    places[key, region] = stored[key, region.offsets]
+    return tensors, places
 
 
-def _checked(key: str, found: Any, kind: type) -> Any:
-    if type(found) is not kind:
-        raise _RefusedError(f"{_shown(key)}: found no {kind.__name__}, but {_shown(found)}")
-    return found
+@contextlib.contextmanager
+def _refused_with(key: Any) -> Iterator[None]:
+    """Name the key in errors of the block, which may be any: nothing in the pickle has to be what it should be."""
+    try:
+        yield
+    except _RefusedError as error:
+        raise _RefusedError(f"{_shown(key)}: {error}") from error
+    except Exception as error:
+        raise _RefusedError(f"{_shown(key)}: {_shown(str(error))} ({type(error).__name__})") from error
 
 
-def _fields(found: Any, kind: str, key: str = "the pickle") -> dict[str, Any]:
-    """Return the attributes of a stand-in for an instance of that class."""
-    state = found.state if isinstance(found, _Restored) and type(found).__name__ == kind else None
-    if type(state) is not dict:
-        raise _RefusedError(f"{_shown(key)}: found no {kind}, but {_shown(found)}")
-    return state
-
-
-def _sizes(key: str, found: Any) -> tuple[int, ...]:
-    if not isinstance(found, (tuple, list)) or not all(type(number) is int for number in found):
-        raise _RefusedError(f"{_shown(key)}: found something other than sizes")
-    return tuple(found)
+def _numbers(found: Any) -> tuple[int, ...]:
+    """Return integers; TypeError if they are something else."""
+    return tuple(map(operator.index, found))
 
 
 def _shown(found: Any) -> str:
@@ -259,8 +225,3 @@ def _shown(found: Any) -> str:
     if isinstance(found, str):
         return found[:80]
     return str(found) if isinstance(found, int) and abs(found) < 1 << 64 else type(found).__name__
-
-
-def _path(found: Any) -> tuple[str | int, ...]:
-    steps = tuple(found) if isinstance(found, (tuple, list)) else ()
-    return steps if all(type(step) in (str, int) for step in steps) else ()

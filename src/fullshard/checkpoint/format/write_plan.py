@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -99,6 +98,14 @@ class RankInventory:
     regions: bytes
     values: tuple[str, ...]
 
+    @classmethod
+    def of(cls, entries: Mapping[str, TensorShards | bytes], *, with_table: bool) -> RankInventory:
+        """Return the inventory of what a rank holds: tensors, and serialized values, by key."""
+        tensors = {key: entry for key, entry in entries.items() if not isinstance(entry, bytes)}
+        regions = [(number, shard.region) for number, held in enumerate(tensors.values()) for shard in held.shards]
+        values = tuple(key for key, entry in entries.items() if isinstance(entry, bytes))
+        return cls(TensorTable.of(tensors).packed if with_table else None, cls.packed(regions), values)
+
     @staticmethod
     def packed(regions: Sequence[tuple[int, Region]]) -> bytes:
         """Serialize regions, each with the number of its tensor in the table."""
@@ -143,7 +150,12 @@ def plan_writes(held: Sequence[RankInventory]) -> WritePlan:
     ranks = np.repeat(np.arange(len(held)), counts)
     chosen = _choose_writers(regions, shapes, ranks, np.array(table.equal, dtype=bool), len(held))
     written = chosen & (regions.numel > 0)
-    _check(table, regions.take(written), shapes)
+    problem = regions.take(written).find_problem(table.shapes)
+    if problem is not None:
+        raise CheckpointError(
+            f"{table.keys[problem[0]]}: the ranks that save hold {problem[1]}; save with the process_group of all "
+            "ranks that the model is sharded over"
+        )
     values = _first_holders([each.values for each in held])
     with_data = set(ranks[written].tolist())
     has_file = [rank in with_data or bool(values[rank]) for rank in range(len(held))]
@@ -198,33 +210,6 @@ def _choose_writers(regions: RegionTable, shapes: Numbers, ranks: Numbers, equal
         chosen[place] = True
         loads[ranks[place]] += numel[place]
     return chosen
-
-
-def _check(table: TensorTable, regions: RegionTable, shapes: Numbers) -> None:
-    """Raise unless the regions to be written lie in their tensors, do not overlap, and cover every tensor.
-
-    Raises:
-        CheckpointError: If one of these does not hold.
-    """
-    outside = regions.outside(shapes)
-    if outside is not None:
-        key = table.keys[int(regions.tensor[outside])]
-        raise CheckpointError(f"{key}: a rank holds a shard outside of the shape on the first rank")
-    both = regions.overlap(shapes)
-    missing = regions.missing(shapes)
-    if (missing > 0).any():
-        number = int((missing > 0).argmax())
-        shape, lacks = table.shapes[number], int(missing[number])
-        raise CheckpointError(
-            f"{table.keys[number]}: no rank that saves holds {lacks} of the {math.prod(shape)} elements of shape "
-            f"{shape}; save with the process_group of all ranks that the model is sharded over"
-        )
-    if both is not None:
-        number = int(regions.tensor[both[0]])
-        one, other = (regions.region(row, len(table.shapes[number])) for row in both)
-        raise CheckpointError(
-            f"{table.keys[number]}: ranks hold shards {one} and {other}, which overlap without being equal"
-        )
 
 
 def _first_holders(values: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:

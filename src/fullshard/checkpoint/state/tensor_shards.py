@@ -4,21 +4,16 @@
 The shard of a ``DTensor`` with Shard(0) is one region, a slice of a flat buffer is a few, and a replicated tensor is
 the whole of it on every rank. Saving writes regions and loading fills regions, however the tensor was sharded. So a
 checkpoint of one front end loads into the other, on any number of ranks, and no tensor is communicated.
-
-:class:`TensorShards` speaks torch.distributed.checkpoint's protocol for things that can be saved, so its planner takes
-them as they are; see :mod:`fullshard.checkpoint.format.planner` for the two places where it insists on tensors.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
@@ -95,47 +90,14 @@ class TensorShards:
         shards = [TensorShard(region, local.view(region.sizes))] if region is not None and held else []
         return cls(torch.Size(shape), local.dtype, local.device, shards, equal=True)
 
-    def size(self) -> torch.Size:
-        """Return the shape of the unsharded tensor, as ``torch.Tensor.size`` does."""
-        return self.shape
-
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's shards."""
         return sum(shard.local.numel() * shard.local.element_size() for shard in self.shards)
 
-    def find(self, offsets: Iterable[int]) -> torch.Tensor:
-        """Return the memory of the shard that begins at ``offsets``.
-
-        Raises:
-            KeyError: If there is no such shard.
-        """
-        wanted = tuple(offsets)
-        for shard in self.shards:
-            if shard.region.offsets == wanted:
-                return shard.local
-        raise KeyError(f"no shard at offsets {wanted}; this rank holds {[str(shard.region) for shard in self.shards]}")
-
     def __repr__(self) -> str:
         regions = ", ".join(str(shard.region) for shard in self.shards) or "nothing"
         return f"TensorShards({regions} of {tuple(self.shape)}, {self.dtype}, {self.device})"
-
-    # ------------------------------------------------ protocol of torch.distributed.checkpoint
-
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.dtype)
-        chunks = [(_chunk(shard.region), MetadataIndex(fqn, torch.Size(shard.region.offsets))) for shard in self.shards]
-        return [
-            WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, self.shape))
-            for chunk, index in chunks
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(shard.region) for shard in self.shards]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        assert index.offset is not None
-        return self.find(index.offset)
 
 
 def region_of(tensor: DTensor) -> Region | None:
@@ -191,7 +153,3 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
             )
         tensor = inner[0].detach()
     return tensor
-
-
-def _chunk(region: Region) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.sizes))

@@ -10,24 +10,19 @@ import fnmatch
 import os
 import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from fullshard.checkpoint.format.index import TensorEntry
-from fullshard.checkpoint.format.reader import INDEX_FILE
+from fullshard.checkpoint.format.index import INDEX_FILE, TensorEntry
 from fullshard.checkpoint.format.torch_format import METADATA_FILE
 from fullshard.checkpoint.safetensors.consolidate import export as export_files
-from fullshard.checkpoint.safetensors.files import local_path
-from fullshard.checkpoint.tools.offline import Checkpoint, Difference, open_checkpoint
+from fullshard.checkpoint.tools.offline import Checkpoint, open_checkpoint
 from fullshard.errors import CheckpointError
 
 __all__ = ["export", "inspect", "parse_size"]
@@ -40,7 +35,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 _SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*([A-Za-z]*)\s*")
 
 
-def inspect(path: str, *, verify: bool, other: str | None, names: str | None, console: Console | None = None) -> int:
+def inspect(path: str, *, verify: bool, other: str | None, names: str | None) -> int:
     """Print the contents of a checkpoint.
 
     Args:
@@ -48,43 +43,32 @@ def inspect(path: str, *, verify: bool, other: str | None, names: str | None, co
         verify: Read everything and compare it with its checksums.
         other: A second checkpoint to compare with.
         names: Pattern with ``*`` and ``?`` of the tensors and values to list. None: list the first ones.
-        console: Output console.
 
     Returns:
         Exit code of the command.
     """
-    console = console or Console()
-    try:
-        checkpoint = open_checkpoint(path)
-        second = open_checkpoint(other) if other is not None else None
-    except CheckpointError as error:
-        return _fail("inspect", f"{error}{_perhaps(path)}{_perhaps(other)}", WRONG_INPUT)
-    code = GOOD
-    with checkpoint:
+    console, code = Console(), GOOD
+    with contextlib.ExitStack() as opened:
+        try:
+            checkpoint = opened.enter_context(open_checkpoint(path))
+            second = None if other is None else opened.enter_context(open_checkpoint(other))
+        except CheckpointError as error:
+            return _fail("inspect", f"{error}{_perhaps(path)}{_perhaps(other)}", WRONG_INPUT)
         if second is None or names is not None:
             _show_head(checkpoint, console)
             if not _show_names(checkpoint, names, console):
                 return _fail("inspect", f"no tensor or value of {path} matches {names!r}", WRONG_INPUT)
         if verify:
-            code = max(code, _verify(checkpoint, console))
+            code = _verify(checkpoint, console)
         if second is not None:
-            with second:
-                try:
-                    code = max(code, _diff(checkpoint, second, console))
-                except CheckpointError as error:
-                    return _fail("inspect", str(error), FOUND)
+            try:
+                code = max(code, _diff(checkpoint, second, console))
+            except CheckpointError as error:
+                return _fail("inspect", str(error), FOUND)
     return code
 
 
-def export(
-    path: str,
-    out: str | os.PathLike[str],
-    *,
-    prefix: str,
-    dtype: str | None,
-    max_shard_size: str,
-    console: Console | None = None,
-) -> int:
+def export(path: str, out: str | os.PathLike[str], *, prefix: str, dtype: str | None, max_shard_size: str) -> int:
     """Write the full weights of a checkpoint as safetensors files.
 
     Args:
@@ -93,34 +77,27 @@ def export(
         prefix: Prefix of the tensors to write; removed from their names.
         dtype: Name of the dtype for floating-point tensors. None: keep their dtypes.
         max_shard_size: Limit per file, such as ``5GB``.
-        console: Output console.
 
     Returns:
         Exit code of the command.
     """
-    console = console or Console()
     chosen = None if dtype is None else getattr(torch, dtype.removeprefix("torch."), None)
     if dtype is not None and (not isinstance(chosen, torch.dtype) or not chosen.is_floating_point):
         return _fail(
             "export", f"--dtype: expected a floating-point dtype such as bfloat16, found {dtype!r}", WRONG_INPUT
         )
     try:
-        try:
-            most = parse_size(max_shard_size)
-        except ValueError as error:
-            return _fail("export", f"--max-shard-size: {error}", WRONG_INPUT)
-        local_path("OUT", out)
+        most = parse_size(max_shard_size)
         with open_checkpoint(path) as checkpoint:
-            sizes = [entry.nbytes for key, entry in checkpoint.index.tensors.items() if key.startswith(prefix)]
-            if not sizes:
+            if not any(key.startswith(prefix) for key in checkpoint.names):
                 return _fail("export", f"no tensor of {path} has a name that begins with {prefix!r}", WRONG_INPUT)
     except (CheckpointError, ValueError) as error:
         return _fail("export", f"{error}{_perhaps(path)}", WRONG_INPUT)
     try:
-        with _progress(console, "exporting", sum(sizes)) as advance:
-            files = export_files(path, out, prefix=prefix, dtype=chosen, max_shard_bytes=most, progress=advance)
+        files = export_files(path, out, prefix=prefix, dtype=chosen, max_shard_bytes=most)
     except (CheckpointError, ValueError) as error:
         return _fail("export", str(error), FOUND if isinstance(error, CheckpointError) else WRONG_INPUT)
+    console = Console()
     console.print(Text(f"weights of {path}"), soft_wrap=True)
     table = _table("file", "size>")
     for file in files:
@@ -138,19 +115,21 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text)
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or float(match[1]) * unit < 1:
-        raise ValueError(f"expected a size such as 5GB or 512MiB, found {text!r}")
+        raise ValueError(f"--max-shard-size: expected a size such as 5GB or 512MiB, found {text!r}")
     return int(float(match[1]) * unit)
 
 
-# -------------------------------------------------------------------- contents
-
-
 def _show_head(checkpoint: Checkpoint, console: Console) -> None:
-    index = checkpoint.index
-    elements = sum(entry.numel for entry in index.tensors.values())
+    """Print totals, what the saver said, and a table of the parts of the checkpoint."""
+    index, parts = checkpoint.index, dict[str, list[TensorEntry]]()
+    for key, entry in index.tensors.items():
+        head, dot, rest = key.partition(".")
+        if dot and rest.startswith("state."):  # of an optimizer: by the name of the state
+            head = f"{head}.state.*.{key.rpartition('.')[2]}"
+        parts.setdefault(head if dot else "(top)", []).append(entry)
     console.print(Text.assemble(("checkpoint ", "dim"), (checkpoint.path, "bold")), soft_wrap=True)
     facts = [
-        f"{_count(len(index.tensors), 'tensor')} with {_elements(elements)} elements, {_bytes(_total(checkpoint))}",
+        f"{_count(len(index.tensors), 'tensor')} with {_total(list(index.tensors.values()))}",
         _count(len(index.values), "other value"),
         _count(len(index.files), "file"),
     ]
@@ -158,29 +137,12 @@ def _show_head(checkpoint: Checkpoint, console: Console) -> None:
     about = [f"{key} {value}" for key, value in index.about.items() if value not in (None, "", [], {})]
     if about:
         console.print(Text(" · ".join(about), style="dim"))
-    table = _table("part", "tensors>", "elements>", "size>", "dtypes")
-    for part, entries in _parts(checkpoint).items():
-        dtypes = Counter(entry.dtype for entry in entries)
-        table.add_row(
-            escape(part),
-            str(len(entries)),
-            _elements(sum(entry.numel for entry in entries)),
-            _bytes(sum(entry.nbytes for entry in entries)),
-            ", ".join(dtype if len(dtypes) == 1 else f"{dtype} ({n})" for dtype, n in dtypes.most_common()),
-        )
-    if index.tensors:
+    table = _table("part", "tensors>", "size>", "dtypes")
+    for part, entries in parts.items():
+        dtypes = ", ".join(dict.fromkeys(entry.dtype for entry in entries))
+        table.add_row(escape(part), str(len(entries)), _total(entries), dtypes)
+    if parts:
         console.print(table)
-
-
-def _parts(checkpoint: Checkpoint) -> dict[str, list[TensorEntry]]:
-    """Group tensors by the beginning of their names; those of an optimizer by the name of the state."""
-    parts: dict[str, list[TensorEntry]] = {}
-    for key, entry in checkpoint.index.tensors.items():
-        head, dot, rest = key.partition(".")
-        if dot and rest.startswith("state."):
-            head = f"{head}.state.*.{key.rpartition('.')[2]}"
-        parts.setdefault(head if dot else "(top)", []).append(entry)
-    return parts
 
 
 def _show_names(checkpoint: Checkpoint, pattern: str | None, console: Console) -> bool:
@@ -191,29 +153,29 @@ def _show_names(checkpoint: Checkpoint, pattern: str | None, console: Console) -
     if pattern is None:  # optimizer state is summarized by part
         tensors = [name for name in tensors if ".state." not in name]
     values = fnmatch.filter(list(index.values), pattern or "*")
-    most = _MOST_ROWS if pattern is None else len(every) + len(values)
-    if tensors:
-        table = _table("tensor", "dtype", "shape", "size>", "shards>")
-        for name in tensors[:most]:
-            entry, first = index.tensor(name), index.aliases.get(name)
-            shape = " x ".join(map(str, entry.shape)) or "scalar"
-            size, shards = ("", "") if first else (_bytes(entry.nbytes), str(len(entry.shards)))
-            table.add_row(escape(f"{name}\n= {first}" if first else name), entry.dtype, shape, size, shards)
-        console.print(table)
-        _show_more(len(every if pattern is None else tensors) - len(tensors[:most]), "tensors", console)
-    if values:
-        table = _table("value", "contents")
-        table.columns[0].min_width = min(max(map(len, values[:most])), console.width // 2)
-        for name in values[:most]:
-            table.add_row(escape(name), _contents(checkpoint, name, limit=100 if pattern is None else _MOST_CHARACTERS))
-        console.print(table)
-        _show_more(len(values) - len(values[:most]), "values", console)
+    most, limit = (_MOST_ROWS, 100) if pattern is None else (len(every) + len(values), _MOST_CHARACTERS)
+    table = _table("tensor", "dtype", "shape", "size>", "shards>")
+    for name in tensors[:most]:
+        entry, first = index.tensor(name), index.aliases.get(name)
+        shape = " x ".join(map(str, entry.shape)) or "scalar"
+        size, shards = ("", "") if first else (_bytes(entry.nbytes), str(sum(1 for _ in index.shards(name))))
+        table.add_row(escape(f"{name}\n= {first}" if first else name), entry.dtype, shape, size, shards)
+    _show_rows(table, len(every if pattern is None else tensors), "tensors", console)
+    table = _table("value", "contents")
+    table.columns[0].min_width = min(max(map(len, values[:most]), default=0), console.width // 2)
+    for name in values[:most]:
+        table.add_row(escape(name), _contents(checkpoint, name, limit))
+    _show_rows(table, len(values), "values", console)
     return bool(tensors or values or pattern is None)
 
 
-def _show_more(count: int, what: str, console: Console) -> None:
-    if count > 0:
-        console.print(f"[dim]and {count} more {what}; --names '*' lists all, --names 'model.*' some of them[/]\n")
+def _show_rows(table: Table, count: int, what: str, console: Console) -> None:
+    """Print a table unless it is empty, and how many of ``count`` are not in it."""
+    if table.row_count:
+        console.print(table)
+    more = count - table.row_count
+    if more > 0:
+        console.print(f"[dim]and {more} more {what}; --names '*' lists all, --names 'model.*' some of them[/]\n")
 
 
 def _contents(checkpoint: Checkpoint, name: str, limit: int) -> Text:
@@ -224,49 +186,28 @@ def _contents(checkpoint: Checkpoint, name: str, limit: int) -> Text:
     return Text(text if len(text) <= limit else text[: limit - 3] + "...")
 
 
-# -------------------------------------------------------------------- verification and comparison
-
-
 def _verify(checkpoint: Checkpoint, console: Console) -> int:
-    with _progress(console, "verifying", _total(checkpoint)) as advance:
-        problems = checkpoint.verify(advance)
+    problems = checkpoint.verify()
     for problem in problems:
         console.print(Text.assemble(("problem: ", "bold red"), problem), soft_wrap=True)
     if problems:
         console.print(Text(f"{_count(len(problems), 'problem')} found", style="bold red"))
         return FOUND
     what = "all checksums match" if checkpoint.index.raw else "everything can be read; the format has no checksums"
-    console.print(Text.assemble(("verified: ", "bold green"), f"{_bytes(_total(checkpoint))} of tensors, {what}"))
+    console.print(Text.assemble(("verified: ", "bold green"), f"{_bytes(checkpoint.index.nbytes)} of tensors, {what}"))
     return GOOD
 
 
 def _diff(checkpoint: Checkpoint, other: Checkpoint, console: Console) -> int:
-    with _progress(console, "comparing", _total(checkpoint)) as advance:
-        differences = checkpoint.diff(other, advance)
+    differences = checkpoint.diff(other)
+    both = f"{checkpoint.path} and {other.path}"
     if not differences:
-        console.print(Text.assemble(("equal: ", "bold green"), f"{checkpoint.path} and {other.path} hold the same"))
+        console.print(Text.assemble(("equal: ", "bold green"), f"{both} hold the same"))
         return GOOD
     for difference in differences:  # a line each, also where lines are short: names are long, and pipes are searched
-        console.print(Text(f"{difference.name}: ").append_text(_described(difference)), soft_wrap=True)
-    both = f"{checkpoint.path} and {other.path}"
+        console.print(Text(difference), soft_wrap=True)
     console.print(Text.assemble((_count(len(differences), "difference"), "bold red"), f" of {both}"), soft_wrap=True)
     return FOUND
-
-
-def _described(difference: Difference) -> Text:
-    here, there = difference.here, difference.there
-    if here is None or there is None:
-        which, what = ("second", there) if here is None else ("first", here)
-        return Text.assemble((f"only in the {which}: ", "yellow"), str(what))
-    text = Text(here if here == there else f"{here} -> {there}")
-    if difference.elements:
-        verb = "differs" if difference.elements == 1 else "differ"
-        text.append(f": {_count(difference.elements, 'element')} {verb}", style="red")
-        text.append(f" by at most {difference.max_abs:.3g}", style="red")
-    return text
-
-
-# -------------------------------------------------------------------- formatting
 
 
 def _table(*columns: str) -> Table:
@@ -276,18 +217,6 @@ def _table(*columns: str) -> Table:
         fold = "fold" if number == 0 or name == "contents" else "ellipsis"
         table.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left", overflow=fold)  # type: ignore[arg-type]
     return table
-
-
-@contextlib.contextmanager
-def _progress(console: Console, what: str, total: int) -> Iterator[Callable[[int], object] | None]:
-    """Show a progress bar on terminals."""
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda done: progress.advance(task, done)
 
 
 def _perhaps(path: str | None) -> str:
@@ -310,19 +239,16 @@ def _fail(command: str, message: str, code: int) -> int:
     return code
 
 
-def _total(checkpoint: Checkpoint) -> int:
-    return sum(entry.nbytes for entry in checkpoint.index.tensors.values())
+def _total(entries: list[TensorEntry]) -> str:
+    elements, nbytes = sum(entry.numel for entry in entries), sum(entry.nbytes for entry in entries)
+    return f"{_scaled(elements, ('', ' K', ' M', ' B'))} elements, {_bytes(nbytes)}"
 
 
 def _bytes(count: int) -> str:
     return _scaled(count, (" B", " kB", " MB", " GB", " TB"))
 
 
-def _elements(count: int) -> str:
-    return _scaled(count, ("", " K", " M", " B"))
-
-
-def _scaled(count: int, units: Sequence[str]) -> str:
+def _scaled(count: int, units: tuple[str, ...]) -> str:
     """Format a number with at most four digits, in units of thousands."""
     value, power = float(count), 0
     while value >= 999.95 and power < len(units) - 1:

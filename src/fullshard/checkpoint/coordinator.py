@@ -1,0 +1,109 @@
+"""Decisions that one rank makes for all ranks of a save; if one of them fails, all raise the errors of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from fullshard.errors import CheckpointError
+from fullshard.ranks.agreement import list_ranks
+
+__all__ = ["Coordinator"]
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class _Failure(NamedTuple):
+    """The text of an error, for other ranks: exceptions of storage libraries cannot always be pickled."""
+
+    text: str
+
+
+def _failure(error: BaseException) -> _Failure:
+    text = str(error) or type(error).__name__
+    explained = isinstance(error, (CheckpointError, ValueError, TypeError))
+    return _Failure(text if explained else f"{type(error).__name__}: {text}")
+
+
+class Coordinator:
+    """The ranks of a save. The first of them is the coordinator.
+
+    Args:
+        group: The ranks; None: no process groups, this process alone.
+        what: Beginning of error messages.
+    """
+
+    rank: int
+    size: int
+    _group: dist.ProcessGroup | None
+    _what: str
+
+    def __init__(self, group: dist.ProcessGroup | None, what: str) -> None:
+        self._group, self._what = group, what
+        self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
+
+    def decide(self, own: Callable[[], T], decision: Callable[[list[T]], Sequence[S]]) -> S:
+        """Send a value of every rank to the coordinator, and return what that decides for this rank. A collective.
+
+        Args:
+            own: Makes this rank's value. It must not call collectives.
+            decision: Makes a value for each rank from the values of all, in order of ranks. Runs on the coordinator.
+
+        Raises:
+            CheckpointError: On all ranks, with the error of each rank that failed.
+        """
+        cause: BaseException | None = None
+        value: T | _Failure
+        try:
+            value = own()
+        except BaseException as error:  # other ranks must not wait for one that was interrupted
+            cause, value = error, _failure(error)
+        found = self._gather(value)
+        decided: list[Any] = [None] * self.size
+        if found is not None:
+            failures = {rank: each.text for rank, each in enumerate(found) if isinstance(each, _Failure)}
+            try:
+                decided = list(decision(found)) if not failures else [_Failure(self._report(failures))] * self.size
+            except BaseException as error:
+                cause, decided = error, [_failure(error)] * self.size
+        mine = self._scatter(decided)
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause
+        if isinstance(mine, _Failure):
+            raise CheckpointError(f"{self._what}: {mine.text}") from cause
+        result: S = mine
+        return result
+
+    def _gather(self, value: Any) -> list[Any] | None:
+        if self._group is None or self.size == 1:
+            return [value]
+        self._ensure_group()
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, group=self._group, group_dst=0)
+        return values
+
+    def _scatter(self, values: list[Any]) -> Any:
+        if self._group is None or self.size == 1:
+            return values[0]
+        self._ensure_group()
+        own: list[Any] = [None]
+        dist.scatter_object_list(own, values if self.rank == 0 else None, group=self._group, group_src=0)
+        return own[0]
+
+    def _ensure_group(self) -> None:
+        if not dist.is_initialized():
+            raise CheckpointError(
+                f"{self._what}: the process group has been destroyed; call result() of async_save before destroying it"
+            )
+
+    def _report(self, failures: dict[int, str]) -> str:
+        """Return the failure of each rank as text; a failure that all ranks share appears once."""
+        ranks: dict[str, list[int]] = {}
+        for rank, text in failures.items():
+            ranks.setdefault(text, []).append(rank)
+        if len(ranks) == 1 and len(failures) == self.size:
+            return next(iter(ranks))
+        return "; ".join(f"{list_ranks(at)}: {text}" for text, at in ranks.items())

@@ -1,0 +1,229 @@
+"""Write a checkpoint: every rank its data file, and the first rank the index, which commits the save.
+
+[Note: Commit]
+A save is atomic. Each rank writes a new data file beside those of the existing checkpoint; then the coordinator writes
+a new index under a temporary name and renames it to ``fullshard.json``, which commits the save and replaces the
+previous checkpoint. Only then are data files removed that the index does not name: those of the previous save and of
+interrupted ones. Everything is flushed to disk before the step that relies on it. So whenever the process or the
+machine crashes, the folder holds a complete checkpoint, the old or the new one. Object stores have no atomic rename
+(they copy and remove), but readers still see the old index or the new one, since objects are written atomically.
+
+The alternative, a new folder for every save and a link to the last, needs links, which object stores and Windows lack,
+or leaves it to users to find the last complete folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fullshard.checkpoint.coordinator import Coordinator
+from fullshard.checkpoint.format.data_file import DataEntry, dtype_name, write_entries
+from fullshard.checkpoint.format.files import Folder
+from fullshard.checkpoint.format.index import DATA_FILE, INDEX_FILE, FileEntry, Index, TensorEntry, data_file
+from fullshard.checkpoint.format.index_json import to_json
+from fullshard.checkpoint.format.region_table import shape_columns
+from fullshard.checkpoint.format.write_plan import RankInventory, WritePlan, plan_writes
+from fullshard.checkpoint.state.tensor_shards import TensorShards
+from fullshard.errors import CheckpointError
+
+__all__ = ["index_of", "write_checkpoint"]
+
+_LOOKS, _LOOK_S = 5, 0.2  # retries and interval when looking for a file: a network file system may show it late
+_TEMPORARY = re.compile(re.escape(INDEX_FILE) + r"\.[0-9a-f]{12}\.tmp")
+
+
+@dataclass(frozen=True)
+class _WriteAssignment:
+    """The part of the write plan that one rank receives.
+
+    Args:
+        save: Name of the save.
+        writes: A bit for each region that the rank has sent: 1 if the rank writes it.
+        values: Keys of the values that the rank writes.
+    """
+
+    save: str
+    writes: bytes
+    values: tuple[str, ...]
+
+
+def write_checkpoint(
+    folder: Folder,
+    entries: Mapping[str, TensorShards | bytes],
+    ranks: Coordinator,
+    *,
+    aliases: Mapping[str, str] = {},
+    about: Mapping[str, Any] = {},
+    same_tables: bool = False,
+    wait: Callable[[], None] = lambda: None,
+) -> None:
+    """Write a checkpoint, and replace the one that is in the folder. All ranks call it. See [Note: Commit].
+
+    Args:
+        folder: A folder that all ranks see.
+        entries: What this rank holds, by key: tensors, and serialized values.
+        ranks: The ranks that save.
+        aliases: Other keys of tied tensors, each with the key under which the tensor is saved.
+        about: Description of the save for the index; any JSON value.
+        same_tables: All ranks are known to have the same tensors, so that only the first rank sends its table.
+        wait: Blocks until the entries can be read.
+
+    Raises:
+        CheckpointError: On all ranks, if shards do not cover every tensor, or one of the ranks cannot write.
+    """
+    save, plans = uuid.uuid4().hex[:12], list[WritePlan]()
+
+    def take_inventory() -> RankInventory:
+        wait()
+        _check_dtypes(entries)
+        folder.create()
+        return RankInventory.of(entries, with_table=not same_tables or ranks.rank == 0)
+
+    def assign(inventories: Sequence[RankInventory]) -> list[_WriteAssignment]:
+        plan = plan_writes(inventories)
+        plans.append(plan)
+        return [
+            _WriteAssignment(save, np.packbits(writes).tobytes(), values)
+            for writes, values in zip(plan.writes, plan.values, strict=True)
+        ]
+
+    assignment = ranks.decide(take_inventory, assign)
+
+    def commit(files: Sequence[FileEntry | None]) -> list[None]:
+        named = {data_file(save, rank): file for rank, file in enumerate(files) if file is not None}
+        _commit(folder, index_of(folder.where(INDEX_FILE), plans[0], named, aliases, about, save))
+        return [None] * len(files)
+
+    ranks.decide(lambda: _write_data_file(folder, entries, assignment, ranks.rank), commit)
+
+
+def _check_dtypes(entries: Mapping[str, TensorShards | bytes]) -> None:
+    for key, entry in entries.items():
+        if not isinstance(entry, bytes):
+            try:
+                dtype_name(entry.dtype)
+            except TypeError as error:
+                raise TypeError(f"{key}: {error}") from error
+
+
+def _write_data_file(
+    folder: Folder, entries: Mapping[str, TensorShards | bytes], assignment: _WriteAssignment, rank: int
+) -> FileEntry | None:
+    """Write what this rank is assigned to write; None if it is nothing."""
+    found = list(_assigned(entries, assignment))
+    if not found:
+        return None
+    name = data_file(assignment.save, rank)
+    try:
+        with folder.write(name) as stream:
+            written = write_entries(stream, found)
+    except BaseException:
+        _remove_quietly(folder, name)
+        raise
+    folder.sync()
+    return written
+
+
+def _assigned(
+    entries: Mapping[str, TensorShards | bytes], assignment: _WriteAssignment
+) -> Iterator[tuple[DataEntry, torch.Tensor]]:
+    """Yield the entries of this rank's data file in order."""
+    shards = [
+        (DataEntry.of_shard(key, dtype_name(entry.dtype), tuple(entry.shape), shard.region), shard.local)
+        for key, entry in entries.items()
+        if not isinstance(entry, bytes)
+        for shard in entry.shards
+    ]
+    bits = np.unpackbits(np.frombuffer(assignment.writes, dtype=np.uint8)).tolist()
+    writes = [shard for shard, bit in zip(shards, bits, strict=False) if bit and shard[0].nbytes]
+    # Large elements first: then each tensor begins at a multiple of the size of its elements.
+    yield from sorted(writes, key=lambda shard: shard[1].element_size(), reverse=True)
+    for key in assignment.values:
+        data = entries[key]
+        assert isinstance(data, bytes)
+        yield DataEntry(key, "uint8", (len(data),)), torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def index_of(
+    where: str,
+    plan: WritePlan,
+    files: Mapping[str, FileEntry],
+    aliases: Mapping[str, str],
+    about: Mapping[str, Any],
+    save: str,
+) -> Index:
+    """Return the index of a save from its write plan and the files that were written, in order of their ranks.
+
+    Raises:
+        CheckpointError: If ranks have written other files than planned.
+    """
+    if list(files) != [data_file(save, rank) for rank, number in enumerate(plan.files) if number >= 0]:
+        raise CheckpointError(f"{where}: ranks have written other files than planned")
+    order = np.lexsort((plan.regions.first(shape_columns(plan.table.shapes)), plan.regions.tensor))
+    numbers = np.array(plan.files, dtype=np.int64)[plan.ranks[order]]
+    tensors = map(TensorEntry, plan.table.dtypes, plan.table.shapes)
+    values = {key: data_file(save, rank) for rank, keys in enumerate(plan.values) for key in keys}
+    return Index(
+        where,
+        dict(zip(plan.table.keys, tensors, strict=True)),
+        plan.regions.take(order),
+        numbers,
+        values,
+        files,
+        aliases,
+        about,
+        save,
+    )
+
+
+def _commit(folder: Folder, index: Index) -> None:
+    """Replace the checkpoint by the one that the index describes, and remove the files of the old one."""
+    temporary = f"{INDEX_FILE}.{index.save}.tmp"
+    _check_files(folder, index)
+    try:
+        with folder.write(temporary) as stream:
+            stream.write(to_json(index))
+        folder.replace(INDEX_FILE, by=temporary)
+    except BaseException:
+        _remove_quietly(folder, temporary)
+        raise
+    folder.sync()
+    for name in folder.names():
+        old = DATA_FILE.fullmatch(name) is not None and name not in index.files
+        if old or (_TEMPORARY.fullmatch(name) is not None):
+            _remove_quietly(folder, name)
+
+
+def _check_files(folder: Folder, index: Index) -> None:
+    """Raise unless the files of all ranks are in this folder with their full length.
+
+    Raises:
+        CheckpointError: If a file is missing or incomplete.
+    """
+    for name, file in index.files.items():
+        for look in range(_LOOKS):
+            found = folder.length(name) if folder.exists(name) else None
+            if found == file.length:
+                break
+            time.sleep(_LOOK_S if look + 1 < _LOOKS else 0)
+        else:
+            raise CheckpointError(
+                f"{folder.where(name)} was written by another rank, but on this rank it "
+                f"{'is missing' if found is None else f'has {found} of {file.length} bytes'}: the folder must be "
+                "on a file system that all ranks share; the previous checkpoint is kept"
+            )
+
+
+def _remove_quietly(folder: Folder, name: str) -> None:
+    """Remove a file. One that cannot be removed does no harm: the next save tries again."""
+    with contextlib.suppress(CheckpointError, OSError):
+        folder.remove(name)
