@@ -68,7 +68,6 @@ class Summary:
     parameters: int
     steps: int  # optimizer steps done
     bits_per_byte: float | None  # of the last validation; None if the run was stopped before it
-    best: Mapping[str, float] | None  # step and bits per byte, on the bytes of validations during the run
     baselines: Mapping[str, float]  # bits per byte of each yardstick on the same bytes
     held_out_bytes: int  # that both were measured on
     bytes_per_rank: Sequence[Footprint]  # in rank order
@@ -110,11 +109,6 @@ def show(summary: Summary, sequence: int, folder: Path, console: Console) -> Non
         for line in verdicts(summary.bits_per_byte, summary.baselines):
             say(line)
         say(LOSS_NOTE.format(sequence=sequence), "dim")
-    if summary.best:
-        say(
-            f"best validation during the run: {summary.best['bits_per_byte']:.3f} bits per byte after step "
-            f"{summary.best['step']}, on fewer bytes; its weights are in best.safetensors"
-        )
     console.print(_memory_table(summary))
     say(MEMORY_NOTE, "dim")
     if summary.comm_quantization:
