@@ -148,29 +148,38 @@ def test_options_of_training_resume_bitwise(text: Path, tmp_path: Path, ranks: R
     assert 0.2 < received["bytes_received"] / received["bytes_in_full_precision"] < 0.95
 
 
+def test_finished_run_goes_on_with_more_steps(finished: Finished, tmp_path: Path, ranks: RankPool) -> None:
+    """No step is there twice, and the validations at the old end stay. Another text and batch are said."""
+    shutil.copytree(finished.folder, tmp_path / "longer")
+    (tmp_path / "text").mkdir()
+    (write_text(tmp_path / "text") / "new.txt").write_text("new " * 200)
+    options = [tmp_path / "text", "--steps", 7, "--batch", 3, "--keep", 1]
+    longer = train(ranks, 2, *options, "--out", tmp_path, "--name", "longer")
+    assert "note: the text has changed since" in longer.output
+    assert "note: a step now sees 6 sequences, and 4 so far" in longer.output
+    assert longer.metrics[: len(finished.metrics)] == finished.metrics
+    after = [(record["kind"], record["step"]) for record in longer.metrics[len(finished.metrics) :]]
+    assert after == [("train", 6), ("validation", 6), ("train", 7), ("validation", 7), ("final_validation", 7)]
+    assert [path.name for path in (longer.folder / "checkpoints").iterdir()] == ["step-00000007"]
+
+
 def test_damaged_checkpoint_is_an_error_that_names_older_ones(
     finished: Finished, tmp_path: Path, ranks: RankPool
 ) -> None:
-    """Nothing is loaded from it and nothing is stepped back; the older one can be named, and a finished run goes on."""
-    shutil.copytree(finished.folder, tmp_path / "longer")
-    older, newest = (tmp_path / "longer" / "checkpoints" / f"step-0000000{step}" for step in (3, 5))
+    """Nothing is changed, and nothing stepped back; the older one can be named."""
+    shutil.copytree(finished.folder, tmp_path / "damaged")
+    older, newest = (tmp_path / "damaged" / "checkpoints" / f"step-0000000{step}" for step in (3, 5))
     data = max(newest.glob("data-*"), key=lambda path: path.stat().st_size)
     content = bytearray(data.read_bytes())
     content[-4] ^= 0xFF
     data.write_bytes(content)
-    before = (tmp_path / "longer" / "metrics.jsonl").read_bytes()
-    done = run_on(ranks, 2, "--steps", 7, "--out", tmp_path, "--name", "longer")
+    done = run_on(ranks, 2, "--steps", 7, "--out", tmp_path, "--name", "damaged")
     assert done.returncode == 2 and "checksum mismatch" in done.stderr, done.stdout + done.stderr
     assert f"Older ones: {older}. Start from one with --resume PATH and another --name" in done.stderr
-    assert (tmp_path / "longer" / "metrics.jsonl").read_bytes() == before and newest.is_dir()
-    resumed = train(ranks, 2, "--resume", older, "--steps", 6, "--out", tmp_path, "--name", "resumed")
-    assert "resumed from step 3" in resumed.output
-    steps = [(record["kind"], record["step"]) for record in resumed.metrics]
-    assert [step for kind, step in steps if kind == "train"] == [1, 2, 3, 4, 5, 6]
-    longer = train(ranks, 2, "--steps", 7, "--keep", 1, "--out", tmp_path, "--name", "resumed").metrics
-    steps += [("train", 7), ("validation", 7), ("final_validation", 7)]
-    assert [(record["kind"], record["step"]) for record in longer] == steps
-    assert [path.name for path in (tmp_path / "resumed" / "checkpoints").iterdir()] == ["step-00000007"]
+    assert read_metrics(tmp_path / "damaged" / "metrics.jsonl") == finished.metrics and newest.is_dir()
+    resumed = train(ranks, 2, "--resume", older, "--out", tmp_path, "--name", "resumed")
+    assert f"resumed from step 3 ({older})" in resumed.output
+    assert losses(resumed.metrics) == losses(finished.metrics)
 
 
 @pytest.mark.parametrize(
@@ -191,16 +200,6 @@ def test_run_resumes_only_as_itself(
     result = CliRunner().invoke(app, ["train", *options, "--out", str(finished.folder.parent), "--name", "first"])
     assert (result.exit_code, message in result.output) == (2, True), result.output
     assert (finished.folder / "metrics.jsonl").stat() == before
-
-
-def test_changed_text_and_batch_are_noted(finished: Finished, tmp_path: Path, ranks: RankPool) -> None:
-    """Both are said when a run resumes; they may change."""
-    (tmp_path / "more").mkdir()
-    text, source = write_text(tmp_path / "more"), finished.folder
-    (text / "new.txt").write_text("new " * 200)
-    options = [text, "--resume", source, "--batch", 3, "--steps", 6]
-    said = train(ranks, 2, *options, "--out", tmp_path, "--name", "run").output
-    assert "note: the text has changed since" in said and "note: a step now sees 6 sequences, and 4 so far" in said
 
 
 def make_eighth_loss_infinite(rank: int) -> None:

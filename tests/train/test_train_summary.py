@@ -11,14 +11,11 @@ import pytest
 from matplotlib import pyplot
 from rich.console import Console
 
-from fullshard.engine.quantized_report import QuantizationReport, QuantizationTraffic, QuantizedParameter
 from fullshard.train.plot import plot_losses
-from fullshard.train.summary import Footprint, Summary, as_text, quantization_totals, show, verdicts
+from fullshard.train.summary import Footprint, Summary, as_text, show, verdicts
 
 
-def printed(
-    bits_per_byte: float | None = 2.0, ranks: int = 2, sample: bytes = b"text", report: QuantizationReport | None = None
-) -> str:
+def printed(bits_per_byte: float | None = 2.0, ranks: int = 2, sample: bytes = b"text") -> str:
     """The summary of a made-up run, as a wide console shows it."""
     summary = Summary(
         parameters=1000,
@@ -31,7 +28,7 @@ def printed(
         prompt="def ",
         sample=as_text(sample),
         seconds=3.0,
-        comm_quantization=quantization_totals("fp8", report) if report else None,
+        comm_quantization={"bytes_received": 2**20, "bytes_in_full_precision": 2**22},
     )
     json.dumps(dataclasses.asdict(summary))
     file = io.StringIO()
@@ -48,6 +45,7 @@ def test_summary_says_what_is_compared() -> None:
     assert "at most 77 before it" in text
     assert "all held-out bytes as one stream" in text
     assert "without gathered parameters, activations" in text
+    assert "quantized communication: rank 0 received 1.0 MiB instead of 4.0" in text
 
 
 def test_stopped_run_has_no_comparison() -> None:
@@ -55,20 +53,6 @@ def test_stopped_run_has_no_comparison() -> None:
     text = printed(bits_per_byte=None)
     assert "stopped before the last validation" in text
     assert "better than" not in text and "worse than" not in text
-
-
-def test_quantized_communication_is_summed_up() -> None:
-    """Bytes in MiB, their ratio and the parameters; one rank sends nothing."""
-    parameters = (
-        QuantizedParameter("", "a", "fp8", "int8", "(no)"),
-        QuantizedParameter("", "b", "(no)", "(no)", "(no)"),
-    )
-    traffic = QuantizationTraffic("shard", "all_gather", 3, 2**20, 4 * 2**20, 4 * 2**20)
-    assert (
-        "comm quantization fp8: rank 0 received 1.0 MiB of weights and gradients instead of 4.0 (0.250); 1 of 2 "
-        "parameters are quantized"
-    ) in printed(report=QuantizationReport((traffic,), parameters))
-    assert "fp8: nothing was sent, with one rank" in printed(report=QuantizationReport((), parameters))
 
 
 def test_many_ranks_show_the_extremes() -> None:

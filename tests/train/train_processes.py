@@ -136,15 +136,6 @@ def workers_of(out: Path) -> list[int]:
     return found
 
 
-def rank_of(process: int) -> int | None:
-    """The rank that a process is started as; None for a launcher, and for a process that is gone."""
-    try:
-        variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    return next((int(each[5:]) for each in variables if each.startswith(b"RANK=")), None)
-
-
 def last_step(metrics: Path) -> int:
     """The last step in a metrics.jsonl that may still be written; 0 for none."""
     return max((record["step"] for record in read_metrics(metrics)), default=0)

@@ -29,7 +29,7 @@ from fullshard.train.optimizer import build_optimizer
 from fullshard.train.plot import plot_losses
 from fullshard.train.run_folder import RunLocation
 from fullshard.train.stop import CODE_FILE_VARIABLE, FAILURE, NOT_FINITE, WRONG_INPUT, StopRequest, exit_code
-from fullshard.train.summary import Footprint, Summary, as_text, quantization_totals, show
+from fullshard.train.summary import Footprint, Summary, as_text, show
 
 
 def work(config: TrainConfig, location: RunLocation) -> int:
@@ -95,7 +95,8 @@ def run(config: TrainConfig, location: RunLocation) -> int:
         _announce(once, known, before, checkpoint)
         once.train()
         if once.stop_code:
-            log.say(_stop_message(once, folder))
+            advice = f"--name {folder.name} resumes it" if every else "no checkpoint was saved (--checkpoint-every 0)"
+            log.say(f"stopped after step {once.step} of {config.training.steps}; {advice}")
         else:
             final = once.evaluate("final_validation", once.held_out(config.evaluation.eval_bytes))
             sample = _generate(once)
@@ -175,15 +176,6 @@ def _announce(once: loop.Run, known: str, before: TrainConfig | None, checkpoint
         say(f"note: a step now sees {config.sequences} sequences, and {before.sequences} so far")
 
 
-def _stop_message(once: loop.Run, folder: Path) -> str:
-    """Return the message of a stopped run: after which step, and how to resume."""
-    text = f"stopped after step {once.step} of {once.config.training.steps}"
-    if not once.checkpoints.every:
-        return f"{text}; there is no checkpoint to resume from (--checkpoint-every 0)"
-    out = "" if folder.parent == Path("runs").resolve() else f" --out {folder.parent}"
-    return f"{text}; resume with: fullshard train{out} --name {folder.name}"
-
-
 def _generate(once: loop.Run) -> bytes:
     """Continue the prompt; every rank runs the same forwards and draws the same bytes."""
     config = once.config
@@ -204,8 +196,8 @@ def _report(
     plot_losses(folder / run_folder.PLOT, records, compressors)
     quantization = None
     if config.comm_quantization != "none":
-        report = loop.sharded(once.model).comm_quantization_report()
-        quantization = quantization_totals(config.comm_quantization, report)
+        traffic = loop.sharded(once.model).comm_quantization_report()
+        quantization = {"bytes_received": traffic.nbytes, "bytes_in_full_precision": traffic.full_bytes}
     summary = Summary(
         parameters=config.model.parameter_count,
         steps=once.step,
