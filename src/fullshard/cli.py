@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from fullshard.train.config import ConfigError, TrainConfig, options
-from fullshard.train.run_folder import RunLocation
+from fullshard.train.run_folder import RunLocation, check_resumable
 from fullshard.version import __version__
 
 app = typer.Typer(
@@ -129,16 +129,12 @@ def generate(
     count: Annotated[int, typer.Option("--bytes", help="Bytes to generate.", min=1)] = 500,
     temperature: Annotated[float, typer.Option(help="Below 1, likely bytes are drawn more often.")] = 0.8,
     seed: Annotated[int, typer.Option(help="Decides what is drawn.", min=0)] = 0,
-    weights: Annotated[
-        str, typer.Option(metavar="best|last", help="Weights of the best validation, or after the last step.")
-    ] = "best",
 ) -> None:
     """Continue a text with the weights of a run of `fullshard train`, in this process."""
     from fullshard.train import generation
 
     try:
-        path = generation.find_weights(run, weights)
-        typer.echo(generation.text_from(path, prompt, count, temperature, seed))
+        typer.echo(generation.text_from(run, prompt, count, temperature, seed))
     except ConfigError as error:
         _fail(str(error), "generate")
 
@@ -195,14 +191,11 @@ def _checked(given: dict[str, Any], config_file: Path | None, location: RunLocat
     Raises:
         ConfigError: an option is wrong.
     """
-    from fullshard.train.setting import check_setting, setting_of
-
-    settings = location.settings()
-    base = TrainConfig.from_toml(config_file) if config_file else settings or TrainConfig()
+    before = location.settings()
+    base = TrainConfig.from_toml(config_file) if config_file else before or TrainConfig()
     config = base.with_options(given)
-    location.check(config)
-    if settings:
-        check_setting(setting_of(settings), config, location.checkpoint())
+    if before is not None:
+        check_resumable(before, config, location.checkpoint())
     for module, extra, is_needed in (
         ("matplotlib", "train", True),
         ("tensorboard", "tensorboard", config.evaluation.tensorboard),
@@ -223,27 +216,17 @@ def _work(config: TrainConfig, location: RunLocation, max_restarts: int) -> int:
 
 def _launch(config: TrainConfig, location: RunLocation, max_restarts: int) -> int:
     """Start this machine's ranks after checking their input."""
-    from fullshard.train import corpus, run_folder
+    from fullshard.train import corpus
 
+    corpus.read(config.data, seed=config.seed, sequence=config.model.sequence)
+    from fullshard.train import group, launcher  # imports torch: after what can be checked without it
+
+    _, ranks = group.choose(config.device, config.ranks)
     try:
-        corpus.read(config.data, seed=config.seed, sequence=config.model.sequence)
-        from fullshard.train import launcher  # imports torch: after what can be checked without it
-
-        config = launcher.resolve_ranks(config)
-        location = location.claim(typer.echo)
-    except corpus.CorpusError as error:
-        raise ConfigError(str(error)) from None
+        location = location.claim()
     except OSError as error:
         raise ConfigError(f"cannot write results to {location.out}: {error}") from None
-    try:
-        return launcher.launch(config, location, max_restarts)
-    except launcher.WorkerError as failure:
-        typer.echo(f"fullshard train: {failure}", err=True)
-        if failure.traceback:
-            log = location.folder / run_folder.ERROR
-            log.write_text(failure.traceback, encoding="utf-8")
-            typer.echo(f"its traceback is in {log}", err=True)
-        return 1
+    return launcher.launch(location, ranks, max_restarts)
 
 
 def _fail(message: str, command: str = "train") -> NoReturn:

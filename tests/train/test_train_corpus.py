@@ -1,14 +1,17 @@
-"""The text of a run: reading, splitting by file, batches and errors."""
+"""The text of a run: reading, splitting by file, batches, held-out windows, and baselines on them."""
 
 from __future__ import annotations
 
+import math
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fullshard.train import corpus
-from fullshard.train.corpus import CorpusError
+from fullshard.train.config import ConfigError
+from fullshard.train.evaluation import HeldOut, baselines
 
 
 @pytest.fixture
@@ -21,41 +24,27 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "text"
 
 
-def test_split_is_by_file(folder: Path) -> None:
-    """No file is on both sides, every file is on one, and the held-out share is near what was asked for."""
-    text = corpus.read([str(folder)], seed=0, sequence=16)
-    train, held = set(text.train_files), set(text.validation_files)
-    assert not train & held
-    assert len(train | held) == 40
-    assert len(text.validation) == 1000
-    assert len(text.train) == 19_000
-    assert text.train.tobytes() == b"".join(path.read_bytes() for path in text.train_files)
-
-
-def test_split_depends_on_seed_only(folder: Path, tmp_path: Path) -> None:
-    """The same seed gives the same split, also where the text lies elsewhere; another seed gives another."""
+def test_split_is_by_file(folder: Path, tmp_path: Path) -> None:
+    """No file is on both sides, and every file is on one. The seed alone decides, not where the text lies."""
     first, again, other = (corpus.read([str(folder)], seed=seed, sequence=16) for seed in (3, 3, 4))
-    assert first.sha256 == again.sha256
-    assert first.validation_files == again.validation_files
+    train, held = set(first.train_files), set(first.validation_files)
+    assert not train & held and len(train | held) == 40
+    assert (len(first.train), len(first.validation)) == (19_000, 1000)
+    assert first.train.tobytes() == b"".join(path.read_bytes() for path in first.train_files)
+    assert first.sha256 == again.sha256 and first.validation_files == again.validation_files
     assert first.validation_files != other.validation_files
     moved = folder.rename(tmp_path / "elsewhere")
     assert corpus.read([str(moved)], seed=3, sequence=16).sha256 == first.sha256
 
 
-def test_equal_files_are_kept_once(folder: Path) -> None:
-    """A copy of a file cannot leak held-out bytes into training."""
-    (folder / "copy.txt").write_bytes((folder / "0" / "0.txt").read_bytes())
-    text = corpus.read([str(folder), str(folder / "0" / "0.txt")], seed=0, sequence=16)
-    assert len(text.train_files) + len(text.validation_files) == 40
-
-
-def test_folder_leaves_out_what_is_no_text(folder: Path) -> None:
-    """Hidden, empty and binary files of a folder are not read."""
+def test_folder_leaves_out_copies_and_what_is_no_text(folder: Path) -> None:
+    """Hidden, empty and binary files of a folder are not read; a copy cannot leak held-out bytes into training."""
     before = corpus.read([str(folder)], seed=0, sequence=16).sha256
     (folder / ".hidden").write_bytes(b"secret" * 100)
     (folder / "empty.txt").touch()
     (folder / "image.bin").write_bytes(b"\x89PNG\0" * 100)
-    assert corpus.read([str(folder)], seed=0, sequence=16).sha256 == before
+    (folder / "copy.txt").write_bytes((folder / "0" / "0.txt").read_bytes())
+    assert corpus.read([str(folder), str(folder / "0" / "0.txt")], seed=0, sequence=16).sha256 == before
 
 
 def test_single_file_holds_out_its_tail(tmp_path: Path) -> None:
@@ -86,20 +75,6 @@ def test_standard_library_is_the_default() -> None:
     assert not any("site-packages" in path.parts for path in paths)
 
 
-def test_missing_path_is_named(tmp_path: Path) -> None:
-    """A path that does not exist is an error that names it."""
-    with pytest.raises(CorpusError, match="nowhere"):
-        corpus.read([str(tmp_path / "nowhere")], seed=0, sequence=16)
-
-
-def test_too_small_input_says_what_is_needed(tmp_path: Path) -> None:
-    """Too little text is an error with both sizes and the way out."""
-    path = tmp_path / "small.txt"
-    path.write_text("tiny")
-    with pytest.raises(CorpusError, match=r"holds 4 bytes.*at least 68.*lower --sequence"):
-        corpus.read([str(path)], seed=0, sequence=16)
-
-
 def test_batch_is_a_function_of_its_key() -> None:
     """The same seed and step give the same windows; another step gives others; targets are shifted by one."""
     text = np.arange(200, dtype=np.uint8)
@@ -111,20 +86,15 @@ def test_batch_is_a_function_of_its_key() -> None:
         assert (first != corpus.sample(text, batch=4, sequence=8, key=other)).any()
 
 
-@pytest.mark.parametrize("parts", [2, 3, 6, 12])
-def test_batch_is_the_same_on_any_number_of_ranks(parts: int) -> None:
+def test_batch_is_the_same_on_any_number_of_ranks() -> None:
     """The parts of all ranks, one after another, are the batch of a single rank; no two of them are equal."""
     text = np.arange(200, dtype=np.uint8)
     whole = corpus.sample(text, batch=12, sequence=8, key=(3, 7))
-    cut = [corpus.sample(text, batch=12 // parts, sequence=8, key=(3, 7), part=(rank, parts)) for rank in range(parts)]
-    assert (np.concatenate(cut) == whole).all()
-    assert len({each.tobytes() for each in cut}) == parts
-
-
-def test_batch_reaches_the_last_byte() -> None:
-    """Text of just one window is drawn whole, and nothing beyond it."""
-    text = np.arange(9, dtype=np.uint8)
-    assert (corpus.sample(text, batch=3, sequence=8, key=(0,)) == np.arange(9)).all()
+    for parts in (2, 3, 12):
+        sizes = {"batch": 12 // parts, "sequence": 8, "key": (3, 7)}
+        cut = [corpus.sample(text, **sizes, part=(rank, parts)) for rank in range(parts)]
+        assert (np.concatenate(cut) == whole).all() and len({each.tobytes() for each in cut}) == parts
+    assert (corpus.sample(np.arange(9, dtype=np.uint8), batch=3, sequence=8, key=(0,)) == np.arange(9)).all()
 
 
 def test_unreadable_file_is_named_with_the_remedy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +108,31 @@ def test_unreadable_file_is_named_with_the_remedy(folder: Path, monkeypatch: pyt
         return read_bytes(path)
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(CorpusError, match=r"0\.txt: Permission denied: check path and permissions"):
+    with pytest.raises(ConfigError, match=r"0\.txt: Permission denied: check path and permissions"):
         corpus.read([str(locked)], seed=0, sequence=16)
     text = corpus.read([str(folder)], seed=0, sequence=16)
     assert len(text.train_files) + len(text.validation_files) == 39
     assert "1 unreadable files left out" in text.notes[0] and "0.txt" in text.notes[0]
+
+
+def test_order0_against_hand_computed_value() -> None:
+    """Three a and one b, plus one for each of 256 values, give 4/260, 2/260 and 1/260."""
+    train, held_out = (np.frombuffer(text, dtype=np.uint8) for text in (b"aaab", b"abbz"))
+    expected = -(math.log2(4 / 260) + 2 * math.log2(2 / 260) + math.log2(1 / 260)) / 4
+    assert baselines(train, held_out)["order-0 entropy coding"] == pytest.approx(expected, abs=1e-12)
+
+
+def test_zlib_counts_its_whole_output() -> None:
+    """A thousand equal bytes take as many bits as zlib's output at level 9 has."""
+    text = b"a" * 1000
+    found = baselines(*(np.frombuffer(text, dtype=np.uint8),) * 2)["zlib level 9"]
+    assert found == 8 * len(zlib.compress(text, 9)) / 1000
+
+
+def test_held_out_windows_predict_every_byte_once() -> None:
+    """Targets are the bytes after the first, cut to whole windows; a limit above the text takes what there is."""
+    text = np.arange(100, dtype=np.uint8)
+    held_out = HeldOut.take(text, limit=1000, sequence=16)
+    assert held_out.count == 6
+    assert held_out.targets.tolist() == list(range(1, 97))
+    assert HeldOut.take(text, limit=5, sequence=16).count == 1

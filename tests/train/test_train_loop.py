@@ -1,20 +1,22 @@
-"""Options of the training step on ranks: what they change, and what they must not."""
+"""The training step: what its options change and must not, and what it says of numbers that are not finite."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import fullshard
 from fullshard.train import loop
-from fullshard.train.checkpoints import Position
 from fullshard.train.config import GPTConfig, TrainConfig, TrainingConfig
 from fullshard.train.corpus import read
+from fullshard.train.finite import DivergedError, check_loss, check_weights, clip_gradients
 from fullshard.train.group import Group
+from fullshard.train.model import GPT
 from fullshard.train.optimizer import build_optimizer
 from ranks import Rank, on_ranks
 
@@ -32,68 +34,73 @@ def steps(rank: Rank, count: int = 3, **options: Any) -> tuple[list[float], dict
     """Losses of some steps, and the weights after them."""
     config = CONFIG.with_options({**options, "ranks": rank.world_size})
     group = Group(rank.rank, rank.world_size, torch.device(rank.device))
-    model, log = loop.build_model(config, group), _Records()
-    once = loop.Run(
-        config=config,
-        corpus=read([__file__], seed=0, sequence=16),
-        group=group,
-        stop=SimpleNamespace(code=0),  # type: ignore[arg-type]
-        folder=Path(),
-        model=model,
-        optimizer=build_optimizer(model, config.training),
-        checkpoints=SimpleNamespace(),  # type: ignore[arg-type]
-        log=log,  # type: ignore[arg-type]
-        position=Position(),
-        best=None,
-    )
+    model, log, nothing = loop.build_model(config, group), _Records(), SimpleNamespace(code=0)
+    corpus, optimizer = read([__file__], seed=0, sequence=16), build_optimizer(model, config.training)
+    once = loop.Run(config, corpus, group, nothing, model, optimizer, nothing, log, 0, 0.0)  # type: ignore[arg-type]
     for step in range(1, count + 1):
-        once._train_step(step, 0.0)
+        once._train_step(step)
     weights = {name: value.full_tensor() for name, value in model.state_dict().items()}
     return [record["loss"] for record in log], weights
 
 
 @on_ranks(2)
-def test_accumulated_batches_train_as_one_large_batch(rank: Rank) -> None:
-    """Losses and weights are within rounding those of a batch that is as large; another batch differs."""
-    whole, weights = steps(rank)
+def test_options_of_a_step(rank: Rank) -> None:
+    """Accumulated microbatches train as one large batch within rounding, activation checkpointing changes no bit, bf16
+    computes in bf16 and keeps fp32, and Muon steps other weights than AdamW.
+    """
+    losses, weights = steps(rank)
     parts, others = steps(rank, batch=1, accumulate=4)
-    assert parts == pytest.approx(whole, rel=1e-5)
+    assert parts == pytest.approx(losses, rel=1e-5)
     for name, value in weights.items():
         torch.testing.assert_close(others[name], value, rtol=1e-3, atol=1e-4)
-    assert steps(rank, batch=1)[0] != pytest.approx(whole, rel=1e-4)
+    assert steps(rank, batch=1)[0] != pytest.approx(losses, rel=1e-4)
 
+    same, others = steps(rank, activation_checkpointing=True)
+    assert same == losses and list(others) == list(weights)
+    assert all(torch.equal(others[name], weights[name]) for name in weights)
 
-@on_ranks(2)
-def test_activation_checkpointing_changes_no_bit(rank: Rank) -> None:
-    """Recomputed activations are those of forward; names of weights are the same."""
-    losses, weights = steps(rank)
-    others, same = steps(rank, activation_checkpointing=True)
-    assert others == losses
-    assert list(same) == list(weights) and all(torch.equal(same[name], weights[name]) for name in weights)
-
-
-@on_ranks(2)
-def test_bf16_computes_in_bf16_and_keeps_fp32(rank: Rank) -> None:
-    """Losses are near those of fp32 and not equal to them; weights stay in fp32."""
-    losses, _ = steps(rank)
-    rounded, weights = steps(rank, dtype="bf16")
+    rounded, others = steps(rank, dtype="bf16")
     assert rounded == pytest.approx(losses, rel=0.02) and rounded != losses
-    assert {value.dtype for value in weights.values()} == {torch.float32}
+    assert {value.dtype for value in others.values()} == {torch.float32}
+
+    muon, _ = steps(rank, optimizer="muon")
+    assert muon[0] == losses[0] and muon[1:] != losses[1:]
 
 
-@on_ranks(2)
-def test_muon_steps_the_matrices_of_blocks(rank: Rank) -> None:
-    """All others are stepped by AdamW, with the same numbers; as one optimizer, both have the state of the whole."""
-    config = CONFIG.with_options({"optimizer": "muon"})
-    model = loop.build_model(config, Group(rank.rank, rank.world_size, torch.device(rank.device)))
-    optimizer = build_optimizer(model, config.training)
-    loss = model(torch.zeros(1, 8, dtype=torch.int64, device=rank.device)).square().sum()
-    torch.autograd.backward(loss)
-    optimizer.step()
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    by_muon = {names[p] for p, state in optimizer.state.items() if "momentum_buffer" in state}
-    by_adamw = {names[p] for p, state in optimizer.state.items() if "exp_avg" in state}
-    assert by_muon == {name for name in names.values() if name.startswith("blocks.") and "norm" not in name}
-    assert by_adamw == set(names.values()) - by_muon
-    first, second = steps(rank)[0], steps(rank, optimizer="muon")[0]
-    assert first[0] == second[0] and first[1:] != second[1:]
+class _Ranks:
+    """Three ranks, of which this is the second; the first module of the others is the loss itself."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return ["the loss", value, "the loss"]
+
+
+def test_error_names_ranks_and_the_first_module_that_is_not_finite() -> None:
+    """Of nested modules the innermost, of several in a row the first."""
+    model = GPT(GPTConfig(layers=2, width=16, heads=2, sequence=8))
+    with torch.no_grad():
+        model.blocks[1].attention.qkv.weight[3, 3] = math.nan
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    expected = (
+        r"step 4: the loss is nan on rank 1 \(first in blocks.1.attention.qkv\), inf on rank 2 \(first in the loss"
+    )
+    with pytest.raises(DivergedError, match=expected):
+        check_loss(model, [tokens], [2.5, math.nan, math.inf], 4, _Ranks())  # type: ignore[arg-type]
+    check_loss(model, [tokens], [2.0, 7.0], 4, SimpleNamespace())  # type: ignore[arg-type]  # no collective
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_gradients_and_weights_are_named(value: float) -> None:
+    """One element is enough, also if the loss was finite."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model(torch.ones(2, 3)).sum().backward()
+    check_weights(model, 1)
+    norm = float(fullshard.get_total_norm(p.grad for p in model.parameters()))
+    assert clip_gradients(model, 1.0, 1) == pytest.approx(norm)
+    assert model[1].weight.grad is not None
+    model[1].weight.grad[0, 2] = value
+    with pytest.raises(DivergedError, match=r"step 5: gradients are not finite: \w"):
+        clip_gradients(model, 1.0, 5)
+    with torch.no_grad():
+        model[0].bias[1] = value
+    with pytest.raises(DivergedError, match=r"step 5: weights are not finite: \w"):
+        check_weights(model, 5)

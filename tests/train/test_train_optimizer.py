@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from fullshard.optim import orthogonalize
 from fullshard.train.config import GPTConfig, TrainingConfig
 from fullshard.train.model import GPT, initialize
-from fullshard.train.optimizer import MuonAndAdamW, build_optimizer, set_learning_rates
+from fullshard.train.optimizer import build_optimizer, learning_rate, set_learning_rates
 
 
 @pytest.fixture
@@ -56,16 +56,10 @@ def test_muon_steps_matrices_of_blocks_in_fp32(model: GPT) -> None:
     torch.testing.assert_close(moved, torch.full_like(moved, 0.5), rtol=0, atol=0.01)
 
 
-def test_state_dict_resumes_bitwise(model: GPT) -> None:
-    """Two steps, and two more after state dicts were loaded, end as four steps do."""
-    config = TrainingConfig(steps=4, warmup=1)
-    optimizer = build_optimizer(model, config)
-    assert isinstance(optimizer, MuonAndAdamW)
-    train(model, optimizer, config, range(1, 3))
-    resumed = copy.deepcopy(model)
-    other = build_optimizer(resumed, config)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(model, optimizer, config, range(3, 5))
-    train(resumed, other, config, range(3, 5))
-    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), resumed.parameters(), strict=True))
-    assert not torch.equal(model.head.weight, torch.zeros_like(model.head.weight))
+def test_learning_rate_warms_up_and_falls() -> None:
+    """The rate rises in equal steps, stays at the peak, and falls in equal steps, the last one to zero."""
+    config = TrainingConfig(steps=100, warmup=3, lr=1.0)
+    assert [learning_rate(step, config) for step in (1, 2, 3)] == [0.25, 0.5, 0.75]
+    assert [learning_rate(step, config) for step in (4, 31)] == [1.0, 1.0]
+    assert [learning_rate(step, config) for step in (66, 100, 101)] == pytest.approx([0.5, 1 / 70, 0.0])
+    assert learning_rate(66, config, peak=4.0) == pytest.approx(2.0)

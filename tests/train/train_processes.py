@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fullshard.train.metrics import read_metrics
+from fullshard.train.log import read_metrics
 from ranks import Rank, RankPool
 
 MODEL = ["--layers", "1", "--width", "16", "--heads", "2", "--sequence", "32", "--ngrams", "3", "--ngram-rows", "64"]
@@ -66,6 +66,12 @@ def run_on(ranks: RankPool, size: int, *arguments: object, poison: Callable[[int
     )
 
 
+def run(*line: object, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; keywords are further variables of its environment."""
+    words = [str(word) for word in line]
+    return subprocess.run(words, capture_output=True, text=True, timeout=LIMIT, env=environment(**more))
+
+
 def _work(rank: Rank, words: list[str], port: int, poison: Callable[[int], None] | None) -> Ended:
     from fullshard.__main__ import main
 
@@ -92,13 +98,6 @@ def environment(**more: str) -> dict[str, str]:
     if "PYTHONPATH" in more:  # what is found there already is still found
         more["PYTHONPATH"] = os.pathsep.join([more["PYTHONPATH"], kept.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     return kept | {"OMP_NUM_THREADS": "1"} | more
-
-
-def run(*line: object, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; keywords are further variables of its environment."""
-    return subprocess.run(
-        [str(word) for word in line], capture_output=True, text=True, timeout=LIMIT, env=environment(**more)
-    )
 
 
 def start(*line: object, output: Path | None = None, **more: str) -> subprocess.Popen[str]:
@@ -135,24 +134,6 @@ def workers_of(out: Path) -> list[int]:
         if os.fsencode(out) in words and b"fullshard" in words:
             found.append(int(entry.name))
     return found
-
-
-def rank_of(process: int) -> int | None:
-    """The rank that a process is started as; None for a launcher, and for a process that is gone."""
-    try:
-        variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    return next((int(each[5:]) for each in variables if each.startswith(b"RANK=")), None)
-
-
-def parent_of(process: int) -> int | None:
-    """The process that started another; None if that is gone."""
-    try:
-        line = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return None
-    return int(line.rpartition(")")[2].split()[1])
 
 
 def last_step(metrics: Path) -> int:

@@ -3,8 +3,9 @@
 From the outside in: the command line (``fullshard/cli.py``) reads ``config.py``, where each option is stated once, and
 starts workers with ``launcher.py``; ``worker.py`` is one rank from start to end, ``loop.py`` its training loop.
 
-- what is trained: ``corpus.py``, ``model.py``, ``optimizer.py``, ``evaluation.py``, ``generation.py``
-- what stays: ``run_folder.py``, ``checkpoint_folder.py``, ``checkpoints.py``, ``setting.py``, ``weights.py``
-- what is shown: ``run_log.py``, ``metrics.py``, ``plot.py``, ``summary.py``
-- what can go wrong: ``stop.py`` (signals, and exit codes), ``finite.py``; ``group.py`` has the few collectives
+- what is trained: ``corpus.py``, ``model.py``, ``input_embedding.py``, ``optimizer.py``, ``evaluation.py``,
+  ``generation.py``
+- what stays: ``run_folder.py``, ``checkpoints.py``
+- what is shown: ``log.py``, ``plot.py``, ``summary.py``
+- what can go wrong: ``stop.py`` (signals, and exit codes), ``finite.py``; in ``group.py`` ranks agree
 """

@@ -17,14 +17,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from fullshard.train.config import ConfigError
+
 Bytes = npt.NDArray[np.uint8]
 HELD_OUT = 0.05  # share of the bytes that validation should get
 HELD_OUT_MOST = 0.10  # and the most it may get
 SITE_FOLDERS = {"site-packages", "dist-packages"}
-
-
-class CorpusError(ValueError):
-    """The input is missing, unreadable, empty or too small. The message names it and says what to do."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def read(data: Sequence[str], *, seed: int, sequence: int) -> Corpus:
         sequence: context length in bytes; both parts must hold more than one sequence.
 
     Raises:
-        CorpusError: see the class.
+        ConfigError: the text is missing, unreadable, empty or too small.
     """
     if data:
         source = ", ".join(data)
@@ -79,11 +77,11 @@ def read(data: Sequence[str], *, seed: int, sequence: int) -> Corpus:
         source = f"source code of Python {sys.version_info.major}.{sys.version_info.minor}'s standard library"
         files, notes = _read_folder(root, suffix=".py")
         if not files:
-            raise CorpusError(f"no Python source files under {root}: name a file or folder of text to train on")
+            raise ConfigError(f"no Python source files under {root}: name a file or folder of text to train on")
     total = sum(len(file.content) for file in files)
     needed = 4 * (sequence + 1)
     if total < needed:
-        raise CorpusError(
+        raise ConfigError(
             f"{source} holds {total} bytes of text; at least {needed} are needed at --sequence {sequence}: "
             f"name more text, or lower --sequence"
         )
@@ -128,16 +126,16 @@ def _read_paths(paths: Sequence[Path]) -> tuple[list[TextFile], list[str]]:
             found, skipped = _read_folder(path)
             notes += skipped
             if not found:
-                raise CorpusError(f"no text in the folder {path}: it holds no readable, non-empty text file")
+                raise ConfigError(f"no text in the folder {path}: it holds no readable, non-empty text file")
         else:
             try:
                 found = [TextFile(path, path.read_bytes())]
             except OSError as error:
-                raise CorpusError(
+                raise ConfigError(
                     f"cannot read {path}: {error.strerror or error}: check path and permissions"
                 ) from error
             if not found[0].content:
-                raise CorpusError(f"{path} is empty: name a file or folder with text")
+                raise ConfigError(f"{path} is empty: name a file or folder with text")
         files.update({file.path.resolve(): file for file in found})
     return list(files.values()), notes
 

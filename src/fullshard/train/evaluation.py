@@ -63,7 +63,7 @@ def evaluate(model: nn.Module, held_out: HeldOut, batch: int, group: Group) -> f
             losses = F.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:], reduction="none")
         total += float(losses.cpu()[torch.from_numpy(counts)].double().sum())  # not every device knows float64
     model.train()
-    return group.sum(total)[0] / len(held_out.targets)
+    return sum(group.gather(total)) / len(held_out.targets)
 
 
 def baselines(train: Bytes, held_out: Bytes) -> dict[str, float]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,34 +19,25 @@ SHOWN = 4  # ranks or names in an error
 class DivergedError(ArithmeticError):
     """A loss, gradient or weight is NaN or infinite. Raised on all ranks, with the step, the modules and the ranks."""
 
-    def __init__(self, step: int, found: str) -> None:
-        super().__init__(f"step {step}: {found}")
 
-    def with_advice(self, advice: str) -> DivergedError:
-        """Return this error with a sentence added."""
-        self.args = (f"{self}. {advice}",)
-        return self
-
-
-def check_loss(model: nn.Module, inputs: Sequence[Tensor], own: float, total: float, step: int, group: Group) -> None:
+def check_loss(model: nn.Module, inputs: Sequence[Tensor], losses: Sequence[float], step: int, group: Group) -> None:
     """Raise if the loss of any rank is not finite; only then a collective, in which the model runs once more.
 
     Args:
         model: with the weights that the loss was computed with.
         inputs: of this rank, one for each forward.
-        own: loss of this rank.
-        total: sum of the losses of all ranks.
+        losses: of all ranks.
         step: the optimizer step that is under way.
         group: the ranks.
 
     Raises:
         DivergedError: on all ranks, with the ranks and the first modules whose output is not finite.
     """
-    if math.isfinite(total):
+    if all(map(math.isfinite, losses)):
         return
-    found = enumerate(group.gather((own, _first_module(model, inputs))))
-    bad = [f"{loss} on rank {rank} (first in {name})" for rank, (loss, name) in found if not math.isfinite(loss)]
-    raise DivergedError(step, f"the loss is {_listed(bad)}")
+    found = zip(losses, group.gather(_first_module(model, inputs)), strict=True)
+    bad = [f"{loss} on rank {n} (first in {name})" for n, (loss, name) in enumerate(found) if not math.isfinite(loss)]
+    raise DivergedError(f"step {step}: the loss is {_listed(bad)}")
 
 
 def clip_gradients(model: nn.Module, largest: float, step: int) -> float:
@@ -57,10 +49,8 @@ def clip_gradients(model: nn.Module, largest: float, step: int) -> float:
     Raises:
         DivergedError: on all ranks, with the parameters, if a gradient is not finite.
     """
-    try:
+    with _named("gradients", step):
         return clip_grad_norm_(model.parameters(), largest, error_if_nonfinite=True).item()
-    except NonFiniteError as error:
-        raise DivergedError(step, _described("gradients", error.names)) from error
 
 
 def check_weights(model: nn.Module, step: int) -> None:
@@ -69,16 +59,20 @@ def check_weights(model: nn.Module, step: int) -> None:
     Raises:
         DivergedError: on all ranks, with the parameters.
     """
-    try:
+    with _named("weights", step):
         get_total_norm(model.parameters(), math.inf, error_if_nonfinite=True)
+
+
+@contextlib.contextmanager
+def _named(what: str, step: int) -> Iterator[None]:
+    """Raise the `NonFiniteError` of the `with` block as a `DivergedError` with the names of the parameters."""
+    try:
+        yield
     except NonFiniteError as error:
-        raise DivergedError(step, _described("weights", error.names)) from error
-
-
-def _described(what: str, names: Sequence[str]) -> str:
-    if not names:
-        return f"the norm of the {what} overflows, although each is finite"
-    return f"{what} are not finite: {_listed(names)}"
+        found = f"{what} are not finite: {_listed(error.names)}"
+        if not error.names:
+            found = f"the norm of the {what} overflows, although each is finite"
+        raise DivergedError(f"step {step}: {found}") from error
 
 
 def _listed(found: Sequence[str]) -> str:
@@ -89,15 +83,13 @@ def _listed(found: Sequence[str]) -> str:
 def _first_module(model: nn.Module, inputs: Sequence[Tensor]) -> str:
     """Run the forwards, and return the name of the first module whose output is not finite."""
     found: list[str] = []
+    names = {module: name for name, module in model.named_modules()}
 
-    def look(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: object, output: object) -> None:
-            if isinstance(output, Tensor) and not found and not bool(output.isfinite().all()):
-                found.append(name)
+    def look(module: nn.Module, args: object, output: object) -> None:
+        if isinstance(output, Tensor) and not output.isfinite().all():
+            found.append(names[module])
 
-        return hook
-
-    handles = [module.register_forward_hook(look(name)) for name, module in model.named_modules()]
+    handles = [module.register_forward_hook(look) for module in names]
     try:
         with torch.no_grad():
             for tokens in inputs:
@@ -105,4 +97,4 @@ def _first_module(model: nn.Module, inputs: Sequence[Tensor]) -> str:
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found and found[0] else "the loss, from finite outputs"
+    return next(filter(None, found), "the loss, from finite outputs")

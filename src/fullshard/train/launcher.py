@@ -13,7 +13,6 @@ import signal
 import sys
 import tempfile
 import uuid
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -21,20 +20,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from fullshard.train.config import TrainConfig
-from fullshard.train.group import choose
-from fullshard.train.run_folder import CONFIG, RunLocation
-from fullshard.train.stop import CODE_FILE_VARIABLE, GRACE, LAUNCHER_VARIABLE, handled_signals
-
-
-class WorkerError(RuntimeError):
-    """A rank failed more often than it may. The message is one line that names the rank and the exception."""
-
-    traceback: str  # of the failed rank; empty if it left none
-
-    def __init__(self, message: str, traceback: str) -> None:
-        super().__init__(message)
-        self.traceback = traceback
+from fullshard.train.group import OWN_STORE
+from fullshard.train.run_folder import ERROR, RunLocation
+from fullshard.train.stop import CODE_FILE_VARIABLE, FAILURE, GRACE, LAUNCHER_VARIABLE
 
 
 class _Interrupted(SignalException):
@@ -44,42 +32,32 @@ class _Interrupted(SignalException):
         super().__init__("interrupted", signal.SIGTERM)
 
 
-def resolve_ranks(config: TrainConfig) -> TrainConfig:
-    """Choose number and device of this machine's ranks where `config` leaves them open.
-
-    Raises:
-        ConfigError: the config asks for accelerators that this machine has not, or for more than there are.
-    """
-    device, ranks = choose(config.device, config.ranks)
-    return replace(config, ranks=ranks, device=device)
-
-
-def launch(config: TrainConfig, location: RunLocation, max_restarts: int) -> int:
-    """Start workers on this machine and wait for them.
+def launch(location: RunLocation, ranks: int, max_restarts: int) -> int:
+    """Start workers on this machine with this process's own command line, and wait for them.
 
     Args:
-        config: the run's settings, ranks and device settled.
         location: the run's folder, with its name settled.
+        ranks: number of workers.
         max_restarts: how often the agent may start all workers anew after a failure.
 
     Returns:
-        0, the code of workers that ended in order, or 128 and the number of the signal that stopped the run.
-
-    Raises:
-        WorkerError: a rank failed and is not started again; the others have been ended.
+        0, the code of workers that ended in order, 128 and the number of the signal that stopped the run, or 1 if a
+        rank failed and is not started again. Then the others have been ended, and standard error says which.
     """
-    _only_errors_of_elastic()
+    for name in list(logging.root.manager.loggerDict):  # levels are set per module
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.ERROR)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // config.ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Rank 0 of each start serves a store of its own. With the agent's, ranks that were started anew find addresses of
-    # killed ones in it (torch 2.13), and could not save a checkpoint once the agent is gone.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # With the agent's store, ranks that were started anew find addresses of killed ones in it (torch 2.13), and could
+    # not save a checkpoint once the agent is gone.
+    os.environ[OWN_STORE] = "1"
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     previous = signal.signal(signal.SIGINT, _interrupt)
     try:
         with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch:
-            return _run_agent(config, location, max_restarts, Path(scratch))
+            return _run_agent(location, _settings(ranks, scratch, max_restarts), Path(scratch, "exit-code"))
     except _Interrupted:
         return 128 + signal.SIGINT
     except SignalException as error:
@@ -88,16 +66,15 @@ def launch(config: TrainConfig, location: RunLocation, max_restarts: int) -> int
         signal.signal(signal.SIGINT, previous)
 
 
-def _run_agent(config: TrainConfig, location: RunLocation, max_restarts: int, scratch: Path) -> int:
+def _run_agent(location: RunLocation, settings: LaunchConfig, code_file: Path) -> int:
     """Run the agent until its workers have ended, and return the code that they left. See [Note: Exit codes]."""
-    code_file, config_file = scratch / "exit-code", scratch / CONFIG
+    assert location.name is not None
     os.environ[CODE_FILE_VARIABLE] = str(code_file)
-    config_file.write_text(config.to_toml(), encoding="utf-8")
-    words = ["-m", "fullshard", "train", "--config", str(config_file), *location.words()]
     try:
-        elastic_launch(_settings(config.ranks, str(scratch), max_restarts), sys.executable)(*words)
+        elastic_launch(settings, sys.executable)("-m", "fullshard", "train", "--name", location.name, *sys.argv[2:])
     except ChildFailedError as error:
-        raise _explain(error) from None
+        _report(error, location.folder / ERROR)
+        return FAILURE
     return int(code_file.read_text()) if code_file.exists() else 0
 
 
@@ -112,7 +89,7 @@ def _settings(ranks: int, scratch: str, max_restarts: int) -> LaunchConfig:
         local_addr="localhost",
         max_restarts=max_restarts,
         logs_specs=DefaultLogsSpecs(log_dir=scratch),
-        signals_to_handle=",".join(each.name for each in handled_signals(signal.SIGTERM, signal.SIGHUP)),
+        signals_to_handle="SIGTERM",  # nohup stays in force; a launcher that SIGHUP ends is missed by its workers
         shutdown_timeout=GRACE,
     )
 
@@ -121,27 +98,23 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise _Interrupted
 
 
-def _only_errors_of_elastic() -> None:
-    """Leave of elastic's logs, whose levels are set per module, the line that says which worker failed."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def _explain(error: ChildFailedError) -> WorkerError:
-    """Describe the likeliest cause of a failure in a line."""
-    rank, failure = min(error.failures.items(), key=lambda item: _cause_rank(item[1]))
-    message, traceback = failure.message, ""
+def _report(error: ChildFailedError, traceback: Path) -> None:
+    """Name the rank that failed, and why, in a line on standard error; write its traceback to a file."""
+    rank, failure = min(error.failures.items(), key=lambda item: _cause_order(item[1]))
+    message, trace = failure.message, ""
     if isinstance(message, dict):
-        traceback = str(message.get("extraInfo", {}).get("py_callstack", ""))
+        trace = str(message.get("extraInfo", {}).get("py_callstack", ""))
         message = message.get("message", "")
     if failure.exitcode < 0:
         message = f"ended by {signal.Signals(-failure.exitcode).name}"
     lines = str(message).strip().splitlines() or [f"exit code {failure.exitcode}"]
-    return WorkerError(f"rank {rank} failed: {lines[0]}", traceback)
+    print(f"fullshard train: rank {rank} failed: {lines[0]}", file=sys.stderr)
+    if trace:
+        traceback.write_text(trace, encoding="utf-8")
+        print(f"its traceback is in {traceback}", file=sys.stderr)
 
 
-def _cause_rank(failure: ProcessFailure) -> tuple[int, float]:
+def _cause_order(failure: ProcessFailure) -> tuple[int, float]:
     """Return a sort key of failures, with the likeliest cause of the others first.
 
     A rank that a signal ended did not lose its peers; the others fail soon after the first, for want of it; and what
@@ -150,7 +123,5 @@ def _cause_rank(failure: ProcessFailure) -> tuple[int, float]:
     """
     if failure.exitcode < 0:
         return (2 if failure.exitcode == -signal.SIGTERM else 0), 0.0
-    try:
-        return 1, os.stat(failure.error_file).st_mtime
-    except OSError:
-        return 1, math.inf
+    written = Path(failure.error_file)
+    return 1, written.stat().st_mtime if written.is_file() else math.inf

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
@@ -17,19 +16,17 @@ from fullshard.activation_checkpoint import apply_activation_checkpointing
 from fullshard.composable.fsdp_module import FSDPModule
 from fullshard.errors import CheckpointError
 from fullshard.train import finite
-from fullshard.train.checkpoints import Checkpoints, Position
+from fullshard.train.checkpoints import Checkpoints
 from fullshard.train.config import TrainConfig
 from fullshard.train.corpus import Corpus, sample
 from fullshard.train.evaluation import HeldOut, evaluate
 from fullshard.train.group import Group
-from fullshard.train.metrics import bits
+from fullshard.train.log import RunLog, bits
 from fullshard.train.model import GPT, Block, initialize
 from fullshard.train.optimizer import learning_rate, set_learning_rates
-from fullshard.train.run_folder import BEST
-from fullshard.train.run_log import RunLog
+from fullshard.train.run_folder import complete_checkpoints
 from fullshard.train.stop import StopRequest
 from fullshard.train.summary import Footprint
-from fullshard.train.weights import BestValidation, save_full
 
 BETWEEN = 8  # validations during the run use one such share of `eval_bytes`
 
@@ -58,11 +55,6 @@ def sharded(model: GPT) -> FSDPModule:
     return cast("FSDPModule", model)
 
 
-def interim_validation_data(corpus: Corpus, config: TrainConfig) -> HeldOut:
-    """Return the held-out bytes of validations during the run."""
-    return HeldOut.take(corpus.validation, config.evaluation.eval_bytes // BETWEEN, config.model.sequence)
-
-
 @dataclass
 class Run:
     """A training run on one rank."""
@@ -71,15 +63,19 @@ class Run:
     corpus: Corpus  # equal on every rank
     group: Group
     stop: StopRequest  # looked at in every step, see [Note: Stopping all ranks]
-    folder: Path  # of the run
     model: GPT  # from `build_model`; trained in place
     optimizer: torch.optim.Optimizer
     checkpoints: Checkpoints
     log: RunLog  # gets a record of every step and validation
-    position: Position
-    best: BestValidation | None  # None before the first validation
+    step: int  # optimizer steps done; the batches of later ones are a function of the seed and the step's number
+    started: float  # when the loop would have started without interruptions, by `time.perf_counter`
     footprints: tuple[Footprint, Footprint] | None = None  # on this rank, and of one unsharded copy; after a step
-    stopped: bool = False  # all ranks have seen that one of them was asked to stop
+    stop_code: int = 0  # exit code that a rank was asked to stop with, the same on all; 0: none was
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds in the training loop, over all parts of the run."""
+        return time.perf_counter() - self.started
 
     def train(self) -> None:
         """Run all remaining steps, with validations in between, and checkpoints, the last of which is complete.
@@ -89,28 +85,28 @@ class Run:
             DivergedError: on all ranks, if a loss, gradient or weight is not finite; no checkpoint is being written any
                 more then.
         """
-        start = time.perf_counter() - self.position.elapsed
+        steps, between = self.config.training.steps, self.held_out(self.config.evaluation.eval_bytes // BETWEEN)
         try:
-            while not self.stopped and self.position.step < self.config.training.steps:
-                self._train_step(self.position.step + 1, start)
-                if self._is_validation_due():
-                    self._validate()
+            while self.step < steps and not self.stop_code:
+                self._train_step(self.step + 1)
+                if self.step == steps or self.step % self.config.evaluation.eval_every == 0:
+                    self.evaluate("validation", between)
                 self.checkpoints.poll()
-                if self.checkpoints.are_due(self.position.step):
-                    self._save()
-            finite.check_weights(self.model, self.position.step)
-            if self.checkpoints.are_due(self.position.step, last=True):
-                self._save()
+                last = self.step == steps or bool(self.stop_code)
+                if last or self.checkpoints.are_due(self.step):
+                    finite.check_weights(self.model, self.step)
+                if self.checkpoints.are_due(self.step, last=last):
+                    self.log.sync()
+                    self.checkpoints.save(self.model, self.optimizer, self.step, self.elapsed)
         except finite.DivergedError as error:
             with contextlib.suppress(CheckpointError):  # on all ranks; what is wrong here comes first
                 self.checkpoints.wait()
-            self.group.gather(None)  # until rank 0 has removed older checkpoints
-            newest = self.checkpoints.newest_step
-            kept = f"The checkpoint after step {newest} is kept: resume with a lower --lr"
-            raise error.with_advice(kept if newest else "Start again with --fresh and a lower --lr") from error
+            kept = complete_checkpoints(self.checkpoints.folder)
+            advice = f"The checkpoint {kept[-1].name} is kept: resume" if kept else "Start again under another --name"
+            raise finite.DivergedError(f"{error}. {advice} with a lower --lr") from error
         self.checkpoints.wait()
 
-    def _train_step(self, step: int, start: float) -> None:
+    def _train_step(self, step: int) -> None:
         """Perform one optimizer step (counted from 1) and record it."""
         began = time.perf_counter()
         settings, sequence = self.config.training, self.config.model.sequence
@@ -130,76 +126,46 @@ class Run:
             loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()) / len(microbatches)
             torch.autograd.backward(loss)
             losses.append(loss.detach())
-        own_loss = torch.stack(losses).sum().item()
-        total, stops = self.group.sum(own_loss, self.stop.code != 0)
-        finite.check_loss(self.model, [t[:, :-1] for t in microbatches], own_loss, total, step, self.group)
+        everyone = self.group.gather((torch.stack(losses).sum().item(), self.stop.code))
+        rank_losses, stop_codes = zip(*everyone, strict=True)
+        finite.check_loss(self.model, [t[:, :-1] for t in microbatches], rank_losses, step, self.group)
         norm = finite.clip_gradients(self.model, settings.clip, step)
         self.optimizer.step()
         if self.footprints is None:
             self.footprints = self.measure()
         self.optimizer.zero_grad()
-        self.stopped = stops > 0
-        now = time.perf_counter()
-        self.position = Position(step, now - start)
+        self.step, self.stop_code = step, max(stop_codes)
+        mean = sum(rank_losses) / self.group.size
         self.log.record(
             {
                 "kind": "train",
                 "step": step,
-                "loss": total / self.group.size,
-                "bits_per_byte": bits(total / self.group.size),
+                "loss": mean,
+                "bits_per_byte": bits(mean),
                 "lr": learning_rate(step, settings),
                 "grad_norm": norm,
-                "tokens_per_s": self.config.sequences * sequence / (now - began),
-                "elapsed_s": self.position.elapsed,
+                "tokens_per_s": self.config.sequences * sequence / (time.perf_counter() - began),
+                "elapsed_s": self.elapsed,
             }
         )
 
-    def _is_validation_due(self) -> bool:
-        step = self.position.step
-        return step == self.config.training.steps or step % self.config.evaluation.eval_every == 0
-
-    def _validate(self) -> None:
-        """Validate on a part of the held-out bytes, and keep the best weights.
-
-        Losses on different bytes cannot be compared. So a best on another part or text, from before the run was
-        resumed, is replaced by any.
-        """
-        part = interim_validation_data(self.corpus, self.config)
-        loss = self.evaluate("validation", part)
-        new = BestValidation(self.position.step, loss, len(part.targets), self.corpus.sha256)
-        if self.best is None or not self.best.is_comparable(new) or loss < self.best.validation_loss:
-            finite.check_weights(self.model, self.position.step)
-            save_full(self.folder / BEST, self.model, new.notes(), leads=self.group.leads)
-            self.best = new
+    def held_out(self, limit: int) -> HeldOut:
+        """Return the first `limit` of the held-out bytes."""
+        return HeldOut.take(self.corpus.validation, limit, self.config.model.sequence)
 
     def evaluate(self, kind: str, held_out: HeldOut) -> float:
-        """Return the loss on held-out bytes, and record it. A collective.
+        """Return the loss on held-out bytes, and record it with their number. A collective.
 
         Raises:
             DivergedError: on all ranks, if it is not finite.
         """
-        began = time.perf_counter()
         loss = evaluate(self.model, held_out, self.config.training.batch, self.group)
         if not math.isfinite(loss):
-            finite.check_weights(self.model, self.position.step)
-            raise finite.DivergedError(self.position.step, f"the validation loss is {loss}")
-        self.position = replace(self.position, elapsed=self.position.elapsed + time.perf_counter() - began)
-        self.log.record(
-            {
-                "kind": kind,
-                "step": self.position.step,
-                "loss": loss,
-                "bits_per_byte": bits(loss),
-                "bytes": len(held_out.targets),
-                "elapsed_s": self.position.elapsed,
-            }
-        )
+            finite.check_weights(self.model, self.step)
+            raise finite.DivergedError(f"step {self.step}: the validation loss is {loss}")
+        record = {"kind": kind, "step": self.step, "loss": loss, "bits_per_byte": bits(loss)}
+        self.log.record({**record, "bytes": len(held_out.targets), "elapsed_s": self.elapsed})
         return loss
-
-    def _save(self) -> None:
-        finite.check_weights(self.model, self.position.step)
-        self.log.sync()
-        self.checkpoints.save(self.model, self.optimizer, self.position)
 
     def measure(self) -> tuple[Footprint, Footprint]:
         """Count the bytes of training state on this rank, and of one unsharded copy."""

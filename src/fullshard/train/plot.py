@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fullshard.train.metrics import Record
+from fullshard.train.log import Record
 
 SMOOTHED_SHARE = 1 / 40  # of all steps, which the smoothed training loss averages over
 

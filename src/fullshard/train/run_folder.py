@@ -1,31 +1,33 @@
-"""The output folder of a run: its name, its lock, and which checkpoint the run resumes from."""
+"""The folder of a run: its files, its checkpoints, its lock, and which checkpoint the run resumes from.
+
+Nothing here needs torch, so that a wrong `--name` or `--resume` is found at once.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import fcntl
 import os
-import sys
-import time
+import re
+import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from fullshard.train import checkpoint_folder
-from fullshard.train.checkpoint_folder import CHECKPOINTS
 from fullshard.train.config import ConfigError, TrainConfig, option
-from fullshard.train.stop import GRACE
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 PLOT = "loss.png"
 CONFIG = "config.toml"
 MODEL = "model.safetensors"
-BEST = "best.safetensors"
 SUMMARY = "summary.json"
 ERROR = "error.txt"
-LOCK_TIMEOUT_S = GRACE + 30.0  # seconds to wait for a lock: orphaned workers save and end before that
-POLL = 0.1  # seconds between attempts
+CHECKPOINTS = "checkpoints"
+INDEX = "fullshard.json"  # of a checkpoint: written last, so that one without it is incomplete
+STEP = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,6 @@ class RunLocation:
         metavar="FOLDER",
         default="none",
     )
-    fresh: bool = option(False, "Start from the beginning; the contents of the run's folder are moved aside.")
 
     def __post_init__(self) -> None:
         if self.name is not None and (self.name in ("", ".", "..") or Path(self.name).name != self.name):
@@ -54,70 +55,64 @@ class RunLocation:
         assert self.name is not None
         return self.out.resolve() / self.name
 
-    @property
-    def existing_folder(self) -> Path | None:
-        """The run's folder, if it exists and the run resumes in it."""
-        return self.folder if self.name is not None and not self.fresh and self.folder.is_dir() else None
-
-    @property
-    def own_checkpoint(self) -> Path | None:
-        """The newest checkpoint of the run itself."""
-        return checkpoint_folder.newest(self.existing_folder / CHECKPOINTS) if self.existing_folder else None
-
     def checkpoint(self) -> Path | None:
         """Return the checkpoint to resume from: the run's newest, else that of `resume`; None if there is none.
 
         Raises:
             ConfigError: `resume` names no checkpoint.
         """
-        return self.own_checkpoint or (checkpoint_folder.find(self.resume).resolve() if self.resume else None)
+        own = complete_checkpoints(self.folder / CHECKPOINTS) if self.name is not None else []
+        if own or self.resume is None:
+            return own[-1] if own else None
+        return find_checkpoint(self.resume).resolve()
 
     def settings(self) -> TrainConfig | None:
-        """Return the settings of the run to resume; they replace the defaults of options."""
-        checkpoint = self.checkpoint()
-        run = checkpoint_folder.run_of(checkpoint) if checkpoint else None
-        return TrainConfig.from_toml(run / CONFIG) if run and (run / CONFIG).is_file() else None
-
-    def words(self) -> list[str]:
-        """Return the options of the command line that stand for this location; not `--fresh`, which is done once."""
-        words = ["--out", str(self.out), *(["--name", self.name] if self.name is not None else [])]
-        return [*words, *(["--resume", str(self.resume)] if self.resume else [])]
-
-    def check(self, config: TrainConfig) -> None:
-        """Raise if a run with these settings may not write to the folder.
+        """Return the settings of the run to resume, which replace the defaults of options; None if there is none.
 
         Raises:
-            ConfigError: the folder has results that the run does not resume from.
+            ConfigError: they cannot be read, or the run's folder has results but no checkpoint to resume from.
         """
-        folder = self.existing_folder
-        if folder is None or self.own_checkpoint is not None or not (folder / METRICS).exists():
-            return
-        if not (folder / SUMMARY).exists() and (folder / CONFIG).is_file():
-            before = TrainConfig.from_toml(folder / CONFIG)
-            same = ("model", "training", "seed", "data")
-            if all(getattr(before, name) == getattr(config, name) for name in same):
-                return  # stopped before its first checkpoint: the same steps will be repeated
-        raise ConfigError(
-            f"{folder} already has results, but no checkpoint to resume from: choose another --name, or --fresh, "
-            f"which moves them aside"
-        )
+        checkpoint = self.checkpoint()
+        if checkpoint is not None:
+            return TrainConfig.from_toml(run_of(checkpoint) / CONFIG)
+        if self.name is not None and (self.folder / SUMMARY).exists():
+            raise ConfigError(
+                f"{self.folder} already has results, but no checkpoint to resume from: choose another --name"
+            )
+        return None
 
-    def claim(self, say: Callable[[str], None]) -> RunLocation:
-        """Create the run's folder and return its location, with its name settled; `fresh` moves old contents aside.
-
-        Args:
-            say: called with a message about moved files.
+    def claim(self) -> RunLocation:
+        """Create the run's folder and return its location, with its name settled.
 
         Raises:
             OSError: the folder cannot be made.
         """
         self.out.mkdir(parents=True, exist_ok=True)
-        if self.name is None:
-            return replace(self, name=_next_number(self.out), fresh=False)
-        if self.fresh and self.folder.is_dir() and any(self.folder.iterdir()):
-            say(f"--fresh: the contents of {self.out / self.name} were moved to {_set_aside(self.out / self.name)}")
-        self.folder.mkdir(exist_ok=True)
-        return replace(self, fresh=False)
+        if self.name is not None:
+            self.folder.mkdir(exist_ok=True)
+            return self
+        number = max((int(entry.name) for entry in self.out.iterdir() if entry.name.isdecimal()), default=0)
+        while True:
+            number += 1
+            with contextlib.suppress(FileExistsError):  # another run was faster
+                (self.out / f"{number:03d}").mkdir()
+                return dataclasses.replace(self, name=f"{number:03d}")
+
+
+def lock(folder: Path, say: Callable[[str], None]) -> None:
+    """Lock a run's folder until the process ends, however it ends.
+
+    After a launcher was killed, its orphaned workers may still be saving a checkpoint when the next one starts: the
+    lock is waited for. A file system without locks locks nothing.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        say(f"waiting for another process that writes to {folder}")
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        os.close(descriptor)
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -130,54 +125,75 @@ def replace_text(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def lock(folder: Path) -> int | None:
-    """Lock a run's folder until the process ends, however it ends.
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return the path of the checkpoint after optimizer step `step` in a folder of checkpoints."""
+    return folder / f"step-{step:08d}"
 
-    After a launcher was killed, its orphaned workers may still be saving a checkpoint when the next one starts: the
-    lock is waited for.
 
-    Returns:
-        The open folder that carries the lock; None where the file system or the platform has no locks.
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in `folder`, the oldest first; none if there is no such folder."""
+    return [path for path in _all_checkpoints(folder) if (path / INDEX).is_file()]
+
+
+def keep_newest(folder: Path, count: int) -> None:
+    """Remove complete checkpoints except the newest `count`."""
+    for path in complete_checkpoints(folder)[:-count]:
+        (path / INDEX).unlink(missing_ok=True)  # first: what is half removed must not count as complete
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_incomplete(folder: Path) -> None:
+    """Remove incomplete checkpoints. Call it only while no process writes one."""
+    for path in _all_checkpoints(folder):
+        if not (path / INDEX).is_file():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def run_of(checkpoint: Path) -> Path:
+    """Return the folder of the run that a checkpoint belongs to."""
+    return checkpoint.parent.parent
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """Return the checkpoint that a user names: a checkpoint itself, or the newest complete one of a run.
 
     Raises:
-        ConfigError: another process has locked the folder.
+        ConfigError: there is none.
     """
-    if sys.platform == "win32":
-        return None
-    import fcntl
-
-    descriptor = os.open(folder, os.O_RDONLY)
-    deadline = time.monotonic() + LOCK_TIMEOUT_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"another process is writing to {folder}: stop it, or choose another --name"
-                ) from None
-            time.sleep(POLL)
-        except OSError:
-            return None
-        else:
-            return descriptor
+    if (folder / INDEX).is_file():
+        return folder
+    found = complete_checkpoints(folder / CHECKPOINTS) or complete_checkpoints(folder)
+    if not found:
+        reason = "holds no complete checkpoint" if folder.is_dir() else "is no folder"
+        raise ConfigError(f"cannot resume: {folder} {reason}; name the folder of a run, or one in its {CHECKPOINTS}/")
+    return found[-1]
 
 
-def _next_number(out: Path) -> str:
-    number = max((int(entry.name) for entry in out.iterdir() if entry.name.isdecimal()), default=0)
-    while True:
-        number += 1
-        with contextlib.suppress(FileExistsError):  # another run was faster
-            (out / f"{number:03d}").mkdir()
-            return f"{number:03d}"
+def check_resumable(before: TrainConfig, config: TrainConfig, checkpoint: Path | None) -> None:
+    """Raise if a run with the settings `before`, which has saved the checkpoint, cannot resume with `config`.
+
+    Raises:
+        ConfigError: the model has another size, or optimizer or seed differ.
+    """
+    was, now = dataclasses.asdict(before.model), dataclasses.asdict(config.model)
+    wrong = [f"--{name} {was[name]}, not {now[name]}" for name in was if was[name] != now[name]]
+    if wrong:
+        raise ConfigError(
+            f"{checkpoint} has a model of {', '.join(wrong)}: leave these options out to resume, or choose another "
+            f"--name for a new run"
+        )
+    if before.training.optimizer != config.training.optimizer:
+        raise ConfigError(
+            f"{checkpoint} was trained with --optimizer {before.training.optimizer}, not {config.training.optimizer}, "
+            f"whose state it lacks: leave --optimizer out to resume"
+        )
+    if before.seed != config.seed:
+        raise ConfigError(
+            f"{checkpoint} was trained with --seed {before.seed}, not {config.seed}: another seed holds out other "
+            f"files, so that validation would use bytes that the model was trained on. Leave --seed out to resume"
+        )
 
 
-def _set_aside(folder: Path) -> Path:
-    descriptor = lock(folder)
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.before-{number}")).exists():
-        number += 1
-    folder.rename(aside)
-    if descriptor is not None:
-        os.close(descriptor)
-    return aside
+def _all_checkpoints(folder: Path) -> list[Path]:
+    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := STEP.fullmatch(path.name))]
+    return [path for _, path in sorted(found) if path.is_dir()]

@@ -20,46 +20,30 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Collection, Iterator
 from pathlib import Path
-from types import FrameType
 
+FAILURE = 1  # exit code of a rank that raised, and of a run that is not started again
 WRONG_INPUT = 2  # exit code of workers that have said what is wrong with their input
 NOT_FINITE = 3  # exit code of workers that have said which of their numbers became NaN or infinite
 LAUNCHER_VARIABLE = "FULLSHARD_LAUNCHER"  # environment of a launcher's worker: the launcher's process id, and
 CODE_FILE_VARIABLE = "FULLSHARD_EXIT_CODE"  # the file of [Note: Exit codes]
-GRACE = 120  # seconds that a worker may take to save and end once it is asked to
-AGAIN = 2.0  # seconds after which a further signal means now; schedulers send one to agent and workers at once
-FAREWELL = 2.0  # seconds for a rank without peers to fail by itself with an error
-POLL = 0.25  # seconds between looks at other processes
+GRACE = 30  # seconds that a worker may take to save and end without its launcher; the elastic agent gives it as many
+POLL = 0.25  # seconds between looks at the launcher
 
 
 class StopRequest:
     """Stop request to this process. See [Note: Stopping all ranks]."""
 
     code: int  # exit code of a run that stops now; 0: there is no request
-    _since: float
 
     def __init__(self) -> None:
         self.code = 0
-        self._since = 0.0
-        for number in handled_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, frame: self.ask(number))
 
     def ask(self, number: int) -> None:
         """Ask to stop, as signal `number` does."""
-        if not self.code:
-            self.code, self._since = 128 + number, time.monotonic()
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.code and time.monotonic() - self._since > AGAIN:
-            os._exit(128 + number)
-        self.ask(number)
-
-
-def handled_signals(*wanted: signal.Signals) -> list[signal.Signals]:
-    """Return the signals that this process was not started to ignore, as `nohup` ignores SIGHUP."""
-    return [number for number in wanted if signal.getsignal(number) is not signal.SIG_IGN]
+        self.code = self.code or 128 + number
 
 
 def end_with_launcher() -> None:
@@ -77,35 +61,6 @@ def end_with_launcher() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="fullshard-launcher", daemon=True).start()
-
-
-@contextlib.contextmanager
-def ending_with_peers(processes: Collection[int]) -> Iterator[None]:
-    """Within the context, end this process soon after one of `processes` has ended.
-
-    A rank that lost another on its machine cannot make progress. If it waits in a collective of gloo, that raises; in
-    one of NCCL, or for a key of a store, it would hang until the agent kills it.
-    """
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.wait(POLL):
-            if any(map(_is_gone, processes)) and not over.wait(FAREWELL):
-                os._exit(1)
-
-    threading.Thread(target=watch, name="fullshard-peers", daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
-
-
-def _is_gone(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except OSError as error:
-        return isinstance(error, ProcessLookupError)
-    return False
 
 
 def exit_code(code: int) -> int:

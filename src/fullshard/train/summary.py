@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -14,8 +13,6 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-
-from fullshard.engine.quantized_report import QuantizationReport
 
 SHOWN_RANKS = 4  # with more ranks, only the smallest and the largest are shown
 LOSS_NOTE = (
@@ -68,7 +65,6 @@ class Summary:
     parameters: int
     steps: int  # optimizer steps done
     bits_per_byte: float | None  # of the last validation; None if the run was stopped before it
-    best: Mapping[str, float] | None  # step and bits per byte, on the bytes of validations during the run
     baselines: Mapping[str, float]  # bits per byte of each yardstick on the same bytes
     held_out_bytes: int  # that both were measured on
     bytes_per_rank: Sequence[Footprint]  # in rank order
@@ -76,18 +72,7 @@ class Summary:
     prompt: str
     sample: str  # what was generated after it; empty if nothing was
     seconds: float  # in the training loop, validations included, over all parts of a resumed run
-    comm_quantization: Mapping[str, Any] | None = None  # bytes that rank 0 received; None in full precision
-
-
-def quantization_totals(name: str, report: QuantizationReport) -> dict[str, Any]:
-    """Return the format of quantized communication, the bytes that this rank received, and what is quantized."""
-    return {
-        "format": name,
-        "bytes_received": report.nbytes,
-        "bytes_in_full_precision": report.full_bytes,
-        "quantized_parameters": sum(parameter.quantized for parameter in report.parameters),
-        "parameters": len(report.parameters),
-    }
+    comm_quantization: Mapping[str, int] | None = None  # bytes that rank 0 received; None if nothing is quantized
 
 
 def show(summary: Summary, sequence: int, folder: Path, console: Console) -> None:
@@ -110,15 +95,11 @@ def show(summary: Summary, sequence: int, folder: Path, console: Console) -> Non
         for line in verdicts(summary.bits_per_byte, summary.baselines):
             say(line)
         say(LOSS_NOTE.format(sequence=sequence), "dim")
-    if summary.best:
-        say(
-            f"best validation during the run: {summary.best['bits_per_byte']:.3f} bits per byte after step "
-            f"{summary.best['step']}, on fewer bytes; its weights are in best.safetensors"
-        )
     console.print(_memory_table(summary))
     say(MEMORY_NOTE, "dim")
     if summary.comm_quantization:
-        say(_quantization_line(**summary.comm_quantization))
+        received, full = (f"{count / 2**20:.1f}" for count in summary.comm_quantization.values())
+        say(f"quantized communication: rank 0 received {received} MiB instead of {full}")
     if summary.sample:
         text = Text.assemble((escape(summary.prompt), "bold"), escape(summary.sample))
         console.print(Panel(text, title="generated after the prompt", title_align="left"))
@@ -145,18 +126,6 @@ def as_text(sample: bytes) -> str:
 def escape(text: str) -> str:
     """Escape terminal control: only printable characters, newlines and tabs stay."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
-
-
-def _quantization_line(
-    format: str, bytes_received: int, bytes_in_full_precision: int, quantized_parameters: int, parameters: int
-) -> str:
-    if not bytes_in_full_precision:
-        return f"comm quantization {format}: nothing was sent, with one rank"
-    return (
-        f"comm quantization {format}: rank 0 received {bytes_received / 2**20:.1f} MiB of weights and gradients "
-        f"instead of {bytes_in_full_precision / 2**20:.1f} ({bytes_received / bytes_in_full_precision:.3f}); "
-        f"{quantized_parameters} of {parameters} parameters are quantized"
-    )
 
 
 def _loss_table(summary: Summary, bits_per_byte: float) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -11,24 +12,47 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fullshard.train.metrics import Record
-from fullshard.train.run_folder import METRICS, TENSORBOARD
+from fullshard.train.run_folder import METRICS, TENSORBOARD, replace_text
 
 PLAIN_LINES = 10  # lines of a whole run where there is no terminal
 SHOWN_IN_TENSORBOARD = ("bits_per_byte", "lr", "grad_norm", "tokens_per_s")
+Record = dict[str, Any]
+
+
+def bits(nats: float) -> float:
+    """Convert a cross-entropy in nats per byte to bits per byte."""
+    return nats / math.log(2)
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """Return all records of a `metrics.jsonl`, in order, up to a torn line; none if there is no such file."""
+    records: list[Record] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def copy_metrics(source: Path, target: Path, step: int, steps: int) -> None:
+    """Write the records of a run up to optimizer step `step`, where it resumes, atomically.
+
+    Args:
+        source: a `metrics.jsonl`; it need not exist.
+        target: the file to replace, which may be the same.
+        step: records of later steps are left out.
+        steps: of the whole run; the final validation after them is left out, as it will be repeated.
+    """
+    kept = [record for record in read_metrics(source) if record["step"] <= step]
+    kept = [record for record in kept if record["kind"] != "final_validation" or record["step"] < steps]
+    replace_text(target, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 class PipeConsole(Console):
-    """A console that, once nobody reads its output any more, says so once and is silent."""
+    """A console that is silent once nobody reads its output any more, and says so once."""
 
     on_closed: Callable[[], None] = staticmethod(lambda: None)
 
@@ -46,7 +70,6 @@ class RunLog:
     """
 
     console: PipeConsole
-    _leads: bool
     _steps: int
     _file: TextIO | None
     _tensorboard: Any
@@ -62,15 +85,17 @@ class RunLog:
             leads: True on rank 0.
             tensorboard: write for TensorBoard, too.
         """
-        self.console = PipeConsole(quiet=not leads)
-        self._leads, self._steps = leads, steps
+        self.console, self._steps = PipeConsole(quiet=not leads), steps
         self._file = (folder / METRICS).open("a", encoding="utf-8") if leads else None
-        self._tensorboard = None
+        self._tensorboard = self._bar = None
         if leads and tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # not installed with fullshard
 
             self._tensorboard = SummaryWriter(str(folder / TENSORBOARD), purge_step=done + 1)
-        self._bar = _progress_bar(self.console, steps, done) if leads and self.console.is_terminal else None
+        if leads and self.console.is_terminal:
+            columns = (MofNCompleteColumn(), BarColumn(None), TextColumn("{task.description}"), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self.console)
+            self._bar.add_task("", total=steps, completed=done)
 
     def record(self, record: Record) -> None:
         """Append a record to the files, so that an interrupted run keeps it, and show it."""
@@ -103,7 +128,7 @@ class RunLog:
         step, left = record["step"], (self._steps - record["step"]) * record["elapsed_s"] / record["step"]
         text = f"loss {record['bits_per_byte']:.3f} bits/byte, {record['tokens_per_s']:,.0f} tokens/s"
         if self._bar:
-            self._bar.update(self._bar.task_ids[0], completed=step, text=text)
+            self._bar.update(self._bar.task_ids[0], completed=step, description=text)
         elif step % max(1, self._steps // PLAIN_LINES) == 0 or step in (1, self._steps):
             self.say(f"step {step}/{self._steps}  {text}, {left:.0f} s left")
 
@@ -115,23 +140,8 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for each in (self._bar and self._bar.stop, self._file and self._file.close):
-            if each:
-                each()
-        if self._tensorboard:
-            self._tensorboard.close()
-
-
-def _progress_bar(console: Console, steps: int, done: int) -> Progress:
-    bar = Progress(
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(bar_width=None),
-        TextColumn("{task.fields[text]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
-    )
-    bar.add_task("train", total=steps, completed=done, text="")
-    return bar
+        if self._bar:
+            self._bar.stop()
+        for file in (self._file, self._tensorboard):
+            if file:
+                file.close()

@@ -1,0 +1,268 @@
+"""What a run of `fullshard train` writes, and what it resumes from: on ranks of the pool."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional
+from train_processes import SHORT, SIZE, last_step, run_on, write_text
+from typer.testing import CliRunner
+
+from fullshard.cli import app
+from fullshard.train import corpus
+from fullshard.train.config import GPTConfig, TrainConfig
+from fullshard.train.corpus import windows
+from fullshard.train.evaluation import HeldOut
+from fullshard.train.log import Record, read_metrics
+from fullshard.train.model import load
+from ranks import RankPool
+
+FILES = ["checkpoints", "config.toml", "loss.png", "metrics.jsonl", "model.safetensors", "summary.json"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with thirty files of 1,000 bytes."""
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that ended well: where it wrote, and what it printed."""
+
+    folder: Path
+    output: str
+
+    @property
+    def metrics(self) -> list[Record]:
+        return read_metrics(self.folder / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def finished(text: Path, tmp_path_factory: pytest.TempPathFactory, ranks: RankPool) -> Finished:
+    """A short run of two ranks."""
+    out = tmp_path_factory.mktemp("runs")
+    return train(ranks, 2, text, *SHORT, "--checkpoint-every", 3, "--out", out, "--name", "first")
+
+
+def train(ranks: RankPool, size: int, *arguments: object) -> Finished:
+    """Run the command, whose last arguments are `--out` and `--name`, on ranks of the pool until it ends well."""
+    done = run_on(ranks, size, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Finished(Path(str(arguments[-3])) / str(arguments[-1]), done.stdout)
+
+
+def losses(records: list[Record]) -> list[tuple[str, int, float, float]]:
+    """What must repeat bitwise."""
+    return [(r["kind"], r["step"], r["loss"], r.get("grad_norm", 0.0)) for r in records]
+
+
+def test_run_writes_the_documented_files(finished: Finished) -> None:
+    """Each step and validation has a record with its fields; validations on different amounts of bytes say so."""
+    assert sorted(path.name for path in finished.folder.iterdir()) == FILES
+    assert (finished.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    steps = [record for record in finished.metrics if record["kind"] == "train"]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5]
+    fields = {"kind", "step", "loss", "bits_per_byte", "lr", "grad_norm", "tokens_per_s", "elapsed_s"}
+    assert all(record.keys() == fields for record in steps)
+    others = [(r["kind"], r["step"], r["bytes"]) for r in finished.metrics if r["kind"] != "train"]
+    between = [("validation", step, 128) for step in (2, 4, 5)]  # 4 windows of 32, of 1100 / 8 bytes
+    assert others == [*between, ("final_validation", 5, 1088)]
+    assert "step 2: validation" in finished.output and "bits/byte on 128 held-out bytes" in finished.output
+    assert "step 5: final validation" in finished.output and "bits/byte on 1,088 held-out bytes" in finished.output
+
+
+def test_summary_counts_sharded_bytes(finished: Finished) -> None:
+    """Each rank holds half of parameters, gradients and moments: two of AdamW, one of Muon for matrices of blocks."""
+    summary = json.loads((finished.folder / "summary.json").read_text())
+    full = 4 * GPTConfig(layers=1, width=16, heads=2, sequence=32, ngrams=3, ngram_rows=64).parameter_count
+    blocks = 4 * (4 * 16**2 + 2 * 16 * 64)
+    assert summary["bytes_unsharded"]["parameters"] == summary["bytes_unsharded"]["gradients"] == full
+    odd_row = 4 * 16  # of the table of matches, which has 771
+    assert len(summary["bytes_per_rank"]) == 2
+    for rank, sign in zip(summary["bytes_per_rank"], (1, -1), strict=True):
+        assert rank["parameters"] == rank["gradients"] == (full + sign * odd_row) / 2
+        assert 0 <= rank["optimizer"] - (2 * full - blocks + 2 * sign * odd_row) / 2 < 1000  # step counters
+    assert summary["held_out_bytes"] == 1088
+    assert summary["bits_per_byte"] == finished.metrics[-1]["bits_per_byte"]
+    assert "generated after the prompt" in finished.output and "one unsharded copy" in finished.output
+
+
+def test_saved_model_has_the_measured_loss(finished: Finished, text: Path) -> None:
+    """The saved model, loaded without ranks, has the validation loss that the sharded one had."""
+    held_out = HeldOut.take(corpus.read([str(text)], seed=0, sequence=32).validation, 1100, 32)
+    pairs = torch.from_numpy(windows(held_out.text, torch.arange(held_out.count).numpy() * 32, 32))
+    with torch.no_grad():
+        logits = load(finished.folder / "model.safetensors")(pairs[:, :-1])
+    loss = functional.cross_entropy(logits.flatten(0, 1), pairs[:, 1:].flatten())
+    assert float(loss) == pytest.approx(finished.metrics[-1]["loss"], abs=1e-5)
+
+
+def test_config_file_repeats_the_run_bitwise(finished: Finished, tmp_path: Path, ranks: RankPool) -> None:
+    """A run from config.toml alone has the same losses to the last bit, and writes the same files."""
+    again = train(ranks, 2, "--config", finished.folder / "config.toml", "--out", tmp_path, "--name", "again")
+    assert "resumed" not in again.output and "changed" not in again.output
+    assert losses(again.metrics) == losses(finished.metrics)
+    for name in ("config.toml", "model.safetensors"):
+        assert (again.folder / name).read_bytes() == (finished.folder / name).read_bytes()
+
+
+def test_resume_on_another_number_of_ranks(finished: Finished, ranks: RankPool) -> None:
+    """One rank that accumulates all the sequences resumes where two left off, in a run of its own: the same losses."""
+    source, sizes = finished.folder / "checkpoints" / "step-00000003", ["--batch", 2, "--accumulate", 2]
+    resumed = train(ranks, 1, "--resume", source, *sizes, "--out", finished.folder.parent, "--name", "resumed")
+    assert f"resumed from step 3 ({source})" in resumed.output and "a step now sees" not in resumed.output
+    kept = [record for record in finished.metrics if record["step"] <= 3]
+    assert resumed.metrics[: len(kept)] == kept
+    one, other = losses(resumed.metrics), losses(finished.metrics)
+    assert [each[:2] for each in one] == [each[:2] for each in other]
+    assert [each[2:] for each in one] == [pytest.approx(each[2:], rel=1e-5) for each in other]
+
+
+def test_options_of_training_resume_bitwise(text: Path, tmp_path: Path, ranks: RankPool) -> None:
+    """With all of them, the steps after a checkpoint are those of a run that was not interrupted, and config.toml and
+    summary.json say so.
+    """
+    options = ["--optimizer", "muon", "--dtype", "bf16", "--activation-checkpointing", "--accumulate", 2]
+    options += ["--width", 64, "--comm-quantization", "int8"]  # embedding and head are large enough to be quantized
+    options += ["--checkpoint-every", 3]
+    whole = train(ranks, 2, text, *SHORT, *options, "--out", tmp_path, "--name", "whole")
+    source = whole.folder / "checkpoints" / "step-00000003"
+    resumed = train(ranks, 2, "--resume", source, "--out", tmp_path, "--name", "resumed")
+    assert losses(resumed.metrics) == losses(whole.metrics)
+    assert all(math.isfinite(record["loss"]) for record in whole.metrics)
+    for name in ("config.toml", "model.safetensors"):
+        assert (whole.folder / name).read_bytes() == (resumed.folder / name).read_bytes()
+    training = TrainConfig.from_toml(resumed.folder / "config.toml").training
+    assert (training.optimizer, training.dtype, training.accumulate) == ("muon", "bf16", 2)
+    assert training.activation_checkpointing
+    received = json.loads((whole.folder / "summary.json").read_text())["comm_quantization"]
+    assert 0.2 < received["bytes_received"] / received["bytes_in_full_precision"] < 0.95
+
+
+def test_finished_run_goes_on_with_more_steps(finished: Finished, tmp_path: Path, ranks: RankPool) -> None:
+    """No step is there twice, and the validations at the old end stay. Another text and batch are said."""
+    shutil.copytree(finished.folder, tmp_path / "longer")
+    (tmp_path / "text").mkdir()
+    (write_text(tmp_path / "text") / "new.txt").write_text("new " * 200)
+    options = [tmp_path / "text", "--steps", 7, "--batch", 3, "--keep", 1]
+    longer = train(ranks, 2, *options, "--out", tmp_path, "--name", "longer")
+    assert "note: the text has changed since" in longer.output
+    assert "note: a step now sees 6 sequences, and 4 so far" in longer.output
+    assert longer.metrics[: len(finished.metrics)] == finished.metrics
+    after = [(record["kind"], record["step"]) for record in longer.metrics[len(finished.metrics) :]]
+    assert after == [("train", 6), ("validation", 6), ("train", 7), ("validation", 7), ("final_validation", 7)]
+    assert [path.name for path in (longer.folder / "checkpoints").iterdir()] == ["step-00000007"]
+
+
+def test_damaged_checkpoint_is_an_error_that_names_older_ones(
+    finished: Finished, tmp_path: Path, ranks: RankPool
+) -> None:
+    """Nothing is changed, and nothing stepped back; the older one can be named."""
+    shutil.copytree(finished.folder, tmp_path / "damaged")
+    older, newest = (tmp_path / "damaged" / "checkpoints" / f"step-0000000{step}" for step in (3, 5))
+    data = max(newest.glob("data-*"), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[-4] ^= 0xFF
+    data.write_bytes(content)
+    done = run_on(ranks, 2, "--steps", 7, "--out", tmp_path, "--name", "damaged")
+    assert done.returncode == 2 and "checksum mismatch" in done.stderr, done.stdout + done.stderr
+    assert f"Older ones: {older}. Start from one with --resume PATH and another --name" in done.stderr
+    assert read_metrics(tmp_path / "damaged" / "metrics.jsonl") == finished.metrics and newest.is_dir()
+    resumed = train(ranks, 2, "--resume", older, "--out", tmp_path, "--name", "resumed")
+    assert f"resumed from step 3 ({older})" in resumed.output
+    assert losses(resumed.metrics) == losses(finished.metrics)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--layers", "7", "--width", "64"], "has a model of --layers 1, not 7, --width 16, not 64: leave"),
+        (["--optimizer", "adamw"], "was trained with --optimizer muon, not adamw, whose state it lacks"),
+        (["--seed", "1"], "was trained with --seed 0, not 1: another seed holds out other files"),
+    ],
+)
+def test_run_resumes_only_as_itself(
+    finished: Finished, options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model, optimizer or seed is an error that names both values, before any worker."""
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    before = (finished.folder / "metrics.jsonl").stat()
+    result = CliRunner().invoke(app, ["train", *options, "--out", str(finished.folder.parent), "--name", "first"])
+    assert (result.exit_code, message in result.output) == (2, True), result.output
+    assert (finished.folder / "metrics.jsonl").stat() == before
+
+
+def make_eighth_loss_infinite(rank: int) -> None:
+    """Make the loss of step 8 infinite on rank 1."""
+    usual, calls = functional.cross_entropy, []
+
+    def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = usual(logits, targets, *args, **kwargs)
+        calls.append(logits.requires_grad)
+        return loss * math.inf if logits.requires_grad and sum(calls) == 8 else loss
+
+    if rank == 1:
+        functional.cross_entropy = cross_entropy
+
+
+def test_infinite_loss_stops_the_run_and_keeps_the_last_checkpoint(text: Path, tmp_path: Path, ranks: RankPool) -> None:
+    """Exit code 3, the step and the rank in one line; the run resumes from the checkpoint before."""
+    line = [text, *SIZE, "--steps", 12, "--checkpoint-every", 3, "--eval-every", 5, "--eval-bytes", 2000]
+    line += ["--generate", 0, "--out", tmp_path, "--name", "run"]
+    done = run_on(ranks, 2, *line, poison=make_eighth_loss_infinite)
+    assert done.returncode == 3, done.stdout + done.stderr
+    (message,) = done.stderr.strip().splitlines()
+    assert message == (
+        "fullshard train: step 8: the loss is inf on rank 1 (first in the loss, from finite outputs). "
+        "The checkpoint step-00000006 is kept: resume with a lower --lr"
+    )
+    assert last_step(tmp_path / "run" / "metrics.jsonl") == 7
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step-00000003", "step-00000006"]
+    again = train(ranks, 2, *line)
+    assert "resumed from step 6" in again.output
+    assert all(bool(weight.isfinite().all()) for weight in load_file(again.folder / "model.safetensors").values())
+
+
+def test_generate_continues_a_text(finished: Finished) -> None:
+    """The same seed gives the same bytes; another seed, temperature or prompt gives others; the prompt comes first."""
+
+    def generate(*more: str, prompt: str = "line 1") -> str:
+        result = CliRunner().invoke(app, ["generate", str(finished.folder), "--prompt", prompt, "--bytes", "30", *more])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    first = generate()
+    assert first.startswith("line 1") and first == generate()
+    assert len({first, generate("--seed", "1"), generate("--temperature", "0.01"), generate(prompt="line 2")}) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "there is no nowhere: name the folder of a run"),
+        (["."], "there is no model.safetensors: name the folder of a run"),
+        (["damaged"], "cannot read damaged"),
+        (["damaged", "--temperature", "0"], "--temperature must be a number above 0"),
+        (["damaged", "--prompt", ""], "--prompt must hold at least one character"),
+    ],
+)
+def test_generate_names_what_is_wrong(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder without weights, a file that holds none and wrong options exit with 2 and a line."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "damaged").write_text("nothing")
+    result = CliRunner().invoke(app, ["generate", *arguments])
+    assert (result.exit_code, message in result.output) == (2, True), result.output
