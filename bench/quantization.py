@@ -31,7 +31,8 @@ import torch.nn.functional as F
 from bench import report
 from bench.command_line import DOCUMENT, option
 from bench.command_line import Options as SharedOptions
-from bench.contestants import system_alone
+from bench.contestants import Contestant
+from bench.report import column, mebibytes
 from bench.teams import Launch, Team
 from bench.worker import join_group
 from fullshard import fully_shard
@@ -102,7 +103,8 @@ def train_once(name: str, steps: int, folder: Path) -> dict[str, Any]:
 
 def replicate_all(steps: int, seeds: int, folder: Path) -> dict[str, list[float]]:
     """The validation losses after training on two replicas, by policy and seed."""
-    team = Team(Launch.of(system_alone("replicas"), __name__, folder, ranks=2, steps=steps), folder, timeout=3600.0)
+    launch = Launch.of(Contestant("replicas", "replicas"), __name__, folder, ranks=2, steps=steps)
+    team = Team(launch, folder, timeout=3600.0)
     losses: dict[str, list[float]] = {name: [] for name in REPLICATE}
     try:
         team.started()
@@ -214,32 +216,23 @@ def predictions(parameters: float = 1e9, ranks: int = 8) -> list[dict[str, Any]]
 
 def jobs_table(jobs: Mapping[str, Mapping[str, Any]]) -> str:
     """One row per run of the training job."""
-    header = [
-        "--comm-quantization",
-        "validation loss",
-        "/ none",
-        "bits per byte",
-        "received per rank, MiB",
-        "in full, MiB",
-        "ratio",
-    ]
-    rows = []
+    rows = {}
     for name, job in jobs.items():
-        job_bytes = job["received"] or {}
-        got, full = job_bytes.get("bytes_received"), job_bytes.get("bytes_in_full_precision")
-        ratio = job["loss"] / jobs["none"]["loss"] if "none" in jobs else None
-        rows.append(
-            [
-                name,
-                f"{job['loss']:.4f}",
-                "-" if ratio is None else f"{ratio:.4f}",
-                f"{job['loss'] / math.log(2):.3f}",
-                "-" if got is None else f"{got / 2**20:,.0f}",
-                "-" if full is None else f"{full / 2**20:,.0f}",
-                "-" if not full else f"{got / full:.3f}",
-            ]
+        got, full = (
+            (job["received"] or {}).get("bytes_received"),
+            (job["received"] or {}).get("bytes_in_full_precision"),
         )
-    return report.markdown_table(header, rows)
+        to_full = job["loss"] / jobs["none"]["loss"] if "none" in jobs else None
+        rows[name] = {**job, "to_full": to_full, "got": got, "full": full, "ratio": got / full if full else None}
+    columns = (
+        column("validation loss", "loss", spec=".4f"),
+        column("/ none", "to_full", spec=".4f"),
+        column("bits per byte", "loss", spec=".3f", scale=1 / math.log(2)),
+        mebibytes("received per rank, MiB", "got", spec=",.0f"),
+        mebibytes("in full, MiB", "full", spec=",.0f"),
+        column("ratio", "ratio", spec=".3f"),
+    )
+    return report.table("--comm-quantization", rows, columns)
 
 
 def replicate_table(losses: Mapping[str, Sequence[float]]) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +46,11 @@ class Launch:
         assignments = [{"rank": rank, **shared} for rank in range(ranks)]
         return cls(contestant.name, worker, process_environment(contestant, threads), assignments)
 
+    @classmethod
+    def alone(cls, contestant: Contestant, worker: str, /, **assignment: object) -> Launch:
+        """One process, without a group."""
+        return cls(contestant.name, worker, process_environment(contestant, 1), [assignment])
+
 
 class Rank:
     """One worker process and the lines it answers with."""
@@ -59,6 +66,7 @@ class Rank:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
+            start_new_session=True,  # so that it ends with all that it has started
         )
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -95,7 +103,8 @@ class Rank:
         return f"{cause}, {said[-1] if said else 'nothing on stderr'}"
 
     def end(self) -> None:
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
@@ -166,3 +175,11 @@ class Teams:
             print(f"{name} cannot go on: {error}", flush=True)
             self.alive.pop(name).end()
             return None
+
+
+def ask_alone(launch: Launch, timeout: float, do: str, **request: object) -> dict[str, Any]:
+    """Start a contestant, ask for one thing and end it: ``{"answers": ...}`` of all ranks, or ``{"failure": why}``."""
+    with tempfile.TemporaryDirectory() as folder, Teams(Path(folder)) as teams:
+        teams.start(launch, timeout)
+        answers = teams.ask(launch.name, do, **request)
+        return {"failure": teams.failures[launch.name]} if answers is None else {"answers": answers}

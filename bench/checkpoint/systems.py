@@ -14,7 +14,7 @@ A *method* is a name that :meth:`Keeper.perform` takes. Peers are called through
 ``import_broadcast``      FSDP1 by the same function as FSDP2
 
 Two ways of FSDP1 do not exist on CPU ranks (torch 2.13). With ``offload_to_cpu=True`` it frees the full parameters that
-it takes to have copied to the CPU: a segmentation fault with original parameters, a RuntimeError flat. Without it they
+it takes to have copied to the CPU: a segmentation fault. Without it they
 are in CPU memory all the same. And ``sync_module_states=True`` refuses parameters in CPU memory.
 """
 
@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench.contestants import FSDP1, FSDP1_FLAT, FSDP2, FULLSHARD, WRAPPER, WRAPPER_FLAT
+from bench.contestants import FSDP1, FSDP2, FULLSHARD, OURS, WRAPPER, WRAPPER_FLAT
 
 FILE = "model.safetensors"
 Wait = Callable[[], None]
@@ -215,7 +215,6 @@ KEEPERS: dict[str, type[Keeper]] = {
     WRAPPER: FullshardKeeper,
     WRAPPER_FLAT: FullshardKeeper,
     FSDP1: WrappedTorchKeeper,
-    FSDP1_FLAT: WrappedTorchKeeper,
     FSDP2: TorchKeeper,
 }
 
@@ -240,7 +239,7 @@ def spoil(tensors: Iterator[Tensor]) -> None:
 def load_code(system: str) -> None:
     """Import what saving and loading need: the first call shall not pay for it, nor its memory count."""
     modules = ["safetensors.torch", "torch.distributed.checkpoint.state_dict"]
-    if system in (FULLSHARD, WRAPPER, WRAPPER_FLAT):
+    if system in OURS:
         modules += ["fullshard.checkpoint.safetensors.export", "fullshard.checkpoint.safetensors.importing"]
     for name in modules:
         importlib.import_module(name)

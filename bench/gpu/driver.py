@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from bench.command_line import Options as SharedOptions
 from bench.environment import current_environment, slug
 from bench.gpu.device import CUDA, EMULATED, name_of, nccl_version
 from bench.gpu.page import PAGE, render
-from bench.gpu.parts import PARTS, Settings, measured_part, part_named
+from bench.gpu.parts import PARTS, Settings, measured_part
 
 LEAST = 15.0  # seconds with which a part is still begun
 
@@ -34,7 +33,6 @@ class Options(SharedOptions):
     small: bool = option(False, "Tiny models and few steps.")
     minutes: float = option(9.5, "For all parts together.", least=0.1)
     commit: str | None = option(None, "Of the source, for copies without a history; else git says it.")
-    document: Path | None = None
 
 
 def run(options: Options) -> bool:
@@ -45,7 +43,7 @@ def run(options: Options) -> bool:
         return True
     if folder == RESULTS and device != CUDA:
         raise UsageError("a rehearsal needs a folder of its own: --results")
-    page = options.document or (PAGE if folder == RESULTS else folder / "gpu.md")
+    page = PAGE if folder == RESULTS else folder / "gpu.md"
     environment = current_environment(name_of(device))
     environment = replace(environment, commit=options.commit or environment.commit)
     end = time.monotonic() + 60 * options.minutes
@@ -58,7 +56,7 @@ def run(options: Options) -> bool:
         "nccl": nccl_version() if device == CUDA else None,
         "parts": {},
     }
-    for part in map(part_named, options.only) if options.only else PARTS:
+    for part in (part for part in PARTS if not options.only or part.name in options.only):
         # A rehearsal may share a slow machine, and compile the emulated device first.
         limit = math.inf if part is PARTS[-1] else part.seconds * (4 if small else 1)
         seconds = min(limit, end - time.monotonic())

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,10 @@ import torch.distributed as dist
 from bench.contestants import distribute, start_fake_group
 from bench.models import TinyUnit, tiny_units
 from bench.scaling.checkpoint import box_on, entries, tensors
-from bench.scaling.driver import (
-    SYSTEMS,
-    Options,
-    asked,
-    cases,
-    checkpoint_table,
-    exponents,
-    paragraphs,
-    plot,
-    series,
-    slope,
-    table,
-    verdicts,
-)
-from bench.scaling.worker import Case, Cost, Runner, collective_names, measure, silent_collectives, stack
+from bench.scaling.checkpoint import measure as measure_checkpoint
+from bench.scaling.driver import SYSTEMS, Options, cases, exponents, paragraphs, slope, verdicts
+from bench.scaling.worker import Case, Cost, Runner, collective_names, silent_collectives, stack
+from small_runs import run_small
 
 from fullshard.checkpoint.format.write_plan import RankInventory, TensorTable, plan_writes
 from fullshard.comm import CollectiveTransport
@@ -41,18 +30,11 @@ SETTINGS = Options(units=(10, 100), ranks=(8, 64), usual_units=10, usual_ranks=8
 TOLERANCE = 0.06
 
 
-@pytest.fixture
-def fake_group() -> Iterator[Callable[[int], None]]:
-    """Starts fake groups, one after another."""
-
-    def start(ranks: int) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        start_fake_group(ranks)
-
-    yield start
+def fake_group(ranks: int) -> None:
+    """Start a fake group; the one before ends."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    start_fake_group(ranks)
 
 
 def calls(action: Callable[[], Any]) -> int:
@@ -90,7 +72,7 @@ def counts(system: str, units: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("system", ["fullshard", "fullshard-wrapper"])
-def test_calls_grow_with_units_in_proportion(fake_group: Callable[[int], None], system: str) -> None:
+def test_calls_grow_with_units_in_proportion(system: str) -> None:
     """Twenty more units cost four times what five more do, in each phase: nothing is quadratic."""
     fake_group(8)
     counts(system, 3)
@@ -100,9 +82,7 @@ def test_calls_grow_with_units_in_proportion(fake_group: Callable[[int], None], 
 
 
 @pytest.mark.parametrize("system", ["fullshard", "fullshard-wrapper"])
-def test_calls_do_not_grow_with_ranks(
-    fake_group: Callable[[int], None], system: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_do_not_grow_with_ranks(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Initialisation and a step call as many functions on 1,024 ranks as on 8."""
     monkeypatch.setattr(CollectiveTransport, "tiny_bytes", 0)  # padded to 1,024 ranks, units are not tiny
     found = []
@@ -143,7 +123,6 @@ def test_slopes() -> None:
     """An exponent is that of the power law; without two points there is none."""
     assert slope({1: 3.0, 10: 30.0, 100: 300.0}) == pytest.approx(1)
     assert slope({2: 5.0, 8: 5.0}) == pytest.approx(0)
-    assert slope({10: 1.0, 100: 100.0}) == pytest.approx(2)
     assert math.isnan(slope({10: 1.0}))
 
 
@@ -168,39 +147,36 @@ def test_verdicts() -> None:
     assert verdicts(exponents(made_up("fsdp2", 2.0, 1.0))) == []
 
 
-def test_tables_and_plot(tmp_path: Path) -> None:
-    """Each figure is in its column, what could not be measured is a dash, and the plot is drawn."""
+def test_a_block_says_what_was_measured_and_what_not() -> None:
+    """Each figure is in its column, what could not be measured is a dash."""
     made = made_up("fullshard", 1.0, 0.0)
-    costs = [made[0], {**{k: v for k, v in made[1].items() if k != "cost"}, "failure": "x"}, *made[2:]]
-    assert series(costs, "fullshard", "init", "units") == pytest.approx({10: 0.01, 100: 0.1})
-    lines = table(costs, exponents(costs), SETTINGS).splitlines()
-    assert lines[2] == "| fullshard, initialisation | 10 | - | - | 10 | 100 | 1.00 |"
-    plot(tmp_path / "curves.png", costs, SETTINGS)
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
-    assert "more than 9 s" in checkpoint_table([{"units": 1, "ranks": 8, "failure": "more than 9 s"}])
-
-
-def test_a_block_says_what_was_not_measured() -> None:
-    failed = {"system": "fsdp2", "units": 10, "ranks": 64, "over": "ranks", "failure": "more than 9 s"}
-    costs = [*made_up("fullshard", 1.0, 0.0), failed]
-    block = "\n".join(paragraphs({"exponents": exponents(costs), "costs": costs, "checkpoints": []}, SETTINGS))
-    assert "Not measured: fsdp2 with 10 units on 64 ranks (more than 9 s)." in block
-    assert "All of ours keep to it." in block
+    failure = {"failure": "more than 9 s"}
+    costs = [made[0], {**{k: v for k, v in made[1].items() if k != "cost"}, **failure}, *made[2:]]
+    result = {"costs": costs, "exponents": exponents(costs), "checkpoints": [{"units": 1, "ranks": 8, **failure}]}
+    block = "\n".join(paragraphs(result, SETTINGS))
+    assert "| fullshard, initialisation | 10 | - | - | 10 | 100 | 1.00 |" in block
+    assert "Not measured: fullshard with 10 units on 64 ranks (more than 9 s)" in block
+    assert "| 8 | 8 | - | - |" in block and "All of ours keep to it." in block
 
 
 def test_cases_cover_both_axes() -> None:
-    """All ranks with the usual units, all units with the usual ranks, each once."""
-    found = cases(["fullshard"], SETTINGS)
-    assert [(case.units, case.ranks) for case in found["ranks"]] == [(10, 8), (10, 64)]
-    assert [(case.units, case.ranks) for case in found["units"]] == [(10, 8), (100, 8)]
+    """All ranks with the usual units, all units with the usual ranks, each once, for every system alike."""
+    found = cases(SYSTEMS, SETTINGS)
+    for system in SYSTEMS:
+        mine = [(over, case.units, case.ranks) for over, case in found if case.system == system]
+        assert mine == [("ranks", 10, 8), ("ranks", 10, 64), ("units", 10, 8), ("units", 100, 8)]
 
 
-def test_a_measurement() -> None:
-    """A case has all its figures, also from a process of its own."""
-    cost = measure(Case("fullshard", 2, 4, 16, models=1, steps=1))
-    assert min(cost.init, cost.first, cost.steady) > 0 and cost.python_bytes is None
-    case = asdict(Case("fullshard", 2, 4, 16, models=1, steps=1, memory=True))
-    assert asked("worker", "fullshard", 100.0, **case)["cost"]["python_bytes"] > 0
+def test_scaling(tmp_path: Path) -> None:
+    """Two systems in processes of their own, with Python's memory of ours, and a checkpoint in this one."""
+    options = "--units 2 --ranks 4 --usual-units 2 --usual-ranks 4 --no-checkpoints --only fullshard"
+    page, stored = run_small(tmp_path, "scaling", options)
+    assert [each["over"] for each in stored["costs"]] == ["ranks", "units"]
+    first = stored["costs"][0]["cost"]
+    assert min(first["init"], first["first"], first["steady"], first["python_bytes"]) > 0
+    assert "| fullshard, 2 units, 4 ranks |" in page
+    found = measure_checkpoint(units=1, ranks=8)
+    assert found.shards >= 8 and found.index_bytes > 0 and found.sent > 0
 
 
 def steady_step(system: str, ranks: int, *, silent: bool) -> tuple[int, int]:
@@ -220,7 +196,7 @@ def steady_step(system: str, ranks: int, *, silent: bool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_collectives_are_silenced_for_every_system(fake_group: Callable[[int], None], system: str) -> None:
+def test_collectives_are_silenced_for_every_system(system: str) -> None:
     """No collective of ours or of a peer reaches the fake group, which copies once per rank."""
     fake_group(8)
     collectives, copies = steady_step(system, 8, silent=False)
@@ -233,7 +209,7 @@ def test_collectives_are_silenced_for_every_system(fake_group: Callable[[int], N
     assert steady_step(system, 64, silent=True) == (0, few)
 
 
-def test_silenced_collectives_are_restored(fake_group: Callable[[int], None]) -> None:
+def test_silenced_collectives_are_restored() -> None:
     """Methods of a process group are the old ones afterwards."""
     fake_group(8)
     before = {name: vars(dist.ProcessGroup)[name] for name in collective_names()}
