@@ -35,7 +35,6 @@ SHARED = {
     "steps_per_round": "Steps in a turn.",
     "warmup_steps": "First steps, not timed.",
     "steps": "Steps of training.",
-    "seeds": "Random seeds: as many runs of each contestant.",
     "only": "Run only this contestant.",
     "what": "Measure only this.",
     "results": "Folder of the JSON and the plot.",

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from bench import report, resident_memory
 from bench.checkpoint.report import OPERATIONS, Operation, Way, bars, paragraphs, summarise
@@ -164,12 +165,8 @@ def _made(path: Path) -> Path:
 
 def digest_of_file(folder: Path) -> str:
     """Of names, shapes and bits of the full weights that were exported to a folder, whatever the order."""
-    if (folder / FILE).exists():
-        from safetensors.torch import load_file
-
-        found = load_file(folder / FILE)
-    else:
-        found = torch.load(folder / "model.pt", weights_only=True)
+    exported, pickled = folder / FILE, folder / "model.pt"
+    found = load_file(exported) if exported.exists() else torch.load(pickled, weights_only=True)
     names = sorted(found)
     return f"{[(name, found[name].shape) for name in names]} {digest(found[name] for name in names)}"
 

@@ -76,7 +76,6 @@ class Measured:
         costs: Of the units.
         network: Its link.
         steps: Median step per contestant and round.
-        link: Of one step: seconds in which the link was busy.
         failures: Why a contestant has no steps.
     """
 
@@ -84,7 +83,6 @@ class Measured:
     costs: list[UnitCosts]
     network: Network
     steps: dict[str, list[float]]
-    link: dict[str, float]
     failures: dict[str, str]
 
     def over_bound(self, name: str) -> Spread:
@@ -102,7 +100,7 @@ class Stepper:
     _run: Callable[[], torch.Tensor]
 
     def __init__(self, system: System | None, cell: Cell, fabric: Fabric) -> None:
-        self.fabric, self.device = fabric, fabric.device
+        self.device = fabric.device
         torch.manual_seed(0)
         model: nn.Module = modelled_model(cell.units, self.device) if cell.units else GPT(SMALL_GPT)
         unit_type = ModelledUnit if cell.units else Block
@@ -123,14 +121,6 @@ class Stepper:
         """The median of some steps."""
         return spread([self.step() for _ in range(steps)]).median
 
-    def link_seconds(self) -> float:
-        """How long the link is busy in a step."""
-        self.fabric.messages = []
-        self.step()
-        busy = sum(message.passage.seconds for message in self.fabric.messages)
-        self.fabric.messages = None
-        return busy
-
 
 def measure(cell: Cell, systems: Sequence[System], rounds: int, steps: int = 1, warmup: int = 3) -> Measured:
     """Build everyone on one fabric and let them take turns."""
@@ -140,7 +130,7 @@ def measure(cell: Cell, systems: Sequence[System], rounds: int, steps: int = 1, 
     like = "nccl" if cell.device == STREAMS else "collective"
     network = Network(bandwidth, latency=LATENCY, hop_latency=HOP_LATENCY, like=like)  # type: ignore[arg-type]
     costs = [_on(network, cost, cell.ranks) for cost in costs]
-    result = Measured(step_bound(keep_last(costs)), costs, network, {}, {}, {})
+    result = Measured(step_bound(keep_last(costs)), costs, network, {}, {})
     with _fabric(cell, network) as fabric:
         known = {system.name: system for system in systems}
 
@@ -148,7 +138,6 @@ def measure(cell: Cell, systems: Sequence[System], rounds: int, steps: int = 1, 
             stepper = Stepper(known[name], cell, fabric)
             for _ in range(warmup):
                 stepper.step()
-            result.link[name] = stepper.link_seconds()
             return stepper
 
         steppers, result.failures = each_that_runs(known, warmed_up)

@@ -134,7 +134,6 @@ def as_json(results: Results) -> list[dict[str, Any]]:
                     "step_seconds": steps,
                     "over_bound": measured.over_bound(name).as_json(),
                     "exposed_seconds": measured.exposed(name).as_json(),
-                    "link_seconds": measured.link[name],
                 }
                 for name, steps in measured.steps.items()
             },

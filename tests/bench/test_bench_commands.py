@@ -37,22 +37,6 @@ def test_options_that_are_shared_are_explained_alike(name: str) -> None:
             assert actions[each.name].help.startswith(SHARED[each.name])
 
 
-def test_an_option_explained_twice_or_not_at_all_is_an_error() -> None:
-    """A shared option has no help of its own, and every other one has."""
-
-    @dataclass(frozen=True, kw_only=True)
-    class Twice(Options):
-        rounds: int = option(3, "Something else.")
-
-    @dataclass(frozen=True, kw_only=True)
-    class Never(Options):
-        turns: int = 3
-
-    for options in (Twice, Never):
-        with pytest.raises(TypeError, match="stated once"):
-            parser_of("x", options, "")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Example(Options):
     width: tuple[int, ...] = (512, 1024)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from bench.environment import REPOSITORY
-from bench.gpu import driver, overlap, page, step, suite
+from bench.gpu import driver, overlap, page, suite
 from bench.gpu.parts import PARTS
 
 MISSING = runpy.run_path(str(REPOSITORY / "tests" / "accelerator" / "build.py"))["missing"]()
@@ -100,37 +100,6 @@ def test_hidden_communication() -> None:
     assert found["computation_seconds"] == pytest.approx(19e-6)
     assert found["hidden_share"] == pytest.approx((5 + 4) / 20)
     assert overlap.hidden([])["hidden_share"] == 0.0
-
-
-def test_copying_kernels_are_told_from_others() -> None:
-    """Kernels that only move data are found by name."""
-    spans = [
-        ("Memcpy DtoD (Device -> Device)", 1.0),
-        ("void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda(...)>", 2.0),
-        ("void at::native::detail::chunk_cat_cuda_kernel<float>", 4.0),
-        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy_vectorized<...>", 8.0),
-        ("void at::native::detail::split_with_sizes_copy_out_contiguous_no_cast_kernel", 16.0),
-        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..., Copy<float, float>>", 32.0),
-        ("sm90_xmma_gemm_f32f32_tf32f32", 64.0),
-        ("void at::native::vectorized_layer_norm_kernel<float>", 128.0),
-    ]
-    assert step.copy_time(spans) == 63.0
-
-
-def test_ratios_survive_a_contestant_that_was_not_timed() -> None:
-    """Ratios of time and memory are to FSDP2, and left out where there is no time."""
-
-    def entry(seconds: list[list[float]] | None, allocated: int) -> dict[str, Any]:
-        memory = dict.fromkeys(step.MEMORY_FIELDS, allocated)
-        return {"step_seconds": seconds, "losses": [1.0], "memory": memory, "copy_seconds": None}
-
-    measured = {"fsdp2": entry([[2.0]], 100), "fullshard": entry([[1.0]], 60)}
-    step.add_ratios(measured)
-    assert measured["fullshard"]["time_ratio_to_fsdp2"]["median"] == 0.5
-    assert measured["fullshard"]["memory_ratio_to_fsdp2"]["peak_allocated_bytes"] == 0.6
-    untimed = {name: entry(None, 100) for name in measured}
-    step.add_ratios(untimed)
-    assert "| fsdp2 | - | - |" in step.table({"contestants": untimed, "not_run": {"interleaved timing": "x"}})
 
 
 def test_reports_of_pytest_are_read(tmp_path: Path) -> None:

@@ -41,14 +41,6 @@ def test_a_ledger_sees_tensors_temporaries_and_resized_storages() -> None:
     assert ledger.peak(outer.begin, moment)[1] == 12 * KIB
 
 
-def test_a_peak_counts_what_was_there_before() -> None:
-    """Blocks from before the interval are live at its beginning; freed ones are not."""
-    ledger = Ledger([Block(1, 100, 0, None, (), ()), Block(2, 50, 1, 5, (), ()), Block(3, 20, 6, 9, (), ())])
-    assert ledger.peak(2, 4) == (2, 150)
-    assert ledger.peak(5, 8) == (6, 120)
-    assert ledger.block_at(2, 4) is ledger.blocks[1] and ledger.block_at(2, 5) is None
-
-
 def test_a_reading_names_what_is_alive_at_the_peak() -> None:
     """By operations of the library, else by phases; and gives a moment per interval between marks."""
     spans = [

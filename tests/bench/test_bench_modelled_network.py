@@ -16,14 +16,11 @@ from bench.overlap.cells import Cell, even_units, measure, uneven_units
 from bench.overlap.systems import SYSTEMS
 from bench.simulators.clocks import HostDevice, SkippingClock
 from bench.simulators.network import Fabric, Network, modelled_ranks
-from bench.simulators.streams import SimulatedDevice, SimulatedLane, simulated_streams
+from bench.simulators.streams import SimulatedDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_runs import run_small
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-
-from fullshard import fully_shard
 
 SLOW = Network(bandwidth=1.0, latency=100.0)  # one byte takes a second, and a launch 100
 BY_NAME = {system.name: system for system in SYSTEMS}
@@ -69,20 +66,6 @@ def test_latency_grows_with_the_levels_of_a_tree() -> None:
             Network(**wrong)
     with pytest.raises(ValueError, match="one of the 4 ranks"), modelled_ranks(4, SLOW, rank=4):
         pass
-
-
-def test_a_skipping_clock_shows_work_and_what_it_skipped() -> None:
-    """It never goes back, and stands still where it is told to."""
-    worked = 0.0
-    clock = SkippingClock(lambda: worked)
-    clock.wait_until(5)
-    worked = 2.0
-    assert clock.now() == 7
-    clock.wait_until(6)
-    assert clock.now() == 7
-    with clock.outside():
-        worked = 10.0
-    assert clock.now() == 7
 
 
 @pytest.mark.parametrize(
@@ -163,19 +146,6 @@ def test_all_ranks_hold_what_this_rank_holds(fabric: Fabric) -> None:
 # ------------------------------------------------------------------ libraries
 
 
-def test_two_axes_and_thousands_of_ranks() -> None:
-    """A mesh of 64 x 64 has groups of 64, and fullshard's replicas and shards train on it."""
-    with modelled_ranks(4096, Network(1e9), rank=4095, device=HostDevice(_still())) as fabric:
-        mesh = init_device_mesh("cpu", (64, 64), mesh_dim_names=("replicate", "shard"))
-        assert list(mesh.get_coordinate()) == [63, 63] and mesh.get_group("shard").size() == 64
-        model = fully_shard(nn.Linear(64, 64, bias=False), mesh=mesh)
-        fabric.messages = []
-        model(torch.ones(1, 64)).sum().backward()
-        assert {message.what for message in fabric.messages} == {"all_gather", "reduce_scatter", "all_reduce"}
-        assert torch.equal(model.weight.grad.to_local(), torch.ones(1, 64))
-        assert fabric.device.clock.now() > 0
-
-
 def _losses(system: str) -> list[float]:
     """Of a model whose weights are alike in all rows, so that every sharding repeats to the same full weights."""
     model: nn.Module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
@@ -207,30 +177,6 @@ def test_libraries_train_as_the_plain_model() -> None:
 # ------------------------------------------------------------------ streams that keep time
 
 
-def test_streams_run_beside_one_another() -> None:
-    """Computation on one stream and a message on another overlap; an event has one wait for the other."""
-    device = SimulatedDevice(_still())
-    with simulated_streams(device), modelled_ranks(4, Network(1.0), device=device):
-        side = torch.cpu.Stream()
-        device.compute(50.0)
-        with torch.cpu.stream(side):
-            _gather(10).wait()
-            done = side.record_event()
-        assert device.clock.now() == 0
-        torch.cpu.current_stream().wait_event(done)
-        device.compute(5.0)
-        assert device.synchronize() == 55
-        assert done.query()
-        side.wait_stream(device.current)
-        device.compute(50.0)
-        with device.on(side):  # a message behind nothing that is not over
-            _gather(10).wait()
-        event = torch.cpu.Event()
-        event.record(side)
-        event.synchronize()
-        assert device.clock.now() == 85
-
-
 def test_the_link_goes_to_the_message_that_is_ready_first() -> None:
     """Also if the host has enqueued it later; but launches of one communicator are in order."""
     for same, starts in ((False, [50.0, 0.0]), (True, [50.0, 80.0])):
@@ -244,19 +190,6 @@ def test_the_link_goes_to_the_message_that_is_ready_first() -> None:
                 _reduce(10, other)
             device.synchronize()
             assert [message.passage.start for message in fabric.messages] == starts
-
-
-def test_a_simulated_lane_orders_by_events() -> None:
-    """What a lane issues starts after the computation before it, and only who waits for its ticket is held up."""
-    device = SimulatedDevice(_still())
-    with modelled_ranks(4, Network(1.0), device=device):
-        lane = SimulatedLane(device)
-        device.compute(10.0)
-        ticket = lane.issue(lambda: [_gather(10)], lambda: None)
-        device.compute(10.0)
-        ticket.wait()
-        device.compute(1.0)
-        assert device.synchronize() == 41
 
 
 # ------------------------------------------------------------------ bounds
@@ -287,20 +220,6 @@ def test_bounds(units: list[UnitCosts], depth: int) -> None:
     backward = sum(max(unit.backward, link) for unit, link in zip(order, beside, strict=True))
     expected = forward + units[-1].forward + backward + units[0].reduce
     assert scheduled_seconds(units, Window(1)) == pytest.approx(expected)
-
-
-def test_windows_by_hand() -> None:
-    """A unit larger than the window is gathered alone; none of it, nothing."""
-    units = [UnitCosts(1, 1, 1, 1, 1, size) for size in (5, 1, 2, 9, 1)]
-    assert [Window(nbytes=3).after(units, i) for i in range(5)] == [2, 1, 1, 1, 0]
-    assert [Window(nbytes=0).after(units, i) for i in range(5)] == [0] * 5
-    assert step_bound(units, Window(nbytes=3)).memory == 11  # the two and the nine behind it
-    assert [unit.regather for unit in keep_last(units, Window(nbytes=10))] == [1, 1, 1, 0, 0]
-    # 3+1+3+1 forward; 3+2 backward of the last; 3 and 2 of the first beside the last's 4; its own 4.
-    two = [UnitCosts(1, 2, 3, 3, 4, 1)] * 2
-    assert scheduled_seconds(two, Window(0)) == 8 + 5 + max(4 + 3 + 2, 4) + 4 and step_bound(two).link == 20
-    with pytest.raises(ValueError, match="at least 0"):
-        Window(-1)
 
 
 @pytest.mark.parametrize(("device", "ranks", "ratio"), [("streams", 8, 0.3), ("host", 1024, 1.0), ("streams", 64, 3.0)])

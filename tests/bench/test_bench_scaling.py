@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,8 @@ from bench.contestants import distribute, start_fake_group
 from bench.models import TinyUnit, tiny_units
 from bench.scaling.checkpoint import box_on, entries, tensors
 from bench.scaling.checkpoint import measure as measure_checkpoint
-from bench.scaling.driver import SYSTEMS, Options, cases, exponents, paragraphs, slope, verdicts
-from bench.scaling.worker import Case, Cost, Runner, collective_names, silent_collectives, stack
+from bench.scaling.driver import SYSTEMS, Options
+from bench.scaling.worker import Case, Runner, silent_collectives, stack
 from small_runs import run_small
 
 from fullshard.checkpoint.format.write_plan import RankInventory, TensorTable, plan_writes
@@ -119,54 +117,6 @@ def test_dividing_a_checkpoint_calls_in_proportion_to_ranks() -> None:
     assert most - more <= 72 * 16  # by tensor, and not by part of one
 
 
-def test_slopes() -> None:
-    """An exponent is that of the power law; without two points there is none."""
-    assert slope({1: 3.0, 10: 30.0, 100: 300.0}) == pytest.approx(1)
-    assert slope({2: 5.0, 8: 5.0}) == pytest.approx(0)
-    assert math.isnan(slope({10: 1.0}))
-
-
-def made_up(system: str, power_of_units: float, power_of_ranks: float) -> list[dict[str, Any]]:
-    """Costs that follow two powers."""
-    found = []
-    for over, units, ranks in (("ranks", 10, 8), ("ranks", 10, 64), ("units", 10, 8), ("units", 100, 8)):
-        seconds = 1e-3 * units**power_of_units * ranks**power_of_ranks
-        cost = asdict(Cost(seconds, seconds, seconds, 1024 * units, 2048 * units, 1 << 20))
-        found.append({"system": system, "units": units, "ranks": ranks, "over": over, "cost": cost})
-    return found
-
-
-def test_verdicts() -> None:
-    """What is in proportion to units passes, what grows with ranks or faster is named; peers are not judged."""
-    good = exponents(made_up("fullshard", 1.0, 0.0))
-    assert good["fullshard"]["init"] == pytest.approx({"units": 1.0, "ranks": 0.0})
-    assert verdicts(good) == []
-    assert len(verdicts(exponents(made_up("fullshard", 1.5, 0.0)))) == 3
-    found = verdicts(exponents(made_up("fullshard-wrapper", 1.0, 0.5)))
-    assert found[0] == "fullshard-wrapper, initialisation: exponent 0.50 in ranks, allowed 0.10"
-    assert verdicts(exponents(made_up("fsdp2", 2.0, 1.0))) == []
-
-
-def test_a_block_says_what_was_measured_and_what_not() -> None:
-    """Each figure is in its column, what could not be measured is a dash."""
-    made = made_up("fullshard", 1.0, 0.0)
-    failure = {"failure": "more than 9 s"}
-    costs = [made[0], {**{k: v for k, v in made[1].items() if k != "cost"}, **failure}, *made[2:]]
-    result = {"costs": costs, "exponents": exponents(costs), "checkpoints": [{"units": 1, "ranks": 8, **failure}]}
-    block = "\n".join(paragraphs(result, SETTINGS))
-    assert "| fullshard, initialisation | 10 | - | - | 10 | 100 | 1.00 |" in block
-    assert "Not measured: fullshard with 10 units on 64 ranks (more than 9 s)" in block
-    assert "| 8 | 8 | - | - |" in block and "All of ours keep to it." in block
-
-
-def test_cases_cover_both_axes() -> None:
-    """All ranks with the usual units, all units with the usual ranks, each once, for every system alike."""
-    found = cases(SYSTEMS, SETTINGS)
-    for system in SYSTEMS:
-        mine = [(over, case.units, case.ranks) for over, case in found if case.system == system]
-        assert mine == [("ranks", 10, 8), ("ranks", 10, 64), ("units", 10, 8), ("units", 100, 8)]
-
-
 def test_scaling(tmp_path: Path) -> None:
     """Two systems in processes of their own, with Python's memory of ours, and a checkpoint in this one."""
     options = "--units 2 --ranks 4 --usual-units 2 --usual-ranks 4 --no-checkpoints --only fullshard"
@@ -207,12 +157,3 @@ def test_collectives_are_silenced_for_every_system(system: str) -> None:
     fake_group(64)
     # FSDP1 on CPU gathers into a list of chunks, one view per rank, which copies nothing.
     assert steady_step(system, 64, silent=True) == (0, few)
-
-
-def test_silenced_collectives_are_restored() -> None:
-    """Methods of a process group are the old ones afterwards."""
-    fake_group(8)
-    before = {name: vars(dist.ProcessGroup)[name] for name in collective_names()}
-    with silent_collectives():
-        assert all(vars(dist.ProcessGroup)[name] is not method for name, method in before.items())
-    assert {name: vars(dist.ProcessGroup)[name] for name in before} == before
