@@ -1,7 +1,7 @@
 """Run all that a real GPU can show, each part in a process of its own under a time limit.
 
-On a machine with little but torch: ``PYTHONPATH=src python -m bench.gpu``. A rehearsal without a GPU:
-``python -m bench.gpu --device emulated --small --results FOLDER``.
+On a machine with little but torch: ``PYTHONPATH=src python -m bench gpu``. A rehearsal without a GPU:
+``python -m bench gpu --device emulated --small --results FOLDER``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def run(options: Options) -> bool:
     """Run the parts one after another; a part that fails is reported, and the others go on."""
     device, small, folder = options.device, options.small, options.results
     if device == CUDA and not torch.cuda.is_available():
-        print("bench.gpu: no CUDA device here, nothing run (--device emulated --small rehearses it)")
+        print("bench gpu: no CUDA device here, nothing run (--device emulated --small rehearses it)")
         return True
     if folder == RESULTS and device != CUDA:
         raise UsageError("a rehearsal needs a folder of its own: --results")
@@ -64,7 +64,7 @@ def run(options: Options) -> bool:
             print(f"{part.name}: no time left")
             continue
         print(f"{part.name} (at most {seconds:.0f} s) ...")
-        measured = measured_part(part, Settings(device, small, str(folder), seconds))
+        measured = measured_part(part, Settings(device, small, seconds))
         print(f"  {measured.get('failed', 'done')} after {measured['seconds']} s", flush=True)
         outcome["parts"][part.name] = measured
         # After every part: what is known is kept whatever becomes of the rest.

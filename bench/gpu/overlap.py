@@ -3,14 +3,13 @@
 On one GPU NCCL has nothing to send, so the network is the modelled one (docs/design/modelled_network.md) of 8 ranks:
 a message is a kernel that spins, on a stream of its own, for as long as the link would take. Its bandwidth is chosen so
 that the messages of a step take 0.8 of the plain model's step; then a schedule that overlaps perfectly hides all but
-the first gather and the last reduction. The trace of a step is kept beside the JSON, for chrome://tracing or Perfetto.
+the first gather and the last reduction.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
-import shutil
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,8 +53,7 @@ def measure(settings: Settings) -> dict[str, Any]:
             trainer = Trainer(system, shape, device)
             found = {"step_seconds": _step_seconds(trainer)}
             if device.type == CUDA:
-                trace = Path(settings.results) / f"gpu_trace_{system}.json"
-                found |= hidden(_traced(trainer, trace))
+                found |= hidden(_traced(trainer))
             del trainer
         forget_freed()
         return found
@@ -77,17 +75,15 @@ def _step_seconds(trainer: Trainer) -> float:
     return spread(seconds).median
 
 
-def _traced(trainer: Trainer, path: Path) -> list[dict[str, Any]]:
-    """The events of one step, which are kept at ``path`` with ``.gz``."""
+def _traced(trainer: Trainer) -> list[dict[str, Any]]:
+    """The events of one step."""
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         trainer.step()
         torch.accelerator.synchronize()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(str(path))
-    events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
-    with path.open("rb") as plain, gzip.open(f"{path}.gz", "wb") as packed:
-        shutil.copyfileobj(plain, packed)
-    path.unlink()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
     return events
 
 

@@ -1,4 +1,4 @@
-"""``docs/gpu.md`` out of the JSON of ``python -m bench.gpu``."""
+"""``docs/gpu.md`` out of the JSON of ``python -m bench gpu``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INTRODUCTION = """# On a GPU
 `make gpu` runs, on a machine with a CUDA device and within ten minutes, what only a real one can show: the tests, step
 time and memory, host time, overlap, CUDA graphs, and a check for missing waits. It writes the figures to
 `bench/results/gpu_<device>.json` and this page. [What is proven how](proof.md) says what they add to the emulated
-accelerator's race check. Without make: `PYTHONPATH=src python -m bench.gpu`, which needs torch with CUDA and what
+accelerator's race check. Without make: `PYTHONPATH=src python -m bench gpu`, which needs torch with CUDA and what
 fullshard imports, lazy_loader, xxhash and safetensors; the tests among its parts need pytest, hypothesis, typer and
 rich as well.
 """

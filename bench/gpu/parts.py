@@ -1,4 +1,4 @@
-"""The parts of ``python -m bench.gpu``: each runs in a process of its own, a worker of which this is the module."""
+"""The parts of ``python -m bench gpu``: each runs in a process of its own, a worker of which this is the module."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ class Settings:
     Attributes:
         device: Type of accelerator.
         small: Whether this is a rehearsal: tiny models, few steps.
-        results: Folder for files beside the JSON.
         seconds: Time limit of this part.
     """
 
     device: str
     small: bool
-    results: str
     seconds: float
 
 

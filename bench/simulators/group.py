@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,17 +103,6 @@ class _Deferred(dist._Work):
         return self.work.wait()
 
 
-class _Name:
-    """What a library that asks for the back end of a group is told."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def name(self) -> str:
-        """As of a c10d back end."""
-        return self._name
-
-
 class ModelledGroup(dist.ProcessGroup):
     """One rank's view of ``size`` ranks, none of which is there. See the module docstring."""
 
@@ -152,8 +142,10 @@ class ModelledGroup(dist.ProcessGroup):
 
     name = getBackendName
 
-    def _get_backend(self, device: torch.device) -> _Name:
-        return _Name("nccl" if self.fabric.network.like == "nccl" else "modelled")
+    def _get_backend(self, device: torch.device) -> SimpleNamespace:
+        """What a library that asks for the back end is told."""
+        name = "nccl" if self.fabric.network.like == "nccl" else "modelled"
+        return SimpleNamespace(name=lambda: name)
 
     # ------------------------------------------------------------------------------------------- launches
 
@@ -194,17 +186,6 @@ class ModelledGroup(dist.ProcessGroup):
         self._open_work.append(_Deferred())
         return self._open_work[-1]
 
-    def _grouped(self, issue: Callable[[], Sequence[Any]]) -> Any:
-        device = torch.device("cpu")
-        if self.fabric.network.like != "nccl":
-            return issue()[-1]  # the last to start is the last to end
-        self._start_coalescing(device)
-        try:
-            issue()
-        finally:
-            work = self._end_coalescing(device)
-        return work
-
     def _share(self, nbytes: float) -> float:
         """Of a region of so many bytes, what comes from others."""
         return nbytes * (self._size - 1) / self._size
@@ -240,12 +221,6 @@ class ModelledGroup(dist.ProcessGroup):
 
     _allgather_base = all_gather_single
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """One launch."""
-        return self._grouped(lambda: [self.all_gather_single(o, i) for o, i in zip(outputs, inputs, strict=True)])
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         """Every output is filled with the input."""
         pairs = [(target, own) for targets, own in zip(outputs, inputs, strict=True) for target in targets]
@@ -259,20 +234,6 @@ class ModelledGroup(dist.ProcessGroup):
         return self._issue("reduce_scatter", self._share(input.nbytes), [fill], [output])
 
     _reduce_scatter_base = reduce_scatter_single
-
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """One launch."""
-        return self._grouped(
-            lambda: [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
-        )
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
-        """``inputs[i]``: one tensor per rank."""
-        fills = [self._summed(o, parts[self._rank], opts) for o, parts in zip(outputs, inputs, strict=True)]
-        nbytes = sum(part.nbytes for parts in inputs for part in parts)
-        return self._issue("reduce_scatter", self._share(nbytes), fills, outputs)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """In place."""

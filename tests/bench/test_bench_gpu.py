@@ -1,4 +1,4 @@
-"""``python -m bench.gpu``: what it concludes from measurements made by hand, and a rehearsal on the emulated device."""
+"""``python -m bench gpu``: what it concludes from measurements made by hand, and a rehearsal on the emulated device."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class Refusing:
         if name.partition(".")[0] in {"typer", "rich", "matplotlib", "pytest", "hypothesis"}:
             raise ImportError(name)
 sys.meta_path.insert(0, Refusing())
+import bench.__main__
 for name in ("driver", "parts", "page", "step", "host", "graphs", "races", "overlap", "suite"):
     importlib.import_module("bench.gpu." + name)
 """

@@ -1,4 +1,4 @@
-"""Small runs of the benchmarks of the host's work in one process; of times, only what follows from them is looked at."""
+"""Small runs of the benchmarks of the host's work in one process; of times, what follows from them is looked at."""
 
 from __future__ import annotations
 
