@@ -19,7 +19,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from bench.contestants import Contestant, fake_group
 from bench.muon.worker import CONTESTANTS, FULLSHARD, GATHER, ONE_ROUND, Matrices, shapes_of
 from bench.report import column
 from bench.statistics import paired_spread, spread
-from bench.teams import Launch, Team
+from bench.teams import Launch, Teams
 from bench.turns import take_turns
 from fullshard import fully_shard
 from fullshard.optim.muon.matrix_optimizer import ROUND_BYTES
@@ -64,21 +63,21 @@ def compete(options: Options) -> tuple[dict[str, dict[str, Any]], dict[str, str]
         RuntimeError: Contestants computed something else; says which.
     """
     told = {name: getattr(options, name) for name in ("ranks", "threads", "width", "blocks", "round_bytes")}
-    with tempfile.TemporaryDirectory() as folder:
-        team = Team(Launch.of(Contestant("muon", "muon"), "bench.muon.worker", Path(folder), **told), Path(folder))
+    with tempfile.TemporaryDirectory() as folder, Teams(Path(folder)) as teams:
+        teams.start(Launch.of(Contestant("muon", "muon"), "bench.muon.worker", Path(folder), **told))
 
-        def slowest(name: str) -> float:
-            return max(team.ask("step", name=name))
+        def ask(do: str, name: str) -> list[Any]:
+            answers = teams.ask("muon", do, name=name)
+            if answers is None:
+                raise RuntimeError(f"{do} of {name}: {teams.failures['muon']}")
+            return answers
 
-        try:
-            team.started()
-            made = {name: team.ask("make", name=name)[0] for name in CONTESTANTS}
-            failures = {name: answer["failed"] for name, answer in made.items() if answer}
-            able = [name for name in CONTESTANTS if name not in failures]
-            seconds = take_turns({name: partial(slowest, name) for name in able}, options.rounds)
-            differences = {name: team.ask("difference", name=name)[0] for name in able}
-        finally:
-            team.end()
+        made = {name: ask("make", name)[0] for name in CONTESTANTS}
+        failures = {name: answer["failed"] for name, answer in made.items() if answer}
+        able = [name for name in CONTESTANTS if name not in failures]
+        # The slowest rank counts.
+        seconds = take_turns({name: lambda name=name: max(ask("step", name)) for name in able}, options.rounds)
+        differences = {name: ask("difference", name)[0] for name in able}
     wrong = {name: differences[name] for name in EXACT if differences.get(name) != 0}
     if wrong:
         raise RuntimeError(f"parameters differ from the plain contestant's: {wrong}")
