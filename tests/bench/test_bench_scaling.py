@@ -1,9 +1,10 @@
-"""What grows with units and ranks, by counting calls and not seconds; and the benchmark of it on made-up figures."""
+"""What grows with units and ranks, by counting calls and not seconds; and a small run of the benchmark of it."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,15 +16,14 @@ import torch.distributed as dist
 from bench.contestants import distribute, start_fake_group
 from bench.models import TinyUnit, tiny_units
 from bench.scaling.checkpoint import box_on, entries, tensors
-from bench.scaling.checkpoint import measure as measure_checkpoint
-from bench.scaling.driver import SYSTEMS, Options
+from bench.scaling.driver import SYSTEMS
 from bench.scaling.worker import Case, Runner, silent_collectives, stack
+from bench.teams import Launch
 from small_runs import run_small
 
 from fullshard.checkpoint.format.write_plan import RankInventory, TensorTable, plan_writes
 from fullshard.comm import CollectiveTransport
 
-SETTINGS = Options(units=(10, 100), ranks=(8, 64), usual_units=10, usual_ranks=8, limit_s=60.0)
 # Messages are split in halves or not by their size, gathers are taken together if units are tiny: a few calls more.
 TOLERANCE = 0.06
 
@@ -117,16 +117,24 @@ def test_dividing_a_checkpoint_calls_in_proportion_to_ranks() -> None:
     assert most - more <= 72 * 16  # by tensor, and not by part of one
 
 
-def test_scaling(tmp_path: Path) -> None:
-    """Two systems in processes of their own, with Python's memory of ours, and a checkpoint in this one."""
-    options = "--units 2 --ranks 4 --usual-units 2 --usual-ranks 4 --no-checkpoints --only fullshard"
+def test_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same cases for ours and a peer, here in this process, with Python's memory of ours; and a checkpoint."""
+
+    def ask_here(launch: Launch, _: float, do: str, /, **request: Any) -> dict[str, Any]:
+        return {"answers": [getattr(importlib.import_module(launch.worker).build(), do)(**request)]}
+
+    monkeypatch.setattr("bench.scaling.driver.ask_alone", ask_here)
+    monkeypatch.setattr("bench.scaling.driver.CHECKPOINTS", ((1, 8),))
+    options = "--units 2 --ranks 4 --usual-units 2 --usual-ranks 4 --only fullshard --only fsdp2"
     page, stored = run_small(tmp_path, "scaling", options)
-    assert [each["over"] for each in stored["costs"]] == ["ranks", "units"]
+    assert [(each["system"], each["over"]) for each in stored["costs"]] == [
+        (system, over) for system in ("fullshard", "fsdp2") for over in ("ranks", "units")
+    ]
     first = stored["costs"][0]["cost"]
     assert min(first["init"], first["first"], first["steady"], first["python_bytes"]) > 0
-    assert "| fullshard, 2 units, 4 ranks |" in page
-    found = measure_checkpoint(units=1, ranks=8)
-    assert found.shards >= 8 and found.index_bytes > 0 and found.sent > 0
+    assert "| fullshard, 2 units, 4 ranks |" in page and "| fsdp2, steady step |" in page
+    (saved,) = stored["checkpoints"]
+    assert saved["cost"]["shards"] >= 8 and saved["cost"]["index_bytes"] > 0 and "| 8 | 8 |" in page
 
 
 def steady_step(system: str, ranks: int, *, silent: bool) -> tuple[int, int]:
