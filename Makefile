@@ -76,7 +76,7 @@ bench: $(STAMP)  ## the CPU benchmarks; results go to bench/results/ and docs/pe
 
 # On the interpreter at hand, whose torch knows the GPU: constraints.txt pins torch without CUDA.
 gpu:             ## what only a real GPU can show, in ten minutes; results go to bench/results/ and docs/gpu.md
-	PYTHONPATH=src $(PYTHON) -m bench.gpu $(ARGS)
+	PYTHONPATH=src $(PYTHON) -m bench gpu $(ARGS)
 
 clean:           ## remove the virtual environment and caches
 	rm -rf $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -2,7 +2,7 @@
 
 A benchmark is a module with ``Options``, a subclass of :class:`Options` whose fields are its options, and
 ``run(options)``, which returns False if something went wrong. What a shared option means is said here, once; a
-benchmark says only its default. Nothing but the standard library is imported, so that ``bench.gpu`` runs where only
+benchmark says only its default. Nothing but the standard library is imported, so that ``gpu`` runs where only
 torch is.
 """
 
@@ -35,7 +35,6 @@ SHARED = {
     "steps_per_round": "Steps in a turn.",
     "warmup_steps": "First steps, not timed.",
     "steps": "Steps of training.",
-    "seeds": "Random seeds: as many runs of each contestant.",
     "only": "Run only this contestant.",
     "what": "Measure only this.",
     "results": "Folder of the JSON and the plot.",
@@ -103,14 +102,10 @@ def _add(parser: argparse.ArgumentParser, each: Field[Any], hint: Any) -> None:
     if kind is bool:
         parser.add_argument(flag, help=text, action=argparse.BooleanOptionalAction)
         return
-    reader = (
-        _number(kind, each.metadata.get("least")) if kind in (int, float) else _choice(choices) if choices else kind
-    )
-    parser.add_argument(flag, help=text, type=reader, action="append" if repeated else "store", metavar=_metavar(kind))
-
-
-def _metavar(kind: type) -> str:
-    return {int: "N", float: "X", Path: "PATH"}.get(kind, "NAME")
+    least = each.metadata.get("least")
+    reader = _number(kind, least) if kind in (int, float) else _choice(choices) if choices else kind
+    metavar = {int: "N", float: "X", Path: "PATH"}.get(kind, "NAME")
+    parser.add_argument(flag, help=text, type=reader, action="append" if repeated else "store", metavar=metavar)
 
 
 def _number(kind: type, least: float | None) -> Callable[[str], Any]:

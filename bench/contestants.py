@@ -4,18 +4,12 @@ FSDP1 on CPU needs no patch: without ``device_id`` it raises "FSDP needs a non-C
 with ``device_id=torch.device("cpu")`` it takes ``torch.cpu`` as its device module and trains (torch 2.13).
 Its gather is then a blocking ``all_gather`` into chunks of the flat parameter, its own path for CPU tensors,
 so it overlaps nothing.
-
-fairscale 0.4.13 (optional: ``pip install --no-build-isolation fairscale``, which needs setuptools and wheel) wraps
-on CPU, and its first forward then raises ``KeyError: 'all_gather'``: its CUDA streams exist only where CUDA does. With
-stand-ins for them it trains; with its own switch ``ENABLE_NCCL_BASE_COLLECTIVES=0``, without which gloo refuses the
-shapes that it reduces. See ``_stand_in_for_streams``. Everything it would overlap, it does one after another.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -28,11 +22,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 UNSHARDED, DDP, FSDP1, FSDP2, FULLSHARD = "unsharded", "ddp", "fsdp1", "fsdp2", "fullshard"
+FSDP1_FLAT, WRAPPER, WRAPPER_FLAT = "fsdp1-flat", "fullshard-wrapper", "fullshard-wrapper-flat"
+OURS = (FULLSHARD, WRAPPER, WRAPPER_FLAT)
 # Where each finds its fully_shard and the policies that go with it.
 COMPOSABLE = {FSDP2: "torch.distributed.fsdp", FULLSHARD: "fullshard"}
-
-FSDP1_FLAT, WRAPPER, WRAPPER_FLAT = "fsdp1-flat", "fullshard-wrapper", "fullshard-wrapper-flat"
-FAIRSCALE = "fairscale"
 
 
 @dataclass(frozen=True)
@@ -65,8 +58,12 @@ KEEP_FREED_MEMORY: Mapping[str, str] = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
+NOT_KEPT = {"FULLSHARD_KEEP_FREED_MEMORY": "0"}
 # Removed from every contestant's environment before its own are added.
-GOVERNED_VARIABLES = (*KEEP_FREED_MEMORY, "MALLOC_ARENA_MAX", "GLIBC_TUNABLES", "FULLSHARD_KEEP_FREED_MEMORY")
+GOVERNED_VARIABLES = (*KEEP_FREED_MEMORY, "MALLOC_ARENA_MAX", "GLIBC_TUNABLES", *NOT_KEPT)
+
+# The end of a wrapper's name, and the member of BackwardPrefetch that it passes.
+PREFETCHES = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": None}
 
 
 @dataclass(frozen=True)
@@ -77,8 +74,9 @@ class Contestant:
         name: In tables.
         system: What shards the model.
         environment: Variables that its processes are started with.
-        peer: Of a wrapper: the contestant in the same configuration that it is measured by. None: itself.
+        peer: The contestant in the same configuration that it is measured by. None: itself.
         prefetch: Of a wrapper: a key of PREFETCHES. None: not passed.
+        kept: MiB of blocks that fullshard is told to keep. 0: as it comes.
     """
 
     name: str
@@ -86,36 +84,23 @@ class Contestant:
     environment: Mapping[str, str] = field(default_factory=dict)
     peer: str | None = None
     prefetch: str | None = None
-
-
-# The end of a wrapper's name, and the member of BackwardPrefetch that it passes.
-PREFETCHES = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": None}
-NOT_KEPT = {"FULLSHARD_KEEP_FREED_MEMORY": "0"}
+    kept: int = 0
 
 
 def _contestants() -> Iterator[Contestant]:
-    yield from (Contestant(system, system) for system in (UNSHARDED, DDP, FSDP2, FULLSHARD))
-    yield Contestant(f"{FSDP2}+malloc", FSDP2, KEEP_FREED_MEMORY)
-    yield Contestant(f"{FULLSHARD}-malloc", FULLSHARD, NOT_KEPT)
-    for system in WRAPPING:
+    for system in (UNSHARDED, DDP, FSDP2, FULLSHARD, *WRAPPING):
         peer = PEER_WITH_SAME_FLAG.get(system)
         yield Contestant(system, system, peer=peer)
-        if peer is None:
-            yield Contestant(f"{system}+malloc", system, KEEP_FREED_MEMORY, peer=system)
-        else:
+        if system in OURS:
             yield Contestant(f"{system}-malloc", system, NOT_KEPT, peer=peer)
-        for name in PREFETCHES:
+        else:
+            yield Contestant(f"{system}+malloc", system, KEEP_FREED_MEMORY, peer=system)
+        for name in PREFETCHES if system in WRAPPING else ():
             with_prefetch = None if peer is None else f"{peer}-{name}"
             yield Contestant(f"{system}-{name}", system, peer=with_prefetch, prefetch=name)
-    yield Contestant(FAIRSCALE, FAIRSCALE, {"ENABLE_NCCL_BASE_COLLECTIVES": "0"}, peer=FSDP1_FLAT)
 
 
 CONTESTANTS = {contestant.name: contestant for contestant in _contestants()}
-
-
-def system_alone(system: str) -> Contestant:
-    """The system as it comes."""
-    return Contestant(system, system)
 
 
 def process_environment(contestant: Contestant, threads: int) -> dict[str, str]:
@@ -126,18 +111,18 @@ def process_environment(contestant: Contestant, threads: int) -> dict[str, str]:
 
 
 def start_fake_group(ranks: int) -> None:
-    """Become rank 0 of a group whose collectives return at once without moving anything."""
+    """Become rank 0 of a group whose collectives return at once without moving anything, on one thread."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    torch.set_num_threads(1)
+    # A fake gather leaves whatever bytes were there; denormal numbers among them would cost time.
+    torch.set_flush_denormal(True)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
 
 
 @contextlib.contextmanager
 def fake_group(ranks: int) -> Iterator[None]:
-    """Be rank 0 of a fake group, on one thread, as long as the block lasts."""
-    torch.set_num_threads(1)
-    # A fake gather leaves whatever bytes were there; denormal numbers among them would cost time.
-    torch.set_flush_denormal(True)
+    """Be rank 0 of a fake group as long as the block lasts."""
     start_fake_group(ranks)
     try:
         yield
@@ -151,88 +136,88 @@ def prepare(system: str) -> None:
         importlib.import_module(COMPOSABLE[system])
     elif system in WRAPPING:
         importlib.import_module(WRAPPING[system].policies)
-    elif system == FAIRSCALE:
-        if importlib.util.find_spec("fairscale") is None:
-            raise RuntimeError("fairscale is not installed")
-        importlib.import_module("fairscale.nn")
 
 
-def distribute(system: str, model: nn.Module, unit_type: type[nn.Module], device: torch.device) -> nn.Module:
-    """Apply ``system`` to ``model`` over the default group: every ``unit_type`` a unit, and the root."""
+# ------------------------------------------------------------------ who shards what, and how
+
+FP32, BF16, HSDP, OFFLOAD = "fp32", "bf16", "hsdp", "offload"
+# The mesh of HSDP has this many ranks on its replicate axis, all others on its shard axis.
+REPLICAS = 2
+
+
+def mesh_of(mode: str, device: torch.device) -> DeviceMesh:
+    """All ranks of the default group."""
+    ranks = dist.get_world_size()
+    if mode != HSDP:
+        return init_device_mesh(device.type, (ranks,))
+    if ranks % REPLICAS:
+        raise ValueError(f"{HSDP} needs a multiple of {REPLICAS} ranks, got {ranks}")
+    return init_device_mesh(device.type, (REPLICAS, ranks // REPLICAS), mesh_dim_names=("replicate", "shard"))
+
+
+def options_of(system: str, mode: str) -> dict[str, Any]:
+    """What a mode adds to every unit of the system, made of that system's own policies."""
+    if system in COMPOSABLE:
+        library = importlib.import_module(COMPOSABLE[system])
+        if mode == BF16:
+            return {"mp_policy": library.MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+        return {"offload_policy": library.CPUOffloadPolicy(pin_memory=False)} if mode == OFFLOAD else {}
+    library = importlib.import_module(WRAPPING[system].library)
+    if mode == HSDP:
+        raise ValueError(f"{system} takes no part in mode {mode}")
+    if mode == BF16:
+        return {"mixed_precision": library.MixedPrecision(torch.bfloat16, torch.float32)}
+    return {"cpu_offload": library.CPUOffload(offload_params=True)} if mode == OFFLOAD else {}
+
+
+def distribute(
+    system: str,
+    model: nn.Module,
+    unit_type: type[nn.Module],
+    device: torch.device,
+    mode: str = FP32,
+    *,
+    prefetch: str | None = None,
+    keep_last: bool = False,
+    **options: Any,
+) -> nn.Module:
+    """Apply ``system`` to ``model`` over the default group: every ``unit_type`` a unit, and the root.
+
+    Args:
+        system: By name.
+        model: Unsharded.
+        unit_type: Of the units.
+        device: That it trains on.
+        mode: FP32, BF16 (parameters gathered in bf16, gradients reduced in fp32), HSDP or OFFLOAD.
+        prefetch: Of a wrapper: a key of PREFETCHES. None: not passed.
+        keep_last: Of ``fully_shard``: whether the last unit stays gathered between its forward and its backward.
+        options: More that every unit gets.
+    """
     if system == UNSHARDED:
-        return model
+        return model.to(torch.bfloat16 if mode == BF16 else None)
     if system == DDP:
         return nn.parallel.DistributedDataParallel(model)
-    if system in WRAPPING:
-        return wrap_units(system, model, unit_type, device)
-    if system == FAIRSCALE:
-        return _wrap_by_fairscale(model, unit_type, device)
-    if system not in COMPOSABLE:
+    if system in COMPOSABLE:
+        fully_shard = importlib.import_module(COMPOSABLE[system]).fully_shard
+        every = {"mesh": mesh_of(mode, device), **options_of(system, mode), **options}
+        units = [module for module in model.modules() if isinstance(module, unit_type)]
+        for unit in units:
+            fully_shard(unit, **every, **({"reshard_after_forward": False} if keep_last and unit is units[-1] else {}))
+        fully_shard(model, **every)
+        return model
+    if system not in WRAPPING:
         raise ValueError(f"unknown system {system!r}")
-    shard_units(system, model, unit_type, init_device_mesh(device.type, (dist.get_world_size(),)))
-    return model
-
-
-def shard_units(system: str, model: nn.Module, unit_type: type[nn.Module], mesh: DeviceMesh, **options: Any) -> None:
-    """Call the system's ``fully_shard`` with the same options on every ``unit_type``, then on the root."""
-    fully_shard = importlib.import_module(COMPOSABLE[system]).fully_shard
-    for module in model.modules():
-        if isinstance(module, unit_type):
-            fully_shard(module, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
-
-
-def wrap_units(
-    system: str, model: nn.Module, unit_type: type[nn.Module], device: torch.device, **options: Any
-) -> nn.Module:
-    """The system's ``FullyShardedDataParallel`` around ``model``, every ``unit_type`` inside a unit of its own."""
     wrapping = WRAPPING[system]
     library, policies = importlib.import_module(wrapping.library), importlib.import_module(wrapping.policies)
+    if prefetch is not None:
+        member = PREFETCHES[prefetch]
+        options["backward_prefetch"] = None if member is None else library.BackwardPrefetch[member]
     wrapped: nn.Module = library.FullyShardedDataParallel(
         model,
         auto_wrap_policy=policies.ModuleWrapPolicy({unit_type}),
         use_orig_params=wrapping.use_orig_params,
         device_id=device,
+        **options_of(system, mode),
         **options,
     )
     return wrapped
-
-
-def _wrap_by_fairscale(model: nn.Module, unit_type: type[nn.Module], device: torch.device) -> nn.Module:
-    from fairscale.nn import FullyShardedDataParallel
-
-    if not torch.cuda.is_available():
-        _stand_in_for_streams(FullyShardedDataParallel)
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, unit_type):
-                wrapped = FullyShardedDataParallel(child, compute_device=device)
-                module._modules[name] = wrapped
-    root: nn.Module = FullyShardedDataParallel(model, compute_device=device)
-    return root
-
-
-class _Stream:
-    """In place of a CUDA stream: on a CPU everything is in order already."""
-
-    def wait_stream(self, other: object) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-def _stand_in_for_streams(wrapper: Any) -> None:
-    """Give fairscale's wrapper streams that do nothing, in this process: it asks for them unconditionally."""
-    only = _Stream()
-    functions: Any = torch.cuda
-    functions.current_stream = lambda *_: only
-    functions.stream = lambda *_: contextlib.nullcontext()
-    tensors: Any = torch.Tensor
-    tensors.record_stream = lambda *_: None
-    set_up = wrapper._setup_streams
-
-    def set_up_streams(self: Any) -> None:
-        set_up(self)  # shares an empty dict with the wrappers inside
-        if not self._streams and self._is_root:
-            self._streams.update(dict.fromkeys(("fp32_to_fp16", "all_gather", "post_backward"), only))
-
-    wrapper._setup_streams = set_up_streams

@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,15 +41,17 @@ from bench.contestants import (
     fake_group,
 )
 from bench.models import TinyUnit, tiny_units
-from bench.report import spread_cell, spread_of
-from bench.statistics import Spread, paired_spread, spread
-from bench.turns import each_that_runs, take_turns
+from bench.report import column
+from bench.statistics import paired_spread, spread
+from bench.turns import compete
 
 PLAIN = UNSHARDED
 SYSTEMS = (PLAIN, FSDP1, FSDP1_FLAT, FSDP2, FULLSHARD, WRAPPER, WRAPPER_FLAT)
 FIGURES = {"forward_backward": "forward + backward", "step": "with optimizer step"}
 # What the wrapper may cost of FSDP1 with the same flag, forward and backward.
 WRAPPER_TARGET = 0.50
+
+Turns = Mapping[str, Sequence[Mapping[str, float]]]  # seconds by contestant, round and figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,43 +91,31 @@ class Runner:
         self.optimizer.zero_grad(set_to_none=True)
         return after_backward - start, time.perf_counter() - start
 
-    def turn(self) -> tuple[float, float]:
+    def turn(self) -> dict[str, float]:
         """Medians of both times over some steps."""
-        forward_backward, whole = zip(*(self.step() for _ in range(self.steps)), strict=True)
-        return statistics.median(forward_backward), statistics.median(whole)
+        times = zip(*(self.step() for _ in range(self.steps)), strict=True)
+        return dict(zip(FIGURES, map(statistics.median, times), strict=True))
 
 
-def compete(
-    systems: Sequence[str], options: Options, device: str = "cpu"
-) -> tuple[dict[str, dict[str, list[float]]], dict[str, str]]:
-    """Seconds per contestant, figure and round; the second value says why one cannot run."""
-    runners, failures = each_that_runs(systems, lambda system: Runner(system, options, device))
-    turns = take_turns({name: runner.turn for name, runner in runners.items()}, options.rounds)
-    figures = tuple(enumerate(FIGURES))
-    return {n: {figure: [one[i] for one in each] for i, figure in figures} for n, each in turns.items()}, failures
+def measured(systems: Sequence[str], options: Options, device: str = "cpu") -> tuple[dict[str, Any], dict[str, str]]:
+    """Everyone's summary, and why one cannot run."""
+    turns, failures = compete(systems, partial(Runner, options=options, device=device), options.rounds)
+    return summarise(turns, options.units), failures
 
 
-def host_costs(seconds: Mapping[str, Mapping[str, Sequence[float]]], figure: str, units: int) -> dict[str, list[float]]:
-    """Seconds per unit beyond the plain model, per contestant and round."""
-    plain = seconds[PLAIN][figure]
-    return {
-        name: [(mine - base) / units for mine, base in zip(times[figure], plain, strict=True)]
-        for name, times in seconds.items()
-        if name != PLAIN
-    }
-
-
-def summarise(seconds: Mapping[str, Mapping[str, Sequence[float]]], units: int) -> dict[str, dict[str, Any]]:
+def summarise(turns: Turns, units: int) -> dict[str, dict[str, Any]]:
     """JSON-ready: per contestant and figure the step, the cost per unit and its ratio to FSDP2's, and, of
     fullshard's wrapper, to FSDP1's with the same flag."""
-    summary: dict[str, dict[str, Any]] = {name: {} for name in seconds}
+    summary: dict[str, dict[str, Any]] = {name: {} for name in turns}
     for figure in FIGURES:
-        costs = host_costs(seconds, figure, units)
+        seconds = {name: [one[figure] for one in each] for name, each in turns.items()}
+        costs = {
+            name: [(mine - base) / units for mine, base in zip(times, seconds[PLAIN], strict=True)]
+            for name, times in seconds.items()
+            if name != PLAIN
+        }
         for name, times in seconds.items():
-            entry: dict[str, Any] = {
-                "median_step_seconds": spread(times[figure]).median,
-                "seconds": list(times[figure]),
-            }
+            entry: dict[str, Any] = {"median_step_seconds": spread(times).median, "seconds": times}
             if name in costs:
                 entry["host_seconds_per_unit"] = spread(costs[name]).as_json()
                 for label, peer in (("fsdp2", FSDP2), ("fsdp1", PEER_WITH_SAME_FLAG.get(name))):
@@ -135,51 +126,33 @@ def summarise(seconds: Mapping[str, Mapping[str, Sequence[float]]], units: int) 
 
 
 def table(summary: Mapping[str, Mapping[str, Any]], failures: Mapping[str, str]) -> str:
-    header = ["contestant"]
-    for label in FIGURES.values():
-        header += [f"{label}: step, ms", "host time per unit, us", "/ FSDP2", "/ FSDP1, same flag"]
-    rows = []
-    for name, figures in summary.items():
-        row = ["plain" if name == PLAIN else name]
-        for figure in FIGURES:
-            entry = figures[figure]
-            row += [
-                f"{1e3 * entry['median_step_seconds']:.1f}",
-                spread_cell(entry.get("host_seconds_per_unit"), ".0f", 1e6),
-                spread_cell(entry.get("host_cost_ratio_to_fsdp2")),
-                spread_cell(entry.get("host_cost_ratio_to_fsdp1")),
-            ]
-        rows.append(row)
-    return report.markdown_table(header, rows, failures)
+    columns = []
+    for figure, label in FIGURES.items():
+        columns += [
+            column(f"{label}: step, ms", figure, "median_step_seconds", spec=".1f", scale=1e3),
+            column("host time per unit, us", figure, "host_seconds_per_unit", spec=".0f", scale=1e6),
+            column("/ FSDP2", figure, "host_cost_ratio_to_fsdp2"),
+            column("/ FSDP1, same flag", figure, "host_cost_ratio_to_fsdp1"),
+        ]
+    named = {"plain" if name == PLAIN else name: entry for name, entry in summary.items()}
+    return report.table("contestant", named, columns, failures)
 
 
 def verdicts(summary: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Per wrapper of fullshard whose peer ran: its ratio to FSDP1, and whether it meets the target."""
     lines = []
     for name in (WRAPPER, WRAPPER_FLAT):
-        found = summary.get(name, {}).get("forward_backward", {}).get("host_cost_ratio_to_fsdp1")
+        found = report.value_under(summary, (name, "forward_backward", "host_cost_ratio_to_fsdp1"))
         if found is not None:
             lines.append(report.verdict(f"{name}:", found["median"], WRAPPER_TARGET, " of FSDP1's"))
     return lines
-
-
-def bars(summary: Mapping[str, Mapping[str, Any]]) -> list[report.Panel]:
-    panels = []
-    for figure, label in FIGURES.items():
-        for peer in ("FSDP2", "FSDP1"):
-            key = f"host_cost_ratio_to_{peer.lower()}"
-            found = {name: spread_of(figures[figure].get(key)) for name, figures in summary.items()}
-            values: dict[str, float | Spread] = {name: value for name, value in found.items() if value is not None}
-            panels.append(report.Panel(f"host time per unit / {peer}, {label}", values, 1.0))
-    return panels
 
 
 def run(options: Options) -> None:
     """Compare the host time per unit and step of fullshard and its peers."""
     with fake_group(options.ranks):
         chosen = [name for name in SYSTEMS if not options.only or name == PLAIN or name in options.only]
-        seconds, failures = compete(chosen, options)
-    summary = summarise(seconds, options.units)
+        summary, failures = measured(chosen, options)
     paragraphs = [
         f"{options.units} units (linear 16 x 16 and norm) at batch 1, rank 0 of {options.ranks} on a fake "
         f"process group, one thread; {options.rounds} rounds of {options.steps_per_round} steps.",
@@ -187,11 +160,16 @@ def run(options: Options) -> None:
         *report.against_targets(verdicts(summary)),
         *report.could_not_run(failures),
     ]
+    panels = {
+        f"host time per unit / {peer.upper()}, {label}": (figure, f"host_cost_ratio_to_{peer}")
+        for figure, label in FIGURES.items()
+        for peer in ("fsdp2", "fsdp1")
+    }
     report.publish(
         options,
         "host_cost",
         {"settings": options.settings, "contestants": summary, "not_run": failures},
         paragraphs,
-        draw=lambda path: report.plot_bars(path, f"{options.units} tiny units (whiskers: quartiles)", bars(summary)),
-        image_text="Host time per unit",
+        title="Host time per unit",
+        panels=report.bars(summary, panels),
     )

@@ -36,6 +36,12 @@ class GPTShape:
     def sequence(self) -> int:
         return min(self.tokens, LONGEST_SEQUENCE)
 
+    @property
+    def parameters(self) -> int:
+        """How many the model has."""
+        rows = 12 * self.blocks * self.width + 13 * self.blocks + 2 * self.vocabulary + self.sequence + 2
+        return rows * self.width
+
 
 class Block(nn.Module):
     """Pre-norm causal self-attention and a four times wider GELU MLP."""

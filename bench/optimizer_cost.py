@@ -19,15 +19,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from bench import report
 from bench.command_line import Options as SharedOptions
 from bench.command_line import option
-from bench.contestants import FSDP2, FULLSHARD, fake_group, shard_units
-from bench.report import spread_cell
+from bench.contestants import FSDP2, FULLSHARD, distribute, fake_group
+from bench.report import cell, column
 from bench.statistics import Spread, paired_spread, spread
-from bench.turns import each_that_runs, take_turns
+from bench.turns import compete
 
 PLAIN, FLAT = "plain", "flat"
 SYSTEMS = (PLAIN, FSDP2, FULLSHARD, FLAT)
@@ -88,8 +87,7 @@ class Runner:
         system, _, implementation = name.partition(" ")
         torch.manual_seed(0)
         model = nn.Sequential(*(SmallUnit() for _ in range(settings.units)))
-        sharding = FSDP2 if system == FSDP2 else FULLSHARD
-        shard_units(sharding, model, SmallUnit, init_device_mesh("cpu", (settings.ranks,)))
+        distribute(FSDP2 if system == FSDP2 else FULLSHARD, model, SmallUnit, torch.device("cpu"))
         model(torch.randn(1, 128)).sum().backward()
         self.parameters: list[Tensor] = list(model.parameters())
         if system == PLAIN:
@@ -120,13 +118,6 @@ def _plain(parameter: Any) -> nn.Parameter:
     plain = nn.Parameter(parameter.to_local().detach().clone())
     plain.grad = parameter.grad.to_local().clone()
     return plain
-
-
-def compete(systems: Sequence[str], options: Options) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Seconds per step, per contestant and round; the second value says why one cannot run."""
-    names = [f"{system} {implementation}" for system in systems for implementation in IMPLEMENTATIONS]
-    runners, failures = each_that_runs(names, lambda name: Runner(name, options))
-    return take_turns({name: runner.turn for name, runner in runners.items()}, options.rounds), failures
 
 
 def ratio(seconds: Mapping[str, Sequence[float]], name: str, reference: str) -> Spread | None:
@@ -164,22 +155,18 @@ def judge(seconds: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
 
 
 def table(summary: Mapping[str, Mapping[str, Any]], failures: Mapping[str, str]) -> str:
-    header = ["AdamW step", "ms", "us per parameter", "/ plain tensors", "/ FSDP2"]
-    rows = [
-        [
-            name,
-            f"{1e3 * entry['median_step_seconds']:.2f}",
-            spread_cell(entry["seconds_per_parameter"], scale=1e6),
-            *(spread_cell(entry[f"ratio_to_{peer}"]) for peer in (PLAIN, FSDP2)),
-        ]
-        for name, entry in summary.items()
-    ]
-    return report.markdown_table(header, rows, failures)
+    columns = (
+        column("ms", "median_step_seconds", scale=1e3),
+        column("us per parameter", "seconds_per_parameter", scale=1e6),
+        column("/ plain tensors", f"ratio_to_{PLAIN}"),
+        column("/ FSDP2", f"ratio_to_{FSDP2}"),
+    )
+    return report.table("AdamW step", summary, columns, failures)
 
 
 def verdict_table(verdicts: Sequence[Mapping[str, Any]]) -> str:
     rows = [
-        [str(each["target"]), f"{each['limit']:.2f}", f"{spread_cell(each)}{'' if each['met'] else ' (missed)'}"]
+        [str(each["target"]), f"{each['limit']:.2f}", f"{cell(each)}{'' if each['met'] else ' (missed)'}"]
         for each in verdicts
     ]
     return report.markdown_table(["ratio", "target, at most", "reached"], rows)
@@ -187,9 +174,10 @@ def verdict_table(verdicts: Sequence[Mapping[str, Any]]) -> str:
 
 def run(options: Options) -> None:
     """Compare what a step of AdamW costs on plain, sharded and localized parameters."""
+    chosen = [name for name in SYSTEMS if not options.only or name == PLAIN or name in options.only]
+    names = [f"{system} {implementation}" for system in chosen for implementation in IMPLEMENTATIONS]
     with fake_group(options.ranks):
-        chosen = [name for name in SYSTEMS if not options.only or name == PLAIN or name in options.only]
-        seconds, failures = compete(chosen, options)
+        seconds, failures = compete(names, lambda name: Runner(name, options), options.rounds)
     parameters = options.units * PARAMETERS_PER_UNIT
     summary, verdicts = summarise(seconds, parameters), judge(seconds)
     paragraphs = [

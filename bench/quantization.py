@@ -2,9 +2,7 @@
 
 1. ``fullshard train`` with its defaults, once per format, same seed: validation losses, and bytes as the run counts
    them.
-2. The replicate axis: a smaller model on two replicas, gradients all-reduced in full precision, as int8 blocks, and as
-   int8 blocks with error feedback, in blocks of 128 and of 2,048 values; for several seeds.
-3. How fast one core quantizes, and what follows for a network: bytes over bandwidth beside the time for that.
+2. How fast one core quantizes, and what follows for a network: bytes over bandwidth beside the time for that.
 
 Losses are compared, never times: what a slow network would gain is calculated from bytes.
 """
@@ -19,47 +17,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 
 from bench import report
 from bench.command_line import DOCUMENT, option
 from bench.command_line import Options as SharedOptions
-from bench.contestants import system_alone
-from bench.teams import Launch, Team
-from bench.worker import join_group
-from fullshard import fully_shard
+from bench.report import column, mebibytes
 from fullshard.comm.quantized.blocks import BlockFormat
 from fullshard.policy import CommQuantization
-from fullshard.train import corpus as texts
-from fullshard.train.config import COMM_QUANTIZATIONS, GPTConfig, TrainConfig, TrainingConfig
-from fullshard.train.evaluation import HeldOut
-from fullshard.train.model import GPT, initialize
-from fullshard.train.optimizer import learning_rate
+from fullshard.train.config import COMM_QUANTIZATIONS, TrainConfig
 
 PAGE = DOCUMENT.with_name("low_bandwidth.md")
 TARGET = 0.01  # of the validation loss in full precision
-FULL = "full precision"
-REPLICATE: dict[str, CommQuantization] = {
-    FULL: CommQuantization(),
-    "int8, block 128": CommQuantization(reduce="int8", min_bytes=4096),
-    "int8, block 128, error feedback": CommQuantization(reduce="int8", min_bytes=4096, error_feedback=True),
-    "int8, block 2048": CommQuantization(reduce="int8", min_bytes=4096, block=2048),
-    "int8, block 2048, error feedback": CommQuantization(
-        reduce="int8", min_bytes=4096, block=2048, error_feedback=True
-    ),
-}
-# Small enough for several seeds: one run of each says little about differences of a few thousandths.
-REPLICATED = TrainConfig(
-    model=GPTConfig(layers=2, width=64, heads=2, sequence=64, ngram_rows=512),
-    training=TrainingConfig(batch=4, warmup=20, lr=6e-3),
-)
 BANDWIDTHS = {"1 Gbit/s": 0.125e9, "10 Gbit/s": 1.25e9, "25 Gbit/s": 3.125e9, "100 Gbit/s": 12.5e9}
 # Bytes per parameter of gathers (twice a step) and of the reduction: what is usual, and what becomes of it.
 PRECISIONS = {"fp32": (4.0, 4.0), "bf16, gradients in fp32": (2.0, 4.0), "bf16": (2.0, 2.0)}
@@ -71,8 +44,6 @@ class Options(SharedOptions):
 
     steps: int = TrainConfig().training.steps
     only: tuple[str, ...] = option((), choices=tuple(COMM_QUANTIZATIONS))
-    feedback_steps: int = option(150, "Steps on replicas; 0: leave them out.", least=0)
-    seeds: int = 3
     document: Path = PAGE
 
 
@@ -95,71 +66,6 @@ def train_once(name: str, steps: int, folder: Path) -> dict[str, Any]:
     norms = [r["grad_norm"] for r in records if r["kind"] == "train"]
     received = summary.get("comm_quantization")
     return {"validation": between, "loss": final, "received": received, "largest_norm": max(norms)}
-
-
-# ------------------------------------------------------------------ the replicate axis
-
-
-def replicate_all(steps: int, seeds: int, folder: Path) -> dict[str, list[float]]:
-    """The validation losses after training on two replicas, by policy and seed."""
-    team = Team(Launch.of(system_alone("replicas"), __name__, folder, ranks=2, steps=steps), folder, timeout=3600.0)
-    losses: dict[str, list[float]] = {name: [] for name in REPLICATE}
-    try:
-        team.started()
-        for seed in range(seeds):
-            for name in REPLICATE:
-                losses[name] += team.ask("train", name=name, seed=seed)[:1]
-    finally:
-        team.end()
-    return losses
-
-
-class Replica:
-    """One of two, on which a smaller model trains.
-
-    Args:
-        rank: Of this process.
-        steps: Of each training.
-    """
-
-    def __init__(self, rank: int, steps: int) -> None:
-        self.rank, self.settings = rank, replace(REPLICATED.training, steps=steps)
-        self.sequence = REPLICATED.model.sequence
-        self.corpus = texts.read((), seed=0, sequence=self.sequence)
-        self.mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-
-    def train(self, name: str, seed: int) -> float:
-        """The validation loss after training with the policy of this name."""
-        settings, sequence = self.settings, self.sequence
-        model = GPT(REPLICATED.model)
-        initialize(model, seed)
-        for block in model.blocks:
-            fully_shard(block, mesh=self.mesh)
-        fully_shard(model, mesh=self.mesh).set_comm_quantization(replicate=REPLICATE[name])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), fused=True)
-        for step in range(1, settings.steps + 1):
-            optimizer.param_groups[0]["lr"] = learning_rate(step, settings)
-            pairs = texts.sample(
-                self.corpus.train, batch=settings.batch, sequence=sequence, key=(seed, step), part=(self.rank, 2)
-            )
-            torch.autograd.backward(_loss(model, torch.from_numpy(pairs)))
-            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-            optimizer.step()
-            optimizer.zero_grad()
-        held_out = HeldOut.take(self.corpus.validation, 32 * 1024, sequence)
-        pairs = texts.windows(held_out.text, np.arange(held_out.count) * sequence, sequence)
-        with torch.no_grad():
-            found = [_loss(model, part).item() for part in torch.from_numpy(pairs).split(64)]
-        return sum(found) / len(found)
-
-
-def build(rank: int, ranks: int, store: str, threads: int, steps: int) -> Replica:
-    join_group(rank, ranks, store)
-    return Replica(rank, steps)
-
-
-def _loss(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 # ------------------------------------------------------------------ bytes and seconds
@@ -214,43 +120,23 @@ def predictions(parameters: float = 1e9, ranks: int = 8) -> list[dict[str, Any]]
 
 def jobs_table(jobs: Mapping[str, Mapping[str, Any]]) -> str:
     """One row per run of the training job."""
-    header = [
-        "--comm-quantization",
-        "validation loss",
-        "/ none",
-        "bits per byte",
-        "received per rank, MiB",
-        "in full, MiB",
-        "ratio",
-    ]
-    rows = []
+    rows = {}
     for name, job in jobs.items():
-        job_bytes = job["received"] or {}
-        got, full = job_bytes.get("bytes_received"), job_bytes.get("bytes_in_full_precision")
-        ratio = job["loss"] / jobs["none"]["loss"] if "none" in jobs else None
-        rows.append(
-            [
-                name,
-                f"{job['loss']:.4f}",
-                "-" if ratio is None else f"{ratio:.4f}",
-                f"{job['loss'] / math.log(2):.3f}",
-                "-" if got is None else f"{got / 2**20:,.0f}",
-                "-" if full is None else f"{full / 2**20:,.0f}",
-                "-" if not full else f"{got / full:.3f}",
-            ]
+        got, full = (
+            (job["received"] or {}).get("bytes_received"),
+            (job["received"] or {}).get("bytes_in_full_precision"),
         )
-    return report.markdown_table(header, rows)
-
-
-def replicate_table(losses: Mapping[str, Sequence[float]]) -> str:
-    """One row per policy of the replicate axis: the mean over seeds, and each seed's ratio."""
-    rows = []
-    for name, found in losses.items():
-        ratios = [mine / full for mine, full in zip(found, losses[FULL], strict=True)]
-        each = ", ".join(f"{ratio:.4f}" for ratio in ratios)
-        rows.append([name, f"{sum(found) / len(found):.4f}", f"{sum(ratios) / len(ratios):.4f}", each])
-    header = ["all-reduce over two replicas", "validation loss", "/ full precision", "by seed"]
-    return report.markdown_table(header, rows)
+        to_full = job["loss"] / jobs["none"]["loss"] if "none" in jobs else None
+        rows[name] = {**job, "to_full": to_full, "got": got, "full": full, "ratio": got / full if full else None}
+    columns = (
+        column("validation loss", "loss", spec=".4f"),
+        column("/ none", "to_full", spec=".4f"),
+        column("bits per byte", "loss", spec=".3f", scale=1 / math.log(2)),
+        mebibytes("received per rank, MiB", "got", spec=",.0f"),
+        mebibytes("in full, MiB", "full", spec=",.0f"),
+        column("ratio", "ratio", spec=".3f"),
+    )
+    return report.table("--comm-quantization", rows, columns)
 
 
 def predictions_table(found: Sequence[Mapping[str, Any]]) -> str:
@@ -282,18 +168,12 @@ def verdict(jobs: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def paragraphs(result: Mapping[str, Any]) -> list[str]:
     """What the page says."""
-    steps, feedback = result["settings"]["steps"], result["settings"]["feedback_steps"]
+    steps = result["settings"]["steps"]
     rates = ", ".join(f"{name} {1e-6 * rate:,.0f}" for name, rate in result["values_per_second"].items())
-    lines = [f"`fullshard train`, two gloo ranks, {steps} steps, the same seed.", jobs_table(result["jobs"])]
-    lines += report.against_targets(verdict(result["jobs"]))
-    if result["replicate"]:
-        lines += [
-            f"A smaller model ({REPLICATED.model.parameter_count:,} parameters) on two replicas, {feedback} steps, "
-            "mean over seeds.",
-            replicate_table(result["replicate"]),
-        ]
     return [
-        *lines,
+        f"`fullshard train`, two gloo ranks, {steps} steps, the same seed.",
+        jobs_table(result["jobs"]),
+        *report.against_targets(verdict(result["jobs"])),
         "Seconds that the bytes of a step take, in full and quantized, for 10^9 parameters on 8 ranks that gather "
         "twice and reduce once (calculated):",
         predictions_table(result["predictions"]),
@@ -305,17 +185,13 @@ def run(options: Options) -> None:
     """Train with and without quantized communication, and calculate what it saves."""
     torch.set_num_threads(1)
     jobs: dict[str, dict[str, Any]] = {}
-    replicate: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in options.only or COMM_QUANTIZATIONS:
             jobs[name] = train_once(name, options.steps, Path(folder))
             print(f"{name}: validation loss {jobs[name]['loss']:.4f}", flush=True)
-        if options.feedback_steps:
-            replicate = replicate_all(options.feedback_steps, options.seeds, Path(folder))
     figures = {
         "settings": {**options.settings, "policy": asdict(CommQuantization())},
         "jobs": jobs,
-        "replicate": replicate,
         "predictions": predictions(),
         "values_per_second": rounding_rates(),
     }

@@ -15,7 +15,11 @@ from bench.command_line import Options
 from bench.environment import Environment, current_environment
 from bench.statistics import Spread
 
+DARK, LIGHT = "#1f6f8b", "#b9c4cc"
 _LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+
+# Header, and the cell of a contestant's entry in the JSON.
+Column = tuple[str, Callable[[Mapping[str, Any]], str]]
 
 
 # ------------------------------------------------------------------ cells and sentences
@@ -34,26 +38,46 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], failure
     return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows, *missing])
 
 
-def cell(value: float | None, spec: str, scale: float = 1.0) -> str:
-    return "-" if value is None else format(value * scale, spec)
+def cell(value: Any, spec: str = ".2f", scale: float = 1.0) -> str:
+    """A number, or a spread as ``as_json`` stored it; a dash for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, Mapping):
+        found = spread_of(value)
+        return format(
+            Spread(*(scale * each for each in (found.median, found.lower_quartile, found.upper_quartile))), spec
+        )
+    return format(value * scale, spec)
 
 
-def mebibytes(value: float | None, spec: str = ".0f") -> str:
-    return cell(value, spec, 2**-20)
-
-
-def spread_of(stored: Mapping[str, Any] | None) -> Spread | None:
+def spread_of(stored: Mapping[str, Any]) -> Spread:
     """A spread as ``as_json`` stored it, perhaps beside other things."""
-    if stored is None:
-        return None
     return Spread(stored["median"], stored["lower_quartile"], stored["upper_quartile"])
 
 
-def spread_cell(stored: Mapping[str, Any] | None, spec: str = ".2f", scale: float = 1.0) -> str:
-    found = spread_of(stored)
-    if found is None:
-        return "-"
-    return format(Spread(scale * found.median, scale * found.lower_quartile, scale * found.upper_quartile), spec)
+def column(header: str, *keys: str, spec: str = ".2f", scale: float = 1.0) -> Column:
+    """A column with what stands under ``keys`` of an entry."""
+    return header, lambda entry: cell(value_under(entry, keys), spec, scale)
+
+
+def mebibytes(header: str, *keys: str, spec: str = ".0f") -> Column:
+    """A column of bytes."""
+    return column(header, *keys, spec=spec, scale=2**-20)
+
+
+def value_under(entry: Any, keys: Sequence[str]) -> Any:
+    """What stands under keys of keys; None if one is missing."""
+    for key in keys:
+        entry = None if entry is None else entry.get(key)
+    return entry
+
+
+def table(
+    first: str, entries: Mapping[str, Mapping[str, Any]], columns: Sequence[Column], failures: Iterable[str] = ()
+) -> str:
+    """One row per contestant."""
+    rows = [[name, *(text(entry) for _, text in columns)] for name, entry in entries.items()]
+    return markdown_table([first, *(header for header, _ in columns)], rows, failures)
 
 
 def verdict(what: str, value: float, limit: float, of: str = "") -> str:
@@ -86,13 +110,6 @@ def replace_block(text: str, name: str, block: str) -> str:
     return f"{text.rstrip()}\n\n{fresh}\n"
 
 
-def update_document(path: Path, name: str, block: str) -> None:
-    """Replace one block of the documentation page; a missing page is created."""
-    text = path.read_text(encoding="utf-8") if path.exists() else "# Measurements\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(replace_block(text, name, block), encoding="utf-8")
-
-
 def store(options: Options, benchmark: str, figures: Mapping[str, object], *parts: object) -> tuple[Path, Environment]:
     """Write the figures as JSON, named after the benchmark, ``parts`` and this kind of machine."""
     environment = current_environment()
@@ -108,11 +125,11 @@ def publish(
     figures: Mapping[str, object],
     paragraphs: Sequence[str],
     *,
-    draw: Callable[[Path], bool] | None = None,
-    image_text: str = "",
+    title: str = "",
+    panels: Sequence[Bars | Curves] = (),
     parts: Sequence[object] = (),
     marker: str | None = None,
-) -> Path:
+) -> None:
     """Write JSON and plot, print the paragraphs, and put them into the page if that was asked for.
 
     Args:
@@ -120,26 +137,28 @@ def publish(
         benchmark: Names the file and the block of the page.
         figures: Everything that was measured.
         paragraphs: What the page says, without provenance and plot.
-        draw: Draws the plot to a path; returns False if there was nothing to draw.
-        image_text: Of the plot.
+        title: Of the plot.
+        panels: Of the plot.
         parts: More of the file's name.
         marker: The name of the block if it is not the benchmark's.
     """
     path, environment = store(options, benchmark, figures, *parts)
-    image = path.with_suffix(".png")
-    drawn = draw is not None and draw(image)
-    write_page(
-        options, marker or benchmark, [*paragraphs, provenance(environment)], image if drawn else None, image_text
-    )
-    return path
+    image = plot(path.with_suffix(".png"), title, panels)
+    write_page(options, marker or benchmark, [*paragraphs, provenance(environment)], image, title)
 
 
-def write_page(options: Options, marker: str, paragraphs: Sequence[str], image: Path | None, image_text: str) -> None:
-    """Print a block of the page, and put it there with its plot if that was asked for."""
+def write_page(
+    options: Options, marker: str, paragraphs: Sequence[str], image: Path | None = None, title: str = ""
+) -> None:
+    """Print a block of the page, and put it there with its plot if that was asked for; a missing page is created."""
     print("\n" + "\n\n".join(paragraphs) + "\n", flush=True)
-    if options.write_document:
-        links = [] if image is None else [image_link(image, options.document, image_text)]
-        update_document(options.document, marker, "\n\n".join([*paragraphs, *links]))
+    if not options.write_document:
+        return
+    page = options.document
+    links = [] if image is None else [image_link(image, page, title)]
+    text = page.read_text(encoding="utf-8") if page.exists() else "# Measurements\n"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(replace_block(text, marker, "\n\n".join([*paragraphs, *links])), encoding="utf-8")
 
 
 def write_json(path: Path, result: Mapping[str, object]) -> None:
@@ -173,67 +192,108 @@ def image_link(image: Path, document: Path, text: str) -> str:
     return f"![{text}]({Path(relative).as_posix()})"
 
 
+# ------------------------------------------------------------------ plots
+
+
 @dataclass(frozen=True)
-class Panel:
-    """One group of horizontal bars: a value, or a value with its quartiles, per contestant."""
+class Bars:
+    """Horizontal bars: a value, or a value with its quartiles, per contestant; those of ``highlight`` stand out."""
 
     title: str
     values: Mapping[str, float | Spread]
+    reference: float | None = 1.0
+    highlight: str = "fullshard"
+
+    @property
+    def size(self) -> tuple[float, float]:
+        return 5.2, 1.0 + 0.42 * len(self.values)
+
+    def draw(self, axis: Any) -> None:
+        """Draw them on an axis of matplotlib."""
+        names = list(self.values)
+        spreads = [v if isinstance(v, Spread) else Spread(v, v, v) for v in self.values.values()]
+        below = [s.median - s.lower_quartile for s in spreads]
+        above = [s.upper_quartile - s.median for s in spreads]
+        colors = [DARK if name.startswith(self.highlight) else LIGHT for name in names]
+        whiskers = [below, above] if any([*below, *above]) else None
+        axis.barh(names, [s.median for s in spreads], color=colors, xerr=whiskers, capsize=3)
+        limit = max([s.upper_quartile for s in spreads] + [self.reference or 0.0]) or 1.0
+        for row, s in enumerate(spreads):
+            place = s.upper_quartile + 0.015 * limit
+            axis.text(place, row, f"{s.median:.2f}", va="center", fontsize=9, bbox=_LABEL_BOX)
+        if self.reference is not None:
+            axis.axvline(self.reference, color="#555555", linewidth=1, linestyle="--")
+        axis.set_xlim(0, 1.14 * limit)
+        axis.invert_yaxis()
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Lines over a logarithmic axis, per contestant ``{x: y}``; ours dark, the others light."""
+
+    title: str
+    values: Mapping[str, Mapping[float, float]]
+    label: str
+    logarithmic: bool = False
     reference: float | None = None
+    size = (4.4, 3.6)
+
+    def draw(self, axis: Any) -> None:
+        """Draw them on an axis of matplotlib."""
+        for index, (name, points) in enumerate(self.values.items()):
+            ours, style = name.startswith("fullshard"), ("-", "--", ":", "-.")[index % 4]
+            marker, color = "osv^"[index // 4 % 4], DARK if ours else "#d1495b"
+            axis.plot(*zip(*points.items(), strict=True), color=color, linestyle=style, marker=marker, ms=4, label=name)
+        if self.reference is not None:
+            axis.axhline(self.reference, color="#333333", linewidth=1)
+        sizes = sorted({x for points in self.values.values() for x in points})
+        axis.set(xscale="log", yscale="log" if self.logarithmic else "linear", xlabel=self.label)
+        axis.set_xticks(sizes, [f"{size:,g}" for size in sizes])
+        axis.minorticks_off()
+        axis.legend(fontsize=6)
 
 
-def plot_bars(path: Path, title: str, panels: Sequence[Panel], highlight: str = "fullshard") -> bool:
-    """Draw those panels that have bars side by side; False if none has.
+def bars(
+    entries: Mapping[str, Mapping[str, Any]], panels: Mapping[str, Sequence[str]], reference: float | None = 1.0
+) -> list[Bars]:
+    """A panel per title, of what stands under its keys: numbers and spreads, not those of a reference to itself."""
+    found = []
+    for title, keys in panels.items():
+        values: dict[str, float | Spread] = {}
+        for name, entry in entries.items():
+            value = value_under(entry, keys)
+            if isinstance(value, Mapping):
+                if value.get("reference", None) != name.rpartition(", ")[2]:
+                    values[name] = spread_of(value)
+            elif value is not None:
+                values[name] = value
+        found.append(Bars(title, values, reference))
+    return found
 
-    Bars of contestants whose name starts with ``highlight`` stand out.
-    """
-    panels = [panel for panel in panels if panel.values]
+
+def plot(path: Path, title: str, panels: Sequence[Bars | Curves], columns: int = 3) -> Path | None:
+    """Draw those panels that have values, so many side by side; None if none has."""
+    panels = [panel for panel in panels if any(panel.values.values())]
     if not panels:
-        return False
+        return None
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    tallest = max(len(panel.values) for panel in panels)
-    size = (5.2 * len(panels), 1.4 + 0.42 * tallest)
-    figure, axes = pyplot.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
-    for axis, panel in zip(axes[0], panels, strict=True):
-        names = list(panel.values)
-        spreads = [v if isinstance(v, Spread) else Spread(v, v, v) for v in panel.values.values()]
-        medians = [s.median for s in spreads]
-        whiskers = [
-            [s.median - s.lower_quartile for s in spreads],
-            [s.upper_quartile - s.median for s in spreads],
-        ]
-        colors = ["#1f6f8b" if name.startswith(highlight) else "#b9c4cc" for name in names]
-        has_spread = any(isinstance(v, Spread) for v in panel.values.values())
-        axis.barh(names, medians, color=colors, xerr=whiskers if has_spread else None, capsize=3)
-        limit = max([s.upper_quartile for s in spreads] + [panel.reference or 0.0]) or 1.0
-        for row, s in enumerate(spreads):
-            axis.text(
-                s.upper_quartile + 0.015 * limit,
-                row,
-                f"{s.median:.2f}",
-                va="center",
-                fontsize=9,
-                bbox=_LABEL_BOX,
-            )
-        if panel.reference is not None:
-            axis.axvline(panel.reference, color="#555555", linewidth=1, linestyle="--")
-        axis.set_xlim(0, 1.14 * limit)
-        axis.invert_yaxis()
+    across = min(columns, len(panels))
+    down = math.ceil(len(panels) / across)
+    width, height = (max(panel.size[i] for panel in panels) for i in range(2))
+    size = (across * width, 0.4 + down * height)
+    figure, axes = pyplot.subplots(down, across, figsize=size, layout="constrained", squeeze=False)
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        panel.draw(axis)
         axis.set_title(panel.title, fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
     figure.suptitle(title, fontsize=11)
-    save_figure(figure, path)
-    return True
-
-
-def save_figure(figure: Any, path: Path, dpi: int = 130) -> None:
-    """Write a matplotlib figure without a word about what wrote it."""
-    from matplotlib import pyplot
-
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=dpi, metadata={"Software": None})
+    figure.savefig(path, dpi=130, metadata={"Software": None})  # without a word about what wrote it
     pyplot.close(figure)
+    return path

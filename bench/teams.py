@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 from bench.contestants import Contestant, process_environment
 from bench.environment import REPOSITORY, slug
 
-T = TypeVar("T")
 REPLY_TIMEOUT = 150.0  # seconds; longer than a process group's own timeout
 
 
@@ -44,6 +45,11 @@ class Launch:
         assignments = [{"rank": rank, **shared} for rank in range(ranks)]
         return cls(contestant.name, worker, process_environment(contestant, threads), assignments)
 
+    @classmethod
+    def alone(cls, contestant: Contestant, worker: str, /, **assignment: object) -> Launch:
+        """One process, without a group."""
+        return cls(contestant.name, worker, process_environment(contestant, 1), [assignment])
+
 
 class Rank:
     """One worker process and the lines it answers with."""
@@ -59,6 +65,7 @@ class Rank:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
+            start_new_session=True,  # so that it ends with all that it has started
         )
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -95,74 +102,67 @@ class Rank:
         return f"{cause}, {said[-1] if said else 'nothing on stderr'}"
 
     def end(self) -> None:
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
-class Team:
-    """All ranks of one contestant. ``folder`` takes their logs, ``timeout`` is that of an answer."""
-
-    def __init__(self, launch: Launch, folder: Path, timeout: float = REPLY_TIMEOUT) -> None:
-        self.name = launch.name
-        self.ranks: list[Rank] = []
-        self._files = contextlib.ExitStack()
-        for rank in range(len(launch.assignments)):
-            log = self._files.enter_context((folder / f"{slug(launch.name)}.{rank}.log").open("w"))
-            self.ranks.append(Rank(launch, rank, log, timeout))
-
-    def started(self) -> None:
-        """Wait until every rank has built what it will be asked about."""
-        for rank in self.ranks:
-            rank.reply()
-
-    def ask(self, do: str, **request: object) -> list[Any]:
-        """Every rank's answer."""
-        for rank in self.ranks:
-            rank.ask({"do": do, **request})
-        return [rank.reply() for rank in self.ranks]
-
-    def end(self) -> None:
-        for rank in self.ranks:
-            rank.end()
-        self._files.close()
-
-
 class Teams:
-    """Teams that are alive together; one that fails is ended, and why is in ``failures``.
+    """Contestants whose ranks are alive together; one that fails is ended, and why is in ``failures``.
 
     Args:
         folder: For their logs.
     """
 
-    alive: dict[str, Team]
+    alive: dict[str, list[Rank]]
     failures: dict[str, str]
     _folder: Path
+    _logs: contextlib.ExitStack
 
     def __init__(self, folder: Path) -> None:
-        self.alive, self.failures, self._folder = {}, {}, folder
+        self.alive, self.failures, self._folder, self._logs = {}, {}, folder, contextlib.ExitStack()
 
     def __enter__(self) -> Teams:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for team in self.alive.values():
-            team.end()
+        for rank in (rank for team in self.alive.values() for rank in team):
+            rank.end()
+        self._logs.close()
 
     def start(self, launch: Launch, timeout: float = REPLY_TIMEOUT) -> None:
-        """Start the contestant's ranks, and wait until they are ready."""
-        self.alive[launch.name] = team = Team(launch, self._folder, timeout)
-        self._try(launch.name, team.started)
+        """Start the contestant's ranks, and wait until each has built what it will be asked about.
 
-    def ask(self, name: str, do: str, **request: object) -> list[Any] | None:
+        Args:
+            launch: The contestant.
+            timeout: Of each answer, in seconds.
+        """
+        self.alive[launch.name] = ranks = []
+        for index in range(len(launch.assignments)):
+            log = self._logs.enter_context((self._folder / f"{slug(launch.name)}.{index}.log").open("w"))
+            ranks.append(Rank(launch, index, log, timeout))
+        self._replies(launch.name)
+
+    def ask(self, name: str, do: str, /, **request: object) -> list[Any] | None:
         """Every rank's answer; None if the contestant fails, or has failed before."""
-        team = self.alive.get(name)
-        return None if team is None else self._try(name, lambda: team.ask(do, **request))
+        for rank in self.alive.get(name, ()):
+            rank.ask({"do": do, **request})
+        return self._replies(name) if name in self.alive else None
 
-    def _try(self, name: str, action: Callable[[], T]) -> T | None:
+    def _replies(self, name: str) -> list[Any] | None:
         try:
-            return action()
+            return [rank.reply() for rank in self.alive[name]]
         except ContestantFailedError as error:
             self.failures[name] = str(error)
             print(f"{name} cannot go on: {error}", flush=True)
-            self.alive.pop(name).end()
+            for rank in self.alive.pop(name):
+                rank.end()
             return None
+
+
+def ask_alone(launch: Launch, timeout: float, do: str, /, **request: object) -> dict[str, Any]:
+    """Start a contestant, ask for one thing and end it: ``{"answers": ...}`` of all ranks, or ``{"failure": why}``."""
+    with tempfile.TemporaryDirectory() as folder, Teams(Path(folder)) as teams:
+        teams.start(launch, timeout)
+        answers = teams.ask(launch.name, do, **request)
+        return {"failure": teams.failures[launch.name]} if answers is None else {"answers": answers}

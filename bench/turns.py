@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from bench.statistics import turn_order
 
@@ -37,3 +37,9 @@ def take_turns(contestants: Mapping[str, Callable[[], T]], rounds: int) -> dict[
         for name in turn_order(list(contestants), index):
             found[name].append(contestants[name]())
     return found
+
+
+def compete(names: Iterable[str], build: Callable[[str], Any], rounds: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """Build everyone and let them take turns: what ``turn()`` returned by name and round, and who cannot run."""
+    runners, failures = each_that_runs(names, build)
+    return take_turns({name: runner.turn for name, runner in runners.items()}, rounds), failures

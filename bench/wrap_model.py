@@ -160,42 +160,18 @@ def document_blocks() -> dict[str, str]:
     return {**blocks, "wrap_model:tokens": tokens_table(), "wrap_model:variations": variations_table()}
 
 
-def plot(path: Path) -> None:
-    """Bars per choice: the share of the step that is exposed communication per number of ranks, and peak memory."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        len(MODELS), len(RANKS) + 1, figsize=(14, 8), layout="constrained", sharey=True, squeeze=False
-    )
-    for row, model in zip(axes, MODELS, strict=True):
-        found = outcomes(model)
-        panels = {
-            f"{model.title}, {ranks:,} GPUs: exposed, %": {
-                name: 100 * by_ranks[ranks].exposed_seconds / by_ranks[ranks].step_seconds
-                for name, by_ranks in found.items()
-            }
-            for ranks in RANKS
-        }
-        panels[f"{model.title}: peak, GiB"] = {
-            name: by_ranks[RANKS[0]].peak_bytes / 2**30 for name, by_ranks in found.items()
-        }
-        for axis, (title, values) in zip(row, panels.items(), strict=True):
-            colors = ["#1f6f8b" if name == RECOMMENDED else "#b9c4cc" for name in values]
-            axis.barh(list(values), list(values.values()), color=colors)
-            longest = max(values.values())
-            for i, value in enumerate(values.values()):
-                axis.text(value + 0.015 * longest, i, f"{value:.1f}", va="center", fontsize=10)
-            axis.set_xlim(0, 1.2 * longest)
-            axis.set_title(title, fontsize=11)
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.tick_params(labelsize=10)
-    axes[0][0].invert_yaxis()  # shared by all panels
-    tokens = f"{GPT.tokens:,} tokens per GPU and step"
-    figure.suptitle(f"Modelled, not measured: H100s, {tokens}. Exposed: share of the step", fontsize=12)
-    report.save_figure(figure, path, dpi=110)
+def panels() -> list[report.Bars]:
+    """Per model: the share of the step that is exposed communication per number of ranks, and peak memory."""
+    found = []
+    for model in MODELS:
+        of_model = outcomes(model)
+        for ranks in RANKS:
+            steps = {name: by_ranks[ranks] for name, by_ranks in of_model.items()}
+            exposed = {name: 100 * step.exposed_seconds / step.step_seconds for name, step in steps.items()}
+            found.append(report.Bars(f"{model.title}, {ranks:,} GPUs: exposed, %", exposed, None, RECOMMENDED))
+        peak = {name: by_ranks[RANKS[0]].peak_bytes / 2**30 for name, by_ranks in of_model.items()}
+        found.append(report.Bars(f"{model.title}: peak, GiB", peak, None, RECOMMENDED))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +184,8 @@ class Options(SharedOptions):
 def run(options: Options) -> None:
     """Model a training step for each choice of units."""
     for name, block in document_blocks().items():
-        report.write_page(options, name, [block], None, "")
+        report.write_page(options, name, [block])
     if options.write_document:
-        plot(options.document.with_name("wrapping.png"))
+        tokens = f"{GPT.tokens:,} tokens per GPU and step"
+        title = f"Modelled, not measured: H100s, {tokens}. Exposed: share of the step"
+        report.plot(options.document.with_name("wrapping.png"), title, panels(), columns=len(RANKS) + 1)

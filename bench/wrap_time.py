@@ -11,7 +11,6 @@ import gc
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +20,9 @@ from bench.command_line import Options as SharedOptions
 from bench.command_line import option
 from bench.contestants import PEER_WITH_SAME_FLAG, WRAPPING, distribute, fake_group, prepare
 from bench.models import TinyUnit, tiny_units
-from bench.report import spread_cell, spread_of
-from bench.statistics import Spread, paired_spread, spread
-from bench.turns import each_that_runs, take_turns
+from bench.report import column
+from bench.statistics import paired_spread, spread
+from bench.turns import compete
 
 FIGURES = {"constructor": "constructor", "first_step": "first step", "both": "both together"}
 # What the constructor may take of FSDP1's with the same flag.
@@ -41,64 +40,55 @@ class Options(SharedOptions):
     only: tuple[str, ...] = option((), choices=tuple(WRAPPING))
 
 
-def turn(system: str, units: int) -> dict[str, float]:
-    """Seconds per figure of one new model."""
-    torch.manual_seed(0)
-    model = tiny_units(units)
-    inputs = torch.randn(1, model[0].linear.in_features)
-    gc.collect()  # what the turn before left behind
-    start = time.perf_counter()
-    wrapped = distribute(system, model, TinyUnit, torch.device("cpu"))
-    made = time.perf_counter()
-    wrapped(inputs).sum().backward()
-    end = time.perf_counter()
-    return {"constructor": made - start, "first_step": end - made, "both": end - start}
+class Runner:
+    """A contestant, with its imports and caches made by a first model."""
 
-
-def compete(options: Options) -> tuple[dict[str, dict[str, list[float]]], dict[str, str]]:
-    """Seconds per contestant, figure and round; the second value says why a contestant has none."""
-
-    def warm_up(system: str) -> None:
+    def __init__(self, system: str, options: Options) -> None:
+        self.system, self.units = system, options.units
         prepare(system)
-        turn(system, options.warmup_units)  # imports, caches
+        self.wrap(options.warmup_units)
 
-    able, failures = each_that_runs(options.only or WRAPPING, warm_up)
-    turns = take_turns({system: partial(turn, system, options.units) for system in able}, options.rounds)
-    return {
-        name: {figure: [one[figure] for one in each] for figure in FIGURES} for name, each in turns.items()
-    }, failures
+    def turn(self) -> dict[str, float]:
+        return self.wrap(self.units)
+
+    def wrap(self, units: int) -> dict[str, float]:
+        """Seconds per figure of one new model."""
+        torch.manual_seed(0)
+        model = tiny_units(units)
+        inputs = torch.randn(1, model[0].linear.in_features)
+        gc.collect()  # what the turn before left behind
+        start = time.perf_counter()
+        wrapped = distribute(self.system, model, TinyUnit, torch.device("cpu"))
+        made = time.perf_counter()
+        wrapped(inputs).sum().backward()
+        end = time.perf_counter()
+        return {"constructor": made - start, "first_step": end - made, "both": end - start}
 
 
-def summarise(seconds: Mapping[str, Mapping[str, Sequence[float]]], units: int) -> dict[str, dict[str, Any]]:
+def summarise(turns: Mapping[str, Sequence[Mapping[str, float]]], units: int) -> dict[str, dict[str, Any]]:
     """JSON-ready: per contestant and figure the time and, if the peer ran, its ratio to FSDP1's with the same flag."""
-    summary: dict[str, dict[str, Any]] = {name: {} for name in seconds}
-    for name, times in seconds.items():
-        peer = PEER_WITH_SAME_FLAG.get(name)
-        for figure in FIGURES:
-            mine = spread(times[figure])
+    summary: dict[str, dict[str, Any]] = {name: {} for name in turns}
+    for figure in FIGURES:
+        seconds = {name: [one[figure] for one in each] for name, each in turns.items()}
+        for name, times in seconds.items():
+            peer, median = PEER_WITH_SAME_FLAG.get(name), spread(times).median
             entry: dict[str, Any] = {
-                "median_seconds": mine.median,
-                "median_seconds_per_unit": mine.median / units,
-                "seconds": list(times[figure]),
+                "median_seconds": median,
+                "median_seconds_per_unit": median / units,
+                "seconds": times,
             }
-            if peer is not None and peer in seconds:
-                entry["ratio_to_fsdp1"] = paired_spread(times[figure], seconds[peer][figure]).as_json()
+            if peer in seconds:
+                entry["ratio_to_fsdp1"] = paired_spread(times, seconds[peer]).as_json()
             summary[name][figure] = entry
     return summary
 
 
 def table(summary: Mapping[str, Mapping[str, Any]], failures: Mapping[str, str]) -> str:
-    header = ["contestant"]
-    for label in FIGURES.values():
-        header += [f"{label}, ms", "/ FSDP1 with the same flag"]
-    rows = []
-    for name, figures in summary.items():
-        row = [name]
-        for figure in FIGURES:
-            entry = figures[figure]
-            row += [f"{1e3 * entry['median_seconds']:.0f}", spread_cell(entry.get("ratio_to_fsdp1"))]
-        rows.append(row)
-    return report.markdown_table(header, rows, failures)
+    columns = []
+    for figure, label in FIGURES.items():
+        columns.append(column(f"{label}, ms", figure, "median_seconds", spec=".0f", scale=1e3))
+        columns.append(column("/ FSDP1 with the same flag", figure, "ratio_to_fsdp1"))
+    return report.table("contestant", summary, columns, failures)
 
 
 def verdicts(summary: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -107,21 +97,11 @@ def verdicts(summary: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [report.verdict(f"constructor, {name}:", each["median"], TARGET) for name, each in found.items() if each]
 
 
-def bars(summary: Mapping[str, Mapping[str, Any]]) -> list[report.Panel]:
-    """Fullshard's wrappers, a panel per figure."""
-    panels = []
-    for figure, label in FIGURES.items():
-        found = {name: spread_of(figures[figure].get("ratio_to_fsdp1")) for name, figures in summary.items()}
-        values: dict[str, float | Spread] = {name: value for name, value in found.items() if value is not None}
-        panels.append(report.Panel(f"{label} / FSDP1", values, 1.0))
-    return panels
-
-
 def run(options: Options) -> None:
     """Compare the time that wrapping a model of many small modules takes in fullshard and in FSDP1."""
     with fake_group(options.ranks):
-        seconds, failures = compete(options)
-    summary = summarise(seconds, options.units)
+        turns, failures = compete(options.only or WRAPPING, lambda name: Runner(name, options), options.rounds)
+    summary = summarise(turns, options.units)
     paragraphs = [
         f"{options.units} units (linear 16 x 16 and norm) found by a ModuleWrapPolicy, rank 0 of "
         f"{options.ranks} on a fake process group, one thread; {options.rounds} rounds.",
@@ -129,12 +109,11 @@ def run(options: Options) -> None:
         *report.against_targets(verdicts(summary)),
         *report.could_not_run(failures),
     ]
-    title = f"Wrapping {options.units} modules (whiskers: quartiles)"
     report.publish(
         options,
         "wrap_time",
         {"settings": options.settings, "contestants": summary, "not_run": failures},
         paragraphs,
-        draw=lambda path: report.plot_bars(path, title, bars(summary)),
-        image_text="Time to wrap",
+        title="Time to wrap",
+        panels=report.bars(summary, {f"{label} / FSDP1": (key, "ratio_to_fsdp1") for key, label in FIGURES.items()}),
     )

@@ -22,20 +22,21 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from bench import report, resident_memory
-from bench.checkpoint.report import OPERATIONS, Operation, Way, bars, paragraphs, summarise, update_targets
+from bench.checkpoint.report import OPERATIONS, Operation, Way, bars, paragraphs, summarise
 from bench.checkpoint.systems import FILE, KEEPERS, digest, write_weights
 from bench.checkpoint.worker import TRAINED, Answer, Request
 from bench.command_line import Options as SharedOptions
 from bench.command_line import UsageError, option
-from bench.contestants import FSDP1_FLAT, system_alone
+from bench.contestants import CONTESTANTS
 from bench.models import GPT, GPTShape
 from bench.statistics import turn_order
 from bench.teams import Launch, Teams
@@ -48,7 +49,7 @@ PROCESS_BYTES = 0.35 * 2**30  # of a rank, beside what it holds of the model
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SharedOptions):
-    """Everything, by all but FSDP1's flat form: about six minutes on two cores."""
+    """Everything: about six minutes on two cores."""
 
     width: int = 1024
     blocks: int = 8
@@ -62,13 +63,6 @@ class Options(SharedOptions):
     @property
     def shape(self) -> GPTShape:
         return GPTShape(self.width, self.blocks, TOKENS)
-
-    @property
-    def parameters(self) -> int:
-        """How many the model has."""
-        shape = self.shape
-        rows = 12 * shape.blocks * shape.width + 13 * shape.blocks + 2 * shape.vocabulary + shape.sequence + 2
-        return rows * shape.width
 
 
 class Contest:
@@ -102,7 +96,7 @@ class Contest:
         """Start a system's ranks."""
         told = {name: getattr(self._options, name) for name in ("ranks", "threads", "width", "blocks")}
         worker = "bench.checkpoint.worker"
-        self.teams.start(Launch.of(system_alone(system), worker, self._folder, system=system, tokens=TOKENS, **told))
+        self.teams.start(Launch.of(CONTESTANTS[system], worker, self._folder, system=system, tokens=TOKENS, **told))
         losses: Any = self.teams.ask(system, "loss")
         if losses is not None:
             self.losses[system] = sum(losses) / len(losses)
@@ -115,7 +109,6 @@ class Contest:
     def compete(self, operation: Operation, ways: Sequence[Way]) -> dict[str, list[list[Answer]]]:
         """All rounds of one operation: by way and round, what the ranks answered. Those that failed are left out."""
         place = self._folder / operation.name
-        place.mkdir()
         found: dict[str, list[list[Answer]]] = {way.name: [] for way in ways}
         by_name = {way.name: way for way in ways}
         for way in ways:
@@ -125,19 +118,28 @@ class Contest:
         for index in range(last + 1):  # the first is to warm up, the last for memory
             for name in turn_order(list(by_name), index):
                 way = by_name[name]
-                path = self._path(operation, place, name)
+                path = place / name if operation.writes or operation.made_by else self.file
                 request = Request(way.method, str(path), operation.expect, operation.optimizer, sample=index == last)
+                if operation.writes:
+                    _made(path)
                 answers = self.call(way.system, request)
                 if answers is not None:
                     found[name].append(answers)
-                if operation.expect is None and not (operation.kept and index == last):
+                if operation.writes and not (operation.kept and index == last):
                     shutil.rmtree(path, ignore_errors=True)
         return {name: rounds for name, rounds in found.items() if len(rounds) == last + 1}
 
-    def _path(self, operation: Operation, place: Path, name: str) -> Path:
-        if operation.expect is None:
-            return _made(place / name)
-        return self.file if operation.made_by is None else place / name
+    def summary_of(self, operation: Operation, ways: Sequence[Way]) -> dict[str, Any]:
+        """Do an operation, and say how it went; its files are gone afterwards."""
+        started = time.monotonic()
+        found = self.compete(operation, ways)
+        summary = summarise(operation, found)
+        if operation.kept:
+            summary["wrong"] += self.check_exports(operation, [way for way in ways if way.name in found])
+        summary["not_run"] = {way.name: self.teams.failures[way.system] for way in ways if way.name not in found}
+        shutil.rmtree(self._folder / operation.name, ignore_errors=True)
+        print(f"  {operation.name}: {time.monotonic() - started:.0f} s", flush=True)
+        return summary
 
     def check_exports(self, operation: Operation, ways: Sequence[Way]) -> list[str]:
         """Ways whose exported file has other names or bits than the first one's, or is read back as something else."""
@@ -150,15 +152,10 @@ class Contest:
             first = first or found
             right = found == first
             if (path / FILE).exists():
-                request = Request(f"import{way.method.removeprefix('export')}", str(path), TRAINED)
-                answers = self.call(way.system, request)
+                answers = self.call(way.system, Request("import", str(path), TRAINED))
                 right &= answers is not None and all(answer.right for answer in answers)
             wrong += [] if right else [way.name]
         return wrong
-
-    def forget(self, operation: Operation) -> None:
-        """Remove its files."""
-        shutil.rmtree(self._folder / operation.name, ignore_errors=True)
 
 
 def _made(path: Path) -> Path:
@@ -168,24 +165,15 @@ def _made(path: Path) -> Path:
 
 def digest_of_file(folder: Path) -> str:
     """Of names, shapes and bits of the full weights that were exported to a folder, whatever the order."""
-    if (folder / FILE).exists():
-        from safetensors.torch import load_file
-
-        found = load_file(folder / FILE)
-    else:
-        found = torch.load(folder / "model.pt", weights_only=True)
+    exported, pickled = folder / FILE, folder / "model.pt"
+    found = load_file(exported) if exported.exists() else torch.load(pickled, weights_only=True)
     names = sorted(found)
     return f"{[(name, found[name].shape) for name in names]} {digest(found[name] for name in names)}"
 
 
-def systems_of(only: Sequence[str]) -> list[str]:
-    """Whom to start: those asked for, or all but the optional one."""
-    return [name for name in KEEPERS if (name in only if only else name != FSDP1_FLAT)]
-
-
 def refuse_what_does_not_fit(options: Options, systems: int) -> None:
     """Stop before starting anyone if there is too little memory, for page cache as well, or too little disk."""
-    everything = 3 * 4 * options.parameters
+    everything = 3 * 4 * options.shape.parameters
     files = (systems + 1) * everything
     needed = systems * (everything + options.ranks * PROCESS_BYTES) + everything + files
     free = resident_memory.available()
@@ -205,29 +193,8 @@ def kind_of_file_system(folder: Path) -> str:
     except OSError:
         return "unknown"
     mounts = {fields[1]: fields[2] for fields in map(str.split, lines)}
-    for parent in (folder.resolve(), *folder.resolve().parents):
-        if str(parent) in mounts:
-            return mounts[str(parent)]
-    return "unknown"
-
-
-def _operations(
-    contest: Contest, operations: Sequence[Operation], systems: Sequence[str]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each operation's name and summary, as they are done."""
-    for operation in operations:
-        started = time.monotonic()
-        ways = [way for way in operation.ways if way.system in systems]
-        if not ways:
-            continue
-        found = contest.compete(operation, ways)
-        summary = summarise(operation, found)
-        if operation.kept:
-            summary["wrong"] += contest.check_exports(operation, [way for way in ways if way.name in found])
-        summary["not_run"] = {way.name: contest.teams.failures[way.system] for way in ways if way.name not in found}
-        contest.forget(operation)
-        print(f"  {operation.name}: {time.monotonic() - started:.0f} s", flush=True)
-        yield operation.name, summary
+    places = (folder.resolve(), *folder.resolve().parents)
+    return next((mounts[str(place)] for place in places if str(place) in mounts), "unknown")
 
 
 def measured(options: Options, operations: Sequence[Operation], systems: Sequence[str]) -> dict[str, Any]:
@@ -236,11 +203,19 @@ def measured(options: Options, operations: Sequence[Operation], systems: Sequenc
         contest = Contest(options, Path(place), teams)
         for system in systems:
             contest.start(system)
-        summaries = dict(_operations(contest, operations, systems))
-    names = ("width", "rounds", "threads", "ranks", "parameters")
-    settings = {"layers": options.blocks, **{name: getattr(options, name) for name in names}}
+        summaries = {}
+        for operation in operations:
+            ways = [way for way in operation.ways if way.system in systems]
+            if ways:
+                summaries[operation.name] = contest.summary_of(operation, ways)
+    names = ("width", "blocks", "rounds", "threads", "ranks")
+    settings = {name: getattr(options, name) for name in names}
     return {
-        "settings": {**settings, "files_on": kind_of_file_system(options.folder)},
+        "settings": {
+            **settings,
+            "parameters": options.shape.parameters,
+            "files_on": kind_of_file_system(options.folder),
+        },
         "losses": contest.losses,
         "operations": summaries,
         "wrong": wrong_values(contest.losses, summaries),
@@ -257,26 +232,22 @@ def wrong_values(losses: Mapping[str, float], summaries: Mapping[str, Mapping[st
 
 def run(options: Options) -> bool:
     """Save, load, export and import the same model in turns; compare values, times and memory."""
-    systems = systems_of(options.only)
+    systems = [name for name in KEEPERS if not options.only or name in options.only]
     refuse_what_does_not_fit(options, len(systems))
     print(f"width {options.width}, {options.blocks} blocks: {', '.join(systems)}", flush=True)
     chosen = [operation for operation in OPERATIONS if not options.what or operation.name in options.what]
     result = measured(options, chosen, systems)
-    # What only some took part in does not replace the results of all.
-    parts = (options.width, *(["part"] if options.what or options.only else []))
     right = bool(result["operations"]) and not result["wrong"]
     told = paragraphs(result) if right else [f"No times are reported: {'; '.join(result['wrong']) or 'nothing ran'}."]
-    title = f"Checkpoints at width {options.width} (whiskers: smallest and largest)"
     report.publish(
         options if right else replace(options, write_document=False),
         "checkpoint",
         result,
         told,
-        draw=(lambda path: report.plot_bars(path, title, bars(result))) if right else None,
-        image_text=f"Checkpoints at width {options.width}",
-        parts=parts,
+        title=f"Checkpoints at width {options.width}",
+        panels=bars(result) if right else (),
+        # What only some took part in does not replace the results of all.
+        parts=(options.width, *(["part"] if options.what or options.only else [])),
         marker=f"checkpoint:{options.width}",
     )
-    if right and options.write_document:
-        update_targets(options.document, result)
     return right

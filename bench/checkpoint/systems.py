@@ -14,7 +14,7 @@ A *method* is a name that :meth:`Keeper.perform` takes. Peers are called through
 ``import_broadcast``      FSDP1 by the same function as FSDP2
 
 Two ways of FSDP1 do not exist on CPU ranks (torch 2.13). With ``offload_to_cpu=True`` it frees the full parameters that
-it takes to have copied to the CPU: a segmentation fault with original parameters, a RuntimeError flat. Without it they
+it takes to have copied to the CPU: a segmentation fault. Without it they
 are in CPU memory all the same. And ``sync_module_states=True`` refuses parameters in CPU memory.
 """
 
@@ -29,9 +29,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+from torch.distributed.tensor import DTensor
 
-from bench.contestants import FSDP1, FSDP1_FLAT, FSDP2, FULLSHARD, WRAPPER, WRAPPER_FLAT
+from bench.contestants import FSDP1, FSDP2, FULLSHARD, OURS, WRAPPER, WRAPPER_FLAT
 
 FILE = "model.safetensors"
 Wait = Callable[[], None]
@@ -115,43 +127,27 @@ class TorchKeeper(Keeper):
     _stager: Any = None  # keeps the memory of copies from one asynchronous save to the next
 
     def do_save(self, path: Path) -> None:
-        import torch.distributed.checkpoint as dcp
-
         dcp.save(self._everything(), checkpoint_id=path)
 
     def do_save_weights(self, path: Path) -> None:
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
         dcp.save({"model": get_model_state_dict(self.model)}, checkpoint_id=path)
 
     def do_async_save(self, path: Path) -> Wait:
-        import torch.distributed.checkpoint as dcp
-
         future: Any = dcp.async_save(self._everything(), checkpoint_id=path)
         return lambda: future.result() and None
 
     def do_async_save_kept(self, path: Path) -> Wait:
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
         if self._stager is None:  # options that dcp.async_save itself takes: here is no memory to pin
             self._stager = DefaultStager(StagingOptions(False, False, False, False))
         future: Any = dcp.async_save(self._everything(), checkpoint_id=path, async_stager=self._stager)
         return lambda: future.result() and None
 
     def do_load(self, path: Path) -> None:
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import set_state_dict
-
         found = self._everything()
         dcp.load(found, checkpoint_id=path)
         set_state_dict(self.model, self.optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
 
     def do_load_weights(self, path: Path) -> None:
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-
         found = {"model": get_model_state_dict(self.model)}
         dcp.load(found, checkpoint_id=path)
         set_model_state_dict(self.model, found["model"])
@@ -168,23 +164,17 @@ class TorchKeeper(Keeper):
         self._import_from_rank_0(path)
 
     def _import_from_rank_0(self, path: Path) -> None:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
         full: dict[str, Any] = dict(_read_file(path)) if dist.get_rank() == 0 else {}
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(self.model, full, options=options)
 
     def _full_weights(self) -> dict[str, Tensor]:
         """On rank 0 only, in CPU memory."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         found: Any = get_model_state_dict(self.model, options=options)
         return dict(found)
 
     def _everything(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
@@ -204,8 +194,6 @@ class WrappedTorchKeeper(TorchKeeper):
             return self.model.state_dict()
 
     def _full_state_dicts(self) -> Any:
-        from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
-
         config = FullStateDictConfig(rank0_only=True)  # no offload_to_cpu: see above
         return FullyShardedDataParallel.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, config)
 
@@ -215,7 +203,6 @@ KEEPERS: dict[str, type[Keeper]] = {
     WRAPPER: FullshardKeeper,
     WRAPPER_FLAT: FullshardKeeper,
     FSDP1: WrappedTorchKeeper,
-    FSDP1_FLAT: WrappedTorchKeeper,
     FSDP2: TorchKeeper,
 }
 
@@ -239,35 +226,25 @@ def spoil(tensors: Iterator[Tensor]) -> None:
 
 def load_code(system: str) -> None:
     """Import what saving and loading need: the first call shall not pay for it, nor its memory count."""
-    modules = ["safetensors.torch", "torch.distributed.checkpoint.state_dict"]
-    if system in (FULLSHARD, WRAPPER, WRAPPER_FLAT):
-        modules += ["fullshard.checkpoint.safetensors.export", "fullshard.checkpoint.safetensors.importing"]
-    for name in modules:
-        importlib.import_module(name)
+    if system in OURS:
+        for name in ("fullshard.checkpoint.safetensors.export", "fullshard.checkpoint.safetensors.importing"):
+            importlib.import_module(name)
 
 
 def write_weights(model: nn.Module, path: Path) -> None:
     """The file that everybody imports."""
-    from safetensors.torch import save_file
-
     save_file({name: value.contiguous() for name, value in model.state_dict().items()}, path)
 
 
 def _write_file(full: dict[str, Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
-
     if dist.get_rank() == 0:
         save_file(full, path / FILE)
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
     return load_file(path / FILE)
 
 
 def _local(value: Any) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
     found: Tensor = value.to_local() if isinstance(value, DTensor) else value
     return found

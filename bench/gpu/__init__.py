@@ -1,4 +1,4 @@
-"""Everything that a real GPU can show about fullshard, in one command and ten minutes: ``python -m bench.gpu``.
+"""Everything that a real GPU can show about fullshard, in one command and ten minutes: ``python -m bench gpu``.
 
 - ``driver.py``    the command: the parts one after another, the JSON and the page
 - ``parts.py``     what there is to run; each part is a process of its own under a time limit

@@ -1,7 +1,7 @@
 """Run all that a real GPU can show, each part in a process of its own under a time limit.
 
-On a machine with little but torch: ``PYTHONPATH=src python -m bench.gpu``. A rehearsal without a GPU:
-``python -m bench.gpu --device emulated --small --results FOLDER``.
+On a machine with little but torch: ``PYTHONPATH=src python -m bench gpu``. A rehearsal without a GPU:
+``python -m bench gpu --device emulated --small --results FOLDER``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from bench.command_line import Options as SharedOptions
 from bench.environment import current_environment, slug
 from bench.gpu.device import CUDA, EMULATED, name_of, nccl_version
 from bench.gpu.page import PAGE, render
-from bench.gpu.parts import PARTS, Settings, measured_part, part_named
+from bench.gpu.parts import PARTS, Settings, measured_part
 
 LEAST = 15.0  # seconds with which a part is still begun
 
@@ -34,18 +33,17 @@ class Options(SharedOptions):
     small: bool = option(False, "Tiny models and few steps.")
     minutes: float = option(9.5, "For all parts together.", least=0.1)
     commit: str | None = option(None, "Of the source, for copies without a history; else git says it.")
-    document: Path | None = None
 
 
 def run(options: Options) -> bool:
     """Run the parts one after another; a part that fails is reported, and the others go on."""
     device, small, folder = options.device, options.small, options.results
     if device == CUDA and not torch.cuda.is_available():
-        print("bench.gpu: no CUDA device here, nothing run (--device emulated --small rehearses it)")
+        print("bench gpu: no CUDA device here, nothing run (--device emulated --small rehearses it)")
         return True
     if folder == RESULTS and device != CUDA:
         raise UsageError("a rehearsal needs a folder of its own: --results")
-    page = options.document or (PAGE if folder == RESULTS else folder / "gpu.md")
+    page = PAGE if folder == RESULTS else folder / "gpu.md"
     environment = current_environment(name_of(device))
     environment = replace(environment, commit=options.commit or environment.commit)
     end = time.monotonic() + 60 * options.minutes
@@ -58,7 +56,7 @@ def run(options: Options) -> bool:
         "nccl": nccl_version() if device == CUDA else None,
         "parts": {},
     }
-    for part in map(part_named, options.only) if options.only else PARTS:
+    for part in (part for part in PARTS if not options.only or part.name in options.only):
         # A rehearsal may share a slow machine, and compile the emulated device first.
         limit = math.inf if part is PARTS[-1] else part.seconds * (4 if small else 1)
         seconds = min(limit, end - time.monotonic())
@@ -66,7 +64,7 @@ def run(options: Options) -> bool:
             print(f"{part.name}: no time left")
             continue
         print(f"{part.name} (at most {seconds:.0f} s) ...")
-        measured = measured_part(part, Settings(device, small, str(folder), seconds))
+        measured = measured_part(part, Settings(device, small, seconds))
         print(f"  {measured.get('failed', 'done')} after {measured['seconds']} s", flush=True)
         outcome["parts"][part.name] = measured
         # After every part: what is known is kept whatever becomes of the rest.

@@ -12,37 +12,23 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from bench import report
 from bench.gpu.device import CUDA, forget_freed, ranks_alike, use
+from bench.gpu.models import perceptrons
 from bench.gpu.parts import Settings
 from bench.turns import each_that_runs
-from fullshard import fully_shard
 
 RANKS, STEPS, WARM_UP = 8, 4, 3
 # Name -> reshard_after_forward.
 CASES = {"reshard_after_forward=False": False, "reshard_after_forward=True": True}
 
 
-def build(width: int, device: torch.device, ranks: int, reshard: bool) -> nn.Sequential:
-    """Four blocks in units, the same whenever it is called."""
-    torch.manual_seed(0)
-    with device:
-        blocks = (nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(4))
-        model = nn.Sequential(*blocks)
-    mesh = init_device_mesh(device.type, (ranks,))
-    for block in model:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-
-
 class Run:
     """A model whose step reads its input from one tensor and leaves its loss in another."""
 
     def __init__(self, width: int, device: torch.device, ranks: int, reshard: bool, seed: int = 0) -> None:
-        self.model = build(width, device, ranks, reshard)
+        self.model = perceptrons(width, device, ranks, reshard_after_forward=reshard)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2)
         self.x = torch.zeros(32, width, device=device)
         self.loss = torch.zeros((), device=device)

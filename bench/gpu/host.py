@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from bench import host_cost
-from bench.contestants import FSDP2
 from bench.gpu.device import group_of, use
 from bench.gpu.models import PLAIN, SHARDED
 from bench.gpu.parts import Settings
@@ -24,12 +23,10 @@ def measure(settings: Settings) -> dict[str, Any]:
     usual = host_cost.Options(ranks=RANKS, rounds=15, steps_per_round=4)
     run = host_cost.Options(units=3, ranks=RANKS, rounds=1, steps_per_round=1) if settings.small else usual
     with group_of(RANKS, device):
-        seconds, failures = host_cost.compete((PLAIN, *SHARDED), run, str(device))
-    return {"units": run.units, "contestants": host_cost.summarise(seconds, run.units), "not_run": failures}
+        summary, failures = host_cost.measured((PLAIN, *SHARDED), run, str(device))
+    return {"units": run.units, "contestants": summary, "not_run": failures}
 
 
 def table(result: Mapping[str, Any]) -> str:
     """Markdown of what ``measure`` returned."""
-    text = host_cost.table(result["contestants"], result["not_run"])
-    missing = "" if FSDP2 in result["contestants"] else "\nFSDP2 did not run: no ratios."
-    return f"{result['units']} units.\n\n{text}{missing}"
+    return f"{result['units']} units.\n\n{host_cost.table(result['contestants'], result['not_run'])}"

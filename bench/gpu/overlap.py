@@ -3,14 +3,13 @@
 On one GPU NCCL has nothing to send, so the network is the modelled one (docs/design/modelled_network.md) of 8 ranks:
 a message is a kernel that spins, on a stream of its own, for as long as the link would take. Its bandwidth is chosen so
 that the messages of a step take 0.8 of the plain model's step; then a schedule that overlaps perfectly hides all but
-the first gather and the last reduction. The trace of a step is kept beside the JSON, for chrome://tracing or Perfetto.
+the first gather and the last reduction.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
-import shutil
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +23,7 @@ from bench import report
 from bench.gpu.device import CUDA, forget_freed, use
 from bench.gpu.models import PLAIN, SHAPES, SHARDED, Trainer
 from bench.gpu.parts import Settings
+from bench.report import column
 from bench.simulators.clocks import StreamDevice
 from bench.simulators.network import Network, modelled_ranks
 from bench.statistics import spread
@@ -40,7 +40,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     device = use(settings.device)
     torch.set_float32_matmul_precision("high")
     shape = SHAPES["tiny" if settings.small else "medium"]
-    plain = Trainer(PLAIN, shape, 1, device)
+    plain = Trainer(PLAIN, shape, device)
     numel = sum(parameter.numel() for parameter in plain.model.parameters())
     plain_seconds = _step_seconds(plain)
     del plain
@@ -50,11 +50,10 @@ def measure(settings: Settings) -> dict[str, Any]:
 
     def one(system: str) -> dict[str, Any]:
         with modelled_ranks(RANKS, network, device=StreamDevice(device)):
-            trainer = Trainer(system, shape, RANKS, device)
+            trainer = Trainer(system, shape, device)
             found = {"step_seconds": _step_seconds(trainer)}
             if device.type == CUDA:
-                trace = Path(settings.results) / f"gpu_trace_{system}.json"
-                found |= hidden(_traced(trainer, trace))
+                found |= hidden(_traced(trainer))
             del trainer
         forget_freed()
         return found
@@ -76,17 +75,15 @@ def _step_seconds(trainer: Trainer) -> float:
     return spread(seconds).median
 
 
-def _traced(trainer: Trainer, path: Path) -> list[dict[str, Any]]:
-    """The events of one step, which are kept at ``path`` with ``.gz``."""
+def _traced(trainer: Trainer) -> list[dict[str, Any]]:
+    """The events of one step."""
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         trainer.step()
         torch.accelerator.synchronize()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(str(path))
-    events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
-    with path.open("rb") as plain, gzip.open(f"{path}.gz", "wb") as packed:
-        shutil.copyfileobj(plain, packed)
-    path.unlink()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
     return events
 
 
@@ -139,13 +136,12 @@ def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> float:
 
 def table(result: Mapping[str, Any]) -> str:
     """Markdown of what ``measure`` returned."""
-    header = ["system", "step, ms", "/ plain step", "messages, ms", "hidden behind computation"]
-    rows = [["plain, no network", f"{1e3 * result['plain_seconds']:.2f}", "1.00", "-", "-"]]
-    for name, entry in result["systems"].items():
-        row = [name, f"{1e3 * entry['step_seconds']:.2f}", f"{entry['step_seconds'] / result['plain_seconds']:.2f}"]
-        traced = "hidden_share" in entry
-        row.append(f"{1e3 * entry['message_seconds']:.2f}" if traced else "-")
-        row.append(f"{100 * entry['hidden_share']:.1f}%" if traced else "-")
-        rows.append(row)
-    rows += [[name, f"cannot run: {why}", "-", "-", "-"] for name, why in result["not_run"].items()]
-    return report.markdown_table(header, rows)
+    plain = result["plain_seconds"]
+    entries = {"plain, no network": {"step_seconds": plain}, **result["systems"]}
+    columns = (
+        column("step, ms", "step_seconds", scale=1e3),
+        column("/ plain step", "step_seconds", scale=1 / plain),
+        column("messages, ms", "message_seconds", scale=1e3),
+        column("hidden behind computation", "hidden_share", spec=".1%"),
+    )
+    return report.table("system", entries, columns, result["not_run"])

@@ -1,11 +1,10 @@
-"""``docs/gpu.md`` out of the JSON of ``python -m bench.gpu``; without one, a page that says so."""
+"""``docs/gpu.md`` out of the JSON of ``python -m bench gpu``."""
 
 from __future__ import annotations
 
 import importlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from bench import report
@@ -20,13 +19,10 @@ _INTRODUCTION = """# On a GPU
 `make gpu` runs, on a machine with a CUDA device and within ten minutes, what only a real one can show: the tests, step
 time and memory, host time, overlap, CUDA graphs, and a check for missing waits. It writes the figures to
 `bench/results/gpu_<device>.json` and this page. [What is proven how](proof.md) says what they add to the emulated
-accelerator's race check. Without make: `PYTHONPATH=src python -m bench.gpu`, which needs torch with CUDA and what
+accelerator's race check. Without make: `PYTHONPATH=src python -m bench gpu`, which needs torch with CUDA and what
 fullshard imports, lazy_loader, xxhash and safetensors; the tests among its parts need pytest, hypothesis, typer and
 rich as well.
 """
-_NOT_RUN = """**It has not been run on a GPU yet.** A rehearsal on the emulated accelerator
-(`python -m bench.gpu --device emulated --small`) is one of the tests; it measures nothing."""
-
 # Heading and what to know, by the first word of the parts below it.
 _SECTIONS = {
     "races": (
@@ -66,16 +62,14 @@ _SECTIONS = {
 }
 
 
-def load(results: Path = RESULTS) -> dict[str, Any] | None:
-    """The latest results of a run on CUDA; None if there are none."""
-    found = [json.loads(path.read_text()) for path in sorted(results.glob("gpu_*.json"))]
-    return max(found, key=lambda result: result["environment"]["date"], default=None)
+def load() -> dict[str, Any]:
+    """The latest results of a run on CUDA."""
+    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("gpu_*.json"))]
+    return max(found, key=lambda result: result["environment"]["date"])
 
 
-def render(result: Mapping[str, Any] | None) -> str:
+def render(result: Mapping[str, Any]) -> str:
     """The whole page."""
-    if result is None:
-        return f"{_INTRODUCTION}\n{_NOT_RUN}\n\n{_not_run_sections()}"
     environment = Environment(**result["environment"])
     lines = [_INTRODUCTION, report.provenance(environment), f"CUDA {result['cuda']}, NCCL {result['nccl']}."]
     if result["device"] != "cuda" or result["small"]:
@@ -95,8 +89,3 @@ def _part(name: str, module: str, measured: Mapping[str, Any] | None, *, titled:
     if "failed" in measured:
         return [*lines, f"Failed after {measured['seconds']:.0f} s: {measured['failed']}"]
     return [*lines, importlib.import_module(f"bench.gpu.{module}").table(measured)]
-
-
-def _not_run_sections() -> str:
-    lines = ["What it will show:", "", "| part | what is done |", "|---|---|"]
-    return "\n".join([*lines, *(f"| {heading} | {text} |" for heading, text in _SECTIONS.values())]) + "\n"

@@ -18,15 +18,14 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from bench import report
 from bench.gpu.device import EMULATED, hold_up, ranks_alike, use
+from bench.gpu.models import Perceptron, perceptrons
 from bench.gpu.parts import Settings
 from bench.turns import each_that_runs
-from fullshard import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard import memory as fullshard_memory
-from fullshard.wrap import ModuleWrapPolicy
 
 RANKS, STEPS, SECONDS = 8, 3, 0.002
 MODES: dict[str, dict[str, Any]] = {
@@ -38,29 +37,6 @@ MODES: dict[str, dict[str, Any]] = {
     "wrapper, original parameters": {"use_orig_params": True},
 }
 HELD_UP = ("nothing", "side streams", "computation")
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-def build(width: int, device: torch.device, options: dict[str, Any]) -> nn.Module:
-    """Four blocks in units, the same whenever it is called."""
-    torch.manual_seed(0)
-    with device:
-        model = nn.Sequential(*(Block(width) for _ in range(4)))
-    mesh = init_device_mesh(device.type, (RANKS,))
-    if "use_orig_params" in options:
-        policy = ModuleWrapPolicy({Block})
-        return FullyShardedDataParallel(model, device_mesh=mesh, auto_wrap_policy=policy, **options)
-    for block in model:
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
 
 
 @contextlib.contextmanager
@@ -82,14 +58,14 @@ def side_streams_held_up(device: torch.device) -> Iterator[None]:
 def hold_up_computation(model: nn.Module, device: torch.device) -> None:
     """Have every block begin with a spinning kernel, forward and backward."""
     for block in model.modules():
-        if isinstance(block, Block):
+        if isinstance(block, Perceptron):
             block.register_forward_pre_hook(lambda *_: hold_up(device, SECONDS))
             block.register_full_backward_pre_hook(lambda *_: hold_up(device, SECONDS))
 
 
 def train(width: int, device: torch.device, options: dict[str, Any], held_up: str) -> list[torch.Tensor]:
     """The losses of some steps, and the weights afterwards."""
-    model = build(width, device, options)
+    model = perceptrons(width, device, RANKS, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     if held_up == "computation":
         hold_up_computation(model, device)

@@ -27,9 +27,9 @@ from bench.contestants import FSDP2
 from bench.gpu.device import CUDA, forget_freed, group_of, memory_of, use
 from bench.gpu.models import PLAIN, SHAPES, SHARDED, Trainer
 from bench.gpu.parts import Settings
-from bench.report import cell, spread_cell
+from bench.report import column, mebibytes
 from bench.statistics import largest_difference, paired_spread, round_medians, spread
-from bench.turns import each_that_runs, take_turns
+from bench.turns import each_that_runs, reason_of, take_turns
 
 ROUNDS, STEPS, WARM_UP = 6, 5, 3
 MEMORY_FIELDS = ("resting_bytes", "peak_allocated_bytes", "peak_reserved_bytes")
@@ -48,10 +48,10 @@ def measure(settings: Settings, *, ranks: int, dtype: str, size: str) -> dict[st
     rounds, steps = (1, 2) if settings.small else (ROUNDS, STEPS)
 
     def make(system: str) -> Trainer:
-        return Trainer(system, SHAPES[size], ranks, device, dtype)
+        return Trainer(system, SHAPES[size], device, dtype)
 
     with group_of(ranks, device):
-        Trainer(PLAIN, SHAPES["tiny"], ranks, device).steps(2)  # workspaces and lazily loaded kernels are nobody's own
+        Trainer(PLAIN, SHAPES["tiny"], device).steps(2)  # workspaces and lazily loaded kernels are nobody's own
         # A plain model in bf16 would train bf16 weights: no peer for bf16 computation on fp32 shards.
         names = (*((PLAIN,) if dtype == "fp32" else ()), *SHARDED)
         contestants, failures = each_that_runs(names, lambda name: _alone(make, name, ranks, steps, device))
@@ -59,7 +59,7 @@ def measure(settings: Settings, *, ranks: int, dtype: str, size: str) -> dict[st
             for name, seconds in _interleaved(make, list(contestants), rounds, steps, device).items():
                 contestants[name]["step_seconds"] = seconds
         except Exception as error:  # all at once may not fit where each alone did
-            failures["interleaved timing"] = f"{type(error).__name__}: {error}".splitlines()[0]
+            failures["interleaved timing"] = reason_of(error)
     add_ratios(contestants)
     return {"ranks": ranks, "dtype": dtype, "size": size, "contestants": contestants, "not_run": failures}
 
@@ -159,20 +159,10 @@ def add_ratios(measured: Mapping[str, dict[str, Any]]) -> None:
 
 def table(result: Mapping[str, Any]) -> str:
     """Markdown of what ``measure`` returned."""
-    header = ["contestant", "step, ms", "/ FSDP2", "peak allocated, MiB", "/ FSDP2", "peak reserved, MiB", "/ FSDP2"]
-    header += ["copies, ms", "largest loss difference"]
-    rows = []
-    for name, entry in result["contestants"].items():
-        ratio, shares = entry.get("time_ratio_to_fsdp2"), entry.get("memory_ratio_to_fsdp2", {})
-        row = [
-            "plain" if name == PLAIN else name,
-            cell(entry["median_step_seconds"], ".2f", 1e3),
-            spread_cell(ratio),
-        ]
-        for field in MEMORY_FIELDS[1:]:
-            row += [cell(entry["memory"][field], ".0f", 2**-20), cell(shares.get(field), ".2f")]
-        row.append(cell(entry["copy_seconds"], ".2f", 1e3))
-        row.append(cell(entry.get("largest_loss_difference_to_fsdp2"), ".1e"))
-        rows.append(row)
-    rows += [[name, f"cannot run: {why}", *["-"] * (len(header) - 2)] for name, why in result["not_run"].items()]
-    return report.markdown_table(header, rows)
+    columns = [column("step, ms", "median_step_seconds", scale=1e3), column("/ FSDP2", "time_ratio_to_fsdp2")]
+    for field, label in zip(MEMORY_FIELDS[1:], ("peak allocated, MiB", "peak reserved, MiB"), strict=True):
+        columns += [mebibytes(label, "memory", field), column("/ FSDP2", "memory_ratio_to_fsdp2", field)]
+    columns.append(column("copies, ms", "copy_seconds", scale=1e3))
+    columns.append(column("largest loss difference", "largest_loss_difference_to_fsdp2", spec=".1e"))
+    named = {"plain" if name == PLAIN else name: entry for name, entry in result["contestants"].items()}
+    return report.table("contestant", named, columns, result["not_run"])

@@ -5,7 +5,7 @@ With pytest-xdist, where it is installed, several at a time.
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib.util
 import os
 import re
 import signal
@@ -23,36 +23,7 @@ from bench.environment import REPOSITORY
 from bench.gpu.parts import Settings
 
 # In the order in which they run, so what matters most on a device comes first.
-FILES = (
-    "devices",
-    "training/test_parity.py",
-    "engine/test_offload.py",
-    "training/test_low_precision.py",
-    "engine/test_transports.py",
-    "engine/test_overlap.py",
-    "training/test_microbatches.py",
-    "engine/test_unsharded.py",
-    "training/test_exceptions.py",
-    "engine/test_memory.py",
-    "engine/test_hsdp.py",
-    "optim/test_step_overlap.py",
-    "optim/test_localize.py",
-    "wrapper/test_summon.py",
-    "wrapper/test_clip.py",
-    "wrapper/test_grad_scaler.py",
-    "checkpoint/test_save_load.py",
-    "checkpoint/test_full_tensors.py",
-    "training/test_tied_weights.py",
-    "training/test_freezing.py",
-    "optim/test_norms.py",
-    "optim/test_muon.py",
-    # The files above are not run again.
-    "training",
-    "engine",
-    "optim",
-    "wrapper",
-    "checkpoint",
-)
+FOLDERS = ("devices", "training", "engine", "optim", "wrapper", "checkpoint")
 REHEARSED = ("devices/test_device_checkpoint.py",)
 WORKERS = 8  # at most: each has worlds of one, two and four ranks
 # Ranks of NCCL that share a GPU: little of its memory for each communicator, and there are many.
@@ -62,7 +33,7 @@ TO_END = 20.0  # seconds that an interrupted pytest has for its report
 
 def measure(settings: Settings) -> dict[str, Any]:
     """How many passed, failed and were skipped, by file, and how those that failed did."""
-    files = REHEARSED if settings.small else FILES
+    files = REHEARSED if settings.small else FOLDERS
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={told}"]
@@ -83,14 +54,9 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def workers() -> list[str]:
-    """Options with which pytest-xdist runs several files at a time, in their order; none where it is not installed."""
-    try:
-        version = importlib.metadata.version("pytest-xdist")
-    except importlib.metadata.PackageNotFoundError:
-        return []
-    ordered = tuple(map(int, version.split(".")[:2])) >= (3, 7)
+    """Options with which pytest-xdist runs several files at a time; none where it is not installed."""
     count = max(1, min(WORKERS, (os.cpu_count() or 1) // 2))
-    return ["-n", str(count), "--dist", "loadfile", *(["--no-loadscope-reorder"] if ordered else [])]
+    return ["-n", str(count), "--dist", "loadfile"] if importlib.util.find_spec("xdist") else []
 
 
 def read_report(path: Path) -> dict[str, Any]:

@@ -19,24 +19,25 @@ from bench import report
 from bench.command_line import DOCUMENT, option
 from bench.command_line import Options as SharedOptions
 from bench.contestants import (
+    BF16,
+    CONTESTANTS,
+    FP32,
     FSDP1,
     FSDP2,
     FULLSHARD,
+    OFFLOAD,
+    OURS,
     UNSHARDED,
     WRAPPER,
     WRAPPER_FLAT,
-    process_environment,
-    system_alone,
 )
 from bench.memory_limit.bound import Bound, Widths
 from bench.memory_limit.reading import Reading
-from bench.memory_limit.worker import BF16, FP32, MODES, OFFLOAD
 from bench.models import GPT, GPTShape
-from bench.teams import ContestantFailedError, Launch, Team
+from bench.teams import Launch, Teams
 
 WORKER = "bench.memory_limit.worker"
 SYSTEMS = (FULLSHARD, WRAPPER, WRAPPER_FLAT, FSDP2, FSDP1)
-OURS = (FULLSHARD, WRAPPER, WRAPPER_FLAT)
 GLOO_RANKS = 2
 TARGET = 1.05
 # By width; at 1024 more blocks than the step benchmark has, for one contestant's memory is alive at a time.
@@ -55,7 +56,7 @@ class Options(SharedOptions):
     blocks: int | None = None
     tokens: int | None = None
     ranks: tuple[int, ...] = (GLOO_RANKS, 8, 64)
-    what: tuple[str, ...] = option((), choices=MODES)
+    what: tuple[str, ...] = option((), choices=tuple(WIDTHS))
     only: tuple[str, ...] = option((), choices=SYSTEMS)
     document: Path = PAGE
 
@@ -74,12 +75,28 @@ class Cell:
     error: str = ""
 
     @property
+    def row(self) -> tuple[int, int, str]:
+        """Which row of the table it is in."""
+        return self.width, self.ranks, self.mode
+
+    @property
     def to_sum(self) -> float | None:
         return self.reading.peak / self.bound.sum(self.unsharded) if self.reading else None
 
     @property
     def to_course(self) -> float | None:
         return self.reading.peak / self.bound.course(self.unsharded) if self.reading else None
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Of the bound, in bytes."""
+        return {
+            "at rest": self.bound.resident,
+            "units": self.bound.transient,
+            "activations": self.unsharded.activations,
+            "sum": self.bound.sum(self.unsharded),
+            "course": self.bound.course(self.unsharded),
+        }
 
     def as_json(self) -> dict[str, object]:
         found = None if self.reading is None else {k: v for k, v in asdict(self.reading).items() if k != "moments"}
@@ -90,13 +107,7 @@ class Cell:
             "system": self.system,
             "error": self.error,
             "reading": found,
-            "bound": {
-                "resident": self.bound.resident,
-                "transient": self.bound.transient,
-                "activations": self.unsharded.activations,
-                "sum": self.bound.sum(self.unsharded),
-                "course": self.bound.course(self.unsharded),
-            },
+            "bound": self.terms,
             "peak_over_sum": self.to_sum,
             "peak_over_course": self.to_course,
         }
@@ -111,70 +122,49 @@ def bound_of(shape: GPTShape, ranks: int, mode: str) -> Bound:
 
 def measure(shape: GPTShape, ranks: int, systems: Sequence[str], modes: Sequence[str]) -> list[Cell]:
     """All systems and modes on so many ranks: gloo's, or a fake group's where there are more than two."""
-    if ranks == GLOO_RANKS:
-        found = _answers(shape, ranks, (UNSHARDED,), modes, fake=True)
-        for system in systems:  # in processes of their own: who fails leaves the group out of step
-            found |= _answers(shape, ranks, (system,), modes, fake=False)
-    else:
-        found = _answers(shape, ranks, (UNSHARDED, *systems), modes, fake=True)
+    answers = {system: _answers(shape, ranks, system, modes) for system in (UNSHARDED, *systems)}
     cells = []
     for mode in modes:
-        plain = Reading.from_json(found[UNSHARDED, mode]["reading"])
+        plain = Reading.from_json(answers[UNSHARDED][mode]["reading"])
         for system in systems:
-            answer = found.get((system, mode), {"error": "its ranks are out of step"})
+            answer = answers[system].get(mode, {"error": "its ranks are out of step"})
             reading = Reading.from_json(answer["reading"]) if "reading" in answer else None
             bound = bound_of(shape, ranks, mode)
             cells.append(Cell(shape.width, ranks, mode, system, bound, plain, reading, answer.get("error", "")))
     return cells
 
 
-def _answers(
-    shape: GPTShape, ranks: int, systems: Sequence[str], modes: Sequence[str], *, fake: bool
-) -> dict[tuple[str, str], dict[str, Any]]:
-    """Rank 0's answers by system and mode."""
-    contestant = system_alone(systems[0])
-    told: dict[str, Any] = {"systems": systems, "width": shape.width, "blocks": shape.blocks, "tokens": shape.tokens}
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        launch = Launch.of(contestant, WORKER, Path(folder), ranks=ranks, **told)
-        if fake:
-            launch = Launch(contestant.name, WORKER, process_environment(contestant, 1), [{"ranks": ranks, **told}])
-        team = Team(launch, Path(folder), TIMEOUT)
-        try:
-            team.started()
-            for system in systems:
-                for mode in modes:
-                    answers = team.ask("measure", system=system, mode=mode)
-                    found[system, mode] = answers[0]
-                    if not fake and any("error" in answer for answer in answers):
-                        return found  # the ranks may not be in step any more
-        except ContestantFailedError as error:
-            found.setdefault((system, mode), {"error": str(error)})
-        finally:
-            team.end()
+def _answers(shape: GPTShape, ranks: int, system: str, modes: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Rank 0's answers by mode, from processes of the system's own: who fails leaves the group out of step."""
+    told: dict[str, Any] = {"width": shape.width, "blocks": shape.blocks, "tokens": shape.tokens, "ranks": ranks}
+    found: dict[str, dict[str, Any]] = {}
+    gloo, contestant = ranks == GLOO_RANKS and system != UNSHARDED, CONTESTANTS[system]
+    with tempfile.TemporaryDirectory() as folder, Teams(Path(folder)) as teams:
+        alone = Launch.alone(contestant, WORKER, **told)
+        teams.start(Launch.of(contestant, WORKER, Path(folder), **told) if gloo else alone, TIMEOUT)
+        for mode in modes:
+            answers = teams.ask(system, "measure", system=system, mode=mode)
+            found[mode] = answers[0] if answers else {"error": teams.failures[system]}
+            if not answers or any("error" in answer for answer in answers):
+                break
     return found
 
 
 def table(cells: Sequence[Cell]) -> str:
     """One row per width, ranks and mode: the bound's terms in MiB, and each system's peak over both bounds."""
     systems = list(dict.fromkeys(cell.system for cell in cells))
-    header = ["width, ranks, mode", "at rest", "units", "activations", "sum", "course", *systems]
     rows = []
-    for key in dict.fromkeys((cell.width, cell.ranks, cell.mode) for cell in cells):
-        row = [cell for cell in cells if (cell.width, cell.ranks, cell.mode) == key]
-        bound, plain = row[0].bound, row[0].unsharded
-        terms = (bound.resident, bound.transient, plain.activations, bound.sum(plain), bound.course(plain))
+    for key in dict.fromkeys(cell.row for cell in cells):
+        found = {cell.system: cell for cell in cells if cell.row == key}
         width, ranks, mode = key
         name = f"{width}, {ranks} {'gloo' if ranks == GLOO_RANKS else 'fake'}, {mode}"
-        found = {cell.system: cell for cell in row}
+        terms = next(iter(found.values())).terms.values()
         rows.append([name, *(f"{term / MEBIBYTE:.0f}" for term in terms), *(_ratios(found[s]) for s in systems)])
-    return report.markdown_table(header, rows)
+    return report.markdown_table(["width, ranks, mode", *(cells[0].terms if cells else ()), *systems], rows)
 
 
 def _ratios(cell: Cell) -> str:
-    if cell.reading is None:
-        return "cannot run"
-    return f"{cell.to_sum:.2f}, {cell.to_course:.2f}"
+    return "cannot run" if cell.reading is None else f"{cell.to_sum:.2f}, {cell.to_course:.2f}"
 
 
 def breakdown(cells: Sequence[Cell]) -> str:
@@ -216,10 +206,9 @@ def verdicts(cells: Sequence[Cell]) -> Iterator[str]:
 
 
 def paragraphs(cells: Sequence[Cell]) -> list[str]:
-    """What the page says."""
+    """What the page says; last, of fullshard on the most ranks at the largest width, what was alive at the peak."""
     shapes = {cell.width: BLOCKS_AND_TOKENS.get(cell.width) for cell in cells}
     sizes = "; ".join(f"width {w}: {p[0]} blocks, {p[1]} tokens per rank" for w, p in shapes.items() if p)
-    shown = breakdown_cells(cells)
     errors = {cell.system: cell.error for cell in cells if cell.error}
     lines = [
         f"GPT, AdamW, {sizes}. Bound in MiB, then per system its peak over the *sum* and over the *course*.",
@@ -227,33 +216,23 @@ def paragraphs(cells: Sequence[Cell]) -> list[str]:
         *(f"`{system}` cannot run everything: {error}" for system, error in errors.items()),
         "\n".join(f"- {line}" for line in verdicts(cells)),
     ]
+    able = [c for c in cells if c.system in (FULLSHARD, WRAPPER_FLAT) and c.mode != OFFLOAD and c.reading is not None]
+    shown = [c for c in able if (c.width, c.ranks) == max((c.width, c.ranks) for c in able)]
     if shown:
         lines += [f"At the peak, width {shown[0].width} and {shown[0].ranks} ranks, MiB (units in brackets):"]
         lines += [breakdown(shown)]
     return lines
 
 
-def breakdown_cells(cells: Sequence[Cell]) -> list[Cell]:
-    """Those whose peaks say most: fullshard on the most ranks at the largest width, without repetitions."""
-    if not cells:
-        return []
-    width, ranks = max(cell.width for cell in cells), max(cell.ranks for cell in cells)
-    chosen = [c for c in cells if (c.width, c.ranks) == (width, ranks) and c.mode != OFFLOAD and c.reading is not None]
-    return [cell for cell in chosen if cell.system in (FULLSHARD, WRAPPER_FLAT)]
-
-
-def bars(cells: Sequence[Cell]) -> list[report.Panel]:
+def bars(cells: Sequence[Cell]) -> list[report.Bars]:
     """The fewest ranks at the smallest width, where state at rest weighs most, and the other end."""
     sizes = sorted({(cell.ranks, cell.width) for cell in cells})
     panels = []
     for ranks, width in dict.fromkeys((sizes[0], sizes[-1])):
         for mode in (FP32, BF16):
-            values: dict[str, float | Any] = {
-                cell.system: cell.to_course
-                for cell in cells
-                if (cell.width, cell.ranks, cell.mode) == (width, ranks, mode) and cell.to_course is not None
-            }
-            panels.append(report.Panel(f"width {width}, {ranks} ranks, {mode}", values, 1.0))
+            here = [cell for cell in cells if cell.row == (width, ranks, mode)]
+            values = {cell.system: cell.to_course for cell in here if cell.to_course is not None}
+            panels.append(report.Bars(f"width {width}, {ranks} ranks, {mode}: peak / course", values))
     return panels
 
 
@@ -264,14 +243,10 @@ def run(options: Options) -> None:
         preset = BLOCKS_AND_TOKENS.get(width, (6, 64))
         shape = GPTShape(width, options.blocks or preset[0], options.tokens or preset[1])
         for count in options.ranks:
-            fresh = measure(shape, count, options.only or SYSTEMS, options.what or MODES)
+            fresh = measure(shape, count, options.only or SYSTEMS, options.what or tuple(WIDTHS))
             cells += fresh
             print(f"\n{table(fresh)}\n", flush=True)
+    figures = {"cells": [cell.as_json() for cell in cells]}
     report.publish(
-        options,
-        "memory_limit",
-        {"cells": [cell.as_json() for cell in cells]},
-        paragraphs(cells),
-        draw=lambda path: report.plot_bars(path, "Peak memory of a training step over its bound (course)", bars(cells)),
-        image_text="Peak memory over the bound",
+        options, "memory_limit", figures, paragraphs(cells), title="Peak memory over the bound", panels=bars(cells)
     )

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.memory_limit.labels import BOUNDARY, GRADIENT
 from bench.memory_limit.ledger import Block, Ledger, Span
 
-STATE, ACTIVATIONS, WORKSPACE, OPTIMIZER = (
-    "parameters and optimizer state at rest",
-    "activations",
-    "gradients of activations, workspace",
-    "temporaries of the optimizer",
-)
+STATE = "parameters and optimizer state at rest"
 MEASURED = "measured step"
-PHASES = ("forward", "backward", "optimizer")
+# Of a step, and what memory is that is made in them outside of a range of the library's own.
+PHASES = {
+    "forward": "activations",
+    "backward": "gradients, workspace",
+    "optimizer": "temporaries of the optimizer",
+}
+# Marks: where units of the unsharded model begin and end, and gradients of parameters.
+BOUNDARY, GRADIENT = "boundary", "gradient"
+# As fullshard and FSDP2 name what they do in profiles, for example "fullshard::all_gather (blocks.3)".
+OPERATION = re.compile(r"(?:fullshard|FSDP)::(\w+)(?: \((.*)\))?")
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Reading:
         loss: Of the step.
         resting: Live at the beginning of the step.
         peaks: Of each phase.
-        at_peak: What was alive at the highest of them: ``what|unit`` to bytes.
+        at_peak: What was alive at the highest of them: ``what|units`` to bytes.
         peak_phase: In which phase that was.
         moments: Of the unsharded model: those that matter for a bound.
     """
@@ -75,7 +79,7 @@ def read(ledger: Ledger, loss: float) -> Reading:
     owners = gradient_owners(ledger, step)
     alive: dict[str, int] = {}
     for block in ledger.alive(peaks[highest][0]):
-        name = name_of(block, step, owners)
+        name = name_of(block, step)
         alive[name] = alive.get(name, 0) + block.nbytes
     return Reading(
         loss,
@@ -99,18 +103,14 @@ def gradient_owners(ledger: Ledger, step: Span) -> dict[int, str]:
     return owners
 
 
-def name_of(block: Block, step: Span, owners: Mapping[int, str]) -> str:
-    """``what|unit`` of a block that is alive in ``step``."""
+def name_of(block: Block, step: Span) -> str:
+    """``what|units`` of a block that is alive in ``step``: the operation of the library in which it was made."""
     if block.begin < step.begin:
         return f"{STATE}|"
-    if id(block) in owners:
-        return f"{GRADIENT}|{owners[id(block)]}"
-    labels = [name for name in block.ranges if "|" in name]
-    if labels:
-        return labels[-1]
-    if "forward" in block.ranges:
-        return f"{ACTIVATIONS}|"
-    return f"{WORKSPACE}|" if "backward" in block.ranges else f"{OPTIMIZER}|"
+    for found in map(OPERATION.match, reversed(block.operators)):
+        if found is not None:
+            return f"{found[1]}|{found[2] or ''}"
+    return f"{next(PHASES[name] for name in reversed(block.ranges) if name in PHASES)}|"
 
 
 def _moments(ledger: Ledger, step: Span, phases: Mapping[str, Span], owners: Mapping[int, str]) -> list[Moment]:

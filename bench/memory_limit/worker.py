@@ -2,58 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import importlib
 from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from bench.contestants import (
-    COMPOSABLE,
-    UNSHARDED,
-    WRAPPING,
-    prepare,
-    shard_units,
-    start_fake_group,
-    wrap_units,
-)
-from bench.memory_limit.labels import BOUNDARY, labelled, note_gradient
+from bench.contestants import UNSHARDED, distribute, prepare, start_fake_group
 from bench.memory_limit.ledger import Ledger, mark, range_of, recorded
-from bench.memory_limit.reading import MEASURED, read
+from bench.memory_limit.reading import BOUNDARY, GRADIENT, MEASURED, read
 from bench.models import GPT, Block, GPTShape, batch_of, next_token_loss
 from bench.turns import reason_of
 from bench.worker import join_group
 
-FP32, BF16, OFFLOAD = "fp32", "bf16", "offload"
-MODES = (FP32, BF16, OFFLOAD)
 WARMUP_STEPS = 2
-
-
-def sharded(system: str, mode: str, model: nn.Module) -> nn.Module:
-    """The model as the contestant trains it in this mode."""
-    if system == UNSHARDED:
-        return model.to(torch.bfloat16 if mode == BF16 else None)
-    if system in COMPOSABLE:
-        library = importlib.import_module(COMPOSABLE[system])
-        options: dict[str, Any] = {}
-        if mode == BF16:
-            options["mp_policy"] = library.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        elif mode == OFFLOAD:
-            options["offload_policy"] = library.CPUOffloadPolicy(pin_memory=False)
-        shard_units(system, model, Block, init_device_mesh("cpu", (dist.get_world_size(),)), **options)
-        return model
-    library = importlib.import_module(WRAPPING[system].library)
-    options = {}
-    if mode == BF16:
-        options["mixed_precision"] = library.MixedPrecision(torch.bfloat16, torch.float32)
-    elif mode == OFFLOAD:
-        options["cpu_offload"] = library.CPUOffload(offload_params=True)
-    return wrap_units(system, model, Block, torch.device("cpu"), **options)
 
 
 def watch_units(model: GPT) -> None:
@@ -74,7 +37,9 @@ def watch_units(model: GPT) -> None:
         block.register_forward_hook(ends)
     for name, parameter in model.named_parameters():
         unit = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""
-        parameter.register_post_accumulate_grad_hook(lambda p, unit=unit: note_gradient(p.grad, unit))
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, unit=unit: mark(f"{GRADIENT}|{unit}|{p.grad.untyped_storage().data_ptr()}")
+        )
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -95,7 +60,7 @@ def train(system: str, mode: str, shape: GPTShape, rank: int) -> tuple[Ledger, f
     with recorded() as ledger:
         with range_of("build"):
             torch.manual_seed(0)
-            model = sharded(system, mode, GPT(shape))
+            model = distribute(system, GPT(shape), Block, torch.device("cpu"), mode)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             gc.collect()
         for batch in batches[:-1]:
@@ -104,7 +69,7 @@ def train(system: str, mode: str, shape: GPTShape, rank: int) -> tuple[Ledger, f
         gc.collect()
         if isinstance(model, GPT) and system == UNSHARDED:
             watch_units(model)
-        with labelled(model) if "fullshard" in system else contextlib.nullcontext(), range_of(MEASURED):
+        with range_of(MEASURED):
             loss = step(model, optimizer, batches[-1])
         loss_value = loss.item()
     return ledger, loss_value
@@ -124,6 +89,7 @@ class Worker:
     def measure(self, system: str, mode: str) -> dict[str, Any]:
         """A reading; or why there is none, after which other ranks may wait in vain."""
         try:
+            prepare(system)
             return {"reading": asdict(read(*train(system, mode, self.shape, self.rank)))}
         except Exception as error:
             return {"error": reason_of(error)}
@@ -131,22 +97,11 @@ class Worker:
             gc.collect()
 
 
-def build(
-    systems: list[str],
-    width: int,
-    blocks: int,
-    tokens: int,
-    ranks: int,
-    rank: int = 0,
-    store: str | None = None,
-    threads: int = 1,
-) -> Worker:
+def build(width: int, blocks: int, tokens: int, ranks: int, rank: int = 0, store: str = "", threads: int = 1) -> Worker:
     """Make rank 0 of a fake group if there is no file where ranks meet."""
     torch.set_flush_denormal(True)
-    for system in systems:
-        prepare(system)
-    if store is None:
-        start_fake_group(ranks)
-    else:
+    if store:
         join_group(rank, ranks, store)
+    else:
+        start_fake_group(ranks)
     return Worker(GPTShape(width, blocks, tokens), rank)

@@ -17,9 +17,8 @@ device, beside the bounds.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,11 @@ import torch
 from bench import report
 from bench.command_line import Options as SharedOptions
 from bench.command_line import option
-from bench.contestants import fake_group, system_alone
+from bench.contestants import Contestant, fake_group
 from bench.muon.worker import CONTESTANTS, FULLSHARD, GATHER, ONE_ROUND, Matrices, shapes_of
-from bench.statistics import Spread, paired_spread, spread
-from bench.teams import Launch, Team
+from bench.report import column
+from bench.statistics import paired_spread, spread
+from bench.teams import Launch, Teams
 from bench.turns import take_turns
 from fullshard import fully_shard
 from fullshard.optim.muon.matrix_optimizer import ROUND_BYTES
@@ -56,45 +56,41 @@ class Options(SharedOptions):
     round_bytes: int = option(2 * 1024 * 1024, "Bytes per owner of a round, of the contestant with rounds.")
 
 
-def compete(options: Options) -> dict[str, Any]:
-    """Seconds per contestant and round, differences, and who could not run."""
-    told = {name: getattr(options, name) for name in ("ranks", "threads", "width", "blocks", "round_bytes")}
-    with tempfile.TemporaryDirectory() as folder:
-        team = Team(Launch.of(system_alone("muon"), "bench.muon.worker", Path(folder), **told), Path(folder))
-
-        def slowest(name: str) -> float:
-            return max(team.ask("step", name=name))
-
-        try:
-            team.started()
-            made = {name: team.ask("make", name=name)[0] for name in CONTESTANTS}
-            failures = {name: answer["failed"] for name, answer in made.items() if answer}
-            able = [name for name in CONTESTANTS if name not in failures]
-            seconds = take_turns({name: partial(slowest, name) for name in able}, options.rounds)
-            differences = {name: team.ask("difference", name=name)[0] for name in able}
-        finally:
-            team.end()
-    return {"seconds": seconds, "differences": differences, "failures": failures}
-
-
-def check(result: Mapping[str, Any]) -> None:
-    """Refuse to report times of contestants that computed something else.
+def compete(options: Options) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Seconds per round, ratio and difference by contestant; and who could not run.
 
     Raises:
-        RuntimeError: Says which.
+        RuntimeError: Contestants computed something else; says which.
     """
-    wrong = {name: result["differences"][name] for name in EXACT if result["differences"].get(name) != 0}
+    told = {name: getattr(options, name) for name in ("ranks", "threads", "width", "blocks", "round_bytes")}
+    with tempfile.TemporaryDirectory() as folder, Teams(Path(folder)) as teams:
+        teams.start(Launch.of(Contestant("muon", "muon"), "bench.muon.worker", Path(folder), **told))
+
+        def ask(do: str, name: str) -> list[Any]:
+            answers = teams.ask("muon", do, name=name)
+            if answers is None:
+                raise RuntimeError(f"{do} of {name}: {teams.failures['muon']}")
+            return answers
+
+        made = {name: ask("make", name)[0] for name in CONTESTANTS}
+        failures = {name: answer["failed"] for name, answer in made.items() if answer}
+        able = [name for name in CONTESTANTS if name not in failures]
+        # The slowest rank counts.
+        seconds = take_turns({name: lambda name=name: max(ask("step", name)) for name in able}, options.rounds)
+        differences = {name: ask("difference", name)[0] for name in able}
+    wrong = {name: differences[name] for name in EXACT if differences.get(name) != 0}
     if wrong:
         raise RuntimeError(f"parameters differ from the plain contestant's: {wrong}")
-
-
-def step_table(seconds: Mapping[str, Sequence[float]], differences: Mapping[str, float]) -> str:
-    """Times, and ratios to gathering everything."""
-    rows = []
-    for name, times in seconds.items():
-        ratio = f"{paired_spread(times, seconds[GATHER]):.2f}" if GATHER in seconds else "-"
-        rows.append([name, f"{1e3 * spread(times).median:.0f}", ratio, f"{differences[name]:.1g}"])
-    return report.markdown_table(["contestant", "step, ms", "/ gather", "largest difference from plain"], rows)
+    contestants: dict[str, dict[str, Any]] = {
+        name: {
+            "seconds": times,
+            "median_seconds": spread(times).median,
+            "ratio_to_gather": paired_spread(times, seconds[GATHER]).as_json(),
+            "difference": differences[name],
+        }
+        for name, times in seconds.items()
+    }
+    return contestants, failures
 
 
 def traffic_of(ranks: int) -> dict[str, float]:
@@ -111,62 +107,57 @@ def traffic_of(ranks: int) -> dict[str, float]:
                 loads[owner] += optimizer.work(matrix.shape, optimizer.param_groups[0])
         rounds = len(optimizer.plan().rounds)
     elements = sum(rows * columns for rows, columns in LARGE) * LARGE_BLOCKS
+    mean, bound = sum(sent) / ranks / 1e9, 2 * 2 * elements * (ranks - 1) / ranks**2 / 1e9
     return {
+        "mean": mean,
         "busiest": max(sent) / 1e9,
-        "mean": sum(sent) / ranks / 1e9,
-        "bound": 2 * 2 * elements * (ranks - 1) / ranks**2 / 1e9,
+        "bound": bound,
+        "mean_over_bound": mean / bound,
         "gather": 2 * elements * (ranks - 1) / ranks / 1e9,
         "balance": max(loads) * ranks / sum(loads),
         "rounds": rounds,
     }
 
 
-def traffic_table(found: Mapping[int, Mapping[str, float]]) -> str:
-    """One row per group size."""
-    header = ["ranks", "mean, GB", "busiest, GB", "bound, GB", "mean / bound", "gather, GB", "work / mean", "rounds"]
-    rows = [
-        [
-            str(ranks),
-            f"{each['mean']:.3f}",
-            f"{each['busiest']:.3f}",
-            f"{each['bound']:.3f}",
-            f"{each['mean'] / each['bound']:.4f}",
-            f"{each['gather']:.2f}",
-            f"{each['balance']:.3f}",
-            f"{each['rounds']:.0f}",
-        ]
-        for ranks, each in found.items()
-    ]
-    return report.markdown_table(header, rows)
+def tables(contestants: Mapping[str, Any], traffic: Mapping[str, Any]) -> tuple[str, str]:
+    """Times with ratios to gathering everything; and bytes, one row per group size."""
+    steps = (
+        column("step, ms", "median_seconds", spec=".0f", scale=1e3),
+        column("/ gather", "ratio_to_gather"),
+        column("largest difference from plain", "difference", spec=".1g"),
+    )
+    gigabytes = (
+        *(column(f"{key}, GB", key, spec=".3f") for key in ("mean", "busiest", "bound")),
+        column("mean / bound", "mean_over_bound", spec=".4f"),
+        column("gather, GB", "gather"),
+        column("work / mean", "balance", spec=".3f"),
+        column("rounds", "rounds", spec=".0f"),
+    )
+    return report.table("contestant", contestants, steps), report.table("ranks", traffic, gigabytes)
 
 
 def run(options: Options) -> None:
     """Compare a step of Muon with owners to one in which every rank gathers everything."""
-    result = compete(options)
-    check(result)
-    traffic = {size: traffic_of(size) for size in GROUP_SIZES}
-    seconds, matrices = result["seconds"], len(shapes_of(options.width, options.blocks))
+    contestants, failures = compete(options)
+    traffic = {str(size): traffic_of(size) for size in GROUP_SIZES}
+    steps, gigabytes = tables(contestants, traffic)
+    matrices = len(shapes_of(options.width, options.blocks))
     paragraphs = [
         f"{matrices} matrices of a GPT of width {options.width} on {options.ranks} gloo ranks, {options.threads} "
         f"thread each, rounds of {options.round_bytes / 2**20:g} MiB per owner; {options.rounds} rounds of turns. "
         "Ratios: median (quartiles).",
-        step_table(seconds, result["differences"]),
-        *report.could_not_run(result["failures"]),
+        steps,
+        *report.could_not_run(failures),
         "Bytes that a rank sends per step, bf16, from the plans of optimizers on fake groups, the matrices of a 7B "
         f"Llama (6.5 billion elements), rounds of {ROUND_BYTES / 2**20:g} MiB per owner. Bound: 2 b P (N-1)/N^2; "
         "beyond it travels one number per matrix and message. Work: of the rank with most, over the mean.",
-        traffic_table(traffic),
+        gigabytes,
     ]
-    ratios: dict[str, float | Spread] = {
-        name: paired_spread(times, seconds[GATHER]) for name, times in seconds.items() if GATHER in seconds
-    }
-    title = f"A step of Muon on {matrices} matrices, {options.ranks} gloo ranks (whiskers: quartiles)"
-    panels = [report.Panel("time / gathering everything", ratios, 1.0)]
     report.publish(
         options,
         "muon",
-        {"settings": options.settings, **result, "traffic": {str(size): found for size, found in traffic.items()}},
+        {"settings": options.settings, "contestants": contestants, "not_run": failures, "traffic": traffic},
         paragraphs,
-        draw=lambda path: report.plot_bars(path, title, panels),
-        image_text="A step of Muon",
+        title="A step of Muon",
+        panels=report.bars(contestants, {"time / gathering everything": ("ratio_to_gather",)}),
     )

@@ -4,5 +4,4 @@
 - ``cells.py``    a number of ranks, a bandwidth, and everyone's step in turns
 - ``systems.py``  units that take as long as they are told, and what shards them
 - ``bound.py``    lower bounds of a step
-- ``plot.py``     curves
 """

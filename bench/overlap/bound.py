@@ -1,7 +1,7 @@
 """The least time that a step of sharded units can take, and the memory of gathering ahead.
 
-The limits are those of the reference on competitors, 4.3: computation alone, the link alone, the chain of first gather,
-computation and last reduction, and the schedule that gathers ``depth`` units ahead.
+The limits: computation alone, the link alone, the chain of first gather, computation and last reduction, and the
+schedule that gathers ``depth`` units ahead.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-__all__ = ["StepBound", "UnitCosts", "Window", "keep_last", "scheduled_seconds", "step_bound"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class StepBound:
     """Lower bounds on a step, in seconds.
 
     Args:
-        computation: LB1, with the optimizer.
+        computation: LB1.
         link: LB2.
         chain: LB3.
         schedule: LB4 at the depth asked for.
@@ -94,36 +92,26 @@ def keep_last(units: Sequence[UnitCosts], window: Window = Window()) -> list[Uni
     return [replace(unit, regather=0.0) if i >= len(units) - kept else unit for i, unit in enumerate(units)]
 
 
-def step_bound(
-    units: Sequence[UnitCosts],
-    window: Window = Window(),
-    *,
-    optimizer: float = 0.0,
-    duplex: bool = False,
-) -> StepBound:
+def step_bound(units: Sequence[UnitCosts], window: Window = Window()) -> StepBound:
     """The bounds of one step of one microbatch.
 
     Args:
         units: In the order of the forward.
         window: What is gathered ahead.
-        optimizer: Seconds of computation at the end.
-        duplex: Whether reductions have a link of their own.
     """
     if not units:
         raise ValueError("a step needs a unit")
     computing = sum(unit.forward + unit.backward for unit in units)
-    gathers = sum(unit.gather + unit.regather for unit in units)
-    reductions = sum(unit.reduce for unit in units)
     return StepBound(
-        computation=computing + optimizer,
-        link=max(gathers, reductions) if duplex else gathers + reductions,
-        chain=units[0].gather + computing + max(units[0].reduce, optimizer),
-        schedule=scheduled_seconds(units, window, duplex=duplex) + optimizer,
+        computation=computing,
+        link=sum(unit.gather + unit.regather + unit.reduce for unit in units),
+        chain=units[0].gather + computing + units[0].reduce,
+        schedule=scheduled_seconds(units, window),
         memory=max(sum(u.nbytes for u in units[i : i + 1 + window.after(units, i)]) for i in range(len(units))),
     )
 
 
-def scheduled_seconds(units: Sequence[UnitCosts], window: Window, *, duplex: bool = False) -> float:
+def scheduled_seconds(units: Sequence[UnitCosts], window: Window) -> float:
     """Seconds from the first gather to the end of the last reduction, if nothing but the schedule costs time.
 
     A gather is issued when a unit begins to compute that has it in its window (an empty one: when it is needed), a
@@ -141,14 +129,13 @@ def scheduled_seconds(units: Sequence[UnitCosts], window: Window, *, duplex: boo
             link = max(link, start) + units[len(arrived)].gather
             arrived.append(link)
         computed = start + unit.forward
-    return _backward(list(reversed(units)), window, computed, link, duplex)
+    return _backward(list(reversed(units)), window, computed, link)
 
 
-def _backward(order: Sequence[UnitCosts], window: Window, computed: float, link: float, duplex: bool) -> float:
+def _backward(order: Sequence[UnitCosts], window: Window, computed: float, link: float) -> float:
     """When the last reduction ends. ``computed``, ``link``: when computation and link are through with the forward."""
     arrived: list[float] = []
     reduced: list[float] = []  # ends of reductions
-    other = link  # when the link that reductions use is free
 
     def gather(issued: float) -> None:
         nonlocal link
@@ -164,9 +151,6 @@ def _backward(order: Sequence[UnitCosts], window: Window, computed: float, link:
         while len(arrived) <= index + window.after(order, index):
             gather(start)
         computed = max([start + unit.backward, *reduced[: len(reduced) + 1 - window.reductions]])
-        if duplex:
-            other = max(other, computed) + unit.reduce
-        else:
-            link = max(link, computed) + unit.reduce
-        reduced.append(other if duplex else link)
+        link = max(link, computed) + unit.reduce
+        reduced.append(link)
     return reduced[-1]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,23 +16,20 @@ from torch import nn
 from bench.models import GPT, Block, GPTShape, batch_of, next_token_loss
 from bench.overlap.bound import StepBound, UnitCosts, keep_last, step_bound
 from bench.overlap.systems import ModelledUnit, System, UnitShape, build, modelled_model
-from bench.simulators.clocks import Clock, HostDevice, SkippingClock, WallClock
+from bench.simulators.clocks import HostDevice, SkippingClock
 from bench.simulators.network import Fabric, Network, modelled_ranks
 from bench.simulators.streams import SimulatedDevice, simulated_streams
 from bench.statistics import Spread, spread
 from bench.turns import each_that_runs, take_turns
 
-__all__ = ["Cell", "Measured", "Model", "Rounds", "even_units", "measure", "uneven_units"]
-
 SMALL_GPT = GPTShape(width=256, blocks=4, tokens=512)
 PLAIN = "plain"
 ELEMENT = 4  # bytes; everything is fp32
-DeviceName = Literal["host", "streams"]
-ClockName = Literal["thread", "process", "wall", "none"]
-CLOCKS: Mapping[str, Callable[[], Clock]] = {
+LATENCY, HOP_LATENCY = 20e-6, 5e-6
+HOST, STREAMS = "host", "streams"
+CLOCKS: Mapping[str, Callable[[], SkippingClock]] = {
     "thread": SkippingClock,
     "process": lambda: SkippingClock(time.perf_counter),
-    "wall": WallClock,
     "none": lambda: SkippingClock(lambda: 0.0),  # the host's own work takes no time: what the schedule alone takes
 }
 
@@ -50,40 +47,24 @@ def uneven_units(groups: int = 2, numel: int = 1024 * 320) -> tuple[UnitShape, .
 
 
 @dataclass(frozen=True)
-class Model:
-    """What is trained: modelled units, or, if there are none, a GPT that computes."""
-
-    name: str
-    units: tuple[UnitShape, ...] = ()
-    gpt: GPTShape = SMALL_GPT
-
-
-@dataclass(frozen=True)
 class Cell:
     """One column of the table.
 
     Args:
-        model: What is trained.
-        device: ``host``: as CPU ranks, which block where they wait; ``streams``: see ``bench/simulators/streams.py``.
+        model: Its name.
+        units: What is trained; none: a GPT that computes.
+        device: HOST: as CPU ranks, which block where they wait; STREAMS: see ``bench/simulators/streams.py``.
         ranks: N.
         ratio: Link time over computation at 8 ranks and without latencies: below 1 the computation takes longer.
         clock: See ``CLOCKS``.
     """
 
-    model: Model
-    device: DeviceName
+    model: str
+    units: tuple[UnitShape, ...]
+    device: str
     ranks: int
     ratio: float
-    clock: ClockName = "thread"
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """How often everyone steps."""
-
-    warmup: int = 3
-    rounds: int = 7
-    steps: int = 2
+    clock: str = "thread"
 
 
 @dataclass
@@ -93,9 +74,8 @@ class Measured:
     Args:
         bound: With the last unit kept from forward to backward, which needs no memory.
         costs: Of the units.
-        network: Its links.
+        network: Its link.
         steps: Median step per contestant and round.
-        link: Of one step: seconds in which the link was busy.
         failures: Why a contestant has no steps.
     """
 
@@ -103,7 +83,6 @@ class Measured:
     costs: list[UnitCosts]
     network: Network
     steps: dict[str, list[float]]
-    link: dict[str, float]
     failures: dict[str, str]
 
     def over_bound(self, name: str) -> Spread:
@@ -116,29 +95,24 @@ class Measured:
 
 
 class Stepper:
-    """A contestant in a cell."""
+    """A contestant in a cell; None: the plain model."""
 
     _run: Callable[[], torch.Tensor]
 
     def __init__(self, system: System | None, cell: Cell, fabric: Fabric) -> None:
-        self.fabric, self.device = fabric, fabric.device
+        self.device = fabric.device
         torch.manual_seed(0)
-        if cell.model.units:
-            model: nn.Module = modelled_model(cell.model.units, self.device)
-            inputs = torch.zeros(4, requires_grad=True)
-            unit: type[nn.Module] = ModelledUnit
-        else:
-            model, unit = GPT(cell.model.gpt), Block
-        self.plain = model
-        self.model = model if system is None else build(system, model, (unit,), self.device)
-        batch = batch_of(cell.model.gpt, 0, 0)
-        self._run = lambda: self.model(inputs).sum() if cell.model.units else next_token_loss(self.model, batch)
+        model: nn.Module = modelled_model(cell.units, self.device) if cell.units else GPT(SMALL_GPT)
+        unit_type = ModelledUnit if cell.units else Block
+        self.model = model if system is None else build(system, model, unit_type, self.device)
+        inputs, batch = torch.zeros(4, requires_grad=True), batch_of(SMALL_GPT, 0, 0)
+        self._run = lambda: self.model(inputs).sum() if cell.units else next_token_loss(self.model, batch)
 
     def step(self) -> float:
         """Seconds of forward and backward, until everything is through; gradients are dropped afterwards."""
         begun = self.device.synchronize()
         self._run().backward()
-        seconds = self.device.synchronize() - begun
+        seconds: float = self.device.synchronize() - begun
         for parameter in self.model.parameters():
             parameter.grad = None
         return seconds
@@ -147,63 +121,34 @@ class Stepper:
         """The median of some steps."""
         return spread([self.step() for _ in range(steps)]).median
 
-    def link_seconds(self) -> float:
-        """How long the link is busy in a step."""
-        self.fabric.messages = []
-        self.step()
-        busy = sum(message.passage.seconds for message in self.fabric.messages)
-        self.fabric.messages = None
-        return busy
 
-
-def measure(
-    cell: Cell, systems: Sequence[System], rounds: Rounds, *, latency: float = 20e-6, hop_latency: float = 5e-6
-) -> Measured:
+def measure(cell: Cell, systems: Sequence[System], rounds: int, steps: int = 1, warmup: int = 3) -> Measured:
     """Build everyone on one fabric and let them take turns."""
-    costs = unit_costs(cell)
+    costs = [UnitCosts(u.forward, u.backward, 0, 0, 0, u.numel * ELEMENT) for u in cell.units] or _timed_costs(cell)
     computation = sum(cost.forward + cost.backward for cost in costs)
-    received = sum(cost.nbytes * 3 for cost in costs) * 7 / 8
-    network = Network(
-        received / (cell.ratio * computation),
-        latency=latency,
-        hop_latency=hop_latency,
-        like="nccl" if cell.device == "streams" else "collective",
-    )
+    bandwidth = sum(cost.nbytes * 3 for cost in costs) * 7 / 8 / (cell.ratio * computation)
+    like = "nccl" if cell.device == STREAMS else "collective"
+    network = Network(bandwidth, latency=LATENCY, hop_latency=HOP_LATENCY, like=like)  # type: ignore[arg-type]
     costs = [_on(network, cost, cell.ranks) for cost in costs]
-    bound = step_bound(keep_last(costs))
-    result = Measured(bound, costs, network, {}, {}, {})
+    result = Measured(step_bound(keep_last(costs)), costs, network, {}, {})
     with _fabric(cell, network) as fabric:
         known = {system.name: system for system in systems}
 
         def warmed_up(name: str) -> Stepper:
             stepper = Stepper(known[name], cell, fabric)
-            for _ in range(rounds.warmup):
+            for _ in range(warmup):
                 stepper.step()
-            result.link[name] = stepper.link_seconds()
             return stepper
 
         steppers, result.failures = each_that_runs(known, warmed_up)
-        if not cell.model.units:
+        if not cell.units:
             steppers[PLAIN] = Stepper(None, cell, fabric)
-        turns = {name: partial(stepper.turn, rounds.steps) for name, stepper in steppers.items()}
-        result.steps = take_turns(turns, rounds.rounds)
-    if not cell.model.units:
-        _set_computation(result, spread(result.steps.pop(PLAIN)).median)
+        result.steps = take_turns({name: partial(one.turn, steps) for name, one in steppers.items()}, rounds)
+    if not cell.units:  # the units' computation adds up to what the plain model took in the same rounds
+        factor = spread(result.steps.pop(PLAIN)).median / computation
+        result.costs = [replace(c, forward=factor * c.forward, backward=factor * c.backward) for c in costs]
+        result.bound = step_bound(keep_last(result.costs))
     return result
-
-
-def _set_computation(result: Measured, seconds: float) -> None:
-    """The units' computation adds up to what the plain model took in the same rounds."""
-    factor = seconds / sum(cost.forward + cost.backward for cost in result.costs)
-    result.costs = [replace(c, forward=factor * c.forward, backward=factor * c.backward) for c in result.costs]
-    result.bound = step_bound(keep_last(result.costs))
-
-
-def unit_costs(cell: Cell) -> list[UnitCosts]:
-    """Computation and size of the units; what the link takes is left at 0."""
-    if cell.model.units:
-        return [UnitCosts(u.forward, u.backward, 0, 0, 0, u.numel * ELEMENT) for u in cell.model.units]
-    return _timed_costs(cell)
 
 
 def _on(network: Network, cost: UnitCosts, ranks: int) -> UnitCosts:
@@ -218,11 +163,11 @@ def _timed_costs(cell: Cell) -> list[UnitCosts]:
     """
     clock = CLOCKS[cell.clock]()
     marks: list[float] = []
-    model = GPT(cell.model.gpt)
+    model = GPT(SMALL_GPT)
     for block in model.blocks:
         block.register_forward_pre_hook(lambda *_: marks.append(clock.now()))
         block.register_full_backward_hook(lambda *_: marks.append(clock.now()))
-    batch, count = batch_of(cell.model.gpt, 0, 0), len(model.blocks)
+    batch, count = batch_of(SMALL_GPT, 0, 0), len(model.blocks)
     runs = []
     for _ in range(9):
         marks.clear()
@@ -246,7 +191,7 @@ def _fabric(cell: Cell, network: Network) -> Iterator[Fabric]:
     clock = CLOCKS[cell.clock]()
     with contextlib.ExitStack() as stack:
         device: Any = HostDevice(clock)
-        if cell.device == "streams":
+        if cell.device == STREAMS:
             device = SimulatedDevice(clock)
             stack.enter_context(simulated_streams(device))
         yield stack.enter_context(modelled_ranks(cell.ranks, network, device=device))

@@ -6,7 +6,7 @@ one unit ahead (``bound.py``). What it takes beyond its computation is *exposed*
 
 ``host``: as on CPU ranks, where what waits blocks. FSDP1 and FSDP2 overlap by streams, and on CPU these do nothing, so
 that each of their collectives blocks. ``streams``: with streams that keep time, as on an accelerator; see
-``bench/simulators/streams.py``. Time is that of a clock that skips what would be slept; ``--clock wall`` sleeps.
+``bench/simulators/streams.py``. Time is that of a clock that skips what would be slept.
 """
 
 from __future__ import annotations
@@ -22,17 +22,14 @@ from bench import report
 from bench.command_line import Options as SharedOptions
 from bench.command_line import UsageError, option
 from bench.overlap.bound import Window, keep_last, step_bound
-from bench.overlap.cells import CLOCKS, Cell, Measured, Model, Rounds, even_units, measure, uneven_units
-from bench.overlap.plot import plot_cells
-from bench.overlap.systems import SYSTEMS, System
+from bench.overlap.cells import CLOCKS, HOST, STREAMS, Cell, Measured, even_units, measure, uneven_units
+from bench.overlap.systems import SYSTEMS, System, UnitShape
 
-EVEN, UNEVEN, REAL = Model("even", even_units()), Model("uneven", uneven_units()), Model("GPT")
-# A GPT's streams would need a GPU: here its computation is the host's own.
-DEVICES: Mapping[str, tuple[Any, ...]] = {"even": ("host", "streams"), "uneven": ("host", "streams"), "GPT": ("host",)}
+EVEN, UNEVEN, REAL = "even", "uneven", "GPT"
+UNITS: Mapping[str, tuple[UnitShape, ...]] = {EVEN: even_units(), UNEVEN: uneven_units(), REAL: ()}
 AHEAD_RANKS = 64
 AHEAD = tuple(system for system in SYSTEMS if system.depth is not None or system.name == "fullshard")
 REAL_SYSTEMS = ("fullshard", "fullshard, none ahead", "fullshard-wrapper PRE", "FSDP2", "FSDP2, async op", "FSDP1 PRE")
-TARGET = 1.05
 Results = dict[Cell, Measured]
 
 
@@ -40,41 +37,35 @@ Results = dict[Cell, Measured]
 class Options(SharedOptions):
     """All cells."""
 
-    what: tuple[str, ...] = option(("even", "uneven", "GPT"), choices=tuple(DEVICES))
-    device: tuple[str, ...] = option(("host", "streams"), "As on CPU ranks, or with streams.", choices=DEVICES["even"])
+    what: tuple[str, ...] = option((EVEN, UNEVEN, REAL), choices=tuple(UNITS))
+    device: tuple[str, ...] = option((HOST, STREAMS), "As on CPU ranks, or with streams.", choices=(HOST, STREAMS))
     ranks: tuple[int, ...] = (8, 64, 1024)
     ratio: tuple[float, ...] = option((0.3, 1.0, 3.0), "Link time over computation at 8 ranks.")
     clock: str = option(
-        "thread",
-        "thread: skips, and counts processor time; process: skips; none: no host work; wall: sleeps.",
-        choices=tuple(CLOCKS),
+        "thread", "thread: counts processor time; process: wall time; none: no host work.", choices=tuple(CLOCKS)
     )
     rounds: int = 5
     steps_per_round: int = 1
     only: tuple[str, ...] = option((), choices=tuple(system.name for system in SYSTEMS))
 
 
-def cells_of(model: Model, devices: Sequence[str], ranks: Sequence[int], ratios: Sequence[float], clock: Any) -> Any:
-    """All cells of one model."""
-    wanted = [device for device in DEVICES[model.name] if device in devices]
-    return [Cell(model, device, n, ratio, clock) for device in wanted for n in ranks for ratio in ratios]
-
-
-def measured_cells(cells: Sequence[Cell], systems: Sequence[System], rounds: Rounds) -> Results:
-    """Measure them one after another."""
+def measured_cells(
+    model: str, ranks: Sequence[int], systems: Sequence[System], options: Options, clock: str, rounds: int
+) -> Results:
+    """Measure all cells of a model one after another."""
     results: Results = {}
-    for cell in cells:
+    # A GPT's streams would need a GPU: here its computation is the host's own.
+    devices = [device for device in options.device if UNITS[model] or device == HOST]
+    for cell in (Cell(model, UNITS[model], d, n, r, clock) for d in devices for n in ranks for r in options.ratio):
         begun = time.monotonic()
-        results[cell] = measured = measure(cell, systems, rounds)
+        results[cell] = measured = measure(cell, systems, rounds, options.steps_per_round)
         best = {name: measured.over_bound(name).median for name in measured.steps}
         ours = f", fullshard {best['fullshard']:.3f}" if "fullshard" in best else ""
         print(
-            f"{cell.model.name}, {cell.device}, N={cell.ranks}, link/computation {cell.ratio:g}: "
+            f"{model}, {cell.device}, N={cell.ranks}, link/computation {cell.ratio:g}: "
             f"T_LB {1e3 * measured.bound.seconds:.0f} ms{ours} ({time.monotonic() - begun:.0f} s)",
             flush=True,
         )
-        for name, why in measured.failures.items():
-            print(f"  {name}: {why}")
     return results
 
 
@@ -103,11 +94,10 @@ def table(results: Results, *, exposed: bool = False) -> str:
 def ahead_table(results: Results) -> str:
     """What gathering ahead gains, as the schedule predicts it and as measured; both over T_LB."""
     header = ["units ahead, reductions", "gathered at once"]
-    header += [f"{cell.model.name}, {cell.device}, {cell.ratio:g}" for cell in results]
+    header += [f"{cell.model}, {cell.device}, {cell.ratio:g}" for cell in results]
     rows = []
     for system in sorted(AHEAD, key=lambda s: (1 if s.depth is None else s.depth, s.reductions or 1)):
-        depth = 1 if system.depth is None else system.depth
-        reductions = system.reductions or 1
+        depth, reductions = 1 if system.depth is None else system.depth, system.reductions or 1
         row = [f"{depth}, {reductions}", ""]
         for measured in results.values():
             if system.name not in measured.steps:
@@ -131,7 +121,7 @@ def as_json(results: Results) -> list[dict[str, Any]]:
     """All figures."""
     return [
         {
-            "model": cell.model.name,
+            "model": cell.model,
             "device": cell.device,
             "ranks": cell.ranks,
             "link_over_computation": cell.ratio,
@@ -144,7 +134,6 @@ def as_json(results: Results) -> list[dict[str, Any]]:
                     "step_seconds": steps,
                     "over_bound": measured.over_bound(name).as_json(),
                     "exposed_seconds": measured.exposed(name).as_json(),
-                    "link_seconds": measured.link[name],
                 }
                 for name, steps in measured.steps.items()
             },
@@ -162,14 +151,12 @@ def paragraphs(results: Results, ahead: Results) -> list[str]:
         "below it. Columns: ranks, and link time over computation at 8 ranks. Eight equal units, 10 ms forward and 20 "
         "ms backward each; one link; 20 us and 5 us per level of a tree on every launch.",
     ]
-    for device, text in (
-        (
-            "host",
-            "As on CPU ranks. FSDP1 and FSDP2 overlap by streams, which do nothing there: their collectives block.",
-        ),
-        ("streams", "With streams that keep time, as on an accelerator. FSDP1 has `forward_prefetch=True`."),
-    ):
-        some = {cell: m for cell, m in results.items() if cell.device == device and cell.model == EVEN}
+    texts = {
+        HOST: "As on CPU ranks. FSDP1 and FSDP2 overlap by streams, which do nothing there: their collectives block.",
+        STREAMS: "With streams that keep time, as on an accelerator. FSDP1 has `forward_prefetch=True`.",
+    }
+    for device, text in texts.items():
+        some = {cell: m for cell, m in results.items() if (cell.device, cell.model) == (device, EVEN)}
         if some:
             parts += [text, table(some), "Exposed: milliseconds of the step beyond its computation.", ""]
             parts += [table(some, exposed=True)]
@@ -191,32 +178,40 @@ def paragraphs(results: Results, ahead: Results) -> list[str]:
     return parts
 
 
+def curves(results: Results) -> list[report.Curves]:
+    """Step time over the bound against link time over computation: a panel per device and number of ranks."""
+    found: dict[tuple[str, int], dict[str, dict[float, float]]] = {}
+    for cell, measured in results.items():
+        panel = found.setdefault((cell.device, cell.ranks), {}) if cell.model == EVEN else {}
+        for name in measured.steps:
+            panel.setdefault(name, {})[cell.ratio] = measured.over_bound(name).median
+    label = "link time / computation"
+    return [report.Curves(f"{d}, {n:,} ranks", lines, label, reference=1.0) for (d, n), lines in found.items()]
+
+
 def run(options: Options) -> None:
     """Set steps on a modelled network beside the least they can take."""
-    if options.clock == "none" and "GPT" in options.what:
+    if options.clock == "none" and REAL in options.what:
         raise UsageError("a GPT's computation is the host's own work, which the clock 'none' leaves out: choose --what")
     torch.set_num_threads(1)
     systems = [system for system in SYSTEMS if not options.only or system.name in options.only]
-    devices, ratios, clock = options.device, options.ratio, options.clock
-    turns = Rounds(rounds=options.rounds, steps=options.steps_per_round)
     found: Results = {}
-    if "even" in options.what:
-        some = [system for system in systems if system.depth != 3 and system.reductions is None]
-        found |= measured_cells(cells_of(EVEN, devices, options.ranks, ratios, clock), some, turns)
-    if "GPT" in options.what:
-        some = [system for system in systems if system.name in REAL_SYSTEMS]
-        found |= measured_cells(cells_of(REAL, devices, [AHEAD_RANKS], ratios, clock), some, turns)
     ahead: Results = {}
+    if EVEN in options.what:
+        some = [system for system in systems if system.depth != 3 and system.reductions is None]
+        found |= measured_cells(EVEN, options.ranks, some, options, options.clock, options.rounds)
+    if REAL in options.what:
+        some = [system for system in systems if system.name in REAL_SYSTEMS]
+        found |= measured_cells(REAL, [AHEAD_RANKS], some, options, options.clock, options.rounds)
     some = [system for system in systems if system in AHEAD]
-    if "uneven" in options.what and some:
+    if UNEVEN in options.what and some:
         for model in (EVEN, UNEVEN):  # without the host's own work, one step is like another
-            ahead |= measured_cells(cells_of(model, devices, [AHEAD_RANKS], ratios, "none"), some, Rounds(2, 1, 1))
-    even = [(cell, each) for cell, each in found.items() if cell.model == EVEN]
+            ahead |= measured_cells(model, [AHEAD_RANKS], some, options, "none", 1)
     report.publish(
         options,
         "overlap",
-        {"rounds": asdict(turns), "cells": as_json(found), "ahead": as_json(ahead)},
+        {"settings": options.settings, "cells": as_json(found), "ahead": as_json(ahead)},
         paragraphs(found, ahead),
-        draw=lambda path: plot_cells(path, even, TARGET),
-        image_text="Overlap",
+        title="Overlap",
+        panels=curves(found),
     )

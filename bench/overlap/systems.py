@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
+from bench.contestants import FSDP1, FSDP2, FULLSHARD, OURS, WRAPPER, distribute
 from bench.simulators.clocks import Device
 from bench.simulators.streams import SimulatedDevice, SimulatedLane
-
-__all__ = ["SYSTEMS", "ModelledUnit", "System", "UnitShape", "build", "modelled_model"]
 
 
 class _Computation(torch.autograd.Function):
@@ -34,20 +31,6 @@ class _Computation(torch.autograd.Function):
         return gradient, ctx.device.compute(ctx.seconds, lambda: torch.zeros_like(weight)), None, None, None
 
 
-class ModelledUnit(nn.Module):
-    """One fp32 weight of ``numel`` elements and so many seconds of computation each way."""
-
-    def __init__(self, rows: int, numel: int, device: Device, forward: float, backward: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(rows, numel // rows))
-        self._device, self._seconds = device, (forward, backward)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``x``, later."""
-        out: Tensor = _Computation.apply(x, self.weight, self._device, *self._seconds)
-        return out
-
-
 @dataclass(frozen=True)
 class UnitShape:
     """What a modelled unit is like: fp32 elements, and seconds of computation each way."""
@@ -57,22 +40,34 @@ class UnitShape:
     backward: float
 
 
-def modelled_model(shapes: Sequence[UnitShape], device: Device, rows: int = 1024) -> nn.Sequential:
-    """One unit per shape, in sequence; rows that no power of two of ranks up to 1,024 cuts unevenly."""
-    return nn.Sequential(*(ModelledUnit(rows, s.numel, device, s.forward, s.backward) for s in shapes))
+class ModelledUnit(nn.Module):
+    """One fp32 weight, and so many seconds of computation each way."""
+
+    def __init__(self, shape: UnitShape, device: Device, rows: int = 1024) -> None:
+        super().__init__()
+        # No power of two of ranks up to 1,024 cuts these rows unevenly.
+        self.weight = nn.Parameter(torch.zeros(rows, shape.numel // rows))
+        self._device, self._shape = device, shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x``, later."""
+        out: Tensor = _Computation.apply(x, self.weight, self._device, self._shape.forward, self._shape.backward)
+        return out
 
 
-# ---------------------------------------------------------------------------------------------------------- systems
+def modelled_model(shapes: Sequence[UnitShape], device: Device) -> nn.Sequential:
+    """One unit per shape, in sequence."""
+    return nn.Sequential(*(ModelledUnit(shape, device) for shape in shapes))
 
 
 @dataclass(frozen=True)
 class System:
-    """A library in one configuration.
+    """A contestant in one configuration.
 
     Args:
         name: In tables.
-        library: ``fullshard``, ``fullshard-wrapper``, ``fsdp1`` or ``fsdp2``.
-        options: Of its constructor.
+        system: What shards the model.
+        prefetch: Of a wrapper: a key of PREFETCHES.
         depth: Units it is told to gather ahead; None: as it comes, one.
         reductions: How many may be in flight; None: as it comes, one.
         asynchronous: FSDP2's private switch for gathers that do not block.
@@ -80,8 +75,8 @@ class System:
     """
 
     name: str
-    library: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    system: str
+    prefetch: str | None = None
     depth: int | None = None
     reductions: int | None = None
     asynchronous: bool = False
@@ -89,73 +84,38 @@ class System:
 
 
 SYSTEMS: tuple[System, ...] = (
-    System("fullshard", "fullshard"),
-    System("fullshard, last kept", "fullshard", keep_last=True),
-    System("fullshard, none ahead", "fullshard", depth=0),
-    System("fullshard, 2 ahead", "fullshard", depth=2),
-    System("fullshard, 3 ahead", "fullshard", depth=3),
-    System("fullshard, 2 ahead, 2 reductions", "fullshard", depth=2, reductions=2),
-    System("fullshard, 3 ahead, 3 reductions", "fullshard", depth=3, reductions=3),
-    System("fullshard-wrapper PRE", "fullshard-wrapper", {"backward_prefetch": "BACKWARD_PRE"}),
-    System("fullshard-wrapper POST", "fullshard-wrapper", {"backward_prefetch": "BACKWARD_POST"}),
-    System("fullshard-wrapper none", "fullshard-wrapper", {"backward_prefetch": None}),
-    System("FSDP2", "fsdp2"),
-    System("FSDP2, last kept", "fsdp2", keep_last=True),
-    System("FSDP2, async op", "fsdp2", asynchronous=True),
-    System("FSDP1 PRE", "fsdp1", {"backward_prefetch": "BACKWARD_PRE"}),
-    System("FSDP1 POST", "fsdp1", {"backward_prefetch": "BACKWARD_POST"}),
-    System("FSDP1 none", "fsdp1", {"backward_prefetch": None}),
+    System("fullshard", FULLSHARD),
+    System("fullshard, last kept", FULLSHARD, keep_last=True),
+    System("fullshard, none ahead", FULLSHARD, depth=0),
+    System("fullshard, 2 ahead", FULLSHARD, depth=2),
+    System("fullshard, 3 ahead", FULLSHARD, depth=3),
+    System("fullshard, 2 ahead, 2 reductions", FULLSHARD, depth=2, reductions=2),
+    System("fullshard, 3 ahead, 3 reductions", FULLSHARD, depth=3, reductions=3),
+    System("fullshard-wrapper PRE", WRAPPER, "pre"),
+    System("fullshard-wrapper POST", WRAPPER, "post"),
+    System("fullshard-wrapper none", WRAPPER, "none"),
+    System("FSDP2", FSDP2),
+    System("FSDP2, last kept", FSDP2, keep_last=True),
+    System("FSDP2, async op", FSDP2, asynchronous=True),
+    System("FSDP1 PRE", FSDP1, "pre"),
+    System("FSDP1 POST", FSDP1, "post"),
+    System("FSDP1 none", FSDP1, "none"),
 )
 
 
-def build(system: System, model: nn.Module, unit_types: tuple[type[nn.Module], ...], device: Device) -> nn.Module:
-    """Shard ``model`` over the default group, every module of ``unit_types`` a unit."""
+def build(system: System, model: nn.Module, unit_type: type[nn.Module], device: Device) -> nn.Module:
+    """Shard ``model`` over the default group, every module of ``unit_type`` a unit."""
+    # Off by default in FSDP1; on accelerators the host runs ahead instead.
+    options = {"forward_prefetch": True} if system.system == FSDP1 else {}
+    chosen = {"prefetch": system.prefetch, "keep_last": system.keep_last, **options}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if system.library in ("fsdp1", "fullshard-wrapper"):
-            built = _wrap(system, model, unit_types)
-        else:
-            built = _shard(system, model, unit_types)
-    if system.library.startswith("fullshard"):
+        built: Any = distribute(system.system, model, unit_type, torch.device("cpu"), **chosen)
+    if system.asynchronous:
+        built._set_unshard_async_op(True)
+    if system.system in OURS:
         _set_up_engine(system, built, device)
     return built
-
-
-def _shard(system: System, model: nn.Module, unit_types: tuple[type[nn.Module], ...]) -> nn.Module:
-    if system.library == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
-    else:
-        from fullshard import fully_shard
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    units = [module for module in model.modules() if isinstance(module, unit_types)]
-    for unit in units:
-        last = system.keep_last and unit is units[-1]
-        fully_shard(unit, mesh=mesh, **dict(system.options), **({"reshard_after_forward": False} if last else {}))
-    fully_shard(model, mesh=mesh, **dict(system.options))
-    if system.asynchronous:
-        model._set_unshard_async_op(True)
-    return model
-
-
-def _wrap(system: System, model: nn.Module, unit_types: tuple[type[nn.Module], ...]) -> nn.Module:
-    if system.library == "fsdp1":
-        from torch.distributed import fsdp as library
-        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-    else:
-        import fullshard as library
-        from fullshard.wrap import ModuleWrapPolicy
-    options = dict(system.options)
-    prefetch = options.pop("backward_prefetch")
-    options["backward_prefetch"] = None if prefetch is None else library.BackwardPrefetch[prefetch]
-    if system.library == "fsdp1":
-        options["forward_prefetch"] = True  # off by default; on accelerators the host runs ahead instead
-    return library.FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy(set(unit_types)),
-        use_orig_params=True,
-        device_id=torch.device("cpu"),
-        **options,
-    )
 
 
 def _set_up_engine(system: System, model: nn.Module, device: Device) -> None:

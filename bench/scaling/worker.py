@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from bench import resident_memory
-from bench.contestants import COMPOSABLE, fake_group, prepare, shard_units, wrap_units
+from bench.contestants import distribute, fake_group, prepare
 
 T = TypeVar("T")
 
@@ -134,14 +133,10 @@ class Runner:
 
     def __init__(self, case: Case) -> None:
         self.case, self.device = case, torch.device("cpu")
-        self.mesh = init_device_mesh("cpu", (case.ranks,)) if case.system in COMPOSABLE else None
         self.inputs = torch.ones(1, case.elements)
 
     def distribute(self, model: nn.Module) -> nn.Module:
-        if self.mesh is None:
-            return wrap_units(self.case.system, model, Affine, self.device)
-        shard_units(self.case.system, model, Affine, self.mesh)
-        return model
+        return distribute(self.case.system, model, Affine, self.device)
 
     def step(self, model: nn.Module) -> None:
         model(self.inputs).sum().backward()

@@ -4,14 +4,15 @@
 All ranks hold what this rank holds. So a gather repeats the own piece, a sum is the own value times N, a broadcast
 changes nothing. Then no NaN and no denormal reaches the computation, values stay in the range in which they train, and
 every system gets the same ones whatever its collectives are. Filling is not the host's work on a real network; it is
-taken out of the skipping clock, and done by the link's thread under a wall clock.
+taken out of the clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,18 +24,13 @@ from bench.simulators.clocks import Device, Passage
 if TYPE_CHECKING:
     from bench.simulators.network import Fabric
 
-__all__ = ["Direction", "Launch", "ModelledGroup", "ModelledWork"]
-
-Direction = Literal["in", "out", "both"]
-
 
 @dataclass
 class Launch:
     """Collectives that travel together.
 
     Args:
-        what: Name of the first, for the record.
-        direction: Of the link.
+        what: Name of the last, for the record.
         seconds: How long they take together.
         nbytes: What this rank receives.
         fills: What writes their outputs.
@@ -42,7 +38,6 @@ class Launch:
     """
 
     what: str
-    direction: Direction
     seconds: float
     nbytes: float
     fills: list[Callable[[], object]] = field(default_factory=list)
@@ -61,11 +56,10 @@ class ModelledWork(dist._Work):
     _device: Device
     _passage: Passage
     _launch: Launch
-    _future: torch.futures.Future[list[Tensor]] | None
 
     def __init__(self, device: Device, passage: Passage, launch: Launch) -> None:
         super().__init__()
-        self._device, self._passage, self._launch, self._future = device, passage, launch, None
+        self._device, self._passage, self._launch = device, passage, launch
 
     def wait(self, timeout: object = None) -> bool:
         """Have the device wait; a host blocks until the end."""
@@ -82,45 +76,31 @@ class ModelledWork(dist._Work):
         """Whether its end has come."""
         return self._device.is_over(self._passage)
 
-    def is_success(self) -> bool:
-        """Always: a model does not fail."""
-        return True
-
-    def exception(self) -> None:
-        """None, likewise."""
-
     def result(self) -> list[Tensor]:
         """What it filled."""
         return self._launch.result
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Done at the end. Without a link thread nobody can call back later, so asking waits."""
-        if self._future is None:
-            self._future = future = torch.futures.Future()
-            if self._passage.filled is None:
-                self._device.wait(self._passage)
-                future.set_result(self._launch.result)
-            else:
-                self._passage.then(lambda: future.set_result(self._launch.result))
-        return self._future
+        """Done at the end. Nobody can call back later, so asking waits."""
+        self.wait()
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(self._launch.result)
+        return future
 
 
-class _Name:
-    """What a library that asks for the back end of a group is told."""
+class _Deferred(dist._Work):
+    """A collective inside a group call, whose end is known once that is over."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    work: ModelledWork | None
 
-    def name(self) -> str:
-        """As of a c10d back end."""
-        return self._name
+    def __init__(self) -> None:
+        super().__init__()
+        self.work = None
 
-
-_SUMS = frozenset({"SUM", "PREMUL_SUM"})
-
-
-def _op_name(op: Any) -> str:
-    return str(getattr(op, "op", op)).rsplit(".", 1)[-1].replace("RedOpType.", "")
+    def wait(self, timeout: object = None) -> bool:
+        """Wait for the whole group."""
+        assert self.work is not None, "waited for a collective inside its group call"
+        return self.work.wait()
 
 
 class ModelledGroup(dist.ProcessGroup):
@@ -128,7 +108,6 @@ class ModelledGroup(dist.ProcessGroup):
 
     fabric: Fabric
     number: int  # among the groups of the process
-    last: Passage | None  # launch
     _rank: int
     _size: int
     _name: str
@@ -137,7 +116,7 @@ class ModelledGroup(dist.ProcessGroup):
 
     def __init__(self, fabric: Fabric, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size)
-        self.fabric, self.number, self.last = fabric, fabric.groups, None
+        self.fabric, self.number = fabric, fabric.groups
         fabric.groups += 1
         self._rank, self._size, self._name = rank, size, name
         self._open, self._open_work = None, []
@@ -161,18 +140,18 @@ class ModelledGroup(dist.ProcessGroup):
         """``modelled``, whatever it is like."""
         return "modelled"
 
-    def name(self) -> str:
-        """The same."""
-        return "modelled"
+    name = getBackendName
 
-    def _get_backend(self, device: torch.device) -> _Name:
-        return _Name("nccl" if self.fabric.network.like == "nccl" else "modelled")
+    def _get_backend(self, device: torch.device) -> SimpleNamespace:
+        """What a library that asks for the back end is told."""
+        name = "nccl" if self.fabric.network.like == "nccl" else "modelled"
+        return SimpleNamespace(name=lambda: name)
 
     # ------------------------------------------------------------------------------------------- launches
 
     def _start_coalescing(self, device: torch.device) -> None:
         if self.fabric.network.like == "nccl":
-            self._open, self._open_work = Launch("group", "both", 0.0, 0.0), []
+            self._open, self._open_work = Launch("", 0.0, 0.0), []
 
     def _end_coalescing(self, device: torch.device) -> Any:
         launch, self._open = self._open, None
@@ -187,7 +166,6 @@ class ModelledGroup(dist.ProcessGroup):
     def _issue(
         self,
         what: str,
-        direction: Direction,
         nbytes: float,
         fills: Sequence[Callable[[], object]] = (),
         result: Sequence[Tensor] = (),
@@ -197,13 +175,12 @@ class ModelledGroup(dist.ProcessGroup):
         fills = list(fills) if network.fills else []
         if self._open is None:
             seconds = network.seconds(nbytes, self._size, passes)
-            return self.fabric.send(Launch(what, direction, seconds, nbytes, fills, list(result)), self)
-        launch, first = self._open, not self._open_work
-        alpha = passes * network.alpha(self._size)
-        launch.seconds = max(launch.seconds, alpha) if first else launch.seconds
+            return self.fabric.send(Launch(what, seconds, nbytes, fills, list(result)), self)
+        launch = self._open
+        if not launch.what:
+            launch.seconds = passes * network.alpha(self._size)
         launch.seconds += network.seconds(nbytes, self._size, 0)
         launch.what, launch.nbytes = what, launch.nbytes + nbytes
-        launch.direction = direction if first or direction == launch.direction else "both"
         launch.fills += fills
         launch.result += result
         self._open_work.append(_Deferred())
@@ -216,13 +193,13 @@ class ModelledGroup(dist.ProcessGroup):
     def _part(self, region: Tensor) -> Tensor:
         return region.view(-1).narrow(0, self._rank * (region.numel() // self._size), region.numel() // self._size)
 
-    def _summed(self, target: Tensor, own: Tensor, op: Any) -> Callable[[], object]:
+    def _summed(self, target: Tensor, own: Tensor, opts: Any) -> Callable[[], object]:
         """What writes ``own``, reduced over ranks that all hold it, to ``target``."""
-        name, factor = _op_name(op), 1  # an int: integers cannot be multiplied by floats in place
-        if name in _SUMS:
-            factor = self._size
+        op: Any = opts.reduceOp if opts is not None else ReduceOp.SUM
+        name = str(getattr(op, "op", op)).rsplit(".", 1)[-1]
+        factor: float = self._size if name in ("SUM", "PREMUL_SUM") else 1  # integers cannot be multiplied by floats
         if name == "PREMUL_SUM":
-            factor *= _premultiplier(op)
+            factor *= float(op.__getstate__()[1])
 
         def fill() -> None:
             if target.data_ptr() != own.data_ptr():
@@ -232,7 +209,7 @@ class ModelledGroup(dist.ProcessGroup):
 
         return fill
 
-    # ------------------------------------------------------------------------------------------- gathers
+    # ------------------------------------------------------------------------------------------- collectives
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """``output``: ``size * input.numel()`` elements."""
@@ -240,75 +217,38 @@ class ModelledGroup(dist.ProcessGroup):
         def fill() -> None:
             output.view(self._size, -1).copy_(input.reshape(1, -1).expand(self._size, -1))
 
-        return self._issue("all_gather", "in", self._share(output.nbytes), [fill], [output])
+        return self._issue("all_gather", self._share(output.nbytes), [fill], [output])
 
     _allgather_base = all_gather_single
-
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """One launch."""
-        return self._grouped(lambda: [self.all_gather_single(o, i) for o, i in zip(outputs, inputs, strict=True)])
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         """Every output is filled with the input."""
         pairs = [(target, own) for targets, own in zip(outputs, inputs, strict=True) for target in targets]
         fills = [_copy(target, own) for target, own in pairs]
         nbytes = sum(target.nbytes for target, _ in pairs)
-        return self._issue("all_gather", "in", self._share(nbytes), fills, [target for target, _ in pairs])
-
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
-        """As allgather, with the ranks as the outer list."""
-        return self.allgather([list(column) for column in zip(*outputs, strict=True)], inputs)
-
-    # ------------------------------------------------------------------------------------------- reductions
+        return self._issue("all_gather", self._share(nbytes), fills, [target for target, _ in pairs])
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """``input``: ``size * output.numel()`` elements."""
-        fill = self._summed(output, self._part(input), opts.reduceOp if opts is not None else ReduceOp.SUM)
-        return self._issue("reduce_scatter", "out", self._share(input.nbytes), [fill], [output])
+        fill = self._summed(output, self._part(input), opts)
+        return self._issue("reduce_scatter", self._share(input.nbytes), [fill], [output])
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """One launch."""
-        return self._grouped(
-            lambda: [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
-        )
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
-        """``inputs[i]``: one tensor per rank."""
-        op = opts.reduceOp if opts is not None else ReduceOp.SUM
-        fills = [self._summed(o, parts[self._rank], op) for o, parts in zip(outputs, inputs, strict=True)]
-        nbytes = sum(part.nbytes for parts in inputs for part in parts)
-        return self._issue("reduce_scatter", "out", self._share(nbytes), fills, outputs)
-
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """In place."""
-        op = opts.reduceOp if opts is not None else ReduceOp.SUM
         nbytes = 2 * self._share(sum(tensor.nbytes for tensor in tensors))
-        fills = [self._summed(tensor, tensor, op) for tensor in tensors]
-        return self._issue("all_reduce", "both", nbytes, fills, tensors, passes=2)
+        return self._issue("all_reduce", nbytes, [self._summed(t, t, opts) for t in tensors], tensors, passes=2)
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        """As an all-reduce of which one rank keeps the result."""
-        op = opts.reduceOp if opts is not None else ReduceOp.SUM
-        fills = [self._summed(tensor, tensor, op) for tensor in tensors]
-        return self._issue("all_reduce", "both", sum(t.nbytes for t in tensors), fills, tensors)
-
-    # ------------------------------------------------------------------------------------------- the others
-
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """The source has what this rank has."""
-        return self._issue("broadcast", "in", sum(tensor.nbytes for tensor in tensors), (), tensors)
+        return self._issue("broadcast", sum(tensor.nbytes for tensor in tensors), (), tensors)
 
     def barrier(self, opts: Any = None) -> Any:
         """Latency, there and back."""
-        return self._issue("barrier", "both", 0.0, passes=2)
+        return self._issue("barrier", 0.0, passes=2)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
@@ -317,64 +257,10 @@ class ModelledGroup(dist.ProcessGroup):
         own = input.split(input_sizes)[self._rank] if input_sizes else input.chunk(self._size)[self._rank]
         parts = output.split(output_sizes) if output_sizes else output.chunk(self._size)
         fills = [_copy(part, own) for part in parts if part.numel() == own.numel()]
-        return self._issue("all_to_all", "both", self._share(output.nbytes), fills, [output])
+        return self._issue("all_to_all", self._share(output.nbytes), fills, [output])
 
     alltoall_base = all_to_all_single
-
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """The same with lists."""
-        fills = [_copy(part, inputs[self._rank]) for part in outputs if part.numel() == inputs[self._rank].numel()]
-        return self._issue("all_to_all", "both", self._share(sum(o.nbytes for o in outputs)), fills, outputs)
-
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Only the destination has outputs."""
-        fills = [_copy(o, own) for targets, own in zip(outputs, inputs, strict=False) for o in targets]
-        return self._issue("all_gather", "in", self._share(sum(o.nbytes for each in outputs for o in each)), fills)
-
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
-        """Only the source has inputs; elsewhere outputs stay as they are."""
-        fills = [_copy(o, parts[self._rank]) for o, parts in zip(outputs, inputs, strict=False)]
-        return self._issue("scatter", "in", sum(o.nbytes for o in outputs), fills, outputs)
-
-    def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> Any:
-        """Towards nobody."""
-        return self._issue("send", "out", sum(tensor.nbytes for tensor in tensors))
-
-    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Any:
-        """What arrives is what was there."""
-        return self._issue("recv", "in", sum(tensor.nbytes for tensor in tensors))
-
-    def _grouped(self, issue: Callable[[], Sequence[Any]]) -> Any:
-        device = torch.device("cpu")
-        if self.fabric.network.like != "nccl":
-            return issue()[-1]  # on one link the last to start is the last to end
-        self._start_coalescing(device)
-        try:
-            issue()
-        finally:
-            work = self._end_coalescing(device)
-        return work
-
-
-class _Deferred(dist._Work):
-    """A collective inside a group call, whose end is known once that is over."""
-
-    work: ModelledWork | None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.work = None
-
-    def wait(self, timeout: object = None) -> bool:
-        """Wait for the whole group."""
-        assert self.work is not None, "waited for a collective inside its group call"
-        return self.work.wait()
 
 
 def _copy(target: Tensor, own: Tensor) -> Callable[[], object]:
     return lambda: target.view(-1).copy_(own.reshape(-1))
-
-
-def _premultiplier(op: Any) -> float:
-    state = op.__getstate__()
-    return float(state[1])

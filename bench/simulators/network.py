@@ -20,24 +20,18 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from bench.simulators.clocks import Device, HostDevice, Lane, Passage, SkippingClock, StreamDevice
-from bench.simulators.group import Direction, Launch, ModelledGroup, ModelledWork
-
-__all__ = ["Fabric", "Message", "Network", "modelled_ranks"]
+from bench.simulators.clocks import Device, HostDevice, Passage, SkippingClock, StreamDevice
+from bench.simulators.group import Launch, ModelledGroup, ModelledWork
 
 
 @dataclass(frozen=True)
 class Network:
-    """What a link is like, and who shares it.
+    """What the link of a rank is like. All communicators share it, one message after another.
 
     Args:
         bandwidth: Bytes per second that one rank receives.
         latency: Seconds that every launch costs, whatever its size and the number of ranks.
-        hop_latency: Seconds per hop.
-        hops: Hops of one collective over N ranks: ``ring``: N - 1; ``tree``: ceil(log2 N).
-        links: ``shared``: all communicators of the process send through one link, one message after another;
-            ``own``: each has a link of this bandwidth.
-        duplex: Whether gathers and reductions use two directions of a link, so that they do not slow one another.
+        hop_latency: Seconds per level of a tree of all ranks.
         like: ``nccl``: collectives of one communicator are in order, and a group call is one launch, which costs the
             latency once; the group calls itself NCCL, for a library that asks. ``collective``: every collective is a
             launch of its own.
@@ -47,9 +41,6 @@ class Network:
     bandwidth: float
     latency: float = 0.0
     hop_latency: float = 0.0
-    hops: Literal["ring", "tree"] = "tree"
-    links: Literal["shared", "own"] = "shared"
-    duplex: bool = False
     like: Literal["nccl", "collective"] = "nccl"
     fills: bool = True
 
@@ -59,9 +50,7 @@ class Network:
 
     def alpha(self, ranks: int) -> float:
         """Seconds before the first byte of a collective over ``ranks`` ranks."""
-        if ranks < 2:
-            return 0.0
-        return self.latency + self.hop_latency * (ranks - 1 if self.hops == "ring" else (ranks - 1).bit_length())
+        return self.latency + self.hop_latency * (ranks - 1).bit_length() if ranks > 1 else 0.0
 
     def seconds(self, nbytes: float, ranks: int, passes: int = 1) -> float:
         """Seconds of one collective.
@@ -80,59 +69,38 @@ class Message:
 
     Args:
         what: Name of the (last) collective.
-        group: Number of the communicator.
         nbytes: What this rank receives.
         passage: When it went; on simulated streams known after the next synchronization, on an accelerator never.
     """
 
     what: str
-    group: int
     nbytes: float
     passage: Passage
 
 
 class Fabric:
-    """The links of one process, and everything that is in flight on them.
+    """The link of one process, and everything that is in flight on it.
 
     Args:
-        network: What they are like.
-        device: What computes beside them.
+        network: What it is like.
+        device: What computes beside it.
     """
 
     network: Network
-    device: Device
+    device: Any
     messages: list[Message] | None  # None: not recorded
     groups: int  # made so far
-    _lanes: dict[tuple[int, str], Lane]
 
     def __init__(self, network: Network, device: Device) -> None:
         self.network, self.device, self.messages, self.groups = network, device, None, 0
-        self._lanes = {}
 
     def send(self, launch: Launch, group: ModelledGroup) -> ModelledWork:
-        """Put a launch on its link."""
-        network = self.network
-        lanes = self._lanes_of(group, launch.direction)
-        passage = Passage(launch.seconds, lanes, group.last if network.like == "nccl" else None)
+        """Put a launch on the link."""
+        passage = Passage(launch.seconds, group.number if self.network.like == "nccl" else None)
         self.device.transmit(passage, launch.fill)
-        group.last = passage
         if self.messages is not None:
-            self.messages.append(Message(launch.what, group.number, launch.nbytes, passage))
+            self.messages.append(Message(launch.what, launch.nbytes, passage))
         return ModelledWork(self.device, passage, launch)
-
-    def close(self) -> None:
-        """End the link threads."""
-        for lane in self._lanes.values():
-            if lane.thread is not None:
-                lane.thread.stop()
-        self._lanes.clear()
-
-    def _lanes_of(self, group: ModelledGroup, direction: Direction) -> list[Lane]:
-        link = group.number if self.network.links == "own" else 0
-        directions = ("in", "out") if direction == "both" else (direction,)
-        if not self.network.duplex:
-            directions = ("both",)
-        return [self._lanes.setdefault((link, each), Lane()) for each in directions]
 
 
 _current: list[Fabric] = []  # the one whose groups are being made
@@ -144,25 +112,22 @@ def _create(options: Any, _: Any = None) -> ModelledGroup:
     return ModelledGroup(_current[-1], options.group_rank, options.group_size, options.group_id)
 
 
-def _register(device: str) -> None:
-    if not hasattr(dist.Backend, "MODELLED"):
-        dist.Backend.register_backend("modelled", _create, extended_api=True, devices=["cpu", "cuda", device])
-
-
 @contextlib.contextmanager
 def modelled_ranks(ranks: int, network: Network, *, rank: int = 0, device: Device | None = None) -> Iterator[Fabric]:
     """Be rank ``rank`` of ``ranks`` as long as the block lasts; there must be no default group yet.
 
     Args:
         ranks: Size of the default group.
-        network: Its links.
+        network: Its link.
         rank: The one this process plays.
         device: What computes and waits; None: this host, with a clock that skips.
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank must be one of the {ranks} ranks, got {rank}")
     device = device if device is not None else HostDevice(SkippingClock())
-    _register(device.device.type if isinstance(device, StreamDevice) else "cpu")
+    if not hasattr(dist.Backend, "MODELLED"):
+        accelerator = device.device.type if isinstance(device, StreamDevice) else "cpu"
+        dist.Backend.register_backend("modelled", _create, extended_api=True, devices=["cpu", "cuda", accelerator])
     fabric = Fabric(network, device)
     _current.append(fabric)
     try:
@@ -173,4 +138,3 @@ def modelled_ranks(ranks: int, network: Network, *, rank: int = 0, device: Devic
             dist.destroy_process_group()
     finally:
         _current.pop()
-        fabric.close()

@@ -171,29 +171,20 @@ class Outcome:
         return self.step_seconds - self.compute_seconds
 
 
+@dataclass(eq=False)
 class _Unit:
-    """A unit in the simulation."""
+    """A unit in the simulation; ``ready``: when its gather is done."""
 
     name: str
-    pieces: list[Piece]
+    pieces: Sequence[Piece]
     keep: bool
-    is_root: bool
-    parameters: int
-    gathered: bool
-    ready: float  # when its gather is done
-    in_backward: bool
+    gathered: bool = False
+    ready: float = 0.0
+    in_backward: bool = False
 
-    def __init__(self, pieces: Sequence[Piece], keep: bool, is_root: bool = False) -> None:
-        self.pieces, self.keep, self.is_root = list(pieces), keep, is_root
-        self.name = "root" if is_root else self.pieces[0].name
-        self.parameters = sum(piece.parameters for piece in pieces)
-        self.gathered, self.ready, self.in_backward = False, 0.0, False
-
-
-@dataclass(frozen=True)
-class _Reduction:
-    done: float
-    input_bytes: int
+    @property
+    def parameters(self) -> int:
+        return sum(piece.parameters for piece in self.pieces)
 
 
 class _Step:
@@ -209,40 +200,29 @@ class _Step:
     memory: int  # in the order of the compute stream, as the caching allocator sees it
     peak: int
     ended: list[_Unit]
-    ahead: list[_Unit]
-    reductions: list[_Reduction]
+    ahead: _Unit | None
+    reduction: tuple[float, int] | None  # the one in flight: when it is done, and the bytes of its message
     collectives: list[tuple[str, str]]
 
     def __init__(self, pieces: Sequence[Piece], wrapping: Wrapping, machine: Machine) -> None:
         self.machine = machine
-        by_name = {piece.name: piece for piece in pieces}
-        named = [name for plan in wrapping.units for name in plan.members]
-        if len(set(named)) != len(named) or not set(named) <= set(by_name):
-            raise ValueError(f"units must name existing pieces, each once, got {named} for {list(by_name)}")
-        units = [_Unit([by_name[name] for name in plan.members], plan.keep) for plan in wrapping.units]
-        rest = [piece for piece in pieces if piece.name not in set(named)]
-        self.root = _Unit(rest, wrapping.keep_root, is_root=True)
-        self.owner = {piece.name: unit for unit in [self.root, *units] for piece in unit.pieces}
         position = {piece.name: i for i, piece in enumerate(pieces)}
-        for unit in units:
-            first = position[unit.name]
-            if [piece.name for piece in unit.pieces] != [p.name for p in pieces[first : first + len(unit.pieces)]]:
-                raise ValueError(f"the pieces of a unit must follow one another, got {[p.name for p in unit.pieces]}")
+        units = [_Unit(p.members[0], [pieces[position[name]] for name in p.members], p.keep) for p in wrapping.units]
+        named = {piece.name for unit in units for piece in unit.pieces}
+        self.root = _Unit("root", [piece for piece in pieces if piece.name not in named], wrapping.keep_root)
+        self.owner = {piece.name: unit for unit in [self.root, *units] for piece in unit.pieces}
         self.order = [self.root, *sorted(units, key=lambda unit: position[unit.name])]
         self.now = self.link_free = self.computed = 0.0
         self.memory = self.peak = 0
-        self.ended, self.ahead, self.reductions, self.collectives = [], [], [], []
-
-    # ---------------------------------------------------------------- clocks and memory
+        self.ended, self.ahead, self.reduction, self.collectives = [], None, None, []
 
     def hold(self, nbytes: int) -> None:
         self.memory += nbytes
         self.peak = max(self.peak, self.memory)
 
     def compute(self, flops: float) -> None:
-        seconds = flops / self.machine.flops_per_second
-        self.now += seconds
-        self.computed += seconds
+        self.now += flops / self.machine.flops_per_second
+        self.computed += flops / self.machine.flops_per_second
 
     def communicate(self, kind: str, unit: _Unit, nbytes: int) -> float:
         """Issue a collective now; when it is done."""
@@ -253,24 +233,20 @@ class _Step:
     # ---------------------------------------------------------------- units
 
     def gather(self, unit: _Unit) -> None:
-        if unit.gathered or not unit.parameters:
-            return
-        unit.gathered = True
-        self.hold(PARAMETER_BYTES * unit.parameters)
-        unit.ready = self.communicate("all_gather", unit, PARAMETER_BYTES * unit.parameters)
+        if not unit.gathered and unit.parameters:
+            unit.gathered = True
+            self.hold(PARAMETER_BYTES * unit.parameters)
+            unit.ready = self.communicate("all_gather", unit, PARAMETER_BYTES * unit.parameters)
 
-    def use_unsharded(self, unit: _Unit) -> None:
+    def use_unsharded(self, unit: _Unit, following: Sequence[_Unit]) -> None:
+        """Gather the unit and wait for it; then gather the next one ahead, no more."""
         self.gather(unit)
         self.now = max(self.now, unit.ready)
-        self.ahead = [other for other in self.ahead if other is not unit]
-
-    def gather_ahead(self, units: Sequence[_Unit]) -> None:
-        """One unit is gathered ahead, no more."""
-        for unit in units:
-            if unit.gathered or not unit.parameters or self.ahead:
-                continue
-            self.ahead.append(unit)
-            self.gather(unit)
+        self.ahead = None if self.ahead is unit else self.ahead
+        for other in following:
+            if self.ahead is None and not other.gathered and other.parameters:
+                self.ahead = other
+                self.gather(other)
 
     def reshard(self, unit: _Unit) -> None:
         if unit.gathered:
@@ -279,26 +255,24 @@ class _Step:
 
     def reduce(self, unit: _Unit) -> None:
         """Wait for the reduction in flight, cast the gradients into the message, and issue its reduction."""
-        self.finish_reductions()
-        if not unit.parameters:
-            return
-        self.hold(REDUCE_BYTES * unit.parameters)
-        self.hold(-PARAMETER_BYTES * unit.parameters)
-        nbytes = REDUCE_BYTES * unit.parameters
-        self.reductions.append(_Reduction(self.communicate("reduce_scatter", unit, nbytes), nbytes))
+        self.finish_reduction()
+        if unit.parameters:
+            nbytes = REDUCE_BYTES * unit.parameters
+            self.hold(nbytes)
+            self.hold(-PARAMETER_BYTES * unit.parameters)
+            self.reduction = self.communicate("reduce_scatter", unit, nbytes), nbytes
 
-    def finish_reductions(self) -> None:
-        for reduction in self.reductions:
-            self.now = max(self.now, reduction.done)
-            self.hold(-reduction.input_bytes)
-        self.reductions.clear()
+    def finish_reduction(self) -> None:
+        if self.reduction is not None:
+            done, nbytes = self.reduction
+            self.now, self.reduction = max(self.now, done), None
+            self.hold(-nbytes)
 
     # ---------------------------------------------------------------- forward and backward
 
     def start_forward(self, unit: _Unit) -> None:
-        self.use_unsharded(unit)
         position = self.order.index(unit)
-        self.gather_ahead(self.order[position + 1 : position + 2])
+        self.use_unsharded(unit, self.order[position + 1 : position + 2])
 
     def end_forward(self, unit: _Unit) -> None:
         if not unit.keep:
@@ -306,13 +280,11 @@ class _Step:
         self.ended.append(unit)
 
     def pre_backward(self, unit: _Unit) -> None:
-        if unit.in_backward:
-            return
-        unit.in_backward = True
-        self.use_unsharded(unit)
-        if unit in self.ended:
-            del self.ended[self.ended.index(unit) :]
-        self.gather_ahead(self.ended[-1:])
+        if not unit.in_backward:
+            unit.in_backward = True
+            if unit in self.ended:
+                del self.ended[self.ended.index(unit) :]
+            self.use_unsharded(unit, self.ended[-1:])
 
     def finish_backward(self, unit: _Unit) -> None:
         self.reduce(unit)
@@ -323,10 +295,11 @@ class _Step:
         self.start_forward(self.root)
         for piece in pieces:
             unit = self.owner[piece.name]
-            if not unit.is_root and piece is unit.pieces[0]:
+            inner = unit is not self.root
+            if inner and piece is unit.pieces[0]:
                 self.start_forward(unit)
             self.compute(piece.forward_flops)
-            if not unit.is_root and piece is unit.pieces[-1]:
+            if inner and piece is unit.pieces[-1]:
                 self.end_forward(unit)
         self.end_forward(self.root)
 
@@ -338,20 +311,18 @@ class _Step:
             self.pre_backward(unit)
             self.hold(PARAMETER_BYTES * piece.parameters)
             self.compute(2 * piece.forward_flops)
-            if not unit.is_root and piece is unit.pieces[0] and not piece.fed_by_ids:
+            if unit is not self.root and piece is unit.pieces[0] and not piece.fed_by_ids:
                 self.finish_backward(unit)
         for unit in self.order:
             if unit.in_backward:
                 self.finish_backward(unit)
-        self.finish_reductions()
+        self.finish_reduction()
 
 
 def simulate(pieces: Sequence[Piece], wrapping: Wrapping, machine: Machine) -> Outcome:
     """One step: forward, backward, all reductions finished. The optimizer and the loss are left out.
 
-    Raises:
-        ValueError: If ``wrapping`` names a piece twice, or one that is not there, or pieces that do not follow one
-            another.
+    ``wrapping``: pieces of a unit follow one another, and none is in two.
     """
     step = _Step(pieces, wrapping, machine)
     step.forward(pieces)

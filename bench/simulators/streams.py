@@ -10,7 +10,6 @@ the order of the host's program, which is one of the orders that the streams all
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +17,7 @@ from unittest import mock
 
 import torch
 
-from bench.simulators.clocks import Clock, Passage, SkippingClock
-
-__all__ = ["SimulatedDevice", "SimulatedLane", "simulated_streams"]
+from bench.simulators.clocks import Passage, SkippingClock
 
 
 @dataclass(eq=False)
@@ -121,16 +118,16 @@ class SimulatedDevice:
     change that, since it cannot start before the host's own time, and that is at least what it waited for.
     """
 
-    clock: Clock
-    default: SimulatedStream
+    clock: SkippingClock
     current: SimulatedStream
     _kernels: list[Kernel]  # whose end is not known, in the order of the host
-    _passages: dict[int, Kernel]  # by id, of those under way
+    _last: dict[int, Kernel]  # message of each communicator
+    _link_free: float  # when the last message that was played is through
 
-    def __init__(self, clock: Clock | None = None) -> None:
+    def __init__(self, clock: SkippingClock | None = None) -> None:
         self.clock = clock if clock is not None else SkippingClock()
-        self._kernels, self._passages = [], {}
-        self.default = self.current = SimulatedStream(self)
+        self._kernels, self._last, self._link_free = [], {}, 0.0
+        self.current = SimulatedStream(self)
 
     def stream(self) -> SimulatedStream:
         """A new one."""
@@ -141,22 +138,20 @@ class SimulatedDevice:
         with self.clock.outside():
             fill()
         after = self.current.after
-        if passage.before is not None and id(passage.before) in self._passages:
-            after = (*after, self._passages[id(passage.before)])
-        kernel = Kernel(self.clock.now(), passage.seconds, after, passage)
+        if passage.communicator in self._last:
+            after = (*after, self._last[passage.communicator])
+        passage.mark = kernel = Kernel(self.clock.now(), passage.seconds, after, passage)
         self._kernels.append(kernel)
-        self._passages[id(passage)] = kernel
+        if passage.communicator is not None:
+            self._last[passage.communicator] = kernel
 
     def wait(self, passage: Passage) -> None:
         """Have the current stream wait."""
-        kernel = self._passages.get(id(passage))
-        if kernel is not None:  # else the host has waited for it
-            self.current.wait_for((kernel,))
+        self.current.wait_for((passage.mark,))
 
     def is_over(self, passage: Passage) -> bool:
         """By the clock."""
-        kernel = self._passages.get(id(passage))
-        return kernel is None or self.ends_of((kernel,))[0] <= self.clock.now()
+        return self.ends_of((passage.mark,))[0] <= self.clock.now()
 
     def compute(self, seconds: float, work: Callable[[], Any] | None = None) -> Any:
         """A kernel on the current stream. ``work`` is what a kernel would do, and costs the host nothing."""
@@ -171,7 +166,6 @@ class SimulatedDevice:
     def synchronize(self) -> float:
         """Have the host wait for all streams."""
         self.wait_for(tuple(self._kernels))
-        self._passages = {key: k for key, k in self._passages.items() if (k.end or math.inf) > self.clock.now()}
         return self.clock.now()
 
     def wait_for(self, kernels: tuple[Kernel, ...]) -> None:
@@ -195,12 +189,13 @@ class SimulatedDevice:
             if kernel.passage is None:
                 kernel.end = time + kernel.seconds
             else:
-                ready.append((max(time, *(lane.end for lane in kernel.passage.lanes)), time, len(ready), kernel))
+                ready.append((max(time, self._link_free), time, len(ready), kernel))
         if ready:
-            _, time, _, kernel = min(ready)
+            start, _, _, kernel = min(ready)
             assert kernel.passage is not None
-            kernel.passage.begin(time)
-            kernel.end = kernel.passage.end
+            kernel.end = self._link_free = start + kernel.seconds
+            kernel.passage.start, kernel.passage.end = start, kernel.end
+            kernel.passage = None  # which has the kernel
         for kernel in self._kernels:
             if kernel.end is not None:
                 kernel.after = ()  # else every kernel there ever was would stay alive
@@ -230,19 +225,11 @@ def simulated_streams(device: SimulatedDevice) -> Iterator[None]:
         yield
 
 
-class _Ticket:
-    def __init__(self, done: SimulatedEvent) -> None:
-        self._done = done
-
-    def wait(self) -> None:
-        self._done.wait()
-
-    def synchronize(self) -> None:
-        self._done.synchronize()
-
-
 class SimulatedLane:
-    """fullshard's communication stream on such a device: what one on an accelerator does, on simulated streams."""
+    """fullshard's communication stream on such a device: what one on an accelerator does, on simulated streams.
+
+    Its tickets are events, for which the current stream waits.
+    """
 
     _device: SimulatedDevice
     _stream: SimulatedStream
@@ -257,7 +244,7 @@ class SimulatedLane:
         *,
         allocate: Callable[[], None] | None = None,
         after: Any = None,
-    ) -> _Ticket:
+    ) -> SimulatedEvent:
         """See ``fullshard.memory.DeviceCommStream.issue``."""
         if allocate is not None:
             allocate()
@@ -266,4 +253,4 @@ class SimulatedLane:
             for work in launch():
                 work.wait()
             finish()
-            return _Ticket(self._stream.record_event())
+            return self._stream.record_event()

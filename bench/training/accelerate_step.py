@@ -20,9 +20,10 @@ import torch
 from bench.command_line import UsageError, option
 from bench.contestants import FULLSHARD
 from bench.models import GPT, next_token_loss
+from bench.report import column, mebibytes
 from bench.training import page, step, trainer
 from bench.training.contest import Measurement, TrainingOptions
-from bench.training.page import FINAL_LOSS, Benchmark, Result, amount, milliseconds, ratio, time_ratio
+from bench.training.page import FINAL_LOSS, MILLISECONDS, Benchmark, Result
 from bench.worker import join_group
 
 CLIP = 1.0  # largest norm of the gradients
@@ -38,18 +39,15 @@ def notes(results: Mapping[str, Result]) -> list[str]:
 
 BENCHMARK = Benchmark(
     name="accelerate_step",
-    measurements={
-        "step": Measurement("step", "a training step in fp32", step.BLOCKS, step.TOKENS, TAKING_PART),
-    },
+    measurements=(Measurement("step", "a training step in fp32", TAKING_PART, blocks=step.BLOCKS),),
     columns=(
-        milliseconds(),
-        time_ratio("step / FSDP2", "_to_fsdp2"),
-        time_ratio("step / FSDP2 keeping freed memory", "_to_better_peer_keeping_memory"),
-        amount("peak over baseline, MiB", "peak_over_baseline_bytes"),
-        ratio("/ FSDP2", "peak_over_baseline_ratio_to_fsdp2"),
+        MILLISECONDS,
+        column("step / FSDP2", "time_ratio_to_fsdp2"),
+        column("step / FSDP2 keeping freed memory", "time_ratio_to_better_peer_keeping_memory"),
+        mebibytes("peak over baseline, MiB", "peak_over_baseline_bytes"),
+        column("/ FSDP2", "peak_over_baseline_ratio_to_fsdp2"),
         FINAL_LOSS,
     ),
-    panels={},
     title="A step through accelerate",
     notes=notes,
     trainer=__name__,

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench import resident_memory
 from bench.command_line import Options, UsageError
-from bench.contestants import Contestant
+from bench.contestants import CONTESTANTS, UNSHARDED, Contestant
 from bench.models import GPTShape
 from bench.statistics import largest_difference, paired_spread, round_medians, spread, turn_order
 from bench.teams import Launch, Teams
 
 LOSS_TOLERANCE = 1e-5
-# Contestants whose losses must equal the reference's: all that average gradients.
-EXCHANGES_NOTHING = "unsharded"
 # Per rank, and as a generous mean over the contestants: bytes held per parameter byte, and bytes beside that.
 PARAMETER_COPIES, PROCESS_BYTES = 4.5, 0.25 * 2**30
 
@@ -45,10 +44,10 @@ class Measurement:
     Args:
         name: What the trainer is told.
         title: In the page.
+        contestants: Who takes part: names of CONTESTANTS, or contestants of the measurement's own.
+        optional: Who can, if asked for.
         blocks: By width.
         tokens: Per microbatch, by width.
-        contestants: Who takes part.
-        optional: Who can, if asked for.
         ranks: Processes of each.
         microbatches: Of a step.
         steps_per_round: In a turn.
@@ -56,13 +55,25 @@ class Measurement:
 
     name: str
     title: str
-    blocks: Mapping[int, int]
-    tokens: Mapping[int, int]
-    contestants: tuple[str, ...]
-    optional: tuple[str, ...] = ()
+    contestants: tuple[str | Contestant, ...]
+    optional: tuple[str | Contestant, ...] = ()
+    # Compute-heavy, and dominated by parameters.
+    blocks: Mapping[int, int] = field(default_factory=lambda: {512: 6, 1024: 8})
+    tokens: Mapping[int, int] = field(default_factory=lambda: {512: 256, 1024: 64})
     ranks: int = 2
     microbatches: int = 1
     steps_per_round: int = 2
+
+    def chosen(self, only: Sequence[str] = ()) -> list[Contestant]:
+        """The contestants, or those asked for that can take part."""
+        able = {each.name: each for each in map(_contestant, (*self.contestants, *self.optional))}
+        return (
+            [able[name] for name in only if name in able] if only else [_contestant(each) for each in self.contestants]
+        )
+
+
+def _contestant(given: str | Contestant) -> Contestant:
+    return CONTESTANTS[given] if isinstance(given, str) else given
 
 
 @dataclass(frozen=True)
@@ -98,10 +109,6 @@ class Settings:
         )
 
     @property
-    def shape(self) -> GPTShape:
-        return GPTShape(self.width, self.blocks, self.tokens)
-
-    @property
     def assignment(self) -> dict[str, Any]:
         """What all ranks of all contestants are told."""
         told = asdict(self)
@@ -110,11 +117,13 @@ class Settings:
 
 @dataclass
 class Record:
-    """Per step the mean loss over ranks; per round and step the slowest rank's time; memory per rank."""
+    """Per step the mean loss over ranks; per round and step the slowest rank's time; memory per rank; and per round
+    what a rank used per step, on average: page faults without input or output, and processor time of all threads."""
 
     losses: list[float]
     seconds: list[list[float]]
     memory: list[dict[str, Any]]
+    used: list[dict[str, float]] = field(default_factory=list)
 
     def largest(self, field: str) -> int | None:
         values = [rank.get(field) for rank in self.memory]
@@ -138,6 +147,11 @@ class Record:
         """Bytes that the busiest rank sends per step."""
         return self.largest("sent_per_step")
 
+    @property
+    def processor_seconds(self) -> list[float]:
+        """Of a step, by round."""
+        return [each["user_seconds"] + each["system_seconds"] for each in self.used if each]
+
 
 # ------------------------------------------------------------------ the run
 
@@ -145,11 +159,10 @@ class Record:
 def refuse_what_does_not_fit(settings: Settings, contestants: int) -> None:
     """Stop before starting anyone if the sizes are impossible, or not all contestants fit into the free memory."""
     try:
-        shape = settings.shape
+        shape = GPTShape(settings.width, settings.blocks, settings.tokens)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    parameter_bytes = 4 * (12 * shape.blocks * shape.width + 2 * shape.vocabulary + shape.sequence) * shape.width
-    needed = contestants * settings.ranks * (PARAMETER_COPIES * parameter_bytes + PROCESS_BYTES)
+    needed = contestants * settings.ranks * (PARAMETER_COPIES * 4 * shape.parameters + PROCESS_BYTES)
     free = resident_memory.available()
     if free is not None and needed > free:
         raise UsageError(
@@ -159,51 +172,29 @@ def refuse_what_does_not_fit(settings: Settings, contestants: int) -> None:
 
 
 def compete(
-    contestants: Sequence[Contestant], settings: Settings, trainer: str, **assignment: object
+    contestants: Sequence[Contestant], settings: Settings, trainer: str
 ) -> tuple[dict[str, Record], dict[str, str]]:
-    """Have all train in turns. Returns the records, and why a contestant has none."""
-    with tempfile.TemporaryDirectory() as folder:
-        launches = [
-            Launch.of(
-                contestant,
-                trainer,
-                Path(folder),
-                ranks=settings.ranks,
-                threads=settings.threads,
-                contestant=asdict(contestant),
-                **settings.assignment,
-                **assignment,
-            )
-            for contestant in contestants
-        ]
-        return take_turns(launches, settings, Path(folder))
-
-
-def take_turns(
-    launches: Sequence[Launch], settings: Settings, folder: Path
-) -> tuple[dict[str, Record], dict[str, str]]:
-    """Run the warm-up and all rounds."""
+    """Have all train in turns: the warm-up and all rounds. Returns the records, and why a contestant has none."""
     records: dict[str, Record] = {}
-    with Teams(folder) as teams:
-        for launch in launches:
-            teams.start(launch)
+    told = {"ranks": settings.ranks, "threads": settings.threads, **settings.assignment}
+    with tempfile.TemporaryDirectory() as folder, Teams(Path(folder)) as teams:
+        for contestant in contestants:
+            teams.start(Launch.of(contestant, trainer, Path(folder), contestant=asdict(contestant), **told))
         for name in list(teams.alive):
             answers = teams.ask(name, "run", steps=settings.warmup_steps)
             if answers is not None:
-                records[name] = Record(_by_step(answers, "losses", _mean), [], [])
+                records[name] = Record(_by_step(answers, "losses", statistics.fmean), [], [])
         for index in range(settings.rounds):
             for name in turn_order(list(teams.alive), index) if teams.alive else ():
                 answers = teams.ask(name, "run", steps=settings.steps_per_round)
                 if answers is not None:
-                    records[name].losses += _by_step(answers, "losses", _mean)
+                    records[name].losses += _by_step(answers, "losses", statistics.fmean)
                     records[name].seconds.append(_by_step(answers, "seconds", max))
+                    used = [answer["used"] for answer in answers]
+                    records[name].used.append({key: statistics.fmean(one[key] for one in used) for key in used[0]})
         for name in list(teams.alive):
             records[name].memory = teams.ask(name, "memory") or []
         return {name: record for name, record in records.items() if name not in teams.failures}, teams.failures
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _by_step(
@@ -220,7 +211,7 @@ def disagreements(records: Mapping[str, Record], tolerance: float = LOSS_TOLERAN
 
     The reference is FSDP2; of wrappers, the first of them, FSDP1 unless it did not run.
     """
-    exchanging = {name: record for name, record in records.items() if name != EXCHANGES_NOTHING}
+    exchanging = {name: record for name, record in records.items() if name != UNSHARDED}
     if not exchanging:
         return {}
     reference = exchanging.get("fsdp2", next(iter(exchanging.values())))
@@ -234,8 +225,8 @@ def faster_of(names: Sequence[str], records: Mapping[str, Record]) -> str | None
     return min(present, key=lambda n: spread(round_medians(records[n].seconds)).median, default=None)
 
 
-def references_of_steps(records: Mapping[str, Record]) -> dict[str, str]:
-    """Whom everybody is measured by, by the end of the ratios' names; without those that did not run."""
+def by_fsdp2(_: Contestant, records: Mapping[str, Record]) -> dict[str, str]:
+    """Measure everybody by FSDP2, and by the better one of it and FSDP1; without those that did not run."""
     found = {
         "_to_fsdp2": faster_of(("fsdp2",), records),
         "_to_better_peer": faster_of(("fsdp1", "fsdp2"), records),
@@ -244,14 +235,17 @@ def references_of_steps(records: Mapping[str, Record]) -> dict[str, str]:
     return {end: name for end, name in found.items() if name is not None}
 
 
-def summarise(
-    records: Mapping[str, Record], references: Callable[[str], Mapping[str, str]]
-) -> dict[str, dict[str, Any]]:
+def by_peer(contestant: Contestant, records: Mapping[str, Record]) -> dict[str, str]:
+    """Measure a contestant by its own peer, if that ran."""
+    return {"": contestant.peer} if contestant.peer in records else {}
+
+
+def summarise(records: Mapping[str, Record], references: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, Any]]:
     """Everything reported about each contestant, JSON-ready.
 
     Args:
         records: Of those that ran.
-        references: Of a contestant: whom it is measured by, by the end of the ratios' names.
+        references: By contestant: whom it is measured by, by the end of the ratios' names.
     """
     summary: dict[str, dict[str, Any]] = {}
     for name, record in records.items():
@@ -265,7 +259,11 @@ def summarise(
             "seconds": record.seconds,
             "losses": record.losses,
         }
-        for end, reference in references(name).items():
+        if record.processor_seconds:
+            entry["processor_seconds"] = spread(record.processor_seconds).as_json()
+            for key in ("faults", "system_seconds"):
+                entry[key] = spread([each[key] for each in record.used]).as_json()
+        for end, reference in references.get(name, {}).items():
             entry.update({f"{key}{end}": value for key, value in _compared(record, records[reference]).items()})
             entry[f"time_ratio{end}"]["reference"] = reference
         summary[name] = entry
@@ -277,6 +275,8 @@ def _compared(record: Record, base: Record) -> dict[str, Any]:
         "time_ratio": paired_spread(round_medians(record.seconds), round_medians(base.seconds)).as_json(),
         "largest_loss_difference": largest_difference(record.losses, base.losses),
     }
+    if record.processor_seconds and base.processor_seconds:
+        ratios["processor_ratio"] = paired_spread(record.processor_seconds, base.processor_seconds).as_json()
     for figure in ("peak", "peak_over_baseline", "sent"):
         mine, theirs = getattr(record, figure), getattr(base, figure)
         ratios[f"{figure}_ratio"] = mine / theirs if mine is not None and theirs else None

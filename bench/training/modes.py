@@ -16,15 +16,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from bench.command_line import option
-from bench.report import verdict
+from bench.contestants import BF16, HSDP, OFFLOAD
+from bench.report import column, mebibytes, verdict
 from bench.training import page
 from bench.training.contest import Measurement, TrainingOptions
-from bench.training.page import FINAL_LOSS, Benchmark, Result, amount, milliseconds, ratio, time_ratio
-from bench.training.trainer import BF16, HSDP, OFFLOAD
+from bench.training.page import FINAL_LOSS, MILLISECONDS, Benchmark, Result
 
 ACCUMULATION = "accumulation"
-BLOCKS = {512: 6, 1024: 8}
-NAMES, OPTIONAL = ("fsdp2", "fullshard"), ("fsdp2+malloc", "fullshard-malloc")
+NAMES, ALLOCATORS = ("fsdp2", "fullshard"), ("fsdp2+malloc", "fullshard-malloc")
 # What fullshard's step may take of the better peer's, and its peak over baseline of FSDP2's.
 STEP_TARGETS = {512: 0.80, 1024: 0.70}
 MEMORY_TARGET = 0.75
@@ -34,33 +33,22 @@ MEMORY_TARGET = 0.75
 # that multiplies bf16 matrices in hardware (AVX-512 BF16: 400 GFLOP/s a core beside 90 in fp32). Where it does
 # not, bf16 would measure mostly the emulation. HSDP halves them because two ranks share a core. The tolerance of
 # losses is that of fp32 in all modes: reductions of two summands and divisions by powers of two round alike.
-MODES = {
-    mode.name: mode
-    for mode in (
-        Measurement(
-            BF16,
-            "parameters gathered in bf16, gradients reduced in fp32",
-            BLOCKS,
-            {512: 256, 1024: 64},
-            NAMES,
-            OPTIONAL,
-        ),
-        Measurement(
-            HSDP, "mesh (2, 2) of replicate and shard axis", BLOCKS, {512: 128, 1024: 32}, NAMES, OPTIONAL, ranks=4
-        ),
-        Measurement(
-            ACCUMULATION,
-            "gradients exchanged in the last microbatch only",
-            BLOCKS,
-            {512: 64, 1024: 64},
-            ("fsdp1", *NAMES),
-            OPTIONAL,
-            microbatches=8,
-            steps_per_round=1,
-        ),
-        Measurement(OFFLOAD, "CPU offload policy, not pinned", BLOCKS, {512: 256, 1024: 64}, NAMES, OPTIONAL),
-    )
-}
+MODES = (
+    Measurement(BF16, "parameters gathered in bf16, gradients reduced in fp32", NAMES, ALLOCATORS),
+    Measurement(
+        HSDP, "mesh (2, 2) of replicate and shard axis", NAMES, ALLOCATORS, tokens={512: 128, 1024: 32}, ranks=4
+    ),
+    Measurement(
+        ACCUMULATION,
+        "gradients exchanged in the last microbatch only",
+        ("fsdp1", *NAMES),
+        ALLOCATORS,
+        tokens={512: 64, 1024: 64},
+        microbatches=8,
+        steps_per_round=1,
+    ),
+    Measurement(OFFLOAD, "CPU offload policy, not pinned", NAMES, ALLOCATORS),
+)
 
 
 def verdicts(results: Mapping[str, Result]) -> Iterator[str]:
@@ -81,15 +69,15 @@ BENCHMARK = Benchmark(
     name="modes",
     measurements=MODES,
     columns=(
-        milliseconds(),
-        time_ratio("step / FSDP2", "_to_fsdp2"),
-        time_ratio("step / better of FSDP1, FSDP2", "_to_better_peer"),
-        amount("peak over baseline, MiB", "peak_over_baseline_bytes"),
-        ratio("/ FSDP2", "peak_over_baseline_ratio_to_fsdp2"),
-        amount("peak, MiB", "peak_bytes"),
-        ratio("/ FSDP2", "peak_ratio_to_fsdp2"),
-        amount("sent per rank, MiB", "sent_bytes_per_step", ".1f"),
-        ratio("/ FSDP2", "sent_ratio_to_fsdp2"),
+        MILLISECONDS,
+        column("step / FSDP2", "time_ratio_to_fsdp2"),
+        column("step / better of FSDP1, FSDP2", "time_ratio_to_better_peer"),
+        mebibytes("peak over baseline, MiB", "peak_over_baseline_bytes"),
+        column("/ FSDP2", "peak_over_baseline_ratio_to_fsdp2"),
+        mebibytes("peak, MiB", "peak_bytes"),
+        column("/ FSDP2", "peak_ratio_to_fsdp2"),
+        mebibytes("sent per rank, MiB", "sent_bytes_per_step", spec=".1f"),
+        column("/ FSDP2", "sent_ratio_to_fsdp2"),
         FINAL_LOSS,
     ),
     panels={
@@ -105,7 +93,7 @@ BENCHMARK = Benchmark(
 class Options(TrainingOptions):
     """Every mode at both widths."""
 
-    what: tuple[str, ...] = option((), choices=tuple(MODES))
+    what: tuple[str, ...] = option((), choices=tuple(BENCHMARK.by_name))
     only: tuple[str, ...] = option((), choices=BENCHMARK.contestants)
     rounds: int = 5
 

@@ -5,55 +5,31 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.contestants import CONTESTANTS, Contestant
+from bench.contestants import Contestant
 from bench.environment import Environment, current_environment
-from bench.report import cell, mebibytes, spread_cell, spread_of
-from bench.statistics import Spread
+from bench.report import Column, column
 from bench.training.contest import (
     LOSS_TOLERANCE,
     Measurement,
     Record,
     Settings,
     TrainingOptions,
+    by_fsdp2,
     compete,
     disagreements,
-    references_of_steps,
     refuse_what_does_not_fit,
     summarise,
 )
 
 Result = Mapping[str, Any]  # of one measurement, as it is stored
-Column = tuple[str, Callable[[Mapping[str, Any]], str]]  # header, and the cell of a contestant's entry
-References = Callable[[str, Mapping[str, Record]], Mapping[str, str]]
 
-
-def milliseconds(header: str = "step, ms") -> Column:
-    return header, lambda entry: f"{1e3 * entry['median_step_seconds']:.0f}"
-
-
-def time_ratio(header: str, end: str) -> Column:
-    return header, lambda entry: spread_cell(entry.get(f"time_ratio{end}"))
-
-
-def amount(header: str, key: str, spec: str = ".0f") -> Column:
-    return header, lambda entry: mebibytes(entry.get(key), spec)
-
-
-def ratio(header: str, key: str) -> Column:
-    return header, lambda entry: cell(entry.get(key), ".2f")
-
-
-FINAL_LOSS: Column = ("final loss", lambda entry: f"{entry['final_loss']:.6f}")
-
-
-def by_fsdp2(_: str, records: Mapping[str, Record]) -> Mapping[str, str]:
-    """FSDP2, and the better one of it and FSDP1."""
-    return references_of_steps(records)
+MILLISECONDS = column("step, ms", "median_step_seconds", spec=".0f", scale=1e3)
+FINAL_LOSS = column("final loss", "final_loss", spec=".6f")
 
 
 @dataclass(frozen=True)
@@ -66,7 +42,7 @@ class Benchmark:
         columns: Of the table.
         panels: Of the plot: title -> key of an entry.
         title: Of the plot, without the width.
-        references: Whom a contestant is measured by.
+        references: Whom a contestant is measured by, of those that ran.
         verdicts: Figures beside their targets.
         notes: More paragraphs.
         trainer: The module of a rank.
@@ -74,21 +50,25 @@ class Benchmark:
     """
 
     name: str
-    measurements: Mapping[str, Measurement]
+    measurements: Sequence[Measurement]
     columns: Sequence[Column]
-    panels: Mapping[str, str]
     title: str
-    references: References = by_fsdp2
+    panels: Mapping[str, str] = field(default_factory=dict)
+    references: Callable[[Contestant, Mapping[str, Record]], Mapping[str, str]] = by_fsdp2
     verdicts: Callable[[Mapping[str, Result]], Iterable[str]] = lambda results: ()
     notes: Callable[[Mapping[str, Result]], Sequence[str]] = lambda results: ()
     trainer: str = "bench.training.trainer"
     figures: Callable[[], Mapping[str, object]] = dict
 
     @property
+    def by_name(self) -> dict[str, Measurement]:
+        return {measurement.name: measurement for measurement in self.measurements}
+
+    @property
     def contestants(self) -> tuple[str, ...]:
         """All that can take part in something."""
-        found = (name for each in self.measurements.values() for name in (*each.contestants, *each.optional))
-        return tuple(dict.fromkeys(found))
+        found = (each for m in self.measurements for each in (*m.contestants, *m.optional))
+        return tuple(dict.fromkeys(each if isinstance(each, str) else each.name for each in found))
 
     def parts(self, what: str, width: int) -> tuple[object, ...]:
         """Of the name of a file."""
@@ -98,19 +78,13 @@ class Benchmark:
         return f"{what}, {name}" if len(self.measurements) > 1 else name
 
 
-def contestants_of(measurement: Measurement, only: Sequence[str] = ()) -> list[Contestant]:
-    """The measurement's contestants, or those asked for that take part in it."""
-    able = {*measurement.contestants, *measurement.optional}
-    return [CONTESTANTS[name] for name in only or measurement.contestants if name in able]
-
-
 def run(benchmark: Benchmark, options: TrainingOptions, what: Sequence[str] = ()) -> bool:
     """Measure at all widths. True if all losses agreed."""
     agreed = True
     for width in options.width:
-        for name in what or benchmark.measurements:
-            measurement = benchmark.measurements[name]
-            contestants = contestants_of(measurement, options.only)
+        for name in what or benchmark.by_name:
+            measurement = benchmark.by_name[name]
+            contestants = measurement.chosen(options.only)
             if not contestants:
                 print(f"{name}: none of the contestants asked for takes part")
                 continue
@@ -129,12 +103,13 @@ def _measure(
     print(f"{settings.what}, width {settings.width}: {names}", flush=True)
     records, failures = compete(contestants, settings, benchmark.trainer)
     wrong = disagreements(records)
+    references = {each.name: benchmark.references(each, records) for each in contestants}
     figures = {
         "settings": asdict(settings),
         **benchmark.figures(),
         "loss_tolerance": LOSS_TOLERANCE,
         "losses_that_disagree": wrong,
-        "contestants": summarise(records, lambda name: benchmark.references(name, records)),
+        "contestants": summarise(records, references),
         "not_run": failures,
     }
     for name, record in records.items():
@@ -151,7 +126,7 @@ def _measure(
 def latest_results(benchmark: Benchmark, folder: Path, width: int, machine: str) -> dict[str, Result]:
     """The stored results of a width on this kind of machine, those with agreeing losses, by measurement."""
     found = {}
-    for what in benchmark.measurements:
+    for what in benchmark.by_name:
         parts = "_".join(map(str, benchmark.parts(what, width)))
         path = folder / f"{benchmark.name}_{parts}_{machine}.json"
         if path.exists():
@@ -165,45 +140,33 @@ def _write_page(benchmark: Benchmark, width: int, options: TrainingOptions) -> N
     if not results:
         print("no times are reported: losses disagree, or nobody ran")
         return
-    image = options.results / f"{benchmark.name}_{width}_{machine}.png"
-    drawn = report.plot_bars(image, f"{benchmark.title}, width {width} (whiskers: quartiles)", bars(benchmark, results))
-    text = f"{benchmark.title} at width {width}"
-    marker = f"{benchmark.name}:{width}"
-    report.write_page(options, marker, paragraphs(benchmark, results), image if drawn else None, text)
+    image, title = options.results / f"{benchmark.name}_{width}_{machine}.png", f"{benchmark.title} at width {width}"
+    panels = report.bars(_entries(benchmark, results), {each: (key,) for each, key in benchmark.panels.items()})
+    drawn = report.plot(image, title, panels)
+    report.write_page(options, f"{benchmark.name}:{width}", paragraphs(benchmark, results), drawn, title)
+
+
+def _entries(benchmark: Benchmark, results: Mapping[str, Result]) -> dict[str, Mapping[str, Any]]:
+    """All contestants of all measurements, by their names in table and plot."""
+    return {
+        benchmark.label(what, name): entry
+        for what, result in results.items()
+        for name, entry in result["contestants"].items()
+    }
 
 
 def table(benchmark: Benchmark, results: Mapping[str, Result]) -> str:
     """One row per measurement and contestant."""
-    header = ["contestant" if len(benchmark.measurements) == 1 else "measurement, contestant"]
-    rows, failures = [], []
-    for what, result in results.items():
-        for name, entry in result["contestants"].items():
-            rows.append([benchmark.label(what, name), *(text(entry) for _, text in benchmark.columns)])
-        failures += [benchmark.label(what, name) for name in result["not_run"]]
-    return report.markdown_table([*header, *(each for each, _ in benchmark.columns)], rows, failures)
-
-
-def bars(benchmark: Benchmark, results: Mapping[str, Result]) -> list[report.Panel]:
-    """Ratios of everyone who is not the reference itself."""
-    panels = []
-    for title, key in benchmark.panels.items():
-        values: dict[str, float | Spread] = {}
-        for what, result in results.items():
-            for name, entry in result["contestants"].items():
-                found = entry.get(key)
-                if isinstance(found, Mapping) and found.get("reference") != name:
-                    values[benchmark.label(what, name)] = spread_of(found)  # type: ignore[assignment]
-                elif isinstance(found, float):
-                    values[benchmark.label(what, name)] = found
-        panels.append(report.Panel(title, values, 1.0))
-    return panels
+    first = "contestant" if len(benchmark.measurements) == 1 else "measurement, contestant"
+    failures = [benchmark.label(what, name) for what, result in results.items() for name in result["not_run"]]
+    return report.table(first, _entries(benchmark, results), benchmark.columns, failures)
 
 
 def paragraphs(benchmark: Benchmark, results: Mapping[str, Result]) -> list[str]:
     """What stands between the markers of one width, but for the plot."""
     settings = {what: result["settings"] for what, result in results.items()}
     threads = " or ".join(sorted({str(each["threads"]) for each in settings.values()}))
-    shapes = "; ".join(_shape_text(benchmark.measurements[what], each) for what, each in settings.items())
+    shapes = "; ".join(_shape_text(benchmark.by_name[what], each) for what, each in settings.items())
     provenances: dict[str, list[str]] = {}
     for what, result in results.items():
         provenances.setdefault(report.provenance(Environment(**result["environment"])), []).append(what)

@@ -14,14 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench.command_line import option
+from bench.report import column, mebibytes
 from bench.training import page
 from bench.training.contest import Measurement, TrainingOptions
-from bench.training.page import FINAL_LOSS, Benchmark, amount, milliseconds, ratio, time_ratio
+from bench.training.page import FINAL_LOSS, MILLISECONDS, Benchmark
 
 NAMES = ("unsharded", "ddp", "fsdp1", "fsdp1+malloc", "fsdp2", "fsdp2+malloc", "fullshard", "fullshard-malloc")
-# Compute-heavy, and dominated by parameters. Eight blocks of width 1024 would need 30 GB for all contestants at once,
-# and would not finish within a few minutes.
-BLOCKS, TOKENS = {512: 6, 1024: 4}, {512: 256, 1024: 64}
+# Eight blocks of width 1024 would need 30 GB for all contestants at once, and would not finish in a few minutes.
+BLOCKS = {512: 6, 1024: 4}
 NOTE = (
     "`+malloc`: the peer in a process whose allocator keeps freed memory (`MALLOC_MMAP_MAX_=0`, "
     "`MALLOC_TRIM_THRESHOLD_`, `MALLOC_TOP_PAD_`); `fullshard-malloc`: fullshard without its own such policy "
@@ -29,15 +29,15 @@ NOTE = (
 )
 STEP = Benchmark(
     name="step",
-    measurements={"step": Measurement("step", "a training step in fp32", BLOCKS, TOKENS, NAMES)},
+    measurements=(Measurement("step", "a training step in fp32", NAMES, blocks=BLOCKS),),
     columns=(
-        milliseconds(),
-        time_ratio("step / FSDP2", "_to_fsdp2"),
-        time_ratio("step / better of FSDP1, FSDP2", "_to_better_peer"),
-        time_ratio("step / better of them keeping freed memory", "_to_better_peer_keeping_memory"),
-        amount("peak over baseline, MiB", "peak_over_baseline_bytes"),
-        ratio("/ FSDP2", "peak_over_baseline_ratio_to_fsdp2"),
-        amount("peak, MiB", "peak_bytes"),
+        MILLISECONDS,
+        column("step / FSDP2", "time_ratio_to_fsdp2"),
+        column("step / better of FSDP1, FSDP2", "time_ratio_to_better_peer"),
+        column("step / better of them keeping freed memory", "time_ratio_to_better_peer_keeping_memory"),
+        mebibytes("peak over baseline, MiB", "peak_over_baseline_bytes"),
+        column("/ FSDP2", "peak_over_baseline_ratio_to_fsdp2"),
+        mebibytes("peak, MiB", "peak_bytes"),
         FINAL_LOSS,
     ),
     panels={

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
+import resource
 import socket
 import stat
 import struct
@@ -15,31 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bench import resident_memory
-from bench.contestants import (
-    COMPOSABLE,
-    PREFETCHES,
-    WRAPPING,
-    Contestant,
-    distribute,
-    prepare,
-    shard_units,
-    wrap_units,
-)
+from bench.contestants import BF16, FP32, HSDP, OFFLOAD, Contestant, distribute, prepare
 from bench.models import GPT, Block, GPTShape, batch_of, next_token_loss
 from bench.worker import join_group, load_training_code
 
-BF16, HSDP, OFFLOAD = "bf16", "hsdp", "offload"
 SUMMON, SUMMON_WRITEBACK = "summon", "summon_writeback"
-# The mesh of HSDP has this many ranks on its replicate axis, all others on its shard axis.
-REPLICAS = 2
 # Offset of tcpi_bytes_acked in struct tcp_info of linux/tcp.h: sent and arrived, retransmissions not counted.
 TCPI_BYTES_ACKED = 120
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,41 +46,6 @@ class Assignment:
     def of(cls, contestant: Mapping[str, Any], **others: Any) -> Assignment:
         """Out of JSON."""
         return cls(contestant=Contestant(**contestant), **others)
-
-
-def mesh_of(what: str, ranks: int) -> DeviceMesh:
-    if what != HSDP:
-        return init_device_mesh("cpu", (ranks,))
-    if ranks % REPLICAS:
-        raise ValueError(f"{HSDP} needs a multiple of {REPLICAS} ranks, got {ranks}")
-    return init_device_mesh("cpu", (REPLICAS, ranks // REPLICAS), mesh_dim_names=("replicate", "shard"))
-
-
-def options_of(what: str, system: str) -> dict[str, Any]:
-    """What a mode adds to every call of the system's ``fully_shard``, made of that system's own policies."""
-    library = importlib.import_module(COMPOSABLE[system])
-    if what == BF16:
-        policy = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        return {"mp_policy": policy}
-    if what == OFFLOAD:
-        return {"offload_policy": library.CPUOffloadPolicy(pin_memory=False)}
-    return {}
-
-
-def sharded(contestant: Contestant, model: nn.Module, what: str) -> nn.Module:
-    """The model as the contestant trains it, over the default group."""
-    system = contestant.system
-    if what in (BF16, HSDP, OFFLOAD):
-        if system not in COMPOSABLE:
-            raise ValueError(f"{system} takes no part in mode {what}")
-        shard_units(system, model, Block, mesh_of(what, dist.get_world_size()), **options_of(what, system))
-        return model
-    if contestant.prefetch is not None:
-        member = PREFETCHES[contestant.prefetch]
-        library = importlib.import_module(WRAPPING[system].library)
-        value = None if member is None else library.BackwardPrefetch[member]
-        return wrap_units(system, model, Block, CPU, backward_prefetch=value)
-    return distribute(system, model, Block, CPU)
 
 
 def unsynchronised(model: Any, *, last: bool) -> contextlib.AbstractContextManager[None]:
@@ -124,6 +73,11 @@ class Trainer:
         load_training_code()
         self.baseline = resident_memory.now()
         torch.manual_seed(0)
+        if assignment.contestant.kept:
+            from fullshard.allocator import keep_freed_memory
+
+            if not keep_freed_memory(assignment.contestant.kept << 20):
+                raise RuntimeError("the allocator does not take the setting")
         self.build()
         resident_memory.forget_freed()
         self._sent_before_first_step = bytes_sent()
@@ -135,16 +89,23 @@ class Trainer:
 
     def build(self) -> None:
         """Make the sharded model and its optimizer."""
-        self.model = sharded(self.assignment.contestant, GPT(self.shape), self.assignment.what)
+        contestant, what = self.assignment.contestant, self.assignment.what
+        mode = what if what in (BF16, HSDP, OFFLOAD) else FP32
+        cpu = torch.device("cpu")
+        self.model = distribute(contestant.system, GPT(self.shape), Block, cpu, mode, prefetch=contestant.prefetch)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.assignment.learning_rate)
 
     def run(self, steps: int) -> dict[str, object]:
         """Train ``steps`` steps; or train one, whose time does not count, and summon so often."""
         if self.summons:
             _, loss = self.train()
-            return {"seconds": self.summon(steps), "losses": [loss]}
+            return {"seconds": self.summon(steps), "losses": [loss], "used": {}}
+        before = resource.getrusage(resource.RUSAGE_SELF)
         seconds, losses = zip(*(self.train() for _ in range(steps)), strict=True)
-        return {"seconds": seconds, "losses": losses}
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        fields = {"faults": "ru_minflt", "user_seconds": "ru_utime", "system_seconds": "ru_stime"}
+        used = {name: (getattr(after, field) - getattr(before, field)) / steps for name, field in fields.items()}
+        return {"seconds": seconds, "losses": losses, "used": used}
 
     def train(self) -> tuple[float, float]:
         """Seconds of one step, and its loss; ``zero_grad`` is part of the timed step, making its data is not."""

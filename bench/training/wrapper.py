@@ -1,7 +1,7 @@
-"""fullshard's FullyShardedDataParallel beside torch FSDP1 (and fairscale, if installed), on two gloo CPU ranks.
+"""fullshard's FullyShardedDataParallel beside torch FSDP1, on two gloo CPU ranks.
 
 ``step``              a training step, with use_orig_params False (``-flat``) and True
-``accumulation``      8 microbatches a step, all but the last in ``no_sync``; both flags, and fairscale's own
+``accumulation``      8 microbatches a step, all but the last in ``no_sync``; both flags
 ``summon``            entering and leaving ``summon_full_params(writeback=False)`` of the whole model; both flags
 ``summon_writeback``  the same with ``writeback=True``
 ``prefetch``          a step with BACKWARD_PRE, BACKWARD_POST and None; flat
@@ -19,11 +19,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from bench.command_line import option
-from bench.contestants import CONTESTANTS, FAIRSCALE, FSDP1, FSDP1_FLAT, PREFETCHES, WRAPPER, WRAPPER_FLAT
-from bench.report import verdict
+from bench.contestants import FSDP1, FSDP1_FLAT, PREFETCHES, WRAPPER, WRAPPER_FLAT
+from bench.report import column, mebibytes, verdict
 from bench.training import page
-from bench.training.contest import Measurement, Record, TrainingOptions
-from bench.training.page import FINAL_LOSS, Benchmark, Result, amount, milliseconds, ratio, time_ratio
+from bench.training.contest import Measurement, TrainingOptions, by_peer
+from bench.training.page import FINAL_LOSS, Benchmark, Result
 from bench.training.trainer import SUMMON, SUMMON_WRITEBACK
 
 STEP, ACCUMULATION, PREFETCH = "step", "accumulation", "prefetch"
@@ -32,44 +32,28 @@ STEP_TARGETS = {512: 0.85, 1024: 0.65}
 BOTH_FLAGS = (FSDP1_FLAT, WRAPPER_FLAT, FSDP1, WRAPPER)
 ALLOCATORS = (f"{FSDP1}+malloc", f"{FSDP1_FLAT}+malloc", f"{WRAPPER}-malloc", f"{WRAPPER_FLAT}-malloc")
 
-# Shapes of step and modes; fewer blocks where there are more contestants than fit into 24 GiB together.
-BLOCKS, TOKENS = {512: 6, 1024: 8}, {512: 256, 1024: 64}
-MEASUREMENTS = {
-    measurement.name: measurement
-    for measurement in (
-        Measurement(STEP, "a training step", BLOCKS, TOKENS, BOTH_FLAGS, ALLOCATORS),
-        Measurement(
-            ACCUMULATION,
-            "no_sync in all microbatches but the last",
-            {512: 6, 1024: 6},
-            {512: 64, 1024: 64},
-            (*BOTH_FLAGS, FAIRSCALE),
-            ALLOCATORS,
-            microbatches=8,
-            steps_per_round=1,
-        ),
-        *(
-            Measurement(
-                name, f"summon_full_params(writeback={back})", BLOCKS, TOKENS, BOTH_FLAGS, ALLOCATORS, steps_per_round=5
-            )
-            for name, back in ((SUMMON, False), (SUMMON_WRITEBACK, True))
-        ),
-        Measurement(
-            PREFETCH,
-            "backward_prefetch BACKWARD_PRE, BACKWARD_POST, None",
-            {512: 6, 1024: 4},
-            TOKENS,
-            contestants=tuple(f"{system}-{name}" for name in PREFETCHES for system in (FSDP1_FLAT, WRAPPER_FLAT)),
-            optional=tuple(f"{system}-{name}" for name in PREFETCHES for system in (FSDP1, WRAPPER)),
-        ),
-    )
-}
-
-
-def by_peer(name: str, records: Mapping[str, Record]) -> Mapping[str, str]:
-    """FSDP1 in the same configuration, if it ran."""
-    peer = CONTESTANTS[name].peer
-    return {"": peer} if peer is not None and peer in records else {}
+# Fewer blocks where there are more contestants than fit into 24 GiB together.
+MEASUREMENTS = (
+    Measurement(STEP, "a training step", BOTH_FLAGS, ALLOCATORS),
+    Measurement(
+        ACCUMULATION,
+        "no_sync in all microbatches but the last",
+        BOTH_FLAGS,
+        ALLOCATORS,
+        blocks={512: 6, 1024: 6},
+        tokens={512: 64, 1024: 64},
+        microbatches=8,
+        steps_per_round=1,
+    ),
+    Measurement(SUMMON, "summon_full_params(writeback=False)", BOTH_FLAGS, ALLOCATORS, steps_per_round=5),
+    Measurement(SUMMON_WRITEBACK, "summon_full_params(writeback=True)", BOTH_FLAGS, ALLOCATORS, steps_per_round=5),
+    Measurement(
+        PREFETCH,
+        "backward_prefetch BACKWARD_PRE, BACKWARD_POST, None",
+        tuple(f"{system}-{name}" for name in PREFETCHES for system in (FSDP1_FLAT, WRAPPER_FLAT)),
+        blocks={512: 6, 1024: 4},
+    ),
+)
 
 
 def verdicts(results: Mapping[str, Result]) -> Iterator[str]:
@@ -87,14 +71,14 @@ BENCHMARK = Benchmark(
     name="wrapper",
     measurements=MEASUREMENTS,
     columns=(
-        milliseconds("time, ms"),
-        time_ratio("/ FSDP1 in the same configuration", ""),
-        amount("peak over baseline, MiB", "peak_over_baseline_bytes"),
-        ratio("/ FSDP1", "peak_over_baseline_ratio"),
-        amount("peak, MiB", "peak_bytes"),
-        ratio("/ FSDP1", "peak_ratio"),
-        amount("sent per rank, MiB", "sent_bytes_per_step", ".1f"),
-        ratio("/ FSDP1", "sent_ratio"),
+        column("time, ms", "median_step_seconds", spec=".0f", scale=1e3),
+        column("/ FSDP1 in the same configuration", "time_ratio"),
+        mebibytes("peak over baseline, MiB", "peak_over_baseline_bytes"),
+        column("/ FSDP1", "peak_over_baseline_ratio"),
+        mebibytes("peak, MiB", "peak_bytes"),
+        column("/ FSDP1", "peak_ratio"),
+        mebibytes("sent per rank, MiB", "sent_bytes_per_step", spec=".1f"),
+        column("/ FSDP1", "sent_ratio"),
         FINAL_LOSS,
     ),
     panels={
@@ -111,7 +95,7 @@ BENCHMARK = Benchmark(
 class Options(TrainingOptions):
     """Everything at both widths."""
 
-    what: tuple[str, ...] = option((), choices=tuple(MEASUREMENTS))
+    what: tuple[str, ...] = option((), choices=tuple(BENCHMARK.by_name))
     only: tuple[str, ...] = option((), choices=BENCHMARK.contestants)
     rounds: int = 7
 

@@ -9,19 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from bench.memory_limit.bound import Bound, Widths
-from bench.memory_limit.labels import BOUNDARY
 from bench.memory_limit.ledger import Block, Ledger, Span, mark, range_of, recorded
-from bench.memory_limit.reading import ACTIVATIONS, STATE, Moment, Reading, read
-from bench_command import run_small
+from bench.memory_limit.reading import BOUNDARY, GRADIENT, STATE, Moment, Reading, read
+from small_runs import run_small
 
 KIB = 1024
 
 
 def reading(moments: list[Moment], resting: int = 0, optimizer: int = 0) -> Reading:
     return Reading(0.0, resting, {"forward": 0, "backward": 0, "optimizer": optimizer}, {}, "backward", moments)
-
-
-# ---------------------------------------------------------------- the ledger
 
 
 def test_a_ledger_sees_tensors_temporaries_and_resized_storages() -> None:
@@ -45,36 +41,32 @@ def test_a_ledger_sees_tensors_temporaries_and_resized_storages() -> None:
     assert ledger.peak(outer.begin, moment)[1] == 12 * KIB
 
 
-def test_a_peak_counts_what_was_there_before() -> None:
-    """Blocks from before the interval are live at its beginning; freed ones are not."""
-    ledger = Ledger([Block(1, 100, 0, None, (), ()), Block(2, 50, 1, 5, (), ()), Block(3, 20, 6, 9, (), ())])
-    assert ledger.peak(2, 4) == (2, 150)
-    assert ledger.peak(5, 8) == (6, 120)
-    assert ledger.block_at(2, 4) is ledger.blocks[1] and ledger.block_at(2, 5) is None
-
-
 def test_a_reading_names_what_is_alive_at_the_peak() -> None:
-    """By labels, else by phases; and gives a moment per interval between marks."""
+    """By operations of the library, else by phases; and gives a moment per interval between marks."""
     spans = [
         Span("measured step", 10, 100),
         Span("forward", 10, 40),
         Span(f"{BOUNDARY}|forward|blocks.0", 15, 16),
         Span("backward", 40, 80),
         Span(f"{BOUNDARY}|backward|blocks.0", 45, 46),
-        Span("full gradients|blocks.0|77", 60, 61),
+        Span(f"{GRADIENT}|blocks.0|77", 60, 61),
         Span("optimizer", 80, 100),
     ]
     blocks = [
         Block(1, 1000, 0, None, ("build",), ()),
-        Block(2, 30, 20, 70, ("measured step", "forward"), ()),
+        Block(2, 30, 20, 70, ("measured step", "forward"), ("aten::mm",)),
         Block(77, 500, 50, 65, ("measured step", "backward"), ()),
-        Block(4, 7, 55, 66, ("measured step", "backward", "reduce message|blocks.0"), ()),
+        Block(4, 7, 55, 66, ("measured step", "backward"), ("fullshard::reduce_scatter (blocks.0)", "aten::empty")),
     ]
     found = read(Ledger(blocks, spans), 1.5)
     assert found.peaks == {"forward": 1030, "backward": 1537, "optimizer": 1000} and found.resting == 1000
     assert found.peak_phase == "backward" and found.peak == 1537
-    expected = {f"{STATE}|": 1000, "full gradients|blocks.0": 500, f"{ACTIVATIONS}|": 30, "reduce message|blocks.0": 7}
-    assert found.at_peak == expected
+    assert found.at_peak == {
+        f"{STATE}|": 1000,
+        "gradients, workspace|": 500,
+        "activations|": 30,
+        "reduce_scatter|blocks.0": 7,
+    }
     assert [(m.phase, m.unit) for m in found.moments] == [
         ("forward", ""),
         ("forward", "blocks.0"),
@@ -85,31 +77,14 @@ def test_a_reading_names_what_is_alive_at_the_peak() -> None:
     assert Reading.from_json(json.loads(json.dumps(asdict(found)))) == found
 
 
-# ---------------------------------------------------------------- the bound
-
-
-def test_the_sum_of_equal_units() -> None:
-    """fp32: 16 bytes at rest, four units of 4 bytes, and the root twice."""
+def test_the_sum_counts_neighbours_and_dtypes() -> None:
+    """fp32: 16 bytes at rest, four units of 4 bytes, and the root twice; the largest place of uneven units."""
     bound = Bound([100, 100, 100], 10, 2, Widths())
-    assert bound.resident == 16 * 310 / 2
-    assert bound.transient == 4 * 4 * 100 + 8 * 10
+    assert (bound.resident, bound.transient) == (16 * 310 / 2, 4 * 4 * 100 + 8 * 10)
     assert bound.sum(reading([Moment("forward", "", 5, {})])) == bound.resident + bound.transient + 5
-
-
-def test_units_in_bf16_take_ten_bytes() -> None:
-    """Two gathered, gradients in bf16, those in flight in fp32."""
     assert Bound([100, 100, 100], 0, 2, Widths(gathered=2, gradient=2)).transient == 10 * 100
-
-
-def test_uneven_units_count_their_neighbours() -> None:
-    """Backward of the middle: itself twice, the one before gathered, the one after in flight."""
     assert Bound([10, 100, 1000], 0, 1, Widths()).transient == 4 * (2 * 1000 + 100)
-    assert Bound([1000, 100, 10], 0, 1, Widths()).transient == 4 * (2 * 1000 + 100)
-
-
-def test_a_single_unit_has_no_neighbours() -> None:
-    """Forward takes its parameters, backward its gradients too."""
-    assert Bound([7], 0, 4, Widths()).transient == 8 * 7
+    assert Bound([7], 0, 4, Widths()).transient == 8 * 7  # a single unit has no neighbours
 
 
 @pytest.mark.parametrize(
@@ -138,18 +113,14 @@ def test_the_course_is_its_highest_moment() -> None:
     assert bound.course(reading(low, resting=84, optimizer=84 + 28 + 6)) == 16 * 7 + 6
 
 
-# ---------------------------------------------------------------- a run
-
-
 def test_a_run_sets_peaks_beside_the_bound(tmp_path: Path) -> None:
     """Below the course it could only be by giving up overlap; memory has its names."""
     options = "--width 256 --blocks 3 --tokens 32 --ranks 4 --what fp32 --only fullshard"
-    page, (path,) = run_small(tmp_path, "memory_limit", options)
-    (cell,) = json.loads(path.read_text())["cells"]
-    assert cell["error"] == ""
+    page, stored = run_small(tmp_path, "memory_limit", options)
+    (cell,) = stored["cells"]
     alive = cell["reading"]["at_peak"]
-    assert cell["reading"]["peak_phase"] == "backward"
-    assert {"full parameters|blocks.1", "full gradients|blocks.2"} <= set(alive)
+    assert cell["error"] == "" and cell["reading"]["peak_phase"] == "backward"
+    assert {"all_gather|blocks.1", f"{STATE}|", "gradients, workspace|"} <= set(alive)
     assert sum(alive.values()) == cell["reading"]["peaks"]["backward"]
     assert 1.0 <= cell["peak_over_course"] <= 1.05
-    assert path.with_suffix(".png").exists() and "| 256, 4 fake, fp32 |" in page
+    assert "| 256, 4 fake, fp32 |" in page and list(tmp_path.glob("*.png"))

@@ -1,91 +1,146 @@
-"""Tables between markers, plots, and results that say nothing about whose machine it was."""
+"""Statistics, turns, tables between markers, plots, and results that say nothing about whose machine it was."""
 
 from __future__ import annotations
 
 import json
+import math
 import socket
 from pathlib import Path
 
 import pytest
+from bench.command_line import Options
 from bench.environment import REPOSITORY, current_environment, slug
-from bench.statistics import Spread
+from bench.statistics import (
+    Spread,
+    largest_difference,
+    paired_ratios,
+    paired_spread,
+    round_medians,
+    spread,
+    turn_order,
+)
+from bench.turns import each_that_runs, take_turns
 
 from bench import report
 
 PAGE = "# Page\n\n<!-- bench:a -->\nold\n<!-- /bench -->\n\nkept\n\n<!-- bench:b -->\n<!-- /bench -->\n"
 
 
+# ------------------------------------------------------------------ statistics
+
+
+def test_spread_interpolates_between_order_statistics() -> None:
+    """Of one value it is that value, and of none there is none."""
+    assert spread([4.0, 1.0, 3.0, 2.0]) == Spread(2.5, 1.75, 3.25)
+    assert spread([7.0]) == Spread(7.0, 7.0, 7.0)
+    assert f"{Spread(0.654, 0.601, 0.7):.2f}" == "0.65 (0.60 to 0.70)"
+    with pytest.raises(ValueError, match="at least one"):
+        spread([])
+
+
+def test_ratios_are_paired_by_round_and_not_taken_of_medians() -> None:
+    """The machine became three times slower after two rounds; in every round we took half as long."""
+    peer, ours = [2.0, 2.0, 6.0, 6.0, 6.0], [1.0, 1.0, 3.0, 3.0, 3.0]
+    assert paired_ratios(ours, peer) == [0.5] * 5
+    assert paired_spread([1.0, 3.0, 2.0], [1.0, 1.0, 1.0]) == Spread(2.0, 1.5, 2.5)
+    assert round_medians([[1.0, 9.0, 2.0], [4.0, 6.0]]) == [2.0, 5.0]
+    with pytest.raises(ValueError, match="2 and 1"):
+        paired_ratios([1.0, 2.0], [1.0])
+
+
+def test_the_largest_difference_does_not_hide_nan() -> None:
+    """Wherever it is."""
+    assert largest_difference([1.0, 2.0, 4.0], [1.5, 2.0, 2.0]) == 2.0
+    for position in range(3):
+        values = [1.0, 2.0, 3.0]
+        values[position] = math.nan
+        assert math.isnan(largest_difference(values, [1.0, 2.0, 3.0]))
+
+
+def test_turns_rotate_and_change_direction() -> None:
+    """Everybody is first in some round, and of two each is first as often, and follows everybody else."""
+    orders = [turn_order(["a", "b", "c"], index) for index in range(6)]
+    assert orders[:3] == [["a", "b", "c"], ["c", "b", "a"], ["b", "c", "a"]]
+    assert {order[0] for order in orders} == {"a", "b", "c"}
+    assert [turn_order(["a", "b"], index)[0] for index in range(4)] == ["a", "b", "b", "a"]
+    assert {order[order.index("a") + 1] for order in orders if order[-1] != "a"} == {"b", "c"}
+
+
+def test_contestants_take_turns_in_that_order() -> None:
+    """Everyone once per round; who cannot run is left out, with the reason."""
+    order: list[str] = []
+
+    def build(name: str) -> str:
+        if name == "b":
+            raise ValueError("not today")
+        return name
+
+    built, failures = each_that_runs(["a", "b", "c"], build)
+    assert list(built) == ["a", "c"] and failures == {"b": "ValueError: not today"}
+    found = take_turns({name: lambda name=name: order.append(name) or len(order) for name in built}, rounds=4)
+    assert [len(each) for each in found.values()] == [4, 4]
+    assert "".join(order) == "accacaac"
+    assert take_turns({}, rounds=3) == {}
+
+
+# ------------------------------------------------------------------ pages
+
+
 def test_replacing_a_block_leaves_the_rest_alone() -> None:
+    """Again by the same it stays the same; one that is missing is appended, and one that is not closed refused."""
     text = report.replace_block(PAGE, "a", "new")
     assert text == PAGE.replace("\nold\n", "\nnew\n")
-    assert report.replace_block(text, "b", "x") == text.replace("<!-- bench:b -->\n", "<!-- bench:b -->\nx\n")
-
-
-def test_replacing_a_block_twice_changes_nothing_more() -> None:
     for name in ("a", "b", "missing"):
         once = report.replace_block(PAGE, name, "| 1 |\n\\1 \\g<0>\n")
         assert report.replace_block(once, name, "| 1 |\n\\1 \\g<0>\n") == once
         assert once.count(f"<!-- bench:{name} -->") == 1
-
-
-def test_one_name_is_not_taken_for_a_longer_one() -> None:
-    page = "<!-- bench:step:1024 -->\nlong\n<!-- /bench -->\n"
-    text = report.replace_block(page, "step:10", "short")
-    assert text.startswith(page)
-    assert "<!-- bench:step:10 -->\nshort\n<!-- /bench -->" in text
-
-
-def test_an_unclosed_marker_is_refused_and_swallows_no_other_block() -> None:
+    assert report.replace_block("<!-- bench:ab -->\n<!-- /bench -->\n", "a", "x").startswith(
+        "<!-- bench:ab -->\n<!-- /"
+    )
     with pytest.raises(ValueError, match="bench:a"):
         report.replace_block("<!-- bench:a -->\n<!-- bench:b -->\nx\n<!-- /bench -->\n", "a", "new")
 
 
-def test_a_missing_page_is_created(tmp_path: Path) -> None:
-    page = tmp_path / "docs" / "performance.md"
-    report.update_document(page, "host_cost", "| figures |")
-    text = page.read_text()
-    assert "<!-- bench:host_cost -->\n| figures |\n<!-- /bench -->" in text
-    report.update_document(page, "host_cost", "| figures |")
-    assert page.read_text() == text
-
-
-def test_markdown_table() -> None:
-    expected = "| a | b |\n| --- | ---: |\n| x | 1 |"
-    assert report.markdown_table(["a", "b"], [["x", "1"]]) == expected
-    assert report.markdown_table(["a", "b", "c"], [], ["y"]).endswith("| y | cannot run | - |")
-
-
-def test_json_knows_no_nan(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "a.json"
-    report.write_json(path, {"losses": [1.0, float("nan")], "pair": (float("inf"), 2), "none": None})
-    assert json.loads(path.read_text()) == {"losses": [1.0, None], "pair": [None, 2], "none": None}
-
-
-def test_an_image_is_linked_relative_to_its_page(tmp_path: Path) -> None:
-    link = report.image_link(tmp_path / "results" / "a.png", tmp_path / "docs" / "page.md", "A plot")
-    assert link == "![A plot](../results/a.png)"
-
-
-def test_a_plot_is_written(tmp_path: Path) -> None:
+def test_results_are_written_as_json_page_and_plot(tmp_path: Path) -> None:
+    """A missing page is created; JSON knows no NaN; the plot is linked relative to the page."""
+    options = Options(results=tmp_path / "results", document=tmp_path / "docs" / "page.md", write_document=True)
     panels = [
-        report.Panel("time", {"fsdp2": Spread(1.0, 1.0, 1.0), "fullshard": Spread(0.6, 0.5, 0.7)}, 1.0),
-        report.Panel("memory", {"fsdp2": 1.0, "fullshard": 0.7}),
+        report.Bars("time", {"fsdp2": Spread(1.0, 1.0, 1.0), "fullshard": Spread(0.6, 0.5, 0.7)}),
+        report.Bars("memory", {"fsdp2": 1.0, "fullshard": 0.7}, None),
+        report.Curves("time by ranks", {"fullshard": {8: 1.0, 64: 2.0}}, "ranks", logarithmic=True),
     ]
-    path = tmp_path / "plots" / "a.png"
-    assert report.plot_bars(path, "title", panels)
-    assert not report.plot_bars(tmp_path / "b.png", "title", [report.Panel("empty", {})])
-    assert path.read_bytes().startswith(b"\x89PNG")
+    figures = {"losses": [1.0, math.nan], "pair": (math.inf, 2)}
+    report.publish(options, "x", figures, ["| figures |"], title="A plot", panels=panels)
+    (path,) = options.results.glob("*.json")
+    stored = json.loads(path.read_text())
+    assert (stored["losses"], stored["pair"]) == ([1.0, None], [None, 2])
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    text = options.document.read_text()
+    assert "<!-- bench:x -->\n| figures |" in text and f"![A plot](../results/{path.stem}.png)" in text
+    assert report.plot(tmp_path / "none.png", "", [report.Bars("empty", {})]) is None
+
+
+def test_tables_have_what_stands_in_the_entries() -> None:
+    """Numbers, spreads, dashes for what is missing, and who could not run."""
+    entries = {"a": {"x": {"y": 0.002}, "ratio": Spread(0.5, 0.4, 0.6).as_json()}, "b": {"x": None}}
+    columns = [report.column("ms", "x", "y", spec=".0f", scale=1e3), report.column("/ b", "ratio")]
+    lines = report.table("who", entries, columns, ["c"]).splitlines()
+    assert lines == [
+        "| who | ms | / b |",
+        "| --- | ---: | ---: |",
+        "| a | 2 | 0.50 (0.40 to 0.60) |",
+        "| b | - | - |",
+        "| c | cannot run | - |",
+    ]
+    (panel,) = report.bars(entries, {"ratio": ("ratio",)})
+    assert panel.values == {"a": Spread(0.5, 0.4, 0.6)}
+    assert report.verdict("step", 0.9, 0.8) == "step 0.90 of at most 0.80 (missed)"
 
 
 def test_the_environment_names_neither_host_nor_path() -> None:
+    """It says what kind of machine it was, and not which."""
     environment = current_environment()
     text = json.dumps(environment.as_json()) + environment.name
-    assert socket.gethostname() not in text
-    assert str(REPOSITORY) not in text
-    assert str(Path.home()) not in text.replace("//", "")
+    assert socket.gethostname() not in text and str(REPOSITORY) not in text and str(Path.home()) not in text
     assert environment.cores >= 1 and environment.torch and environment.date.count("-") == 2
-
-
-def test_slug() -> None:
-    assert slug("AMD EPYC (TM) 9B14") == "amd-epyc-tm-9b14"
-    assert slug("") == "unknown"
+    assert slug("AMD EPYC (TM) 9B14") == "amd-epyc-tm-9b14" and slug("") == "unknown"

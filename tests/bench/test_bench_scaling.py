@@ -1,13 +1,12 @@
-"""What grows with units and ranks, by counting calls and not seconds; and the benchmark of it on made-up figures."""
+"""What grows with units and ranks, by counting calls and not seconds; and a small run of the benchmark of it."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import math
+import importlib
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +16,23 @@ import torch.distributed as dist
 from bench.contestants import distribute, start_fake_group
 from bench.models import TinyUnit, tiny_units
 from bench.scaling.checkpoint import box_on, entries, tensors
-from bench.scaling.driver import (
-    SYSTEMS,
-    Options,
-    asked,
-    cases,
-    checkpoint_table,
-    exponents,
-    paragraphs,
-    plot,
-    series,
-    slope,
-    table,
-    verdicts,
-)
-from bench.scaling.worker import Case, Cost, Runner, collective_names, measure, silent_collectives, stack
+from bench.scaling.driver import SYSTEMS
+from bench.scaling.worker import Case, Runner, silent_collectives, stack
+from bench.teams import Launch
+from small_runs import run_small
 
 from fullshard.checkpoint.format.write_plan import RankInventory, TensorTable, plan_writes
 from fullshard.comm import CollectiveTransport
 
-SETTINGS = Options(units=(10, 100), ranks=(8, 64), usual_units=10, usual_ranks=8, limit_s=60.0)
 # Messages are split in halves or not by their size, gathers are taken together if units are tiny: a few calls more.
 TOLERANCE = 0.06
 
 
-@pytest.fixture
-def fake_group() -> Iterator[Callable[[int], None]]:
-    """Starts fake groups, one after another."""
-
-    def start(ranks: int) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        start_fake_group(ranks)
-
-    yield start
+def fake_group(ranks: int) -> None:
+    """Start a fake group; the one before ends."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    start_fake_group(ranks)
 
 
 def calls(action: Callable[[], Any]) -> int:
@@ -90,7 +70,7 @@ def counts(system: str, units: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("system", ["fullshard", "fullshard-wrapper"])
-def test_calls_grow_with_units_in_proportion(fake_group: Callable[[int], None], system: str) -> None:
+def test_calls_grow_with_units_in_proportion(system: str) -> None:
     """Twenty more units cost four times what five more do, in each phase: nothing is quadratic."""
     fake_group(8)
     counts(system, 3)
@@ -100,9 +80,7 @@ def test_calls_grow_with_units_in_proportion(fake_group: Callable[[int], None], 
 
 
 @pytest.mark.parametrize("system", ["fullshard", "fullshard-wrapper"])
-def test_calls_do_not_grow_with_ranks(
-    fake_group: Callable[[int], None], system: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_do_not_grow_with_ranks(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Initialisation and a step call as many functions on 1,024 ranks as on 8."""
     monkeypatch.setattr(CollectiveTransport, "tiny_bytes", 0)  # padded to 1,024 ranks, units are not tiny
     found = []
@@ -139,68 +117,24 @@ def test_dividing_a_checkpoint_calls_in_proportion_to_ranks() -> None:
     assert most - more <= 72 * 16  # by tensor, and not by part of one
 
 
-def test_slopes() -> None:
-    """An exponent is that of the power law; without two points there is none."""
-    assert slope({1: 3.0, 10: 30.0, 100: 300.0}) == pytest.approx(1)
-    assert slope({2: 5.0, 8: 5.0}) == pytest.approx(0)
-    assert slope({10: 1.0, 100: 100.0}) == pytest.approx(2)
-    assert math.isnan(slope({10: 1.0}))
+def test_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same cases for ours and a peer, here in this process, with Python's memory of ours; and a checkpoint."""
 
+    def ask_here(launch: Launch, _: float, do: str, /, **request: Any) -> dict[str, Any]:
+        return {"answers": [getattr(importlib.import_module(launch.worker).build(), do)(**request)]}
 
-def made_up(system: str, power_of_units: float, power_of_ranks: float) -> list[dict[str, Any]]:
-    """Costs that follow two powers."""
-    found = []
-    for over, units, ranks in (("ranks", 10, 8), ("ranks", 10, 64), ("units", 10, 8), ("units", 100, 8)):
-        seconds = 1e-3 * units**power_of_units * ranks**power_of_ranks
-        cost = asdict(Cost(seconds, seconds, seconds, 1024 * units, 2048 * units, 1 << 20))
-        found.append({"system": system, "units": units, "ranks": ranks, "over": over, "cost": cost})
-    return found
-
-
-def test_verdicts() -> None:
-    """What is in proportion to units passes, what grows with ranks or faster is named; peers are not judged."""
-    good = exponents(made_up("fullshard", 1.0, 0.0))
-    assert good["fullshard"]["init"] == pytest.approx({"units": 1.0, "ranks": 0.0})
-    assert verdicts(good) == []
-    assert len(verdicts(exponents(made_up("fullshard", 1.5, 0.0)))) == 3
-    found = verdicts(exponents(made_up("fullshard-wrapper", 1.0, 0.5)))
-    assert found[0] == "fullshard-wrapper, initialisation: exponent 0.50 in ranks, allowed 0.10"
-    assert verdicts(exponents(made_up("fsdp2", 2.0, 1.0))) == []
-
-
-def test_tables_and_plot(tmp_path: Path) -> None:
-    """Each figure is in its column, what could not be measured is a dash, and the plot is drawn."""
-    made = made_up("fullshard", 1.0, 0.0)
-    costs = [made[0], {**{k: v for k, v in made[1].items() if k != "cost"}, "failure": "x"}, *made[2:]]
-    assert series(costs, "fullshard", "init", "units") == pytest.approx({10: 0.01, 100: 0.1})
-    lines = table(costs, exponents(costs), SETTINGS).splitlines()
-    assert lines[2] == "| fullshard, initialisation | 10 | - | - | 10 | 100 | 1.00 |"
-    plot(tmp_path / "curves.png", costs, SETTINGS)
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
-    assert "more than 9 s" in checkpoint_table([{"units": 1, "ranks": 8, "failure": "more than 9 s"}])
-
-
-def test_a_block_says_what_was_not_measured() -> None:
-    failed = {"system": "fsdp2", "units": 10, "ranks": 64, "over": "ranks", "failure": "more than 9 s"}
-    costs = [*made_up("fullshard", 1.0, 0.0), failed]
-    block = "\n".join(paragraphs({"exponents": exponents(costs), "costs": costs, "checkpoints": []}, SETTINGS))
-    assert "Not measured: fsdp2 with 10 units on 64 ranks (more than 9 s)." in block
-    assert "All of ours keep to it." in block
-
-
-def test_cases_cover_both_axes() -> None:
-    """All ranks with the usual units, all units with the usual ranks, each once."""
-    found = cases(["fullshard"], SETTINGS)
-    assert [(case.units, case.ranks) for case in found["ranks"]] == [(10, 8), (10, 64)]
-    assert [(case.units, case.ranks) for case in found["units"]] == [(10, 8), (100, 8)]
-
-
-def test_a_measurement() -> None:
-    """A case has all its figures, also from a process of its own."""
-    cost = measure(Case("fullshard", 2, 4, 16, models=1, steps=1))
-    assert min(cost.init, cost.first, cost.steady) > 0 and cost.python_bytes is None
-    case = asdict(Case("fullshard", 2, 4, 16, models=1, steps=1, memory=True))
-    assert asked("worker", "fullshard", 100.0, **case)["cost"]["python_bytes"] > 0
+    monkeypatch.setattr("bench.scaling.driver.ask_alone", ask_here)
+    monkeypatch.setattr("bench.scaling.driver.CHECKPOINTS", ((1, 8),))
+    options = "--units 2 --ranks 4 --usual-units 2 --usual-ranks 4 --only fullshard --only fsdp2"
+    page, stored = run_small(tmp_path, "scaling", options)
+    assert [(each["system"], each["over"]) for each in stored["costs"]] == [
+        (system, over) for system in ("fullshard", "fsdp2") for over in ("ranks", "units")
+    ]
+    first = stored["costs"][0]["cost"]
+    assert min(first["init"], first["first"], first["steady"], first["python_bytes"]) > 0
+    assert "| fullshard, 2 units, 4 ranks |" in page and "| fsdp2, steady step |" in page
+    (saved,) = stored["checkpoints"]
+    assert saved["cost"]["shards"] >= 8 and saved["cost"]["index_bytes"] > 0 and "| 8 | 8 |" in page
 
 
 def steady_step(system: str, ranks: int, *, silent: bool) -> tuple[int, int]:
@@ -220,7 +154,7 @@ def steady_step(system: str, ranks: int, *, silent: bool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_collectives_are_silenced_for_every_system(fake_group: Callable[[int], None], system: str) -> None:
+def test_collectives_are_silenced_for_every_system(system: str) -> None:
     """No collective of ours or of a peer reaches the fake group, which copies once per rank."""
     fake_group(8)
     collectives, copies = steady_step(system, 8, silent=False)
@@ -231,12 +165,3 @@ def test_collectives_are_silenced_for_every_system(fake_group: Callable[[int], N
     fake_group(64)
     # FSDP1 on CPU gathers into a list of chunks, one view per rank, which copies nothing.
     assert steady_step(system, 64, silent=True) == (0, few)
-
-
-def test_silenced_collectives_are_restored(fake_group: Callable[[int], None]) -> None:
-    """Methods of a process group are the old ones afterwards."""
-    fake_group(8)
-    before = {name: vars(dist.ProcessGroup)[name] for name in collective_names()}
-    with silent_collectives():
-        assert all(vars(dist.ProcessGroup)[name] is not method for name, method in before.items())
-    assert {name: vars(dist.ProcessGroup)[name] for name in before} == before
