@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fullshard.errors import FullshardError
-from fullshard.ranks.agreement import compare, list_values, raise_on_all
+from fullshard.ranks.agreement import compare, list_values, raise_on_all, raised_on_all
 from ranks import Rank, on_ranks
 
 
@@ -31,3 +31,18 @@ def test_an_error_of_one_rank_is_raised_on_all_ranks_of_a_mesh(rank: Rank) -> No
     failure = ValueError("a bad argument") if rank.rank == 2 else None
     with pytest.raises(ValueError, match="a bad argument" if rank.rank == 2 else "rank 2: a bad argument"):
         raise_on_all(failure, [mesh.get_group(0), mesh.get_group(1)])
+
+
+@on_ranks(2)
+def test_a_rank_that_is_interrupted_tells_the_other(rank: Rank) -> None:
+    """It raises what interrupted it, and the other rank does not wait for it until the time-out."""
+    interrupted = rank.rank == 1
+
+    def work() -> None:
+        with raised_on_all([rank.mesh.get_group()]):
+            if interrupted:
+                raise KeyboardInterrupt
+
+    expected, match = (KeyboardInterrupt, "") if interrupted else (FullshardError, "rank 1: interrupted by Keyboard")
+    with pytest.raises(expected, match=match):
+        work()

@@ -123,12 +123,19 @@ def raise_on_all(failure: Exception | None, groups: Sequence[dist.ProcessGroup |
 
 @contextlib.contextmanager
 def raised_on_all(groups: Sequence[dist.ProcessGroup | None]) -> Iterator[None]:
-    """Raise an error of the ``with`` block on all ranks of a mesh, as :func:`raise_on_all`."""
+    """Raise an error of the ``with`` block on all ranks of a mesh, as :func:`raise_on_all`.
+
+    What ends a process, such as a KeyboardInterrupt, is raised on other ranks as FullshardError.
+    """
     failure: Exception | None = None
     try:
         yield
     except Exception as error:
         failure = error
+    except BaseException as error:
+        with contextlib.suppress(FullshardError):
+            raise_on_all(FullshardError(f"interrupted by {type(error).__name__}"), groups)
+        raise
     raise_on_all(failure, groups)
 
 
