@@ -1,4 +1,4 @@
-"""Boxes: ranges of elements as rectangular parts, and what two parts have in common."""
+"""Regions: ranges of elements as rectangular parts, and what two parts have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who writes what in a save, decided from numbers: each box once, by the rank that should, and all of every tensor."""
+"""Who writes what in a save: each region once, by the rank that should, and all of every tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fullshard.checkpoint.format.write_plan import RankInventory, TensorTable, W
 from fullshard.errors import CheckpointError
 from fullshard.layout import Region, chunk_of, regions_of_range
 
-Boxes = Sequence[tuple[int, Region]]
+Regions = Sequence[tuple[int, Region]]
 
 
 def table(shapes: Sequence[tuple[int, ...]], *, equal: bool = True) -> TensorTable:
@@ -24,7 +24,7 @@ def table(shapes: Sequence[tuple[int, ...]], *, equal: bool = True) -> TensorTab
     return TensorTable(keys, ("float32",) * count, tuple(shapes), (equal,) * count)
 
 
-def divided(shapes: Sequence[tuple[int, ...]], by_rank: Sequence[Boxes], **options: Any) -> WritePlan:
+def divided(shapes: Sequence[tuple[int, ...]], by_rank: Sequence[Regions], **options: Any) -> WritePlan:
     """The decision where all ranks have one table."""
     packed = table(shapes, **options).packed
     return plan_writes(
@@ -35,7 +35,7 @@ def divided(shapes: Sequence[tuple[int, ...]], by_rank: Sequence[Boxes], **optio
     )
 
 
-def written(write_plan: WritePlan, by_rank: Sequence[Boxes]) -> list[list[tuple[int, Region]]]:
+def written(write_plan: WritePlan, by_rank: Sequence[Regions]) -> list[list[tuple[int, Region]]]:
     """What each rank writes."""
     pairs = zip(by_rank, write_plan.writes, strict=True)
     return [[region for region, kept in zip(regions, parts.tolist(), strict=True) if kept] for regions, parts in pairs]

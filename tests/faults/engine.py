@@ -106,7 +106,7 @@ FAULTS: list[Fault] = [
         '            and any(not unit.name or name.startswith(f"{unit.name}.") for name in reached)\n',
         "            and False\n",
         "Gradients of parameters around inner units whose outputs no loss came from are not reduced.",
-        ("training/test_module_calls.py", "engine/test_pending_gradients.py"),
+        ("training/test_gradients_on_some_ranks.py",),
     ),
     Fault(
         "engine/runtime.py",

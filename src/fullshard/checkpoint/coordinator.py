@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -82,7 +83,8 @@ class Coordinator:
             return [value]
         self._ensure_group()
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, values, group=self._group, group_dst=0)
+        with self._explained():
+            dist.gather_object(value, values, group=self._group, group_dst=0)
         return values
 
     def _scatter(self, values: list[Any]) -> Any:
@@ -90,8 +92,20 @@ class Coordinator:
             return values[0]
         self._ensure_group()
         own: list[Any] = [None]
-        dist.scatter_object_list(own, values if self.rank == 0 else None, group=self._group, group_src=0)
+        with self._explained():
+            dist.scatter_object_list(own, values if self.rank == 0 else None, group=self._group, group_src=0)
         return own[0]
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise errors of the back end as CheckpointError."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{self._what}: the ranks cannot reach each other; did one of them end, or take longer than the "
+                f"time-out of the group? The folder has the previous checkpoint or the new one, whole ({error})"
+            ) from error
 
     def _ensure_group(self) -> None:
         if not dist.is_initialized():

@@ -245,8 +245,8 @@ class _CheckpointLoad:
     _extra: Mapping[str, Any]
     _strict: bool
     _values: dict[str, Any]  # values that are not tensors, with placeholders for tensors in them
-    _inner: set[str]  # keys of tensors that belong to values
-    _loose: dict[str, torch.Tensor]  # these tensors, newly allocated; those of optimizers allocate their own
+    _keys_in_values: set[str]  # keys of tensors that belong to values
+    _value_tensors: dict[str, torch.Tensor]  # these tensors, newly allocated; those of optimizers allocate their own
     _models: dict[str, ModelState]  # by the prefix of their keys
     _optimizers: dict[str, OptimizerTarget]
 
@@ -271,16 +271,16 @@ class _CheckpointLoad:
         own = f"{RANDOM}{source.rank}"
         keys = [key for key in source.keys if source.tensor(key) is None]
         self._values = source.values(key for key in keys if key.startswith(prefixes) or key == own)
-        self._inner = {name for value in self._values.values() for name in tensors_in(value)}
+        self._keys_in_values = {name for value in self._values.values() for name in tensors_in(value)}
         ours = tuple(component.prefix + STATE for component in found if component.optimizer is not None)
-        loose = [name for name in self._inner if not ours or not name.startswith(ours)]
-        self._loose = run_on_all("preparing values", lambda: {name: self._room(name) for name in loose})
+        loose = [name for name in self._keys_in_values if not ours or not name.startswith(ours)]
+        self._value_tensors = run_on_all("preparing values", lambda: {name: self._allocate(name) for name in loose})
         groups = tuple(component.prefix + GROUPS for component in found if component.optimizer is not None)
         tensors = [key for key in source.keys if key.startswith(groups) and source.tensor(key) is not None]
         if groups and tensors:  # options that are tensors are compared with each other before the rest is read
-            options = run_on_all("preparing options", lambda: {key: self._room(key) for key in tensors})
+            options = run_on_all("preparing options", lambda: {key: self._allocate(key) for key in tensors})
             source.read(options)
-            self._loose.update(options)
+            self._value_tensors.update(options)
         self._models, self._optimizers = {MODEL: state}, {}
         for component in found[1:]:
             run_on_all(f"preparing {component.prefix.rstrip('.')}", partial(self._prepare, component))
@@ -291,7 +291,7 @@ class _CheckpointLoad:
         else:
             self._optimizers[component.prefix] = self._target(component)
 
-    def _room(self, key: str, device: str = "cpu") -> torch.Tensor:
+    def _allocate(self, key: str, device: str = "cpu") -> torch.Tensor:
         found = self._source.tensor(key)
         if found is None:
             raise CheckpointError(f"{key}: the checkpoint has a value that refers to this tensor, but not the tensor")
@@ -303,7 +303,7 @@ class _CheckpointLoad:
         assert component.optimizer is not None
         groups: dict[int, dict[str, Any]] = {}
         flattened: dict[str, dict[str, Any]] = {}  # torch's other form: a group per parameter, by FQN
-        for key, path in self._below(component.prefix + GROUPS):
+        for key, path in self._keys_under(component.prefix + GROUPS):
             index, _, name = path.partition(".")
             if index.isdecimal() and "." not in name:
                 groups.setdefault(int(index), {})[name] = self._value(key)
@@ -313,7 +313,7 @@ class _CheckpointLoad:
         ordered = [*(groups[index] for index in sorted(groups)), *flattened.values()]
         known = {fqn for group in ordered for fqn in group.get("params", ())}
         saved: dict[str, Any] = {}
-        for key, path in self._below(component.prefix + STATE):
+        for key, path in self._keys_under(component.prefix + STATE):
             fqn, name = _split_path(path, known)
             tensor = self._source.tensor(key)
             value = self._described(key) if tensor is not None else joined(self._values[key], self._described)
@@ -324,17 +324,21 @@ class _CheckpointLoad:
         return OptimizerTarget(component.model, component.optimizer, saved, ordered, strict=self._strict)
 
     def _described(self, key: str) -> TensorSpec:
-        room = self._room(key, device="meta")
+        room = self._allocate(key, device="meta")
         return TensorSpec(room.shape, room.dtype)
 
-    def _below(self, prefix: str) -> list[tuple[str, str]]:
+    def _keys_under(self, prefix: str) -> list[tuple[str, str]]:
         """Return the keys that begin with the prefix, and their rest, without tensors that belong to other values."""
-        keys = [key for key in self._source.keys if key.startswith(prefix) and key not in self._inner]
+        keys = [key for key in self._source.keys if key.startswith(prefix) and key not in self._keys_in_values]
         return [(key, key.removeprefix(prefix)) for key in keys]
 
     def _value(self, key: str) -> Any:
         """Return a value with its tensors, which are filled when the checkpoint is read."""
-        return self._loose[key] if key in self._loose else joined(self._values[key], self._loose.__getitem__)
+        return (
+            self._value_tensors[key]
+            if key in self._value_tensors
+            else joined(self._values[key], self._value_tensors.__getitem__)
+        )
 
     # ---------------------------------------------------------------- checking
 
@@ -349,8 +353,8 @@ class _CheckpointLoad:
             self._check_flat()
 
     def _check_flat(self) -> None:
-        """Compare the states that the parameters in a flat parameter were saved with, and of which it can have only
-        one.
+        """Raise if parameters that share a flat parameter were saved with different optimizer state, of which it can
+        hold only one.
 
         Raises:
             CheckpointError: On all ranks.
@@ -388,7 +392,7 @@ class _CheckpointLoad:
         return key in self._values or any(other.startswith(f"{key}.") for other in self._source.keys)
 
     def _problems_of(self, prefix: str, state: ModelState, *, cast: bool) -> list[str]:
-        saved = {path for _, path in self._below(prefix)}
+        saved = {path for _, path in self._keys_under(prefix)}
         wanted = state.names | state.extra.keys()
         problems = []
         if prefix == MODEL and wanted and not wanted & saved:  # not only if strict: nothing would be loaded
@@ -421,7 +425,7 @@ class _CheckpointLoad:
 
     def read(self) -> None:
         """Fill model and optimizer."""
-        targets: dict[str, Any] = dict(self._loose)
+        targets: dict[str, Any] = dict(self._value_tensors)
         for prefix, state in self._models.items():
             targets.update({prefix + name: shards for name, shards in state.tensors.items()})
         for prefix, target in self._optimizers.items():
@@ -442,7 +446,7 @@ class _CheckpointLoad:
                 mark_shards_written(module)
         values = self._extras()
         own = f"{RANDOM}{self._source.rank}"  # last: loading users' objects may draw random numbers
-        if random and own in self._values and len(self._below(RANDOM)) == self._source.size:
+        if random and own in self._values and len(self._keys_under(RANDOM)) == self._source.size:
             set_random_state(self._value(own), compute_device(self._model))
         return values
 

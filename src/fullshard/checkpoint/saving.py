@@ -1,4 +1,9 @@
-"""``fullshard.save`` and ``async_save``: every rank writes its own shards, without gathering."""
+"""``fullshard.save`` and ``async_save``: every rank writes its own shards, without gathering.
+
+A save is ``snapshot`` (of this rank), ``compare_ranks``, and ``write_checkpoint`` (plan, write, commit). Ranks wait for
+each other in ``coordination_group``; what commits the save is that rank 0 renames the index, see [Note: Commit].
+``async_save`` does the last part in a thread.
+"""
 
 from __future__ import annotations
 
@@ -51,15 +56,16 @@ def save(
             rank.
 
     Raises:
-        CheckpointError: On all ranks, if one of them cannot write, or a value cannot be serialized.
+        CheckpointError: On all ranks, if one of them cannot write, or on the others, if one of them ends meanwhile.
+        TypeError: On all ranks, if a value cannot be read back without running code.
         FullshardError: On the ranks that wait, if others do not call ``save``.
     """
     wait_for_pending_save(process_group)
     with rank_barrier(describe_call("save", path, optimizer, extra), process_group) as barrier:
         state = barrier.run_on_all("collecting", lambda: snapshot(model, optimizer, extra, process_group))
         group = coordination_group(process_group)
-        same_tables = compare_ranks(state.fingerprint, group)
-        _write(path, state, group, same_tables=same_tables)
+        same_tensors = compare_ranks(state.fingerprint, group)
+        _write(path, state, group, same_tensors=same_tensors)
 
 
 def async_save(
@@ -92,14 +98,14 @@ def async_save(
     with rank_barrier(describe_call("save", path, optimizer, extra), process_group) as barrier:
         state = barrier.run_on_all("collecting", lambda: snapshot(model, optimizer, extra, process_group))
         group = coordination_group(process_group, background=True)
-        same_tables = compare_ranks(state.fingerprint, group)
+        same_tensors = compare_ranks(state.fingerprint, group)
         memory = _take_memory(model)
         staged = barrier.run_on_all("copying", lambda: state.stage(memory))
     owner = weakref.ref(model)
 
     def write() -> None:
         try:
-            _write(path, staged, group, same_tables=same_tables)
+            _write(path, staged, group, same_tensors=same_tensors)
         finally:
             if keep_memory:
                 _keep_memory(owner, memory)
@@ -121,7 +127,7 @@ def _is_object(value: Any) -> bool:
 
 
 def _write(
-    path: str | os.PathLike[str], state: Snapshot, group: dist.ProcessGroup | None, *, same_tables: bool
+    path: str | os.PathLike[str], state: Snapshot, group: dist.ProcessGroup | None, *, same_tensors: bool
 ) -> None:
     write_checkpoint(
         Folder(path),
@@ -129,7 +135,7 @@ def _write(
         Coordinator(group, f"cannot save the checkpoint {os.fspath(path)}"),
         aliases=state.aliases,
         about=state.about,
-        same_tables=same_tables,
+        same_tensors=same_tensors,
         wait=state.wait,
     )
 
@@ -155,7 +161,7 @@ def _keep_memory(owner: weakref.ref[nn.Module], memory: StagingMemory) -> None:
 
 
 class SaveFuture(Future[None]):
-    """Future of a background save. A failure that was not observed is reported by the next save."""
+    """Future of a background save. The next save or load of its ranks warns of a failure that was not observed."""
 
     observed: bool = False
 

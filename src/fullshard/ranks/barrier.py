@@ -190,7 +190,8 @@ def rank_barrier(
             yield barrier
         except BaseException as error:
             if not barrier.failed:
-                barrier.fail(error)
+                with contextlib.suppress(FullshardError):  # of a store that is gone; what is raised here comes first
+                    barrier.fail(error)
             raise
         if not barrier.failed:
             barrier.wait("done")

@@ -20,11 +20,12 @@ def data_parallel_groups(mesh: ShardMesh) -> list[dist.ProcessGroup]:
 
 
 def coordination_group(group: dist.ProcessGroup | None, *, background: bool = False) -> dist.ProcessGroup | None:
-    """Return a gloo process group of the same ranks, created in the first call. A collective.
+    """Return the group in which ranks plan saves and loads: a gloo group of the same ranks. A collective.
 
-    Training may continue in the other group meanwhile; plans do not need an accelerator; and its timeout is that of
-    saving, where ranks may write very different amounts, and not that of a collective in a step. For a subset of all
-    ranks, a group is created only for ``background`` saves, which require one.
+    It is created in the first call. Training may continue in the other group meanwhile; plans do not need an
+    accelerator; and its timeout is that of saving, where ranks may write very different amounts, and not that of a
+    collective in a step. For a subset of all ranks it is the subset's own group, unless ``background`` saves require
+    another one.
     """
     found = resolve_group(group)
     if found is None:

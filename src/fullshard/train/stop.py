@@ -2,10 +2,10 @@
 
 [Note: Stopping all ranks]
 If a rank left the loop alone, the others would hang in a collective. So a request only sets a code in this process;
-that there is one is part of a sum that every rank computes anyway (with the loss of the step), and all ranks stop when
-the sum shows that any rank was asked to. Requests are the signals that torch's elastic agent passes on to its workers,
-the end of the agent itself, and a reader that has closed the pipe which rank 0 prints to. Until the training loop
-begins there is nothing to save, and signals simply end the process.
+it is gathered with the loss of each step, and all ranks stop when one of the gathered codes is not 0. Requests are the
+signals that torch's elastic agent passes on to its workers, the end of the agent itself, and a reader that has closed
+the pipe which rank 0 prints to. Until the training loop begins there is nothing to save, and signals simply end the
+process.
 
 [Note: Exit codes]
 To the elastic agent any exit code but 0 is a failure, after which it starts the workers anew. A worker that has ended

@@ -64,7 +64,7 @@ def run(config: TrainConfig, location: RunLocation) -> int:
 
     Raises:
         ConfigError: on every rank alike, if any rank cannot read the text or reads different text, or the run cannot
-            resume from its checkpoint with these settings.
+            resume from its checkpoint: it is damaged, or does not fit these settings.
         DivergedError: on every rank alike, if a loss, gradient or weight is NaN or infinite.
     """
     group = Group.join(config.device)

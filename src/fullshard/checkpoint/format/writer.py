@@ -3,10 +3,11 @@
 [Note: Commit]
 A save is atomic. Each rank writes a new data file beside those of the existing checkpoint; then the coordinator writes
 a new index under a temporary name and renames it to ``fullshard.json``, which commits the save and replaces the
-previous checkpoint. Only then are data files removed that the index does not name: those of the previous save and of
-interrupted ones. Everything is flushed to disk before the step that relies on it. So whenever the process or the
-machine crashes, the folder holds a complete checkpoint, the old or the new one. Object stores have no atomic rename
-(they copy and remove), but readers still see the old index or the new one, since objects are written atomically.
+previous checkpoint. Only then are data files removed that the index does not name: those of the previous save, and of
+ones that failed or were killed. Everything is flushed to disk before the step that relies on it. So whenever the
+process or the machine crashes, the folder holds a complete checkpoint, the old or the new one. Object stores have no
+atomic rename (they copy and remove), but readers still see the old index or the new one, since objects are written
+atomically.
 
 The alternative, a new folder for every save and a link to the last, needs links, which object stores and Windows lack,
 or leaves it to users to find the last complete folder.
@@ -63,7 +64,7 @@ def write_checkpoint(
     *,
     aliases: Mapping[str, str] = {},
     about: Mapping[str, Any] = {},
-    same_tables: bool = False,
+    same_tensors: bool = False,
     wait: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a checkpoint, and replace the one that is in the folder. All ranks call it. See [Note: Commit].
@@ -74,7 +75,7 @@ def write_checkpoint(
         ranks: The ranks that save.
         aliases: Other keys of tied tensors, each with the key under which the tensor is saved.
         about: Description of the save for the index; any JSON value.
-        same_tables: All ranks are known to have the same tensors, so that only the first rank sends its table.
+        same_tensors: All ranks are known to have the same tensors, so that only the first rank sends its table.
         wait: Blocks until the entries can be read.
 
     Raises:
@@ -86,7 +87,7 @@ def write_checkpoint(
         wait()
         _check_dtypes(entries)
         folder.create()
-        return RankInventory.of(entries, with_table=not same_tables or ranks.rank == 0)
+        return RankInventory.of(entries, with_table=not same_tensors or ranks.rank == 0)
 
     def assign(inventories: Sequence[RankInventory]) -> list[_WriteAssignment]:
         plan = plan_writes(inventories)
@@ -197,10 +198,11 @@ def _commit(folder: Folder, index: Index) -> None:
         _remove_quietly(folder, temporary)
         raise
     folder.sync()
-    for name in folder.names():
-        old = DATA_FILE.fullmatch(name) is not None and name not in index.files
-        if old or (_TEMPORARY.fullmatch(name) is not None):
-            _remove_quietly(folder, name)
+    with contextlib.suppress(CheckpointError, OSError):  # the save is committed: what stays is removed by the next one
+        for name in folder.names():
+            old = DATA_FILE.fullmatch(name) is not None and name not in index.files
+            if old or (_TEMPORARY.fullmatch(name) is not None):
+                _remove_quietly(folder, name)
 
 
 def _check_files(folder: Folder, index: Index) -> None:

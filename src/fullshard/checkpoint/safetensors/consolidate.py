@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +27,6 @@ def export(
     prefix: str = "model.",
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
-    progress: Callable[[int], object] | None = None,
 ) -> list[Path]:
     """Write the tensors of a checkpoint as safetensors files, a few megabytes at a time.
 
@@ -39,7 +37,6 @@ def export(
         prefix: Write the tensors whose names begin with it, without the prefix.
         dtype: Convert floating-point tensors to it. None: keep their dtypes.
         max_shard_bytes: Limit for the tensors in each file of a folder; a larger tensor gets a separate file.
-        progress: Called with the number of bytes written since the last call.
 
     Returns:
         The files, in order; the index, if there is one, last.
@@ -70,7 +67,7 @@ def export(
             for plan in plans:
                 with files.opened(plan) as descriptor:
                     os.lseek(descriptor, len(plan.header), os.SEEK_SET)
-                    _write(checkpoint, plan, prefix, descriptor, progress)
+                    _write(checkpoint, plan, prefix, descriptor)
             return files.publish({})
         finally:
             files.clean_up()
@@ -98,14 +95,10 @@ def _tied(checkpoint: Checkpoint, prefix: str) -> dict[str, str]:
     return {ALIASES: json.dumps(aliases)} if aliases else {}
 
 
-def _write(
-    checkpoint: Checkpoint, plan: FilePlan, prefix: str, descriptor: int, progress: Callable[[int], object] | None
-) -> None:
+def _write(checkpoint: Checkpoint, plan: FilePlan, prefix: str, descriptor: int) -> None:
     for name, place in sorted(plan.tensors.items(), key=lambda item: item[1].start):
         for _, part in checkpoint.parts(prefix + name):
             view = bytes_of(part.to(place.dtype))
             while view:
                 written = os.write(descriptor, view)
                 view = view[written:]
-                if progress is not None:
-                    progress(written)

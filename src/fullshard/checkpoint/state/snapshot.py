@@ -1,4 +1,4 @@
-"""The state of one save as a flat dictionary, which torch.distributed.checkpoint plans and writes."""
+"""The state of one save as a flat dictionary, which ``format/writer.py`` writes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ __all__ = [
 # Prefixes of keys.
 MODEL, OPTIMIZER, EXTRA, RANDOM = "model.", "optimizer.", "extra.", "rng."
 STATE, GROUPS = "state.", "param_groups."  # after an optimizer's prefix
-ARGUMENTS = {"cast", "keep_memory", "key_map", "random", "storage_reader", "storage_writer", "strict"}
+ARGUMENTS = {"cast", "keep_memory", "key_map", "random", "strict"}
+REMOVED = {"storage_reader", "storage_writer"}
 ALIGNMENT_BYTES = 64
 BLOCK_BYTES = 1 << 28
 
@@ -157,7 +158,14 @@ def components(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra:
     Raises:
         CheckpointError: If the parameters of an optimizer are in none of the models.
         ValueError: If an extra has the name of an argument of ``save`` or ``load``.
+        TypeError: If it has the name of an argument that was removed.
     """
+    removed = sorted(REMOVED.intersection(extra))
+    if removed:
+        raise TypeError(
+            f"{removed[0]} is no argument of save(), async_save() and load() any more; for other storage, use torch's "
+            "dcp.save or dcp.load with get_state_dict"
+        )
     taken = sorted(ARGUMENTS.intersection(extra))
     if taken:
         raise ValueError(
@@ -189,7 +197,8 @@ def snapshot(
 
     Raises:
         PhaseError: If the model is in the middle of a step.
-        CheckpointError: If a value cannot be serialized.
+        CheckpointError: If the parameters of an optimizer are in none of the models.
+        TypeError: If a value cannot be read back without running code.
     """
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     entries: dict[str, TensorShards | bytes] = {}

@@ -54,8 +54,8 @@ def localize(optimizer: _O, *, elementwise: bool | None = None) -> _O:
 
     There is no DTensor dispatch in the step, and parameters that are adjacent in a shard buffer, in the same group and
     with adjacent gradients, are stepped as one tensor. The results are those of the same of torch's implementations
-    (``foreach``, ``fused`` or neither; by default, torch uses ``foreach`` for plain tensors on a GPU and never for
-    DTensors), bit for bit unless kernels round the last elements of a tensor otherwise. Everything else stays as it is:
+    (``foreach``, ``fused`` or neither; by default, torch uses ``foreach`` on accelerators, for DTensors too, and a loop
+    on the CPU), bit for bit unless kernels round the last elements of a tensor otherwise. Everything else stays:
     ``param_groups``, ``state``, ``state_dict()``, hooks, schedulers, scalers, copying, pickling.
 
     Args:
