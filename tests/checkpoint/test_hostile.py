@@ -174,6 +174,7 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "other dtype": (entry("model.b", dtype="I32"), r"model.b: expected shard \[0:5\] of float32; found I32"),
     "negative offsets": (entry("model.b", data_offsets=[-4, 16]), "does not follow the entry before it"),
     "beyond the file": (entry(CHECKSUMS, data_offsets=[0, 1 << 40]), "does not follow the entry before it"),
+    "endless": (entry("model.b", data_offsets=[0, float("inf")]), "not one of a data file"),
     "text for offsets": (entry("model.b", data_offsets="none"), "not one of a data file"),
     "offsets missing": (lambda h: h["model.b"].pop("data_offsets"), "not one of a data file"),
     "an entry that is null": (lambda h: h.update({"model.b": None}), "not one of a data file"),
@@ -421,3 +422,7 @@ def test_a_pickle_that_grows(tmp_path: Path) -> None:
     metadata.state_dict_metadata["model.b"].size = nested
     write_torch(tmp_path, metadata)
     assert len(refused(tmp_path)) < 500
+    metadata = save_torch(tmp_path)
+    metadata.state_dict_metadata["model.b"].properties.dtype = nested
+    write_torch(tmp_path, metadata)
+    assert "dtype tuple" in refused(tmp_path)

@@ -316,6 +316,50 @@ def test_buffers_that_are_not_initialized_are_an_error(
         load_safetensors(model, folder)
 
 
+class Replacing(nn.Module):
+    """Frees its cache before it makes a new one, which then often has the address of the old one."""
+
+    def __init__(self, other: nn.Module | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.register_buffer("cache", torch.zeros(4), persistent=False)
+        self.others = [] if other is None else [other]  # not submodules
+
+    def reset_parameters(self) -> None:
+        self.cache = None
+        if not self.others:
+            self.cache = torch.zeros(4)
+        for other in self.others:
+            other.kept = torch.ones(4)
+
+
+class Zeroing(nn.Module):
+    """Writes to all of its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.ones(4, device="cpu"), persistent=False)
+        self.register_buffer("table", torch.zeros(4), persistent=False)
+
+    def reset_parameters(self) -> None:
+        self.kept.zero_()
+        self.table.fill_(5)
+
+
+@pytest.mark.parametrize("writes", ["zeros", "other"])
+def test_buffers_that_replace_others(writes: str, folder: str) -> None:
+    """What an initialization makes is not taken for what it freed: zeros are set, other modules' buffers kept."""
+    save_file({"0.weight": torch.ones(2)}, Path(folder, SINGLE_NAME))
+    with torch.device("meta"):
+        zeroing = Zeroing()
+        model = nn.Sequential(Replacing(zeroing if writes == "other" else None), zeroing)
+    load_safetensors(model, folder)
+    assert_equal(zeroing.kept, torch.ones(4), "kept")
+    assert_equal(zeroing.table, torch.full((4,), 5.0), "table")
+    if writes == "zeros":
+        assert_equal(model[0].cache, torch.zeros(4), "cache")
+
+
 class Shifted(nn.Module):
     """A parameter, and a table that is not saved, both made by reset_parameters()."""
 

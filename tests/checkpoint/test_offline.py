@@ -291,3 +291,15 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     verified, exported, compared = map(int, done.stdout.split())
     assert verified < 20 and exported < 30 and compared < 40, "MiB"
     (tmp_path / "x.safetensors").unlink()
+
+
+def test_a_damaged_header_is_reported_for_all_that_it_describes(tmp_path: Path) -> None:
+    """Also for the values of the file."""
+    save(tmp_path, {**entries(), "extra.other": 2})
+    (file,) = tmp_path.glob("data-*")
+    data = bytearray(file.read_bytes())
+    data[20] ^= 1
+    file.write_bytes(data)
+    with open_checkpoint(tmp_path) as checkpoint:
+        problems = list(checkpoint.verify())
+    assert problems and all("checksum mismatch in the header" in problem for problem in problems)

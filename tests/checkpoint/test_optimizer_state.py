@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from checkpoint.optimizers import (
 from compare import assert_equal
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import fully_shard
+from fullshard.checkpoint.state.optimizer.initial import give_initial_state
 from fullshard.checkpoint.state.optimizer.state import (
     compare_fingerprints,
     fingerprint,
@@ -37,7 +39,9 @@ from fullshard.checkpoint.state.optimizer.state import (
 )
 from fullshard.checkpoint.state.tensor_shards import TensorShards
 from fullshard.checkpoint.state.types import StateDictType
+from fullshard.engine.parameters.sharded import value_of
 from fullshard.errors import FullshardError, PhaseError
+from fullshard.optim import localize
 from ranks import Rank, on_ranks
 
 FLAT = ("flat", "no_shard")  # with visible flat parameters
@@ -463,6 +467,64 @@ def test_state_of_other_shapes_made_of_dtensors(rank: Rank) -> None:
         step(which, 0.5)
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert_equal(one.full_tensor().detach(), other.full_tensor().detach(), "after another step")
+
+
+# ---------------------------------------------------------------- before the first step
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["nadam", "asgd", "adagrad", "adamw_fused"])
+def test_localized_optimizers_begin_with_the_same_state(rank: Rank, name: str) -> None:
+    """What their first step begins with, not what it leaves: products and averages too."""
+    expected = OPTIMIZERS[name](nn.Linear(3, 2).parameters())
+    give_initial_state(expected)
+    for shard in (fully_shard, partial(FSDP, use_orig_params=True)):
+        optimizers = [OPTIMIZERS[name](shard(nn.Linear(3, 2)).parameters()) for _ in range(2)]
+        localize(optimizers[1])
+        plain, localized = (list(made(optimizer).values()) for optimizer in optimizers)
+        assert_states_close(localized, plain, exact=True)
+        scalars = [{key: v for key, v in state.items() if not v.dim()} for state in made(expected).values()]
+        assert_states_close([{key: state[key] for key in scalars[0]} for state in localized], scalars, exact=True)
+
+
+def made(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """The initial state of an optimizer, with local tensors."""
+    give_initial_state(optimizer)
+    return {parameter: map_leaves(own, value_of) for parameter, own in optimizer.state.items()}
+
+
+class OfPlainTensors(torch.optim.Optimizer):
+    """Fails with DTensors, as kernels of one's own do; remembers a sum, and a product of steps if it has a decay."""
+
+    def __init__(self, parameters: Any, decay: float | None = None) -> None:
+        super().__init__(parameters, {"decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter, DTensor):
+                    raise RuntimeError("no kernel for it")
+                state = self.state[parameter]
+                state.setdefault("sum", torch.zeros_like(parameter)).add_(parameter.grad)
+                if group["decay"] is not None:
+                    state.setdefault("product", torch.tensor(1.0)).mul_(group["decay"])
+                parameter.sub_(state["sum"])
+
+
+@on_ranks(2)
+def test_localized_optimizers_that_cannot_step_dtensors(rank: Rank) -> None:
+    """They begin with what is zero after a step of zeros; of anything else nobody can tell, which is an error."""
+    model = fully_shard(nn.Linear(3, 2))
+    before = [p.full_tensor() for p in model.parameters()]
+    optimizer = localize(OfPlainTensors(model.parameters()), elementwise=True)
+    for state in made(optimizer).values():
+        assert state.keys() == {"sum"} and not state["sum"].any()
+    optimizer = localize(OfPlainTensors(model.parameters(), decay=0.5), elementwise=True)
+    with pytest.raises(FullshardError, match=r"OfPlainTensors.*no kernel for it.*\['product'\]"):
+        give_initial_state(optimizer)
+    assert not optimizer.state and optimizer.param_groups[0]["params"] == list(model.parameters())
+    assert_equal([p.full_tensor() for p in model.parameters()], before, "parameters")
 
 
 # ---------------------------------------------------------------- what does not fit

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import threading
 import time
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +257,43 @@ def test_async_failures_come_with_the_result(rank: Rank) -> None:
         future.result()
     fullshard.save(folder / "good", model)
     fullshard.load(folder / "good", model)
+
+
+@on_ranks(2)
+def test_a_folder_that_one_rank_cannot_open_is_an_error_on_all(rank: Rank) -> None:
+    """As where a node lacks the package for a URL; no rank waits for it."""
+    model = build(rank, "fully_shard")
+
+    def refuse(path: Any) -> Any:
+        raise CheckpointError("no package for this URL")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank.rank == 1:
+            patch.setattr(saving, "Folder", refuse)
+        for call in (fullshard.save, fullshard.async_save):
+            with pytest.raises(CheckpointError, match="no package for this URL"):
+                call(shared_folder(rank), model)
+
+
+def test_a_background_save_that_failed_frees_its_copy(tmp_path: Path) -> None:
+    """Although its error, which the future keeps, has come through functions that held it."""
+    copies, usual = [], snapshot.host_buffer
+
+    def counted(numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
+        memory = usual(numel, dtype, pin=pin)
+        copies.append(weakref.ref(memory))
+        return memory
+
+    def full(*_: Any) -> None:
+        raise OSError("no space left")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot, "host_buffer", counted)
+        patch.setattr(writer, "write_entries", full)
+        future = fullshard.async_save(tmp_path, nn.Linear(8, 8), keep_memory=False)
+        assert "no space left" in str(future.exception())
+    gc.collect()
+    assert copies and not any(copy() is not None for copy in copies)
 
 
 @on_ranks(2)
@@ -510,12 +549,12 @@ def test_a_group_that_is_destroyed_while_saving_loses_no_checkpoint(rank: Rank) 
     fullshard.save(folder, model, step=1)
     begin = threading.Event()
 
-    def late(path: Any) -> Folder:
+    def late(*arguments: Any, **options: Any) -> None:
         begin.wait()
-        return Folder(path)
+        writer.write_checkpoint(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "Folder", late)
+        patch.setattr(saving, "write_checkpoint", late)
         future = fullshard.async_save(folder, model, step=2)
         dist.destroy_process_group()
         begin.set()
@@ -569,13 +608,19 @@ def test_ranks_in_different_numbers_of_groups(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_ranks_that_see_different_checkpoints_are_refused(rank: Rank) -> None:
-    """What is read together follows from the index: with two of them, one rank would wait for the other."""
+    """What is read together follows from the index: with two of them, one rank would wait for the other.
+
+    Two saves of one model differ in their values only: half of each would be loaded.
+    """
     model = build(rank, "fully_shard")
     folder = shared_folder(rank)
     fullshard.save(folder / "0", model, step=1)
     fullshard.save(folder / "1", model, step=1, more=torch.ones(9_000))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "open_reader", lambda path: open_reader(folder / str(rank.rank)))
+        with pytest.raises(CheckpointError, match="rank 1 differs from rank 0 in what they read"):
+            fullshard.load(folder / "0", model)
+        fullshard.save(folder / "1", model, step=1)
         with pytest.raises(CheckpointError, match="rank 1 differs from rank 0 in what they read"):
             fullshard.load(folder / "0", model)
     assert fullshard.load(folder / "0", model) == {"step": 1}

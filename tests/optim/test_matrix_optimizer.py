@@ -256,6 +256,23 @@ def test_plans_follow_parameters(rank: Rank) -> None:
 
 
 @on_ranks(2)
+def test_plans_follow_groups(rank: Rank) -> None:
+    """A parameter that moves to another group is stepped with its options, though all are in the same order."""
+    parameters = list(stack_of(2)[0].parameters())
+    plain = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
+    for first, second in (parameters, plain):
+        optimizer = Cubed([first, second])
+        for each in (first, second):
+            each.grad = torch.ones_like(each)
+        optimizer.step()
+        optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop()], "lr": 0.0})
+        before = [whole(each).clone() for each in (first, second)]
+        optimizer.step()
+        assert not torch.equal(whole(first), before[0])
+        assert_equal(whole(second), before[1], "with a learning rate of zero")
+
+
+@on_ranks(2)
 def test_refused(rank: Rank) -> None:
     """What is no matrix is refused with its name and shape and what to do; so are the wrapper's flat parameters."""
     model = fully_shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)))

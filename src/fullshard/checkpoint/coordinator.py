@@ -62,7 +62,12 @@ class Coordinator:
             value = own()
         except BaseException as error:  # other ranks must not wait for one that was interrupted
             cause, value = error, _failure(error)
-        found = self._gather(value)
+        try:
+            found = self._gather(value)
+        except CheckpointError:
+            if cause is not None and not isinstance(cause, Exception):
+                raise cause from None  # the other ranks were interrupted, too
+            raise
         decided: list[Any] = [None] * self.size
         if found is not None:
             failures = {rank: each.text for rank, each in enumerate(found) if isinstance(each, _Failure)}

@@ -43,7 +43,7 @@ from fullshard.checkpoint.state.snapshot import (
 )
 from fullshard.checkpoint.state.tensor_shards import TensorShards
 from fullshard.errors import CheckpointError
-from fullshard.ranks.agreement import compare, digest_of, raised_on_all, who_differs
+from fullshard.ranks.agreement import compare, raised_on_all, who_differs
 from fullshard.ranks.barrier import LOAD_TIMEOUT_S, RankBarrier, rank_barrier
 from fullshard.ranks.groups import coordination_group
 
@@ -130,10 +130,9 @@ class _SharedCheckpoint:
         self._entries |= dict.fromkeys(index.values)
         self._stored = self._new = {key: key for key in self._entries}
         # All ranks must read the same index: ranks that see a folder at different times may see two saves.
-        own = digest_of(sorted(self._entries.items()))
         advice = "is a save in progress, or do ranks see different folders?"
         compare(
-            own,
+            self._reader.identity,
             self._groups,
             lambda found: CheckpointError(f"{path}: {who_differs(found)} in what they read; {advice}"),
         )

@@ -62,10 +62,11 @@ def save(
     """
     wait_for_pending_save(process_group)
     with rank_barrier(describe_call("save", path, optimizer, extra), process_group) as barrier:
+        folder = barrier.run_on_all("opening the folder", lambda: Folder(path))
         state = barrier.run_on_all("collecting", lambda: snapshot(model, optimizer, extra, process_group))
         group = coordination_group(process_group)
         same_tensors = compare_ranks(state.fingerprint, group)
-        _write(path, state, group, same_tensors=same_tensors)
+        _write(folder, state, group, same_tensors=same_tensors)
 
 
 def async_save(
@@ -96,6 +97,7 @@ def async_save(
     """
     wait_for_pending_save(process_group)
     with rank_barrier(describe_call("save", path, optimizer, extra), process_group) as barrier:
+        folder = barrier.run_on_all("opening the folder", lambda: Folder(path))
         state = barrier.run_on_all("collecting", lambda: snapshot(model, optimizer, extra, process_group))
         group = coordination_group(process_group, background=True)
         same_tensors = compare_ranks(state.fingerprint, group)
@@ -105,10 +107,11 @@ def async_save(
 
     def write() -> None:
         try:
-            _write(path, staged, group, same_tensors=same_tensors)
+            _write(folder, staged, group, same_tensors=same_tensors)
         finally:
-            if keep_memory:
-                _keep_memory(owner, memory)
+            staged.entries.clear()  # an error, which the future keeps, holds on to this function
+            if not keep_memory or not _keep_memory(owner, memory):
+                memory.begin(0, pin=False)
 
     return _save_in_background(write, process_group)
 
@@ -126,13 +129,11 @@ def _is_object(value: Any) -> bool:
     return isinstance(value, (torch.nn.Module, torch.optim.Optimizer))
 
 
-def _write(
-    path: str | os.PathLike[str], state: Snapshot, group: dist.ProcessGroup | None, *, same_tensors: bool
-) -> None:
+def _write(folder: Folder, state: Snapshot, group: dist.ProcessGroup | None, *, same_tensors: bool) -> None:
     write_checkpoint(
-        Folder(path),
+        folder,
         state.entries,
-        Coordinator(group, f"cannot save the checkpoint {os.fspath(path)}"),
+        Coordinator(group, f"cannot save the checkpoint {folder.path}"),
         aliases=state.aliases,
         about=state.about,
         same_tensors=same_tensors,
@@ -153,11 +154,13 @@ def _take_memory(model: nn.Module) -> StagingMemory:
         return _memory.pop(model, None) or StagingMemory()
 
 
-def _keep_memory(owner: weakref.ref[nn.Module], memory: StagingMemory) -> None:
+def _keep_memory(owner: weakref.ref[nn.Module], memory: StagingMemory) -> bool:
+    """Keep memory for the next save of the model; return False if that is gone."""
     with _memory_lock:
         model = owner()
         if model is not None:
             _memory[model] = memory
+        return model is not None
 
 
 class SaveFuture(Future[None]):
@@ -196,7 +199,7 @@ def _save_in_background(body: Callable[[], None], group: dist.ProcessGroup | Non
         try:
             body()
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # frames keep the staged copy alive
+            _clear_frames(error)
             future.set_exception(error)
         else:
             future.set_result(None)
@@ -205,3 +208,12 @@ def _save_in_background(body: Callable[[], None], group: dist.ProcessGroup | Non
     # Not a daemon: the interpreter waits for the save before it exits.
     threading.Thread(target=run, name="fullshard-save", daemon=False).start()
     return future
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Clear the frames of an error and of those that led to it: they keep the staged copy alive."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

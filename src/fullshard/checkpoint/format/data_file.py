@@ -179,7 +179,7 @@ def read_directory(stream: IO[bytes], where: str, name: str, file: FileEntry, bl
         raise _corrupted(where, "checksum mismatch in the header")
     try:
         entries = _parsed_header(header, file.length)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise _corrupted(where, f"a header that is not one of a data file ({error})") from None
     _, table = entries.pop(CHECKSUMS, (None, None))
     if table is None or table[1] != file.length:

@@ -48,7 +48,7 @@ BLOCK = 1 << 22
 CHECKSUM = 8  # bytes of one checksum: XXH3, 64 bits
 DATA_FILE = re.compile(r"data-[0-9a-f]{12}-[0-9]{1,7}\.safetensors")
 _LARGEST = 1 << 62  # number of bytes or elements; sums of two still fit 64 bits
-_MOST_DIMS = 64
+MOST_DIMS = 64
 _DAMAGED = "the index is corrupted, or was not written by fullshard: use another checkpoint"
 
 # Element size of each torch dtype that can be stored. By name, so that an index can be read without torch.
@@ -97,7 +97,7 @@ class TensorEntry:
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_SIZES:
             raise ValueError(f"dtype {self.dtype!r}")
-        possible = len(self.shape) <= _MOST_DIMS and all(0 <= size < _LARGEST for size in self.shape)
+        possible = len(self.shape) <= MOST_DIMS and all(0 <= size < _LARGEST for size in self.shape)
         if not possible or self.nbytes >= _LARGEST:
             raise ValueError(f"shape {self.shape}")
 

@@ -73,12 +73,13 @@ def open_reader(path: str | os.PathLike[str]) -> CheckpointReader:
         CheckpointError: If there is no checkpoint, or its index is corrupted.
     """
     folder = Folder(path)
-    if folder.exists(INDEX_FILE):
-        with folder.read(INDEX_FILE) as stream:
-            data = stream.read()
-        return CheckpointReader(folder, from_json(data, folder.where(INDEX_FILE)))
-    if folder.exists(METADATA_FILE):
-        return CheckpointReader(folder, read_metadata_file(folder))
+    for name in (INDEX_FILE, METADATA_FILE):
+        if folder.exists(name):
+            with folder.read(name) as stream:
+                data = stream.read()
+            own = name == INDEX_FILE
+            index = from_json(data, folder.where(name)) if own else read_metadata_file(folder)
+            return CheckpointReader(folder, index, checksum(data))
     names = folder.names()
     found = f"found {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}" if names else "it is empty or missing"
     raise CheckpointError(
@@ -93,10 +94,12 @@ class CheckpointReader:
     Args:
         folder: Folder of the checkpoint.
         index: Its index.
+        identity: Checksum of the index, as it is in its file; equal on ranks that read the same save.
     """
 
     folder: Folder
     index: Index
+    identity: bytes
     _open: contextlib.ExitStack  # holds the file that was read last
     _stream: tuple[str, IO[bytes]] | None
     _directories: dict[str, Directory]  # of the files that were looked into; see [Note: Directory]
@@ -107,8 +110,8 @@ class CheckpointReader:
     _buffer: torch.Tensor  # for blocks that cannot be read in place
     _decoded: tuple[FilePlace, torch.Tensor] | None  # the shard of torch's format that was read last
 
-    def __init__(self, folder: Folder, index: Index) -> None:
-        self.folder, self.index = folder, index
+    def __init__(self, folder: Folder, index: Index, identity: bytes) -> None:
+        self.folder, self.index, self.identity = folder, index, identity
         self._open, self._stream = contextlib.ExitStack(), None
         self._directories, self._versions = {}, {}
         self._checked, self._kept_bytes, self._decoded = {}, 0, None
@@ -207,7 +210,7 @@ class CheckpointReader:
                 f"{where} has {found} bytes, expected {entry.length}: it was truncated or replaced; copy "
                 "it again, or use another checkpoint"
             )
-        self._versions[name] = self.folder.version(name)
+        version = self.folder.version(name)
         if self.index.places is None:
             self._directories[name] = read_directory(self._file(name), where, name, entry, self.index.block)
         elif self.index.raw:
@@ -217,6 +220,7 @@ class CheckpointReader:
                 raise CheckpointError(
                     f"{where}: checksum mismatch in the header; copy the file again, or use another checkpoint"
                 )
+        self._versions[name] = version
 
     def close(self) -> None:
         """Free what was kept, and close the file that was read last; reading opens it again."""
@@ -242,10 +246,11 @@ class CheckpointReader:
                 "or use another checkpoint"
             )
         place, described = self._directories[file][entry.name]
-        if region is not None and described != entry.described:
+        if region is not None and (described != entry.described or place.length != entry.nbytes):
             raise CheckpointError(
                 f"{self.folder.where(file)}: {key}: expected shard {region} of {entry.dtype}; found {described[0]} of "
-                f"shape {described[1]}: this is not the file that the index describes; use another checkpoint"
+                f"shape {described[1]} in {place.length} bytes: this is not the file that the index describes; use "
+                "another checkpoint"
             )
         return place
 

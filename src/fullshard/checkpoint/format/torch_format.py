@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from fullshard.checkpoint.format.files import Folder
-from fullshard.checkpoint.format.index import ITEM_SIZES, FileEntry, FilePlace, Index, TensorEntry, table_of
+from fullshard.checkpoint.format.index import ITEM_SIZES, MOST_DIMS, FileEntry, FilePlace, Index, TensorEntry, table_of
 from fullshard.checkpoint.format.values import first_line
 from fullshard.errors import CheckpointError
 from fullshard.layout import Region
@@ -196,7 +196,10 @@ def _contents(
                 places[key, None] = stored[key, None]
                 continue
             fields = entry.state
-            tensors[key] = TensorEntry(fields["properties"].state[0], _numbers(fields["size"]))
+            dtype = fields["properties"].state[0]
+            if type(dtype) is not str:  # nested tuples take exponential time to compare or to print
+                raise _RefusedError(f"dtype {_shown(dtype)}")
+            tensors[key] = TensorEntry(dtype, _numbers(fields["size"]))
             for chunk in fields["chunks"]:
                 region = Region(_numbers(chunk.state["offsets"]), _numbers(chunk.state["sizes"]))
                 if region.numel:
@@ -216,7 +219,9 @@ def _refused_with(key: Any) -> Iterator[None]:
 
 
 def _numbers(found: Any) -> tuple[int, ...]:
-    """Return integers; TypeError if they are something else."""
+    """Return a few integers; TypeError if they are something else."""
+    if not isinstance(found, (tuple, list)) or len(found) > MOST_DIMS:
+        raise TypeError(f"found {_shown(found)} in place of sizes")
     return tuple(map(operator.index, found))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -98,13 +98,15 @@ class MetaTensors:
                 something without memory, or does not set a buffer.
         """
         default = _compute_device(self._model)
-        new: set[int] = set()
+        # Tensors are kept, not only their ids, which are reused for those that an initialization makes.
+        new: dict[int, torch.Tensor] = {}
         with _without_weak_references(self._tensors):
             for meta in self._tensors:
-                new.add(id(_give_memory(meta, _device_of(meta.tensor, default))))
+                made = _give_memory(meta, _device_of(meta.tensor, default))
+                new[id(made)] = made
         ensure_idle(self._model)
         unset = [(meta.names[0], *owner) for meta in self._unfilled(filled) for owner in meta.owners]
-        before = [_version_of(module._buffers[name]) for _, module, name in unset]
+        before = [(module._buffers[name], _version_of(module._buffers[name])) for _, module, name in unset]
         for module in dict.fromkeys(module for _, module, _ in unset):
             initialize = self._initialization_of(module)
             if initialize is not None:
@@ -114,7 +116,7 @@ class MetaTensors:
         if left:
             raise CheckpointError(f"parameters or buffers are still on the meta device: {left[:10]}")
         pairs = zip(unset, before, strict=True)
-        forgotten = [name for (name, module, own), version in pairs if not _is_set(module._buffers[own], version)]
+        forgotten = [name for (name, module, own), old in pairs if not _is_set(module._buffers[own], *old)]
         if forgotten:
             raise CheckpointError(
                 f"the initialization of these buffers, which are not in the files, did not set them: {forgotten[:10]}; "
@@ -134,14 +136,14 @@ def _run(initialize: Callable[[], object], module: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _restored(module: nn.Module, new: Collection[int]) -> Iterator[None]:
-    """Undo what is done meanwhile to tensors in ``module``, except those with an id in ``new``."""
+def _restored(module: nn.Module, new: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Undo what is done meanwhile to tensors in ``module``, except those in ``new``, which has them by their ids."""
     stores: list[dict[str, Any]] = [held for each in module.modules() for held in (each._parameters, each._buffers)]
     kept = [
         (tensors, name, tensor, value_of(tensor).clone())
         for tensors in stores
         for name, tensor in tensors.items()
-        if tensor is not None and id(tensor) not in new
+        if tensor is not None and new.get(id(tensor)) is not tensor
     ]
     try:
         yield
@@ -152,13 +154,13 @@ def _restored(module: nn.Module, new: Collection[int]) -> Iterator[None]:
                 tensors[name] = tensor
 
 
-def _version_of(tensor: torch.Tensor | None) -> tuple[int, int]:
-    return id(tensor), 0 if tensor is None or tensor.is_inference() else tensor._version
+def _version_of(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
-def _is_set(buffer: torch.Tensor | None, before: tuple[int, int]) -> bool:
-    """Return True if a new buffer of zeros has been replaced or written to, be it with zeros."""
-    if buffer is None or not buffer.numel() or _version_of(buffer) != before:
+def _is_set(buffer: torch.Tensor | None, before: torch.Tensor | None, version: int) -> bool:
+    """Return True if a new buffer of zeros, ``before``, has been replaced or written to, be it with zeros."""
+    if buffer is None or not buffer.numel() or buffer is not before or _version_of(buffer) != version:
         return True
     return bool(value_of(buffer).any())  # written to through .data
 

@@ -204,13 +204,13 @@ class MatrixOptimizer(Optimizer):
             step.finish()
 
     def plan(self) -> _RoundPlan:
-        """Return the assignment of matrices to ranks and rounds, planned again when parameters or ``requires_grad``
-        changed.
+        """Return the assignment of matrices to ranks and rounds, planned again when parameters, their groups or
+        ``requires_grad`` changed.
         """
         current = tuple(
-            (id(p), p.requires_grad, p.dtype, p.device, _placement_key(p))
-            for g in self.param_groups
-            for p in g["params"]
+            (number, id(p), p.requires_grad, p.dtype, p.device, _placement_key(p))
+            for number, group in enumerate(self.param_groups)
+            for p in group["params"]
         )
         if self._plan is None or self._planned_for != current:
             self._plan, self._planned_for = _RoundPlan.of(self), current

@@ -4,14 +4,15 @@
 PyTorch's optimizers create their state in the first step. Its checkpoint functions therefore run a step with zero
 gradients, which leaves ``step`` at 1 and momentum that decays from there, calls the user's hooks, and changes
 parameters if the optimizer has no ``lr``. Here the step runs for one parameter at a time and is undone: of each entry
-of the state only the first value that was written is kept, copied before the step continued.
+of the state only the first value that was written is kept, copied before the step continued. Localized optimizers
+write their state after the step: of these, the step of the user's own class runs.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fullshard.engine.parameters.sharded import value_of
+from fullshard.errors import FullshardError
 
 __all__ = ["give_initial_state"]
 
@@ -63,6 +65,10 @@ def give_initial_state(optimizer: torch.optim.Optimizer) -> None:
 
     Args:
         optimizer: Left alone if it has state.
+
+    Raises:
+        FullshardError: If it is localized, its own step cannot run with DTensors, and its state is not known to begin
+            as zeros.
     """
     optimizer = _itself(optimizer)
     if optimizer.state:
@@ -99,6 +105,48 @@ def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def _initial_state(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: nn.Parameter
 ) -> dict[str, Any]:
+    """Return the initial state of one parameter: from the user's own step, as a localized one shows no first values.
+
+    Raises:
+        FullshardError: If only the localized step runs, and leaves values that may not be the first ones.
+    """
+    kind = type(optimizer)
+    own = _class_of_user(kind)
+    try:
+        # The class's method: schedulers replace the instance's by one that counts.
+        return _state_of_step(own.step, optimizer, group, parameter)
+    except Exception as error:
+        if own is kind:
+            raise
+        failure = error
+    made = _state_of_step(kind.step, optimizer, group, parameter)
+    unknown = [name for name, value in made.items() if name != "step" and not _began_as_zeros(value, parameter)]
+    if unknown:
+        raise FullshardError(
+            f"cannot tell the initial state of a localized {kind.__name__}: its own step fails with DTensors "
+            f"({type(failure).__name__}: {failure}), and its step on local tensors leaves {unknown}, which may have "
+            "changed in it; run a step first, or initialize the state in the optimizer"
+        ) from failure
+    return made
+
+
+def _class_of_user(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Return the class below that ``fullshard.optim.localize`` put its own, or ``kind`` if it did not."""
+    return next((each for each in kind.__mro__ if vars(each).get("_fullshard_localized") in kind.__mro__), kind)
+
+
+def _began_as_zeros(value: Any, parameter: torch.Tensor) -> bool:
+    """Return True if an entry is elementwise and zero after a step with zero gradients."""
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and not bool(value_of(value).any())
+
+
+def _state_of_step(
+    step: Callable[[torch.optim.Optimizer], Any],
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    parameter: nn.Parameter,
+) -> dict[str, Any]:
+    """Run ``step`` for one parameter, undo it, and return the first values of the state."""
     value, gradient = value_of(parameter), parameter.grad
     before = value.clone()
     optimizer.param_groups = [{**_copies(group.items()), "params": [parameter]}]
@@ -109,8 +157,7 @@ def _initial_state(
         # Some optimizers round stochastically; the next real step must draw the same numbers.
         drawn_on = [] if value.device.type in ("cpu", "meta") else [value.device]
         with torch.random.fork_rng(drawn_on, device_type=value.device.type if drawn_on else "cpu"):
-            # The class's method: schedulers replace the instance's by one that counts.
-            type(optimizer).step(optimizer)
+            step(optimizer)
     finally:
         parameter.grad = gradient
         value.copy_(before)
