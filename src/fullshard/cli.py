@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from fullshard.train.config import ConfigError, TrainConfig, options
-from fullshard.train.run_folder import RunLocation, check_resumable
+from fullshard.train.run_folder import RunLocation
 from fullshard.version import __version__
 
 app = typer.Typer(
@@ -110,7 +110,9 @@ def train(
     is_worker = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # started by torchrun, or by the launcher
     try:
         location = RunLocation(**{option.name: given[option.name] for option in options(RunLocation)})
-        code = (_work if is_worker else _launch)(_checked(settings, config, location), location, max_restarts)
+        before = location.settings()
+        checked = _checked(settings, config, before, location)
+        code = _work(checked, before, location) if is_worker else _launch(checked, location, max_restarts)
     except ConfigError as error:
         _fail(str(error))
     except KeyboardInterrupt:
@@ -185,17 +187,17 @@ def export(
     raise typer.Exit(commands.export(checkpoint, out, prefix=prefix, dtype=dtype, max_shard_size=max_shard_size))
 
 
-def _checked(given: dict[str, Any], config_file: Path | None, location: RunLocation) -> TrainConfig:
+def _checked(
+    given: dict[str, Any], config_file: Path | None, before: TrainConfig | None, location: RunLocation
+) -> TrainConfig:
     """Return the settings of a run, after checking what can be checked without workers and without torch.
 
     Raises:
         ConfigError: an option is wrong.
     """
-    before = location.settings()
     base = TrainConfig.from_toml(config_file) if config_file else before or TrainConfig()
     config = base.with_options(given)
-    if before is not None:
-        check_resumable(before, config, location.checkpoint())
+    location.check(config)
     for module, extra, is_needed in (
         ("matplotlib", "train", True),
         ("tensorboard", "tensorboard", config.evaluation.tensorboard),
@@ -205,13 +207,13 @@ def _checked(given: dict[str, Any], config_file: Path | None, location: RunLocat
     return config
 
 
-def _work(config: TrainConfig, location: RunLocation, max_restarts: int) -> int:
+def _work(config: TrainConfig, before: TrainConfig | None, location: RunLocation) -> int:
     """Run as one rank under torch's elastic agent."""
     if location.name is None:
         raise ConfigError("under torchrun a run needs a --name, which a restart can find")
     from fullshard.train.worker import work
 
-    return work(config, location)
+    return work(config, before, location)
 
 
 def _launch(config: TrainConfig, location: RunLocation, max_restarts: int) -> int:

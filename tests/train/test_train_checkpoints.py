@@ -7,14 +7,16 @@ import subprocess
 import sys
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fullshard.errors import CheckpointError
-from fullshard.train import run_folder
+from fullshard.train import run_folder, worker
 from fullshard.train.checkpoints import Checkpoints
 from fullshard.train.config import ConfigError, GPTConfig, TrainConfig
+from fullshard.train.group import Group
 from fullshard.train.log import copy_metrics, read_metrics
 from fullshard.train.model import GPT
 from fullshard.train.run_folder import RunLocation, complete_checkpoints, find_checkpoint
@@ -81,11 +83,11 @@ def test_checkpoint_that_cannot_be_written_is_tried_again(tmp_path: Path, monkey
     optimizer = torch.optim.SGD(model.parameters())
     kept = Checkpoints(tmp_path, every=2, keep=1, leads=True, say=said.append, step=0)
     assert [kept.are_due(step) for step in (1, 2)] == [False, True] and kept.are_due(1, last=True)
-    kept.save(model, optimizer, 2, 0.0)
+    kept.save(model, optimizer, 2)
     futures[0].set_exception(CheckpointError("no space left"))
     make(tmp_path, 2, complete=False)
     kept.poll()  # no error: ranks may see it at different steps
-    kept.save(model, optimizer, 4, 0.0)
+    kept.save(model, optimizer, 4)
     assert said.pop() == "warning: the checkpoint after step 2 was not written: no space left"
     assert names(tmp_path) == []
     make(tmp_path, 1, 4)
@@ -94,7 +96,7 @@ def test_checkpoint_that_cannot_be_written_is_tried_again(tmp_path: Path, monkey
     futures[1].set_result(None)
     kept.poll()
     assert said.pop().startswith("step 4: checkpoint saved in ") and names(tmp_path) == ["step-00000004"]
-    kept.save(model, optimizer, 6, 0.0)
+    kept.save(model, optimizer, 6)
     futures[2].set_exception(CheckpointError("no space left"))
     with pytest.raises(CheckpointError, match="no space left"):
         kept.wait()
@@ -126,13 +128,52 @@ def test_file_is_replaced_whole(tmp_path: Path) -> None:
 
 
 def test_results_without_a_checkpoint_are_not_overwritten(tmp_path: Path) -> None:
-    """A run that was stopped before its first checkpoint starts again; one with results does not."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n')
-    assert RunLocation(tmp_path, "run").settings() is None
+    """A run that was stopped before its first checkpoint starts again; one of other settings, or with a summary, does
+    not, wherever it would start from. With a checkpoint it resumes.
+    """
+    make(tmp_path / "other" / "checkpoints", 5)
+    for name in ("run", "other"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.toml").write_text(CONFIG.to_toml())
+        (tmp_path / name / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n')
+    places = [RunLocation(tmp_path, "run"), RunLocation(tmp_path, "run", tmp_path / "other")]
+    changed = CONFIG.with_options({"lr": 0.5, "data": ("/text",)})
+    RunLocation(tmp_path, "other").check(changed)
+    for place in places:
+        place.check(CONFIG.with_options({"ranks": 3, "data_sha256": "b"}))
+        with pytest.raises(ConfigError, match=r"results of data \(\), not \('/text',\), of lr 0.06, not 0.5, but no"):
+            place.check(changed)
     (tmp_path / "run" / "summary.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"already has results, .*: choose another --name"):
-        RunLocation(tmp_path, "run").settings()
+    for place in places:
+        with pytest.raises(ConfigError, match=r"already has results, .*: choose another --name"):
+            place.check(CONFIG)
+    (tmp_path / "run" / "summary.json").unlink()
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    places[0].check(changed)
+
+
+class _Alone(Group):
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def test_settings_written_while_a_start_waited_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has merged its own with others, or with defaults. A newer checkpoint with the same settings is resumed. The
+    wait has a limit.
+    """
+    place, group = RunLocation(tmp_path, "run"), _Alone(0, 1, torch.device("cpu"))
+    make(place.folder / "checkpoints", 5)
+    (place.folder / "config.toml").write_text(CONFIG.to_toml())
+    lock = run_folder.lock
+    monkeypatch.setattr(run_folder, "lock", lambda *args: None)
+    for before in (None, CONFIG.with_options({"lr": 0.5})):
+        with pytest.raises(ConfigError, match=r"step-00000005 or .*: start again"):
+            worker._claim(place, before, before or TrainConfig(), group)
+    monkeypatch.setattr(run_folder, "lock", lock)
+    monkeypatch.setattr(run_folder, "LOCK_TIMEOUT", 0.0)
+    assert worker._claim(place, CONFIG, CONFIG, group) == (place.checkpoint(), place.folder)
+    with pytest.raises(ConfigError, match=r"another process writes to .*run: stop it, or choose another --name"):
+        worker._claim(place, CONFIG, CONFIG, group)
 
 
 @pytest.mark.parametrize(

@@ -135,9 +135,13 @@ def test_missing_package_is_said_before_training(
 
 
 def test_help_and_wrong_options_need_no_torch() -> None:
-    """Help lists the options, the version is printed, a mistake is named, and none waits for the import of torch."""
+    """Help lists the options, the version is printed, a mistake is named, and none waits for the import of torch.
+
+    Nor do they need locks, which not every platform has.
+    """
     code = """
 import sys
+sys.modules["fcntl"] = None
 import fullshard
 from fullshard.cli import app
 for arguments in (["--version"], ["train", "--help"], ["train", "--lr", "-1"], ["train", "--resume", "nowhere"]):

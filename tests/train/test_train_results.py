@@ -149,10 +149,15 @@ def test_options_of_training_resume_bitwise(text: Path, tmp_path: Path, ranks: R
 
 
 def test_finished_run_goes_on_with_more_steps(finished: Finished, tmp_path: Path, ranks: RankPool) -> None:
-    """No step is there twice, and the validations at the old end stay. Another text and batch are said."""
+    """No step is there twice, and the validations at the old end stay. Another text and batch are said, also after a
+    start with them that was interrupted.
+    """
     shutil.copytree(finished.folder, tmp_path / "longer")
     (tmp_path / "text").mkdir()
     (write_text(tmp_path / "text") / "new.txt").write_text("new " * 200)
+    digest = corpus.read([str(tmp_path / "text")], seed=0, sequence=32).sha256
+    config = tmp_path / "longer" / "config.toml"
+    config.write_text(TrainConfig.from_toml(config).with_options({"data_sha256": digest, "batch": 3}).to_toml())
     options = [tmp_path / "text", "--steps", 7, "--batch", 3, "--keep", 1]
     longer = train(ranks, 2, *options, "--out", tmp_path, "--name", "longer")
     assert "note: the text has changed since" in longer.output

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,10 +37,11 @@ class Checkpoints:
         """Return True if a checkpoint is due after optimizer step `step`, which may be the last of this process."""
         return self.every > 0 and self.step != step and (last or step % self.every == 0)
 
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, elapsed: float) -> None:
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, **position: Any) -> None:
         """Start to save; return as soon as this rank's shards are copied. Waits for the previous save.
 
-        If that failed, for want of space for example, the run goes on, and this one is the next attempt.
+        If that failed, for want of space for example, the run goes on, and this one is the next attempt. `resume`
+        returns step and position.
 
         Raises:
             CheckpointError: on all ranks, if this checkpoint cannot be begun.
@@ -51,8 +53,8 @@ class Checkpoints:
                 self.say(f"warning: the checkpoint after step {self.step} was not written: {error}")
                 remove_incomplete(self.folder)  # what it has left takes up space
         self._began, self.step = time.perf_counter(), step
-        path, position = checkpoint_path(self.folder, step), {"step": step, "elapsed": elapsed}
-        self._pending = async_save(path, model, optimizer, position=position)
+        path = checkpoint_path(self.folder, step)
+        self._pending = async_save(path, model, optimizer, position={"step": step, **position})
 
     def wait(self) -> None:
         """Wait until the pending checkpoint is complete, and remove old ones.
@@ -76,13 +78,13 @@ class Checkpoints:
             self.wait()
 
 
-def resume(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, float]:
+def resume(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Load a checkpoint into a sharded model and its optimizer. All ranks call it and get the same result or error.
 
     Options of the optimizer's groups stay those of the settings.
 
     Returns:
-        The optimizer steps done, and the seconds in the training loop.
+        The position that was saved: `step`, and what else `save` was given as `position`.
 
     Raises:
         ConfigError: the checkpoint is damaged, does not fit, or is not one of `fullshard train`. The message names the
@@ -102,4 +104,4 @@ def resume(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
         raise ConfigError(f"cannot resume: {checkpoint} was not written by fullshard train")
     for parameters, own in zip(optimizer.param_groups, options, strict=True):
         parameters.update(own)
-    return extra["position"]["step"], extra["position"]["elapsed"]
+    return dict(extra["position"])

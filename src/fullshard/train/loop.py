@@ -97,7 +97,9 @@ class Run:
                     finite.check_weights(self.model, self.step)
                 if self.checkpoints.are_due(self.step, last=last):
                     self.log.sync()
-                    self.checkpoints.save(self.model, self.optimizer, self.step, self.elapsed)
+                    text, sequences = self.config.data_sha256, self.config.sequences
+                    position = {"elapsed": self.elapsed, "data_sha256": text, "sequences": sequences}
+                    self.checkpoints.save(self.model, self.optimizer, self.step, **position)
         except finite.DivergedError as error:
             with contextlib.suppress(CheckpointError):  # on all ranks; what is wrong here comes first
                 self.checkpoints.wait()

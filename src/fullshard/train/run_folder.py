@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ ERROR = "error.txt"
 CHECKPOINTS = "checkpoints"
 INDEX = "fullshard.json"  # of a checkpoint: written last, so that one without it is incomplete
 STEP = re.compile(r"step-(\d+)")
+LOCK_TIMEOUT = 150.0  # seconds to wait for a lock: orphaned workers have ended before that
 
 
 @dataclass(frozen=True)
@@ -70,16 +71,35 @@ class RunLocation:
         """Return the settings of the run to resume, which replace the defaults of options; None if there is none.
 
         Raises:
-            ConfigError: they cannot be read, or the run's folder has results but no checkpoint to resume from.
+            ConfigError: they cannot be read.
         """
         checkpoint = self.checkpoint()
-        if checkpoint is not None:
-            return TrainConfig.from_toml(run_of(checkpoint) / CONFIG)
-        if self.name is not None and (self.folder / SUMMARY).exists():
-            raise ConfigError(
-                f"{self.folder} already has results, but no checkpoint to resume from: choose another --name"
+        return TrainConfig.from_toml(run_of(checkpoint) / CONFIG) if checkpoint else None
+
+    def check(self, config: TrainConfig) -> None:
+        """Raise if a run with these settings cannot resume here, or would replace the results of another.
+
+        Raises:
+            ConfigError: it does not fit the checkpoint; or the run's folder has none, but results that are complete or
+                of other settings.
+        """
+        before = self.settings()
+        if before is not None:
+            check_resumable(before, config, self.checkpoint())
+        if self.name is None or complete_checkpoints(self.folder / CHECKPOINTS):
+            return
+        metrics, wrong = self.folder / METRICS, ""
+        if metrics.exists() and metrics.stat().st_size > 0:
+            was, now = (
+                {"data": each.data, "seed": each.seed, **vars(each.model), **vars(each.training)}
+                for each in (TrainConfig.from_toml(self.folder / CONFIG), config)
             )
-        return None
+            wrong = "".join(f" of {name} {was[name]}, not {now[name]}," for name in was if was[name] != now[name])
+        if wrong or (self.folder / SUMMARY).exists():
+            raise ConfigError(
+                f"{self.folder} already has results{wrong or ','} but no checkpoint to resume from: choose another "
+                f"--name"
+            )
 
     def claim(self) -> RunLocation:
         """Create the run's folder and return its location, with its name settled.
@@ -104,15 +124,26 @@ def lock(folder: Path, say: Callable[[str], None]) -> None:
 
     After a launcher was killed, its orphaned workers may still be saving a checkpoint when the next one starts: the
     lock is waited for. A file system without locks locks nothing.
+
+    Raises:
+        ConfigError: another process keeps it.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        say(f"waiting for another process that writes to {folder}")
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError:
-        os.close(descriptor)
+    import fcntl  # not on every platform
+
+    descriptor, deadline = os.open(folder, os.O_RDONLY), 0.0
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not deadline:
+                say(f"waiting for another process that writes to {folder}")
+                deadline = time.monotonic() + LOCK_TIMEOUT
+            elif time.monotonic() > deadline:
+                os.close(descriptor)
+                raise ConfigError(f"another process writes to {folder}: stop it, or choose another --name") from None
+            time.sleep(0.1)
+        except OSError:
+            return os.close(descriptor)
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,14 +33,14 @@ from fullshard.train.stop import CODE_FILE_VARIABLE, FAILURE, NOT_FINITE, WRONG_
 from fullshard.train.summary import Footprint, Summary, as_text, show
 
 
-def work(config: TrainConfig, location: RunLocation) -> int:
+def work(config: TrainConfig, before: TrainConfig | None, location: RunLocation) -> int:
     """Run as one rank under torch's elastic agent, and return what the process is to exit with.
 
     An exception goes to elastic's error file, from which the launcher takes the rank and the message; under torchrun,
     its traceback goes to standard error. Wrong input, and numbers that are not finite, are reported by rank 0 alone.
     """
     try:
-        return exit_code(run(config, location))
+        return exit_code(run(config, before, location))
     except (ConfigError, DivergedError) as error:  # on all ranks alike
         if os.environ["RANK"] == "0":
             print(f"fullshard train: {error}", file=sys.stderr, flush=True)
@@ -52,11 +53,12 @@ def work(config: TrainConfig, location: RunLocation) -> int:
         return FAILURE
 
 
-def run(config: TrainConfig, location: RunLocation) -> int:
+def run(config: TrainConfig, before: TrainConfig | None, location: RunLocation) -> int:
     """Train on this rank, and write the results.
 
     Args:
         config: the settings; those of rank 0 count.
+        before: `location.settings()` when `config` took its defaults from there; that of rank 0 counts.
         location: the run's folder; that of rank 0 counts.
 
     Returns:
@@ -70,14 +72,16 @@ def run(config: TrainConfig, location: RunLocation) -> int:
     group = Group.join(config.device)
     config = group.gather(config)[0]
     corpus = _read_on_all_ranks(config, group)
-    before, checkpoint, folder = _claim(location, config, group)
-    known = (before or config).data_sha256
+    checkpoint, folder = _claim(location, before, config, group)
+    position: dict[str, Any] = {"step": 0, "elapsed": 0.0, "data_sha256": config.data_sha256}
     config = dataclasses.replace(config, data_sha256=corpus.sha256, ranks=group.size, device=group.device.type)
 
     model = loop.build_model(config, group)
     optimizer = build_optimizer(model, config.training)
     stop = StopRequest()  # not before: until here there is nothing to save
-    step, elapsed = resume(checkpoint, model, optimizer) if checkpoint else (0, 0.0)
+    if checkpoint:
+        position = resume(checkpoint, model, optimizer)
+    step = position["step"]
     if step > config.training.steps:
         raise ConfigError(f"{checkpoint} is already at step {step}: to train further, raise --steps")
     with group.failing_together():
@@ -88,11 +92,11 @@ def run(config: TrainConfig, location: RunLocation) -> int:
     log.console.on_closed = lambda: stop.ask(signal.SIGPIPE)
     every = config.checkpoints.interval(config.training.steps)
     saved = Checkpoints(folder / run_folder.CHECKPOINTS, every, config.checkpoints.keep, group.leads, log.say, step)
-    started = time.perf_counter() - elapsed
+    started = time.perf_counter() - position["elapsed"]
     once = loop.Run(config, corpus, group, stop, model, optimizer, saved, log, step, started)
     final, sample = None, b""
     with log:
-        _announce(once, known, before, checkpoint)
+        _announce(once, position, checkpoint)
         once.train()
         if once.stop_code:
             advice = f"--name {folder.name} resumes it" if every else "no checkpoint was saved (--checkpoint-every 0)"
@@ -121,28 +125,36 @@ def _read_on_all_ranks(config: TrainConfig, group: Group) -> Corpus:
     return corpus
 
 
-def _claim(location: RunLocation, config: TrainConfig, group: Group) -> tuple[TrainConfig | None, Path | None, Path]:
+def _claim(
+    location: RunLocation, before: TrainConfig | None, config: TrainConfig, group: Group
+) -> tuple[Path | None, Path]:
     """Create and lock the run's folder.
 
     Returns:
-        Settings and checkpoint of the run to resume, which are None if there is none, and the folder.
+        The checkpoint to resume from, which is None if there is none, and the folder.
+
+    Raises:
+        ConfigError: settings to resume with are no longer those that `config` took its defaults from.
     """
-    before = checkpoint = None
+    checkpoint = None
     with group.failing_together():
         if group.leads:
             location = location.claim()
             run_folder.lock(location.folder, print)
-            before, checkpoint = location.settings(), location.checkpoint()
-            if before is not None:
-                run_folder.check_resumable(before, config, checkpoint)
-    before, checkpoint, folder = group.gather((before, checkpoint, location.folder))[0]
+            checkpoint = location.checkpoint()
+            if location.settings() != before:
+                raise ConfigError(
+                    f"{checkpoint or location.folder} or its settings have changed meanwhile: start again"
+                )
+            location.check(config)
+    checkpoint, folder = group.gather((checkpoint, location.folder))[0]
     with group.failing_together():
         if config.checkpoints.checkpoint_every != 0 and not folder.is_dir():
             raise ConfigError(
                 f"does not see {folder}: checkpoints need a folder that all nodes share; set it with --out, or disable "
                 f"checkpoints with --checkpoint-every 0"
             )
-    return before, checkpoint, folder
+    return checkpoint, folder
 
 
 def _prepare_folder(folder: Path, checkpoint: Path | None, step: int, config: TrainConfig) -> None:
@@ -150,11 +162,11 @@ def _prepare_folder(folder: Path, checkpoint: Path | None, step: int, config: Tr
     (folder / run_folder.ERROR).unlink(missing_ok=True)  # of an earlier part of this run
     run_folder.remove_incomplete(folder / run_folder.CHECKPOINTS)
     source = run_folder.run_of(checkpoint) if checkpoint else folder
+    run_folder.replace_text(folder / run_folder.CONFIG, config.to_toml())  # first: of the records, see `check`
     copy_metrics(source / run_folder.METRICS, folder / run_folder.METRICS, step, config.training.steps)
-    run_folder.replace_text(folder / run_folder.CONFIG, config.to_toml())
 
 
-def _announce(once: loop.Run, known: str, before: TrainConfig | None, checkpoint: Path | None) -> None:
+def _announce(once: loop.Run, position: dict[str, Any], checkpoint: Path | None) -> None:
     """Say what is trained on what, and what a user should know about it."""
     config, corpus, say = once.config, once.corpus, once.log.say
     say(
@@ -167,13 +179,13 @@ def _announce(once: loop.Run, known: str, before: TrainConfig | None, checkpoint
         say(f"resumed from step {once.step} ({checkpoint})")
     for note in corpus.notes:
         say(f"note: {note}")
-    if known not in ("", corpus.sha256):
+    if position.get("data_sha256", "") not in ("", corpus.sha256):
         say(
-            "note: the text has changed since these settings were written, so that results differ; validation losses "
-            "are too low if held-out bytes were trained on before"
+            "note: the text has changed since these settings or the checkpoint were written, so that results differ; "
+            "validation losses are too low if held-out bytes were trained on before"
         )
-    if before is not None and before.sequences != config.sequences:
-        say(f"note: a step now sees {config.sequences} sequences, and {before.sequences} so far")
+    if position.get("sequences", config.sequences) != config.sequences:
+        say(f"note: a step now sees {config.sequences} sequences, and {position['sequences']} so far")
 
 
 def _generate(once: loop.Run) -> bytes:
