@@ -313,16 +313,21 @@ def test_saving_does_not_move_or_copy_the_model(rank: Rank) -> None:
 
 
 @on_ranks(2)
-def test_a_used_full_parameter_is_not_computed_with_after_a_load(rank: Rank) -> None:
-    """A forward without backward leaves the root's full parameters around; loaded values must reach the next one."""
-    for kind in ("fully_shard", "flat"):
+def test_unsharded_parameters_are_not_computed_with_after_a_load(rank: Rank) -> None:
+    """Units that a forward without backward, or a setting, leaves unsharded: the next forward has the loaded values."""
+    tokens = torch.arange(8)
+    for kind in ("fully_shard", "flat", "fully_shard, unsharded"):
+        kind, _, unsharded = kind.partition(", ")
         model = build(rank, kind, seed=1).eval()
         folder = shared_folder(rank)
-        tokens = torch.arange(8)
         with torch.no_grad():
             expected = model(tokens)
         fullshard.save(folder, model)
         other = build(rank, kind, seed=2).eval()
+        if unsharded:
+            other.set_reshard_after_forward(False)
+            other.set_reshard_after_backward(False)
+            other(tokens).sum().backward()
         with torch.no_grad():
             assert not torch.equal(other(tokens), expected)
             fullshard.load(folder, other)
