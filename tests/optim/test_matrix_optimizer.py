@@ -35,6 +35,12 @@ def loads_of(assigned: Assignment, work: Sequence[float], ranks: int) -> list[fl
     return [sum(amount for owner, amount in pairs if owner == rank) for rank in range(ranks)]
 
 
+def test_heavy_matrices_are_assigned_first() -> None:
+    """One that comes last in the model does not go on top of what its rank has already."""
+    work = [1, 1, 1, 1, 4]
+    assert loads_of(Assignment.build(work, work, 2, 100), work, 2) == [4, 4]
+
+
 works = st.lists(st.integers(1, 1000), max_size=40)
 
 
