@@ -29,6 +29,6 @@ FAULTS: list[Fault] = [
         "    if all(map(math.isfinite, losses)):\n",
         "    if not any(map(math.isnan, losses)):\n",
         "An infinite loss trains on.",
-        ("train/test_train_loop.py", "train/test_train_command.py"),
+        ("train/test_train_loop.py", "train/test_train_results.py"),
     ),
 ]
