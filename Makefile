@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 STAMP  := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 CLIENTS := .venv-clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
 ARGS   ?=
@@ -40,7 +41,7 @@ SOME_ON_ACCELERATOR := \
 	$(call of,checkpoint/test_save_load,any_kind_continues_what_another_saved background_saves_use_the_same_memory_again) \
 	$(call of,training/test_copies_and_pickling,deepcopy)
 
-.PHONY: help train test test-accelerator test-clients fuzz golden lint bench gpu clean
+.PHONY: help train test test-accelerator test-clients fuzz golden lint docs bench gpu clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -72,21 +73,28 @@ lint: $(STAMP)   ## format and check the code
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/mypy
 
-bench: $(STAMP)  ## the CPU benchmarks; results go to bench/results/ and docs/performance.md
+docs: $(DOCS_STAMP)  ## build the site into site/, where any warning is an error (ARGS=serve: serve it instead)
+	$(VENV)/bin/mkdocs $(or $(ARGS),build --strict --quiet)
+
+bench: $(STAMP)  ## the CPU benchmarks; results go to bench/results/ and docs/performance/benchmarks.md
 	$(VENV)/bin/python -m bench all --write-document $(ARGS)
 
 # On the interpreter at hand, whose torch knows the GPU: constraints.txt pins torch without CUDA.
-gpu:             ## what only a real GPU can show, in ten minutes; results go to bench/results/ and docs/gpu.md
+gpu:             ## what only a real GPU can show, in ten minutes; results go to bench/results/ and docs/performance/gpu.md
 	PYTHONPATH=src $(PYTHON) -m bench gpu $(ARGS)
 
 clean:           ## remove the virtual environment and caches
-	rm -rf $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # One install for every target. The stamp is written last, so an interrupted install is done again.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("fullshard needs Python 3.10 or newer, found %s (set PYTHON=...)" % sys.version.split()[0] if sys.version_info < (3, 10) else 0)'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
 # An environment of their own: these programs want hundreds of MB, and `make test` is to run without them. Dependency

@@ -30,7 +30,7 @@ BENCHMARKS = {
     "accelerate_step": "bench.training.accelerate_step",
     "gpu": "bench.gpu.driver",
 }
-# Not part of ``make bench``: wants accelerate; wants a GPU; writes docs/gpu.md.
+# Not part of ``make bench``: wants accelerate; wants a GPU; writes docs/performance/gpu.md.
 APART = ("accelerate_step", "gpu")
 
 

@@ -20,7 +20,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from bench.environment import REPOSITORY
 
 RESULTS = REPOSITORY / "bench" / "results"
-DOCUMENT = REPOSITORY / "docs" / "performance.md"
+DOCUMENT = REPOSITORY / "docs" / "performance" / "benchmarks.md"
 
 # Name of the field -> help. The option is the name with hyphens; one that takes several values is repeated.
 SHARED = {

@@ -1,7 +1,7 @@
 """What to make a unit of, in figures: a model of one training step, not a measurement.
 
 Several choices of units for two models, on so many GPUs, by the schedule of ``bench/simulators/schedule.py``. With
-``--write-document`` the tables and ``wrapping.png`` go to ``docs/wrapping.md``.
+``--write-document`` the tables and ``units.png`` go to ``docs/how_to/units.md``.
 """
 
 from __future__ import annotations
@@ -188,4 +188,4 @@ def run(options: Options) -> None:
     if options.write_document:
         tokens = f"{GPT.tokens:,} tokens per GPU and step"
         title = f"Modelled, not measured: H100s, {tokens}. Exposed: share of the step"
-        report.plot(options.document.with_name("wrapping.png"), title, panels(), columns=len(RANKS) + 1)
+        report.plot(options.document.with_name("units.png"), title, panels(), columns=len(RANKS) + 1)

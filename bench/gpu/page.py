@@ -1,4 +1,4 @@
-"""``docs/gpu.md`` out of the JSON of ``python -m bench gpu``."""
+"""``docs/performance/gpu.md`` out of the JSON of ``python -m bench gpu``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.command_line import RESULTS
 from bench.environment import REPOSITORY, Environment
 from bench.gpu.parts import PARTS
 
-PAGE = REPOSITORY / "docs" / "gpu.md"
+PAGE = REPOSITORY / "docs" / "performance" / "gpu.md"
 
 _INTRODUCTION = """# On a GPU
 
@@ -49,7 +49,7 @@ _SECTIONS = {
     "host": ("Host time", "A hundred tiny units on the fake group: how long the host needs to enqueue a step."),
     "overlap": (
         "Overlap",
-        "Rank 0 of 8 on a [modelled network](design/modelled_network.md), whose messages are kernels that spin, "
+        "Rank 0 of 8 on a [modelled network](../design/modelled_network.md), whose messages are kernels that spin, "
         "together planned for 0.8 of the plain model's step; nothing is written on arrival. Hidden is the time of "
         "messages during which a kernel of the computation runs, by the profiler's trace of a step.",
     ),

@@ -6,7 +6,7 @@ gather is done; just before, the gather of the next unit is issued and starts wh
 a unit's backward the reduction before is waited for, and its own is issued. Times in seconds, sizes in bytes.
 
 Collectives cost ``latency(N) + bytes * (N - 1) / N / bandwidth(N)``. All-gather and reduce-scatter on nodes of eight
-GPUs run on rings, whose latency grows with N; see ``docs/wrapping.md`` for where each constant comes from.
+GPUs run on rings, whose latency grows with N; see ``docs/how_to/units.md`` for where each constant comes from.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import sys
 
 __all__ = ["KEPT_BLOCK_BYTES", "keep_freed_memory", "keep_freed_memory_by_default"]
 
-# Blocks of up to this size are kept, see docs/memory.md for measurements. The limit of older versions of glibc.
+# Blocks of up to this size are kept, see docs/how_to/memory.md for measurements. The limit of older versions of glibc.
 KEPT_BLOCK_BYTES = 32 * 1024 * 1024
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
@@ -41,7 +41,7 @@ def keep_freed_memory(block_bytes: int | None = KEPT_BLOCK_BYTES) -> bool:
 
     On CPU, ``fully_shard`` and ``FullyShardedDataParallel`` call it unless the user has chosen: with this function,
     with ``FULLSHARD_KEEP_FREED_MEMORY=0`` in the environment, or with glibc's own variables
-    (``MALLOC_TRIM_THRESHOLD_`` and others). See docs/memory.md for gains and costs.
+    (``MALLOC_TRIM_THRESHOLD_`` and others). See docs/how_to/memory.md for gains and costs.
 
     Args:
         block_bytes: Keep blocks of up to so many bytes; larger ones are returned to the kernel unless they were taken

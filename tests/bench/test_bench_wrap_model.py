@@ -154,5 +154,5 @@ def test_the_page_is_what_the_command_writes(tmp_path: Path, capsys: pytest.Capt
     page.write_text(text, encoding="utf-8")
     run(Options(write_document=True, document=page))
     assert page.read_text(encoding="utf-8") == text, "stale: python -m bench wrap_model --write-document"
-    assert (tmp_path / "wrapping.png").stat().st_size > 10_000
+    assert (tmp_path / "units.png").stat().st_size > 10_000
     assert RECOMMENDED in capsys.readouterr().out

@@ -271,7 +271,7 @@ def test_hybrid_mesh(rank: Rank) -> None:
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "accelerate_gpt.py"
-PAGE = ROOT / "docs" / "clients" / "accelerate.md"
+PAGE = ROOT / "docs" / "integrations" / "accelerate.md"
 
 LAUNCH = ("fullshard.dropin", "-m", "accelerate.commands.launch", "--use_fsdp", "--fsdp_version", "2")
 LAUNCH += ("--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "--fsdp_state_dict_type", "FULL_STATE_DICT")

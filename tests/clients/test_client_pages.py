@@ -1,4 +1,4 @@
-"""Pages of docs/clients show the very text of their examples. Needs none of the packages."""
+"""Pages of docs/integrations show the very text of their examples. Needs none of the packages."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ EXAMPLES = {  # by page
 @pytest.mark.parametrize("page", EXAMPLES)
 def test_page_shows_its_examples(page: str) -> None:
     """As they are in their files, to the letter."""
-    shown = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "clients" / f"{page}.md").read_text(), re.DOTALL)
+    shown = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "integrations" / f"{page}.md").read_text(), re.DOTALL)
     for example in EXAMPLES[page]:
         assert (ROOT / "examples" / f"{example}.py").read_text() in shown, example

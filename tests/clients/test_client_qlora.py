@@ -38,7 +38,7 @@ from ranks import Rank, on_ranks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "qlora.py"
-PAGE = ROOT / "docs" / "qlora.md"
+PAGE = ROOT / "docs" / "how_to" / "qlora.md"
 SMALL = GPTConfig(layers=2, width=64, heads=2, sequence=32, ngram_rows=64)
 CPU = torch.device("cpu")
 
@@ -359,7 +359,7 @@ def snippets() -> list[str]:
 
 
 def test_page_shows_the_code() -> None:
-    """What docs/qlora.md shows in Python is in the example, but for what another model needs."""
+    """What docs/how_to/qlora.md shows in Python is in the example, but for what another model needs."""
     shown = [snippet for snippet in snippets() if "LlamaForCausalLM" not in snippet]
     assert shown and len(shown) == len(snippets()) - 1
     for snippet in shown:

@@ -174,7 +174,7 @@ def test_without_the_dropin(rank: Rank) -> None:
         assert_trains(rank, ScheduleInterleavedZeroBubble, "own")
 
 
-PAGE = ROOT / "docs/clients/pipelining.md"
+PAGE = ROOT / "docs/integrations/pipelining.md"
 EXAMPLE = ROOT / "examples/pipelining.py"
 
 

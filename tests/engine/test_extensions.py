@@ -392,7 +392,7 @@ def test_sizes_that_change(rank: Rank, when: str) -> None:
 @on_ranks(1, 2)
 def test_example_of_the_docs(rank: Rank) -> None:
     """The packed weight of the docs trains."""
-    page = (Path(__file__).parents[2] / "docs" / "extensions.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how_to" / "packed_weights.md").read_text()
     (snippet,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "torchao" not in code)
     run: dict[str, Any] = {"__name__": "snippet"}
     exec(snippet, run)

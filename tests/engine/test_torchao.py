@@ -140,7 +140,7 @@ def test_float8_all_gather_trains(rank: Rank, precomputed: bool, reshard: Any, r
 @pytest.mark.parametrize("name", ["linear_nf4", "Float8LinearConfig"])
 def test_examples_of_the_docs(rank: Rank, name: str) -> None:
     """The examples of the docs that use torchao train."""
-    page = (Path(__file__).parents[2] / "docs" / "extensions.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how_to" / "packed_weights.md").read_text()
     (snippet,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if name in code)
     run: dict[str, Any] = {"__name__": "snippet"}
     exec(snippet, run)

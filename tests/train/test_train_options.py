@@ -38,13 +38,13 @@ def test_config_survives_toml(tmp_path: Path) -> None:
 
 
 def test_table_of_options_is_that_of_the_settings() -> None:
-    """docs/training.md lists every option with its default and help."""
+    """docs/reference/command_line.md lists every option with its default and help."""
     rows = []
     for name, _, value, option in (*options(RunLocation), *options()):
         default = option.default or (str(value).lower() if isinstance(value, bool) else str(value))
         shown = f" ({', '.join(option.choices)})" if option.choices else ""
         rows.append(f"| `--{name.replace('_', '-')}` | {default} | {option.help}{shown} |")
-    text = (ROOT / "docs" / "training.md").read_text()
+    text = (ROOT / "docs" / "reference" / "command_line.md").read_text()
     found = re.findall(r"^\| `--[^|]*\|[^|]*\|[^|]*\|$", text, re.MULTILINE)
     assert [row for row in found if row in rows] == rows, "\n".join(["expected:", *rows])
 

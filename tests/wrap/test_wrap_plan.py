@@ -263,10 +263,10 @@ def test_explain() -> None:
 
 
 def test_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    """docs/policies.md shows the table that its first snippet prints."""
-    page = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
+    """docs/how_to/wrap_policies.md shows the table that its first snippet prints."""
+    page = (Path(__file__).parents[2] / "docs" / "how_to" / "wrap_policies.md").read_text()
     (snippet, *_), (shown,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "text"))
-    exec(compile(snippet, "docs/policies.md", "exec"), {"__name__": "snippet"})
+    exec(compile(snippet, "docs/how_to/wrap_policies.md", "exec"), {"__name__": "snippet"})
     assert capsys.readouterr().out == shown
 
 

@@ -216,7 +216,7 @@ class NcclTransport(CollectiveTransport):
     """
 
     # From about 1 MB per rank NCCL reaches its bandwidth inside a group call; smaller shards are cheaper to
-    # pack than to launch. Not measured on our own hardware yet (docs/performance.md says so).
+    # pack than to launch. Not measured on our own hardware yet (docs/performance/benchmarks.md says so).
     direct_bytes: int = 1024 * 1024
     tiny_bytes: int = 1024 * 1024
     averages: bool = True

@@ -23,7 +23,7 @@ class NotOffered:
 
     def _raise(self, *_: Any, **__: Any) -> NoReturn:
         raise NotOfferedError(
-            f"{self._name} was used, a part of torch's FSDP that fullshard does not have; docs/dropin.md lists "
+            f"{self._name} was used, a part of torch's FSDP that fullshard does not have; docs/integrations/drop_in.md lists "
             "supported names, fullshard.dropin.uninstall() restores torch's"
         )
 

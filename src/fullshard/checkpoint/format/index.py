@@ -1,4 +1,4 @@
-"""The index of a checkpoint: which tensors and values it has and where. ``docs/checkpoint_format.md`` has its JSON
+"""The index of a checkpoint: which tensors and values it has and where. ``docs/checkpoints/format.md`` has its JSON
 form.
 
 [Note: Index]

@@ -1,4 +1,4 @@
-"""The JSON form of an index, as in ``docs/checkpoint_format.md``. See [Note: Index] for the checks."""
+"""The JSON form of an index, as in ``docs/checkpoints/format.md``. See [Note: Index] for the checks."""
 
 from __future__ import annotations
 

@@ -1,0 +1,133 @@
+"""What the README and the docs say works."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard.comm import CollectiveTransport, GlooTransport, NcclTransport
+from ranks import Rank
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+
+
+def snippets_of(page: Path) -> list[str]:
+    """The Python snippets of a page, in order."""
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def how_run(page: Path) -> str:
+    """What the first line of a page says of its Python snippets: on how many ranks they run, or which tests run them."""
+    stated = re.match(r"<!-- snippets: (.+?) -->\n", page.read_text())
+    return stated[1] if stated else ""
+
+
+WITH_SNIPPETS = {str(page.relative_to(ROOT)): how_run(page) for page in PAGES if snippets_of(page)}
+RANKS = {name: int(how.split()[0]) for name, how in WITH_SNIPPETS.items() if re.fullmatch(r"[1-9] ranks?", how)}
+
+
+class WrapModel(nn.Module):
+    """The model that docs/how_to/units.md speaks of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 20)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def run_snippets(rank: Rank, page: str) -> None:
+    """Run a page's snippets, and one step of a model that they did not make themselves."""
+    module = sys.modules["snippets"] = types.ModuleType("snippets")  # which fullshard.dropin finds, as a user's
+    namespace: dict[str, Any] = vars(module)
+    if page == "docs/how_to/units.md":
+        namespace["model"] = WrapModel()
+    for number, snippet in enumerate(snippets_of(ROOT / page)):
+        exec(compile(snippet, f"{page} (snippet {number})", "exec"), namespace)
+    if page == "docs/how_to/units.md":
+        namespace["model"](torch.arange(4)).square().mean().backward()
+    del sys.modules["snippets"]
+
+
+def run_as_a_script(rank: Rank, code: str) -> None:
+    """Run a program as Python does that torchrun has not started."""
+    torch.distributed.destroy_process_group()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+
+
+def test_readme_example_runs_on_one_rank(ranks: Callable[..., Any]) -> None:
+    """The README's first example runs as a plain script."""
+    ranks(1, run_as_a_script, snippets_of(ROOT / "README.md")[0], fresh=True)
+
+
+@pytest.mark.parametrize("page", sorted(RANKS))
+def test_snippets_run(ranks: Callable[..., Any], page: str) -> None:
+    """Every Python snippet of the docs runs."""
+    ranks(RANKS[page], run_snippets, page)
+
+
+def test_every_page_says_how_its_snippets_are_run() -> None:
+    """A page with Python snippets names its number of ranks or the test files that run them, and these exist."""
+    for name, how in WITH_SNIPPETS.items():
+        assert how, f"{name}: its first line should be <!-- snippets: 2 ranks -->, or name the tests that run them"
+        tests = [] if name in RANKS or how.startswith("not run, ") else how.split(", ")
+        for pattern in tests:
+            assert list(ROOT.glob(pattern)), f"{name} says that {pattern} runs its snippets, which is not there"
+
+
+def test_links_between_documents_resolve() -> None:
+    """Every relative link in the README and the docs names a file that exists, and a heading of it."""
+    broken = []
+    for page in PAGES:
+        prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for target, heading in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", prose):
+            other = page.parent / target if target else page
+            if target.startswith("http"):
+                continue
+            if not other.exists() or (heading and heading not in headings_of(other)):
+                broken.append(f"{page.name}: {target}#{heading}")
+    assert not broken
+
+
+def headings_of(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+def test_stated_sizes_of_packed_parameters_are_those_of_the_transports() -> None:
+    """The page that says which parameters are packed has the thresholds of the code, and sizes that follow."""
+    assert CollectiveTransport.direct_bytes == GlooTransport.direct_bytes, "one row for both"
+    page = (ROOT / "docs" / "how_to" / "communication.md").read_text()
+    for label, transport in (("gloo and others", GlooTransport), ("NCCL", NcclTransport)):
+        mib = [transport.direct_bytes * ranks / 2**20 for ranks in (8, 64, 128, 1024)]
+        sizes = " | ".join(f"{size:g} MiB" if size < 1024 else f"{size / 1024:g} GiB" for size in mib)
+        assert f"| {label} (`direct_bytes` {transport.direct_bytes:,}) | {sizes} |" in page
+
+
+def test_cited_notes_exist() -> None:
+    """Every [Note: ...] that the docs mention is defined in the sources."""
+    defined = set()
+    for source in (ROOT / "src").rglob("*.py"):
+        defined |= set(re.findall(r"^\s*(?:#\s*|\"\"\")?\[Note: ([^\]]+)\]\s*$", source.read_text(), re.MULTILINE))
+    for page in (ROOT / "docs").rglob("*.md"):
+        for cited in re.findall(r"\[Note: ([^\]]+)\]", page.read_text()):
+            assert cited in defined, f"{page.name} cites {cited}"
