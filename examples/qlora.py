@@ -6,8 +6,8 @@
 The base is the `model.safetensors` of a `fullshard train` run. Without `--base` a small one is trained first, on the
 source code of Python's standard library; the adapters then learn other text, by default the Markdown of this
 repository's docs. Every epoch leaves a checkpoint of the adapters, the same command goes on from the newest one, and at
-the end the adapters and the merged model are exported. docs/how_to/qlora.md explains the parts and how to take a model of your
-own.
+the end the adapters and the merged model are exported. docs/how_to/qlora.md explains the parts and how
+to take a model of your own.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def snippets_of(page: Path) -> list[str]:
 
 
 def how_run(page: Path) -> str:
-    """What the first line of a page says of its Python snippets: on how many ranks they run, or which tests run them."""
+    """Where a page's Python snippets run, by its first line: on a number of ranks, or in other tests."""
     stated = re.match(r"<!-- snippets: (.+?) -->\n", page.read_text())
     return stated[1] if stated else ""
 

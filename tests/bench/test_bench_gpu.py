@@ -71,7 +71,7 @@ def test_the_parts_fit_into_ten_minutes() -> None:
 
 
 def test_the_page_is_that_of_the_results() -> None:
-    """docs/performance/gpu.md is what the latest results give; of a part that failed it says why, and which were not reached."""
+    """docs/performance/gpu.md is rendered from the latest results, with why a part failed and what was not reached."""
     stored = page.load()
     assert page.PAGE.read_text(encoding="utf-8") == page.render(stored)
     text = page.render({**stored, "parts": {"graphs": {"failed": "out of luck", "seconds": 3.0}}})

@@ -1,4 +1,4 @@
-"""The recipe of docs/checkpoints/weights.md: a Llama on the meta device, sharded, loaded, trained, exported, and read again."""
+"""docs/checkpoints/weights.md: a Llama on the meta device, sharded, loaded, trained, exported, and read again."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ class NotOffered:
 
     def _raise(self, *_: Any, **__: Any) -> NoReturn:
         raise NotOfferedError(
-            f"{self._name} was used, a part of torch's FSDP that fullshard does not have; docs/integrations/drop_in.md lists "
-            "supported names, fullshard.dropin.uninstall() restores torch's"
+            f"{self._name} was used, a part of torch's FSDP that fullshard does not have; "
+            "docs/integrations/drop_in.md lists supported names, fullshard.dropin.uninstall() restores torch's"
         )
 
     __call__ = __setattr__ = __instancecheck__ = __subclasscheck__ = __mro_entries__ = _raise

@@ -131,8 +131,8 @@ class StandIns:
         if name in unavailable:
             raise NotOfferedError(
                 f"{module.__name__}.{name} is a part of torch's FSDP that fullshard does not have (imported by "
-                f"{asking or 'a program'}); docs/integrations/drop_in.md lists supported names, fullshard.dropin.uninstall() "
-                "restores torch's"
+                f"{asking or 'a program'}); docs/integrations/drop_in.md lists supported names, "
+                "fullshard.dropin.uninstall() restores torch's"
             )
         if asking not in self._borrowed:
             ours = set(map(id, self._replacements.values()))
