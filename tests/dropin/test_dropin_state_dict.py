@@ -1,8 +1,8 @@
 """torch.distributed.checkpoint and its state dict functions on models that fullshard shards through torch's names.
 
 What the functions do with each kind of model is tested in tests/wrapper/test_torch_state_dict.py. Here: what torch
-2.13's own FSDP fails on CPU (the table in docs/get_started/migrating.md), parts of models, saving while training goes on,
-and torch's own models before and after.
+2.13's own FSDP fails on CPU (the table in docs/get_started/migrating.md), parts of models, saving while training goes
+on, and torch's own models before and after.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@
 or, without changing the program, ``python -m fullshard.dropin [-m] program args...``, also under ``torchrun``. All
 names of torch's FSDP1 and FSDP2, also those that torch and other libraries have imported, are fullshard's from then on,
 until :func:`uninstall`; docs/integrations/drop_in.md has the list.
-:func:`enable_torch_state_dict_functions` is useful without the rest: it makes torch's checkpoint functions support fullshard's ``FullyShardedDataParallel``.
+:func:`enable_torch_state_dict_functions` is useful without the rest: it makes
+torch's checkpoint functions support fullshard's ``FullyShardedDataParallel``.
 """
 
 from fullshard.dropin.clients import SUPPORTED, UnsupportedClientError

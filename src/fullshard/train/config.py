@@ -1,8 +1,8 @@
 """Settings of a training run: frozen values, written beside the results and read back.
 
 Each setting is stated once, as a field with its default, its help text and its limits. Options of the command line,
-checks, TOML files and the table in docs/reference/command_line.md are derived from that. Nothing here needs torch, so that
-wrong settings are found at once.
+checks, TOML files and the table in docs/reference/command_line.md are derived from that. Nothing here needs torch, so
+that wrong settings are found at once.
 """
 
 from __future__ import annotations
