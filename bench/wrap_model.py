@@ -1,7 +1,7 @@
 """Which modules to make units: figures from a model of one training step, not from a measurement.
 
-Several choices of units for two models, on several numbers of GPUs, by the schedule of ``bench/simulators/schedule.py``. With
-``--write-document`` the tables and ``units.png`` go to ``docs/how_to/units.md``.
+Several choices of units for two models, on several numbers of GPUs, by the schedule of
+``bench/simulators/schedule.py``. With ``--write-document`` the tables and ``units.png`` go to ``docs/how_to/units.md``.
 """
 
 from __future__ import annotations
