@@ -24,14 +24,15 @@ from typing import Any
 import torch
 
 from bench import report
-from bench.command_line import DOCUMENT, option
 from bench.command_line import Options as SharedOptions
+from bench.command_line import option
+from bench.environment import REPOSITORY
 from bench.report import column, mebibytes
 from fullshard.comm.quantized.blocks import BlockFormat
 from fullshard.policy import CommQuantization
 from fullshard.train.config import COMM_QUANTIZATIONS, TrainConfig
 
-PAGE = DOCUMENT.with_name("low_bandwidth.md")
+PAGE = REPOSITORY / "docs" / "how_to" / "quantized_communication.md"
 TARGET = 0.01  # of the validation loss in full precision
 BANDWIDTHS = {"1 Gbit/s": 0.125e9, "10 Gbit/s": 1.25e9, "25 Gbit/s": 3.125e9, "100 Gbit/s": 12.5e9}
 # Bytes per parameter of gathers (twice a step) and of the reduction: what is usual, and what becomes of it.
