@@ -24,14 +24,15 @@ from typing import Any
 import torch
 
 from bench import report
-from bench.command_line import DOCUMENT, option
 from bench.command_line import Options as SharedOptions
+from bench.command_line import option
+from bench.environment import REPOSITORY
 from bench.report import column, mebibytes
 from fullshard.comm.quantized.blocks import BlockFormat
 from fullshard.policy import CommQuantization
 from fullshard.train.config import COMM_QUANTIZATIONS, TrainConfig
 
-PAGE = DOCUMENT.with_name("low_bandwidth.md")
+PAGE = REPOSITORY / "docs" / "how_to" / "quantized_communication.md"
 TARGET = 0.01  # of the validation loss in full precision
 BANDWIDTHS = {"1 Gbit/s": 0.125e9, "10 Gbit/s": 1.25e9, "25 Gbit/s": 3.125e9, "100 Gbit/s": 12.5e9}
 # Bytes per parameter of gathers (twice a step) and of the reduction: what is usual, and what becomes of it.
@@ -133,7 +134,7 @@ def jobs_table(jobs: Mapping[str, Mapping[str, Any]]) -> str:
         column("/ none", "to_full", spec=".4f"),
         column("bits per byte", "loss", spec=".3f", scale=1 / math.log(2)),
         mebibytes("received per rank, MiB", "got", spec=",.0f"),
-        mebibytes("in full, MiB", "full", spec=",.0f"),
+        mebibytes("in full precision, MiB", "full", spec=",.0f"),
         column("ratio", "ratio", spec=".3f"),
     )
     return report.table("--comm-quantization", rows, columns)
@@ -141,7 +142,7 @@ def jobs_table(jobs: Mapping[str, Mapping[str, Any]]) -> str:
 
 def predictions_table(found: Sequence[Mapping[str, Any]]) -> str:
     """One row per precision that quantization replaces."""
-    header = ["gathers and gradients in", "GB per step", "as int8 blocks", "ratio", *BANDWIDTHS]
+    header = ["all-gathers and gradients in", "GB per step", "GB as int8 blocks", "ratio", *BANDWIDTHS]
     rows = [
         [
             row["precision"],
@@ -174,10 +175,10 @@ def paragraphs(result: Mapping[str, Any]) -> list[str]:
         f"`fullshard train`, two gloo ranks, {steps} steps, the same seed.",
         jobs_table(result["jobs"]),
         *report.against_targets(verdict(result["jobs"])),
-        "Seconds that the bytes of a step take, in full and quantized, for 10^9 parameters on 8 ranks that gather "
-        "twice and reduce once (calculated):",
+        "Seconds to send the bytes of a step, in full precision and quantized, for 10^9 parameters on 8 ranks, two "
+        "all-gathers and one reduce-scatter (calculated):",
         predictions_table(result["predictions"]),
-        f"One core quantizes so many million values a second: {rates}.",
+        f"Million values per second on one core: {rates}.",
     ]
 
 

@@ -1,7 +1,7 @@
-"""What to make a unit of, in figures: a model of one training step, not a measurement.
+"""Which modules to make units: figures from a model of one training step, not from a measurement.
 
-Several choices of units for two models, on so many GPUs, by the schedule of ``bench/simulators/schedule.py``. With
-``--write-document`` the tables and ``units.png`` go to ``docs/how_to/units.md``.
+Several choices of units for two models, on several numbers of GPUs, by the schedule of
+``bench/simulators/schedule.py``. With ``--write-document`` the tables and ``units.png`` go to ``docs/how_to/units.md``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench import report
-from bench.command_line import DOCUMENT
 from bench.command_line import Options as SharedOptions
+from bench.environment import REPOSITORY
 from bench.simulators.schedule import (
     EFFICIENCY,
     NETWORK_BANDWIDTH,
@@ -31,7 +31,7 @@ from bench.simulators.schedule import (
     simulate,
 )
 
-PAGE = DOCUMENT.with_name("wrapping.md")
+PAGE = REPOSITORY / "docs" / "how_to" / "units.md"
 RANKS = (8, 64, 1024)
 
 GPT = ModelShape("1.4B", 24, 2048, 50_304, 12 * 2048**2, sequence=2048, sequences=4)
@@ -40,11 +40,11 @@ MODELS = (GPT, LLAMA)
 
 PLAIN = "blocks"
 RECOMMENDED = "blocks, embed, norm + head kept"
-BY_TWO, BY_FOUR = "... and 2 blocks a unit", "... and 4 blocks a unit"
+BY_TWO, BY_FOUR = "... and 2 blocks per unit", "... and 4 blocks per unit"
 
 
 def choices(blocks: int) -> list[Wrapping]:
-    """What one could make of a model with so many blocks. What a title does not name is in the root."""
+    """Choices of units for a model with so many blocks. Modules that a title does not name are in the root."""
 
     def grouped(size: int, keep: bool = False) -> tuple[UnitPlan, ...]:
         names = [f"block{i}" for i in range(blocks)]
@@ -58,7 +58,7 @@ def choices(blocks: int) -> list[Wrapping]:
         Wrapping("blocks, embed, norm, head", (embed, *each, UnitPlan(("norm",)), UnitPlan(("head",)))),
         Wrapping("blocks, norm + head", (*each, tail)),
         Wrapping("blocks, norm + head kept", (*each, kept_tail)),
-        Wrapping("blocks, norm + head kept, root freed", (*each, kept_tail), keep_root=False),
+        Wrapping("blocks, norm + head kept, root resharded", (*each, kept_tail), keep_root=False),
         Wrapping(RECOMMENDED, (embed, *each, kept_tail)),
         Wrapping("... and the last block kept", (embed, *each[:-1], replace(each[-1], keep=True), kept_tail)),
         Wrapping("... and all blocks kept", (embed, *grouped(1, keep=True), kept_tail)),
@@ -69,9 +69,9 @@ def choices(blocks: int) -> list[Wrapping]:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the tables take for granted. ``tokens`` and ``bandwidth`` are factors."""
+    """Assumptions of the tables. ``tokens`` and ``bandwidth`` are factors."""
 
-    title: str = "as above"
+    title: str = "baseline"
     efficiency: float = EFFICIENCY
     bandwidth: float = 1.0
     tokens: int = 1
@@ -104,9 +104,10 @@ def outcomes(model: ModelShape, assumed: Assumptions = BASE) -> dict[str, dict[i
 
 
 def tokens_needed(unit_parameters: int, machine: Machine) -> float:
-    """Tokens per GPU from which a unit of so many parameters computes longer than its neighbour communicates.
+    """Tokens per GPU from which the computation of a unit of so many parameters hides communication.
 
-    In forward the next unit's gather must be hidden, in backward a gather and a reduction. Attention is left out.
+    Forward must hide the all-gather of the next unit; backward an all-gather and a reduce-scatter. Attention is left
+    out.
     """
     gather = machine.collective_seconds(PARAMETER_BYTES * unit_parameters)
     reduce = machine.collective_seconds(REDUCE_BYTES * unit_parameters)
@@ -131,7 +132,7 @@ def table(model: ModelShape) -> str:
 def tokens_table() -> str:
     """Tokens per GPU that hide the communication of units of one, two and four blocks."""
     sizes = [(model, ranks) for model in MODELS for ranks in RANKS]
-    header = ["blocks a unit", *(f"{model.title}, {ranks:,}" for model, ranks in sizes)]
+    header = ["blocks per unit", *(f"{model.title}, {ranks:,}" for model, ranks in sizes)]
     rows = []
     for blocks in (1, 2, 4):
         needed = [tokens_needed(blocks * model.block_parameters, BASE.machine(ranks)) for model, ranks in sizes]
@@ -140,7 +141,7 @@ def tokens_table() -> str:
 
 
 def variations_table() -> str:
-    """Step time relative to ``PLAIN`` under other assumptions: one, two and four blocks a unit."""
+    """Step time relative to ``PLAIN`` under other assumptions: one, two and four blocks per unit."""
     sizes = [(model, ranks) for model in MODELS for ranks in (RANKS[0], RANKS[-1])]
     header = ["assumption", *(f"{model.title}, {ranks:,}" for model, ranks in sizes)]
     rows = []
@@ -187,5 +188,5 @@ def run(options: Options) -> None:
         report.write_page(options, name, [block])
     if options.write_document:
         tokens = f"{GPT.tokens:,} tokens per GPU and step"
-        title = f"Modelled, not measured: H100s, {tokens}. Exposed: share of the step"
+        title = f"Modeled, not measured: H100s, {tokens}. Exposed: communication not hidden, share of the step"
         report.plot(options.document.with_name("units.png"), title, panels(), columns=len(RANKS) + 1)

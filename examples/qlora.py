@@ -149,7 +149,7 @@ class LoRALinear(nn.Module):
         self.weight = nn.Parameter(to_nf4(weight, BLOCK, settings.scaler_block), requires_grad=False)
         first = torch.randn(settings.rank, columns, generator=generator) / columns**0.5
         self.a = nn.Parameter(first.to(weight.device))
-        self.b = nn.Parameter(torch.zeros(rows, settings.rank, device=weight.device))  # so it starts as the base
+        self.b = nn.Parameter(torch.zeros(rows, settings.rank, device=weight.device))  # so it starts as the base model
 
     def forward(self, x: Tensor) -> Tensor:
         """`(..., in) -> (..., out)`."""
@@ -171,7 +171,7 @@ class Unit(NamedTuple):
 
 
 def units_of(model: GPT) -> list[Unit]:
-    """How the model is cut into units. The head runs at the end, where backward begins: it stays."""
+    """The units of the model. The head stays unsharded after forward, because backward begins with it."""
     return [
         *(Unit([block], adapted=True) for block in model.blocks),
         Unit([model.embedding]),
@@ -296,9 +296,9 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def tree_of(tensors: dict[str, Tensor]) -> nn.Module:
-    """Modules with nothing in them but `tensors`, as parameters under their dotted names.
+    """Return a module tree that contains only `tensors`, as parameters with the same names.
 
-    fullshard's functions for checkpoints and weights take modules; they find the names here that the model has.
+    fullshard's functions for checkpoints and weights take modules, and use these names.
     """
     root = nn.Module()
     for name, tensor in tensors.items():
@@ -314,14 +314,14 @@ def tree_of(tensors: dict[str, Tensor]) -> nn.Module:
 
 
 def adapters_of(model: nn.Module) -> nn.Module:
-    """What is trained of `model`: the same parameters, without the base."""
+    """Return the trained parameters of `model`, without the base, as a module tree."""
     return tree_of({name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad})
 
 
 def merged(model: nn.Module) -> nn.Module:
-    """Names and shapes of the base, with every `W` dequantised and `alpha / r * b @ a` added to it.
+    """Return the base with every `W` dequantized and `alpha / r * b @ a` added, under the same names.
 
-    Each rank makes its own rows: it has those of W and b, and all of a, which is small, is gathered.
+    Each rank computes its rows: it has its rows of W and b, and all-gathers a, which is small.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
     tensors: dict[str, Tensor] = {}

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from bench import report
-from bench.command_line import DOCUMENT, option
 from bench.command_line import Options as SharedOptions
+from bench.command_line import option
 from bench.contestants import (
     BF16,
     CONTESTANTS,
@@ -31,6 +31,7 @@ from bench.contestants import (
     WRAPPER,
     WRAPPER_FLAT,
 )
+from bench.environment import REPOSITORY
 from bench.memory_limit.bound import Bound, Widths
 from bench.memory_limit.reading import Reading
 from bench.models import GPT, GPTShape
@@ -45,7 +46,7 @@ BLOCKS_AND_TOKENS = {512: (6, 256), 1024: (8, 64)}
 WIDTHS = {FP32: Widths(), BF16: Widths(gathered=2, gradient=2), OFFLOAD: Widths()}
 TIMEOUT = 900.0  # seconds, of one answer
 MEBIBYTE = 2**20
-PAGE = DOCUMENT.with_name("memory.md")
+PAGE = REPOSITORY / "docs" / "how_to" / "memory.md"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +92,8 @@ class Cell:
     def terms(self) -> dict[str, float]:
         """Of the bound, in bytes."""
         return {
-            "at rest": self.bound.resident,
-            "units": self.bound.transient,
+            "training state": self.bound.resident,
+            "unsharded units": self.bound.transient,
             "activations": self.unsharded.activations,
             "sum": self.bound.sum(self.unsharded),
             "course": self.bound.course(self.unsharded),
@@ -211,7 +212,7 @@ def paragraphs(cells: Sequence[Cell]) -> list[str]:
     sizes = "; ".join(f"width {w}: {p[0]} blocks, {p[1]} tokens per rank" for w, p in shapes.items() if p)
     errors = {cell.system: cell.error for cell in cells if cell.error}
     lines = [
-        f"GPT, AdamW, {sizes}. Bound in MiB, then per system its peak over the *sum* and over the *course*.",
+        f"GPT, AdamW, {sizes}. Bounds in MiB; then for each system its peak divided by the *sum* and by the *course*.",
         table(cells),
         *(f"`{system}` cannot run everything: {error}" for system, error in errors.items()),
         "\n".join(f"- {line}" for line in verdicts(cells)),

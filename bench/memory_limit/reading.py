@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.memory_limit.ledger import Block, Ledger, Span
 
-STATE = "parameters and optimizer state at rest"
+STATE = "parameters and optimizer state (sharded)"
 MEASURED = "measured step"
 # Of a step, and what memory is that is made in them outside of a range of the library's own.
 PHASES = {

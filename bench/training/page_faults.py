@@ -12,20 +12,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.command_line import DOCUMENT, option
+from bench.command_line import option
 from bench.contestants import FULLSHARD, NOT_KEPT, WRAPPER_FLAT, Contestant
+from bench.environment import REPOSITORY
 from bench.report import column, mebibytes
 from bench.training import page
 from bench.training.contest import Measurement, TrainingOptions, by_peer
 from bench.training.page import Benchmark
 
-PAGE = DOCUMENT.with_name("memory.md")
+PAGE = REPOSITORY / "docs" / "how_to" / "memory.md"
 UNTOUCHED = "untouched"
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 KEPT = (16, 32)  # MiB
 NOTE = (
-    "A fault maps one page of 4 KiB (with huge pages: one of 2 MiB); times are per rank and step, all threads, and "
-    "ratios to the same system's untouched allocator."
+    "A page fault maps one page of 4 KiB (with huge pages: one of 2 MiB). Times are per rank and step, over all "
+    "threads. Ratios are to the same system with an untouched allocator."
 )
 
 
