@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -121,7 +122,50 @@ def test_quoted_errors_of_troubleshooting_are_those_of_the_code() -> None:
     tables = re.findall(r"^\| message \|.*?\n\n", page + "\n\n", re.DOTALL | re.MULTILINE)
     cells = [row.split(" | ")[0] for table in tables for row in table.splitlines()[2:] if row]
     quotes = [quote for cell in cells if "torch: " not in cell for quote in re.findall(r"`([^`]{12,})`", cell)]
-    assert len(quotes) > 50
+    assert len(quotes) > 40
     have = "\n".join(text for source in SOURCES for text in strings_of(source))
     stale = [quote for quote in quotes if not all(part.strip() in have for part in quote.split("..."))]
     assert not stale, "troubleshooting.md quotes what no error says any more:\n  " + "\n  ".join(stale)
+
+
+def test_stated_limits_are_those_of_the_code() -> None:
+    """Figures of docs/reference/limits.md that are constants of the sources."""
+    from fullshard.checkpoint.format import index, reader, region_table
+    from fullshard.checkpoint.safetensors import files
+    from fullshard.engine.prefetch import MAX_TINY_UNITS_TOGETHER
+
+    page = (REFERENCE / "limits.md").read_text()
+    assert f"at most {MAX_TINY_UNITS_TOGETHER} together" in page
+    assert f"unpacked | {region_table._LARGEST >> 30} GiB |" in page
+    assert f"elements of a shard | 2^{index._LARGEST.bit_length() - 1} |" in page
+    assert f"on import | {files.MAX_INDEX_BYTES >> 20} MiB |" in page
+    assert f"safetensors file | {files.MAX_HEADER_BYTES:,} bytes" in page
+    assert f"from a URL | {reader._KEPT >> 30} GiB" in page
+
+
+def test_stated_costs_are_those_of_the_stored_results() -> None:
+    """The host times of docs/reference/limits.md."""
+    (stored,) = (ROOT / "bench" / "results").glob("scaling_*.json")
+    costs = {
+        (row["system"], row["ranks"]): row["cost"]
+        for row in json.loads(stored.read_text())["costs"]
+        if row["over"] == "ranks"
+    }
+    page = (REFERENCE / "limits.md").read_text()
+
+    def ms(system: str, part: str) -> tuple[int, int]:
+        few, many = (round(1000 * costs[system, ranks][part]) for ranks in (8, 16_384))
+        return few, many
+
+    few, many = ms("fullshard", "init")
+    assert f"{few} ms with 8 ranks, {many} ms with 16,384" in page
+    for label, system in (("`fully_shard`", "fullshard"), ("wrapper", "fullshard-wrapper")):
+        few, many = ms(system, "steady")
+        assert f"| host time of a step, {label} | in proportion | almost none: {few} and {many} ms |" in page
+
+
+def test_glossary_is_in_alphabetical_order() -> None:
+    """A reader finds a term by its first letter."""
+    terms = re.findall(r"^\| \*\*(.+?)\*\* \|", (REFERENCE / "glossary.md").read_text(), re.MULTILINE)
+    assert terms == sorted(terms, key=str.lower)
+    assert len(terms) > 40
