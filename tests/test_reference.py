@@ -18,7 +18,8 @@ import fullshard.errors
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"
 SOURCES = sorted((ROOT / "src" / "fullshard").rglob("*.py"))
-PUBLIC = ["fullshard", *(f"fullshard.{part}" for part in ("optim", "wrap", "checkpoint", "comm", "dropin"))]
+PARTS = "optim", "wrap", "checkpoint", "comm", "dropin", "errors", "policy", "activation_checkpoint", "comm_hooks"
+PUBLIC = ["fullshard", *(f"fullshard.{part}" for part in PARTS)]
 
 DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
 ROW = re.compile(r"^\| \[`(\w+)`\]\[(\S+?)\] \|", re.MULTILINE)
@@ -31,7 +32,9 @@ def named(path: str) -> object:
 
 
 def public_names(module: ModuleType) -> list[str]:
-    return [name for name in module.__all__ if not name.startswith("_")]
+    """Those of a module that are not torch's, which it exports too."""
+    names = (name for name in module.__all__ if not name.startswith("_"))
+    return [name for name in names if not getattr(getattr(module, name), "__module__", "").startswith("torch.")]
 
 
 def test_each_public_name_is_on_one_page_of_the_reference() -> None:
