@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import types
@@ -65,17 +64,34 @@ def run_snippets(rank: Rank, page: str) -> None:
     del sys.modules["snippets"]
 
 
-def run_as_a_script(rank: Rank, code: str) -> None:
-    """Run a program as Python does that torchrun has not started."""
-    torch.distributed.destroy_process_group()
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        del os.environ[name]
-    exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+def losses_of_readme(rank: Rank, sides: str) -> list[float]:
+    """The losses of the README's example as a diff, of its new or its old side, at a size for CPUs."""
+    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    code = "\n".join(line[1:] for line in diff.splitlines() if line[:1] in sides)
+    for large, small in {
+        '"cuda"': '"cpu"',
+        "(8,)": "(2,)",
+        "1024": "32",
+        "256": "4",
+        "=24": "=2",
+        "range(100)": "range(3)",
+    }.items():
+        assert large in code
+        code = code.replace(large, small)
+    losses: list[float] = []
+    torch.manual_seed(rank.rank)
+    exec(
+        compile(code.replace("loss.backward()", "loss.backward(); losses.append(loss.item())"), "README.md", "exec"),
+        {"losses": losses},
+    )
+    return losses
 
 
-def test_readme_example_runs_on_one_rank(ranks: Callable[..., Any]) -> None:
-    """The README's first example runs as a plain script."""
-    ranks(1, run_as_a_script, snippets_of(ROOT / "README.md")[0], fresh=True)
+def test_readme_example_trains_as_fsdp2(ranks: Callable[..., Any]) -> None:
+    """Both sides of the README's diff train, to the same losses."""
+    ours = ranks(2, losses_of_readme, " +")
+    assert ours == ranks(2, losses_of_readme, " -")
+    assert len(ours[0]) == 3 and ours[0] != ours[1]
 
 
 @pytest.mark.parametrize("page", sorted(RANKS))
@@ -108,9 +124,14 @@ def test_links_between_documents_resolve() -> None:
 
 
 def headings_of(page: Path) -> set[str]:
-    """The anchors that GitHub makes of a page's headings."""
-    found = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+    """The anchors that hosts make of a page's headings."""
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    return {anchor(heading) for heading in re.findall(r"^#+ .*$", prose, re.MULTILINE)}
+
+
+def anchor(heading: str) -> str:
+    """The anchor of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lstrip("# ").lower()).replace(" ", "-")
 
 
 def test_stated_sizes_of_packed_parameters_are_those_of_the_transports() -> None:
@@ -123,6 +144,26 @@ def test_stated_sizes_of_packed_parameters_are_those_of_the_transports() -> None
         assert f"| {label} (`direct_bytes` {transport.direct_bytes:,}) | {sizes} |" in page
 
 
+def section(page: Path, heading: str) -> str:
+    """The text of a page below the heading with this anchor, up to the next heading of its level or above."""
+    lines = page.read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("#") and anchor(line) == heading)
+    level = len(lines[start]) - len(lines[start].lstrip("#"))
+    ends = (n for n, line in enumerate(lines) if n > start and re.match(rf"#{{1,{level}}} ", line))
+    return "\n".join(lines[start : next(ends, len(lines))])
+
+
+def test_figures_of_the_summary_are_in_the_tables() -> None:
+    """Every ratio of the summary of performance, with its spread, is in the section that its row links to."""
+    page = ROOT / "docs" / "performance" / "index.md"
+    rows = re.findall(
+        r"^\|[^|]*\|[^|]*\| (\d[^|]*?) \| \[[^]]*\]\(([^)#]+)#([^)]+)\) \|$", page.read_text(), re.MULTILINE
+    )
+    assert len(rows) > 20
+    for ratio, target, heading in rows:
+        assert ratio in section((page.parent / target).resolve(), heading), f"{ratio} is not in {target}#{heading}"
+
+
 def test_cited_notes_exist() -> None:
     """Every [Note: ...] that the docs mention is defined in the sources."""
     defined = set()
@@ -130,4 +171,4 @@ def test_cited_notes_exist() -> None:
         defined |= set(re.findall(r"^\s*(?:#\s*|\"\"\")?\[Note: ([^\]]+)\]\s*$", source.read_text(), re.MULTILINE))
     for page in (ROOT / "docs").rglob("*.md"):
         for cited in re.findall(r"\[Note: ([^\]]+)\]", page.read_text()):
-            assert cited in defined, f"{page.name} cites {cited}"
+            assert " ".join(cited.split()) in defined, f"{page.name} cites {cited}"

@@ -14,50 +14,56 @@ from bench.gpu.parts import PARTS
 
 PAGE = REPOSITORY / "docs" / "performance" / "gpu.md"
 
-_INTRODUCTION = """# On a GPU
+_INTRODUCTION = """# Results on one GPU
 
-`make gpu` runs, on a machine with a CUDA device and within ten minutes, what only a real one can show: the tests, step
-time and memory, host time, overlap, CUDA graphs, and a check for missing waits. It writes the figures to
-`bench/results/gpu_<device>.json` and this page. [What is proven how](proof.md) says what they add to the emulated
-accelerator's race check. Without make: `PYTHONPATH=src python -m bench gpu`, which needs torch with CUDA and what
-fullshard imports, lazy_loader, xxhash and safetensors; the tests among its parts need pytest, hypothesis, typer and
-rich as well.
+`make gpu` runs on a machine with a CUDA device and takes at most ten minutes. It runs what only a real GPU can show:
+the tests on CUDA, step time and memory, host time, overlap, CUDA graphs, and a check for missing waits between
+streams. It writes `bench/results/gpu_<device>.json` and this page. [What is proven, and how](proof.md) compares this
+with the race check of the emulated accelerator.
+
+Without make: `PYTHONPATH=src python -m bench gpu`. It needs torch with CUDA and the packages that fullshard imports
+(lazy_loader, xxhash, safetensors). The tests also need pytest, hypothesis, typer and rich.
 """
-# Heading and what to know, by the first word of the parts below it.
+# Heading and explanation, by the first word of the parts below it.
 _SECTIONS = {
     "races": (
-        "Streams held up",
-        "Each mode trains three times: as it comes, with every launch on a side stream held up by a kernel that spins, "
-        "and with the computation held up before every unit; memory not filled yet reads as NaN. Rank 0 of 8 that all "
-        "hold the same: collectives are copies on a stream of their own. All have to end with the same bits. A fault, "
-        "side streams that nobody waits for, has to be noticed.",
+        "Delayed streams",
+        "A wait that is missing between two streams shows only if one of them is late. So each mode trains three "
+        "times: normally, with a spinning kernel before every launch on a side stream, and with a spinning kernel "
+        "before the computation of every unit. Memory that has not been filled reads as NaN. All three runs must end "
+        "with the same bits. To show that the check works, one mode has a fault: nobody waits for the side streams. "
+        "This is rank 0 of 8 ranks that all hold the same values; collectives are copies on their own stream.",
     ),
     "graphs": (
         "CUDA graphs",
-        "Forward, backward and optimizer step of `fully_shard` are captured as one graph and replayed on other inputs. "
-        "Rank 0 of 8 that all hold the same: streams, events and allocations are those of a real run, and copies take "
-        "the place of NCCL's kernels.",
+        "Forward, backward and optimizer step of `fully_shard` are captured as one graph, which is replayed with "
+        "other inputs. This is rank 0 of 8 ranks that all hold the same values: streams, events and allocations are "
+        "those of a real run, and copies replace NCCL's kernels.",
     ),
     "step": (
         "Step time and memory",
-        "A GPT with AdamW. One rank on NCCL communicates nothing: what a step costs beyond the plain model's is "
-        "overhead. Rank 0 of 8 on the fake group has the shapes of such a run, but nothing is sent or enqueued to "
-        "NCCL, and parameters from 64 KiB per rank on are gathered in place, with NCCL from 1 MiB on. FSDP2 is that of "
-        "the same torch. Matrix products are TF32 where parameters are fp32. All are alive in one process with one "
-        "allocator and take turns; ratios are paired per round, with quartiles in brackets.",
+        'A GPT with AdamW. "One rank" uses NCCL and communicates nothing: the time beyond that of the plain model is '
+        'overhead. "1 of 8" is rank 0 of 8 on a fake process group: shapes and memory are those of 8 ranks, but '
+        "nothing is sent or given to NCCL, and parameters of at least 64 KiB per rank are all-gathered in place (with "
+        "NCCL: of at least 1 MiB). FSDP2 is that of the same torch. Where parameters are fp32, matrix products are "
+        "TF32. All contestants live in one process with one allocator and take turns. Ratios are taken within a "
+        "round; quartiles are in brackets.",
     ),
-    "host": ("Host time", "A hundred tiny units on the fake group: how long the host needs to enqueue a step."),
+    "host": (
+        "Host time",
+        "A hundred tiny units on the fake process group: the time that the host needs to launch a step.",
+    ),
     "overlap": (
         "Overlap",
-        "Rank 0 of 8 on a [modelled network](../design/modelled_network.md), whose messages are kernels that spin, "
-        "together planned for 0.8 of the plain model's step; nothing is written on arrival. Hidden is the time of "
-        "messages during which a kernel of the computation runs, by the profiler's trace of a step.",
+        "Rank 0 of 8 on a [modelled network](../design/modelled_network.md). Its messages are spinning kernels, "
+        'planned to take 0.8 of the plain model\'s step in total; no data arrives. "Hidden" is the share of message '
+        "time during which a kernel of the computation runs, from the profiler's trace of a step.",
     ),
     "tests": (
         "Tests",
-        "`FULLSHARD_TEST_DEVICE=cuda`, on NCCL. NCCL 2.30 and newer let ranks share a GPU if "
-        "`NCCL_MULTI_RANK_GPU_ENABLE=1` is set; else tests of more ranks than GPUs are skipped. A newer `libnccl.so.2` "
-        "than torch's own can be named in `LD_PRELOAD`.",
+        "Tests with `FULLSHARD_TEST_DEVICE=cuda` on NCCL. Since NCCL 2.30, several ranks can share a GPU if "
+        "`NCCL_MULTI_RANK_GPU_ENABLE=1` is set. Otherwise tests with more ranks than GPUs are skipped. `LD_PRELOAD` "
+        "can name a `libnccl.so.2` that is newer than torch's.",
     ),
 }
 

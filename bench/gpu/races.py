@@ -133,13 +133,13 @@ def table(result: Mapping[str, Any]) -> str:
     rows = [[name, *_verdict(entry)] for name, entry in result["modes"].items()]
     rows += [[f"a fault: {name}", *_verdict(entry)] for name, entry in result["faults"].items()]
     rows += [[name, f"cannot run: {why}", "-"] for name, why in result["not_run"].items()]
-    header = ["mode", "bits with streams held up", "races"]
+    header = ["mode", "bits with delayed streams", "races"]
     if all(row[-1] == "-" for row in rows):  # nobody looks for races on a real device
         header, rows = header[:-1], [row[:-1] for row in rows]
     return report.markdown_table(header, rows)
 
 
 def _verdict(entry: Mapping[str, Any]) -> list[str]:
-    bits = f"others with {' and '.join(entry['differ'])}" if entry["differ"] else "the same"
+    bits = f"differ with {' and '.join(entry['differ'])}" if entry["differ"] else "the same"
     bits += "" if entry["finite"] else ", not finite"
     return [bits, "-" if entry["races"] is None else str(entry["races"])]

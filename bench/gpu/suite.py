@@ -83,7 +83,7 @@ def table(result: Mapping[str, Any]) -> str:
     total = [sum(counts.get(kind, 0) for counts in result["files"].values()) for kind in kinds]
     text = report.markdown_table(["file", *kinds], [*rows, ["all", *map(str, total)]])
     if result["stopped_by_the_time_limit"]:
-        text += "\n\nThe time limit stopped them here."
+        text += "\n\nThe time limit of ten minutes ended the tests here; the other files did not run."
     if result["failures"]:
         text += "\n\nFailed:\n\n" + "\n".join(f"- `{name}`" for name in result["failures"])
     return text
