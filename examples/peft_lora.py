@@ -19,7 +19,7 @@ IDS = torch.tensor(list(TEXT.encode())).unfold(0, ROW, ROW)
 
 
 def base() -> LlamaForCausalLM:
-    """A tiny Llama of bytes; in earnest, from_pretrained."""
+    """A tiny Llama of bytes; in a real program, from_pretrained."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4

@@ -109,6 +109,16 @@ def test_every_page_says_how_its_snippets_are_run() -> None:
             assert list(ROOT.glob(pattern)), f"{name} says that {pattern} runs its snippets, which is not there"
 
 
+def test_integration_pages_show_their_examples() -> None:
+    """An example that a page of docs/integrations names is on that page, to the letter."""
+    shown = set()
+    for page in (ROOT / "docs" / "integrations").glob("*.md"):
+        for name in set(re.findall(r"examples/(\w+\.py)", page.read_text())):
+            assert (ROOT / "examples" / name).read_text() in snippets_of(page), f"{page.name} shows another {name}"
+            shown.add(name)
+    assert len(shown) == 10
+
+
 def test_links_between_documents_resolve() -> None:
     """Every relative link in the README and the docs names a file that exists, and a heading of it."""
     broken = []
