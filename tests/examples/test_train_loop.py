@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import itertools
 import os
 import re
 import signal
@@ -52,12 +54,12 @@ def run(rank: Rank, out: Path, words: list[str], stop_after: int) -> None:
     example.train(args, rank.device, StopAfter(stop_after))
 
 
-def numbers_of(out: Path) -> dict[str, dict[int, float]]:
-    """The numbers of each step, by name."""
+def numbers_of(out: Path, twice: bool = False) -> dict[str, dict[int, float]]:
+    """The numbers of each step, by name. ``twice``: steps may be there more than once."""
     found: dict[str, dict[int, float]] = {}
     for line in (out / "metrics.csv").read_text().splitlines():
         step, name, value = line.split(",")
-        assert int(step) not in found.setdefault(name, {}), f"step {step} is there twice"
+        assert twice or int(step) not in found.setdefault(name, {}), f"step {step} is there twice"
         found[name][int(step)] = float(value)
     return found
 
@@ -137,6 +139,16 @@ def test_terminated(tmp_path: Path) -> None:
     assert process.returncode == 0 and re.findall(r"^step (\d+):", printed, re.MULTILINE) == [str(last + 1)], printed
 
 
+def process_of_rank(rank: int, out: Path) -> int:
+    """The process that is this rank of the program with files below ``out``."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            command, variables = ((folder / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
+            if f"RANK={rank}".encode() in variables and any(word.startswith(str(out).encode()) for word in command):
+                return int(folder.name)
+    raise AssertionError(f"no rank {rank} runs")
+
+
 SRUN = """#!/bin/bash
 # Two nodes on one machine, of which the second starts last.
 "$@" & ( sleep 1; exec "$@" ) &
@@ -145,7 +157,10 @@ wait -n && wait -n
 
 
 def test_batch_script_of_two_nodes(tmp_path: Path) -> None:
-    """The SLURM script, whole, with programs in place of SLURM's: two torchrun, two ranks each, two replicas."""
+    """The SLURM script, whole, with programs in place of SLURM's: two torchrun, two ranks each, two replicas.
+
+    A rank is killed, and all start again from the last checkpoint.
+    """
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, text in {"srun": SRUN, "scontrol": "#!/bin/bash\necho localhost\n"}.items():
@@ -155,7 +170,7 @@ def test_batch_script_of_two_nodes(tmp_path: Path) -> None:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     slurm = {"JOB_NODELIST": "localhost", "JOB_NUM_NODES": 2, "GPUS_ON_NODE": 2, "CPUS_PER_TASK": 2, "JOB_ID": 17}
-    words = [*SMALL, "--out", tmp_path / "out", "--steps", "3", make_text(tmp_path)]
+    words = [*SMALL, "--out", tmp_path / "out", "--steps", "100", "--save-every", "2", make_text(tmp_path)]
     with started(
         ["bash", SCRIPT, *words],
         PATH=f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -163,9 +178,16 @@ def test_batch_script_of_two_nodes(tmp_path: Path) -> None:
         **{f"SLURM_{key}": value for key, value in slurm.items()},
         SLURM_JOB_NAME="test",
     ) as process:
-        printed, _ = process.communicate(timeout=180)
+        printed = ""
+        for line in process.stdout or ():
+            printed += line
+            if line.startswith("step 3:") and printed.count("step 3:") == 1:
+                os.kill(process_of_rank(3, tmp_path), signal.SIGKILL)
     assert process.returncode == 0, printed
-    assert list(numbers_of(tmp_path / "out")["loss"]) == [1, 2, 3]
+    steps = [int(step) for step in re.findall(r"^step (\d+):", printed, re.MULTILINE)]
+    (again,) = (new for old, new in itertools.pairwise(steps) if new <= old)
+    assert again % 2 == 1, f"resumed from step {again - 1}, which was not saved"
+    assert list(numbers_of(tmp_path / "out", twice=True)["loss"]) == list(range(1, 101))
     assert len(load_file(tmp_path / "out" / "weights" / "model.safetensors")) == 21
 
 
