@@ -39,6 +39,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Rewrite the links of a page that leave ``docs/``, outside of code."""
     uri = page.file.src_uri
+    markdown = re.sub(r"\A<!-- snippets: .*? -->\n+", "", markdown)  # the page's title is a heading in its first line
     blocks = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
     for number in range(0, len(blocks), 2):
         blocks[number] = re.sub(

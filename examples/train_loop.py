@@ -1,0 +1,279 @@
+"""Train a small GPT with fully_shard: one program for one process, for the GPUs of a machine and for many nodes.
+
+    python examples/train_loop.py
+    torchrun --nproc-per-node 8 examples/train_loop.py --bf16 --compile notes.txt books/*.txt
+    torchrun --nproc-per-node 4 examples/train_loop.py --bf16 --compile notes.txt books/*.txt
+
+GPUs and NCCL if every rank of the machine has one, else CPU and gloo. Without files the text is the source code of
+Python's standard library. The same command resumes from the last checkpoint, on any number of ranks with the same
+global batch: steps, learning rates and data continue where they stopped. docs/tutorial/index.md explains each part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import os
+import signal
+import sysconfig
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import fullshard
+from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fullshard.activation_checkpoint import apply_activation_checkpointing
+
+
+class Block(nn.Module):
+    """Attention and MLP, each on the normalized residual stream."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `(batch, sequence, width)` to the same shape."""
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        y: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return y
+
+
+class GPT(nn.Module):
+    """A language model of bytes."""
+
+    place: Tensor  # 0, 1, 2, ...
+
+    def __init__(self, layers: int, width: int, heads: int, sequence: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(256, width), nn.Embedding(sequence, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        self.register_buffer("place", torch.arange(sequence), persistent=False)
+
+    def init_weights(self) -> None:
+        """Fill all parameters and buffers, which `to_empty` has left uninitialized. Works on shards as well."""
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+            elif isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
+        self.place.copy_(torch.arange(len(self.place)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits of the next byte at each position."""
+        x = self.tokens(tokens) + self.positions(self.place[: tokens.shape[1]])
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Text(Dataset[Tensor]):
+    """Windows of `sequence + 1` bytes; as many as fill whole batches, so that every epoch ends with a step."""
+
+    def __init__(self, files: list[Path], sequence: int, batch: int) -> None:
+        text = b"".join(file.read_bytes() for file in files)
+        self.bytes, self.sequence = torch.frombuffer(bytearray(text), dtype=torch.uint8), sequence
+        self.windows = (len(text) - 1) // sequence // batch * batch
+        if self.windows == 0:
+            raise SystemExit(f"expected at least {batch * sequence + 1} bytes of text, found {len(text)}")
+
+    def __len__(self) -> int:
+        return self.windows
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.bytes[index * self.sequence :][: self.sequence + 1].long()
+
+
+class ResumableSampler(DistributedSampler[int]):
+    """A DistributedSampler that yields all epochs, from any sample on.
+
+    All ranks shuffle alike, then rank r of N takes samples r, r + N, r + 2 N, ... So the next `batch` samples are the
+    same on any number of ranks, and the number of samples used so far, `seen`, is all that a checkpoint has to keep.
+    """
+
+    seen = 0
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, seen = divmod(self.seen, len(self) * self.num_replicas)
+        for number in itertools.count(epoch):
+            self.set_epoch(number)  # another order
+            yield from itertools.islice(super().__iter__(), seen // self.num_replicas if number == epoch else 0, None)
+
+
+class Log:
+    """Numbers of a run: to `metrics.csv`, and to TensorBoard if it is installed (`fullshard[tensorboard]`)."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.csv = (folder / "metrics.csv").open("a", buffering=1)
+        self.board: Any = None
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(folder), purge_step=step + 1, flush_secs=10)
+        except ImportError:
+            print("TensorBoard is not installed: numbers go to metrics.csv only", flush=True)
+
+    def write(self, step: int, **numbers: float) -> None:
+        """Add the numbers of a step. After a crash, steps since the last checkpoint are written once more."""
+        print(f"step {step}: " + ", ".join(f"{name} {value:.5g}" for name, value in numbers.items()), flush=True)
+        for name, value in numbers.items():
+            self.csv.write(f"{step},{name},{value!r}\n")
+            if self.board is not None:
+                self.board.add_scalar(name, value, step)
+
+
+def start() -> torch.device:
+    """Join the other ranks. Without torchrun, be the only one."""
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    alone: Any = {} if "RANK" in os.environ else {"init_method": "tcp://localhost:0", "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None, **alone)
+    return device
+
+
+def build(args: argparse.Namespace, device: torch.device) -> FSDPModule:
+    """A sharded model with initial weights. No rank ever holds the whole of it."""
+    shape = args.replicas, dist.get_world_size() // args.replicas
+    whole = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    mesh = whole if args.replicas > 1 else whole["shard"]
+    with torch.device("meta"):  # shapes only, no memory
+        model = GPT(args.layers, args.width, args.heads, args.sequence)
+    if args.checkpoint_activations:
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    dtype = torch.bfloat16 if args.bf16 else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        if args.compile:
+            block.compile(backend=args.compile)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    logits = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    sharded = fully_shard(model, mesh=mesh, mp_policy=logits)
+    model.to_empty(device=device)  # memory for this rank's shards
+    # On GPUs, DTensor draws what one process would draw: the same seed on all ranks. On CPUs each rank draws its own
+    # rows: another seed for each shard, and the same one for its replicas.
+    torch.manual_seed(args.seed + (whole["shard"].get_local_rank() if device.type == "cpu" else 0))
+    warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support on cpu")
+    model.init_weights()
+    return sharded
+
+
+def train(args: argparse.Namespace, device: torch.device, stop: threading.Event) -> None:
+    """Train until `args.steps`, or until `stop` is set on any rank; save, and resume from what was saved."""
+    rank, ranks, out = dist.get_rank(), dist.get_world_size(), Path(args.out)
+    accumulate, rest = divmod(args.batch, ranks * args.microbatch)
+    if rest or ranks % args.replicas:
+        raise SystemExit(f"{ranks} ranks: expected --batch % (ranks * --microbatch) == 0 and ranks % --replicas == 0")
+    model = build(args, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+
+    def schedule(done: int) -> float:  # linear warm-up, then half a cosine down to a tenth
+        after = min(1.0, max(0, done - args.warmup) / max(1, args.steps - args.warmup))
+        return float(min(1.0, (done + 1) / args.warmup) * (0.55 + 0.45 * math.cos(math.pi * after)))
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+    files = args.files or sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    text = Text(files, args.sequence, args.batch)
+    progress = {"step": 0, "samples": 0, "batch": args.batch, "windows": len(text)}
+    if (out / "checkpoint" / "fullshard.json").exists():
+        saved = fullshard.load(out / "checkpoint", model, optimizer, scheduler=scheduler)["progress"]
+        if (saved["batch"], saved["windows"]) != (args.batch, len(text)):
+            raise SystemExit(f"{out} has a run with another --batch, --sequence or text; choose another --out")
+        progress = saved
+    sampler = ResumableSampler(text, seed=args.seed)
+    sampler.seen = progress["samples"]
+    pin = device.type != "cpu"
+    loader = DataLoader(text, args.microbatch, sampler=sampler, num_workers=args.workers, pin_memory=pin)
+    microbatches = iter(loader)
+    log = Log(out, progress["step"]) if rank == 0 else None
+    loss, last, began = torch.zeros((), device=device), progress["step"], time.perf_counter()
+
+    while progress["step"] < args.steps:
+        lr = float(scheduler.get_last_lr()[0])
+        for number in range(accumulate):
+            model.set_requires_gradient_sync(number == accumulate - 1)  # reduce gradients once
+            tokens = next(microbatches).to(device, non_blocking=True)
+            logits = model(tokens[:, :-1])
+            mean = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / accumulate
+            mean.backward()
+            loss += mean.detach()
+        norm = fullshard.clip_grad_norm_(model.parameters(), args.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        step = progress["step"] = progress["step"] + 1
+        progress["samples"] += args.batch
+
+        stopping = False
+        if step % args.log_every == 0 or step == args.steps:
+            # All ranks stop at the same step: a rank that left alone would leave the others waiting.
+            report = torch.stack((loss / (step - last), torch.tensor(float(stop.is_set()), device=device)))
+            dist.all_reduce(report)
+            mean_loss, stopping = report[0].item() / ranks, report[1].item() > 0
+            if log is not None:
+                speed = (step - last) * args.batch * args.sequence / (time.perf_counter() - began)
+                log.write(step, loss=mean_loss, grad_norm=float(norm), lr=lr, tokens_per_second=speed)
+            loss, last, began = torch.zeros_like(loss), step, time.perf_counter()
+        if stopping or step % args.save_every == 0 or step == args.steps:  # atomic; async_save does it during training
+            fullshard.save(out / "checkpoint", model, optimizer, scheduler=scheduler, progress=progress)
+        if stopping:
+            return
+    fullshard.export_safetensors(model, out / "weights", dtype=torch.bfloat16 if args.bf16 else None)
+
+
+def options(words: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path, help="text (the standard library's source)")
+    parser.add_argument("--out", default="runs/train_loop", help="folder that all ranks see (%(default)s)")
+    parser.add_argument("--compile", nargs="?", const="inductor", help="compile blocks, with this back end")
+    for name, what in (("bf16", "compute in bf16"), ("checkpoint-activations", "recompute blocks in backward")):
+        parser.add_argument(f"--{name}", action="store_true", help=what)
+    numbers: list[tuple[str, int | float, str]] = [
+        ("replicas", 1, "copies of the model, each sharded over ranks / replicas (HSDP)"),
+        ("batch", 32, "sequences of a step, of all ranks together"),
+        ("microbatch", 4, "sequences of one forward on one rank"),
+        ("steps", 200, "optimizer steps"),
+        ("warmup", 20, "steps of rising learning rate"),
+        ("lr", 1e-3, "highest learning rate"),
+        ("clip", 1.0, "largest norm of the gradient"),
+        ("layers", 4, "blocks"),
+        ("width", 128, "of the residual stream"),
+        ("heads", 4, "of attention"),
+        ("sequence", 128, "bytes of context"),
+        ("workers", 0, "processes that load data, per rank"),
+        ("save-every", 50, "steps"),
+        ("log-every", 10, "steps"),
+        ("seed", 0, "of weights and data"),
+    ]
+    for name, default, what in numbers:
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{what} (%(default)s)")
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):  # torchrun passes them on, and kills after 30 s
+        signal.signal(number, lambda *_: stop.set())
+    train(options(), start(), stop)
+    dist.destroy_process_group()
