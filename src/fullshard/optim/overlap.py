@@ -29,12 +29,11 @@ def overlap(optimizer: _O, model: nn.Module, *, enable: bool = True) -> _O:
     forward.
 
     A backward of ``model`` then returns while its last reductions are in flight. Their gradients are waited for at
-    first
-    use: by the step, after it has stepped other parameters, or by any other operation on them. The step continues with
-    the parameters that run first in forward and issues their all-gather, which overlaps with the rest of the step.
+    first use: by the step, after it has stepped other parameters, or by any other operation on them. The step continues
+    with the parameters that run first in forward and issues their all-gather, which overlaps with the rest of the step.
     Between a step and the next forward, parameters must not be written to except by loading a state dict or by other
-    optimizers; after any other write call ``model.reshard()``, on all ranks. The step becomes a collective: all ranks
-    have to step.
+    optimizers; after any other write call ``reshard()``, on all ranks, on every FSDP module whose parameters were
+    written (it applies to one unit, not to nested ones). The step becomes a collective: all ranks have to step.
 
     Gradients that user hooks receive (``set_all_reduce_hook``, hooks on parameters), that are offloaded to the CPU, or
     that belong to a ``FullyShardedDataParallel`` are waited for at the end of backward, as without overlap.
