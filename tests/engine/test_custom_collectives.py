@@ -126,7 +126,7 @@ def test_set_while_gradients_are_partly_reduced(rank: Rank) -> None:
     model.set_requires_all_reduce(False)
     both_backward(model, reference, rank, 0)
     if rank.world_size > 2:
-        with pytest.raises(FullshardError, match=r"unit 'blocks\.1' holds gradients .*call synchronize_gradients\(\)"):
+        with pytest.raises(FullshardError, match=r"unit 'blocks\.1' has gradients .*call synchronize_gradients\(\)"):
             model.blocks[1].set_custom_all_gather(Gather())
     model.synchronize_gradients()
     model.blocks[1].set_custom_all_gather(Gather())

@@ -277,7 +277,7 @@ def test_subclasses_are_not_quantized(rank: Rank) -> None:
     model(batch(rank.rank, 0, 3, 8)).sum().backward()
     assert_equal(seen[0], expected, "packed")
     by_name = {parameter.fqn: parameter for parameter in model.comm_quantization_report().parameters}
-    assert by_name["packed"].all_gather == "(a tensor subclass that says itself what is all-gathered)"
+    assert by_name["packed"].all_gather == "(a tensor subclass with its own all-gather hooks)"
     assert by_name["plain.weight"].all_gather == by_name["plain.weight"].reduce_scatter == "int8"
 
 

@@ -111,8 +111,8 @@ class CustomTransport(WrappingTransport):
         for role, comm in (("all-gather", all_gather), ("reduce-scatter", reduce_scatter)):
             if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
                 raise TypeError(
-                    f"a custom {role} has to be callable and have a method allocate(size, *, dtype, device), "
-                    f"as fullshard.comm.custom.Comm describes; got {type(comm).__name__}"
+                    f"custom {role}: expected a callable object with a method allocate(size, *, dtype, device), as in "
+                    f"fullshard.Comm; found {type(comm).__name__}"
                 )
         self.custom_all_gather, self.custom_reduce_scatter = all_gather, reduce_scatter
 
@@ -129,7 +129,7 @@ class CustomTransport(WrappingTransport):
         if memory.numel() != numel or memory.dtype is not dtype or memory.device.type != device.type:
             raise ValueError(
                 f"{type(comm).__name__}.allocate: expected {numel} elements of {dtype} on {device}, "
-                f"got {memory.numel()} of {memory.dtype} on {memory.device}"
+                f"found {memory.numel()} of {memory.dtype} on {memory.device}"
             )
         return memory.view(-1)
 

@@ -47,8 +47,8 @@ class HookedTransport(WrappingTransport):
     def __init__(self, base: Transport, state: object, hook: Callable[..., Any]) -> None:
         if not callable(hook):
             raise TypeError(
-                "a communication hook has to be callable as hook(state, gradient, shard), or as hook(state, gradient) "
-                f"without a shard axis; got {type(hook).__name__}"
+                "communication hook: expected a function hook(state, gradient, shard), or hook(state, gradient) "
+                f"without a shard axis; found {type(hook).__name__}"
             )
         super().__init__(base)
         self.state, self.hook = state, hook
@@ -84,9 +84,10 @@ class HookedTransport(WrappingTransport):
         if result.dtype is not target.dtype or result.numel() != target.numel():
             name = getattr(self.hook, "__name__", type(self.hook).__name__)
             raise TypeError(
-                f"the communication hook {name} left {result.numel()} elements of {result.dtype} for unit {unit!r}, "
-                f"expected {target.numel()} of {target.dtype}; a hook that compresses has to cast back, torch's own "
-                f"with LowPrecisionState(group, parameter_type={target.dtype})"
+                f"communication hook {name}: expected a result of {target.numel()} elements of {target.dtype} for unit "
+                f"{unit or '<root>'!r}, found {result.numel()} of {result.dtype}; a hook that compresses gradients "
+                "must cast the result back. PyTorch's compression hooks do so with "
+                f"LowPrecisionState(group, parameter_type={target.dtype})"
             )
         if result.data_ptr() != target.data_ptr():
             target.copy_(result.view(-1))

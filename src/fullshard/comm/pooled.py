@@ -96,12 +96,12 @@ class SymmetricMemory:
 
     def __init__(self, group: dist.ProcessGroup, backend: str = "NCCL") -> None:
         if backend != "NCCL":
-            raise ValueError(f'symmetric memory: backend must be "NCCL", got {backend!r}')
+            raise ValueError(f'symmetric memory: expected backend="NCCL", found {backend!r}')
         found = _cuda_backend(group)
         if found != "nccl":
             raise ValueError(
-                "symmetric memory needs a CUDA device and a process group whose back end there is NCCL; "
-                + ("there is no CUDA device" if found is None else f"its back end is {found}")
+                "symmetric memory: expected a CUDA device and a process group with the NCCL backend, found "
+                + ("no CUDA device" if found is None else found)
             )
         self.group, self._free = group, {}
         import torch.distributed._symmetric_memory as symmetric  # half a second; hardly anyone needs it
@@ -174,10 +174,10 @@ def _started(work: dist.Work, async_op: bool) -> dist.Work | None:
 
 
 def _cuda_backend(group: dist.ProcessGroup) -> str | None:
-    """Name of the back end that ``group`` uses for CUDA tensors, in lower case; None without a CUDA device."""
+    """Return the backend that ``group`` uses for CUDA tensors, in lower case; None without a CUDA device."""
     if not torch.cuda.is_available():
         return None
     try:
         return group._get_backend(torch.device("cuda")).name().lower()
     except RuntimeError:  # the group has none for CUDA
-        return "for CPU tensors only"
+        return "a process group for CPU tensors only"

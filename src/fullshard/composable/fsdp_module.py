@@ -106,8 +106,8 @@ class FSDPModule(ShardedModule):
         root = runtime_of(unit).root()
         if root is not unit:
             raise FullshardError(
-                f"reset_iter_state was called on unit {unit.name!r}; call it on the root module, "
-                f"a {type(root.modules[0]()).__name__ if root is not None else 'module that is gone'}"
+                f"reset_iter_state: expected the root module, found unit {unit.described}; call it on the root, "
+                + (f"a {type(root.modules[0]()).__name__}" if root is not None else "which has been deleted")
             )
         runtime_of(unit).reset()
 
@@ -199,8 +199,8 @@ class FSDPModule(ShardedModule):
             scatter = unit.settings.collectives.reduce_scatter
             if max_input_buffers > 1 and isinstance(scatter, SymmetricMemoryReduceScatter):
                 raise ValueError(
-                    f"set_reduce_scatter_max_input_buffers: unit {unit.name!r} reduces in symmetric memory, of which "
-                    f"there is one buffer; expected 1, found {max_input_buffers}"
+                    f"set_reduce_scatter_max_input_buffers: expected 1, found {max_input_buffers}: unit "
+                    f"{unit.described} reduce-scatters in symmetric memory, which has a single buffer"
                 )
             unit.settings.reduction.max_in_flight = max_input_buffers
 
@@ -223,7 +223,7 @@ class FSDPModule(ShardedModule):
             raise TypeError(f"set_all_reduce_hook: expected a function, found {type(hook).__name__}")
         unit = unit_at(self)
         if stream is not None and unit.mesh.replicate is not None:
-            raise ValueError("set_all_reduce_hook: expected no stream on a mesh with a replicate axis, found one")
+            raise ValueError("set_all_reduce_hook: expected stream=None on a mesh with a replicate axis, found one")
         _check_one_mesh("set_all_reduce_hook", unit)
         unit.settings.reduction.hook, unit.settings.reduction.hook_stream = hook, stream
 
@@ -343,8 +343,8 @@ class FSDPModule(ShardedModule):
         for comm in (unit.settings.collectives.all_gather, unit.settings.collectives.reduce_scatter):
             if comm is not None and not isinstance(comm, own):
                 raise ValueError(
-                    f"{api}: unit {unit.name!r} has a custom collective, which allocates its buffers; set that to None "
-                    "first"
+                    f"{api}: unit {unit.described} has a custom collective, which allocates its own buffers; remove it "
+                    "first: set_custom_all_gather(None), set_custom_reduce_scatter(None)"
                 )
         return unit.mesh.transport
 
@@ -357,13 +357,13 @@ class FSDPModule(ShardedModule):
                 raise TypeError(f"{api}: expected an object with __call__ and allocate, found {type(comm).__name__}")
         if not unit.is_idle:
             raise FullshardError(
-                f"{api}: unit {unit.name!r} is in the middle of its {unit.phase.value}; call it between steps"
+                f"{api}: unit {unit.described} is in the middle of its {unit.phase.value}; call it between steps"
             )
         before = unit.settings.collectives
         if before.quantization is not None:
             raise ValueError(
-                f"{api}: unit {unit.name!r} has quantized communication; call set_comm_quantization() without "
-                "arguments first"
+                f"{api}: unit {unit.described} has quantized communication; turn that off first: call "
+                "set_comm_quantization() without arguments"
             )
         unit.settings.collectives = replace(before, **collectives)
         try:
@@ -398,7 +398,8 @@ class ReplicateModule(FSDPModule):
 def _check_one_mesh(api: str, unit: Unit) -> None:
     if len({id(parameter.placement.mesh) for parameter in unit.parameters}) > 1:
         raise ValueError(
-            f"{api}: expected a unit on one mesh; shard_placement_fn has placed parameters of {unit.name!r} on several"
+            f"{api}: expected all parameters of a unit on one mesh; shard_placement_fn has placed those of unit "
+            f"{unit.described} on several meshes"
         )
 
 

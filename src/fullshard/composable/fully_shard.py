@@ -172,7 +172,7 @@ def replicate(
     for name, below in module.named_modules():
         if unit_of(below) is not None and not isinstance(below, ReplicateModule):
             by = "fully_shard" if isinstance(below, FSDPModule) else type(below).__name__
-            raise ValueError(f"{api}: {name!r} is sharded by {by} already; expected only replicated modules")
+            raise ValueError(f"{api}: module {name!r} is already sharded by {by}; expected only replicated modules")
     check_instance(f"{api}: dp_mesh_dims", dp_mesh_dims, (DataParallelMeshDims, type(None)))
     if dp_mesh_dims is not None and dp_mesh_dims.shard_names:
         raise ValueError(f"{api}: dp_mesh_dims: expected replicate axes only, found shard={dp_mesh_dims.shard!r}")
@@ -191,7 +191,7 @@ def _shard_inside(
 ) -> None:
     """Shard the modules that ``policy`` selects, after checking the arguments of all of them."""
     if not isinstance(module, nn.Module):
-        raise TypeError(f"{api}: policy: expected one module, found a list of them; call it once for each")
+        raise TypeError(f"{api}: policy: expected one module, found a list of modules; call {api} once per module")
     plan = plan_for(
         policy,
         module,
@@ -203,7 +203,7 @@ def _shard_inside(
         unknown = sorted(set(entry.kwargs) - set(arguments))
         if unknown:
             raise ValueError(
-                f"{api}: policy: found unknown arguments {unknown} for {entry.name!r}, expected some of "
+                f"{api}: policy: found unknown arguments {unknown} for module {entry.name!r}, expected a subset of "
                 f"{sorted(arguments)}"
             )
         root_modules(api, entry.module)

@@ -94,8 +94,8 @@ class GradientInFlight(torch.Tensor):
         gradient: torch.Tensor | None = state["_result"]
         if gradient is None:
             raise PhaseError(
-                "this gradient was still being reduced when an exception ended the step, or the model was deleted, "
-                "and was dropped with it"
+                "this gradient was discarded: it was still being reduced when an exception ended the step or the model "
+                "was deleted; run forward and backward again"
             )
         return gradient
 
@@ -210,9 +210,9 @@ class OptimizerOverlap:
         del self._early[unit.ref]
         if written:
             raise PhaseError(
-                f"parameters of unit {', '.join(written)} were written to after the optimizer step had unsharded them "
-                "for the next forward; call reshard() on the module, on all ranks, after writing, or do without "
-                "fullshard.optim.overlap"
+                f"parameters of unit {', '.join(written)} were modified after the optimizer step had unsharded them "
+                "for the next forward; call reshard() on the module, on all ranks, after you modify parameters, or do "
+                "not use fullshard.optim.overlap"
             )
 
 

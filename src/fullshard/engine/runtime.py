@@ -615,7 +615,7 @@ class Runtime:
             unit.check_not_summoned("run")
         for unit in units:
             if unit.runtime is not None:
-                unit.runtime.dissolve(f"{type(modules[0]).__name__} becomes the root")
+                unit.runtime.dissolve(f"{type(modules[0]).__name__} became the root")
         rename(modules, units)
         for unit in units:
             if not unit.is_unsharded:
@@ -638,7 +638,7 @@ class Runtime:
         if self.has_failed:
             self.recover()
         if self.busy:
-            raise PhaseError(f"{reason} while its units are in the middle of a step; finish the step first")
+            raise PhaseError(f"{reason} while its units were in the middle of a step; finish the step first")
         self.finish_reductions()
         for unit in self.units():
             unit.runtime = None
@@ -703,7 +703,7 @@ def take_parameters(unit: Unit, parameters: list[ShardedParameter]) -> None:
         PhaseError: In the middle of a step.
     """
     if unit.runtime is not None:
-        unit.runtime.dissolve(f"unit {unit.described} gives up parameters")
+        unit.runtime.dissolve(f"parameters of unit {unit.described} were given to another unit")
     taken = {id(parameter) for parameter in parameters}
     unit.rebuild([parameter for parameter in unit.parameters if id(parameter) not in taken])
 

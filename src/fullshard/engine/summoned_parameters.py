@@ -35,8 +35,8 @@ def require_idle(unit: Unit, what: str) -> None:
     summoned = unit.parameter_state is ParameterState.SUMMONED
     if running or not unit.is_idle or summoned or unit.user_unshards:
         raise PhaseError(
-            f"unit {unit.described} was asked for {what} in the middle of a step, or while its parameters are "
-            "unsharded; summon, save and load between steps, not inside forward, backward or summon_full_params"
+            f"unit {unit.described}: cannot access {what} in the middle of a step or while it is unsharded; save, load "
+            "and summon parameters between steps, not inside forward, backward, summon_full_params or unsharded"
         )
     unit.reshard()
     unit.refresh()

@@ -226,7 +226,7 @@ class ShardedModule(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         unit = unit_at(self)
         for nested in nested_units(self):  # check all before moving one
-            nested.check_not_summoned("moved")
+            nested.check_not_summoned("be moved")
             if any(_changes(fn, parameter.sharded) for parameter in nested.parameters):
                 nested.check_no_unreduced_gradients()
         ensure_idle(unit)
@@ -240,7 +240,7 @@ class ShardedModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the module with separate shards; the copy is idle and has no gradients."""
         unit = unit_at(self)
-        unit.check_not_summoned("copied")
+        unit.check_not_summoned("be copied")
         ensure_idle(unit)
         unit.reshard()
         unit.refresh()
@@ -294,13 +294,13 @@ def _check_quantization(shard: CommQuantization | None, replicate: CommQuantizat
             )
     if shard is not None and shard.error_feedback:
         raise ValueError(
-            "set_comm_quantization: shard: expected no error_feedback, found True; it would keep a copy of all "
-            "unsharded gradients on every rank, which is what sharding is there to avoid"
+            "set_comm_quantization: shard: expected error_feedback=False, found True; on the shard axis, error "
+            "feedback would keep a copy of all unsharded gradients on every rank"
         )
     if replicate is not None and replicate.all_gather is not None:
         raise ValueError(
             f"set_comm_quantization: replicate: expected all_gather=None, found {replicate.all_gather!r}; nothing is "
-            "all-gathered over the replicate axis, and reduce says how its all-reduce is sent"
+            "all-gathered over the replicate axis. To quantize its all-reduce, set reduce"
         )
 
 
@@ -308,20 +308,21 @@ def _check_may_change_quantization(unit: Unit) -> None:
     name, settings = unit.name or "<root>", unit.settings
     if settings.comm_hook is not None:
         raise ValueError(
-            f"set_comm_quantization: unit {name!r} has a communication hook, which reduces by itself; a unit can have "
-            "a hook or quantized communication"
+            f"set_comm_quantization: unit {name!r} has a communication hook, which reduces gradients itself; use "
+            "either a hook or quantized communication"
         )
     if settings.collectives.all_gather is not None or settings.collectives.reduce_scatter is not None:
-        raise ValueError(f"set_comm_quantization: unit {name!r} has custom collectives; set those to None first")
-    unit.check_not_summoned("given other communication")
+        raise ValueError(f"set_comm_quantization: unit {name!r} has custom collectives; set them to None first")
+    unit.check_not_summoned("change its communication")
     if not unit.is_idle or unit.user_unshards:
         raise PhaseError(
-            f"set_comm_quantization: unit {name!r} is in the middle of a step, or held unsharded; call it between steps"
+            f"set_comm_quantization: unit {name!r} is in the middle of a step or inside fullshard.unsharded; call it "
+            "between steps"
         )
     if unit.gradients.needs_all_reduce:
         raise FullshardError(
-            f"set_comm_quantization: unit {name!r} holds gradients that are still to be reduced over the replicate "
-            "axis; call synchronize_gradients() first"
+            f"set_comm_quantization: unit {name!r} has gradients that have not been all-reduced over the replicate "
+            "axis yet; call synchronize_gradients() first"
         )
 
 

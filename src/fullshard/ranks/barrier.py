@@ -149,8 +149,8 @@ class RankBarrier:
             if not isinstance(error, dist.DistError):
                 raise
             raise FullshardError(
-                f"{self.name}: rank {self._store.global_rank} cannot reach the store of the process group; did the "
-                f"process that serves it, usually rank 0, end? ({error})"
+                f"{self.name}: rank {self._store.global_rank} cannot reach the store of the process group; has the "
+                f"process that hosts it, usually rank 0, exited? ({error})"
             ) from error
 
 
@@ -214,7 +214,7 @@ def _result_of(reports: Mapping[int, str], ranks: Sequence[int], timeout: float,
         return FullshardError.__name__, f"ranks called different functions: {called}. {advice}", []
     hint = (
         "If they are still working, raise the timeout with the environment variable "
-        f"{STEP_TIMEOUT_VARIABLE} (seconds); if they hang or have ended, see their own output"
+        f"{STEP_TIMEOUT_VARIABLE} (seconds); if they hang or have exited, see their own output"
         if step
         else "All ranks must call it, in the same order; look for control flow that depends on the rank, and for ranks "
         "that have failed. If they are only slow, raise the timeout with the environment variable "

@@ -114,8 +114,8 @@ class WrapPlan:
         for entry in self.entries:
             if entry.module not in places:
                 raise FullshardError(
-                    f"wrap plan: {entry.name!r} ({type(entry.module).__name__}) is no longer below the root; the model "
-                    "has changed since the plan was made: make a new plan"
+                    f"wrap plan: {entry.name!r} ({type(entry.module).__name__}) is no longer a submodule of the root: "
+                    "the model has changed since the plan was made; make a new plan"
                 )
         owned_by_ancestor = [
             frozenset(_owned_by_ancestor(unit)) for unit in self.units[:-1]

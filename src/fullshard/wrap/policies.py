@@ -66,7 +66,9 @@ class Policy(ABC):
         known = set(root.modules())
         for module in targets:
             if module not in known:
-                raise ValueError(f"{type(self).__name__} selected a {type(module).__name__} that is not below the root")
+                raise ValueError(
+                    f"{type(self).__name__} selected a {type(module).__name__} that is not a submodule of the root"
+                )
         return WrapPlan.of(tree, targets, kwargs)
 
 

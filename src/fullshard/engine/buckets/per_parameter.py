@@ -100,7 +100,7 @@ class PerParameterBucket(BufferBucket):
     def never_quantized(self, index: int, kind: Kind) -> str:
         """Replicated parameters are not quantized, nor gradients of frozen ones."""
         reason = super().never_quantized(index, kind)
-        return reason or ("on every rank anyway" if self.layout.slots[index].route is Route.REPLICATED else "")
+        return reason or ("replicated" if self.layout.slots[index].route is Route.REPLICATED else "")
 
     def _make_all_gather(
         self, layout: PerParameterLayout, shard: torch.Tensor, unsharded: Buffer, transport: Transport
