@@ -196,7 +196,7 @@ def test_memory_of_the_wrong_size_is_refused(rank: Rank) -> None:
 
     model, reference = made(rank)
     model.blocks[1].set_custom_all_gather(Short())
-    words = rf"Short.allocate: expected \d+ elements of torch.float32 on {rank.device}, got"
+    words = rf"Short.allocate: expected \d+ elements of torch.float32 on {rank.device}, found"
     with pytest.raises(ValueError, match=words):
         square_loss()(model, rank.rank)
     model.blocks[1].set_custom_all_gather(None)

@@ -356,7 +356,7 @@ def test_refusals(rank: Rank) -> None:
     LOSS(model, rank.rank)  # units have names now
     with pytest.raises(TypeError, match=r"expected a fullshard\.CommQuantization or None, found str"):
         model.set_comm_quantization("int8")
-    with pytest.raises(ValueError, match="expected no error_feedback"):
+    with pytest.raises(ValueError, match="expected error_feedback=False"):
         model.set_comm_quantization(CommQuantization(reduce="int8", error_feedback=True))
     with pytest.raises(ValueError, match="nothing is all-gathered over the replicate axis"):
         model.set_comm_quantization(replicate=CommQuantization(all_gather="int8"))

@@ -67,16 +67,35 @@ __all__ = [
 
 
 def make_transport(group: dist.ProcessGroup, device: torch.device, *, reduces: bool = True) -> Transport:
-    """Make the transport for the back end that ``group`` uses on ``device``. Call it on all ranks of the group.
+    """Create the transport for the backend that ``group`` uses on ``device``. Call it on all ranks of the group.
 
     Args:
-        group: The ranks. A subclass of ``torch.distributed.ProcessGroup`` may be its own back end.
-        device: Where the tensors are.
-        reduces: :meth:`Transport.reduce_scatter` will be used. On NCCL that makes a second communicator, once per
-            group whose ranks are in order; a transport for all-reduces only can do without.
+        group: The ranks. A subclass of ``torch.distributed.ProcessGroup`` may be its own backend.
+        device: Device of the tensors.
+        reduces: Create the communicator for ``Transport.reduce_scatter``. With NCCL this is a second communicator, once
+            per group whose ranks are in order; not needed for transports that only all-gather or all-reduce.
+
+    Returns:
+        A transport for the group's backend; ``SingleRankTransport`` for a group of one rank.
 
     Raises:
-        RuntimeError: If the group has no back end for the device.
+        RuntimeError: If the group has no backend for the device.
+
+    Example:
+        ```python
+        import torch
+        import torch.distributed as dist
+
+        from fullshard.comm import CommRequest, Operand, make_transport
+
+        accelerator = torch.accelerator.current_accelerator()
+        device = torch.device("cpu") if accelerator is None else accelerator
+        transport = make_transport(dist.group.WORLD, device)
+        shard = torch.full((2,), float(dist.get_rank()), device=device)
+        unsharded = torch.empty(2 * dist.get_world_size(), device=device)
+        for work in transport.all_gather([CommRequest("example", [Operand(shard, unsharded)])]):
+            work.wait()
+        ```
     """
     if group.size() == 1:
         return SingleRankTransport()

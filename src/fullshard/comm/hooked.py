@@ -1,4 +1,4 @@
-"""Reductions that users do themselves, with a communication hook."""
+"""Reductions by a communication hook of the user."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ __all__ = ["HookedTransport"]
 
 
 class HookedTransport(WrappingTransport):
-    """A transport whose reductions are done by the user's hook, as those of torch.distributed.fsdp are.
+    """A transport whose reductions are done by a communication hook, as in torch.distributed.fsdp.
 
-    The hook gets the first operand of every request: its gradients. It is called ``hook(state, unsharded, shard)``
-    where gradients are sharded, and has to leave this rank's part of the result in ``shard``; in an all-reduce it is
-    called ``hook(state, tensor)`` and works in place. Both are flat. It scales by itself, and may change
-    ``unsharded``. It may also give its tensors new memory (``shard.data = ...``) of the same size and dtype: the values
-    are copied back.
+    The hook gets the first operand of every request, which has its gradients. It is called as ``hook(state, unsharded,
+    shard)`` where gradients are sharded and must leave this rank's part of the result in ``shard``; in an all-reduce it
+    is called as ``hook(state, tensor)`` and works in place. Both tensors are flat. The hook scales gradients itself,
+    and may change ``unsharded``. It may also give its tensors new memory (``shard.data = ...``) of the same size and
+    dtype: the values are copied back.
 
-    The other operands of a request (presence numbers) go to the transport underneath, with the request's scaling, as do
-    all-gathers. ``direct_bytes`` is beyond any size, so that gradients are one operand.
+    The other operands of a request (presence numbers), and all-gathers, are passed on to the base transport.
+    ``direct_bytes`` is larger than any size, so that gradients are one operand.
 
-    A hook is done when it returns; on accelerators it may leave work behind on the current stream.
+    A hook is done when it returns; on accelerators it may leave work on the current stream.
 
     Args:
         base: The group's own transport.
-        state: The hook's first argument.
-        hook: Reduces gradients. Has to be the same on all ranks.
+        state: First argument of the hook.
+        hook: Function that reduces gradients; the same on all ranks.
 
     Raises:
-        TypeError: The hook is not callable.
+        TypeError: If the hook is not callable.
     """
 
     direct_bytes: int = sys.maxsize

@@ -74,7 +74,7 @@ class ShardMesh:
         self._subgroups, self._joined, self._plain = {}, {}, None
 
     def placements(self, placement: Placement) -> tuple[Placement, ...]:
-        """Placements on :attr:`device_mesh` of a parameter whose shard axis has ``placement``."""
+        """Placements on ``device_mesh`` of a parameter whose shard axis has ``placement``."""
         replicated = (Replicate(),) if self.replicate is not None else ()
         return replicated if self.shard is None else (*replicated, placement)
 

@@ -1,12 +1,12 @@
 """The driver of a step: one runtime per root module says what happens to every unit below it, and when.
 
 The front ends call it around the forward of every sharded module (``composable/fsdp_module.py``, ``wrapper/fsdp.py``),
-autograd calls it through ``hooks.py``. It is made lazily, at the first forward: :func:`runtime_of`.
+autograd calls it through ``hooks.py``. It is made lazily, at the first forward: ``runtime_of``.
 
-Read :meth:`Runtime.pre_forward`, :meth:`Runtime.post_forward`, :meth:`Runtime.pre_backward`,
-:meth:`Runtime.post_backward` and :meth:`Runtime.finish_backward` from top to bottom: they are what happens in a step,
-in this order. All that they call lies below: :mod:`~fullshard.engine.prefetch` chooses what to unshard before its turn,
-a :class:`~fullshard.engine.unit.Unit` unshards, reshards and keeps its states, and the reduction queue takes unsharded
+Read ``Runtime.pre_forward``, ``Runtime.post_forward``, ``Runtime.pre_backward``,
+``Runtime.post_backward`` and ``Runtime.finish_backward`` from top to bottom: they are what happens in a step,
+in this order. All that they call lies below: ``prefetch`` chooses what to unshard before its turn,
+a ``Unit`` unshards, reshards and keeps its states, and the reduction queue takes unsharded
 gradients to sharded ``.grad``.
 
 [Note: Steps inside a forward]
@@ -234,18 +234,18 @@ class Runtime:
         self.overlap.note_unsharded([unit for units in launches for unit in units])
 
     def begin_user_unshard(self, unit: Unit) -> None:
-        """Issue the all-gather for :meth:`user_unshard`."""
+        """Issue the all-gather for ``user_unshard``."""
         if unit.is_kept and unit.is_idle and not unit.user_unshards:
             unit.reshard()  # the shards may have been written to since
         self.begin_unshard([unit])
 
     def user_unshard(self, unit: Unit) -> None:
-        """Have the modules hold the unsharded parameters until :meth:`end_user_unshard`, whatever runs in between."""
+        """Have the modules hold the unsharded parameters until ``end_user_unshard``, whatever runs in between."""
         self.unshard(unit)
         unit.user_unshards += 1
 
     def end_user_unshard(self, unit: Unit) -> None:
-        """End one :meth:`user_unshard`; the last one reshards."""
+        """End one ``user_unshard``; the last one reshards."""
         unit.user_unshards -= 1
         if not unit.user_unshards and unit.is_idle:
             unit.reshard()
@@ -645,11 +645,11 @@ class Runtime:
 
 
 class _BackwardOf:
-    """What autograd calls for one forward of a unit. The runtime may be another one by then.
+    """Callbacks of autograd for one forward of a unit.
 
     Args:
-        unit: Whose module runs.
-        graph: Of the outermost forward.
+        unit: Unit whose module runs. Its runtime may be another one by the time of the backward.
+        graph: Graph of the outermost forward.
     """
 
     __slots__ = ("graph", "unit")

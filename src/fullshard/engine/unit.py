@@ -1,6 +1,6 @@
 """One unit: the parameters that are all-gathered and reduced together, their buckets, and the states they are in.
 
-A unit does what it is told and knows nobody above it; :mod:`fullshard.engine.runtime` says when.
+A unit does what it is told and knows nobody above it; ``fullshard.engine.runtime`` says when.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Unit:
 
     @property
     def described(self) -> str:
-        """Its name for errors."""
+        """Name of the unit for errors."""
         return repr(self.name or "<root>")
 
     # ---------------------------------------------------------------- states

@@ -59,7 +59,7 @@ class FlatSlot:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """Where the parameters of one bucket lie. Build with :meth:`build`; offsets and sizes are in elements."""
+    """Where the parameters of one bucket lie. Build with ``build``; offsets and sizes are in elements."""
 
     slots: tuple[FlatSlot, ...]  # in the order of the parameters given
     world_size: int

@@ -205,7 +205,7 @@ def is_row_major(parameter: ParameterShape) -> bool:
 
 @dataclass(frozen=True)
 class PerParameterLayout:
-    """Where the parameters of one bucket lie. Build with :meth:`build`; offsets and sizes are in elements."""
+    """Where the parameters of one bucket lie. Build with ``build``; offsets and sizes are in elements."""
 
     slots: tuple[Slot, ...]  # in the order of the parameters given
     world_size: int

@@ -46,7 +46,7 @@ _REQUESTS_PER_S = 20_000  # to the store while all ranks wait
 
 
 class RankBarrier:
-    """A collective operation, divided into steps with a barrier after each; made by :func:`rank_barrier`.
+    """A collective operation, divided into steps with a barrier after each; made by ``rank_barrier``.
 
     Args:
         name: Name of the operation, for errors.
@@ -160,7 +160,7 @@ def rank_barrier(
 ) -> Iterator[RankBarrier]:
     """Run a block on all ranks of a group together, with a barrier at its beginning and end.
 
-    If the block raises on one rank, the others raise at the next step of the :class:`RankBarrier`, or at the end::
+    If the block raises on one rank, the others raise at the next step of the ``RankBarrier``, or at the end::
 
         with rank_barrier(f"save {path}", group) as barrier:
             plan = barrier.run_on_all("plan", make_plan)    # fails on all ranks if it fails on one

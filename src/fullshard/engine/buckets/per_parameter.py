@@ -130,7 +130,7 @@ class PerParameterBucket(BufferBucket):
         torch._foreach_copy_(*self._subgroup_copies)
 
     def free_subgroup_shard(self) -> None:
-        """Free the rows that :meth:`reshard_to_subgroup` kept."""
+        """Free the rows that ``reshard_to_subgroup`` kept."""
         if self._subgroup_shard is not None:
             self._subgroup_shard.free()
 

@@ -7,7 +7,7 @@ and parameter groups that were built earlier stay valid; only its data changes. 
 replication only) it is the whole parameter and keeps its shape.
 
 If flat parameters are visible (``use_orig_params=False``), modules hold the unsharded parameters as plain attributes
-while they compute, and the :class:`FlatParameter` with all shards is what is registered, optimized and saved.
+while they compute, and the ``FlatParameter`` with all shards is what is registered, optimized and saved.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ NOT_FUNCTIONAL = (
 
 
 class FlatParameter(nn.Parameter):
-    """This rank's slice of a bucket as a parameter: 1-D, padding included.
+    """This rank's slice of a unit's parameters as one 1-D parameter, padding included.
+
+    Modules of a ``FullyShardedDataParallel`` with ``use_orig_params=False`` have one per unit and dtype.
 
     Attributes:
         fqns: FQNs of the original parameters, in order.

@@ -400,7 +400,7 @@ def accumulate_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
-    """True if :func:`accumulate_gradient` calls functions of users."""
+    """True if ``accumulate_gradient`` calls functions of users."""
     hooks = ("_backward_hooks", "_post_accumulate_grad_hooks", "_in_backward_optimizers")
     return any(getattr(parameter, name, None) for name in hooks)
 
@@ -414,12 +414,12 @@ def clear_gradient(parameter: nn.Parameter, *, set_to_none: bool) -> None:
 
 
 def mark(parameter: nn.Parameter, managed: ShardedParameter) -> None:
-    """Have :func:`managed_by` find ``managed`` for this parameter object."""
+    """Have ``managed_by`` find ``managed`` for this parameter object."""
     setattr(parameter, _MANAGED_BY, _Mark(managed))
 
 
 def unmark(parameter: nn.Parameter) -> None:
-    """Undo :func:`mark`: the parameter object is not managed any more."""
+    """Undo ``mark``: the parameter object is not managed any more."""
     parameter.__dict__.pop(_MANAGED_BY, None)
 
 
