@@ -293,7 +293,7 @@ class _HostLaunch(HostWork):
 
 
 class HostCommStream:
-    """Collectives on CPU: the back end's threads communicate; the host waits and runs ``finish``."""
+    """Collectives on CPU: the backend's threads communicate; the host waits and runs ``finish``."""
 
     def issue(
         self,

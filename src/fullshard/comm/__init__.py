@@ -1,11 +1,11 @@
-"""Transports: how the all-gathers and reductions of a bucket are carried out on a given back end and mesh axis.
+"""Transports carry out the all-gathers and reductions of a bucket on a given backend and mesh axis.
 
 - ``base.py``         the interface: operands, requests, scaling; recording of collectives
 - ``single_rank.py``  one rank: nothing is sent
-- ``gloo.py``, ``collective.py``  gloo, and all other back ends: NCCL, groups written in Python
-- ``custom.py``, ``pooled.py``, ``hooked.py``  users' collectives, memory and communication hooks
-- ``quantized/``      fewer bytes for slow networks
-- ``mesh.py``         the axes of a mesh with their transports; ``groups.py``: groups made from a group
+- ``gloo.py``, ``collective.py``  gloo, and all other backends: NCCL, groups written in Python
+- ``custom.py``, ``pooled.py``, ``hooked.py``  custom collectives, memory and communication hooks
+- ``quantized/``      quantized communication, for slow networks
+- ``mesh.py``         the axes of a mesh with their transports; ``groups.py``  subgroups of a process group
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def make_transport(group: dist.ProcessGroup, device: torch.device, *, reduces: b
     try:
         backend = group._get_backend(device).name().lower()
     except RuntimeError:
-        if type(group) is dist.ProcessGroup:  # which has back ends, but none for this device
+        if type(group) is dist.ProcessGroup:  # which has backends, but none for this device
             raise
         return PythonGroupTransport(group)
     if backend == "nccl":

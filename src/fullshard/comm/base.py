@@ -246,7 +246,7 @@ class Transport:
     sums_at_once: bool = True
     # A user's function reduces: it scales by itself, and is given nothing but gradients.
     hooked: bool = False
-    # The back end can average by itself (``ReduceOp.AVG``).
+    # The backend can average by itself (``ReduceOp.AVG``).
     averages: bool = False
     # An all-gather may be given shards of another dtype than the memory it fills.
     casts: bool = False

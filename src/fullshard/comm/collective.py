@@ -36,7 +36,7 @@ __all__ = [
     "reduce_scatter_base",
 ]
 
-# Dtypes that every back end can all-gather. NCCL knows neither int16 nor uint16, some versions no float8.
+# Dtypes that every backend can all-gather. NCCL knows neither int16 nor uint16, some versions no float8.
 _GATHERED_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.uint8})
 
 # Renamed between torch 2.11 and 2.13; the old names warn in the new ones.
@@ -56,7 +56,7 @@ def _all_gather_options(async_op: bool) -> AllgatherOptions:
 def all_gather_base(
     group: dist.ProcessGroup, unsharded: torch.Tensor, shard: torch.Tensor, *, async_op: bool = True
 ) -> dist.Work:
-    """Start an all-gather of ``shard`` into ``unsharded``, both flat, on a group with a back end of c10d's."""
+    """Start an all-gather of ``shard`` into ``unsharded``, both flat, on a group with a backend of c10d's."""
     return group._allgather_base(unsharded, shard, _all_gather_options(async_op))
 
 
@@ -68,7 +68,7 @@ def reduce_scatter_base(
     *,
     async_op: bool = True,
 ) -> dist.Work:
-    """Start a reduce-scatter of ``unsharded`` into ``shard``, both flat, on a group with a back end of c10d's."""
+    """Start a reduce-scatter of ``unsharded`` into ``shard``, both flat, on a group with a backend of c10d's."""
     options = ReduceScatterOptions()
     options.reduceOp, options.asyncOp = op if isinstance(op, ReduceOp) else ReduceOp(op), async_op
     return group._reduce_scatter_base(shard, unsharded, options)
@@ -90,7 +90,7 @@ class Reduction(NamedTuple):
     """How a ``GradScaling`` is carried out.
 
     Args:
-        op: The operation of the back end.
+        op: The operation of the backend.
         before: Factor that every rank's input is multiplied by ahead of it; 1.0 for none.
         after: Factor that the result is multiplied by; 1.0 for none.
     """

@@ -124,10 +124,10 @@ class QuantizationReport:
         return any(traffic.quantized_bytes for traffic in self.traffic)
 
     def __str__(self) -> str:
-        lines = [f"{'axis':<10} {'collective':<11} {'number':>7} {'received':>12} {'in full':>12} {'ratio':>6}"]
+        lines = [f"{'axis':<10} {'collective':<14} {'number':>7} {'received':>12} {'in full':>12} {'ratio':>6}"]
         for each in self.traffic:
             lines.append(
-                f"{each.axis:<10} {each.kind:<11} {each.collectives:>7} {_mib(each.nbytes)} {_mib(each.full_bytes)} "
+                f"{each.axis:<10} {each.kind:<14} {each.collectives:>7} {_mib(each.nbytes)} {_mib(each.full_bytes)} "
                 f"{each.ratio:>6.3f}"
             )
         if not self.traffic:

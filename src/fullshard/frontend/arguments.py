@@ -325,7 +325,7 @@ def default_mesh(device_type: str | None = None) -> DeviceMesh:
 
 
 def device_type_of(group: dist.ProcessGroup) -> str:
-    """Return the type of the accelerator if there is one and ``group`` has a back end for it, else "cpu"."""
+    """Return the type of the accelerator if there is one and ``group`` has a backend for it, else "cpu"."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return "cpu"

@@ -133,7 +133,7 @@ def raised_on_all(groups: Sequence[dist.ProcessGroup | None]) -> Iterator[None]:
     except Exception as error:
         failure = error
     except BaseException as error:
-        with contextlib.suppress(Exception):  # of a back end whose other ranks were interrupted, too
+        with contextlib.suppress(Exception):  # of a backend whose other ranks were interrupted, too
             raise_on_all(FullshardError(f"interrupted by {type(error).__name__}"), groups)
         raise
     raise_on_all(failure, groups)

@@ -1,7 +1,7 @@
 """A barrier that names missing ranks: saves and loads begin when all ranks have called the same one.
 
 [Note: Rank barrier]
-Ranks synchronize through the key-value store of the process group and not in a collective of its back end: a collective
+Ranks synchronize through the key-value store of the process group and not in a collective of its backend: a collective
 that a rank never joins ends in a timeout that names no rank, and a broken group (docs/design/ranks.md compares it with
 ``monitored_barrier``). A barrier is a [Note: Rendezvous]: a rank that arrives reports the name of its operation, the
 last one compares the names and proposes the result, and the others wait for it. The first rank that has waited too

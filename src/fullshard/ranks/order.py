@@ -193,7 +193,7 @@ def _abort(group: dist.ProcessGroup) -> None:
     """Abort all pending collectives of ``group``, from another thread.
 
     [Note: Aborting gloo collectives]
-    Gloo's back end accepts ``abort`` and ``shutdown`` but continues to wait. However, a receive that times out closes
+    Gloo's backend accepts ``abort`` and ``shutdown`` but continues to wait. However, a receive that times out closes
     all connections of its group, and pending operations on them raise. So a receive without a matching send is issued,
     with a timeout of a millisecond. A group may have several sets of connections, selected by tag.
     """

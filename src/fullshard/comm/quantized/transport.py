@@ -20,7 +20,7 @@ the transport underneath in the same launch. Values that leave the model (checkp
 are sent by ``ShardMesh.exact_transport``.
 
 Messages are allocated with the launch and freed when it is over; results are written only by the host that waits (on
-accelerators: on the stream that does), never from a thread of the back end.
+accelerators: on the stream that does), never from a thread of the backend.
 """
 
 from __future__ import annotations
