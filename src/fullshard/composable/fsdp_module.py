@@ -425,7 +425,7 @@ class FSDPModule(ShardedModule):
                 the default.
 
         Raises:
-            TypeError: If ``modules`` is not a list.
+            TypeError: If ``modules`` is a single module or not iterable.
             ValueError: If an element is not an ``FSDPModule``.
 
         Example:
@@ -453,7 +453,7 @@ class FSDPModule(ShardedModule):
                 the default.
 
         Raises:
-            TypeError: If ``modules`` is not a list.
+            TypeError: If ``modules`` is a single module or not iterable.
             ValueError: If an element is not an ``FSDPModule``.
         """
         found = _units("set_modules_to_backward_prefetch", modules)
@@ -712,7 +712,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
             forward.
 
     Raises:
-        TypeError: If ``modules`` is not a list.
+        TypeError: If ``modules`` is a single module or not iterable.
         ValueError: If an element is not an ``FSDPModule``.
 
     Example:

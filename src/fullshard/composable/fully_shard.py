@@ -116,6 +116,10 @@ def fully_shard(
         TypeError: If an argument has the wrong type.
         ValueError: If ``module`` is already sharded or has no ``forward``, or if the mesh or a placement does not fit
             the module or one of its parameters.
+        TiedParameterError: If a parameter is tied between a module of this call and a module sharded by
+            ``FullyShardedDataParallel``.
+        FullshardError: If a nested unit whose tied parameters this unit takes over is in the middle of a step, or has
+            unreduced gradients.
 
     Example:
         ```python
@@ -191,6 +195,10 @@ def replicate(
         ValueError: If ``module`` is already sharded, has no ``forward`` or contains modules that ``fully_shard`` was
             called on, if the mesh has more than one dimension without ``dp_mesh_dims``, or if ``dp_mesh_dims`` names a
             shard axis.
+        TiedParameterError: If a parameter is tied between a module of this call and a module sharded by
+            ``FullyShardedDataParallel``.
+        FullshardError: If a nested unit whose tied parameters this unit takes over is in the middle of a step, or has
+            unreduced gradients.
 
     Example:
         ```python
