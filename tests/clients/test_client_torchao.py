@@ -316,7 +316,7 @@ def test_wrapper_refuses_weights_with_hooks(rank: Rank) -> None:
     """FSDP1 flattens parameters, which such weights cannot be: an error that says so, not one from inside torchao."""
     with installed():
         for build in (nf4_model, lambda: quantized_model(int8_weight_only_quantized_training())):
-            with pytest.raises(ValueError, match=r"brings its own all-gather hooks; shard it with fully_shard"):
+            with pytest.raises(ValueError, match=r"which flat parameters do not support; use fully_shard"):
                 FullyShardedDataParallel(build(), device_id=torch.device("cpu"), use_orig_params=True)
 
 

@@ -85,7 +85,7 @@ BAD_PLANS: list[tuple[Any, Any, str]] = [
     ({"auto_wrap_policy": BLOCKS}, ValueError, "auto_wrap_policy"),
     ({"ignored_modules": []}, ValueError, "ignored_modules"),
     (Breaking(), OSError, "no plan"),
-    (Elsewhere(), ValueError, "not below the root"),
+    (Elsewhere(), ValueError, "not a submodule of the root"),
     (CustomPolicy(lambda module: "yes"), ValueError, "True, False or a dict"),  # type: ignore[arg-type,return-value]
     (CustomPolicy(divide), ZeroDivisionError, "zero"),
     (lambda module: True, TypeError, "recurse"),
