@@ -64,35 +64,52 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     **extra: Any,
 ) -> dict[str, Any]:
-    """Load a checkpoint. All ranks call it; each reads only its own shards, straight into memory.
+    """Load a checkpoint into a model and optimizer. All ranks call it; each reads only its own shards.
 
-    Atomic: on all ranks, names, shapes and dtypes are compared and checksums are verified before the first byte of the
-    model changes. Reads checkpoints of :func:`fullshard.save`, saved on any number of ranks and with either front end,
-    and of torch.distributed.checkpoint. There model and optimizer may have any place, as in ``{"model": ...,
-    "optim": ...}`` or ``{"app": {...}}`` or a bare state dict of the model: the model's names are looked for. No code
-    from the checkpoint is run.
+    Loading is atomic: all ranks compare names, shapes and dtypes and verify checksums before the first byte of the
+    model changes. No code from the checkpoint is run.
+
+    It reads checkpoints of ``fullshard.save``, saved on any number of ranks and with either front end, and of
+    ``torch.distributed.checkpoint``. In the latter, model and optimizer may be anywhere, as in ``{"model": ...,
+    "optim": ...}``, ``{"app": {...}}`` or a bare state dict of the model: they are found by the names of the model's
+    parameters.
 
     Args:
         path: Folder or URL of the checkpoint.
-        model: A model of either front end, DistributedDataParallel or plain; between steps.
-        optimizer: Optimizer of its parameters. It gets the saved state and group options; no step is run. None: the
-            checkpoint's optimizer state is not read.
-        strict: Raise if a name is only in the model or only in the checkpoint. Otherwise parameters that the checkpoint
-            lacks keep their values.
-        cast: Convert tensors of other dtypes. Otherwise they are an error.
+        model: A model of ``fully_shard`` or ``FullyShardedDataParallel``, DistributedDataParallel or plain; not in the
+            middle of a step.
+        optimizer: Optimizer of the model's parameters. It gets the saved state and group options; no step is run. None:
+            the optimizer state in the checkpoint is not read.
+        strict: Raise if a name is only in the model or only in the checkpoint. If False, parameters that are not in the
+            checkpoint keep their values.
+        cast: Convert tensors of other dtypes. If False, they are an error.
         random: Restore this rank's random number generators, if the number of ranks is the same.
-        key_map: Where things are in the checkpoint, by the beginning of its keys: ``{"app.net": "model", "app.opt":
-            "optimizer", "epoch": "extra.epoch"}``, or ``{"": "model"}`` for bare weights. In checkpoints of other
-            programs, model and optimizer are looked for if it does not say; other values are read only if it says.
-        process_group: The ranks. None: all.
-        extra: Objects with a state dict to load into, by the names under which they were saved.
+        key_map: Maps prefixes of keys in the checkpoint to "model", "optimizer" or "extra.NAME": ``{"app.net": "model",
+            "app.opt": "optimizer", "epoch": "extra.epoch"}``, or ``{"": "model"}`` for bare weights. In checkpoints of
+            other programs, model and optimizer are searched for if they are not in it; other values are read only if
+            they are.
+        process_group: Ranks that load together. None: all ranks.
+        **extra: Objects with a state dict to load into, by the names under which they were saved.
 
     Returns:
-        The other values that were saved, by name; tensors are full and in CPU memory.
+        The other values that were saved, by name. Tensors are full tensors in CPU memory.
 
     Raises:
         CheckpointError: On all ranks, if the checkpoint does not match the model or cannot be read.
-        FullshardError: On the ranks that wait, if others do not call ``load``.
+        FullshardError: On the ranks that have called ``load``, if others do not call it.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+        import fullshard
+
+        model = fullshard.fully_shard(nn.Linear(16, 16))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        fullshard.save("checkpoints/step-300", model, optimizer, step=300)
+        values = fullshard.load("checkpoints/step-300", model, optimizer)
+        assert values["step"] == 300
+        ```
     """
     wait_for_pending_save(process_group)
     mapped = "" if key_map is None else f", key_map={dict(key_map)}"

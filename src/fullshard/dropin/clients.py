@@ -31,7 +31,7 @@ _checked: set[str] = set()
 
 
 class UnsupportedClientError(FullshardError):
-    """Raised if a library that uses torch's FSDP is installed in a version that is not supported."""
+    """A library that uses torch's FSDP is installed in a version that fullshard does not support."""
 
 
 def check(module: str) -> None:

@@ -65,19 +65,19 @@ _undo = contextlib.ExitStack()  # restores the patched names
 
 
 def enable_torch_state_dict_functions() -> contextlib.ExitStack:
-    """Make ``torch.distributed.checkpoint.state_dict`` support :class:`fullshard.FullyShardedDataParallel`.
+    """Make ``torch.distributed.checkpoint.state_dict`` support ``fullshard.FullyShardedDataParallel``.
 
     ``get_model_state_dict``, ``set_optimizer_state_dict`` and the other functions of that module then work on wrappers,
-    with all ``StateDictOptions``, whether they were imported before or after. Private names of torch's module are
-    patched, for the whole process; models of torch's FSDP, DDP and plain ones continue to work. :func:`install`
-    includes it.
+    with all ``StateDictOptions``, whether they were imported before or after this call. Private names of torch's module
+    are patched for the whole process; models of torch's FSDP, DistributedDataParallel and plain ones continue to work.
+    ``fullshard.dropin.install`` includes this call.
 
     Returns:
-        A context manager that undoes this call at its end, or by ``close()``; it may be dropped. The patches stay while
-        another call is in effect.
+        A context manager that undoes this call at its end or by ``close()``; it may be discarded. The patches stay
+        while another call is in effect.
 
     Warns:
-        UserWarning: If torch's module lacks one of the names. Nothing is changed then.
+        UserWarning: If torch's module lacks one of the patched names. Nothing is changed then.
     """
     enabler, undo = object(), contextlib.ExitStack()
     with _lock:

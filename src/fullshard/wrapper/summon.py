@@ -26,21 +26,38 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Generator[None, None, None]:
-    """Unshard parameters, in the shards' dtype, inside the ``with`` block. All ranks enter it.
+    """Unshard parameters inside the ``with`` block, in the dtype of the shards. All ranks enter and leave it together.
 
-    With gradients disabled, modules can run inside the block, on these parameters and without casts.
+    With gradients disabled, modules can run inside the block. They then compute on these unsharded parameters, without
+    mixed precision casts.
 
     Args:
-        module: Module of a unit of either front end.
-        recurse: Include the units of all nested modules.
-        writeback: Write edits back to the shards, unless the block raises.
-        rank0_only: Only the first rank of the shard axis gets unsharded parameters; with ``writeback``, its edits
-            are sent to the others.
+        module: A sharded module of ``FullyShardedDataParallel`` or ``fully_shard``, or a module that contains some.
+        recurse: Unshard the units of all nested modules too.
+        writeback: Write changes back to the shards, unless the block raises.
+        rank0_only: Only the first rank of the shard axis gets unsharded parameters. With ``writeback``, its changes are
+            scattered to the other ranks.
         offload_to_cpu: Keep the unsharded parameters in CPU memory.
-        with_grads: Unshard gradients, too.
+        with_grads: Unshard gradients too.
+
+    Yields:
+        None.
 
     Raises:
-        PhaseError: In forward or backward, or if a unit is already unsharded by the user.
+        PhaseError: If it is entered in forward or backward, or a unit is already unsharded by the user.
+        FullshardError: With ``writeback`` and ``rank0_only``, if the block raised on another rank.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+        from fullshard import FullyShardedDataParallel as FSDP
+
+        model = FSDP(nn.Linear(16, 8), use_orig_params=True)
+        with FSDP.summon_full_params(model), torch.no_grad():
+            assert model.weight.shape == (8, 16)
+            model.weight.zero_()  # written back to the shards of all ranks
+        ```
     """
     check_instance("summon_full_params: module", module, nn.Module)
     flags = {"recurse": recurse, "writeback": writeback, "rank0_only": rank0_only, "offload_to_cpu": offload_to_cpu}
