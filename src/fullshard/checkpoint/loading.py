@@ -157,7 +157,7 @@ class _SharedCheckpoint:
     def match(
         self, state: ModelState, optimizer: torch.optim.Optimizer | None, key_map: Mapping[str, str] | None
     ) -> None:
-        """Give the keys of a checkpoint of another program the prefixes that :func:`fullshard.save` gives them.
+        """Give the keys of a checkpoint of another program the prefixes that ``fullshard.save`` gives them.
 
         Raises:
             CheckpointError: If more than one part of the checkpoint has the names of the model.
@@ -254,7 +254,7 @@ class _SharedCheckpoint:
 
 
 class _CheckpointLoad:
-    """One call of :func:`load`: the targets of all tensors and values that are read."""
+    """One call of ``load``: the targets of all tensors and values that are read."""
 
     _source: _SharedCheckpoint
     _model: nn.Module
@@ -481,7 +481,7 @@ class _CheckpointLoad:
 
 
 def _tensors_of(prefix: str, state: Mapping[str, Any], target: OptimizerTarget) -> dict[str, TensorShards]:
-    """Return the tensors in a state by the keys that :func:`fullshard.checkpoint.state.snapshot.snapshot` gives
+    """Return the tensors in a state by the keys that ``fullshard.checkpoint.state.snapshot.snapshot`` gives
     them.
     """
     tensors: dict[str, TensorShards] = {}

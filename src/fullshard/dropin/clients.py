@@ -35,7 +35,7 @@ class UnsupportedClientError(FullshardError):
 
 
 def check(module: str) -> None:
-    """Check, once, the version of the library that ``module`` belongs to, if it is in :data:`SUPPORTED`.
+    """Check, once, the version of the library that ``module`` belongs to, if it is in ``SUPPORTED``.
 
     Args:
         module: Dotted name of the module that uses a name of FSDP.

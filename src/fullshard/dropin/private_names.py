@@ -2,8 +2,8 @@
 
 [Note: Private names]
 Each is a thin view on an object of the engine, which does not know them: torch's *state* of a module and its *parameter
-groups* are views on a unit. Names in :data:`PRIVATE_NAMES` replace those of torch's private modules; attributes that
-:func:`patched_attributes` returns are set on fullshard's classes while the drop-in is installed.
+groups* are views on a unit. Names in ``PRIVATE_NAMES`` replace those of torch's private modules; attributes that
+``patched_attributes`` returns are set on fullshard's classes while the drop-in is installed.
 
 Users: accelerate upcasts through ``_flat_param`` and ``_handle``; Lightning reads ``_fsdp_flattened``; transformers'
 ``generate`` and dynamo ``_is_fsdp_managed_module``; torchtitan makes mesh infos with ``_get_mesh_info``; pipelining

@@ -7,7 +7,7 @@ Programs may refer to torch's classes where they cannot be rebound: in a tuple f
 that hides every attribute of torch's: attributes of ``nn.Module`` are ``nn.Module``'s again, and others raise
 AttributeError. No method of torch's engine can run on a module of fullshard.
 
-Constructors of torch's engine raise :class:`MixedEnginesError`.
+Constructors of torch's engine raise ``MixedEnginesError``.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class TorchBases:
         self._undo.append(lambda: setattr(constructed, "__init__", before))
 
     def end(self) -> None:
-        """Undo :meth:`begin`."""
+        """Undo ``begin``."""
         while self._undo:
             self._undo.pop()()
 

@@ -7,7 +7,7 @@ these are bound to others here, which ask that class *and* ours; torch's class, 
 may have imported the functions already: they look the names up when they run.
 
 That changes torch for the whole process, so only who asks for it gets it: the user by
-:func:`enable_torch_state_dict_functions`, or the drop-in. Without it the functions work on models of ``fully_shard``,
+``enable_torch_state_dict_functions``, or the drop-in. Without it the functions work on models of ``fully_shard``,
 whose parameters are DTensors. Of wrappers they would take this rank's pieces for whole parameters, so wrappers refuse:
 the functions ask every module first for ``_fqn_modifiers``, a method with which modules can say under which names they
 save, and a wrapper's raises.
@@ -177,7 +177,7 @@ def _class_of_both_engines(theirs: Any) -> Any:
 
 
 def _as_ours(value: Any) -> Any:
-    """Convert torch's :class:`StateDictType` and config values to fullshard's of the same names."""
+    """Convert torch's ``StateDictType`` and config values to fullshard's of the same names."""
     if value is None:
         return None
     if type(value).__name__ == StateDictType.__name__:

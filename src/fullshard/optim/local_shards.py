@@ -69,7 +69,7 @@ class _DTensorSharding(NamedTuple):
 
 
 class ShardLocator:
-    """Finds the local shards of tensors, with one :class:`Axis` for all meshes' axes over the same ranks."""
+    """Finds the local shards of tensors, with one ``Axis`` for all meshes' axes over the same ranks."""
 
     _axes: dict[tuple[int, ...], Axis]
     # By the id of the mesh, which the value keeps alive.

@@ -38,7 +38,7 @@ class Group:
         """Initialize the default process group from torch elastic's environment.
 
         Args:
-            device: what :func:`choose` takes. The back end is the one that c10d names for the type of device.
+            device: what ``choose`` takes. The back end is the one that c10d names for the type of device.
 
         Raises:
             ValueError: this node has no such devices, or fewer than ranks; or torchrun may restart ranks with a store

@@ -4,7 +4,7 @@ form.
 [Note: Index]
 The index says which regions of which tensors are in which file, so it is untrusted input until checked: file names must
 be ones that the writer makes (none leaves the folder), every shard must lie in its tensor, and shards must neither
-overlap nor leave holes. An :class:`Index` is valid once it exists. The writer checks its own index before it commits.
+overlap nor leave holes. An ``Index`` is valid once it exists. The writer checks its own index before it commits.
 
 Where in its file a shard lies is in the file's own header, which only the ranks that need the file read; see
 [Note: Directory]. Checkpoints of format 1 and of torch.distributed.checkpoint have these places in the index.
@@ -272,7 +272,7 @@ class Index:
 def table_of(
     tensors: Mapping[str, TensorEntry], files: Sequence[str], places: FilePlaces
 ) -> tuple[RegionTable, Numbers]:
-    """Return the regions of all shards that have a place, and their file numbers, in the order of an :class:`Index`.
+    """Return the regions of all shards that have a place, and their file numbers, in the order of an ``Index``.
 
     Raises:
         ValueError: If a shard has other dims than its tensor, or is too large for any tensor.

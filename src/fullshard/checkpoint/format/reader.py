@@ -2,8 +2,8 @@
 
 [Note: Checked before anything changes]
 A checksum mismatch halfway through a load would leave a model that is part old, part new. So every rank first reads
-everything that it needs and compares it with its checksums (:meth:`CheckpointReader.check`); then the ranks tell each
-other whether they have succeeded; only then are targets written (:meth:`CheckpointReader.fill`).
+everything that it needs and compares it with its checksums (``CheckpointReader.check``); then the ranks tell each
+other whether they have succeeded; only then are targets written (``CheckpointReader.fill``).
 
 A local checkpoint is read a second time for that: it is in the page cache by then, and a copy of our own costs more
 than it saves (measured: 200 MB per rank on two ranks, 0.38 s with a copy, 0.20 s without). Data behind a URL, or that
@@ -89,7 +89,7 @@ def open_reader(path: str | os.PathLike[str]) -> CheckpointReader:
 
 
 class CheckpointReader:
-    """Reads a checkpoint; made by :func:`open_reader`. Only the blocks that are needed are read.
+    """Reads a checkpoint; made by ``open_reader``. Only the blocks that are needed are read.
 
     Args:
         folder: Folder of the checkpoint.
@@ -151,7 +151,7 @@ class CheckpointReader:
         See [Note: Checked before anything changes].
 
         Returns:
-            Reads for :meth:`fill`, ordered by file and place.
+            Reads for ``fill``, ordered by file and place.
 
         Raises:
             CheckpointError: If a file is missing, truncated or changed.

@@ -4,7 +4,7 @@
 A pickle is a program: it names callables and calls them. ``.metadata`` needs a dozen names; any other is refused. Not
 even torch's own classes are handed out, as a pickle can change attributes of the classes that it names: each name has a
 stand-in, new for every file, that only keeps the state that it is given. What comes out is type-checked and becomes an
-:class:`~fullshard.checkpoint.format.index.Index`, checked as any other. Tensors and values are read with torch's
+``Index``, checked as any other. Tensors and values are read with torch's
 restricted unpickler.
 """
 

@@ -89,8 +89,8 @@ class RankInventory:
     """The shards and values that one rank holds, as it sends them to the coordinator.
 
     Args:
-        table: A :attr:`TensorTable.packed`; None: the same as the first rank's.
-        regions: Result of :meth:`packed`.
+        table: A ``TensorTable.packed``; None: the same as the first rank's.
+        regions: Result of ``packed``.
         values: Keys of values.
     """
 

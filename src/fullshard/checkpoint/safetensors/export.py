@@ -5,7 +5,7 @@ The byte ranges of all tensors follow from names, shapes and dtypes, which all r
 files, headers first and at full length, under temporary names, and then all ranks write their shards into them
 concurrently; weights are not communicated. Replicated shards are written by one rank. At the end the files are renamed
 to their final names, the index last. That needs a folder on a shared file system; otherwise the group's first rank
-writes all, tensor by tensor, as :func:`fullshard.full_tensors` gathers them.
+writes all, tensor by tensor, as ``fullshard.full_tensors`` gathers them.
 """
 
 from __future__ import annotations

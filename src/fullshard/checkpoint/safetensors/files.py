@@ -1,6 +1,6 @@
 """Layout of safetensors files, and of several files with a Hugging Face index: read and planned.
 
-The safetensors package reads and checks headers. The bytes of shards are read and written by :mod:`shard_io`, straight
+The safetensors package reads and checks headers. The bytes of shards are read and written by ``shard_io``, straight
 into and from existing memory: ``safe_open(...).get_slice`` maps the file, so that a file that is cut off, or an error
 of the disk, would end the process with SIGBUS where now every rank raises an error; and nothing of the package writes
 parts of tensors.

@@ -61,7 +61,7 @@ class Snapshot:
         aliases: Other keys of tied parameters.
         about: Description of the save, for the index.
         fingerprint: Compared between the ranks of the save.
-        wait: Blocks until the entries can be read: copies from an accelerator are under way when :meth:`stage` returns.
+        wait: Blocks until the entries can be read: copies from an accelerator are under way when ``stage`` returns.
     """
 
     entries: dict[str, TensorShards | bytes]

@@ -1,4 +1,4 @@
-"""Implementation of ``fullshard inspect`` and ``fullshard export``. Options are declared in :mod:`fullshard.cli`.
+"""Implementation of ``fullshard inspect`` and ``fullshard export``. Options are declared in ``fullshard.cli``.
 
 Exit codes: 0 all good; 1 problems or differences were found, or something could not be written; 2 wrong input.
 """

@@ -38,7 +38,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 class Checkpoint:
-    """An open checkpoint; a context manager. Tensors are read on demand. Made by :func:`open_checkpoint`."""
+    """An open checkpoint; a context manager. Tensors are read on demand. Made by ``open_checkpoint``."""
 
     _reader: CheckpointReader
 

@@ -70,7 +70,7 @@ class Finder:
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        """The module's own specification, loaded by an :class:`Installer`."""
+        """The module's own specification, loaded by an ``Installer``."""
         key = (name, _thread.get_ident())
         if key in self._asking or not (name in AWAITED or name.partition(".")[0] == "fullshard"):
             return None

@@ -10,7 +10,7 @@ optimizer; in one path, a parameter alone is a run of one.
 The optimizer's state for a local tensor is plain and flat, too; the user's view of it, in ``optimizer.state``, are
 DTensors on the same memory. So the user's view is always correct and complete, and local tensors can be rebuilt from it
 whenever something has changed. Scalars beside the elementwise entries (``step``) exist once per run, and once per
-parameter in the user's view: other optimizers, which may load that state, update each of them (:class:`RunScalars`).
+parameter in the user's view: other optimizers, which may load that state, update each of them (``RunScalars``).
 
 What cannot be stepped like that (sparse gradients, gradients that lie otherwise than the parameter, tensor subclasses,
 state of other shapes) is stepped as it is: its local tensor is the user's parameter itself.

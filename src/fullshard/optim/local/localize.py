@@ -103,7 +103,7 @@ def localize(optimizer: _O, *, elementwise: bool | None = None) -> _O:
 
 
 def local_step_of(optimizer: Optimizer) -> LocalStep | None:
-    """Return the :class:`LocalStep` of a localized optimizer; None for others."""
+    """Return the ``LocalStep`` of a localized optimizer; None for others."""
     step: LocalStep | None = vars(optimizer).get(_STEP)
     return step
 

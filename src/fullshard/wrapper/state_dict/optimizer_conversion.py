@@ -1,4 +1,4 @@
-"""Convert state dicts of optimizers to and from each :class:`~fullshard.checkpoint.state.types.StateDictType`."""
+"""Convert state dicts of optimizers to and from each ``StateDictType``."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def state_to_load(
     rank0_only: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Convert a result of :func:`saved_state`, maybe of a model wrapped otherwise, to a state dict for ``optimizer``.
+    """Convert a result of ``saved_state``, maybe of a model wrapped otherwise, to a state dict for ``optimizer``.
 
     With ``rank0_only``, the state of the first rank of ``group``, or of the model, is broadcast, and all ranks call it.
     The result is keyed by names if ``named``, else by indices.
@@ -349,7 +349,7 @@ def _keys(model: nn.Module, optimizer: Any) -> dict[int, str]:
 
 
 def load_local(model: nn.Module, optimizer: Any, given: Mapping[str, Any], *, named: bool) -> dict[str, Any]:
-    """Convert a result of :func:`save_local` to a state dict for ``optimizer``: same wrapping, same ranks.
+    """Convert a result of ``save_local`` to a state dict for ``optimizer``: same wrapping, same ranks.
 
     Raises:
         ValueError: If the parameters or shapes differ.
