@@ -75,7 +75,7 @@ def test_inspect_verifies(tmp_path: Path) -> None:
     shown = run("inspect", path, "--verify", code=1)
     assert shown.count("problem: ") == 2 and "2 problems found" in shown
     assert "extra.note" in shown
-    assert "cannot be read; run with --verify for the error" in run("inspect", path)
+    assert "cannot be read; run with --verify to see the error" in run("inspect", path)
 
 
 def test_inspect_compares(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_optimizer_without_state_is_found_by_its_groups(rank: Rank, flattened: b
     its = torch.optim.SGD(model.parameters(), lr=1.0)
     fullshard.load(folder / "one", model, its)
     assert its.param_groups[0]["lr"] == 0.25
-    with pytest.raises(CheckpointError, match=r"optimizer could be under each of 'a', 'b'"):
+    with pytest.raises(CheckpointError, match=r"optimizer under more than one prefix, 'a', 'b'"):
         fullshard.load(folder / "two", model, its)
 
 
@@ -151,7 +151,7 @@ def test_error_names_what_is_there(tmp_path: Any) -> None:
     [
         ({"ema": "weights"}, "expected 'model', 'optimizer' or 'extra.NAME' for 'ema', found 'weights'"),
         ({"epcoh": "extra.epoch"}, "no key of the checkpoint begins with 'epcoh'; they begin with 'model'"),
-        ({"scheduler": "extra.scheduler"}, "'scheduler.last_epoch' of the checkpoint is a part of a dictionary"),
+        ({"scheduler": "extra.scheduler"}, "'scheduler.last_epoch' of the checkpoint is an entry of a dictionary"),
     ],
 )
 def test_key_map_that_is_wrong_is_an_error(key_map: dict[str, str], message: str, tmp_path: Path) -> None:

@@ -591,5 +591,5 @@ def test_single_process_without_a_group(folder: str) -> None:
     load_safetensors(model, file)
     for name, value in weights().items():
         assert_equal(model.state_dict()[name], value, name)
-    with pytest.raises(ValueError, match="expected a path, found the URL 's3://a/b'"):
+    with pytest.raises(ValueError, match="expected a local path, found the URL 's3://a/b'"):
         load_safetensors(model, "s3://a/b")

@@ -109,8 +109,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ("big.txt --name ..", "found '..'; see --out"),
         ("big.txt --name /tmp/elsewhere", "found '/tmp/elsewhere'; see --out"),
         ("big.txt --checkpoint-every -2", "checkpoint_every must be at least -1"),
-        ("big.txt --resume nowhere", "nowhere is no folder"),
-        ("big.txt --resume folder", "folder holds no complete checkpoint"),
+        ("big.txt --resume nowhere", "nowhere is not a folder"),
+        ("big.txt --resume folder", "folder has no complete checkpoint"),
     ],
 )
 def test_wrong_input_is_an_error_before_any_worker(folder: Path, arguments: str, message: str) -> None:

@@ -108,8 +108,9 @@ class Coordinator:
             yield
         except RuntimeError as error:
             raise CheckpointError(
-                f"{self._what}: the ranks cannot reach each other; did one of them end, or take longer than the "
-                f"time-out of the group? The folder has the previous checkpoint or the new one, whole ({error})"
+                f"{self._what}: a collective between the ranks failed: a rank has ended, or took longer than the "
+                f"timeout of the process group. The folder holds the complete previous checkpoint or the complete new "
+                f"one ({error})"
             ) from error
 
     def _ensure_group(self) -> None:

@@ -147,11 +147,11 @@ class _SharedCheckpoint:
         self._entries |= dict.fromkeys(index.values)
         self._stored = self._new = {key: key for key in self._entries}
         # All ranks must read the same index: ranks that see a folder at different times may see two saves.
-        advice = "is a save in progress, or do ranks see different folders?"
+        advice = "check that no save is in progress and that all ranks see the same folder"
         compare(
             self._reader.identity,
             self._groups,
-            lambda found: CheckpointError(f"{path}: {who_differs(found)} in what they read; {advice}"),
+            lambda found: CheckpointError(f"{path}: {who_differs(found)} in the checkpoint that they read; {advice}"),
         )
 
     def match(
@@ -189,9 +189,9 @@ class _SharedCheckpoint:
         nested = [key for key in nested if "." in key.removeprefix(EXTRA)]
         if nested and not self._is_own():
             raise CheckpointError(
-                f"key_map: {self._stored[nested[0]]!r} of the checkpoint is a part of a dictionary, which "
-                "torch.distributed.checkpoint has taken apart; map its parts to names of their own, such as "
-                "'extra.epoch', or read it with torch"
+                f"key_map: {self._stored[nested[0]]!r} of the checkpoint is an entry of a dictionary that "
+                "torch.distributed.checkpoint has flattened; map each entry to a separate name, such as "
+                "'extra.epoch', or read the dictionary with torch"
             )
 
     @property
@@ -310,7 +310,7 @@ class _CheckpointLoad:
     def _allocate(self, key: str, device: str = "cpu") -> torch.Tensor:
         found = self._source.tensor(key)
         if found is None:
-            raise CheckpointError(f"{key}: the checkpoint has a value that refers to this tensor, but not the tensor")
+            raise CheckpointError(f"{key}: missing in the checkpoint, although one of its values refers to it")
         with torch.inference_mode(False):
             return torch.empty(found.shape, dtype=dtype_of(found.dtype), device=device)
 
@@ -419,7 +419,7 @@ class _CheckpointLoad:
             problems += [f"{prefix}{name}: in the checkpoint, but not in the model" for name in sorted(saved - wanted)]
         for name in sorted(name for name, shards in state.tensors.items() if shards.device.type == "meta"):
             problems.append(
-                f"{prefix}{name}: on the meta device, cannot be loaded into; call to_empty() first, or "
+                f"{prefix}{name}: on the meta device, so it cannot be loaded; call to_empty() first, or use "
                 "fullshard.load_safetensors"
             )
         for name in sorted(state.tensors.keys() & saved):

@@ -240,7 +240,7 @@ def wait_for_pending_save(group: dist.ProcessGroup | None) -> None:
     observed, failure = pending.observed, pending.exception()
     _pending.pop(key, None)
     if failure is not None and not observed:
-        warnings.warn(f"the previous background save failed: {failure}", stacklevel=3)
+        warnings.warn(f"the previous async_save failed: {failure}", stacklevel=3)
 
 
 def _save_in_background(body: Callable[[], None], group: dist.ProcessGroup | None) -> SaveFuture:

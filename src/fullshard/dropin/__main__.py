@@ -38,7 +38,9 @@ def main(arguments: list[str]) -> int:
     program = rest[0]
     flag = next((flag for name, flag in ISOLATING_FLAGS.items() if getattr(sys.flags, name)), None)
     if flag is not None:
-        return _usage_error(f"run Python without {flag}: processes that the program starts would not run on fullshard")
+        return _usage_error(
+            f"run Python without {flag}: with it, processes that the program starts would not use fullshard"
+        )
     if not as_module and not os.path.exists(program):
         return _usage_error(f"there is no file {program}; to run a module pass -m {program}")
     install()

@@ -47,13 +47,13 @@ class Installation:
     def __str__(self) -> str:
         """Return a summary of the replaced names in one line."""
         if _current is None:
-            return "fullshard does not stand in for torch.distributed.fsdp"
+            return "fullshard does not replace torch.distributed.fsdp"
         items = [item for names in _current.names.values() for item in names.replaced.items()]
         replaced = {name for name, value in items if not isinstance(value, NotOffered)}
         bound = Counter(binding.module.__name__.partition(".")[0] for binding in _current.bindings)
         rebound = "; rebound: " + ", ".join(f"{count} in {owner}" for owner, count in sorted(bound.items()))
         return (
-            f"fullshard {fullshard.__version__} stands in for torch.distributed.fsdp: {len(replaced)} names"
+            f"fullshard {fullshard.__version__} replaces torch.distributed.fsdp: {len(replaced)} names"
             f"{rebound if bound else ''}"
         )
 
@@ -122,7 +122,7 @@ def _warn_of_torch_modules() -> None:
     sharded = _sharded_by_torch()
     if sharded:
         warnings.warn(
-            f"torch's FSDP has sharded {len(sharded)} modules already ({', '.join(sorted(set(sharded))[:3])}); "
+            f"torch's FSDP has already sharded {len(sharded)} modules ({', '.join(sorted(set(sharded))[:3])}); "
             "fullshard neither shards nor saves them, and isinstance with names of torch.distributed.fsdp is False for "
             "them. Call fullshard.dropin.install() before the model is built",
             MixedEnginesWarning,

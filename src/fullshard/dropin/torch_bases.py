@@ -89,9 +89,9 @@ class TorchBases:
     def _refuse(self, constructed: type, api: str) -> None:
         def refuse(*_: Any, **__: Any) -> NoReturn:
             raise MixedEnginesError(
-                f"torch's own {api} was called through a reference that was taken before fullshard.dropin.install(), "
-                "where install() cannot replace it (in a tuple, a closure or a default); a model cannot be sharded by "
-                f"both engines. Call install() before that code is imported, or import {api} again there"
+                f"torch's own {api} was called through a reference that was taken before fullshard.dropin.install() "
+                "and that install() cannot replace (in a tuple, a closure or a default argument); a model cannot be "
+                f"sharded by both engines. Call install() before that code is imported, or import {api} again there"
             )
 
         before = constructed.__dict__["__init__"]

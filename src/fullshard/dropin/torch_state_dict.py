@@ -311,7 +311,7 @@ def _check_complete(model: nn.Module, state_dict: dict[str, Any], info: Any) -> 
         raise FullshardError(
             f"set_model_state_dict: the full state dict has no {', '.join(missing[:5])}"
             f"{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}; pass StateDictOptions(strict=False) to "
-            "leave what is missing as it is"
+            "keep the values of missing keys"
         )
 
 

@@ -62,7 +62,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(
                 "process_group: expected a torch.distributed.ProcessGroup that this rank belongs to, or None for all "
-                f"ranks, got {type(process_group).__name__}; of a DeviceMesh, pass mesh.get_group()"
+                f"ranks, found {type(process_group).__name__}; for a DeviceMesh, pass mesh.get_group()"
             )
         super().__init__(
             device,

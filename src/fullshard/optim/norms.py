@@ -270,7 +270,7 @@ class _NormInputs:
         names = [shard.name for shard, flag in zip(shards, found.tolist(), strict=True) if flag]
         more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
         where = (
-            f"not finite: {', '.join(names[:MAX_NAMES])}{more}" if names else "all are finite, but their norm overflows"
+            f"non-finite: {', '.join(names[:MAX_NAMES])}{more}" if names else "all are finite, but their norm overflows"
         )
         raise NonFiniteError(
             f"expected a finite norm of order {float(norm_type)} of {len(shards)} gradients or other tensors, found "
@@ -285,7 +285,7 @@ def _as_list(tensors: _Tensors) -> list[torch.Tensor]:
         return [tensors]
     found = list(tensors)
     if not found and isinstance(tensors, types.GeneratorType):
-        warnings.warn("the generator of parameters is exhausted: no gradient is clipped", stacklevel=3)
+        warnings.warn("parameters is an exhausted generator: no gradient is clipped; pass a list", stacklevel=3)
     return found
 
 

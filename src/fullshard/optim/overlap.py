@@ -155,7 +155,7 @@ class OverlappedStep:
         runtime = None if root is None else root.runtime
         if runtime is not None and runtime.root() is not root:
             raise FullshardError(
-                "fullshard.optim.overlap was called with a model that is now nested in another FSDP module; call it "
+                "overlap: the model that was passed is now nested in another FSDP module; call fullshard.optim.overlap "
                 "with the root module"
             )
         return None if runtime is None or runtime.busy else runtime

@@ -98,7 +98,9 @@ def resume(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
         older = [str(path) for path in itertools.takewhile(lambda path: path != checkpoint, complete)]
         advice = "There is no older checkpoint: choose another --name to start from the beginning"
         if older:
-            advice = f"Older ones: {', '.join(older)}. Start from one with --resume PATH and another --name"
+            advice = (
+                f"Older checkpoints: {', '.join(older)}. Start from one of them with --resume PATH and another --name"
+            )
         raise ConfigError(f"cannot resume: {error}. {advice}") from error
     if "position" not in extra:
         raise ConfigError(f"cannot resume: {checkpoint} was not written by fullshard train")

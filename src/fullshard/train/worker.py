@@ -83,7 +83,7 @@ def run(config: TrainConfig, before: TrainConfig | None, location: RunLocation) 
         position = resume(checkpoint, model, optimizer)
     step = position["step"]
     if step > config.training.steps:
-        raise ConfigError(f"{checkpoint} is already at step {step}: to train further, raise --steps")
+        raise ConfigError(f"{checkpoint} is already at step {step}: increase --steps to train further")
     with group.failing_together():
         if group.leads:
             _prepare_folder(folder, checkpoint, step, config)
@@ -121,7 +121,7 @@ def _read_on_all_ranks(config: TrainConfig, group: Group) -> Corpus:
     digests = group.gather(corpus.sha256)
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
-            raise ConfigError(f"rank {rank} reads different text than rank 0: every node needs the same files")
+            raise ConfigError(f"rank {rank} read different text than rank 0: every node needs the same files")
     return corpus
 
 
@@ -144,14 +144,14 @@ def _claim(
             checkpoint = location.checkpoint()
             if location.settings() != before:
                 raise ConfigError(
-                    f"{checkpoint or location.folder} or its settings have changed meanwhile: start again"
+                    f"{checkpoint or location.folder} or its settings have changed since the launch: start again"
                 )
             location.check(config)
     checkpoint, folder = group.gather((checkpoint, location.folder))[0]
     with group.failing_together():
         if config.checkpoints.checkpoint_every != 0 and not folder.is_dir():
             raise ConfigError(
-                f"does not see {folder}: checkpoints need a folder that all nodes share; set it with --out, or disable "
+                f"cannot see {folder}: checkpoints need a folder that all nodes share; set it with --out, or disable "
                 f"checkpoints with --checkpoint-every 0"
             )
     return checkpoint, folder
@@ -181,11 +181,11 @@ def _announce(once: loop.Run, position: dict[str, Any], checkpoint: Path | None)
         say(f"note: {note}")
     if position.get("data_sha256", "") not in ("", corpus.sha256):
         say(
-            "note: the text has changed since these settings or the checkpoint were written, so that results differ; "
-            "validation losses are too low if held-out bytes were trained on before"
+            "note: the text has changed since these settings or the checkpoint were written, so results differ; "
+            "validation losses are too low if the model was trained on held-out bytes before"
         )
     if position.get("sequences", config.sequences) != config.sequences:
-        say(f"note: a step now sees {config.sequences} sequences, and {position['sequences']} so far")
+        say(f"note: an optimizer step now has {config.sequences} sequences; it had {position['sequences']} so far")
 
 
 def _generate(once: loop.Run) -> bytes:

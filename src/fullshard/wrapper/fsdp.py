@@ -149,7 +149,7 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             warnings.warn(
                 f"{API}: {type(module).__name__} has no forward, so its own parameters are never unsharded; wrap its "
-                "modules, and the module that contains it",
+                "children and the module that contains it instead",
                 stacklevel=2,
             )
         modules, parameters = _ignored(module, ignored_modules, ignored_states)
@@ -348,7 +348,9 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
         total = clip_grad_norm_(parameters, max_norm, norm_type).to(self.compute_device)
         dtypes = [parameter.grad.dtype for parameter in parameters if parameter.grad is not None]
         if not dtypes:
-            warnings.warn("clip_grad_norm_: this rank has no gradients", stacklevel=3)
+            warnings.warn(
+                "clip_grad_norm_: this rank has no gradients; returning the norm in torch.float32", stacklevel=3
+            )
             return total.float()
         return total.to(functools.reduce(torch.promote_types, dtypes))
 
@@ -378,8 +380,8 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
             raise FullshardError("register_comm_hook: a hook is already registered; a model can have only one")
         if any(unit.settings.collectives.quantization is not None for unit in units):
             raise ValueError(
-                "register_comm_hook: quantized communication is enabled, which has its own reduction; disable it with "
-                "set_comm_quantization() first"
+                "register_comm_hook: quantized communication is enabled and cannot be combined with a hook; disable it "
+                "with set_comm_quantization() first"
             )
         others = [
             unit.name or type(unit.modules[0]()).__name__
@@ -388,8 +390,8 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
         ]
         if others:
             raise ValueError(
-                f"register_comm_hook: units {others} were made by fully_shard; use their set_custom_reduce_scatter or "
-                "set_all_reduce_hook"
+                f"register_comm_hook: the units {others} were sharded by fully_shard, which has no communication "
+                "hooks; use their set_custom_reduce_scatter or set_all_reduce_hook"
             )
         waiting = [
             unit.name for unit in units if unit.gradients.needs_all_reduce or (unit.runtime and unit.runtime.busy)
@@ -400,7 +402,8 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
             )
         if any(unit.mesh.world_size > 1 and unit.mesh.replicas > 1 for unit in units):
             raise ValueError(
-                "register_comm_hook: hybrid strategies reduce twice and do not support hooks; use another strategy"
+                "register_comm_hook: hybrid sharding strategies reduce over two process groups and do not support "
+                "communication hooks; use another sharding strategy"
             )
         for unit in units:
             unit.settings.comm_hook = (state, hook)

@@ -84,7 +84,8 @@ def open_reader(path: str | os.PathLike[str]) -> CheckpointReader:
     found = f"found {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}" if names else "it is empty or missing"
     raise CheckpointError(
         f"{folder.path} has no checkpoint: {found}, but neither {INDEX_FILE} (fullshard) nor {METADATA_FILE} "
-        "(torch.distributed.checkpoint). Pass the folder that was saved to; a first save that was killed leaves none"
+        "(torch.distributed.checkpoint). Pass the folder that was saved to; an interrupted first save leaves no "
+        "checkpoint"
     )
 
 

@@ -86,7 +86,7 @@ def decode_shard(where: str, data: bytes, sizes: tuple[int, ...], dtype: str) ->
 
 def _damaged(where: str, found: str) -> CheckpointError:
     return CheckpointError(
-        f"{where} cannot be read ({found}); no code in them was run. Copy the file again, or use another checkpoint"
+        f"{where} cannot be read ({found}); no code in it was run. Copy the file again, or use another checkpoint"
     )
 
 
@@ -154,7 +154,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return the stand-in for a name in the pickle."""
         if (module, name) not in self._names:
-            raise _RefusedError(f"refers to {module[:80]}.{name[:80]}, which is not allowed in it")
+            raise _RefusedError(f"refers to {module[:80]}.{name[:80]}, which is not allowed")
         return self._names[module, name]
 
     def persistent_load(self, pid: Any) -> NoReturn:

@@ -91,7 +91,7 @@ def export_safetensors(
     texts = dict(metadata or {})
     check_arguments(dtype, max_shard_bytes)
     if ALIASES in texts or not all(isinstance(text, str) for item in texts.items() for text in item):
-        raise ValueError(f"metadata: expected strings by names other than {ALIASES!r}, found {texts}")
+        raise ValueError(f"metadata: expected a dictionary of strings without the key {ALIASES!r}, found {texts}")
     path = local_path("export_safetensors: folder", folder)
     with rank_barrier(f"export_safetensors {path}", process_group) as barrier:
         state = barrier.run_on_all("planning", lambda: _exportable_state(model))

@@ -175,14 +175,14 @@ def _show_rows(table: Table, count: int, what: str, console: Console) -> None:
         console.print(table)
     more = count - table.row_count
     if more > 0:
-        console.print(f"[dim]and {more} more {what}; --names '*' lists all, --names 'model.*' some of them[/]\n")
+        console.print(f"[dim]and {more} more {what}; --names '*' lists all, --names 'model.*' those that match[/]\n")
 
 
 def _contents(checkpoint: Checkpoint, name: str, limit: int) -> Text:
     try:
         text = " ".join(repr(checkpoint.read(name)).split())
     except CheckpointError:
-        return Text("cannot be read; run with --verify for the error", style="red")
+        return Text("cannot be read; run with --verify to see the error", style="red")
     return Text(text if len(text) <= limit else text[: limit - 3] + "...")
 
 
@@ -202,11 +202,13 @@ def _diff(checkpoint: Checkpoint, other: Checkpoint, console: Console) -> int:
     differences = checkpoint.diff(other)
     both = f"{checkpoint.path} and {other.path}"
     if not differences:
-        console.print(Text.assemble(("equal: ", "bold green"), f"{both} hold the same"))
+        console.print(Text.assemble(("equal: ", "bold green"), f"{both} have the same contents"))
         return GOOD
     for difference in differences:  # a line each, also where lines are short: names are long, and pipes are searched
         console.print(Text(difference), soft_wrap=True)
-    console.print(Text.assemble((_count(len(differences), "difference"), "bold red"), f" of {both}"), soft_wrap=True)
+    console.print(
+        Text.assemble((_count(len(differences), "difference"), "bold red"), f" between {both}"), soft_wrap=True
+    )
     return FOUND
 
 

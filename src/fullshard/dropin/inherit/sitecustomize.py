@@ -25,8 +25,8 @@ AWAITED = (
 )
 HERE = os.path.dirname(os.path.abspath(__file__))
 MISSING = (
-    "this interpreter was started by a program on fullshard.dropin and has no fullshard; install it there, or take "
-    f"{HERE} out of PYTHONPATH"
+    "this Python was started by a program that runs with fullshard.dropin, but cannot import fullshard; install "
+    f"fullshard for it, or remove {HERE} from PYTHONPATH"
 )
 
 

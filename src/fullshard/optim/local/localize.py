@@ -89,7 +89,7 @@ def localize(optimizer: _O, *, elementwise: bool | None = None) -> _O:
         ```
     """
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"localize: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        raise TypeError(f"localize: expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
     if _STEP in vars(optimizer):
         return optimizer
     original = type(optimizer)

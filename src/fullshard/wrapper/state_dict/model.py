@@ -84,9 +84,9 @@ class WrapperState(nn.Module):
         else. Where they know wrappers, they get another answer: see [Note: torch's state dict functions].
         """
         raise FullshardError(
-            "the functions of torch.distributed.checkpoint.state_dict would take this rank's 1-D shards of parameters "
-            "of fullshard.FullyShardedDataParallel for full parameters; call "
-            "fullshard.dropin.enable_torch_state_dict_functions() before them (it changes torch's module for the whole "
+            "the functions of torch.distributed.checkpoint.state_dict would treat this rank's 1-D shards of parameters "
+            "of fullshard.FullyShardedDataParallel as full parameters; call "
+            "fullshard.dropin.enable_torch_state_dict_functions() before them (it patches torch's module for the whole "
             "process, and can be undone), or use fullshard.save and fullshard.load, or the wrapper's own state_dict, "
             "load_state_dict, optim_state_dict and optim_state_dict_to_load"
         )
@@ -351,7 +351,7 @@ def _check_ddp(module: nn.Module) -> None:
     if names:
         raise FullshardError(
             f"{names[0]} (and {len(names) - 1} more) are sharded, but DistributedDataParallel also reduces them, and "
-            "has overwritten them; have it ignore them: before DistributedDataParallel(model), call "
+            "has overwritten them; make it ignore them: before DistributedDataParallel(model), call "
             "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)"
         )
 

@@ -94,7 +94,8 @@ def saved_state(
     for key, value in state.items():
         if not isinstance(key, torch.Tensor):
             warnings.warn(
-                f"the optimizer's state has the key {key!r}, which is not a parameter; it is copied", stacklevel=4
+                f"the optimizer's state has the key {key!r}, which is not a parameter; its value is copied unchanged",
+                stacklevel=4,
             )
             saved[key] = copy.deepcopy(value)
     result: dict[str, Any] = {"state": saved}
@@ -130,8 +131,8 @@ def _sending_group(model: nn.Module, group: dist.ProcessGroup | None) -> dist.Pr
     if mesh.ndim == 1:
         return mesh.get_group()
     raise ValueError(
-        f"the model is sharded over a multi-dimensional mesh of some ranks, {mesh}; pass the process group of these "
-        "ranks for the broadcast from its first rank"
+        "optim_state_dict_to_load: rank0_only broadcasts the state, and the model is sharded over a multi-dimensional "
+        f"mesh of some of the ranks, {mesh}, which has no process group for that; pass one of these ranks as group"
     )
 
 
@@ -275,7 +276,7 @@ def _receive_specs(
         if sharded:
             raise ValueError(
                 f"rank0_only: expected full tensors on the first rank, found {' and '.join(sorted(sharded))}s, which "
-                "all ranks must gather; load the state without rank0_only, on every rank"
+                "only all ranks together can all-gather; load the state without rank0_only, on every rank"
             )
         groups = None if receives else (given or {}).get("param_groups")
         if groups is not None:
