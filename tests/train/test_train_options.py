@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from fullshard.cli import app
 from fullshard.train.config import CheckpointConfig, ConfigError, TrainConfig, options
 from fullshard.train.run_folder import RunLocation
+from fullshard.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -156,3 +157,10 @@ print("heavy:", {"torch", "matplotlib"} & set(sys.modules))
     assert all(f"--{option.name.replace('_', '-')}" in done.stdout for option in options())
     assert re.findall(r"exit \d", done.stdout) == ["exit 0", "exit 0", "exit 2", "exit 2"]
     assert done.stdout.endswith("heavy: set()\n"), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("command", [["-m", "fullshard"], ["-c", "from fullshard.__main__ import main; main()"]])
+def test_version_is_printed(command: list[str]) -> None:
+    """`python -m fullshard --version`, and the installed command, which calls main(), print name and version."""
+    done = run(sys.executable, *command, "--version")
+    assert (done.returncode, done.stdout) == (0, f"fullshard {__version__}\n")

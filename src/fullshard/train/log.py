@@ -1,4 +1,4 @@
-"""What rank 0 shows and writes while a run trains: terminal, `metrics.jsonl` and TensorBoard."""
+"""Output of rank 0 during training: terminal, `metrics.jsonl` and TensorBoard."""
 
 from __future__ import annotations
 

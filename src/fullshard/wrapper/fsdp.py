@@ -41,12 +41,12 @@ from fullshard.wrapper.order import checked_execution_order
 from fullshard.wrapper.rollback import rollback_on_failure
 from fullshard.wrapper.state_dict.model import WrapperState
 from fullshard.wrapper.state_dict.optimizer import WrapperOptim
-from fullshard.wrapper.summon import summon_full_params
+from fullshard.wrapper.summon import WrapperSummon
 
 __all__ = ["FullyShardedDataParallel"]
 
 
-class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
+class FullyShardedDataParallel(WrapperSummon, WrapperOptim, WrapperState, ShardedModule):
     """Wrap a module and shard its parameters, gradients and optimizer state over ranks, like PyTorch's FSDP1.
 
     The parameters that are not in a nested unit become one unit (an FSDP module: parameters that are unsharded and
@@ -439,8 +439,6 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
         """
         unit = unit_at(self)
         return unit.runtime.root() is unit if unit.runtime is not None else not self._is_nested
-
-    summon_full_params = staticmethod(summon_full_params)
 
     def apply(self, fn: Callable[[nn.Module], object]) -> FullyShardedDataParallel:
         """Apply ``fn`` to every module inside, as ``nn.Module.apply`` does, while parameters are unsharded.

@@ -34,7 +34,7 @@ _SHOWN = 1000  # names per kind of mismatch in an error
 class IncompatibleNames(NamedTuple):
     """Names that only the model or only the files have.
 
-    Args:
+    Attributes:
         missing_keys: Parameters and persistent buffers that are not in the files.
         unexpected_keys: Tensors of the files that are not in the model.
     """
