@@ -21,7 +21,7 @@ class DivergedError(ArithmeticError):
 
 
 def check_loss(model: nn.Module, inputs: Sequence[Tensor], losses: Sequence[float], step: int, group: Group) -> None:
-    """Raise on all ranks if the loss of any rank is not finite. Only then a collective, in which the model runs once more.
+    """Raise on all ranks if the loss of any rank is not finite. Then a collective, in which the model runs once more.
 
     Args:
         model: Model with the weights that the loss was computed with.
