@@ -81,7 +81,7 @@ def test_checkpoint_that_cannot_be_written_is_tried_again(tmp_path: Path, monkey
     monkeypatch.setattr("fullshard.train.checkpoints.async_save", begin)
     model, said = GPT(GPTConfig(layers=1, width=8, heads=1, sequence=8)), list[str]()
     optimizer = torch.optim.SGD(model.parameters())
-    kept = Checkpoints(tmp_path, every=2, keep=1, leads=True, say=said.append, step=0)
+    kept = Checkpoints(tmp_path, every=2, keep=1, is_rank0=True, say=said.append, step=0)
     assert [kept.are_due(step) for step in (1, 2)] == [False, True] and kept.are_due(1, last=True)
     kept.save(model, optimizer, 2)
     futures[0].set_exception(CheckpointError("no space left"))

@@ -62,7 +62,7 @@ class Group:
         return cls(dist.get_rank(), dist.get_world_size(), own)
 
     @property
-    def leads(self) -> bool:
+    def is_rank0(self) -> bool:
         """True on rank 0, which prints and writes files."""
         return self.rank == 0
 
@@ -71,7 +71,7 @@ class Group:
         return list(agreement.gather(value, None).values())
 
     @contextlib.contextmanager
-    def failing_together(self) -> Iterator[None]:
+    def raised_on_all_ranks(self) -> Iterator[None]:
         """Raise a `ConfigError` or `OSError` of the `with` block on all ranks, as `ConfigError`. A collective."""
         problem = ""
         try:

@@ -113,7 +113,7 @@ def read_metadata_file(folder: Folder) -> Index:
             files={name: FileEntry(folder.length(name)) for name in names},
             about={"format": "torch.distributed.checkpoint", "version": _shown(top.get("version"))},
             places=places,
-            raw=False,
+            own_format=False,
         )
     except CheckpointError:
         raise

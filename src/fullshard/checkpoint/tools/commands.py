@@ -193,7 +193,9 @@ def _verify(checkpoint: Checkpoint, console: Console) -> int:
     if problems:
         console.print(Text(f"{_count(len(problems), 'problem')} found", style="bold red"))
         return FOUND
-    what = "all checksums match" if checkpoint.index.raw else "everything can be read; the format has no checksums"
+    what = (
+        "all checksums match" if checkpoint.index.own_format else "everything can be read; the format has no checksums"
+    )
     console.print(Text.assemble(("verified: ", "bold green"), f"{_bytes(checkpoint.index.nbytes)} of tensors, {what}"))
     return GOOD
 

@@ -1,4 +1,4 @@
-"""Make stock optimizers step plain local tensors, or runs of them, in place of DTensors.
+"""Make stock optimizers step plain local tensors, several at once where they are adjacent, in place of DTensors.
 
 [Note: Localized optimizers]
 A localized optimizer is the same object with another class: a subclass of its own, of the same name, that overrides

@@ -214,7 +214,7 @@ class MatrixOptimizer(Optimizer):
         steps = [_RoundStep(self, exchange) for exchange in plan.rounds]
         for step in steps[:1]:
             step.send_gradients()
-        _step_whole_matrices(self, plan.whole)  # while the first messages are in flight
+        _step_unsharded_matrices(self, plan.unsharded)  # while the first messages are in flight
         for index, step in enumerate(steps):
             step.receive()
             for later in steps[index + 1 : index + 2]:
@@ -258,20 +258,20 @@ class _RoundPlan:
     """All matrices: those that are sharded in rounds, and those that this rank has in full."""
 
     rounds: tuple[Round, ...]
-    whole: tuple[ShardedMatrix, ...]
+    unsharded: tuple[ShardedMatrix, ...]
 
     @classmethod
     def of(cls, optimizer: MatrixOptimizer) -> _RoundPlan:
         """Plan rounds for the parameters that require gradients now."""
         sharded: dict[tuple[ShardGroup, torch.dtype], list[ShardedMatrix]] = {}
-        whole: list[ShardedMatrix] = []
+        unsharded: list[ShardedMatrix] = []
         for number, group in enumerate(optimizer.param_groups):
             for name, parameter in _named(group, number):
                 if not parameter.requires_grad or not math.prod(matrix_shape(parameter)):
                     continue
                 matrix = ShardedMatrix.of(parameter, number, name)
                 key = matrix.shard_group, optimizer.comm_dtype or parameter.dtype
-                (whole if key[0] is None else sharded.setdefault((key[0], key[1]), [])).append(matrix)
+                (unsharded if key[0] is None else sharded.setdefault((key[0], key[1]), [])).append(matrix)
         rounds: list[Round] = []
         for (shard_group, dtype), matrices in sharded.items():
             work = [optimizer.work(matrix.shape, optimizer.param_groups[matrix.group]) for matrix in matrices]
@@ -280,7 +280,7 @@ class _RoundPlan:
             for indices in assigned.rounds:
                 owner_ranks = [assigned.owner_ranks[i] for i in indices]
                 rounds.append(Round([matrices[i] for i in indices], owner_ranks, shard_group, dtype))
-        return cls(tuple(rounds), tuple(whole))
+        return cls(tuple(rounds), tuple(unsharded))
 
 
 class _RoundStep:
@@ -293,7 +293,7 @@ class _RoundStep:
 
     _optimizer: MatrixOptimizer
     _round: Round
-    _tentative: dict[
+    _uncommitted_state: dict[
         int, dict[str, Any]
     ]  # new state of matrices without a gradient on this rank, stored if any rank has one
     _message: PendingExchange | None  # in flight
@@ -301,7 +301,7 @@ class _RoundStep:
 
     def __init__(self, optimizer: MatrixOptimizer, exchange: Round) -> None:
         self._optimizer, self._round = optimizer, exchange
-        self._tentative, self._message, self._owned = {}, None, {}
+        self._uncommitted_state, self._message, self._owned = {}, None, {}
 
     def send_gradients(self) -> None:
         """Update states and start sending shards to the owner ranks."""
@@ -313,15 +313,15 @@ class _RoundStep:
                 state = _local_state(self._optimizer, matrix)
                 state = {key: value.clone() if torch.is_tensor(value) else value for key, value in state.items()}
                 shards.append(self._optimizer.prepare(gradient, state, _group(self._optimizer, matrix)))
-                self._tentative[index] = state
+                self._uncommitted_state[index] = state
             else:
                 shards.append(_prepare(self._optimizer, matrix, gradient))
-        self._message = self._round.send(shards, self._tentative)
+        self._message = self._round.send(shards, self._uncommitted_state)
 
     def receive(self) -> None:
         """Assemble the matrices that this rank owns."""
         received = self._wait()
-        self._owned = self._round.full_matrices(received, self._tentative)
+        self._owned = self._round.full_matrices(received, self._uncommitted_state)
 
     def compute(self) -> None:
         """Compute their updates, those of one shape and group together."""
@@ -342,10 +342,10 @@ class _RoundStep:
         """Receive the updates and change the parameters."""
         received = self._wait()
         for index, matrix in enumerate(self._round.matrices):
-            if index in self._tentative:
+            if index in self._uncommitted_state:
                 if not self._round.any_rank_had_gradient(received, index):
                     continue
-                _store(self._optimizer, matrix, self._tentative.pop(index))
+                _store(self._optimizer, matrix, self._uncommitted_state.pop(index))
             _apply(self._optimizer, matrix, self._round.shard_update(received, index))
 
     def _wait(self) -> torch.Tensor:
@@ -354,7 +354,7 @@ class _RoundStep:
         return message.wait()
 
 
-def _step_whole_matrices(optimizer: MatrixOptimizer, matrices: Sequence[ShardedMatrix]) -> None:
+def _step_unsharded_matrices(optimizer: MatrixOptimizer, matrices: Sequence[ShardedMatrix]) -> None:
     """Update the matrices that this rank has in full, one at a time: those that have a gradient."""
     for matrix in matrices:
         gradient = _local_gradient(matrix)
