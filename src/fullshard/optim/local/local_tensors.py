@@ -1,16 +1,16 @@
 """Flat plain tensors that an optimizer steps in place of sharded parameters, on the same memory, and their state.
 
 [Note: Local tensors]
-A *local tensor* is one plain tensor that a localized optimizer steps. It is this rank's shard of one parameter, or
-the shards of several parameters that are adjacent in a shard buffer, and whose gradients are adjacent as well, without
-gaps. A gap between two gradients must not be written to (some optimizers write to gradients): it may contain
-another gradient, or other data of the user. Local tensors are 1-D, which makes no difference to an elementwise
-optimizer; a single parameter takes the same path.
+A *local tensor* is one plain tensor that a localized optimizer steps. It is this rank's shard of one parameter, or the
+shards of several parameters that are adjacent in a shard buffer, and whose gradients are adjacent as well, without
+gaps. A gap between two gradients must not be written to (some optimizers write to gradients): it may contain another
+gradient, or other data of the user. Local tensors are 1-D, which makes no difference to an elementwise optimizer; a
+single parameter takes the same path.
 
 The optimizer's state for a local tensor is plain and flat, too; the user's view of it, in ``optimizer.state``, are
 DTensors on the same memory. So the user's view is always correct and complete, and local tensors can be rebuilt from it
-whenever something has changed. Scalars beside the elementwise entries (``step``) exist once per local tensor, and once per
-parameter in the user's view: other optimizers, which may load that state, update each of them (``ScalarState``).
+whenever something has changed. Scalars beside the elementwise entries (``step``) exist once per local tensor, and once
+per parameter in the user's view: other optimizers, which may load that state, update each of them (``ScalarState``).
 
 What cannot be stepped like that (sparse gradients, gradients that lie otherwise than the parameter, tensor subclasses,
 state of other shapes) is stepped as it is: its local tensor is the user's parameter itself.
