@@ -27,6 +27,9 @@ ISOLATING_FLAGS = {"isolated": "-I", "ignore_environment": "-E", "no_site": "-S"
 def main(arguments: list[str]) -> int:
     """Install fullshard and run the program that the arguments name.
 
+    Args:
+        arguments: Arguments of ``python -m fullshard.dropin``.
+
     Returns:
         Exit status: 2 for wrong arguments, else 0. A program that exits by itself ends this process.
     """

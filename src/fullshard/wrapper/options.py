@@ -132,8 +132,9 @@ class WrapperOptions:
 
 
 def _device_type(module: nn.Module, device_id: int | torch.device | None) -> str | None:
-    """Return the type of the compute device; None if it is not specified. A device with an index becomes the current
-    one.
+    """Return the type of the compute device; None if it is not specified.
+
+    A device with an index becomes the current device.
     """
     check_instance(f"{API}: device_id", device_id, (int, torch.device, type(None)))
     accelerator = torch.accelerator.current_accelerator(check_available=True)

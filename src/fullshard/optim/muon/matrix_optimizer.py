@@ -227,8 +227,12 @@ class MatrixOptimizer(Optimizer):
             step.finish()
 
     def plan(self) -> _RoundPlan:
-        """Return the assignment of matrices to ranks and rounds, planned again when parameters, their groups or
-        ``requires_grad`` changed.
+        """Return the assignment of matrices to owner ranks and rounds.
+
+        It is planned again when the parameters, their groups or ``requires_grad`` change.
+
+        Returns:
+            The plan; the same on all ranks that the matrices are sharded over.
         """
         current = tuple(
             (number, id(p), p.requires_grad, p.dtype, p.device, _placement_key(p))
@@ -240,11 +244,14 @@ class MatrixOptimizer(Optimizer):
         return self._plan
 
     def traffic(self, rank: int | None = None) -> MatrixTraffic:
-        """Return the bytes that a rank sends in a step: its shards to owner ranks, and shards of the updates that it
-        computes.
+        """Return the bytes that a rank sends in a step.
 
         Args:
-            rank: Rank in the group or groups that matrices are sharded over; None: this one.
+            rank: Rank in the process groups that matrices are sharded over. None: this rank.
+
+        Returns:
+            Bytes of shards that are sent to owner ranks (``out``), and of shards of updates that are sent back
+            (``back``).
         """
         each = [exchange.traffic(exchange.rank if rank is None else rank) for exchange in self.plan().rounds]
         return MatrixTraffic(sum(t.out for t in each), sum(t.back for t in each))
@@ -293,9 +300,8 @@ class _RoundStep:
 
     _optimizer: MatrixOptimizer
     _round: Round
-    _uncommitted_state: dict[
-        int, dict[str, Any]
-    ]  # new state of matrices without a gradient on this rank, stored if any rank has one
+    # New state of matrices without a gradient on this rank, stored if any rank has one.
+    _uncommitted_state: dict[int, dict[str, Any]]
     _message: PendingExchange | None  # in flight
     _owned: dict[int, torch.Tensor]  # matrices, then updates; from receive to send_back
 
