@@ -334,7 +334,7 @@ def test_models_and_values_of_torchs_engine(rank: Rank):
         fullshard.fully_shard(a_model(), mp_policy=torchs().MixedPrecisionPolicy())
     del model
     model = torchs().fully_shard(a_model(), mesh=mesh)
-    already = r"sharded 1 modules already \(FSDPSequential\).*before the model"
+    already = r"already sharded 1 modules \(FSDPSequential\).*before the model"
     with pytest.warns(dropin.MixedEnginesWarning, match=already):
         dropin.install(quiet=True)
     dropin.uninstall()

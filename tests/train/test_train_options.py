@@ -99,7 +99,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ("nowhere", "nowhere"),
         ("empty.txt", "empty.txt is empty"),
         ("folder", "no text in the folder"),
-        ("small.txt", "needed at --sequence 512"),
+        ("small.txt", "needed with --sequence 512"),
         ("big.txt --steps 0", "steps must be at least 1"),
         ("big.txt --accumulate 0", "accumulate must be at least 1"),
         ("big.txt --dtype fp16", "dtype must be one of fp32, bf16"),

@@ -191,7 +191,7 @@ def test_damaged_checkpoint_is_an_error_that_names_older_ones(
     ("options", "message"),
     [
         (["--layers", "7", "--width", "64"], "has a model of --layers 1, not 7, --width 16, not 64: leave"),
-        (["--optimizer", "adamw"], "was trained with --optimizer muon, not adamw, whose state it lacks"),
+        (["--optimizer", "adamw"], "was trained with --optimizer muon, not adamw, whose state it does not have"),
         (["--seed", "1"], "was trained with --seed 0, not 1: another seed holds out other files"),
     ],
 )

@@ -126,7 +126,7 @@ def _only(places: list[str], usual: str) -> dict[str, str]:
     if len(places) > 1:
         listed = ", ".join(repr(place) for place in sorted(places))
         raise CheckpointError(
-            f"the checkpoint has the names of the {usual} under more than one prefix, {listed}: select one with "
+            f"the checkpoint has several candidates for the {usual}, under the prefixes {listed}: select one with "
             f"key_map={{'...': {usual!r}}}"
         )
     return {places[0]: usual} if places else {}

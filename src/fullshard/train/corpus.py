@@ -152,7 +152,7 @@ def _read_folder(root: Path, suffix: str = "") -> tuple[list[TextFile], list[str
             continue
         if content and b"\0" not in content[:8192]:
             files.append(TextFile(path, content))
-    notes = [f"{len(unreadable)} unreadable files were skipped; the first is {unreadable[0]}"] if unreadable else []
+    notes = [f"skipped unreadable files: {len(unreadable)}; the first is {unreadable[0]}"] if unreadable else []
     return files, notes
 
 
