@@ -55,7 +55,9 @@ class _Config:
     def __setattr__(self, name: str, value: object) -> None:
         """Check a flag that is assigned; wrappers keep copies."""
         if name not in self.__dataclass_fields__:
-            raise AttributeError(f"{type(self).__name__} has no {name}; it has {', '.join(self.__dataclass_fields__)}")
+            raise AttributeError(
+                f"{type(self).__name__} has no field {name}; its fields are {', '.join(self.__dataclass_fields__)}"
+            )
         if not isinstance(value, bool):
             raise TypeError(f"{type(self).__name__}: {name}: expected True or False, found {value!r}")
         super().__setattr__(name, value)
