@@ -42,7 +42,7 @@ def test_summary_says_what_is_compared() -> None:
     assert "the model is 2.500 bits per byte better than order-0 entropy coding" in text
     assert "the model is 0.500 bits per byte worse than zlib level 9" in text
     assert verdicts(1.5, {"zlib level 9": 1.5}) == ["the model equals zlib level 9"]
-    assert "at most 77 before it" in text
+    assert "at most 77 bytes before it" in text
     assert "all held-out bytes as one stream" in text
     assert "without unsharded parameters, activations" in text
     assert "quantized communication: rank 0 received 1.0 MiB instead of 4.0" in text

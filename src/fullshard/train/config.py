@@ -198,7 +198,7 @@ class TrainConfig(_Checked):
     )
     device: str = option(
         "auto",
-        "auto: accelerators if there is one for each rank, else the CPU. TYPE: a torch device type, such as cuda.",
+        "auto: accelerators if there is one for each rank, else the CPU. TYPE: a device type of torch.",
         metavar="auto|cpu|TYPE",
         panel="Ranks",
     )
