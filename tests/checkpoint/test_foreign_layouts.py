@@ -71,7 +71,7 @@ def test_key_map_chooses_among_several(rank: Rank) -> None:
     saved = {"net": get_model_state_dict(model), "ema": get_model_state_dict(average), "epoch": {"count": 3}}
     dcp.save(saved, checkpoint_id=folder / "two")
     loaded = build(rank, "fully_shard", seed=3)
-    with pytest.raises(CheckpointError, match=r"under each of 'ema', 'net' .* key_map=\{'\.\.\.': 'model'\}"):
+    with pytest.raises(CheckpointError, match=r"the prefixes 'ema', 'net': .* key_map=\{'\.\.\.': 'model'\}"):
         fullshard.load(folder / "two", loaded)
     chosen = {"net": "model", "epoch.count": "extra.epoch"}
     assert fullshard.load(folder / "two", loaded, key_map=chosen) == {"epoch": 3}
@@ -110,7 +110,7 @@ def test_optimizer_without_state_is_found_by_its_groups(rank: Rank, flattened: b
     its = torch.optim.SGD(model.parameters(), lr=1.0)
     fullshard.load(folder / "one", model, its)
     assert its.param_groups[0]["lr"] == 0.25
-    with pytest.raises(CheckpointError, match=r"optimizer could be under each of 'a', 'b'"):
+    with pytest.raises(CheckpointError, match=r"candidates for the optimizer, under the prefixes 'a', 'b'"):
         fullshard.load(folder / "two", model, its)
 
 
@@ -151,7 +151,7 @@ def test_error_names_what_is_there(tmp_path: Any) -> None:
     [
         ({"ema": "weights"}, "expected 'model', 'optimizer' or 'extra.NAME' for 'ema', found 'weights'"),
         ({"epcoh": "extra.epoch"}, "no key of the checkpoint begins with 'epcoh'; they begin with 'model'"),
-        ({"scheduler": "extra.scheduler"}, "'scheduler.last_epoch' of the checkpoint is a part of a dictionary"),
+        ({"scheduler": "extra.scheduler"}, "'scheduler.last_epoch' of the checkpoint is an entry of a dictionary"),
     ],
 )
 def test_key_map_that_is_wrong_is_an_error(key_map: dict[str, str], message: str, tmp_path: Path) -> None:

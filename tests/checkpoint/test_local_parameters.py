@@ -147,7 +147,7 @@ def test_state_dict_hooks_are_warned_of() -> None:
         def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
             destination[f"{prefix}scales"] = torch.ones(1)
 
-    with pytest.warns(UserWarning, match=r"1 \(Own\) changes state dicts"):
+    with pytest.warns(UserWarning, match=r"1 \(Own\) customizes its state dict"):
         model_state(nn.Sequential(nn.Linear(1, 1), Own(1, 1)))
     hooked = nn.Linear(1, 1)
     hooked._register_state_dict_hook(lambda *_: None)

@@ -413,7 +413,7 @@ def test_optimizer_state_through_dcp(rank: Rank, kind: type[torch.optim.Optimize
 def test_example_runs(tmp_path: Path) -> None:
     """The example of the page, a program that knows nothing of fullshard, under torchrun."""
     printed = run_example(EXAMPLE.name, SAVED=str(tmp_path / "saved"))
-    assert "stands in for torch.distributed.fsdp" in printed
+    assert "replaces torch.distributed.fsdp" in printed
     found = re.findall(r"step (\d) loss (\S+)", printed)
     assert [int(step) for step, _ in found] == [0, 1, 2, 3, 4, 5, 3, 4, 5]
     assert found[3:6] == found[6:9] and float(found[5][1]) < float(found[0][1])

@@ -352,7 +352,7 @@ def test_example():
     assert len(found) == 5
     assert found == sorted(found, reverse=True)
     assert "FSDPLlama3Model: 3,081,856 of 6,163,712 parameters here" in printed
-    assert "stands in for torch.distributed.fsdp" in printed
+    assert "replaces torch.distributed.fsdp" in printed
 
 
 # ---------------------------------------------------------------- mixtures of experts
