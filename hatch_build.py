@@ -35,9 +35,7 @@ def with_absolute_links(text: str, root: Path, tag: str) -> str:
     """Make relative links of a page in ``root`` links to the repository at ``tag``, outside of blocks of code."""
     blocks = CODE.split(text)
     for number in range(0, len(blocks), 2):
-        blocks[number] = LINK.sub(
-            lambda found: found["before"] + absolute(found["target"], root, tag), blocks[number]
-        )
+        blocks[number] = LINK.sub(lambda found: found["before"] + absolute(found["target"], root, tag), blocks[number])
     return "".join(blocks)
 
 
