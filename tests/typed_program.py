@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
-import fullshard.comm
 from fullshard import (
     BackwardPrefetch,
     CommQuantization,
@@ -36,6 +35,10 @@ from fullshard.optim import Muon, localize, overlap
 from fullshard.wrap import ModuleWrapPolicy, WrapPlan
 
 VERSION: str = fullshard.__version__
+
+
+# Parts that no line here imports.
+PARTS = (fullshard.activation_checkpoint.checkpoint_wrapper, fullshard.comm_hooks.bf16_compress_hook, fullshard.policy)
 
 
 class Block(nn.Module):
@@ -145,7 +148,7 @@ def matrix_optimizer(model: nn.Module) -> optim.MatrixOptimizer:
 def in_place_of_torch() -> bool:
     """Install and uninstall the drop-in."""
     try:
-        installation: Installation = dropin.install()
+        installation: Installation = fullshard.dropin.install()
     except UnsupportedClientError:
         return False
     assert str(installation)
