@@ -1,4 +1,4 @@
-"""fullshard: parameters, gradients and optimizer state sharded over ranks, all-gathered just in time and freed.
+"""fullshard: parameters, gradients and optimizer state sharded over ranks, all-gathered just before use.
 
 The public names are those of ``__init__.pyi``. They, and parts of the package such as ``fullshard.optim``, are imported
 when they are first used, so that ``fullshard --help`` does not wait for torch.

@@ -1,4 +1,4 @@
-"""fullshard: parameters, gradients and optimizer state sharded over ranks, all-gathered just in time and freed."""
+"""fullshard: parameters, gradients and optimizer state sharded over ranks, all-gathered just before use."""
 
 from . import activation_checkpoint as activation_checkpoint
 from . import checkpoint as checkpoint
