@@ -59,8 +59,9 @@ def numbers_of(out: Path, twice: bool = False) -> dict[str, dict[int, float]]:
     found: dict[str, dict[int, float]] = {}
     for line in (out / "metrics.csv").read_text().splitlines():
         step, name, value = line.split(",")
-        assert twice or int(step) not in found.setdefault(name, {}), f"step {step} is there twice"
-        found[name][int(step)] = float(value)
+        values = found.setdefault(name, {})
+        assert twice or int(step) not in values, f"step {step} is there twice"
+        values[int(step)] = float(value)
     return found
 
 
