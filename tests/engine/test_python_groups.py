@@ -41,6 +41,8 @@ def on_threads(count: int, function: Callable[[int], None]) -> None:
 
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     threaded._install_threaded_pg()
+    if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11's, whose destroy_process_group reads it
+        threaded.ThreadLocalWorld.comms = []
     try:
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
         for thread in threads:
