@@ -62,7 +62,7 @@ CORE = (
     "tests/wrapper/test_grad_scaler.py",
     "tests/wrapper/test_torch_state_dict.py",
 )
-SECONDS = 1800  # for one combination; far more than it takes
+SECONDS = 900  # for one combination; far more than it takes
 
 Outcome = dict[str, Any]
 
