@@ -196,7 +196,7 @@ def combination(outcome: Outcome) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def table(outcomes: Iterable[Outcome]) -> str:
     """The outcomes as Markdown."""
-    head = "| Python | torch | passed | failed | skipped | system | date | commit |\n|---|---|---|---|---|---|---|---|"
+    head = "| Python | torch | passed | failed | skipped | date | commit |\n|---|---|---|---|---|---|---|"
     return "\n".join([head, *map(row, outcomes)])
 
 
@@ -205,7 +205,7 @@ def row(outcome: Outcome) -> str:
     counts = (
         [str(outcome[name]) for name in ("passed", "failed", "skipped")] if "failed" in outcome else ["not run", "", ""]
     )
-    about = [outcome[name] for name in ("system", "date", "commit")]
+    about = [outcome[name] for name in ("date", "commit")]
     return "| " + " | ".join([outcome["python"], outcome["torch"], *counts, *about]) + " |"
 
 

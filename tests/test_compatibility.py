@@ -47,10 +47,10 @@ def test_a_run_replaces_the_one_before(tmp_path: Path, monkeypatch: pytest.Monke
     assert page.read_text().splitlines() == [
         "before",
         OPENING,
-        "| Python | torch | passed | failed | skipped | system | date | commit |",
-        "|---|---|---|---|---|---|---|---|",
-        "| 3.10.14 | 2.11.0+cu130 | 8 | 0 | 1 | Linux x86_64 | 2026-11-24 | abc |",
-        "| 3.13 | 2.11.0 | not run |  |  | Linux x86_64 | 2026-11-24 | abc |",
+        "| Python | torch | passed | failed | skipped | date | commit |",
+        "|---|---|---|---|---|---|---|",
+        "| 3.10.14 | 2.11.0+cu130 | 8 | 0 | 1 | 2026-11-24 | abc |",
+        "| 3.13 | 2.11.0 | not run |  |  | 2026-11-24 | abc |",
         CLOSING,
         "after",
     ]
