@@ -30,9 +30,10 @@ BENCHMARKS = {
     "accelerate_step": "bench.training.accelerate_step",
     "gpu": "bench.gpu.driver",
     "pictures": "bench.pictures.driver",
+    "redraw": "bench.redraw",
 }
-# Not part of ``make bench``: wants accelerate; wants a GPU and writes docs/performance/gpu.md; draws from stored data.
-APART = ("accelerate_step", "gpu", "pictures")
+# Not part of ``make bench``: needs accelerate; needs a GPU and writes docs/performance/gpu.md; two draw stored data.
+APART = ("accelerate_step", "gpu", "pictures", "redraw")
 
 
 def sentence_of(name: str) -> str:
