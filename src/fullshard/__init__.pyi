@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism for PyTorch: parameters, gradients and optimizer state are sharded over the ranks."""
+"""fullshard: parameters, gradients and optimizer state sharded over ranks, all-gathered just in time and freed."""
 
 from .allocator import keep_freed_memory
 from .checkpoint import async_save, export_safetensors, full_tensors, load, load_safetensors, save
