@@ -210,6 +210,6 @@ def test_places_are_found_by_names() -> None:
     assert find_optimizer(["x.y"], llama) == {}
     two = ["g.state.lm_head.weight.step", "g.param_groups.0.lr", "d.state.conv.weight.step", "d.param_groups.0.lr"]
     assert find_optimizer(two, llama) == {"g": "optimizer"}
-    with pytest.raises(CheckpointError, match="each of 'g', 'plain'"):
+    with pytest.raises(CheckpointError, match="under the prefixes 'g', 'plain'"):
         find_optimizer([*two, "plain.param_groups.0.lr"], llama)
     assert top_level(["a.x", "a.y", "b"]) == "'a' (2 keys), 'b' (1 key)"
