@@ -97,10 +97,8 @@ $(DOCS_STAMP): $(STAMP)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
-# An environment of their own: these programs want hundreds of MB, and `make test` is to run without them. Dependency
-# groups need pip 25.1.
+# An environment of their own: these programs want hundreds of MB, and `make test` is to run without them.
 $(CLIENTS_STAMP): pyproject.toml constraints.txt
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check 'pip>=25.1'
-	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' --group clients
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,clients]'
 	touch $@

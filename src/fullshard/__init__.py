@@ -10,13 +10,14 @@ import pkgutil
 import lazy_loader
 
 _import_public, __dir__, _all = lazy_loader.attach_stub(__name__, __file__)
-__all__ = [name for name in _all if not name.startswith("_")]
+_parts = {module.name for module in pkgutil.iter_modules(__path__)}
+__all__ = [name for name in _all if not name.startswith("_") and name not in _parts]
 
 
 def __getattr__(name: str) -> object:
     try:
         return _import_public(name)
     except AttributeError:
-        if name not in {module.name for module in pkgutil.iter_modules(__path__)}:
+        if name not in _parts:
             raise
         return importlib.import_module(f"{__name__}.{name}")

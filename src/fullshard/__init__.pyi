@@ -1,5 +1,14 @@
 """fullshard: parameters, gradients and optimizer state sharded over ranks, all-gathered just in time and freed."""
 
+from . import activation_checkpoint as activation_checkpoint
+from . import checkpoint as checkpoint
+from . import comm as comm
+from . import comm_hooks as comm_hooks
+from . import dropin as dropin
+from . import errors as errors
+from . import optim as optim
+from . import policy as policy
+from . import wrap as wrap
 from .allocator import keep_freed_memory
 from .checkpoint import async_save, export_safetensors, full_tensors, load, load_safetensors, save
 from .checkpoint.state.types import (

@@ -1,7 +1,7 @@
-"""Activation checkpointing and offloading for sharded and plain models.
+"""Activation checkpointing and activation offloading for sharded and plain models.
 
 The wrappers are PyTorch's own, re-exported here. They remove their prefix from state dict keys and parameter names.
-Only :func:`apply_activation_checkpointing` is defined here, on wrap plans.
+Only ``apply_activation_checkpointing`` is defined here, on wrap plans.
 """
 
 from __future__ import annotations
@@ -43,20 +43,36 @@ def apply_activation_checkpointing(
     check_fn: Callable[[nn.Module], bool] = _everything,
     auto_wrap_policy: Policy | PolicyFunction | None = None,
 ) -> None:
-    """Wrap selected modules of ``model`` in wrappers that recompute, or offload, their activations. In place.
+    """Wrap selected modules of ``model``, in place, so that they recompute or offload their activations.
 
-    The model may be sharded before or afterwards. ``model`` itself is never wrapped; call the wrapper on it for that.
+    Call it before or after sharding. ``model`` itself is never wrapped; call the wrapper on it for that.
 
     Args:
-        model: The model whose modules are wrapped, including those inside sharded ones.
-        checkpoint_wrapper_fn: Called with a module (and the arguments that a :class:`CustomPolicy` has for it), returns
-            the wrapper: :func:`checkpoint_wrapper`, :func:`offload_wrapper`, or a ``partial`` of these.
+        model: Model whose modules are wrapped, including those inside sharded modules.
+        checkpoint_wrapper_fn: Called with a module (and the arguments that a ``CustomPolicy`` has for it), returns the
+            wrapper: ``checkpoint_wrapper``, ``offload_wrapper``, or a ``partial`` of these.
         check_fn: Returns True for modules to wrap. It is also called for modules inside selected ones, but not for
             containers without a forward (``nn.ModuleList``, ``nn.ModuleDict``), which never recompute anything.
         auto_wrap_policy: Policy that selects the modules, as for sharding. Takes precedence over ``check_fn``.
 
     Raises:
         ValueError: If ``auto_wrap_policy`` is not a policy, or returns an invalid value.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+
+        from fullshard import fully_shard
+        from fullshard.activation_checkpoint import apply_activation_checkpointing
+
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)])
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Sequential))
+        for block in model:
+            fully_shard(block)
+        fully_shard(model)
+        model(torch.randn(4, 16)).sum().backward()
+        ```
     """
     policy = auto_wrap_policy
     if policy is None:

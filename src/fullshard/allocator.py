@@ -29,25 +29,27 @@ class _AllocatorSettings:
 _settings = _AllocatorSettings()
 
 
+# [Note: Freed memory that stays mapped]
+# Every unit's unsharded buffer and gradients are freed and allocated again in every step. glibc maps large blocks from
+# the kernel and unmaps them, so every page is mapped and zeroed again: a page fault per 4 KiB. With this setting, freed
+# blocks stay in the process and are reused. But a heap has gaps, so the resident memory of a process may be some
+# percent higher; and memory that was needed once (to build a model, say) stays with the process until ``malloc_trim``.
 def keep_freed_memory(block_bytes: int | None = KEPT_BLOCK_BYTES) -> bool:
-    """Have the C allocator keep freed memory for later allocations, or stop doing so. Whole process, CPU.
+    """Make the C allocator keep freed memory for later allocations, or undo it. Whole process, CPU only.
 
-    [Note: Freed memory that stays mapped]
-    Every unit's unsharded buffer and gradients are freed and allocated again in every step. glibc maps large blocks
-    from the kernel and unmaps them, so that every page is mapped and zeroed again: a page fault per 4 KiB. With this
-    setting, freed blocks stay in the process and are reused. But a heap has gaps, so the resident memory of a process
-    may be some percent higher; and memory that was needed once (to build a model, say) stays with the process until
-    ``malloc_trim``.
+    Every unit's unsharded buffer and gradients are freed and allocated again in every step. With this setting, freed
+    blocks stay in the process and are reused, instead of being unmapped and mapped again page by page. The resident
+    memory of a process may be some percent higher.
 
     On CPU, ``fully_shard`` and ``FullyShardedDataParallel`` call it unless the user has chosen: with this function,
-    with ``FULLSHARD_KEEP_FREED_MEMORY=0`` in the environment, or with glibc's own variables
-    (``MALLOC_TRIM_THRESHOLD_`` and others). See docs/how_to/memory.md for gains and costs.
+    with ``FULLSHARD_KEEP_FREED_MEMORY=0`` in the environment, or with glibc's own variables (``MALLOC_TRIM_THRESHOLD_``
+    and others). docs/how_to/memory.md has gains and costs.
 
     Args:
-        block_bytes: Keep blocks of up to so many bytes; larger ones are returned to the kernel unless they were taken
-            from kept memory. Older versions of glibc support at most 32 MiB. None (or False): undo. Both thresholds
-            are set to 128 KiB, as in a new process, and free memory is returned at once. glibc's automatic adaptation
-            of the thresholds to freed blocks cannot be restored.
+        block_bytes: Keep blocks of up to this many bytes; larger ones are returned to the kernel unless they were taken
+            from kept memory. Older versions of glibc support at most 32 MiB. None (or False): undo it. Both thresholds
+            are then set to 128 KiB, as in a new process, and free memory is returned at once. glibc's automatic
+            adaptation of the thresholds to freed blocks cannot be restored.
 
     Returns:
         True if the allocator accepted it. False, without any change, if the allocator is not glibc's (musl, macOS,
@@ -55,7 +57,16 @@ def keep_freed_memory(block_bytes: int | None = KEPT_BLOCK_BYTES) -> bool:
 
     Raises:
         TypeError: If ``block_bytes`` is not an integer.
-        ValueError: If it is not positive, or more than a C ``int`` holds.
+        ValueError: If ``block_bytes`` is not positive, or more than a C ``int`` holds.
+
+    Example:
+        ```python
+        from fullshard import keep_freed_memory
+
+        keep_freed_memory(8 * 1024 * 1024)  # keep blocks of up to 8 MiB
+        keep_freed_memory(None)  # the settings of a new process
+        keep_freed_memory()  # the default: blocks of up to 32 MiB
+        ```
     """
     if block_bytes is None or block_bytes is False:
         block_bytes = 0
@@ -70,7 +81,7 @@ def keep_freed_memory(block_bytes: int | None = KEPT_BLOCK_BYTES) -> bool:
 
 
 def keep_freed_memory_by_default() -> None:
-    """Call the same with :data:`KEPT_BLOCK_BYTES` unless the user has decided. For front ends, on CPU."""
+    """Call the same with ``KEPT_BLOCK_BYTES`` unless the user has decided. For front ends, on CPU."""
     if _settings.chosen or _settings.block_bytes:
         return
     tunables = os.environ.get("GLIBC_TUNABLES", "")

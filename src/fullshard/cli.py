@@ -72,14 +72,14 @@ def train(
         list[Path] | None,
         typer.Argument(
             metavar="FILE_OR_FOLDER",
-            help="Text to train on; folders are searched. Default: Python's own source code.",
+            help="Text to train on; folders are searched recursively. Default: Python's own source code.",
             show_default=False,
         ),
     ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
-            help="config.toml of an earlier run to repeat; options take precedence.",
+            help="config.toml of an earlier run to repeat; other options take precedence over it.",
             show_default=False,
             rich_help_panel=RunLocation.PANEL,
         ),
@@ -87,18 +87,20 @@ def train(
     max_restarts: Annotated[
         int,
         typer.Option(
-            help="How often to start all workers anew when one failed.", min=0, rich_help_panel=RunLocation.PANEL
+            help="How many times to restart all workers after one has failed.",
+            min=0,
+            rich_help_panel=RunLocation.PANEL,
         ),
     ] = 3,
     **given: Any,
 ) -> None:
     """Train a small GPT on real text, sharded over the ranks of this machine.
 
-    Starts one worker per accelerator, or two on a machine without. Under torchrun it is a worker itself.
+    Starts one worker per accelerator, or two CPU workers without one. Under torchrun, this process is a worker.
 
-    Writes metrics, plot, config, summary, weights and checkpoints to runs/NAME.
+    Writes metrics, a loss plot, config, summary, weights and checkpoints to runs/NAME.
 
-    Ctrl-C and SIGTERM stop all ranks and save. The same --name resumes.
+    Ctrl-C and SIGTERM stop all ranks and save a checkpoint. The same --name resumes the run.
     """
     settings = {
         option.name: given[option.name]
@@ -126,13 +128,15 @@ def train(
 
 @app.command()
 def generate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or a file of weights in it.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
-    count: Annotated[int, typer.Option("--bytes", help="Bytes to generate.", min=1)] = 500,
-    temperature: Annotated[float, typer.Option(help="Below 1, likely bytes are drawn more often.")] = 0.8,
-    seed: Annotated[int, typer.Option(help="Decides what is drawn.", min=0)] = 0,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or a model.safetensors file.")],
+    prompt: Annotated[str, typer.Option(help="Prompt of the generated text.")] = "def ",
+    count: Annotated[int, typer.Option("--bytes", help="Number of bytes to generate.", min=1)] = 500,
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature; below 1, likely bytes are sampled more often.")
+    ] = 0.8,
+    seed: Annotated[int, typer.Option(help="Random seed of the sampling.", min=0)] = 0,
 ) -> None:
-    """Continue a text with the weights of a run of `fullshard train`, in this process."""
+    """Generate text with the weights of a run of `fullshard train`, in one process."""
     from fullshard.train import generation
 
     try:
@@ -144,21 +148,23 @@ def generate(
 @app.command()
 def inspect(
     checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="Folder or URL of a checkpoint.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Read everything; compare it with its checksums.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read all data and verify its checksums.")] = False,
     diff: Annotated[
         str | None,
         typer.Option(metavar="OTHER", help="Compare with another checkpoint.", show_default=False),
     ] = None,
     names: Annotated[
         str | None,
-        typer.Option(metavar="PATTERN", help="List all that match, such as 'model.*.weight'.", show_default=False),
+        typer.Option(
+            metavar="PATTERN", help="List tensors and values that match, such as 'model.*.weight'.", show_default=False
+        ),
     ] = None,
 ) -> None:
-    """Print the contents of a checkpoint, without model code, processes, or running code from the checkpoint.
+    """Print, verify or compare checkpoints, without model code or process group.
 
-    Reads checkpoints of fullshard and of torch.distributed.checkpoint.
+    Reads checkpoints of fullshard and of torch.distributed.checkpoint. No code from the checkpoint is run.
 
-    Exit code: 0 all is good, 1 problems or differences were found, 2 wrong input.
+    Exit code: 0 for success, 1 if problems or differences were found, 2 for invalid input.
     """
     from fullshard.checkpoint.tools import commands
 
@@ -173,14 +179,16 @@ def export(
     ],
     dtype: Annotated[
         str | None,
-        typer.Option(help="Convert floating-point tensors, to bfloat16 for example.", show_default=False),
+        typer.Option(help="Convert floating-point tensors to this dtype, such as bfloat16.", show_default=False),
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of each file of a folder.")] = "5GB",
-    prefix: Annotated[str, typer.Option(help="Of the tensors to write; left out of their names.")] = "model.",
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Maximum size of each file in a folder.")] = "5GB",
+    prefix: Annotated[
+        str, typer.Option(help="Write the tensors with this prefix, and remove it from their names.")
+    ] = "model.",
 ) -> None:
-    """Write the full weights of a checkpoint as safetensors files, in little memory: no model code, no processes.
+    """Export the full weights of a checkpoint as safetensors files, with little memory and without model code.
 
-    Exit code: 0 all is good, 1 the checkpoint is damaged or OUT cannot be written, 2 wrong input.
+    Exit code: 0 for success, 1 if the checkpoint is damaged or OUT cannot be written, 2 for invalid input.
     """
     from fullshard.checkpoint.tools import commands
 
@@ -210,7 +218,7 @@ def _checked(
 def _work(config: TrainConfig, before: TrainConfig | None, location: RunLocation) -> int:
     """Run as one rank under torch's elastic agent."""
     if location.name is None:
-        raise ConfigError("under torchrun a run needs a --name, which a restart can find")
+        raise ConfigError("under torchrun, pass --name: restarted workers find the run by it")
     from fullshard.train.worker import work
 
     return work(config, before, location)

@@ -1,7 +1,7 @@
 """Communication hooks for ``FullyShardedDataParallel.register_comm_hook``, which reduce gradients.
 
-States and plain hooks are PyTorch's own. Its compression hooks work only on accelerators; those here have the same
-names and arguments and also work on CPUs.
+States and plain hooks are PyTorch's own. PyTorch's compression hooks work only on accelerators; those here have the
+same names and arguments and also work on CPUs.
 """
 
 from __future__ import annotations
@@ -29,14 +29,34 @@ def fp16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: tor
 
     Args:
         state: State with the process group. Its ``parameter_type`` is not used: results have the dtype of their tensor.
-        grad: This rank's flat gradients, of any floating-point dtype. Overwritten by the result without ``output``.
-        output: Receives this rank's shard of the average, with as many elements as ``grad`` over the group's size.
+        grad: This rank's flat gradients, of any floating-point dtype. Without ``output`` they are overwritten by the
+            result.
+        output: Receives this rank's shard of the average: ``grad.numel() / world_size`` elements.
+
+    Example:
+        ```python
+        import torch.distributed as dist
+        from torch import nn
+
+        from fullshard import FullyShardedDataParallel
+        from fullshard.comm_hooks import LowPrecisionState, fp16_compress_hook
+
+        model = FullyShardedDataParallel(nn.Linear(8, 4))
+        model.register_comm_hook(LowPrecisionState(dist.group.WORLD), fp16_compress_hook)
+        ```
     """
     _average_in(torch.float16, state, grad, output)
 
 
 def bf16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
-    """Average gradients in bfloat16, whatever their dtype. Arguments as in :func:`fp16_compress_hook`."""
+    """Average gradients in bfloat16, whatever their dtype.
+
+    Args:
+        state: State with the process group. Its ``parameter_type`` is not used: results have the dtype of their tensor.
+        grad: This rank's flat gradients, of any floating-point dtype. Without ``output`` they are overwritten by the
+            result.
+        output: Receives this rank's shard of the average: ``grad.numel() / world_size`` elements.
+    """
     _average_in(torch.bfloat16, state, grad, output)
 
 

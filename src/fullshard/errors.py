@@ -1,7 +1,4 @@
-"""Exceptions for errors at run time.
-
-Invalid arguments raise ``ValueError`` or ``TypeError`` instead.
-"""
+"""Exceptions for errors at run time; invalid arguments raise ``ValueError`` or ``TypeError`` instead."""
 
 from __future__ import annotations
 
@@ -22,14 +19,15 @@ class FullshardError(RuntimeError):
 
 
 class CheckpointError(FullshardError):
-    """A checkpoint or file of weights cannot be written or read, or does not match the model."""
+    """Raised when a checkpoint or weight file cannot be written or read, or does not match the model."""
 
 
 class NonFiniteError(FullshardError):
-    """A norm is NaN or infinite.
+    """Raised when a norm is NaN or infinite.
 
     Attributes:
-        names: The gradients or other tensors that are not finite; empty if all are, and only their norm overflows.
+        names: Names of the gradients or other tensors that are not finite. Empty if all are finite and only their norm
+            overflows.
     """
 
     names: tuple[str, ...]
@@ -40,12 +38,12 @@ class NonFiniteError(FullshardError):
 
 
 class PhaseError(FullshardError):
-    """An operation on a unit is not allowed in its current phase."""
+    """Raised when an operation on a unit is not allowed in its current phase, such as in the middle of a step."""
 
 
 class TiedParameterError(FullshardError):
-    """A parameter is shared by units that have no common ancestor unit."""
+    """Raised when a parameter is shared by units that have no common ancestor unit."""
 
 
 class UnmaterializedParameterError(FullshardError):
-    """Parameters were still on the meta device when the model was run."""
+    """Raised when a model runs while parameters are still on the meta device."""

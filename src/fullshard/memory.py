@@ -98,7 +98,7 @@ class Buffer:
         dtype: Element type.
         device: Device of the memory.
 
-    Tensors made by :meth:`tensor` before the memory is freed are valid again after the next :meth:`allocate`: they
+    Tensors made by ``tensor`` before the memory is freed are valid again after the next ``allocate``: they
     share a storage, which is resized, so tensors that autograd saved see the new contents as well.
     """
 
@@ -171,7 +171,7 @@ def own_storage(view: torch.Tensor) -> torch.Tensor:
 
 
 def free_storage(storage: torch.UntypedStorage, pool: torch.Stream | None) -> None:
-    """Free the memory of a storage, for :func:`refill_storage` to allocate again.
+    """Free the memory of a storage, for ``refill_storage`` to allocate again.
 
     Args:
         storage: Is resized to 0 bytes.
@@ -186,7 +186,7 @@ def free_storage(storage: torch.UntypedStorage, pool: torch.Stream | None) -> No
 
 
 def refill_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Allocate the memory that :func:`free_storage` freed (contents undefined); no-op if it is allocated."""
+    """Allocate the memory that ``free_storage`` freed (contents undefined); no-op if it is allocated."""
     if storage.nbytes() != nbytes:
         storage.resize_(nbytes)
         if _poisoned:
@@ -253,7 +253,7 @@ class HostWork:
     """Works that the host waits for, and what it does once they are done.
 
     Several may wait for it: the works, of which gloo's must not be asked twice, are waited for once, and if one of them
-    failed, every :meth:`wait` raises its error.
+    failed, every ``wait`` raises its error.
     """
 
     __slots__ = ("_error", "_finish", "_works")
@@ -293,7 +293,7 @@ class _HostLaunch(HostWork):
 
 
 class HostCommStream:
-    """Collectives on CPU: the back end's threads communicate; the host waits and runs ``finish``."""
+    """Collectives on CPU: the backend's threads communicate; the host waits and runs ``finish``."""
 
     def issue(
         self,
@@ -305,7 +305,7 @@ class HostCommStream:
     ) -> PendingWork:
         """Run ``launch`` now; waiting for the pending work waits for its works and runs ``finish``.
 
-        The arguments are those of :meth:`DeviceCommStream.issue`.
+        The arguments are those of ``DeviceCommStream.issue``.
         """
         if after is not None:
             after.synchronize()

@@ -1,4 +1,4 @@
-"""Policies that users choose per unit, as frozen values."""
+"""Policies that users pass to ``fully_shard``, ``replicate`` and ``FullyShardedDataParallel``: immutable values."""
 
 from __future__ import annotations
 
@@ -30,18 +30,33 @@ __all__ = [
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes in which a unit computes and reduces. Shards and optimizer state keep the parameters' dtype.
+    """Dtypes in which a unit computes and reduces gradients.
+
+    Shards and optimizer state keep the parameters' dtype.
 
     Args:
-        param_dtype: Dtype of unsharded floating-point parameters and computation. None: the parameters' dtype.
-        reduce_dtype: Dtype in which gradients are accumulated over microbatches, and reduced. None: the dtype in which
+        param_dtype: Dtype of unsharded floating-point parameters and of computation. None: the parameters' dtype.
+        reduce_dtype: Dtype in which gradients are accumulated over microbatches and reduced. None: the dtype in which
             backward computes them.
-        output_dtype: Floating-point tensors in the outputs are cast to it. None: no cast.
+        output_dtype: Dtype to which floating-point tensors in the outputs are cast. None: no cast.
         cast_forward_inputs: Cast floating-point tensors in the inputs to ``param_dtype``.
 
     Raises:
-        TypeError: If a dtype is not a ``torch.dtype``.
-        ValueError: If a dtype is not floating-point.
+        TypeError: If a dtype is not a ``torch.dtype``, or ``cast_forward_inputs`` is not a bool.
+        ValueError: If a dtype is not a floating-point dtype.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+
+        from fullshard import MixedPrecisionPolicy, fully_shard
+
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = fully_shard(nn.Linear(8, 4), mp_policy=policy)
+        output = model(torch.randn(2, 8))
+        assert output.dtype is torch.bfloat16 and model.weight.dtype is torch.float32
+        ```
     """
 
     param_dtype: torch.dtype | None = None
@@ -64,8 +79,20 @@ class CPUOffloadPolicy(OffloadPolicy):
     """Keep shards, gradients and optimizer state in CPU memory; only unsharded parameters are on the device.
 
     Args:
-        pin_memory: Page-lock this memory, so that copies to and from the device overlap with computation. It cannot be
-            swapped out. No effect without an accelerator.
+        pin_memory: Pin (page-lock) the CPU memory, so that copies to and from the device overlap with computation.
+            Pinned memory cannot be swapped out. No effect without an accelerator.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+
+        from fullshard import CPUOffloadPolicy, fully_shard
+
+        model = fully_shard(nn.Linear(8, 4), offload_policy=CPUOffloadPolicy())
+        optimizer = torch.optim.AdamW(model.parameters())  # its state is in CPU memory, and it steps on the CPU
+        assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+        ```
     """
 
     pin_memory: bool = True
@@ -73,14 +100,39 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """The data-parallel axes of a mesh, for parameters that are DTensors on the whole mesh.
+    """Data-parallel axes of a mesh, for parameters that are DTensors on the whole mesh.
 
     Args:
-        shard: Axis (or axes, flattened to one) to shard over.
-        replicate: Axis (or axes) of replicas.
+        shard: Name of the axis to shard over, or names of several axes, which are flattened into one.
+        replicate: Name of the axis to replicate over, or names of several axes, which are flattened into one.
 
     Raises:
         ValueError: If neither is given, or an axis is named twice.
+
+    Example:
+        ```python
+        import torch
+        import torch.distributed as dist
+        from torch import nn
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate, distribute_module, distribute_tensor
+
+        from fullshard import DataParallelMeshDims, fully_shard
+
+        accelerator = torch.accelerator.current_accelerator()
+        device = "cpu" if accelerator is None else accelerator.type
+        mesh = init_device_mesh(device, (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
+
+
+        def replicated(name, module, mesh):  # a real plan shards over "tp" here
+            for key, value in list(module.named_parameters(recurse=False)):
+                placed = distribute_tensor(value, mesh, [Replicate(), Replicate()])
+                module.register_parameter(key, nn.Parameter(placed))
+
+
+        model = distribute_module(nn.Linear(8, 4), mesh, replicated)
+        fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+        ```
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -95,12 +147,12 @@ class DataParallelMeshDims:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        """Axes to shard over; empty if none."""
+        """Names of the axes to shard over; empty if there are none."""
         return _names(self.shard)
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
-        """Axes of replicas; empty if none."""
+        """Names of the axes to replicate over; empty if there are none."""
         return _names(self.replicate)
 
 
@@ -112,14 +164,14 @@ def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class FSDPMeshInfo:
-    """A mesh for some parameters, see :class:`ShardPlacementResult`.
+    """Mesh of the parameters for which a ``shard_placement_fn`` returns it in a ``ShardPlacementResult``.
 
     Args:
-        mesh: 1-D, or 2-D with a replicate axis.
-        shard_mesh_dim: Axis of ``mesh`` to shard over.
-        dp_mesh_dims: Data-parallel axes of ``spmd_mesh``, for parameters that are DTensors on it already; ``mesh`` is
-            then its data-parallel submesh.
-        spmd_mesh: The whole mesh, with the axes that are not data-parallel.
+        mesh: 1-D mesh, or 2-D mesh with a replicate axis.
+        shard_mesh_dim: Index of the axis of ``mesh`` to shard over.
+        dp_mesh_dims: Data-parallel axes of ``spmd_mesh``, for parameters that are already DTensors on ``spmd_mesh``;
+            ``mesh`` is then its data-parallel submesh.
+        spmd_mesh: Whole mesh, with the axes that are not data-parallel.
 
     Raises:
         ValueError: If only one of ``dp_mesh_dims`` and ``spmd_mesh`` is given.
@@ -138,21 +190,54 @@ class FSDPMeshInfo:
 
 @dataclass(frozen=True, eq=False)
 class HSDPMeshInfo(FSDPMeshInfo):
-    """An :class:`FSDPMeshInfo` with an axis of replicas.
+    """An ``FSDPMeshInfo`` with a replicate axis.
 
     Args:
-        replicate_mesh_dim: Axis of ``mesh`` with replicas.
+        mesh: 2-D mesh.
+        shard_mesh_dim: Index of the axis of ``mesh`` to shard over.
+        replicate_mesh_dim: Index of the axis of ``mesh`` to replicate over.
+        dp_mesh_dims: Data-parallel axes of ``spmd_mesh``, for parameters that are already DTensors on ``spmd_mesh``;
+            ``mesh`` is then its data-parallel submesh.
+        spmd_mesh: Whole mesh, with the axes that are not data-parallel.
+
+    Raises:
+        ValueError: If only one of ``dp_mesh_dims`` and ``spmd_mesh`` is given.
     """
 
     replicate_mesh_dim: int | None = None
 
 
 class ShardPlacementResult(NamedTuple):
-    """Result of a ``shard_placement_fn`` for a parameter that is sharded over a separate mesh.
+    """Return value of a ``shard_placement_fn`` for a parameter that is sharded over a separate mesh.
 
-    Args:
-        placement: ``Shard(dim)``; None: ``Shard(0)``.
-        mesh_info: The mesh: an :class:`FSDPMeshInfo`, or a 1-D or (replicate, shard) ``DeviceMesh`` as it is.
+    Attributes:
+        placement: ``Shard(dim)``; None for ``Shard(0)``.
+        mesh_info: The mesh as an ``FSDPMeshInfo``, or as a 1-D or 2-D (replicate, shard) ``DeviceMesh``.
+
+    Example:
+        ```python
+        import torch
+        import torch.distributed as dist
+        from torch import nn
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard
+
+        from fullshard import ShardPlacementResult, fully_shard
+
+        accelerator = torch.accelerator.current_accelerator()
+        device = "cpu" if accelerator is None else accelerator.type
+        mesh = init_device_mesh(device, (dist.get_world_size(), 1), mesh_dim_names=("dp", "expert_dp"))
+        model = nn.ModuleDict({"dense": nn.Linear(8, 8), "expert": nn.Linear(8, 8)})
+        experts = set(model["expert"].parameters())
+        model.forward = lambda x: model["expert"](model["dense"](x))
+
+
+        def place(parameter):
+            return ShardPlacementResult(Shard(0), mesh["expert_dp"]) if parameter in experts else None
+
+
+        fully_shard(model, mesh=mesh["dp"], shard_placement_fn=place)
+        ```
     """
 
     placement: Shard | None
@@ -161,27 +246,40 @@ class ShardPlacementResult(NamedTuple):
 
 @dataclass(frozen=True)
 class CommQuantization:
-    """How large floating-point parameters and gradients are sent over one axis of the mesh, for slow networks.
+    """How large floating-point parameters and gradients are sent over one mesh axis in fewer bytes, for slow networks.
 
-    They are sent in blocks of ``block`` values with one fp32 scale each, which takes ``1 + 4 / block`` bytes per value.
-    What does not qualify is sent in full precision: integers, fp64, what is small, and with None everything.
+    Pass it to ``set_comm_quantization``. Values are sent in blocks of ``block`` values with one fp32 scale each: ``1 +
+    4 / block`` bytes per value. Integers, fp64 and parameters smaller than ``min_bytes`` are sent in full precision.
 
     Args:
-        all_gather: Of weights. ``"int8"``: 255 equidistant values up to the largest of the block, so that the error is
-            at most 1/254 of that. ``"fp8"`` (e4m3): an error of at most 1/16 of each value itself, and of 1/458,752 of
-            the block's largest for values near 0. Every rank computes with the quantized weights, the same bits on
-            all; shards keep their own precision.
-        reduce: Of gradients, which are summed in fp32.
-        block: Values that share a scale: a multiple of 16.
-        min_bytes: Parameters that are smaller than this, in the dtype in which they are gathered or reduced, are sent
-            in full precision.
-        error_feedback: Add the quantization error of gradients to those of the next step. On the replicate axis only,
-            where it costs this rank's part of the gradients in fp32, and a share of it: on the shard axis it would
-            cost all of them.
+        all_gather: Format of parameters in all-gathers. ``"int8"``: 255 equidistant values up to the largest magnitude
+            of the block; the error is at most 1/254 of that magnitude. ``"fp8"`` (e4m3): the error is at most 1/16 of
+            each value itself, and at most 1/458,752 of the block's largest magnitude for values near 0. All ranks
+            compute with the same quantized bits; shards keep their precision. None: full precision.
+        reduce: Format of gradients in reductions, which sum in fp32: ``"int8"``, or None for full precision.
+        block: Number of values that share a scale: a multiple of 16, at most 65536.
+        min_bytes: Parameters that are smaller than this, in the dtype in which they are all-gathered or reduced, are
+            sent in full precision.
+        error_feedback: Add the quantization error of gradients to the gradients of the next step. Only on the replicate
+            axis, where it costs this rank's shard of the gradients in fp32 and a share of it; on the shard axis it
+            would cost all unsharded gradients.
 
     Raises:
         ValueError: If a value is out of range.
-        TypeError: If one is not of its type.
+        TypeError: If an argument has the wrong type.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+
+        from fullshard import CommQuantization, fully_shard
+
+        model = fully_shard(nn.Linear(256, 256))
+        model.set_comm_quantization(shard=CommQuantization(all_gather="int8", reduce="int8"))
+        model(torch.randn(4, 256)).square().mean().backward()
+        print(model.comm_quantization_report())
+        ```
     """
 
     all_gather: Literal["int8", "fp8"] | None = None
@@ -206,7 +304,15 @@ class CommQuantization:
 
 
 class ShardingStrategy(enum.Enum):
-    """Sharding strategy of :class:`FullyShardedDataParallel`: a mesh and the time of resharding."""
+    """Sharding strategy of ``FullyShardedDataParallel``: the mesh, and when to reshard.
+
+    Attributes:
+        FULL_SHARD: Shard parameters, gradients and optimizer state; reshard after forward.
+        SHARD_GRAD_OP: The same, but keep parameters unsharded from forward to backward.
+        NO_SHARD: Shard nothing; all-reduce gradients.
+        HYBRID_SHARD: FULL_SHARD within a group of ranks, replicated over the groups.
+        _HYBRID_SHARD_ZERO2: SHARD_GRAD_OP within a group of ranks, replicated over the groups.
+    """
 
     FULL_SHARD = enum.auto()  # parameters, gradients and optimizer state; reshard after forward
     SHARD_GRAD_OP = enum.auto()  # the same, but parameters stay unsharded from forward to backward
@@ -226,7 +332,13 @@ class ShardingStrategy(enum.Enum):
 
 
 class BackwardPrefetch(enum.Enum):
-    """Time at which the parameters of the next unit of a backward are prefetched. None instead: no prefetching."""
+    """When to prefetch the next unit in backward, for ``FullyShardedDataParallel``; None instead disables prefetching.
+
+    Attributes:
+        BACKWARD_PRE: Before the backward of the current unit, which overlaps with it; two units are unsharded at a
+            time.
+        BACKWARD_POST: After the backward of the current unit, while its gradients are being reduced.
+    """
 
     BACKWARD_PRE = enum.auto()  # before the backward of this unit: they overlap, two units are unsharded at a time
     BACKWARD_POST = enum.auto()  # after it, while its gradients are being reduced
@@ -234,23 +346,36 @@ class BackwardPrefetch(enum.Enum):
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Dtypes in which a :class:`FullyShardedDataParallel` computes, reduces and keeps tensors.
+    """Dtypes in which a ``FullyShardedDataParallel`` computes, reduces gradients and keeps buffers.
 
     Args:
-        param_dtype: Dtype of unsharded floating-point parameters and computation. None: the parameters' dtype.
-        reduce_dtype: Dtype in which gradients are accumulated over microbatches, and reduced. None: ``param_dtype``.
-        buffer_dtype: Floating-point buffers are cast to it before the first forward. None: no cast. State dicts have
-            them in their original dtype.
-        keep_low_precision_grads: Leave sharded gradients in the reduce dtype for the optimizer, instead of casting
-            them to that of the shards.
+        param_dtype: Dtype of unsharded floating-point parameters and of computation. None: the parameters' dtype.
+        reduce_dtype: Dtype in which gradients are accumulated over microbatches and reduced. None: ``param_dtype``.
+        buffer_dtype: Dtype to which floating-point buffers are cast before the first forward. None: no cast. State
+            dicts contain them in their original dtype.
+        keep_low_precision_grads: Leave sharded gradients in the reduce dtype for the optimizer, instead of casting them
+            to the dtype of the shards.
         cast_forward_inputs: Cast floating-point inputs of modules other than the root.
-        cast_root_forward_inputs: The same for the root.
+        cast_root_forward_inputs: Cast floating-point inputs of the root.
         _module_classes_to_ignore: With an ``auto_wrap_policy``, modules of these classes become separate units in full
-            precision, whose inputs are cast up and whose outputs are cast back.
+            precision. Their inputs are cast to full precision, and their outputs are cast back.
 
     Raises:
-        TypeError: If a dtype is not a ``torch.dtype``, or a flag is not True or False.
-        ValueError: If a dtype is not floating-point.
+        TypeError: If a dtype is not a ``torch.dtype``, a flag is not a bool, or ``_module_classes_to_ignore`` is not an
+            iterable of classes.
+        ValueError: If a dtype is not a floating-point dtype.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+
+        from fullshard import FullyShardedDataParallel, MixedPrecision
+
+        precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = FullyShardedDataParallel(nn.Linear(8, 4), mixed_precision=precision)
+        assert model(torch.randn(2, 8)).dtype is torch.bfloat16
+        ```
     """
 
     param_dtype: torch.dtype | None = None
@@ -271,11 +396,16 @@ class MixedPrecision:
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """CPU offloading of a :class:`FullyShardedDataParallel`. Gradients of several backwards accumulate there.
+    """CPU offloading of a ``FullyShardedDataParallel``.
+
+    Gradients of several backwards accumulate in CPU memory.
 
     Args:
-        offload_params: Offload shards, their gradients, and thereby optimizer state.
-        offload_grads: Offload gradients, wherever the shards are.
+        offload_params: Keep shards, their gradients, and thereby the optimizer state, in CPU memory.
+        offload_grads: Keep gradients in CPU memory, wherever the shards are.
+
+    Raises:
+        TypeError: If an argument is not a bool.
     """
 
     offload_params: bool = False

@@ -1,8 +1,8 @@
-"""Names for what runs, in profiles: ``fullshard::all_gather (layers.3)``.
+"""Names of operations in profiles: ``fullshard::all_gather (layers.3)``.
 
-They are ``record_function`` ranges wherever a profiler of torch's runs (also ``torch.autograd.profiler.emit_nvtx``),
-and cost one question where none does. Under NVIDIA Nsight Systems, which torch does not know of, they are NVTX ranges;
-the environment variable ``FULLSHARD_NVTX=1`` makes these without it, and ``0`` never.
+They are ``record_function`` ranges while a profiler of torch runs (also ``torch.autograd.profiler.emit_nvtx``), and
+cost one check otherwise. Under NVIDIA Nsight Systems, which torch cannot detect, they are NVTX ranges; the environment
+variable ``FULLSHARD_NVTX=1`` enables these without Nsight Systems, and ``FULLSHARD_NVTX=0`` disables them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ _NOTHING = contextlib.nullcontext()
 
 
 def profiled(operation: str, units: Iterable[str] = ()) -> contextlib.AbstractContextManager[object]:
-    """Return a context whose contents a profile shows under the name of an operation and of units.
+    """Return a context manager that names its block in profiles after an operation and units.
 
     Args:
-        operation: Such as ``"all_gather"``.
-        units: FQNs of the units that it is done for, ``""`` for the root; none if it is done for no unit. Only looked
-            at if there is a profile.
+        operation: Name such as ``"all_gather"``.
+        units: FQNs of the units that the operation is for, ``""`` for the root; empty if it is for no unit. Only read
+            while a profiler runs.
+
+    Returns:
+        The context manager.
     """
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return record_function(_name(operation, units))

@@ -75,7 +75,7 @@ def test_inspect_verifies(tmp_path: Path) -> None:
     shown = run("inspect", path, "--verify", code=1)
     assert shown.count("problem: ") == 2 and "2 problems found" in shown
     assert "extra.note" in shown
-    assert "cannot be read; run with --verify for the error" in run("inspect", path)
+    assert "cannot be read; run with --verify to see the error" in run("inspect", path)
 
 
 def test_inspect_compares(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_inspect_compares(tmp_path: Path) -> None:
     assert "model.tied: float32 [30, 20]: 1 element differs by at most 0.5" in shown
     assert "extra.note: '[red]not markup[/]' -> 3" in shown
     assert "model.new: only in the second: float32 [2]" in shown
-    assert "4 differences of" in shown
+    assert "4 differences between" in shown
     narrow = CliRunner(env={"COLUMNS": "40"}).invoke(app, ["inspect", one, "--diff", two]).output
     assert "\nmodel.tied: float32 [30, 20]: 1 element differs by at most 0.5\n" in narrow  # one line each, for grep
     assert "only in the first: float32 [2]" in run("inspect", two, "--diff", one, code=1)

@@ -327,7 +327,7 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_made(rank: Rank, 
     ):
         with pytest.raises(ValueError, match=f"{next(iter(options))}: expected"):
             export_safetensors(model, folder, **options)
-    with pytest.raises(ValueError, match="expected a path, found the URL"):
+    with pytest.raises(ValueError, match="expected a local path, found the URL"):
         export_safetensors(model, "s3://bucket/weights")
     with torch.device("meta"):
         meta = Net()

@@ -71,7 +71,7 @@ def test_key_map_chooses_among_several(rank: Rank) -> None:
     saved = {"net": get_model_state_dict(model), "ema": get_model_state_dict(average), "epoch": {"count": 3}}
     dcp.save(saved, checkpoint_id=folder / "two")
     loaded = build(rank, "fully_shard", seed=3)
-    with pytest.raises(CheckpointError, match=r"under each of 'ema', 'net' .* key_map=\{'\.\.\.': 'model'\}"):
+    with pytest.raises(CheckpointError, match=r"the prefixes 'ema', 'net': .* key_map=\{'\.\.\.': 'model'\}"):
         fullshard.load(folder / "two", loaded)
     chosen = {"net": "model", "epoch.count": "extra.epoch"}
     assert fullshard.load(folder / "two", loaded, key_map=chosen) == {"epoch": 3}
@@ -110,7 +110,7 @@ def test_optimizer_without_state_is_found_by_its_groups(rank: Rank, flattened: b
     its = torch.optim.SGD(model.parameters(), lr=1.0)
     fullshard.load(folder / "one", model, its)
     assert its.param_groups[0]["lr"] == 0.25
-    with pytest.raises(CheckpointError, match=r"optimizer could be under each of 'a', 'b'"):
+    with pytest.raises(CheckpointError, match=r"candidates for the optimizer, under the prefixes 'a', 'b'"):
         fullshard.load(folder / "two", model, its)
 
 
@@ -151,7 +151,7 @@ def test_error_names_what_is_there(tmp_path: Any) -> None:
     [
         ({"ema": "weights"}, "expected 'model', 'optimizer' or 'extra.NAME' for 'ema', found 'weights'"),
         ({"epcoh": "extra.epoch"}, "no key of the checkpoint begins with 'epcoh'; they begin with 'model'"),
-        ({"scheduler": "extra.scheduler"}, "'scheduler.last_epoch' of the checkpoint is a part of a dictionary"),
+        ({"scheduler": "extra.scheduler"}, "'scheduler.last_epoch' of the checkpoint is an entry of a dictionary"),
     ],
 )
 def test_key_map_that_is_wrong_is_an_error(key_map: dict[str, str], message: str, tmp_path: Path) -> None:
@@ -205,11 +205,11 @@ def test_places_are_found_by_names() -> None:
     assert find_model([f"net.{name}" for name in repeated], repeated) == {"net": "model"}
     assert find_model(["model.conv.weight", "model.norm.weight"], {"weight"}) == {}
     assert find_model(["net.a.weight", "ema.a.weight", "ema.b.weight"], {"c.weight"}) == {}
-    with pytest.raises(CheckpointError, match="each of 'ema', 'net'"):
+    with pytest.raises(CheckpointError, match="under the prefixes 'ema', 'net'"):
         find_model(["net.a.weight", "ema.a.weight", "ema.b.weight"], {"a.weight", "b.weight"})
     assert find_optimizer(["x.y"], llama) == {}
     two = ["g.state.lm_head.weight.step", "g.param_groups.0.lr", "d.state.conv.weight.step", "d.param_groups.0.lr"]
     assert find_optimizer(two, llama) == {"g": "optimizer"}
-    with pytest.raises(CheckpointError, match="each of 'g', 'plain'"):
+    with pytest.raises(CheckpointError, match="under the prefixes 'g', 'plain'"):
         find_optimizer([*two, "plain.param_groups.0.lr"], llama)
     assert top_level(["a.x", "a.y", "b"]) == "'a' (2 keys), 'b' (1 key)"

@@ -165,20 +165,20 @@ def entry(name: str, **fields: Any) -> Callable[[dict[str, Any]], object]:
 
 
 HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "no tensor": (lambda h: h.update({"x": h.pop("model.b")}), "does not follow|not in this file"),
+    "no tensor": (lambda h: h.update({"x": h.pop("model.b")}), "does not begin where|not in this file"),
     "another's name": (
         lambda h: h.update({"model.w": h["model.b"], "model.b": h["model.w"]}),
-        "does not follow|expected shard",
+        "does not begin where|expected shard",
     ),
     "other shape": (entry("model.b", shape=[1, 5]), r"model.b: expected shard \[0:5\] of float32; found F32 of shape"),
     "other dtype": (entry("model.b", dtype="I32"), r"model.b: expected shard \[0:5\] of float32; found I32"),
-    "negative offsets": (entry("model.b", data_offsets=[-4, 16]), "does not follow the entry before it"),
-    "beyond the file": (entry(CHECKSUMS, data_offsets=[0, 1 << 40]), "does not follow the entry before it"),
-    "endless": (entry("model.b", data_offsets=[0, float("inf")]), "not one of a data file"),
-    "text for offsets": (entry("model.b", data_offsets="none"), "not one of a data file"),
-    "offsets missing": (lambda h: h["model.b"].pop("data_offsets"), "not one of a data file"),
-    "an entry that is null": (lambda h: h.update({"model.b": None}), "not one of a data file"),
-    "no checksums": (lambda h: h.update({"x": h.pop(CHECKSUMS)}), f"no {CHECKSUMS} at the end"),
+    "negative offsets": (entry("model.b", data_offsets=[-4, 16]), "does not begin where the previous one ends"),
+    "beyond the file": (entry(CHECKSUMS, data_offsets=[0, 1 << 40]), "does not begin where the previous one ends"),
+    "endless": (entry("model.b", data_offsets=[0, float("inf")]), "invalid header"),
+    "text for offsets": (entry("model.b", data_offsets="none"), "invalid header"),
+    "offsets missing": (lambda h: h["model.b"].pop("data_offsets"), "invalid header"),
+    "an entry that is null": (lambda h: h.update({"model.b": None}), "invalid header"),
+    "no checksums": (lambda h: h.update({"x": h.pop(CHECKSUMS)}), f"the header does not end with {CHECKSUMS}"),
 }
 
 

@@ -300,7 +300,7 @@ class Failing(Rotary):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        (Forgetful, r"did not set them: \['0\.rotary\.frequencies', '0\.rotary\.mask'\]; pass .* init_buffers"),
+        (Forgetful, r"did not set them: \['0\.rotary\.frequencies', '0\.rotary\.mask'\]; pass init_buffers"),
         (Masked, r"did not set them: \['0\.mask'\]"),
         (Failing, r"initialization of a Failing.*no idea"),
     ],
@@ -426,7 +426,7 @@ def test_parameters_that_cannot_stay_are_an_error(folder: str) -> None:
     with torch.device("meta"):
         model = nn.Linear(3, 2)
     parameter, reference = model.weight, weakref.ref(model.weight)
-    with pytest.raises(CheckpointError, match=r"weight on the meta device .* the same object"):
+    with pytest.raises(CheckpointError, match=r"weight is on the meta device .* in place"):
         load_safetensors(model, folder)
     assert reference() is parameter is model.weight
     del reference
@@ -591,5 +591,5 @@ def test_single_process_without_a_group(folder: str) -> None:
     load_safetensors(model, file)
     for name, value in weights().items():
         assert_equal(model.state_dict()[name], value, name)
-    with pytest.raises(ValueError, match="expected a path, found the URL 's3://a/b'"):
+    with pytest.raises(ValueError, match="expected a local path, found the URL 's3://a/b'"):
         load_safetensors(model, "s3://a/b")

@@ -125,10 +125,13 @@ def test_values_of_other_shapes_are_refused(rank: Rank) -> None:
 def test_states_of_running_models_are_refused(rank: Rank) -> None:
     """Between forward and backward, and inside summon_full_params, the parameters are not the model's state."""
     model = build(rank, "flat")
-    with FSDP.summon_full_params(model), pytest.raises(PhaseError, match="save and load between steps"):
+    with (
+        FSDP.summon_full_params(model),
+        pytest.raises(PhaseError, match="cannot access its state in the middle of a step"),
+    ):
         local_parameters(model)
     inner = model.module.blocks[0].register_forward_hook(lambda *_: local_parameters(model))
-    with pytest.raises(PhaseError, match="save and load between steps"):
+    with pytest.raises(PhaseError, match="cannot access its state in the middle of a step"):
         model(torch.arange(8))
     inner.remove()
     loss = model(torch.arange(8)).sum()
@@ -144,11 +147,11 @@ def test_state_dict_hooks_are_warned_of() -> None:
         def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
             destination[f"{prefix}scales"] = torch.ones(1)
 
-    with pytest.warns(UserWarning, match=r"1 \(Own\) changes state dicts"):
+    with pytest.warns(UserWarning, match=r"1 \(Own\) customizes its state dict"):
         model_state(nn.Sequential(nn.Linear(1, 1), Own(1, 1)))
     hooked = nn.Linear(1, 1)
     hooked._register_state_dict_hook(lambda *_: None)
-    with pytest.warns(UserWarning, match=r"the model \(Linear\) changes"):
+    with pytest.warns(UserWarning, match=r"the model \(Linear\) customizes"):
         model_state(hooked)
     quiet = checkpoint_wrapper(nn.Sequential(nn.BatchNorm1d(1), nn.LSTM(1, 1), nn.MultiheadAttention(2, 1)))
     with warnings.catch_warnings():

@@ -573,7 +573,7 @@ def test_a_failure_that_nobody_asked_for_is_told_by_the_next_save(tmp_path: Path
     model = Model()
     (tmp_path / "file").write_text("in the way")
     fullshard.async_save(tmp_path / "file" / "inside", model)
-    with pytest.warns(UserWarning, match="the previous background save failed"):
+    with pytest.warns(UserWarning, match="the previous async_save failed"):
         fullshard.save(tmp_path / "x", model)
     asked = fullshard.async_save(tmp_path / "file" / "inside", model)
     assert isinstance(asked.exception(), CheckpointError)
@@ -623,9 +623,9 @@ def test_ranks_that_see_different_checkpoints_are_refused(rank: Rank) -> None:
     fullshard.save(folder / "1", model, step=1, more=torch.ones(9_000))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "open_reader", lambda path: open_reader(folder / str(rank.rank)))
-        with pytest.raises(CheckpointError, match="rank 1 differs from rank 0 in what they read"):
+        with pytest.raises(CheckpointError, match="rank 1 differs from rank 0 in the checkpoint that they read"):
             fullshard.load(folder / "0", model)
         fullshard.save(folder / "1", model, step=1)
-        with pytest.raises(CheckpointError, match="rank 1 differs from rank 0 in what they read"):
+        with pytest.raises(CheckpointError, match="rank 1 differs from rank 0 in the checkpoint that they read"):
             fullshard.load(folder / "0", model)
     assert fullshard.load(folder / "0", model) == {"step": 1}

@@ -316,7 +316,7 @@ def test_wrapper_refuses_weights_with_hooks(rank: Rank) -> None:
     """FSDP1 flattens parameters, which such weights cannot be: an error that says so, not one from inside torchao."""
     with installed():
         for build in (nf4_model, lambda: quantized_model(int8_weight_only_quantized_training())):
-            with pytest.raises(ValueError, match=r"brings its own all-gather hooks; shard it with fully_shard"):
+            with pytest.raises(ValueError, match=r"which flat parameters do not support; use fully_shard"):
                 FullyShardedDataParallel(build(), device_id=torch.device("cpu"), use_orig_params=True)
 
 
@@ -413,7 +413,7 @@ def test_optimizer_state_through_dcp(rank: Rank, kind: type[torch.optim.Optimize
 def test_example_runs(tmp_path: Path) -> None:
     """The example of the page, a program that knows nothing of fullshard, under torchrun."""
     printed = run_example(EXAMPLE.name, SAVED=str(tmp_path / "saved"))
-    assert "stands in for torch.distributed.fsdp" in printed
+    assert "replaces torch.distributed.fsdp" in printed
     found = re.findall(r"step (\d) loss (\S+)", printed)
     assert [int(step) for step, _ in found] == [0, 1, 2, 3, 4, 5, 3, 4, 5]
     assert found[3:6] == found[6:9] and float(found[5][1]) < float(found[0][1])

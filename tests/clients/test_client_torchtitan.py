@@ -341,7 +341,7 @@ def test_spmd_types(rank: Rank, shape: str):
 def test_spmd_types_with_tp(rank: Rank):
     """With tensor parallelism such a tensor does not say how it lies on that axis: refused, by torch 2.13 as well."""
     with on_fullshard("spmd_types"):
-        with pytest.raises(ValueError, match="with dp_mesh_dims all parameters have to be DTensors"):
+        with pytest.raises(ValueError, match="dp_mesh_dims: expected all parameters to be DTensors"):
             Sharded(llama_config(), spmd_backend="spmd_types", **DEGREES["tp"])
 
 
@@ -352,7 +352,7 @@ def test_example():
     assert len(found) == 5
     assert found == sorted(found, reverse=True)
     assert "FSDPLlama3Model: 3,081,856 of 6,163,712 parameters here" in printed
-    assert "stands in for torch.distributed.fsdp" in printed
+    assert "replaces torch.distributed.fsdp" in printed
 
 
 # ---------------------------------------------------------------- mixtures of experts
@@ -419,7 +419,7 @@ def test_experts_in_bf16(rank: Rank):
 def test_spmd_types_with_ep(rank: Rank):
     """Plain tensors of experts do not say how they lie on the ep axis: refused, by torch 2.13 as well."""
     with on_fullshard("spmd_types"):
-        with pytest.raises(ValueError, match="with dp_mesh_dims all parameters have to be DTensors"):
+        with pytest.raises(ValueError, match="dp_mesh_dims: expected all parameters to be DTensors"):
             Sharded(qwen_moe_config(), spmd_backend="spmd_types", **EP)
 
 

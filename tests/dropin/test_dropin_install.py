@@ -334,7 +334,7 @@ def test_models_and_values_of_torchs_engine(rank: Rank):
         fullshard.fully_shard(a_model(), mp_policy=torchs().MixedPrecisionPolicy())
     del model
     model = torchs().fully_shard(a_model(), mesh=mesh)
-    already = r"sharded 1 modules already \(FSDPSequential\).*before the model"
+    already = r"already sharded 1 modules \(FSDPSequential\).*before the model"
     with pytest.warns(dropin.MixedEnginesWarning, match=already):
         dropin.install(quiet=True)
     dropin.uninstall()
@@ -385,10 +385,10 @@ def test_says_what_it_has_replaced(rank: Rank):
     try:
         with dropin.install(quiet=True) as installation:
             line = str(installation)
-            assert line.startswith(f"fullshard {fullshard.__version__} stands in for torch.distributed.fsdp: ")
+            assert line.startswith(f"fullshard {fullshard.__version__} replaces torch.distributed.fsdp: ")
             assert "3 in counted_program" in line and "\n" not in line
             assert pickle.loads(pickle.dumps(torchs().StateDictType.FULL_STATE_DICT)).name == "FULL_STATE_DICT"
-        assert "does not stand in" in str(installation)
+        assert "does not replace" in str(installation)
     finally:
         del sys.modules[program.__name__]
 

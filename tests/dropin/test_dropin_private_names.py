@@ -158,7 +158,7 @@ def test_mesh_infos(rank: Rank):
         assert info_of(hybrid, dims).mesh.size() == 4 and info_of(hybrid, dims).mesh.ndim == 1
         named = info_of(hybrid, fullshard.DataParallelMeshDims(shard="shard", replicate="replicate"))
         assert type(named) is fullshard.HSDPMeshInfo
-        with pytest.raises(ValueError, match="expected an axis to shard over, found only replicas"):
+        with pytest.raises(ValueError, match="a mesh dimension to shard over, found only replicate dimensions"):
             info_of(hybrid, fullshard.DataParallelMeshDims(replicate="replicate"))
         assert after(True, info_of(flat)).mesh is flat and after(False, info_of(flat)) is None
         assert after(2, info_of(flat)).mesh.shape == (2, 2)

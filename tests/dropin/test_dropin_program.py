@@ -123,7 +123,7 @@ def test_runs_a_script(folder: Path):
         "handler True",
         "thread True",
     ]
-    assert sum("stands in for torch.distributed.fsdp" in line for line in done.stderr.splitlines()) == 2
+    assert sum("replaces torch.distributed.fsdp" in line for line in done.stderr.splitlines()) == 2
 
 
 def test_runs_a_module_on_two_ranks(folder: Path):
@@ -133,7 +133,7 @@ def test_runs_a_module_on_two_ranks(folder: Path):
     assert done.returncode == 0, done.stderr
     expected = f"fullshard.composable.fsdp_module True ['one'] __main__ {folder} {folder / 'a_module.py'}"
     assert sorted(done.stdout.splitlines()) == [expected] * 2 + ["handler True"] * 2 + ["thread True"] * 2
-    assert done.stderr.count("stands in for torch.distributed.fsdp") == 1
+    assert done.stderr.count("replaces torch.distributed.fsdp") == 1
 
 
 def test_waits_for_any_of_torchs_packages(folder: Path):
@@ -145,8 +145,8 @@ def test_waits_for_any_of_torchs_packages(folder: Path):
     names = ("fsdp", "stage", "probe")
     assert lines[:3] == [f"{name} {{'fullshard'}} [] SourceFileLoader" for name in names]
     why = (
-        "this interpreter was started by a program on fullshard.dropin and has no fullshard; install it there, or "
-        f"take {FOLDER} out of PYTHONPATH"
+        "this Python was started by a program that runs with fullshard.dropin, but cannot import fullshard; install "
+        f"fullshard for it, or remove {FOLDER} from PYTHONPATH"
     )
     refused = ("_composable.fsdp", "fsdp", "fsdp", "fsdp.wrap", "pipelining.stage")
     assert lines[3:] == [*(f"refused {name} {why}" for name in refused), "False"]
@@ -241,4 +241,4 @@ def test_a_program_that_fails_fails(folder: Path):
     done = run(folder, "-m", "fullshard.dropin", "inner", PYTHONPATH=FOLDER)
     assert done.returncode == 7, done.stderr
     assert done.stdout.split() == ["inner"]
-    assert done.stderr.count("stands in for torch.distributed.fsdp") == 1
+    assert done.stderr.count("replaces torch.distributed.fsdp") == 1

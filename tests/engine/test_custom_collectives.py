@@ -126,7 +126,7 @@ def test_set_while_gradients_are_partly_reduced(rank: Rank) -> None:
     model.set_requires_all_reduce(False)
     both_backward(model, reference, rank, 0)
     if rank.world_size > 2:
-        with pytest.raises(FullshardError, match=r"unit 'blocks\.1' holds gradients .*call synchronize_gradients\(\)"):
+        with pytest.raises(FullshardError, match=r"unit 'blocks\.1' has gradients .*call synchronize_gradients\(\)"):
             model.blocks[1].set_custom_all_gather(Gather())
     model.synchronize_gradients()
     model.blocks[1].set_custom_all_gather(Gather())
@@ -196,7 +196,7 @@ def test_memory_of_the_wrong_size_is_refused(rank: Rank) -> None:
 
     model, reference = made(rank)
     model.blocks[1].set_custom_all_gather(Short())
-    words = rf"Short.allocate: expected \d+ elements of torch.float32 on {rank.device}, got"
+    words = rf"Short.allocate: expected \d+ elements of torch.float32 on {rank.device}, found"
     with pytest.raises(ValueError, match=words):
         square_loss()(model, rank.rank)
     model.blocks[1].set_custom_all_gather(None)

@@ -376,8 +376,8 @@ def test_sizes_that_change(rank: Rank, when: str) -> None:
     expected = model(x).detach()
     local = model.layers[1].weight._local_tensor
     words = (
-        r"layers\.1\.weight \(shape \(8, 8\).*Growing returned \[\(4, 3\) torch\.bfloat16\]"
-        r".*gathers before \[\(4, 8\) torch\.bfloat16\]"
+        r"layers\.1\.weight \(shape \(8, 8\).*Growing returned tensors \[\(4, 3\) torch\.bfloat16\]"
+        r".*expected \[\(4, 8\) torch\.bfloat16\] as in the first all-gather"
     )
     loss = model(x).square().mean() if when == "backward" else None
     local.hint = 3

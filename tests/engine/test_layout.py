@@ -255,7 +255,7 @@ def test_dense_strides_are_told_from_others(shape: tuple[int, ...], stride: tupl
         assert parameter.numel == math.prod(shape)
         if shape:  # a cut outside of the dims is refused as well, unless nothing is cut anyway
             assert ParameterShape("w", shape, stride, replicated=True, cut=len(shape)).shape == shape
-            with pytest.raises(ValueError, match=f"w: expected a dim to cut from 0 to {len(shape) - 1}, found"):
+            with pytest.raises(ValueError, match=f"w: expected a dim to shard from 0 to {len(shape) - 1}, found"):
                 ParameterShape("w", shape, stride, cut=len(shape))
     else:
         with pytest.raises(ValueError, match="w: expected dense"):

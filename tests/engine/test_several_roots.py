@@ -126,7 +126,7 @@ def test_trunk_of_two_roots(rank: Rank) -> None:
     assert_trains_alike(model, reference, rank, loss_at, steps=4)
     x = batch(rank.rank, 0, 4, 6)
     handle = model[0].head.register_forward_pre_hook(lambda *_: model[1](x))
-    with pytest.raises(PhaseError, match="Trunk becomes the root while its units are in the middle of a step"):
+    with pytest.raises(PhaseError, match="Trunk became the root while its units were in the middle of a step"):
         model[0](x)
     handle.remove()
     for root in model:

@@ -439,14 +439,14 @@ def test_custom_collectives(rank: Rank, whose: str) -> None:
 
 
 REFUSALS = {
-    "function": (lambda base: CustomTransport(base, lambda **_: None), TypeError, "all-gather .*allocate.* got funct"),
-    "object": (lambda base: CustomTransport(base, None, object()), TypeError, "custom reduce-scatter .* got object"),
+    "function": (lambda base: CustomTransport(base, lambda **_: None), TypeError, "all-gather.*allocate.* found funct"),
+    "object": (lambda base: CustomTransport(base, None, object()), TypeError, "custom reduce-scatter.* found object"),
     **{
         f"{kind.__name__} {back_end}": (lambda base, k=kind, b=back_end: k(base.group, b), ValueError, words)
         for kind in (SymmetricMemoryAllGather, SymmetricMemoryReduceScatter)
         for back_end, words in (
-            ("NCCL", "needs a CUDA device and a process group whose back end there is NCCL"),
-            ("NVSHMEM", "must be \"NCCL\", got 'NVSHMEM'"),
+            ("NCCL", "expected a CUDA device and a process group with the NCCL backend"),
+            ("NVSHMEM", "expected backend=\"NCCL\", found 'NVSHMEM'"),
         )
     },
 }

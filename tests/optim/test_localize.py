@@ -565,7 +565,7 @@ def test_who_is_localized() -> None:
     patched.step = lambda closure=None: None
     with pytest.warns(UserWarning, match="its step method was replaced"):
         localize(patched)
-    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got Linear"):
+    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, found Linear"):
         localize(nn.Linear(2, 2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -287,7 +287,7 @@ def test_nonfinite_of_unreduced_gradients(rank: Rank) -> None:
     assert_equal(total, torch.tensor(2.0), "the first rank's")
     if rank.rank == 1:
         model[1].weight.grad[0, 0] = math.nan
-    with pytest.raises(FullshardError, match=r"number 1, of shape \(2, 2\)"):
+    with pytest.raises(FullshardError, match=r"parameter 1 of shape \(2, 2\)"):
         get_total_norm([p.grad for p in model.parameters()], error_if_nonfinite=True)
 
 

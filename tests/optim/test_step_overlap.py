@@ -161,7 +161,7 @@ def test_writes_after_the_step(rank: Rank, how: str) -> None:
                 for parameter in each.parameters():
                     parameter.add_(1)
     if how == "in place":
-        units = "unit '<root>', 'blocks.0', 'blocks.1', 'blocks.2' were written to"
+        units = "unit '<root>', 'blocks.0', 'blocks.1', 'blocks.2' were modified"
         with pytest.raises(PhaseError, match=f"{units} after the optimizer step .* call reshard"):
             model(torch.ones(2, 6))
     assert_equal(model(torch.ones(2, 6)), other(torch.ones(2, 6)), "outputs")
@@ -183,7 +183,7 @@ def test_written_after_another_unit_was_used(rank: Rank) -> None:
         if reshards:
             model.reshard()
         else:
-            with pytest.raises(PhaseError, match="'<root>' were written"):
+            with pytest.raises(PhaseError, match="'<root>' were modified"):
                 model(torch.ones(2, 6))
         assert_equal(model(torch.ones(2, 6)), other(torch.ones(2, 6)), "outputs")
 

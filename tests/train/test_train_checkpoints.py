@@ -66,7 +66,7 @@ def test_checkpoints_are_found_by_run_folder_or_itself(tmp_path: Path) -> None:
         assert find_checkpoint(named) == newest
     assert run_folder.run_of(newest) == tmp_path / "run"
     for wrong in (newest.with_name("step-00000009"), tmp_path, tmp_path / "missing"):
-        with pytest.raises(ConfigError, match=r"cannot resume: .*name the folder of a run"):
+        with pytest.raises(ConfigError, match=r"cannot resume: .*pass the folder of a run"):
             find_checkpoint(wrong)
 
 
@@ -81,7 +81,7 @@ def test_checkpoint_that_cannot_be_written_is_tried_again(tmp_path: Path, monkey
     monkeypatch.setattr("fullshard.train.checkpoints.async_save", begin)
     model, said = GPT(GPTConfig(layers=1, width=8, heads=1, sequence=8)), list[str]()
     optimizer = torch.optim.SGD(model.parameters())
-    kept = Checkpoints(tmp_path, every=2, keep=1, leads=True, say=said.append, step=0)
+    kept = Checkpoints(tmp_path, every=2, keep=1, is_rank0=True, say=said.append, step=0)
     assert [kept.are_due(step) for step in (1, 2)] == [False, True] and kept.are_due(1, last=True)
     kept.save(model, optimizer, 2)
     futures[0].set_exception(CheckpointError("no space left"))
@@ -172,7 +172,7 @@ def test_settings_written_while_a_start_waited_are_an_error(tmp_path: Path, monk
     monkeypatch.setattr(run_folder, "lock", lock)
     monkeypatch.setattr(run_folder, "LOCK_TIMEOUT", 0.0)
     assert worker._claim(place, CONFIG, CONFIG, group) == (place.checkpoint(), place.folder)
-    with pytest.raises(ConfigError, match=r"another process writes to .*run: stop it, or choose another --name"):
+    with pytest.raises(ConfigError, match=r"another process is writing to .*run: stop it, or choose another --name"):
         worker._claim(place, CONFIG, CONFIG, group)
 
 
@@ -214,7 +214,7 @@ def test_run_folder_has_one_writer(tmp_path: Path) -> None:
     )
     processes = []
     try:
-        for expected in ("held\n", f"waiting for another process that writes to {tmp_path}\n"):
+        for expected in ("held\n", f"waiting for another process that is writing to {tmp_path}\n"):
             line = [sys.executable, "-c", code, str(tmp_path)]
             processes.append(subprocess.Popen(line, stdout=subprocess.PIPE, text=True))
             assert processes[-1].stdout is not None and processes[-1].stdout.readline() == expected

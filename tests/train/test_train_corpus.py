@@ -112,7 +112,7 @@ def test_unreadable_file_is_named_with_the_remedy(folder: Path, monkeypatch: pyt
         corpus.read([str(locked)], seed=0, sequence=16)
     text = corpus.read([str(folder)], seed=0, sequence=16)
     assert len(text.train_files) + len(text.validation_files) == 39
-    assert "1 unreadable files left out" in text.notes[0] and "0.txt" in text.notes[0]
+    assert "skipped unreadable files: 1" in text.notes[0] and "0.txt" in text.notes[0]
 
 
 def test_order0_against_hand_computed_value() -> None:

@@ -91,8 +91,8 @@ def test_parameter_count_matches(model: GPT) -> None:
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        (None, "holds no model of fullshard train: its metadata lacks"),
-        ({METADATA_KEY: '{"layers": 4, "width": 128}'}, "holds a model of another version .*'width': 128"),
+        (None, "is not a model of fullshard train: its metadata has no"),
+        ({METADATA_KEY: '{"layers": 4, "width": 128}'}, "was written by another version .*'width': 128"),
     ],
 )
 def test_foreign_weights_are_refused(metadata: dict[str, str] | None, message: str, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from fullshard.cli import app
 from fullshard.train.config import CheckpointConfig, ConfigError, TrainConfig, options
 from fullshard.train.run_folder import RunLocation
+from fullshard.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -98,7 +99,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ("nowhere", "nowhere"),
         ("empty.txt", "empty.txt is empty"),
         ("folder", "no text in the folder"),
-        ("small.txt", "needed at --sequence 512"),
+        ("small.txt", "needed with --sequence 512"),
         ("big.txt --steps 0", "steps must be at least 1"),
         ("big.txt --accumulate 0", "accumulate must be at least 1"),
         ("big.txt --dtype fp16", "dtype must be one of fp32, bf16"),
@@ -109,8 +110,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ("big.txt --name ..", "found '..'; see --out"),
         ("big.txt --name /tmp/elsewhere", "found '/tmp/elsewhere'; see --out"),
         ("big.txt --checkpoint-every -2", "checkpoint_every must be at least -1"),
-        ("big.txt --resume nowhere", "nowhere is no folder"),
-        ("big.txt --resume folder", "folder holds no complete checkpoint"),
+        ("big.txt --resume nowhere", "nowhere is not a folder"),
+        ("big.txt --resume folder", "folder has no complete checkpoint"),
     ],
 )
 def test_wrong_input_is_an_error_before_any_worker(folder: Path, arguments: str, message: str) -> None:
@@ -156,3 +157,10 @@ print("heavy:", {"torch", "matplotlib"} & set(sys.modules))
     assert all(f"--{option.name.replace('_', '-')}" in done.stdout for option in options())
     assert re.findall(r"exit \d", done.stdout) == ["exit 0", "exit 0", "exit 2", "exit 2"]
     assert done.stdout.endswith("heavy: set()\n"), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("command", [["-m", "fullshard"], ["-c", "from fullshard.__main__ import main; main()"]])
+def test_version_is_printed(command: list[str]) -> None:
+    """`python -m fullshard --version`, and the installed command, which calls main(), print name and version."""
+    done = run(sys.executable, *command, "--version")
+    assert (done.returncode, done.stdout) == (0, f"fullshard {__version__}\n")

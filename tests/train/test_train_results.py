@@ -119,7 +119,7 @@ def test_resume_on_another_number_of_ranks(finished: Finished, ranks: RankPool) 
     """One rank that accumulates all the sequences resumes where two left off, in a run of its own: the same losses."""
     source, sizes = finished.folder / "checkpoints" / "step-00000003", ["--batch", 2, "--accumulate", 2]
     resumed = train(ranks, 1, "--resume", source, *sizes, "--out", finished.folder.parent, "--name", "resumed")
-    assert f"resumed from step 3 ({source})" in resumed.output and "a step now sees" not in resumed.output
+    assert f"resumed from step 3 ({source})" in resumed.output and "an optimizer step now has" not in resumed.output
     kept = [record for record in finished.metrics if record["step"] <= 3]
     assert resumed.metrics[: len(kept)] == kept
     one, other = losses(resumed.metrics), losses(finished.metrics)
@@ -161,7 +161,7 @@ def test_finished_run_goes_on_with_more_steps(finished: Finished, tmp_path: Path
     options = [tmp_path / "text", "--steps", 7, "--batch", 3, "--keep", 1]
     longer = train(ranks, 2, *options, "--out", tmp_path, "--name", "longer")
     assert "note: the text has changed since" in longer.output
-    assert "note: a step now sees 6 sequences, and 4 so far" in longer.output
+    assert "note: an optimizer step now has 6 sequences; it had 4 so far" in longer.output
     assert longer.metrics[: len(finished.metrics)] == finished.metrics
     after = [(record["kind"], record["step"]) for record in longer.metrics[len(finished.metrics) :]]
     assert after == [("train", 6), ("validation", 6), ("train", 7), ("validation", 7), ("final_validation", 7)]
@@ -180,7 +180,7 @@ def test_damaged_checkpoint_is_an_error_that_names_older_ones(
     data.write_bytes(content)
     done = run_on(ranks, 2, "--steps", 7, "--out", tmp_path, "--name", "damaged")
     assert done.returncode == 2 and "checksum mismatch" in done.stderr, done.stdout + done.stderr
-    assert f"Older ones: {older}. Start from one with --resume PATH and another --name" in done.stderr
+    assert f"Older checkpoints: {older}. Start from one of them with --resume PATH and another --name" in done.stderr
     assert read_metrics(tmp_path / "damaged" / "metrics.jsonl") == finished.metrics and newest.is_dir()
     resumed = train(ranks, 2, "--resume", older, "--out", tmp_path, "--name", "resumed")
     assert f"resumed from step 3 ({older})" in resumed.output
@@ -191,7 +191,7 @@ def test_damaged_checkpoint_is_an_error_that_names_older_ones(
     ("options", "message"),
     [
         (["--layers", "7", "--width", "64"], "has a model of --layers 1, not 7, --width 16, not 64: leave"),
-        (["--optimizer", "adamw"], "was trained with --optimizer muon, not adamw, whose state it lacks"),
+        (["--optimizer", "adamw"], "was trained with --optimizer muon, not adamw, whose state it does not have"),
         (["--seed", "1"], "was trained with --seed 0, not 1: another seed holds out other files"),
     ],
 )
@@ -256,11 +256,11 @@ def test_generate_continues_a_text(finished: Finished) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "there is no nowhere: name the folder of a run"),
-        (["."], "there is no model.safetensors: name the folder of a run"),
+        (["nowhere"], "there is no nowhere: pass the folder of a finished run"),
+        (["."], "there is no model.safetensors: pass the folder of a finished run"),
         (["damaged"], "cannot read damaged"),
         (["damaged", "--temperature", "0"], "--temperature must be a number above 0"),
-        (["damaged", "--prompt", ""], "--prompt must hold at least one character"),
+        (["damaged", "--prompt", ""], "--prompt must have at least one character"),
     ],
 )
 def test_generate_names_what_is_wrong(

@@ -42,16 +42,16 @@ def test_summary_says_what_is_compared() -> None:
     assert "the model is 2.500 bits per byte better than order-0 entropy coding" in text
     assert "the model is 0.500 bits per byte worse than zlib level 9" in text
     assert verdicts(1.5, {"zlib level 9": 1.5}) == ["the model equals zlib level 9"]
-    assert "at most 77 before it" in text
+    assert "at most 77 bytes before it" in text
     assert "all held-out bytes as one stream" in text
-    assert "without gathered parameters, activations" in text
+    assert "without unsharded parameters, activations" in text
     assert "quantized communication: rank 0 received 1.0 MiB instead of 4.0" in text
 
 
 def test_stopped_run_has_no_comparison() -> None:
     """Without a last validation the summary says so and claims nothing about baselines."""
     text = printed(bits_per_byte=None)
-    assert "stopped before the last validation" in text
+    assert "stopped before the final validation" in text
     assert "better than" not in text and "worse than" not in text
 
 

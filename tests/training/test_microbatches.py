@@ -128,7 +128,7 @@ def test_dtype_moves_in_between_are_refused(rank: Rank, remedy: str, front_end: 
     model, reference = sharded_with_reference(front_end, rank, build(Stack, 2))
     with front_end.no_sync(model):
         square_loss()(model, rank.rank).backward()
-    with pytest.raises(FullshardError, match=r"unit '.*' holds gradients of microbatches.*synchronize_gradients\(\)"):
+    with pytest.raises(FullshardError, match=r"unit '.*' has unreduced gradients.*synchronize_gradients\(\)"):
         model.double()
     model.float()  # what had been moved
     if remedy == "synchronize":

@@ -94,7 +94,7 @@ def test_wrong_policies_change_nothing(rank: Rank) -> None:
     with pytest.raises(TypeError, match="expected one module, found a list"):
         fully_shard([model.first, model.last], mesh=rank.mesh, policy=ModuleWrapPolicy({nn.Linear}))
     for chosen, message in (
-        ({"reshard": True}, r"policy: found unknown arguments \['reshard'\] for 'blocks.0'"),
+        ({"reshard": True}, r"policy: found unknown arguments \['reshard'\] for module 'blocks.0'"),
         ({"reshard_after_forward": 3}, "expected a divisor of the 2 ranks"),
         ({"mp_policy": torch.bfloat16}, "mp_policy: expected MixedPrecisionPolicy or None"),
     ):

@@ -159,7 +159,7 @@ def test_own_policy() -> None:
     for policy in (ModuleWrapPolicy({nn.Sequential}), CustomPolicy(lambda m: isinstance(m, nn.Sequential))):
         assert names(plan_for(policy, nested)) == names(policy.plan(nested)) == ["0"]
     assert repr(ModuleWrapPolicy({nn.Linear, Block})) == "ModuleWrapPolicy({Block, Linear})"
-    with pytest.raises(ValueError, match=r"Foreign selected a Linear that is not below"):
+    with pytest.raises(ValueError, match=r"Foreign selected a Linear that is not a submodule of the root"):
         plan_for(Foreign(), model)
 
 

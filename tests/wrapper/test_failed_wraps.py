@@ -75,7 +75,7 @@ def divide_late(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool
 
 # Policies, or the arguments that one chooses for a block; the error, and what it says.
 BAD_PLANS: list[tuple[Any, Any, str]] = [
-    ({"reshard_after_forward": True}, ValueError, "reshard_after_forward.*blocks.1"),
+    ({"reshard_after_forward": True}, ValueError, "blocks.1.*reshard_after_forward"),
     ({"sharding_strategy": "FULL_SHARD"}, TypeError, "sharding_strategy"),
     ({"mixed_precision": torch.bfloat16}, TypeError, "mixed_precision"),
     ({"use_orig_params": None}, ValueError, "use_orig_params"),
@@ -85,7 +85,7 @@ BAD_PLANS: list[tuple[Any, Any, str]] = [
     ({"auto_wrap_policy": BLOCKS}, ValueError, "auto_wrap_policy"),
     ({"ignored_modules": []}, ValueError, "ignored_modules"),
     (Breaking(), OSError, "no plan"),
-    (Elsewhere(), ValueError, "not below the root"),
+    (Elsewhere(), ValueError, "not a submodule of the root"),
     (CustomPolicy(lambda module: "yes"), ValueError, "True, False or a dict"),  # type: ignore[arg-type,return-value]
     (CustomPolicy(divide), ZeroDivisionError, "zero"),
     (lambda module: True, TypeError, "recurse"),

@@ -143,7 +143,7 @@ def test_invalid_layouts_are_refused() -> None:
     The picture in the docstring is what is printed.
     """
     first, second = shapes((3,), (3,))
-    with pytest.raises(ValueError, match=r"p1 at 2 overlaps what ends at 3"):
+    with pytest.raises(ValueError, match=r"p1 at 2 overlaps the parameter that ends at 3"):
         FlatLayout((FlatSlot(first, 0, 3), FlatSlot(second, 2, 3)), 2, 3)
     with pytest.raises(ValueError, match=r"p1"):
         FlatLayout((FlatSlot(first, 0, 2), FlatSlot(second, 3, 2)), 2, 2)

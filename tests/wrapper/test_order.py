@@ -56,8 +56,8 @@ def compare(group: dist.ProcessGroup, units: Sequence[str]) -> None:
 
 DIFFERENT_ORDERS = [
     (["", "b", "a"], 1, "'a' on ranks 0, 1, 3; 'b' on rank 2"),
-    (["", "a"], 2, "'b' on ranks 0, 1, 3; nothing, its forward was over, on rank 2"),
-    (["", "a", "b", "c"], 3, "nothing, its forward was over, on ranks 0, 1, 3; 'c' on rank 2"),
+    (["", "a"], 2, "'b' on ranks 0, 1, 3; no unit (its forward had ended) on rank 2"),
+    (["", "a", "b", "c"], 3, "no unit (its forward had ended) on ranks 0, 1, 3; 'c' on rank 2"),
     (["a", "b"], 0, "the root on ranks 0, 1, 3; 'a' on rank 2"),
 ]
 
@@ -110,7 +110,7 @@ def test_warning_of_another_order(rank: Rank) -> None:
     """It names the first position, and what ran there."""
     for now, told in (
         (["a", "c", "b"], "1 (from 0), 'b' ran then and 'c'"),
-        (["a"], "1 (from 0), 'b' ran then and nothing"),
+        (["a"], "1 (from 0), 'b' ran then and no unit (its forward had ended) ran now"),
     ):
         with pytest.warns(UserWarning, match=re.escape(told)):
             warn_of_change(["a", "b", "c"], now)
@@ -142,7 +142,7 @@ def no_watch_runs() -> bool:
     ("odd", "told"),
     [
         (["", "b"], "position 1 (from 0): 'a' on ranks 0-2; 'b' on rank 3"),
-        (["", "a"], "position 2 (from 0): 'b' on ranks 0-2; nothing, its forward was over, on rank 3"),
+        (["", "a"], "position 2 (from 0): 'b' on ranks 0-2; no unit (its forward had ended) on rank 3"),
     ],
     ids=["skipped", "shorter"],
 )
@@ -271,7 +271,7 @@ def test_change_after_the_first_forward_warns_once(rank: Rank) -> None:
         for order in ([0, 1, 2, 3], [0, 2, 1, 3], [3, 2, 1, 0], [0, 1, 2, 3]):
             blocks.order = order
             model(x).sum().backward()
-    found = [str(each.message) for each in caught if "another order" in str(each.message)]
+    found = [str(each.message) for each in caught if "different order" in str(each.message)]
     assert len(found) == 1
     assert (
         f"rank {rank.rank} ran" in found[0] and "at position 2 (from 0), 'blocks.1' ran then and 'blocks.2'" in found[0]

@@ -57,7 +57,9 @@ def test_fields_and_defaults() -> None:
         assigned = kind()
         assigned.offload_to_cpu = not defaults["offload_to_cpu"]
         assert assigned != kind() and assigned.offload_to_cpu is not defaults["offload_to_cpu"]
-        with pytest.raises(AttributeError, match=f"{kind.__name__} has no rank_0_only, only offload_to_cpu"):
+        with pytest.raises(
+            AttributeError, match=f"{kind.__name__} has no field rank_0_only; its fields are offload_to_cpu"
+        ):
             assigned.rank_0_only = True
         for name in defaults:
             with pytest.raises(TypeError, match=f"{kind.__name__}: {name}: expected True or False, found None"):

@@ -340,7 +340,7 @@ def test_nested(rank: Rank) -> None:
     inner = model.module.blocks[0]
     with FSDP.summon_full_params(model):
         for again in (model, inner):
-            with pytest.raises(PhaseError, match="are unsharded"), FSDP.summon_full_params(again):
+            with pytest.raises(PhaseError, match="is unsharded"), FSDP.summon_full_params(again):
                 pass
         assert_models_equal(model, reference)  # the outer block goes on
     with FSDP.summon_full_params(model, recurse=False), FSDP.summon_full_params(inner, recurse=False):
@@ -456,12 +456,12 @@ def test_running_on_the_copies(rank: Rank, mixed: bool) -> None:
             for run in (model, model.module):
                 assert_equal(run(x), reference(x), "output")
         assert len(seen) == gathered
-        with pytest.raises(PhaseError, match="was run inside summon_full_params"):
+        with pytest.raises(PhaseError, match="cannot run inside summon_full_params"):
             model(x)
     with torch.no_grad(), FSDP.summon_full_params(model, writeback=False, rank0_only=True):
         if rank.rank == 0:
             assert_equal(model(x), reference(x), "output")
         else:
-            with pytest.raises(PhaseError, match="was run inside summon_full_params"):
+            with pytest.raises(PhaseError, match="cannot run inside summon_full_params"):
                 model(x)
     model(x).sum().backward()

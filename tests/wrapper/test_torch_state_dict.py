@@ -219,7 +219,7 @@ def test_errors_and_settings(rank: Rank, kind: str) -> None:
     FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
     get_model_state_dict(model)
     state = built().state_dict() if rank.rank == 0 else {"first.weight": torch.ones(DIM, DIM)}
-    with pytest.raises(RuntimeError, match="differ between ranks") as caught:
+    with pytest.raises(RuntimeError, match="the same keys and kinds of values on all ranks") as caught:
         set_model_state_dict(model, dict(state), options=WHOLE)
     raised_everywhere(rank, caught.value)
     assert FSDP.get_state_dict_type(model).state_dict_type is StateDictType.LOCAL_STATE_DICT

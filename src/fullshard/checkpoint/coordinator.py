@@ -46,12 +46,12 @@ class Coordinator:
         self._group, self._what = group, what
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
 
-    def decide(self, own: Callable[[], T], decision: Callable[[list[T]], Sequence[S]]) -> S:
+    def decide(self, make_value: Callable[[], T], decide_all: Callable[[list[T]], Sequence[S]]) -> S:
         """Send a value of every rank to the coordinator, and return what that decides for this rank. A collective.
 
         Args:
-            own: Makes this rank's value. It must not call collectives.
-            decision: Makes a value for each rank from the values of all, in order of ranks. Runs on the coordinator.
+            make_value: Makes this rank's value. It must not call collectives.
+            decide_all: Makes a value for each rank from the values of all, in rank order. Runs on the coordinator.
 
         Raises:
             CheckpointError: On all ranks, with the error of each rank that failed.
@@ -59,7 +59,7 @@ class Coordinator:
         cause: BaseException | None = None
         value: T | _Failure
         try:
-            value = own()
+            value = make_value()
         except BaseException as error:  # other ranks must not wait for one that was interrupted
             cause, value = error, _failure(error)
         try:
@@ -72,7 +72,7 @@ class Coordinator:
         if found is not None:
             failures = {rank: each.text for rank, each in enumerate(found) if isinstance(each, _Failure)}
             try:
-                decided = list(decision(found)) if not failures else [_Failure(self._report(failures))] * self.size
+                decided = list(decide_all(found)) if not failures else [_Failure(self._report(failures))] * self.size
             except BaseException as error:
                 cause, decided = error, [_failure(error)] * self.size
         mine = self._scatter(decided)
@@ -108,8 +108,9 @@ class Coordinator:
             yield
         except RuntimeError as error:
             raise CheckpointError(
-                f"{self._what}: the ranks cannot reach each other; did one of them end, or take longer than the "
-                f"time-out of the group? The folder has the previous checkpoint or the new one, whole ({error})"
+                f"{self._what}: a collective between the ranks failed: a rank has ended, or took longer than the "
+                f"timeout of the process group. The folder holds the complete previous checkpoint or the complete new "
+                f"one ({error})"
             ) from error
 
     def _ensure_group(self) -> None:

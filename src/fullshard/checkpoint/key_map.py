@@ -41,7 +41,7 @@ def check_key_map(key_map: Mapping[str, str], keys: Collection[str]) -> dict[str
     """Return ``key_map`` without dots at the ends of its prefixes.
 
     Raises:
-        CheckpointError: If it maps something that is not there, or to what :func:`fullshard.load` does not look at.
+        CheckpointError: If it maps something that is not there, or to what ``fullshard.load`` does not look at.
     """
     found = {old.rstrip("."): new.rstrip(".") for old, new in key_map.items()}
     for old, new in found.items():
@@ -62,7 +62,7 @@ def find_model(keys: Collection[str], names: Collection[str]) -> dict[str, str]:
         names: The model's names. A place counts if it has all of them.
 
     Returns:
-        What :func:`with_prefixes` takes; empty if it is nowhere.
+        What ``with_prefixes`` takes; empty if it is nowhere.
 
     Raises:
         CheckpointError: If one place has all names, another has at least half, and none of these is called ``model``.
@@ -91,7 +91,7 @@ def names_by_place(keys: Iterable[str], names: Collection[str]) -> Counter[str]:
 
 
 def find_optimizer(keys: Iterable[str], names: Collection[str]) -> dict[str, str]:
-    """Find where the state, or else the groups, of an optimizer are, as :func:`find_model` does.
+    """Find where the state, or else the groups, of an optimizer are, as ``find_model`` does.
 
     Raises:
         CheckpointError: If there are several places, and none is ``optimizer``.
@@ -126,7 +126,7 @@ def _only(places: list[str], usual: str) -> dict[str, str]:
     if len(places) > 1:
         listed = ", ".join(repr(place) for place in sorted(places))
         raise CheckpointError(
-            f"the {usual} could be under each of {listed} of the checkpoint: say which to load with "
+            f"the checkpoint has several candidates for the {usual}, under the prefixes {listed}: select one with "
             f"key_map={{'...': {usual!r}}}"
         )
     return {places[0]: usual} if places else {}

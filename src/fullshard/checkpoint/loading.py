@@ -64,35 +64,52 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     **extra: Any,
 ) -> dict[str, Any]:
-    """Load a checkpoint. All ranks call it; each reads only its own shards, straight into memory.
+    """Load a checkpoint into a model and optimizer. All ranks call it; each reads only its own shards.
 
-    Atomic: on all ranks, names, shapes and dtypes are compared and checksums are verified before the first byte of the
-    model changes. Reads checkpoints of :func:`fullshard.save`, saved on any number of ranks and with either front end,
-    and of torch.distributed.checkpoint. There model and optimizer may have any place, as in ``{"model": ...,
-    "optim": ...}`` or ``{"app": {...}}`` or a bare state dict of the model: the model's names are looked for. No code
-    from the checkpoint is run.
+    Loading is atomic: all ranks compare names, shapes and dtypes and verify checksums before the first byte of the
+    model changes. No code from the checkpoint is run.
+
+    It reads checkpoints of ``fullshard.save``, saved on any number of ranks and with either front end, and of
+    ``torch.distributed.checkpoint``. In the latter, model and optimizer may be anywhere, as in ``{"model": ...,
+    "optim": ...}``, ``{"app": {...}}`` or a bare state dict of the model: they are found by the names of the model's
+    parameters.
 
     Args:
         path: Folder or URL of the checkpoint.
-        model: A model of either front end, DistributedDataParallel or plain; between steps.
-        optimizer: Optimizer of its parameters. It gets the saved state and group options; no step is run. None: the
-            checkpoint's optimizer state is not read.
-        strict: Raise if a name is only in the model or only in the checkpoint. Otherwise parameters that the checkpoint
-            lacks keep their values.
-        cast: Convert tensors of other dtypes. Otherwise they are an error.
+        model: A model of ``fully_shard`` or ``FullyShardedDataParallel``, DistributedDataParallel or plain; not in the
+            middle of a step.
+        optimizer: Optimizer of the model's parameters. It gets the saved state and group options; no step is run. None:
+            the optimizer state in the checkpoint is not read.
+        strict: Raise if a name is only in the model or only in the checkpoint. If False, parameters that are not in the
+            checkpoint keep their values.
+        cast: Convert tensors of other dtypes. If False, they are an error.
         random: Restore this rank's random number generators, if the number of ranks is the same.
-        key_map: Where things are in the checkpoint, by the beginning of its keys: ``{"app.net": "model", "app.opt":
-            "optimizer", "epoch": "extra.epoch"}``, or ``{"": "model"}`` for bare weights. In checkpoints of other
-            programs, model and optimizer are looked for if it does not say; other values are read only if it says.
-        process_group: The ranks. None: all.
-        extra: Objects with a state dict to load into, by the names under which they were saved.
+        key_map: Maps prefixes of keys in the checkpoint to "model", "optimizer" or "extra.NAME": ``{"app.net": "model",
+            "app.opt": "optimizer", "epoch": "extra.epoch"}``, or ``{"": "model"}`` for bare weights. In checkpoints of
+            other programs, model and optimizer are searched for if they are not in it; other values are read only if
+            they are.
+        process_group: Ranks that load together. None: all ranks.
+        **extra: Objects with a state dict to load into, by the names under which they were saved.
 
     Returns:
-        The other values that were saved, by name; tensors are full and in CPU memory.
+        The other values that were saved, by name. Tensors are full tensors in CPU memory.
 
     Raises:
         CheckpointError: On all ranks, if the checkpoint does not match the model or cannot be read.
-        FullshardError: On the ranks that wait, if others do not call ``load``.
+        FullshardError: On the ranks that have called ``load``, if others do not call it.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+        import fullshard
+
+        model = fullshard.fully_shard(nn.Linear(16, 16))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        fullshard.save("checkpoints/step-300", model, optimizer, step=300)
+        values = fullshard.load("checkpoints/step-300", model, optimizer)
+        assert values["step"] == 300
+        ```
     """
     wait_for_pending_save(process_group)
     mapped = "" if key_map is None else f", key_map={dict(key_map)}"
@@ -130,17 +147,17 @@ class _SharedCheckpoint:
         self._entries |= dict.fromkeys(index.values)
         self._stored = self._new = {key: key for key in self._entries}
         # All ranks must read the same index: ranks that see a folder at different times may see two saves.
-        advice = "is a save in progress, or do ranks see different folders?"
+        advice = "check that no save is in progress and that all ranks see the same folder"
         compare(
             self._reader.identity,
             self._groups,
-            lambda found: CheckpointError(f"{path}: {who_differs(found)} in what they read; {advice}"),
+            lambda found: CheckpointError(f"{path}: {who_differs(found)} in the checkpoint that they read; {advice}"),
         )
 
     def match(
         self, state: ModelState, optimizer: torch.optim.Optimizer | None, key_map: Mapping[str, str] | None
     ) -> None:
-        """Give the keys of a checkpoint of another program the prefixes that :func:`fullshard.save` gives them.
+        """Give the keys of a checkpoint of another program the prefixes that ``fullshard.save`` gives them.
 
         Raises:
             CheckpointError: If more than one part of the checkpoint has the names of the model.
@@ -172,9 +189,9 @@ class _SharedCheckpoint:
         nested = [key for key in nested if "." in key.removeprefix(EXTRA)]
         if nested and not self._is_own():
             raise CheckpointError(
-                f"key_map: {self._stored[nested[0]]!r} of the checkpoint is a part of a dictionary, which "
-                "torch.distributed.checkpoint has taken apart; map its parts to names of their own, such as "
-                "'extra.epoch', or read it with torch"
+                f"key_map: {self._stored[nested[0]]!r} of the checkpoint is an entry of a dictionary that "
+                "torch.distributed.checkpoint has flattened; map each entry to a separate name, such as "
+                "'extra.epoch', or read the dictionary with torch"
             )
 
     @property
@@ -237,7 +254,7 @@ class _SharedCheckpoint:
 
 
 class _CheckpointLoad:
-    """One call of :func:`load`: the targets of all tensors and values that are read."""
+    """One call of ``load``: the targets of all tensors and values that are read."""
 
     _source: _SharedCheckpoint
     _model: nn.Module
@@ -293,7 +310,7 @@ class _CheckpointLoad:
     def _allocate(self, key: str, device: str = "cpu") -> torch.Tensor:
         found = self._source.tensor(key)
         if found is None:
-            raise CheckpointError(f"{key}: the checkpoint has a value that refers to this tensor, but not the tensor")
+            raise CheckpointError(f"{key}: missing in the checkpoint, although one of its values refers to it")
         with torch.inference_mode(False):
             return torch.empty(found.shape, dtype=dtype_of(found.dtype), device=device)
 
@@ -402,7 +419,7 @@ class _CheckpointLoad:
             problems += [f"{prefix}{name}: in the checkpoint, but not in the model" for name in sorted(saved - wanted)]
         for name in sorted(name for name, shards in state.tensors.items() if shards.device.type == "meta"):
             problems.append(
-                f"{prefix}{name}: on the meta device, cannot be loaded into; call to_empty() first, or "
+                f"{prefix}{name}: on the meta device, so it cannot be loaded; call to_empty() first, or use "
                 "fullshard.load_safetensors"
             )
         for name in sorted(state.tensors.keys() & saved):
@@ -464,7 +481,7 @@ class _CheckpointLoad:
 
 
 def _tensors_of(prefix: str, state: Mapping[str, Any], target: OptimizerTarget) -> dict[str, TensorShards]:
-    """Return the tensors in a state by the keys that :func:`fullshard.checkpoint.state.snapshot.snapshot` gives
+    """Return the tensors in a state by the keys that ``fullshard.checkpoint.state.snapshot.snapshot`` gives
     them.
     """
     tensors: dict[str, TensorShards] = {}

@@ -40,25 +40,37 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     **extra: Any,
 ) -> None:
-    """Save a checkpoint. All ranks call it; each writes its own shards.
+    """Save a checkpoint of a model and optimizer. All ranks call it; each writes its own shards.
 
-    Atomic: whenever the process is killed, ``path`` holds either the previous checkpoint or the new one. It can be
-    loaded on another number of ranks, into a model of the other front end, or with different wrapping.
+    Saving is atomic: whenever the process is killed, ``path`` holds either the previous checkpoint or the new one. The
+    checkpoint can be loaded on another number of ranks, into a model of the other front end (``fully_shard`` or
+    ``FullyShardedDataParallel``), or with different wrapping.
 
     Args:
-        path: A folder, or a URL of fsspec. An existing checkpoint is replaced.
-        model: A model of either front end, DistributedDataParallel or plain; between steps. Its parameters, persistent
-            buffers and extra state are saved.
-        optimizer: Optimizer of its parameters. Its state and group options are saved.
-        process_group: The ranks. None: all.
-        extra: Further values by name: numbers, tensors, or objects with a state dict such as a learning rate scheduler.
-            Where ranks differ, rank 0's are saved. The states of random number generators are always saved, for each
-            rank.
+        path: Folder, or URL that fsspec supports. An existing checkpoint is replaced.
+        model: A model of ``fully_shard`` or ``FullyShardedDataParallel``, DistributedDataParallel or plain; not in the
+            middle of a step. Its parameters, persistent buffers and extra state are saved.
+        optimizer: Optimizer of the model's parameters. Its state and the options of its groups are saved.
+        process_group: Ranks that save together. None: all ranks.
+        **extra: Further values by name: numbers, tensors, or objects with a state dict, such as a learning rate
+            scheduler. Where ranks differ, the values of rank 0 are saved. The states of the random number generators
+            are always saved, for each rank.
 
     Raises:
-        CheckpointError: On all ranks, if one of them cannot write, or on the others, if one of them ends meanwhile.
+        CheckpointError: On all ranks if one of them cannot write; on the others if one of them ends during the save.
         TypeError: On all ranks, if a value cannot be read back without running code.
-        FullshardError: On the ranks that wait, if others do not call ``save``.
+        FullshardError: On the ranks that have called ``save``, if others do not call it.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+        import fullshard
+
+        model = fullshard.fully_shard(nn.Linear(16, 16))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        fullshard.save("checkpoints/step-100", model, optimizer, step=100)
+        ```
     """
     wait_for_pending_save(process_group)
     with rank_barrier(describe_call("save", path, optimizer, extra), process_group) as barrier:
@@ -78,22 +90,40 @@ def async_save(
     process_group: dist.ProcessGroup | None = None,
     **extra: Any,
 ) -> SaveFuture:
-    """Save in the background: return as soon as this rank's shards are copied, and write them during training.
+    """Save a checkpoint in the background: return as soon as this rank's shards are copied. All ranks call it.
 
-    The shards are copied to CPU memory, pinned if they come from an accelerator. A later save, asynchronous or not,
+    The shards are copied to CPU memory, pinned if they come from an accelerator. The next save, asynchronous or not,
     first waits for this one.
 
     Args:
-        path: As for :func:`save`, as all other arguments but one.
-        model: As for :func:`save`.
-        optimizer: As for :func:`save`.
-        keep_memory: Keep the memory of the copy for the next call, as long as the model lives: the first use of new
+        path: As for ``save``.
+        model: As for ``save``.
+        optimizer: As for ``save``.
+        keep_memory: Keep the memory of the copy for the next call, as long as the model exists: the first use of new
             memory takes longer than the copy. False: free it when the checkpoint is written.
-        process_group: As for :func:`save`.
-        extra: As for :func:`save`.
+        process_group: As for ``save``.
+        **extra: As for ``save``.
 
     Returns:
-        A future. ``result()`` waits until the checkpoint is valid, and raises the errors of :func:`save`.
+        A future. ``result()`` waits until the checkpoint is complete, and raises the errors of ``save``.
+
+    Raises:
+        CheckpointError: On all ranks, if the ranks hold different models.
+        TypeError: On all ranks, if a value cannot be read back without running code.
+        FullshardError: On the ranks that have called ``async_save``, if others do not call it.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+        import fullshard
+
+        model = fullshard.fully_shard(nn.Linear(16, 16))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        saving = fullshard.async_save("checkpoints/step-200", model, optimizer, step=200)
+        # ... training continues ...
+        saving.result()
+        ```
     """
     wait_for_pending_save(process_group)
     with rank_barrier(describe_call("save", path, optimizer, extra), process_group) as barrier:
@@ -164,17 +194,39 @@ def _keep_memory(owner: weakref.ref[nn.Module], memory: StagingMemory) -> bool:
 
 
 class SaveFuture(Future[None]):
-    """Future of a background save. The next save or load of its ranks warns of a failure that was not observed."""
+    """Future of a background save.
+
+    If the save fails and neither ``result()`` nor ``exception()`` was called, the next save or load of the same ranks
+    warns.
+    """
 
     observed: bool = False
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait until the checkpoint is valid, or raise the error of the save."""
+        """Wait until the checkpoint is complete.
+
+        Args:
+            timeout: Seconds to wait. None: no limit.
+
+        Raises:
+            TimeoutError: If the save is not over in time.
+            CheckpointError: If the save failed, with all other errors of ``save``.
+        """
         self.observed = True
         super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait until the save is over, and return its error."""
+        """Wait until the save is over, and return its error.
+
+        Args:
+            timeout: Seconds to wait. None: no limit.
+
+        Returns:
+            The error; None if the checkpoint is complete.
+
+        Raises:
+            TimeoutError: If the save is not over in time.
+        """
         self.observed = True
         return super().exception(timeout)
 
@@ -188,7 +240,7 @@ def wait_for_pending_save(group: dist.ProcessGroup | None) -> None:
     observed, failure = pending.observed, pending.exception()
     _pending.pop(key, None)
     if failure is not None and not observed:
-        warnings.warn(f"the previous background save failed: {failure}", stacklevel=3)
+        warnings.warn(f"the previous async_save failed: {failure}", stacklevel=3)
 
 
 def _save_in_background(body: Callable[[], None], group: dist.ProcessGroup | None) -> SaveFuture:

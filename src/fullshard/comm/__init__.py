@@ -1,11 +1,11 @@
-"""Transports: how the all-gathers and reductions of a bucket are carried out on a given back end and mesh axis.
+"""Transports carry out the all-gathers and reductions of a bucket on a given backend and mesh axis.
 
 - ``base.py``         the interface: operands, requests, scaling; recording of collectives
 - ``single_rank.py``  one rank: nothing is sent
-- ``gloo.py``, ``collective.py``  gloo, and all other back ends: NCCL, groups written in Python
-- ``custom.py``, ``pooled.py``, ``hooked.py``  users' collectives, memory and communication hooks
-- ``quantized/``      fewer bytes for slow networks
-- ``mesh.py``         the axes of a mesh with their transports; ``groups.py``: groups made from a group
+- ``gloo.py``, ``collective.py``  gloo, and all other backends: NCCL, groups written in Python
+- ``custom.py``, ``pooled.py``, ``hooked.py``  custom collectives, memory and communication hooks
+- ``quantized/``      quantized communication, for slow networks
+- ``mesh.py``         the axes of a mesh with their transports; ``groups.py``  subgroups of a process group
 """
 
 from __future__ import annotations
@@ -67,23 +67,42 @@ __all__ = [
 
 
 def make_transport(group: dist.ProcessGroup, device: torch.device, *, reduces: bool = True) -> Transport:
-    """Make the transport for the back end that ``group`` uses on ``device``. Call it on all ranks of the group.
+    """Create the transport for the backend that ``group`` uses on ``device``. Call it on all ranks of the group.
 
     Args:
-        group: The ranks. A subclass of ``torch.distributed.ProcessGroup`` may be its own back end.
-        device: Where the tensors are.
-        reduces: :meth:`Transport.reduce_scatter` will be used. On NCCL that makes a second communicator, once per
-            group whose ranks are in order; a transport for all-reduces only can do without.
+        group: The ranks. A subclass of ``torch.distributed.ProcessGroup`` may be its own backend.
+        device: Device of the tensors.
+        reduces: Create the communicator for ``Transport.reduce_scatter``. With NCCL this is a second communicator, once
+            per group whose ranks are in order; not needed for transports that only all-gather or all-reduce.
+
+    Returns:
+        A transport for the group's backend; ``SingleRankTransport`` for a group of one rank.
 
     Raises:
-        RuntimeError: If the group has no back end for the device.
+        RuntimeError: If the group has no backend for the device.
+
+    Example:
+        ```python
+        import torch
+        import torch.distributed as dist
+
+        from fullshard.comm import CommRequest, Operand, make_transport
+
+        accelerator = torch.accelerator.current_accelerator()
+        device = torch.device("cpu") if accelerator is None else accelerator
+        transport = make_transport(dist.group.WORLD, device)
+        shard = torch.full((2,), float(dist.get_rank()), device=device)
+        unsharded = torch.empty(2 * dist.get_world_size(), device=device)
+        for work in transport.all_gather([CommRequest("example", [Operand(shard, unsharded)])]):
+            work.wait()
+        ```
     """
     if group.size() == 1:
         return SingleRankTransport()
     try:
         backend = group._get_backend(device).name().lower()
     except RuntimeError:
-        if type(group) is dist.ProcessGroup:  # which has back ends, but none for this device
+        if type(group) is dist.ProcessGroup:  # which has backends, but none for this device
             raise
         return PythonGroupTransport(group)
     if backend == "nccl":

@@ -39,10 +39,9 @@ class GradScaling:
     """How a sum of gradients is scaled: each rank's input is divided by ``before``, the sum by ``after``.
 
     Args:
-        before: Divisor of every rank's input; 1.0 leaves the inputs untouched.
-        after: Divisor of the sum; 1.0 leaves the sum untouched.
-        native: The back end may divide by itself (NCCL's AVG and PREMUL_SUM). If not: a plain sum, then a
-            multiplication.
+        before: Divisor of every rank's input; 1.0 leaves the inputs unchanged.
+        after: Divisor of the sum; 1.0 leaves the sum unchanged.
+        native: Allow the backend to divide (NCCL's AVG and PREMUL_SUM). False: a plain SUM, then a multiplication.
     """
 
     before: float = 1.0
@@ -51,12 +50,12 @@ class GradScaling:
 
 
 class Slice(NamedTuple):
-    """The elements of a shard that belong to one parameter, or to parameters that are sent as one.
+    """Elements of a shard that belong to one parameter, or to parameters that are sent as one.
 
-    Args:
+    Attributes:
         offset: First element.
         numel: Number of elements, padding included.
-        nbytes: Size of all of it, unsharded, in the dtype in which it is sent. Quantization depends on it.
+        nbytes: Unsharded size in bytes, in the dtype in which it is sent. Quantization depends on it.
     """
 
     offset: int
@@ -65,12 +64,15 @@ class Slice(NamedTuple):
 
 
 def slices_of(layout: PerParameterLayout, start: int, itemsize: int) -> tuple[Slice, ...]:
-    """The slices of a layout's shard buffer from element ``start`` on: parameters that are cut over the ranks.
+    """Return the slices of a layout's shard buffer for the parameters that are sharded over the ranks.
 
     Args:
-        layout: Of the buffer.
-        start: Offsets are counted from here; what lies before is left out.
+        layout: Layout of the buffer.
+        start: First element of the buffer to consider; offsets are counted from here.
         itemsize: Bytes per element in the dtype in which it is sent.
+
+    Returns:
+        The slices in the order of their offsets.
     """
     sent = [s for s in layout.slots if s.shard_offset >= start and s.shard_numel and s.route is not Route.REPLICATED]
     return tuple(sorted(Slice(s.shard_offset - start, s.shard_numel, s.parameter.numel * itemsize) for s in sent))
@@ -82,9 +84,10 @@ class Operand:
 
     Args:
         shard: This rank's part, ``numel`` elements.
-        unsharded: ``world_size * numel`` elements, rank r's part at ``r * numel``. In an all-reduce: the shard itself.
-        slices: Where parameters, or their gradients, lie in the shard, in order. What is in no slice (padding between
-            them, presence numbers, data of tensor subclasses) is never quantized.
+        unsharded: ``world_size * numel`` elements, rank r's part at ``r * numel``. In an all-reduce, the same tensor as
+            ``shard``.
+        slices: Where parameters, or their gradients, are in the shard, in order. Elements outside of all slices
+            (padding, presence numbers, data of tensor subclasses) are never quantized.
     """
 
     shard: torch.Tensor
@@ -93,17 +96,25 @@ class Operand:
 
     @classmethod
     def of_parameter(cls, shard: torch.Tensor, unsharded: torch.Tensor) -> Operand:
-        """A pair of which all elements belong to one parameter, of the size of ``unsharded``."""
+        """Return an operand of which all elements belong to one parameter.
+
+        Args:
+            shard: This rank's shard of the parameter.
+            unsharded: The unsharded parameter.
+
+        Returns:
+            An operand with one slice.
+        """
         return cls(shard, unsharded, (Slice(0, shard.numel(), unsharded.nbytes),))
 
 
 class CommRequest(NamedTuple):
-    """The operands that one bucket sends in one launch.
+    """Operands that one bucket sends in one launch.
 
-    Args:
+    Attributes:
         unit: Name of the unit; equal on all ranks.
-        operands: Equal in number, sizes and dtypes on all ranks.
-        scaling: How sums are scaled; an all-gather ignores it.
+        operands: Operands, equal in number, sizes and dtypes on all ranks.
+        scaling: How sums are scaled; ignored by all-gathers.
     """
 
     unit: str
@@ -116,12 +127,13 @@ class Collective:
     """One collective as the transport issued it, for tests, traces and plans.
 
     Args:
-        kind: Which collective.
-        unit: Name of the unit it was issued for.
-        dtype: Element type in which it was sent.
-        numel: Elements of the unsharded tensor (all ranks' shards).
-        nbytes: Bytes that this rank receives from others, see :func:`received_bytes`.
-        launch: Number of the launch it was part of: launches of all transports of the process, counted from 0.
+        kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
+        unit: Name of the unit that it was issued for.
+        dtype: Dtype in which it was sent.
+        numel: Number of elements of the unsharded tensor.
+        nbytes: Bytes that this rank receives from others: ``(N - 1) / N`` of the unsharded tensor over N ranks, twice
+            as many in an all-reduce.
+        launch: Number of the launch that it was part of, counted from 0 over all transports of the process.
     """
 
     kind: Kind
@@ -133,9 +145,9 @@ class Collective:
 
 
 def received_bytes(kind: Kind, nbytes: int, world_size: int) -> int:
-    """Bytes that a rank receives from others, of ``nbytes`` unsharded ones: ``nbytes * (N - 1) / N`` over N ranks.
+    """Return the bytes that a rank receives from others in a collective of ``nbytes`` unsharded bytes.
 
-    In an all-reduce twice as many, rounded down.
+    They are ``nbytes * (N - 1) / N`` over N ranks; in an all-reduce twice as many, rounded down.
     """
     return (2 if kind == "all_reduce" else 1) * nbytes * (world_size - 1) // world_size
 
@@ -148,10 +160,22 @@ _launches = itertools.count()
 def record() -> Iterator[list[Collective]]:
     """Collect every collective that this process issues inside the ``with`` block.
 
-    >>> with record() as collectives:
-    ...     pass  # a training step
-    >>> collectives
-    []
+    Yields:
+        A list to which collectives are appended as they are issued.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+
+        from fullshard import fully_shard
+        from fullshard.comm import record
+
+        model = fully_shard(nn.Linear(8, 4))
+        with record() as collectives:
+            model(torch.randn(2, 8)).sum().backward()
+        print([(each.kind, each.numel) for each in collectives])
+        ```
     """
     seen: list[Collective] = []
     _observers.append(seen.append)
@@ -165,7 +189,15 @@ def launch_all(
     requests: Iterable[tuple[Transport, CommRequest]],
     launch: Callable[[Transport, Sequence[CommRequest]], Sequence[Work]],
 ) -> list[Work]:
-    """One ``launch`` (such as ``Transport.all_gather``) per transport with all its requests."""
+    """Call ``launch`` once per transport, with all its requests.
+
+    Args:
+        requests: Pairs of a transport and a request for it.
+        launch: Function that issues requests of one transport, such as ``Transport.all_gather``.
+
+    Returns:
+        The works of all launches.
+    """
     groups: dict[int, tuple[Transport, list[CommRequest]]] = {}
     for transport, request in requests:
         groups.setdefault(id(transport), (transport, []))[1].append(request)
@@ -173,9 +205,10 @@ def launch_all(
 
 
 def issue_all(calls: Iterable[Callable[[], Sequence[Work]]]) -> list[Work]:
-    """The works of all ``calls``. If one raises, what the ones before it issued is waited for first.
+    """Return the works of all ``calls``. If one raises, wait for what the earlier ones issued first.
 
-    It writes to memory that the caller is about to free, and messages left behind would be taken for others.
+    Otherwise they would write to memory that the caller is about to free, and leave messages behind that later receives
+    would match.
     """
     works: list[Work] = []
     try:
@@ -190,16 +223,19 @@ def issue_all(calls: Iterable[Callable[[], Sequence[Work]]]) -> list[Work]:
 
 
 class Transport:
-    """Base of all transports: how the collectives of a bucket are carried out over one axis of the mesh.
+    """Base class of transports, which carry out the collectives of a bucket over one mesh axis.
 
-    One call is one *launch*: the operands of all its requests are issued together, and how many messages they become
-    is the transport's business. Every rank of the group has to make the same calls in the same order.
+    One call is one *launch*: the operands of all its requests are issued together, and the transport decides how many
+    messages to send. Every rank of the group must make the same calls in the same order.
 
-    A launch returns works, which belong to all its requests together: none of the requests is done before all works
-    were waited for, each once, in the order given. The tensors of the operands must stay alive until then.
+    A launch returns works that belong to all its requests together: the requests are done when all works have been
+    waited for, each once, in the order given. The tensors of the operands must stay alive until then.
 
-    The unsharded tensor of a reduce-scatter may be memory of autograd's: it is only read, unless the scaling has a
-    factor to divide by before the sum. That of an all-reduce is written to.
+    The unsharded tensor of a reduce-scatter may be memory of autograd: it is only read, unless the scaling divides
+    before the sum. The tensor of an all-reduce is written to.
+
+    Args:
+        group: The ranks.
     """
 
     # Smallest shard in bytes that is worth an operand of its own; smaller ones should share a packed one.
@@ -210,7 +246,7 @@ class Transport:
     sums_at_once: bool = True
     # A user's function reduces: it scales by itself, and is given nothing but gradients.
     hooked: bool = False
-    # The back end can average by itself (``ReduceOp.AVG``).
+    # The backend can average by itself (``ReduceOp.AVG``).
     averages: bool = False
     # An all-gather may be given shards of another dtype than the memory it fills.
     casts: bool = False
@@ -227,38 +263,71 @@ class Transport:
         self.rank, self.world_size = group.rank(), group.size()
 
     def all_gather(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
-        """Start filling every operand's unsharded tensor with all ranks' shards. Any dtype."""
+        """Start to fill every operand's unsharded tensor with all ranks' shards, of any dtype.
+
+        Args:
+            requests: Operands; equal in number, sizes and dtypes on all ranks.
+
+        Returns:
+            Works to wait for, each once and in order.
+        """
         self._notify("all_gather", requests)
         return self._all_gather(requests)
 
     def reduce_scatter(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
-        """Start a reduce-scatter: ``shard`` gets the scaled sum of this rank's part of the unsharded tensors."""
+        """Start a reduce-scatter: ``shard`` gets the scaled sum of this rank's part of the unsharded tensors.
+
+        Args:
+            requests: Operands; equal in number, sizes and dtypes on all ranks.
+
+        Returns:
+            Works to wait for, each once and in order.
+        """
         self._notify("reduce_scatter", requests)
         return self._reduce_scatter(requests)
 
     def all_reduce(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
-        """Start summing tensors over the ranks in place, and scaling the sums.
+        """Start to sum tensors over the ranks in place and to scale the sums. All ranks get the same bits.
 
-        Every operand has the same flat tensor as shard and as unsharded, of any size. All ranks get the same bits.
+        Args:
+            requests: Operands with the same flat tensor, of any size, as ``shard`` and ``unsharded``.
+
+        Returns:
+            Works to wait for, each once and in order.
         """
         self._notify("all_reduce", requests)
         return self._all_reduce(requests)
 
     def allocate(self, kind: Kind, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-        """Memory for the unsharded tensor of a packed operand, flat, where the transport brings its own.
+        """Return flat memory for the unsharded tensor of a packed operand, if the transport provides it.
 
-        None, as on every built-in back end: the caller uses memory of its own.
+        Args:
+            kind: Collective that the memory is for.
+            numel: Number of elements.
+            dtype: Dtype of the tensor.
+            device: Device of the tensor.
+
+        Returns:
+            A flat tensor, or None (all built-in transports) if the caller has to allocate ordinary memory.
         """
         return None
 
     def release(self, kind: Kind, memory: torch.Tensor) -> None:
-        """The message in memory that :meth:`allocate` gave is over. Called in the same order on all ranks."""
+        """Release memory that ``allocate`` returned. Called in the same order on all ranks.
+
+        Args:
+            kind: Collective that the memory was for.
+            memory: Tensor that ``allocate`` returned.
+        """
 
     def separate_reduce_group(self, enable: bool) -> None:
-        """Give reduce-scatters a communicator of their own, so that they overlap with all-gathers. Call on all ranks.
+        """Set whether reduce-scatters use a separate communicator, to overlap with all-gathers. Call it on all ranks.
 
-        A no-op unless the back end keeps the collectives of one communicator in order, as NCCL does. Gloo's messages,
-        and those of other back ends, are in flight side by side anyway.
+        No-op unless the backend runs the collectives of one communicator in order, as NCCL does. Messages of gloo and
+        other backends are in flight at the same time anyway.
+
+        Args:
+            enable: Use a separate communicator.
         """
 
     def _all_gather(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
@@ -282,7 +351,7 @@ class Transport:
 
 
 class WrappingTransport(Transport):
-    """A transport that replaces some collectives of another one, and leaves the others to it.
+    """A transport that replaces some collectives of another one and passes the others on to it.
 
     Args:
         base: The group's own transport.
@@ -295,7 +364,11 @@ class WrappingTransport(Transport):
         self.base, self.reduce_group, self.tiny_bytes = base, base.reduce_group, base.tiny_bytes
 
     def separate_reduce_group(self, enable: bool) -> None:
-        """Give reduce-scatters of the transport underneath a communicator of their own, or take it away."""
+        """Set whether reduce-scatters of the wrapped transport use a separate communicator.
+
+        Args:
+            enable: Use a separate communicator.
+        """
         self.base.separate_reduce_group(enable)
         self.reduce_group = self.base.reduce_group
 

@@ -1,6 +1,6 @@
-"""Back ends that bring good collectives of their own: NCCL, c10d's fake group, and whatever else is registered.
+"""Transports for backends with efficient collectives: NCCL, c10d's fake group, and any other registered backend.
 
-Also process groups that have no back end of c10d's underneath, such as those written in Python.
+Also for process groups without a backend of c10d, such as those written in Python.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
     "reduce_scatter_base",
 ]
 
-# Dtypes that every back end can all-gather. NCCL knows neither int16 nor uint16, some versions no float8.
+# Dtypes that every backend can all-gather. NCCL knows neither int16 nor uint16, some versions no float8.
 _GATHERED_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.uint8})
 
 # Renamed between torch 2.11 and 2.13; the old names warn in the new ones.
@@ -56,7 +56,7 @@ def _all_gather_options(async_op: bool) -> AllgatherOptions:
 def all_gather_base(
     group: dist.ProcessGroup, unsharded: torch.Tensor, shard: torch.Tensor, *, async_op: bool = True
 ) -> dist.Work:
-    """Start an all-gather of ``shard`` into ``unsharded``, both flat, on a group with a back end of c10d's."""
+    """Start an all-gather of ``shard`` into ``unsharded``, both flat, on a group with a backend of c10d's."""
     return group._allgather_base(unsharded, shard, _all_gather_options(async_op))
 
 
@@ -68,7 +68,7 @@ def reduce_scatter_base(
     *,
     async_op: bool = True,
 ) -> dist.Work:
-    """Start a reduce-scatter of ``unsharded`` into ``shard``, both flat, on a group with a back end of c10d's."""
+    """Start a reduce-scatter of ``unsharded`` into ``shard``, both flat, on a group with a backend of c10d's."""
     options = ReduceScatterOptions()
     options.reduceOp, options.asyncOp = op if isinstance(op, ReduceOp) else ReduceOp(op), async_op
     return group._reduce_scatter_base(shard, unsharded, options)
@@ -87,10 +87,10 @@ def all_gather_flat(group: dist.ProcessGroup, unsharded: torch.Tensor, shard: to
 
 
 class Reduction(NamedTuple):
-    """How a :class:`GradScaling` is carried out.
+    """How a ``GradScaling`` is carried out.
 
     Args:
-        op: The operation of the back end.
+        op: The operation of the backend.
         before: Factor that every rank's input is multiplied by ahead of it; 1.0 for none.
         after: Factor that the result is multiplied by; 1.0 for none.
     """
@@ -126,7 +126,11 @@ def _real(flat: torch.Tensor) -> torch.Tensor:
 
 
 class CollectiveTransport(Transport):
-    """One collective per operand, all in flight together. Sums are scaled by multiplications ahead and afterwards."""
+    """One collective per operand, all in flight together. Sums are scaled by multiplications before and after.
+
+    Args:
+        group: The ranks.
+    """
 
     direct_bytes: int = 64 * 1024
 
@@ -195,7 +199,11 @@ def _issue_one(issue: Callable[[Operand], Work], operand: Operand) -> list[Work]
 
 
 class PythonGroupTransport(CollectiveTransport):
-    """A group without a back end: the functions of ``torch.distributed`` know the methods that it overrides."""
+    """Transport of a process group without a c10d backend, through the functions of ``torch.distributed``.
+
+    Args:
+        group: The ranks.
+    """
 
     def _issue_gather(self, operand: Operand) -> Work:
         return all_gather_flat(self.group, operand.unsharded.view(torch.uint8), operand.shard.view(torch.uint8))
@@ -206,13 +214,14 @@ class PythonGroupTransport(CollectiveTransport):
 
 
 class NcclTransport(CollectiveTransport):
-    """NVIDIA (and AMD) devices: one group call, that is one kernel, for all the operands of a launch.
+    """Transport of NVIDIA and AMD GPUs: one NCCL group call, which is one kernel, for all operands of a launch.
 
-    NCCL scales by itself where it can, see :func:`nccl_reduction`.
+    NCCL scales gradients itself where it can, with AVG or PREMUL_SUM.
 
     Args:
-        group: The ranks, and the communicator of all-gathers and all-reduces.
-        reduce_group: The same ranks with a communicator for reduce-scatters; None: they share that of ``group``.
+        group: The ranks, with the communicator of all-gathers and all-reduces.
+        reduce_group: The same ranks with a communicator for reduce-scatters. None: they share the communicator of
+            ``group``.
     """
 
     # From about 1 MB per rank NCCL reaches its bandwidth inside a group call; smaller shards are cheaper to
@@ -229,7 +238,11 @@ class NcclTransport(CollectiveTransport):
         self.separate_reduce_group(True)
 
     def separate_reduce_group(self, enable: bool) -> None:
-        """Switch between the communicator made for reductions (as at first) and the one shared with all-gathers."""
+        """Switch reduce-scatters between their separate communicator (the default) and that of all-gathers.
+
+        Args:
+            enable: Use the separate communicator.
+        """
         self.reduce_group = self._own_reduce_group if enable and self._own_reduce_group is not None else self.group
 
     def _reduction(self, dtype: torch.dtype, scaling: GradScaling) -> Reduction:

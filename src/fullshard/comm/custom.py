@@ -1,7 +1,7 @@
-"""Collectives and memory that users bring: the interfaces, and the transport that uses them.
+"""Custom collectives and memory of users: the interfaces, and the transport that calls them.
 
-The interfaces have the names and signatures of those in torch.distributed.fsdp, so that objects written for one serve
-the other. None has to be inherited from: whatever is callable and can allocate will do.
+The interfaces have the names and signatures of those in torch.distributed.fsdp, so that objects written for one work
+with the other. Objects need not inherit from them: any callable object with ``allocate`` works.
 """
 
 from __future__ import annotations
@@ -23,25 +23,51 @@ __all__ = ["AllGather", "Comm", "CustomTransport", "ReduceScatter"]
 
 
 class Comm(ABC):
-    """A collective with memory of its own choice.
+    """Base class of custom collectives, which allocate their own memory.
 
-    An object that wants its memory back has a method ``release(memory)`` besides. It is called, in the same order on
-    all ranks, when the message in ``memory``, which ``allocate`` returned, is over.
+    An object may also have a method ``release(memory)``. It is called, in the same order on all ranks, when the message
+    in ``memory``, which ``allocate`` returned, is no longer needed.
     """
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for a message: temporary, pooled or persistent, but not in use by another message in flight.
+        """Return memory for a message: temporary, pooled or persistent, but not in use by another message in flight.
 
         Args:
             size: Shape of the tensor to return.
-            dtype: Its element type.
-            device: Where it has to be.
+            dtype: Dtype of the tensor.
+            device: Device of the tensor.
+
+        Returns:
+            A tensor of that shape, dtype and device.
         """
 
 
 class AllGather(Comm):
-    """An all-gather of flat tensors."""
+    """Base class of custom all-gathers of flat tensors, for ``FSDPModule.set_custom_all_gather``.
+
+    Example:
+        ```python
+        import torch
+        import torch.distributed as dist
+        from torch import nn
+
+        from fullshard import AllGather, fully_shard
+
+
+        class PlainAllGather(AllGather):
+            def allocate(self, size, *, dtype, device):
+                return torch.empty(*size, dtype=dtype, device=device)
+
+            def __call__(self, output_tensor, input_tensor, group, async_op=False):
+                return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+        model = fully_shard(nn.Linear(8, 4))
+        model.set_custom_all_gather(PlainAllGather())
+        model(torch.randn(2, 8)).sum().backward()
+        ```
+    """
 
     @abstractmethod
     def __call__(
@@ -53,13 +79,19 @@ class AllGather(Comm):
     ) -> dist.Work | None:
         """Gather ``input_tensor`` of all ranks, in rank order, into ``output_tensor``.
 
+        Args:
+            output_tensor: Flat tensor of ``world_size * input_tensor.numel()`` elements, from ``allocate``.
+            input_tensor: This rank's flat tensor.
+            group: The ranks.
+            async_op: Return a work instead of waiting.
+
         Returns:
-            The work to wait for; None if the result is there (on accelerators: for the current stream).
+            The work to wait for; None if the result is ready (on accelerators, for the current stream).
         """
 
 
 class ReduceScatter(Comm):
-    """A reduce-scatter of flat tensors."""
+    """Base class of custom reduce-scatters of flat tensors, for ``FSDPModule.set_custom_reduce_scatter``."""
 
     @abstractmethod
     def __call__(
@@ -70,22 +102,29 @@ class ReduceScatter(Comm):
         op: ReduceOp | ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce ``input_tensor`` over all ranks with ``op``, and put this rank's part into ``output_tensor``.
+        """Reduce ``input_tensor`` over all ranks with ``op`` and write this rank's part into ``output_tensor``.
+
+        Args:
+            output_tensor: Flat tensor of ``input_tensor.numel() / world_size`` elements.
+            input_tensor: Flat tensor, from ``allocate``.
+            group: The ranks.
+            op: ``ReduceOp.SUM``, or ``ReduceOp.AVG`` with NCCL.
+            async_op: Return a work instead of waiting.
 
         Returns:
-            The work to wait for; None if the result is there (on accelerators: for the current stream).
+            The work to wait for; None if the result is ready (on accelerators, for the current stream).
         """
 
 
 class CustomTransport(WrappingTransport):
-    """A transport with some collectives replaced by the user's.
+    """A transport with some collectives replaced by custom ones.
 
-    ``direct_bytes`` is beyond any size, so that whatever a bucket sends is one packed operand in the memory that the
-    user's object allocates. A launch of several requests calls the object once per operand. What is not replaced is
-    left to the transport underneath.
+    ``direct_bytes`` is larger than any size, so that everything a bucket sends is one packed operand in the memory that
+    the custom object allocates. A launch of several requests calls the object once per operand. Other collectives are
+    passed on to the base transport.
 
-    A reduce-scatter is asked for AVG where the group is NCCL's and that is all of the scaling; else for SUM, with
-    multiplications ahead and afterwards.
+    A custom reduce-scatter is called with AVG if the backend is NCCL and AVG is all of the scaling; otherwise with SUM,
+    with multiplications before and after.
 
     Args:
         base: The group's own transport.
@@ -93,7 +132,7 @@ class CustomTransport(WrappingTransport):
         reduce_scatter: Replaces reduce-scatters.
 
     Raises:
-        TypeError: An object is not callable or has no ``allocate``.
+        TypeError: If an object is not callable or has no ``allocate``.
     """
 
     direct_bytes: int = sys.maxsize
@@ -111,16 +150,25 @@ class CustomTransport(WrappingTransport):
         for role, comm in (("all-gather", all_gather), ("reduce-scatter", reduce_scatter)):
             if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
                 raise TypeError(
-                    f"a custom {role} has to be callable and have a method allocate(size, *, dtype, device), "
-                    f"as fullshard.comm.custom.Comm describes; got {type(comm).__name__}"
+                    f"custom {role}: expected a callable object with a method allocate(size, *, dtype, device), as in "
+                    f"fullshard.Comm; found {type(comm).__name__}"
                 )
         self.custom_all_gather, self.custom_reduce_scatter = all_gather, reduce_scatter
 
     def allocate(self, kind: Kind, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-        """Memory from the user's object; None for a collective that is not replaced.
+        """Return memory from the custom object; None for a collective that is not replaced.
+
+        Args:
+            kind: Collective that the memory is for.
+            numel: Number of elements.
+            dtype: Dtype of the tensor.
+            device: Device of the tensor.
+
+        Returns:
+            A flat tensor, or None.
 
         Raises:
-            ValueError: It returned a tensor of another size, dtype or device.
+            ValueError: If the object returns a tensor of another size, dtype or device.
         """
         comm = self.custom_all_gather if kind == "all_gather" else self.custom_reduce_scatter
         if comm is None:
@@ -129,12 +177,17 @@ class CustomTransport(WrappingTransport):
         if memory.numel() != numel or memory.dtype is not dtype or memory.device.type != device.type:
             raise ValueError(
                 f"{type(comm).__name__}.allocate: expected {numel} elements of {dtype} on {device}, "
-                f"got {memory.numel()} of {memory.dtype} on {memory.device}"
+                f"found {memory.numel()} of {memory.dtype} on {memory.device}"
             )
         return memory.view(-1)
 
     def release(self, kind: Kind, memory: torch.Tensor) -> None:
-        """Tell the user's object, if it wants to know."""
+        """Call ``release`` of the custom object, if it has one.
+
+        Args:
+            kind: Collective that the memory was for.
+            memory: Tensor that ``allocate`` returned.
+        """
         comm = self.custom_all_gather if kind == "all_gather" else self.custom_reduce_scatter
         release = getattr(comm, "release", None)
         if release is not None:

@@ -38,11 +38,14 @@ _TAG, _COUNTED = 0x40000000, 0x10000
 
 
 class GlooTransport(Transport):
-    """CPU ranks over TCP.
+    """Transport of CPU ranks over TCP, with direct messages between ranks.
 
-    All-gathers send bytes, of any dtype. Sums are in rank order and in the tensors' dtype; on more than two ranks those
-    of bf16 and fp16 are in fp32, and rounded once, see :func:`~fullshard.comm.summation.fold`. Scaling before the sum
-    multiplies the inputs in place, in their dtype.
+    All-gathers send bytes, of any dtype. Sums are in rank order and in the dtype of the tensors; on more than two
+    ranks, bf16 and fp16 tensors are summed in fp32 and rounded once. Scaling before the sum multiplies the inputs in
+    place, in their dtype.
+
+    Args:
+        group: The ranks.
     """
 
     # Below this a message costs its latency rather than its bytes. A judgement, not yet swept.
@@ -107,7 +110,7 @@ class GlooTransport(Transport):
         wait_for_all([*exchange.arrivals, *exchange.sends])
 
     def _share(self, operand: Operand, rank: int) -> torch.Tensor:
-        """What ``rank`` adds up of an all-reduced tensor."""
+        """Return the share of an all-reduced tensor that ``rank`` sums."""
         tensor, numel = operand.unsharded, operand.unsharded.numel()
         if self.sums_at_once:
             return tensor
@@ -194,7 +197,7 @@ class _Exchange:
         return [message.memory for message in messages]
 
     def send(self, peer: int, messages: Sequence[torch.Tensor]) -> None:
-        """Start sending what :meth:`pack` made."""
+        """Start sending what ``pack`` made."""
         self.sends += [self._group.send([message], peer, self._tag) for message in messages]
 
     def receive(self, peer: int, tensors: Sequence[torch.Tensor]) -> None:

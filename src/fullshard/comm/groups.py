@@ -42,7 +42,7 @@ _records: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupRecord] = weakref.We
 
 
 def record_of(group: dist.ProcessGroup) -> GroupRecord:
-    """The record of ``group``."""
+    """Return the record of ``group``."""
     return _records.setdefault(group, GroupRecord())
 
 
@@ -54,14 +54,17 @@ def part_of(
     backend: str | None = None,
     timeout: timedelta | None = None,
 ) -> dist.ProcessGroup:
-    """A group of some ranks of ``group``, with communicators of its own; the one made before if there is one.
+    """Return a group of some ranks of ``group`` with separate communicators; the existing one if there is one.
 
     Args:
-        group: Every rank of the part calls this, others need not.
-        ranks: Global ranks, sorted: a new group sorts them.
-        purpose: Keeps parts of the same ranks apart.
-        backend: None for that of the default group.
-        timeout: None for that of ``group``.
+        group: The whole group. Only the ranks of the part have to call this function.
+        ranks: Global ranks of the part, sorted, because a new group sorts them.
+        purpose: Distinguishes parts of the same ranks.
+        backend: Backend of the part. None: that of the default group.
+        timeout: Timeout of collectives. None: that of ``group``.
+
+    Returns:
+        The process group of the part.
     """
     record, key = record_of(group), (tuple(ranks), purpose)
     if key not in record.parts or record.parts[key] not in distributed_c10d._world.pg_map:  # destroyed since
@@ -111,7 +114,7 @@ def _name_of_next_group(name: str) -> Iterator[None]:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout of ``group``; None if no back end of it tells."""
+    """Return the timeout of ``group``; None if none of its backends reports one."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         timeout: timedelta | None = getattr(options, "_timeout", None)

@@ -1,4 +1,4 @@
-"""Reductions that users do themselves, with a communication hook."""
+"""Reductions by a communication hook of the user."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ __all__ = ["HookedTransport"]
 
 
 class HookedTransport(WrappingTransport):
-    """A transport whose reductions are done by the user's hook, as those of torch.distributed.fsdp are.
+    """A transport whose reductions are done by a communication hook, as in torch.distributed.fsdp.
 
-    The hook gets the first operand of every request: its gradients. It is called ``hook(state, unsharded, shard)``
-    where gradients are sharded, and has to leave this rank's part of the result in ``shard``; in an all-reduce it is
-    called ``hook(state, tensor)`` and works in place. Both are flat. It scales by itself, and may change
-    ``unsharded``. It may also give its tensors new memory (``shard.data = ...``) of the same size and dtype: the values
-    are copied back.
+    The hook gets the first operand of every request, which has its gradients. It is called as ``hook(state, unsharded,
+    shard)`` where gradients are sharded and must leave this rank's part of the result in ``shard``; in an all-reduce it
+    is called as ``hook(state, tensor)`` and works in place. Both tensors are flat. The hook scales gradients itself,
+    and may change ``unsharded``. It may also give its tensors new memory (``shard.data = ...``) of the same size and
+    dtype: the values are copied back.
 
-    The other operands of a request (presence numbers) go to the transport underneath, with the request's scaling, as do
-    all-gathers. ``direct_bytes`` is beyond any size, so that gradients are one operand.
+    The other operands of a request (presence numbers), and all-gathers, are passed on to the base transport.
+    ``direct_bytes`` is larger than any size, so that gradients are one operand.
 
-    A hook is done when it returns; on accelerators it may leave work behind on the current stream.
+    A hook is done when it returns; on accelerators it may leave work on the current stream.
 
     Args:
         base: The group's own transport.
-        state: The hook's first argument.
-        hook: Reduces gradients. Has to be the same on all ranks.
+        state: First argument of the hook.
+        hook: Function that reduces gradients; the same on all ranks.
 
     Raises:
-        TypeError: The hook is not callable.
+        TypeError: If the hook is not callable.
     """
 
     direct_bytes: int = sys.maxsize
@@ -47,8 +47,8 @@ class HookedTransport(WrappingTransport):
     def __init__(self, base: Transport, state: object, hook: Callable[..., Any]) -> None:
         if not callable(hook):
             raise TypeError(
-                "a communication hook has to be callable as hook(state, gradient, shard), or as hook(state, gradient) "
-                f"without a shard axis; got {type(hook).__name__}"
+                "communication hook: expected a function hook(state, gradient, shard), or hook(state, gradient) "
+                f"without a shard axis; found {type(hook).__name__}"
             )
         super().__init__(base)
         self.state, self.hook = state, hook
@@ -84,9 +84,10 @@ class HookedTransport(WrappingTransport):
         if result.dtype is not target.dtype or result.numel() != target.numel():
             name = getattr(self.hook, "__name__", type(self.hook).__name__)
             raise TypeError(
-                f"the communication hook {name} left {result.numel()} elements of {result.dtype} for unit {unit!r}, "
-                f"expected {target.numel()} of {target.dtype}; a hook that compresses has to cast back, torch's own "
-                f"with LowPrecisionState(group, parameter_type={target.dtype})"
+                f"communication hook {name}: expected a result of {target.numel()} elements of {target.dtype} for unit "
+                f"{unit or '<root>'!r}, found {result.numel()} of {result.dtype}; a hook that compresses gradients "
+                "must cast the result back. PyTorch's compression hooks do so with "
+                f"LowPrecisionState(group, parameter_type={target.dtype})"
             )
         if result.data_ptr() != target.data_ptr():
             target.copy_(result.view(-1))

@@ -74,7 +74,7 @@ class ShardMesh:
         self._subgroups, self._joined, self._plain = {}, {}, None
 
     def placements(self, placement: Placement) -> tuple[Placement, ...]:
-        """Placements on :attr:`device_mesh` of a parameter whose shard axis has ``placement``."""
+        """Placements on ``device_mesh`` of a parameter whose shard axis has ``placement``."""
         replicated = (Replicate(),) if self.replicate is not None else ()
         return replicated if self.shard is None else (*replicated, placement)
 
@@ -89,8 +89,9 @@ class ShardMesh:
                 self._joined[other] = DeviceMesh._concatenate([self.device_mesh, other])
             except (RuntimeError, AttributeError, ValueError, TypeError, AssertionError) as error:
                 raise ValueError(
-                    f"expected the DTensor's mesh, {other}, and the data-parallel mesh, {self.device_mesh}, to be "
-                    "different named axes of one mesh, made by init_device_mesh(..., mesh_dim_names=...)"
+                    f"expected the mesh of the DTensor, {other}, and the data-parallel mesh, {self.device_mesh}, to be "
+                    "submeshes of one mesh with different named axes; create that with "
+                    "init_device_mesh(..., mesh_dim_names=...) and slice it by name"
                 ) from error
         return self._joined[other]
 

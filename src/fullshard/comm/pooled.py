@@ -1,7 +1,7 @@
-"""Collectives whose messages lie in memory that the network reaches without a copy.
+"""Collectives in memory that the network can access without a copy.
 
-Two kinds: what a process group's back end allocates itself (NCCL registers it), and symmetric memory, which is at the
-same place on all ranks. Both are used through :class:`~fullshard.comm.custom.CustomTransport`.
+There are two kinds: memory that a process group's backend allocates (NCCL registers it), and symmetric memory, which
+all ranks can access. ``CustomTransport`` uses both.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = [
 
 
 class ProcessGroupMemory:
-    """Allocates from the memory pool of a process group, and as usual where its back end has none.
+    """Allocates from the memory pool of a process group; ordinary memory if its backend has none.
 
     Args:
-        group: Whose back end is asked; the group that the collective will run on.
+        group: Group that the collective will run on.
     """
 
     group: dist.ProcessGroup
@@ -39,7 +39,16 @@ class ProcessGroupMemory:
         self.group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for a message from the pool of the back end."""
+        """Return memory for a message, from the pool of the backend if it has one.
+
+        Args:
+            size: Shape of the tensor to return.
+            dtype: Dtype of the tensor.
+            device: Device of the tensor.
+
+        Returns:
+            A tensor of that shape, dtype and device.
+        """
         backend = self.group._get_backend(device)
         if not backend.supports_tensor_alloc(device):
             return torch.empty(tuple(size), dtype=dtype, device=device)
@@ -47,7 +56,7 @@ class ProcessGroupMemory:
 
 
 class ProcessGroupMemoryAllGather(ProcessGroupMemory, AllGather):
-    """The process group's own all-gather, in its own memory."""
+    """The process group's all-gather, in memory that its backend allocates."""
 
     def __call__(
         self,
@@ -56,12 +65,12 @@ class ProcessGroupMemoryAllGather(ProcessGroupMemory, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Gather with the group's back end."""
+        """Gather with the group's backend; arguments as for ``AllGather``."""
         return _started(all_gather_base(group, output_tensor, input_tensor, async_op=async_op), async_op)
 
 
 class ProcessGroupMemoryReduceScatter(ProcessGroupMemory, ReduceScatter):
-    """The process group's own reduce-scatter, in its own memory."""
+    """The process group's reduce-scatter, in memory that its backend allocates."""
 
     def __call__(
         self,
@@ -71,24 +80,24 @@ class ProcessGroupMemoryReduceScatter(ProcessGroupMemory, ReduceScatter):
         op: ReduceOp | ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce-scatter with the group's back end."""
+        """Reduce-scatter with the group's backend; arguments as for ``ReduceScatter``."""
         return _started(reduce_scatter_base(group, output_tensor, input_tensor, op, async_op=async_op), async_op)
 
 
 class SymmetricMemory:
-    """Allocates memory that all ranks of a group know of each other.
+    """Allocates symmetric memory, which all ranks of a group can access.
 
-    Making ranks know each other's memory is a collective and slow, so what was made is kept for the life of this
-    object and used again for messages of the same size and dtype, once it was released. Releases come from the
-    engine at the same places on all ranks, so all of them reuse, or make, memory at the same time; when a rank's
-    last reference to a tensor goes would not do.
+    To make memory known to all ranks is a collective and slow, so memory is kept for the life of this object and reused
+    for messages of the same size and dtype after it was released. The engine releases memory at the same places on all
+    ranks, so all ranks reuse or create memory at the same time. (The lifetimes of tensors would not do: they may differ
+    between ranks.)
 
     Args:
-        group: The ranks. Constructing this is a collective over them.
-        backend: Only "NCCL".
+        group: The ranks. Constructing this object is a collective over them.
+        backend: Only ``"NCCL"``.
 
     Raises:
-        ValueError: Another back end was asked for, or the group is not NCCL's on a CUDA device.
+        ValueError: If ``backend`` is not ``"NCCL"``, or if the group does not use NCCL on a CUDA device.
     """
 
     group: dist.ProcessGroup
@@ -96,12 +105,12 @@ class SymmetricMemory:
 
     def __init__(self, group: dist.ProcessGroup, backend: str = "NCCL") -> None:
         if backend != "NCCL":
-            raise ValueError(f'symmetric memory: backend must be "NCCL", got {backend!r}')
+            raise ValueError(f'symmetric memory: expected backend="NCCL", found {backend!r}')
         found = _cuda_backend(group)
         if found != "nccl":
             raise ValueError(
-                "symmetric memory needs a CUDA device and a process group whose back end there is NCCL; "
-                + ("there is no CUDA device" if found is None else f"its back end is {found}")
+                "symmetric memory: expected a CUDA device and a process group with the NCCL backend, found "
+                + ("no CUDA device" if found is None else found)
             )
         self.group, self._free = group, {}
         import torch.distributed._symmetric_memory as symmetric  # half a second; hardly anyone needs it
@@ -111,14 +120,27 @@ class SymmetricMemory:
         dist.barrier(group=group)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for a message that all ranks know of. A collective unless memory is used again."""
+        """Return symmetric memory for a message. A collective unless memory is reused.
+
+        Args:
+            size: Shape of the tensor to return.
+            dtype: Dtype of the tensor.
+            device: Device of the tensor.
+
+        Returns:
+            A tensor of that shape, dtype and device.
+        """
         numel = math.prod(size)
         free = self._free.get((numel, dtype))
         memory = free.pop() if free else self._make(numel, dtype, device)
         return memory.view(tuple(size))
 
     def release(self, memory: torch.Tensor) -> None:
-        """Use ``memory``, which :meth:`allocate` returned, for other messages."""
+        """Make ``memory`` available for other messages.
+
+        Args:
+            memory: Tensor that ``allocate`` returned.
+        """
         self._free.setdefault((memory.numel(), memory.dtype), []).append(memory.view(-1))
 
     def _make(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -130,7 +152,7 @@ class SymmetricMemory:
 
 
 class SymmetricMemoryAllGather(SymmetricMemory, AllGather):
-    """NCCL's all-gather in symmetric memory, in place: NCCL then picks a copy engine or a symmetric kernel."""
+    """NCCL's all-gather in symmetric memory, in place: NCCL then uses a copy engine or a symmetric kernel."""
 
     def __call__(
         self,
@@ -139,7 +161,7 @@ class SymmetricMemoryAllGather(SymmetricMemory, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Gather from, and into, symmetric memory."""
+        """Gather from and into symmetric memory; arguments as for ``AllGather``."""
         own = output_tensor.narrow(0, group.rank() * input_tensor.numel(), input_tensor.numel())
         if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor)  # both ends have to be symmetric
@@ -147,7 +169,7 @@ class SymmetricMemoryAllGather(SymmetricMemory, AllGather):
 
 
 class SymmetricMemoryReduceScatter(SymmetricMemory, ReduceScatter):
-    """NCCL's reduce-scatter in symmetric memory, which it is good at for sums only."""
+    """NCCL's reduce-scatter in symmetric memory; its symmetric kernels support sums only."""
 
     def __call__(
         self,
@@ -157,7 +179,11 @@ class SymmetricMemoryReduceScatter(SymmetricMemory, ReduceScatter):
         op: ReduceOp | ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce-scatter in symmetric memory. Always done for the current stream: returns None."""
+        """Reduce-scatter in symmetric memory; arguments as for ``ReduceScatter``.
+
+        Returns:
+            None, because the result is always ready for the current stream.
+        """
         # Both ends have to be symmetric, and the output is a gradient that outlives the message.
         output = self.allocate(output_tensor.shape, dtype=output_tensor.dtype, device=output_tensor.device)
         reduce_scatter_base(group, output, input_tensor, op, async_op=False).wait()
@@ -174,10 +200,10 @@ def _started(work: dist.Work, async_op: bool) -> dist.Work | None:
 
 
 def _cuda_backend(group: dist.ProcessGroup) -> str | None:
-    """Name of the back end that ``group`` uses for CUDA tensors, in lower case; None without a CUDA device."""
+    """Return the backend that ``group`` uses for CUDA tensors, in lower case; None without a CUDA device."""
     if not torch.cuda.is_available():
         return None
     try:
         return group._get_backend(torch.device("cuda")).name().lower()
     except RuntimeError:  # the group has none for CUDA
-        return "for CPU tensors only"
+        return "a process group for CPU tensors only"

@@ -1,4 +1,4 @@
-"""The transport of an axis with one rank: nothing is sent, values are copied and scaled where they are."""
+"""The transport of an axis with one rank: nothing is sent; values are copied and scaled in place."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["SingleRankTransport"]
 
 
 class SingleRankTransport(Transport):
-    """An axis of size 1. It has no process group, issues no collective, and :func:`~fullshard.comm.record` sees none.
+    """Transport of an axis of size 1: no process group, no collectives, and ``fullshard.comm.record`` sees none.
 
-    An all-gather copies the shard into the unsharded memory unless they are the same memory, and casts it in the same
-    step. A reduce-scatter does that the other way round and scales, an all-reduce scales.
+    An all-gather copies the shard into the unsharded memory unless they share memory, and casts it in the same step. A
+    reduce-scatter copies in the other direction and scales; an all-reduce scales.
     """
 
     direct_bytes: int = 0

@@ -1,6 +1,6 @@
-"""``FSDPModule``: the class of modules that ``fully_shard`` was called on, and functions that take them.
+"""``FSDPModule``, the class of modules that ``fully_shard`` was called on, and functions that take such modules.
 
-Setters are called between steps, with equal values on all ranks.
+Call setters between steps, with equal values on all ranks.
 """
 
 from __future__ import annotations
@@ -53,34 +53,56 @@ __all__ = [
 
 
 class FSDPModule(ShardedModule):
-    """Mixin of the class of every module that :func:`fully_shard` was called on.
+    """Mixin class of every module that ``fully_shard`` was called on.
 
-    Setters with ``recurse`` apply to all nested units as well.
+    The class of the module becomes a subclass of both ``FSDPModule`` and its original class. Call the setters between
+    steps, with equal values on all ranks. Setters with ``recurse`` apply to all nested units as well; the others apply
+    to the unit of this module only.
     """
 
     _fullshard_prefix: ClassVar[str] = "FSDP"  # of the name of the module's new class
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Construct an instance of the original class: slicing a sharded ``Sequential`` returns a plain one."""
+        """Construct an instance of the original class, so that slicing a sharded ``Sequential`` returns a plain one."""
         plain = _plain_class(cls)
         instance = plain.__new__(plain)
         instance.__init__(*args, **kwargs)  # type: ignore[misc]
         return instance
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module with its unsharded parameters."""
+        """Run the module with its unsharded parameters: unshard, run ``forward``, reshard."""
         if torch.compiler.is_compiling():
             return outside_graph(_call_module, recursive=False)(self, args, kwargs)
         return _run_unsharded(self, super().__call__, args, kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """All-gather this unit's parameters (not those of nested units) and register the unsharded ones.
+        """All-gather the parameters of this unit and register the unsharded ones.
+
+        Parameters of nested units stay sharded. Call it on all ranks.
 
         Args:
-            async_op: Return at once; the handle's ``wait`` (or the module's forward) waits for the all-gather.
+            async_op: Return at once. The handle's ``wait``, or the module's forward, then waits for the all-gather.
 
         Returns:
-            A handle if ``async_op``, else None.
+            A handle if ``async_op``, otherwise None.
+
+        Raises:
+            ValueError: If ``async_op`` is not a bool.
+
+        Example:
+            ```python
+            import torch
+            from torch import nn
+
+            from fullshard import fully_shard
+
+            model = fully_shard(nn.Linear(8, 4))
+            handle = model.unshard(async_op=True)
+            inputs = torch.randn(2, 8)  # overlaps with the all-gather
+            handle.wait()
+            assert model.weight.shape == (4, 8)  # a plain tensor, not a DTensor
+            model.reshard()
+            ```
         """
         check_bool("async_op", async_op)
         handle = UnshardHandle(unit_at(self))
@@ -90,29 +112,43 @@ class FSDPModule(ShardedModule):
         return None
 
     def reshard(self) -> None:
-        """Free this unit's unsharded parameters and register the sharded ones."""
+        """Free the unsharded parameters of this unit and register the sharded ones.
+
+        No-op if the unit is sharded. Nested units keep their state.
+        """
         unit_at(self).reshard()
 
     def reset_iter_state(self) -> None:
         """Return to idle after an exception: drop unreduced gradients and free unsharded parameters.
 
-        The next forward of the root does the same by itself, except that after a failed *forward* it keeps unreduced
-        gradients of earlier microbatches.
+        The next forward of the root does the same by itself, except that after a failed *forward* it keeps the
+        unreduced gradients of earlier microbatches.
 
         Raises:
-            FullshardError: If this is not the root.
+            FullshardError: If this module is not the root.
         """
         unit = unit_at(self)
         root = runtime_of(unit).root()
         if root is not unit:
             raise FullshardError(
-                f"reset_iter_state was called on unit {unit.name!r}; call it on the root module, "
-                f"a {type(root.modules[0]()).__name__ if root is not None else 'module that is gone'}"
+                f"reset_iter_state: expected the root module, found unit {unit.described}; call it on the root, "
+                + (f"a {type(root.modules[0]()).__name__}" if root is not None else "which has been deleted")
             )
         runtime_of(unit).reset()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a sharded state dict, without communication: values are DTensors that share memory with the shards."""
+        """Return a sharded state dict, without communication.
+
+        Parameters are DTensors that share memory with the shards. ``fullshard.save`` and
+        ``torch.distributed.checkpoint`` save them as they are.
+
+        Args:
+            *args: Arguments of ``nn.Module.state_dict``.
+            **kwargs: Keyword arguments of ``nn.Module.state_dict``.
+
+        Returns:
+            The state dict of ``nn.Module.state_dict``, with sharded parameters.
+        """
         ensure_idle(unit_at(self))
         units = nested_units(self)
         computing = [unit for unit in units if unit.registration.unsharded and _is_computing(unit)]
@@ -131,65 +167,143 @@ class FSDPModule(ShardedModule):
     # ---------------------------------------------------------------- gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set if backward reduces gradients. False: they accumulate unsharded until the next backward that does.
+        """Set whether backward reduces gradients, for gradient accumulation.
 
-        They accumulate in ``reduce_dtype``, in place. Sets :meth:`set_requires_all_reduce` to the same value.
+        With False, gradients accumulate unsharded, in place and in ``reduce_dtype``, until the next backward that
+        reduces them. This also sets ``set_requires_all_reduce`` to the same value.
+
+        Args:
+            requires_gradient_sync: Reduce gradients in backward.
+            recurse: Set it for all nested units as well.
+
+        Raises:
+            ValueError: If an argument is not a bool.
+
+        Example:
+            ```python
+            import torch
+            from torch import nn
+
+            from fullshard import fully_shard
+
+            model = fully_shard(nn.Linear(8, 4))
+            microbatches = torch.randn(4, 2, 8)
+            for index, inputs in enumerate(microbatches):
+                model.set_requires_gradient_sync(index == len(microbatches) - 1)  # reduce once, in the last backward
+                (model(inputs).square().mean() / len(microbatches)).backward()
+            ```
         """
         check_bool("requires_gradient_sync", requires_gradient_sync)
         for unit in units_at(self, recurse):
             unit.settings.requires_gradient_sync = unit.settings.requires_all_reduce = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set if backward all-reduces over the replicate axis of a 2-D mesh. False: gradients are reduce-scattered
-        only, and accumulate sharded until the next backward that does both.
+        """Set whether backward all-reduces gradients over the replicate axis of a 2-D mesh.
+
+        With False, gradients are reduce-scattered only and accumulate sharded until the next backward that does both.
+
+        Args:
+            requires_all_reduce: All-reduce gradients in backward.
+            recurse: Set it for all nested units as well.
+
+        Raises:
+            ValueError: If an argument is not a bool.
         """
         check_bool("requires_all_reduce", requires_all_reduce)
         for unit in units_at(self, recurse):
             unit.settings.requires_all_reduce = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set if the next backward is the last before the optimizer step. False (pipelines): do not wait for
-        reductions at its end, and keep the recorded order of forwards.
+        """Set whether the next backward is the last one before the optimizer step.
+
+        Pipeline schedules pass False for all microbatches but the last: the backward then does not wait for reductions
+        at its end, and the recorded order of forwards is kept.
+
+        Args:
+            is_last_backward: True (default) or False.
+
+        Raises:
+            ValueError: If ``is_last_backward`` is not a bool.
         """
         check_bool("is_last_backward", is_last_backward)
         runtime_of(unit_at(self)).is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide this unit's summed gradients by ``factor`` instead of by the number of ranks.
+        """Divide the summed gradients of this unit by ``factor`` instead of by the number of ranks.
+
+        Args:
+            factor: Divisor of the sum of all ranks' gradients.
 
         Raises:
-            ValueError: If it is not a positive number.
+            ValueError: If ``factor`` is not a positive, finite number.
+
+        Example:
+            ```python
+            from torch import nn
+
+            from fullshard import fully_shard
+
+            model = fully_shard(nn.Linear(8, 4))
+            model.set_gradient_divide_factor(1.0)  # sum the gradients, instead of averaging them
+            ```
         """
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
             raise ValueError(f"set_gradient_divide_factor: expected a positive number, found {factor!r}")
         unit_at(self).settings.reduction.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Set the divide factor: deprecated name of :meth:`set_gradient_divide_factor`."""
+        """Set the divide factor. Deprecated name of ``set_gradient_divide_factor``.
+
+        Args:
+            factor: Divisor of the sum of all ranks' gradients.
+
+        Raises:
+            ValueError: If ``factor`` is not a positive, finite number.
+        """
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Set if collectives of this unit reduce with SUM only, and a separate kernel divides. For back ends, and
-        algorithms of NCCL, that do not support AVG.
+        """Set whether the collectives of this unit reduce with SUM only, followed by a separate division.
+
+        For backends, and algorithms of NCCL, that do not support AVG.
+
+        Args:
+            enable: Use SUM only. Default: False.
+
+        Raises:
+            ValueError: If ``enable`` is not a bool.
         """
         check_bool("set_force_sum_reduction_for_comms", enable)
         unit_at(self).settings.reduction.force_sum = enable
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Set if parameters without a gradient on any rank get a gradient of zeros instead of None."""
+        """Set whether parameters without a gradient on any rank get a gradient of zeros instead of None.
+
+        Args:
+            reduce_scatter_unused_params: Give unused parameters gradients of zeros. Default: False.
+            recurse: Set it for all nested units as well.
+
+        Raises:
+            ValueError: If an argument is not a bool.
+        """
         check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
         for unit in units_at(self, recurse):
             unit.settings.reduction.zeros_for_missing = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Set how many units' unsharded gradients may wait for their reduce-scatter during backward (default 1).
+        """Set how many units may keep unsharded gradients for their reduce-scatter during backward.
 
-        Each additional one overlaps more communication and costs the memory of a unit's gradients. The largest value
-        of the units of a model applies.
+        Each additional unit overlaps more communication and costs the memory of a unit's gradients. The largest value
+        of all units of a model applies.
+
+        Args:
+            max_input_buffers: Number of units, at least 1. Default: 1.
+            recurse: Set it for all nested units as well.
 
         Raises:
-            TypeError: If it is not an int.
-            ValueError: If it is less than 1.
+            TypeError: If ``max_input_buffers`` is not an int.
+            ValueError: If ``max_input_buffers`` is less than 1, or more than 1 for a unit that reduces in symmetric
+                memory, or if ``recurse`` is not a bool.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"set_reduce_scatter_max_input_buffers: expected an int, found {max_input_buffers!r}")
@@ -199,70 +313,162 @@ class FSDPModule(ShardedModule):
             scatter = unit.settings.collectives.reduce_scatter
             if max_input_buffers > 1 and isinstance(scatter, SymmetricMemoryReduceScatter):
                 raise ValueError(
-                    f"set_reduce_scatter_max_input_buffers: unit {unit.name!r} reduces in symmetric memory, of which "
-                    f"there is one buffer; expected 1, found {max_input_buffers}"
+                    f"set_reduce_scatter_max_input_buffers: expected 1, found {max_input_buffers}: unit "
+                    f"{unit.described} reduce-scatters in symmetric memory, which has a single buffer"
                 )
             unit.settings.reduction.max_in_flight = max_input_buffers
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], object], *, stream: Stream | None = None) -> None:
-        """Call ``hook`` with this unit's reduced gradients, before they become ``.grad``.
+        """Call ``hook`` with the reduced gradients of this unit before they become ``.grad``.
+
+        On a 1-D mesh it is called after the reduce-scatter, on a 2-D mesh after the all-reduce. It is called once per
+        dtype of the unit's parameters. Without a shard axis (a single rank included), it is called once for each large
+        parameter and once for all others.
 
         Args:
-            hook: Called with a flat tensor, in the reduce dtype, of this rank's rows of all trainable parameters
-                (padded with zeros), which it may change in place: after the reduce-scatter on a 1-D mesh, after the
-                all-reduce on a 2-D mesh. It is called once per dtype of the unit's parameters; without a shard axis (a
-                single rank included) once for each large parameter and once for all others. It must do the same on all
-                ranks.
-            stream: Stream to run it on; None: that of the collectives.
+            hook: Called with a flat tensor in the reduce dtype: this rank's rows of all trainable parameters, padded
+                with zeros. It may change the tensor in place. It must do the same on all ranks.
+            stream: Stream to run the hook on, on a mesh without a replicate axis. None: the stream of the collectives.
 
         Raises:
             TypeError: If ``hook`` is not callable.
-            ValueError: If a stream is given on a 2-D mesh, or the unit's parameters are on several meshes.
+            ValueError: If ``stream`` is given on a mesh with a replicate axis, or if the unit's parameters are on
+                several meshes.
+
+        Example:
+            ```python
+            import torch
+            from torch import nn
+
+            from fullshard import fully_shard
+
+            model = fully_shard(nn.Linear(8, 4))
+            model.set_all_reduce_hook(lambda gradients: gradients.clamp_(-1, 1))
+            model(torch.randn(2, 8)).sum().backward()
+            ```
         """
         if not callable(hook):
             raise TypeError(f"set_all_reduce_hook: expected a function, found {type(hook).__name__}")
         unit = unit_at(self)
         if stream is not None and unit.mesh.replicate is not None:
-            raise ValueError("set_all_reduce_hook: expected no stream on a mesh with a replicate axis, found one")
+            raise ValueError("set_all_reduce_hook: expected stream=None on a mesh with a replicate axis, found one")
         _check_one_mesh("set_all_reduce_hook", unit)
         unit.settings.reduction.hook, unit.settings.reduction.hook_stream = hook, stream
 
     # ---------------------------------------------------------------- unshard and reshard
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set if the unsharded parameters are freed between forward and backward, also for the root."""
+        """Set whether the unsharded parameters are freed between forward and backward, also for the root.
+
+        Args:
+            reshard_after_forward: True: free them and all-gather again for backward (less memory). False: keep them
+                (less communication).
+            recurse: Set it for all nested units as well.
+
+        Raises:
+            ValueError: If an argument is not a bool.
+
+        Example:
+            ```python
+            import torch
+            from torch import nn
+
+            from fullshard import fully_shard
+
+            model = fully_shard(nn.Linear(8, 4))
+            model.set_reshard_after_forward(True)
+            model.eval()
+            with torch.no_grad():
+                model(torch.randn(2, 8))  # the unsharded parameters are freed afterwards
+            ```
+        """
         check_bool("reshard_after_forward", reshard_after_forward)
         for unit in units_at(self, recurse):
             unit.settings.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Set if the unsharded parameters are freed after backward. False: the next forward reuses them, unless an
-        optimizer has stepped in between.
+        """Set whether the unsharded parameters are freed after backward.
+
+        With False, the next forward reuses them unless an optimizer has stepped in between.
+
+        Args:
+            reshard_after_backward: Free them after backward. Default: True.
+            recurse: Set it for all nested units as well.
+
+        Raises:
+            ValueError: If an argument is not a bool.
         """
         check_bool("reshard_after_backward", reshard_after_backward)
         for unit in units_at(self, recurse):
             unit.settings.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set if this unit is unsharded in backward. False: for modules whose backward does not read their parameters,
-        such as an embedding.
+        """Set whether this unit is unsharded in backward.
+
+        With False, its parameters are not all-gathered for backward. For modules whose backward does not read their
+        parameters, such as an embedding.
+
+        Args:
+            unshard_in_backward: Unshard in backward. Default: True.
+
+        Raises:
+            ValueError: If ``unshard_in_backward`` is not a bool.
         """
         check_bool("unshard_in_backward", unshard_in_backward)
         unit_at(self).settings.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
-        """Prefetch these modules in this module's forward, instead of the next in recorded order."""
+        """Set the modules to prefetch in the forward of this module, instead of the next unit in recorded order.
+
+        Args:
+            modules: Modules that ``fully_shard`` was called on, in the order of their forwards. An empty list restores
+                the default.
+
+        Raises:
+            TypeError: If ``modules`` is a single module or not iterable.
+            ValueError: If an element is not an ``FSDPModule``.
+
+        Example:
+            ```python
+            from torch import nn
+
+            from fullshard import fully_shard
+
+            model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+            for layer in model:
+                fully_shard(layer)
+            fully_shard(model)
+            for index, layer in enumerate(model):
+                layer.set_modules_to_forward_prefetch(list(model[index + 1 : index + 3]))  # the next two
+            ```
+        """
         found = _units("set_modules_to_forward_prefetch", modules)
         unit_at(self).settings.forward_prefetch = [unit.ref for unit in found]
 
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
-        """Prefetch these modules in this module's backward, instead of the previous in recorded order."""
+        """Set the modules to prefetch in the backward of this module, instead of the previous unit in recorded order.
+
+        Args:
+            modules: Modules that ``fully_shard`` was called on, in the order of their backwards. An empty list restores
+                the default.
+
+        Raises:
+            TypeError: If ``modules`` is a single module or not iterable.
+            ValueError: If an element is not an ``FSDPModule``.
+        """
         found = _units("set_modules_to_backward_prefetch", modules)
         unit_at(self).settings.backward_prefetch = [unit.ref for unit in found]
 
     def set_post_optim_event(self, event: Event) -> None:
-        """Make the first all-gathers of the next forward wait for ``event`` only, recorded after the optimizer step,
-        instead of for the whole current stream. Call it on the root, after every step.
+        """Make the first all-gathers of the next forward wait for ``event`` only.
+
+        Otherwise they wait for all work on the current stream. Call it on the root after every optimizer step.
+
+        Args:
+            event: Event that was recorded after the optimizer step.
+
+        Raises:
+            TypeError: If ``event`` is not an event.
         """
         if not callable(getattr(event, "synchronize", None)):  # the device modules have event classes of their own
             raise TypeError(f"set_post_optim_event: expected a torch.Event, found {type(event).__name__}")
@@ -274,10 +480,13 @@ class FSDPModule(ShardedModule):
         """All-gather this unit with ``comm``, as one collective between buffers that ``comm`` allocates.
 
         Args:
-            comm: A :class:`fullshard.AllGather`; None: the default.
+            comm: A ``fullshard.AllGather``, or any callable object with its methods. None: the default all-gather.
 
         Raises:
-            ValueError: If the unit's parameters are on several meshes.
+            TypeError: If ``comm`` is not callable or has no ``allocate``.
+            ValueError: If the unit's parameters are on several meshes, or the unit has quantized communication.
+            FullshardError: If the unit is in the middle of a step, or has gradients that have not been all-reduced over
+                the replicate axis yet.
         """
         self._set_custom("set_custom_all_gather", all_gather=comm)
 
@@ -285,19 +494,31 @@ class FSDPModule(ShardedModule):
         """Reduce-scatter this unit with ``comm``, as one collective between buffers that ``comm`` allocates.
 
         Args:
-            comm: A :class:`fullshard.ReduceScatter`; None: the default.
+            comm: A ``fullshard.ReduceScatter``, or any callable object with its methods. None: the default
+                reduce-scatter.
 
         Raises:
-            ValueError: If the unit's parameters are on several meshes.
+            TypeError: If ``comm`` is not callable or has no ``allocate``.
+            ValueError: If the unit's parameters are on several meshes, or the unit has quantized communication.
+            FullshardError: If the unit is in the middle of a step, or has gradients that have not been all-reduced over
+                the replicate axis yet.
         """
         self._set_custom("set_custom_reduce_scatter", reduce_scatter=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Set if communication buffers of this unit are allocated by its process group (NCCL: registered memory, for
-        zero-copy collectives that use fewer SMs). Back ends without such memory use ordinary memory.
+        """Set whether the process group allocates the communication buffers of this unit.
+
+        With NCCL this is registered memory, for zero-copy collectives that use fewer SMs. With backends that have no
+        such memory, the buffers are ordinary memory. No-op on one rank.
+
+        Args:
+            enable: Allocate from the process group. Default: False.
 
         Raises:
-            ValueError: If a custom collective is set.
+            ValueError: If ``enable`` is not a bool, if the unit's parameters are on several meshes, or if a custom
+                collective or quantized communication is set.
+            FullshardError: If the unit is in the middle of a step, or has gradients that have not been all-reduced over
+                the replicate axis yet.
         """
         api = "set_allocate_memory_from_process_group_for_comm"
         check_bool(api, enable)
@@ -309,13 +530,19 @@ class FSDPModule(ShardedModule):
             self._set_custom(api, all_gather=gather, reduce_scatter=scatter)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Allocate communication buffers of this unit in symmetric memory.
+        """Allocate the communication buffers of this unit in symmetric memory.
 
-        Reduce-scatters use it only after :meth:`set_force_sum_reduction_for_comms`, because NCCL's symmetric kernels do
-        not support AVG.
+        Reduce-scatters use it only if ``set_force_sum_reduction_for_comms(True)`` was called before, because NCCL's
+        symmetric kernels do not support AVG. No-op on one rank.
+
+        Args:
+            backend: Backend of the symmetric memory; only ``"NCCL"`` is supported.
 
         Raises:
-            ValueError: If the unit is not on CUDA with NCCL, or a custom collective is set.
+            ValueError: If the unit is not on CUDA with NCCL, if ``backend`` is not ``"NCCL"``, if the unit's parameters
+                are on several meshes, or if a custom collective or quantized communication is set.
+            FullshardError: If the unit is in the middle of a step, or has gradients that have not been all-reduced over
+                the replicate axis yet.
         """
         api = "set_symm_mem_for_comm"
         transport = self._own_memory(api, (SymmetricMemoryAllGather, SymmetricMemoryReduceScatter))
@@ -328,10 +555,17 @@ class FSDPModule(ShardedModule):
             self._set_custom(api, all_gather=gather, reduce_scatter=scatter)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Set if reduce-scatters use a separate communicator, so that they overlap with all-gathers.
+        """Set whether reduce-scatters use a separate communicator, so that they overlap with all-gathers.
 
-        The default on NCCL, at the cost of its buffers. Other back ends do not need it. Set it for all units of a mesh,
-        which share communicators, and on all ranks.
+        This is the default with NCCL and costs the memory of a communicator's buffers. Other backends do not need it.
+        Set it for all units of a mesh, which share communicators, and on all ranks.
+
+        Args:
+            enable: Use a separate communicator.
+            recurse: Set it for all nested units as well.
+
+        Raises:
+            ValueError: If an argument is not a bool.
         """
         check_bool("set_separate_reduce_scatter_group", enable)
         for unit in units_at(self, recurse):
@@ -343,8 +577,8 @@ class FSDPModule(ShardedModule):
         for comm in (unit.settings.collectives.all_gather, unit.settings.collectives.reduce_scatter):
             if comm is not None and not isinstance(comm, own):
                 raise ValueError(
-                    f"{api}: unit {unit.name!r} has a custom collective, which allocates its buffers; set that to None "
-                    "first"
+                    f"{api}: unit {unit.described} has a custom collective, which allocates its own buffers; remove it "
+                    "first: set_custom_all_gather(None), set_custom_reduce_scatter(None)"
                 )
         return unit.mesh.transport
 
@@ -357,13 +591,13 @@ class FSDPModule(ShardedModule):
                 raise TypeError(f"{api}: expected an object with __call__ and allocate, found {type(comm).__name__}")
         if not unit.is_idle:
             raise FullshardError(
-                f"{api}: unit {unit.name!r} is in the middle of its {unit.phase.value}; call it between steps"
+                f"{api}: unit {unit.described} is in the middle of its {unit.phase.value}; call it between steps"
             )
         before = unit.settings.collectives
         if before.quantization is not None:
             raise ValueError(
-                f"{api}: unit {unit.name!r} has quantized communication; call set_comm_quantization() without "
-                "arguments first"
+                f"{api}: unit {unit.described} has quantized communication; turn that off first: call "
+                "set_comm_quantization() without arguments"
             )
         unit.settings.collectives = replace(before, **collectives)
         try:
@@ -374,7 +608,7 @@ class FSDPModule(ShardedModule):
 
 
 class UnshardHandle:
-    """Handle of an all-gather in flight, returned by ``unshard(async_op=True)``."""
+    """Handle of an all-gather in flight, returned by ``FSDPModule.unshard(async_op=True)``."""
 
     _unit: Unit | None
 
@@ -383,14 +617,14 @@ class UnshardHandle:
         runtime_of(unit).begin_unshard([unit])
 
     def wait(self) -> None:
-        """Wait for the all-gather and register the unsharded parameters; no-op if called again."""
+        """Wait for the all-gather and register the unsharded parameters. No-op if called again."""
         if self._unit is not None:
             runtime_of(self._unit).unshard(self._unit)
             self._unit = None
 
 
 class ReplicateModule(FSDPModule):
-    """Mixin of the class of every module that :func:`replicate` was called on."""
+    """Mixin class of every module that ``replicate`` was called on; it has the methods of ``FSDPModule``."""
 
     _fullshard_prefix: ClassVar[str] = "Replicate"
 
@@ -398,7 +632,8 @@ class ReplicateModule(FSDPModule):
 def _check_one_mesh(api: str, unit: Unit) -> None:
     if len({id(parameter.placement.mesh) for parameter in unit.parameters}) > 1:
         raise ValueError(
-            f"{api}: expected a unit on one mesh; shard_placement_fn has placed parameters of {unit.name!r} on several"
+            f"{api}: expected all parameters of a unit on one mesh; shard_placement_fn has placed those of unit "
+            f"{unit.described} on several meshes"
         )
 
 
@@ -421,19 +656,33 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
     """Unshard all units of ``module`` and keep them unsharded until the end of the ``with`` block.
 
     For loops that run the model many times without training it, such as ``generate()``: nothing is all-gathered or
-    freed in between. Inside, modules and ``parameters()`` hold the unsharded parameters, at addresses that stay the
-    same; build optimizers and clip gradients outside. Do not write to them: writes are lost at the end, unless the
-    parameters share memory with the shards, as on one rank. All ranks have to enter it. If an optimizer steps inside,
-    the next forward all-gathers anew.
+    freed in between. Inside the block, modules and ``parameters()`` hold the unsharded parameters, at addresses that
+    stay the same; build optimizers and clip gradients outside. Do not write to the parameters: writes are lost at the
+    end of the block, unless the parameters share memory with the shards, as on one rank. If an optimizer steps inside
+    the block, the next forward all-gathers again. All ranks must enter the block.
 
     Args:
-        module: Any module that contains sharded modules.
+        module: Any module that contains sharded modules, or is one.
 
     Yields:
-        ``module``.
+        The same ``module``.
 
     Raises:
-        TypeError: If it is not a module.
+        TypeError: If ``module`` is not an ``nn.Module``.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+
+        from fullshard import fully_shard, unsharded
+
+        model = fully_shard(nn.Linear(8, 8))
+        x = torch.randn(2, 8)
+        with torch.no_grad(), unsharded(model):
+            for _ in range(10):  # one all-gather in total
+                x = model(x)
+        ```
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"unsharded: expected an nn.Module, found {type(module).__name__}")
@@ -456,14 +705,25 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Share communication streams between several roots (stages of a pipeline).
+    """Share communication streams between several roots, such as the stages of a pipeline on one rank.
 
     Args:
-        modules: Sharded modules, each the root of a stage, before or after their first forward.
+        modules: Modules that ``fully_shard`` was called on, each the root of a stage, before or after their first
+            forward.
 
     Raises:
-        TypeError: If it is not a list.
-        ValueError: If one is not a sharded module.
+        TypeError: If ``modules`` is a single module or not iterable.
+        ValueError: If an element is not an ``FSDPModule``.
+
+    Example:
+        ```python
+        from torch import nn
+
+        from fullshard import fully_shard, share_comm_ctx
+
+        stages = [fully_shard(nn.Linear(8, 8)) for _ in range(2)]
+        share_comm_ctx(stages)
+        ```
     """
     units = _units("share_comm_ctx", modules)
     if not units:
@@ -479,15 +739,33 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Treat a method (``generate``, ``encode_image``) as a forward: unshard before it and reshard after it.
+    """Treat a method such as ``generate`` as a forward: unshard before it and reshard after it.
 
     Args:
-        module: No-op if it is not an :class:`FSDPModule`.
+        module: Module that ``fully_shard`` was called on. No-op for any other module.
         method_name: Name of a method of its class.
 
     Raises:
-        TypeError: If ``module`` is not a module.
+        TypeError: If ``module`` is not an ``nn.Module``.
         ValueError: If the class has no such method.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+
+        from fullshard import fully_shard, register_fsdp_forward_method
+
+
+        class Encoder(nn.Linear):
+            def encode(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x).relu()
+
+
+        encoder = fully_shard(Encoder(8, 8))
+        register_fsdp_forward_method(encoder, "encode")
+        encoder.encode(torch.randn(2, 8)).sum().backward()
+        ```
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"register_fsdp_forward_method: expected an nn.Module, found {type(module).__name__}")

@@ -31,8 +31,6 @@ from fullshard.wrap import Policy, PolicyFunction, plan_for
 
 __all__ = ["fully_shard", "replicate"]
 
-_FULL_PRECISION, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
-
 
 @overload
 def fully_shard(
@@ -70,8 +68,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFunction | None = None,
-    mp_policy: MixedPrecisionPolicy | None = _FULL_PRECISION,
-    offload_policy: OffloadPolicy | None = _NO_OFFLOAD,
+    mp_policy: MixedPrecisionPolicy | None = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     policy: Policy | PolicyFunction | None = None,
@@ -81,39 +79,63 @@ def fully_shard(
     The parameters that are not in a nested unit become one unit: they are all-gathered just before the module's forward
     and backward and freed after them, and their gradients are averaged over the ranks. Call it bottom-up: on every
     block, then on the whole model. Afterwards ``module.parameters()`` are ``DTensor`` shards (``Shard(0)``, split as
-    ``torch.chunk`` does; 0-D ones ``Replicate()``); build the optimizer from these.
+    ``torch.chunk`` does; 0-D parameters are ``Replicate()``); build the optimizer from these.
 
     The first call has two process-wide effects. On CPU, glibc malloc keeps freed memory:
-    :func:`fullshard.keep_freed_memory` undoes it, ``FULLSHARD_KEEP_FREED_MEMORY=0`` in the environment disables it.
-    And a hook on all optimizers marks parameters that are unsharded during a step as out of date:
-    ``FULLSHARD_WATCH_OPTIMIZERS=0`` disables it. Then call ``reshard()`` after a step on modules that stay unsharded
-    (``set_reshard_after_backward(False)``), or their forwards use the parameters from before it.
+    ``fullshard.keep_freed_memory`` undoes it, ``FULLSHARD_KEEP_FREED_MEMORY=0`` in the environment disables it. And a
+    hook on all optimizers marks parameters that are unsharded during a step as out of date:
+    ``FULLSHARD_WATCH_OPTIMIZERS=0`` disables it. With the hook disabled, call ``reshard()`` after a step on modules
+    that stay unsharded (``set_reshard_after_backward(False)``); otherwise their forwards use the parameters from before
+    the step.
 
     Args:
-        module: Any module with a ``forward``; its class becomes ``FSDP<Class>``, a subclass of both
-            :class:`FSDPModule` and the original class. Or a list of modules, whose parameters become one unit.
+        module: Any module with a ``forward``; its class becomes ``FSDP<Class>``, a subclass of both ``FSDPModule`` and
+            the original class. Or a list of modules, whose parameters become one unit.
         mesh: The ranks. 1-D: shard over them. 2-D: replicate over the first axis and shard over the second (HSDP).
-            None: all ranks in one dimension (initializes the default process group if necessary).
-        reshard_after_forward: Free the unsharded parameters after forward and all-gather them again for backward (less
-            memory), or keep them in between (less communication). A number of ranks, a divisor of the shard axis:
-            keep a shard over subgroups of so many consecutive ranks, from which backward all-gathers. None: True, but
-            False for the root.
-        shard_placement_fn: Called with each parameter. ``Shard(dim)``: shard that dim, evenly or not.
-            :class:`ShardPlacementResult`: also over another mesh (experts). None: ``Shard(0)`` on ``mesh``.
+            None: all ranks in one dimension; this initializes the default process group if necessary.
+        reshard_after_forward: True: free the unsharded parameters after forward and all-gather them again for backward
+            (less memory). False: keep them in between (less communication). An int that divides the size of the shard
+            axis: after forward, keep a shard over subgroups of that many consecutive ranks, from which backward
+            all-gathers. None: True, but False for the root.
+        shard_placement_fn: Called with each parameter. It returns ``Shard(dim)`` to shard that dim, evenly or not, a
+            ``ShardPlacementResult`` to shard over another mesh (experts), or None for ``Shard(0)`` on ``mesh``.
         mp_policy: Dtypes of computation, reduction and outputs. None: those of the parameters.
-        offload_policy: :class:`CPUOffloadPolicy` keeps shards, gradients and optimizer state in CPU memory.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state in CPU memory. None: no
+            offloading.
         ignored_params: Parameters that are not sharded, moved or reduced.
-        dp_mesh_dims: Data-parallel axes of ``mesh``, if the parameters are DTensors on all of it already.
-        policy: Selects modules inside of ``module`` to shard first, with the same arguments, or with others that it
-            chooses; see :mod:`fullshard.wrap`. For one module, not for a list.
+        dp_mesh_dims: Data-parallel axes of ``mesh``, if the parameters are already DTensors on all of ``mesh``.
+        policy: Wrap policy that selects modules inside ``module`` to shard first, with the same arguments or with
+            arguments that the policy returns; see ``fullshard.wrap``. Only for one module, not for a list.
 
     Returns:
-        ``module`` itself, which is now also an :class:`FSDPModule`; for a list, the list of modules.
+        The same ``module``, which is now also an ``FSDPModule``. For a list, the list of modules.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If ``module`` is sharded already or has no forward, or if the mesh or a placement does not fit the
-            module or one of its parameters.
+        ValueError: If ``module`` is already sharded or has no ``forward``, or if the mesh or a placement does not fit
+            the module or one of its parameters.
+        TiedParameterError: If a parameter is tied between a module of this call and a module sharded by
+            ``FullyShardedDataParallel``.
+        FullshardError: If a nested unit whose tied parameters this unit takes over is in the middle of a step, or has
+            unreduced gradients.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+
+        from fullshard import fully_shard
+
+        model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ```
     """
     api = "fully_shard"
     modules = root_modules(api, module)
@@ -142,29 +164,54 @@ def replicate(
     module: nn.Module,
     *,
     mesh: DeviceMesh | None = None,
-    mp_policy: MixedPrecisionPolicy | None = _FULL_PRECISION,
-    offload_policy: OffloadPolicy | None = _NO_OFFLOAD,
+    mp_policy: MixedPrecisionPolicy | None = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
     """Keep all parameters of ``module`` on every rank and average their gradients, overlapped with backward.
 
-    Like DDP, on the engine of :func:`fully_shard`, with the same units, policies and methods. Parameters become
-    DTensors with ``Replicate()``.
+    Like DDP, on the engine of ``fully_shard``, with the same units, policies and methods. Parameters become DTensors
+    with ``Replicate()``.
 
     Args:
-        module: As for :func:`fully_shard`, one module.
+        module: Any module with a ``forward``; its class becomes ``Replicate<Class>``, a subclass of both
+            ``ReplicateModule`` and the original class.
         mesh: 1-D mesh of the ranks. None: all ranks.
-        mp_policy, offload_policy, ignored_params: As for :func:`fully_shard`.
-        dp_mesh_dims: As for :func:`fully_shard`, naming replicate axes only.
+        mp_policy: Dtypes of computation, reduction and outputs. None: those of the parameters.
+        offload_policy: ``CPUOffloadPolicy()`` keeps parameters, gradients and optimizer state in CPU memory. None: no
+            offloading.
+        ignored_params: Parameters that are not moved or reduced.
+        dp_mesh_dims: Data-parallel axes of ``mesh``, replicate axes only, if the parameters are already DTensors on all
+            of ``mesh``.
 
     Returns:
-        ``module`` itself, which is now also a :class:`ReplicateModule`.
+        The same ``module``, which is now also a ``ReplicateModule``.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: As :func:`fully_shard`; also if the mesh has more than one dimension or ``dp_mesh_dims`` names
-            an axis to shard over, or if ``module`` contains modules that are sharded.
+        ValueError: If ``module`` is already sharded, has no ``forward`` or contains modules that ``fully_shard`` was
+            called on, if the mesh has more than one dimension without ``dp_mesh_dims``, or if ``dp_mesh_dims`` names a
+            shard axis.
+        TiedParameterError: If a parameter is tied between a module of this call and a module sharded by
+            ``FullyShardedDataParallel``.
+        FullshardError: If a nested unit whose tied parameters this unit takes over is in the middle of a step, or has
+            unreduced gradients.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+
+        from fullshard import replicate
+
+        model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+        replicate(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+        ```
     """
     api = "replicate"
     check_instance(api, module, nn.Module)
@@ -172,7 +219,7 @@ def replicate(
     for name, below in module.named_modules():
         if unit_of(below) is not None and not isinstance(below, ReplicateModule):
             by = "fully_shard" if isinstance(below, FSDPModule) else type(below).__name__
-            raise ValueError(f"{api}: {name!r} is sharded by {by} already; expected only replicated modules")
+            raise ValueError(f"{api}: module {name!r} is already sharded by {by}; expected only replicated modules")
     check_instance(f"{api}: dp_mesh_dims", dp_mesh_dims, (DataParallelMeshDims, type(None)))
     if dp_mesh_dims is not None and dp_mesh_dims.shard_names:
         raise ValueError(f"{api}: dp_mesh_dims: expected replicate axes only, found shard={dp_mesh_dims.shard!r}")
@@ -191,7 +238,7 @@ def _shard_inside(
 ) -> None:
     """Shard the modules that ``policy`` selects, after checking the arguments of all of them."""
     if not isinstance(module, nn.Module):
-        raise TypeError(f"{api}: policy: expected one module, found a list of them; call it once for each")
+        raise TypeError(f"{api}: policy: expected one module, found a list of modules; call {api} once per module")
     plan = plan_for(
         policy,
         module,
@@ -203,7 +250,7 @@ def _shard_inside(
         unknown = sorted(set(entry.kwargs) - set(arguments))
         if unknown:
             raise ValueError(
-                f"{api}: policy: found unknown arguments {unknown} for {entry.name!r}, expected some of "
+                f"{api}: policy: found unknown arguments {unknown} for module {entry.name!r}, expected a subset of "
                 f"{sorted(arguments)}"
             )
         root_modules(api, entry.module)
@@ -217,7 +264,7 @@ def _policy(api: str, precision: MixedPrecisionPolicy | None, offload: OffloadPo
     check_instance(f"{api}: mp_policy", precision, (MixedPrecisionPolicy, type(None)))
     check_instance(f"{api}: offload_policy", offload, (OffloadPolicy, type(None)))
     warn_if_unpinned(isinstance(offload, CPUOffloadPolicy) and offload.pin_memory)
-    return UnitPolicy(precision or _FULL_PRECISION, offload or _NO_OFFLOAD)
+    return UnitPolicy(precision or MixedPrecisionPolicy(), offload or OffloadPolicy())
 
 
 def _shard(

@@ -1,14 +1,12 @@
-"""Drop-in replacement of ``torch.distributed.fsdp``, for programs that import that.
+"""Drop-in replacement for ``torch.distributed.fsdp``, for programs that import that.
 
-    import fullshard.dropin
+Call ``fullshard.dropin.install()`` before or after the program imports its libraries, or start the program unchanged
+with ``python -m fullshard.dropin [-m] program args...``, also under ``torchrun``. All names of torch's FSDP1 and FSDP2,
+also those that torch and other libraries have already imported, then refer to fullshard, until ``uninstall()``.
+``docs/integrations/drop_in.md`` lists the names.
 
-    fullshard.dropin.install()  # before or after the program's libraries were imported
-
-or, without changing the program, ``python -m fullshard.dropin [-m] program args...``, also under ``torchrun``. All
-names of torch's FSDP1 and FSDP2, also those that torch and other libraries have imported, are fullshard's from then on,
-until :func:`uninstall`; docs/integrations/drop_in.md has the list.
-:func:`enable_torch_state_dict_functions` is useful without the rest: it makes
-torch's checkpoint functions support fullshard's ``FullyShardedDataParallel``.
+``enable_torch_state_dict_functions()`` is useful alone: it makes torch's checkpoint functions support fullshard's
+``FullyShardedDataParallel``.
 """
 
 from fullshard.dropin.clients import SUPPORTED, UnsupportedClientError

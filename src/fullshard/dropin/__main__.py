@@ -27,6 +27,9 @@ ISOLATING_FLAGS = {"isolated": "-I", "ignore_environment": "-E", "no_site": "-S"
 def main(arguments: list[str]) -> int:
     """Install fullshard and run the program that the arguments name.
 
+    Args:
+        arguments: Arguments of ``python -m fullshard.dropin``.
+
     Returns:
         Exit status: 2 for wrong arguments, else 0. A program that exits by itself ends this process.
     """
@@ -38,7 +41,9 @@ def main(arguments: list[str]) -> int:
     program = rest[0]
     flag = next((flag for name, flag in ISOLATING_FLAGS.items() if getattr(sys.flags, name)), None)
     if flag is not None:
-        return _usage_error(f"run Python without {flag}: processes that the program starts would not run on fullshard")
+        return _usage_error(
+            f"run Python without {flag}: with it, processes that the program starts would not use fullshard"
+        )
     if not as_module and not os.path.exists(program):
         return _usage_error(f"there is no file {program}; to run a module pass -m {program}")
     install()

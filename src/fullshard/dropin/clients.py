@@ -31,11 +31,11 @@ _checked: set[str] = set()
 
 
 class UnsupportedClientError(FullshardError):
-    """Raised if a library that uses torch's FSDP is installed in a version that is not supported."""
+    """A library that uses torch's FSDP is installed in a version that fullshard does not support."""
 
 
 def check(module: str) -> None:
-    """Check, once, the version of the library that ``module`` belongs to, if it is in :data:`SUPPORTED`.
+    """Check, once, the version of the library that ``module`` belongs to, if it is in ``SUPPORTED``.
 
     Args:
         module: Dotted name of the module that uses a name of FSDP.

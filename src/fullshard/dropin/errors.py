@@ -8,15 +8,15 @@ __all__ = ["MixedEnginesError", "MixedEnginesWarning", "NotOfferedError"]
 
 
 class NotOfferedError(FullshardError, ImportError):
-    """Raised if a program uses a name of torch's FSDP that fullshard does not have.
+    """A program uses a name of torch's FSDP that fullshard does not have.
 
-    An ``ImportError``, so that programs with a fallback use that.
+    A subclass of ``ImportError``, so that programs with a fallback use it.
     """
 
 
 class MixedEnginesError(FullshardError):
-    """Raised if torch's own FSDP is called while fullshard replaces it."""
+    """Torch's own FSDP is called while fullshard replaces it."""
 
 
 class MixedEnginesWarning(UserWarning):
-    """Warning of modules that torch's FSDP has sharded before fullshard was installed."""
+    """Modules were sharded by torch's FSDP before fullshard was installed."""

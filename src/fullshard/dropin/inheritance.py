@@ -2,7 +2,7 @@
 
 [Note: Inheritance]
 Launchers start further Python processes: accelerate, Lightning, ``torch.multiprocessing.spawn``. If only some ranks
-ran on fullshard, their collectives would not match those of the others. So :func:`patch_pythonpath` prepends a folder
+ran on fullshard, their collectives would not match those of the others. So ``patch_pythonpath`` prepends a folder
 to ``PYTHONPATH`` whose ``sitecustomize.py`` the interpreter runs at its start. It installs fullshard once
 ``torch.distributed.fsdp``, or one of the two packages beside it, is imported, which most processes never do, and it
 runs the ``sitecustomize`` that it shadows. If fullshard cannot be installed, importing torch's FSDP fails: a rank must
@@ -25,7 +25,7 @@ def patch_pythonpath() -> None:
 
 
 def restore_pythonpath() -> None:
-    """Undo :func:`patch_pythonpath` for Python processes that this one starts from now on."""
+    """Undo ``patch_pythonpath`` for Python processes that this one starts from now on."""
     if others := _others():
         os.environ["PYTHONPATH"] = os.pathsep.join(others)
     else:

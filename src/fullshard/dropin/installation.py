@@ -28,7 +28,7 @@ _lock = threading.RLock()
 
 
 class Installation:
-    """Result of :func:`install`. At the end of a ``with`` statement, uninstalls what that call installed."""
+    """Result of ``install``: a context manager that uninstalls at its end what that call installed."""
 
     _own: bool  # this call has installed it
 
@@ -45,31 +45,36 @@ class Installation:
             uninstall()
 
     def __str__(self) -> str:
-        """Summarize the replaced names in one line."""
+        """Return a summary of the replaced names in one line."""
         if _current is None:
-            return "fullshard does not stand in for torch.distributed.fsdp"
+            return "fullshard does not replace torch.distributed.fsdp"
         items = [item for names in _current.names.values() for item in names.replaced.items()]
         replaced = {name for name, value in items if not isinstance(value, NotOffered)}
         bound = Counter(binding.module.__name__.partition(".")[0] for binding in _current.bindings)
         rebound = "; rebound: " + ", ".join(f"{count} in {owner}" for owner, count in sorted(bound.items()))
         return (
-            f"fullshard {fullshard.__version__} stands in for torch.distributed.fsdp: {len(replaced)} names"
+            f"fullshard {fullshard.__version__} replaces torch.distributed.fsdp: {len(replaced)} names"
             f"{rebound if bound else ''}"
         )
 
 
 def installed() -> bool:
-    """True while fullshard replaces torch's FSDP."""
+    """Return True while fullshard replaces torch's FSDP.
+
+    Returns:
+        True between ``install`` and ``uninstall``.
+    """
     return _current is not None
 
 
 def install(*, quiet: bool = False) -> Installation:
     """Replace every name of torch's FSDP, in torch and in all libraries that use it, by fullshard's.
 
-    That is ``torch.distributed.fsdp`` with its submodules, ``torch.distributed._composable.fsdp``, ``replicate``, and
-    ``apply_activation_checkpointing``; and names that loaded modules have imported from these, torch's own (distributed
-    checkpoint, pipelining) among them. Names that fullshard does not have raise :class:`NotOfferedError` when they are
-    used. Call it before or after other imports, and before anything is sharded. No-op if installed.
+    This covers ``torch.distributed.fsdp`` with its submodules, ``torch.distributed._composable.fsdp``, ``replicate``
+    and ``apply_activation_checkpointing``, and the names that loaded modules have imported from these, including
+    torch's own modules (distributed checkpoint, pipelining). Names that fullshard does not have raise
+    ``NotOfferedError`` when they are used. Call it before or after other imports, but before anything is sharded. No-op
+    if it is installed already.
 
     Args:
         quiet: Do not print a summary of the replaced names (to stderr, on torchrun's rank 0).
@@ -77,12 +82,25 @@ def install(*, quiet: bool = False) -> Installation:
     Returns:
         A context manager: at the end of ``with install(): ...``, this call is undone.
 
+    Raises:
+        UnsupportedClientError: If a library that has already imported these names has an unsupported version. Nothing
+            is changed then.
+
     Warns:
         MixedEnginesWarning: If there are modules that torch's FSDP has sharded. They are not changed.
 
-    Raises:
-        UnsupportedClientError: If a library that has imported names already has an unsupported version. Nothing is
-            changed then.
+    Example:
+        ```python
+        import torch
+        from torch import nn
+        import fullshard.dropin
+
+        with fullshard.dropin.install(quiet=True):
+            from torch.distributed.fsdp import fully_shard
+
+            model = fully_shard(nn.Linear(16, 16))
+            assert isinstance(model, fullshard.FSDPModule)
+        ```
     """
     global _current
     with _lock:
@@ -104,7 +122,7 @@ def _warn_of_torch_modules() -> None:
     sharded = _sharded_by_torch()
     if sharded:
         warnings.warn(
-            f"torch's FSDP has sharded {len(sharded)} modules already ({', '.join(sorted(set(sharded))[:3])}); "
+            f"torch's FSDP has already sharded {len(sharded)} modules ({', '.join(sorted(set(sharded))[:3])}); "
             "fullshard neither shards nor saves them, and isinstance with names of torch.distributed.fsdp is False for "
             "them. Call fullshard.dropin.install() before the model is built",
             MixedEnginesWarning,
@@ -113,7 +131,7 @@ def _warn_of_torch_modules() -> None:
 
 
 def uninstall() -> None:
-    """Restore all names of torch's FSDP, also for processes that are started afterwards.
+    """Restore all names of torch's FSDP, also for processes that are started afterwards. No-op if it is not installed.
 
     Modules that fullshard has sharded remain sharded and continue to work.
     """

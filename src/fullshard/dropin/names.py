@@ -37,7 +37,7 @@ class StandInNames(NamedTuple):
     """Names of one of torch's modules while the drop-in is installed.
 
     Attributes:
-        replaced: fullshard's objects, by name; or a :class:`NotOffered`, which raises when it is used.
+        replaced: fullshard's objects, by name; or a ``NotOffered``, which raises when it is used.
         unavailable: names without a replacement, which raise when they are imported.
     """
 

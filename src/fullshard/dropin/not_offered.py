@@ -10,7 +10,7 @@ __all__ = ["NotOffered"]
 
 
 class NotOffered:
-    """Placeholder for a class or function that fullshard does not have: using it raises :class:`NotOfferedError`.
+    """Placeholder for a class or function that fullshard does not have: using it raises ``NotOfferedError``.
 
     It may be imported, compared and used in annotations.
 

@@ -2,8 +2,8 @@
 
 [Note: Private names]
 Each is a thin view on an object of the engine, which does not know them: torch's *state* of a module and its *parameter
-groups* are views on a unit. Names in :data:`PRIVATE_NAMES` replace those of torch's private modules; attributes that
-:func:`patched_attributes` returns are set on fullshard's classes while the drop-in is installed.
+groups* are views on a unit. Names in ``PRIVATE_NAMES`` replace those of torch's private modules; attributes that
+``patched_attributes`` returns are set on fullshard's classes while the drop-in is installed.
 
 Users: accelerate upcasts through ``_flat_param`` and ``_handle``; Lightning reads ``_fsdp_flattened``; transformers'
 ``generate`` and dynamo ``_is_fsdp_managed_module``; torchtitan makes mesh infos with ``_get_mesh_info``; pipelining
@@ -55,7 +55,7 @@ class FSDPState:
     def _unit(self) -> Unit:
         unit = unit_of(self._module)
         if unit is None:
-            raise FullshardError(f"this {type(self._module).__name__} is not sharded any more")
+            raise FullshardError(f"this {type(self._module).__name__} is no longer sharded")
         return unit
 
     @property
@@ -134,7 +134,9 @@ def get_mesh_info(mesh: DeviceMesh, dp_mesh_dims: DataParallelMeshDims | None = 
     """
     ranks = shard_mesh_for("fully_shard", mesh, dp_mesh_dims)
     if ranks.shard is None:
-        raise ValueError(f"_get_mesh_info: expected an axis to shard over, found only replicas in {mesh}")
+        raise ValueError(
+            f"_get_mesh_info: expected a mesh dimension to shard over, found only replicate dimensions in {mesh}"
+        )
     named: dict[str, Any] = {} if dp_mesh_dims is None else {"dp_mesh_dims": dp_mesh_dims, "spmd_mesh": mesh}
     if ranks.replicate is None:
         return FSDPMeshInfo(ranks.shard, shard_mesh_dim=0, **named)

@@ -9,7 +9,7 @@ would mix the two engines inside of torch's functions.
 
 Names that other modules have imported earlier (``from ... import X``) are rebound, by identity, in all loaded modules.
 References elsewhere (in tuples, closures, defaults) remain torch's; sharding through one of them raises
-:class:`MixedEnginesError`, because the constructors of torch's engine are disabled. ``isinstance`` works with such
+``MixedEnginesError``, because the constructors of torch's engine are disabled. ``isinstance`` works with such
 references, see ``torch_bases.py``.
 """
 

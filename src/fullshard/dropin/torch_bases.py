@@ -7,7 +7,7 @@ Programs may refer to torch's classes where they cannot be rebound: in a tuple f
 that hides every attribute of torch's: attributes of ``nn.Module`` are ``nn.Module``'s again, and others raise
 AttributeError. No method of torch's engine can run on a module of fullshard.
 
-Constructors of torch's engine raise :class:`MixedEnginesError`.
+Constructors of torch's engine raise ``MixedEnginesError``.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class TorchBases:
     def _refuse(self, constructed: type, api: str) -> None:
         def refuse(*_: Any, **__: Any) -> NoReturn:
             raise MixedEnginesError(
-                f"torch's own {api} was called through a reference that was taken before fullshard.dropin.install(), "
-                "where install() cannot replace it (in a tuple, a closure or a default); a model cannot be sharded by "
-                f"both engines. Call install() before that code is imported, or import {api} again there"
+                f"torch's own {api} was called through a reference that was taken before fullshard.dropin.install() "
+                "and that install() cannot replace (in a tuple, a closure or a default argument); a model cannot be "
+                f"sharded by both engines. Call install() before that code is imported, or import {api} again there"
             )
 
         before = constructed.__dict__["__init__"]
@@ -99,7 +99,7 @@ class TorchBases:
         self._undo.append(lambda: setattr(constructed, "__init__", before))
 
     def end(self) -> None:
-        """Undo :meth:`begin`."""
+        """Undo ``begin``."""
         while self._undo:
             self._undo.pop()()
 

@@ -7,7 +7,7 @@ these are bound to others here, which ask that class *and* ours; torch's class, 
 may have imported the functions already: they look the names up when they run.
 
 That changes torch for the whole process, so only who asks for it gets it: the user by
-:func:`enable_torch_state_dict_functions`, or the drop-in. Without it the functions work on models of ``fully_shard``,
+``enable_torch_state_dict_functions``, or the drop-in. Without it the functions work on models of ``fully_shard``,
 whose parameters are DTensors. Of wrappers they would take this rank's pieces for whole parameters, so wrappers refuse:
 the functions ask every module first for ``_fqn_modifiers``, a method with which modules can say under which names they
 save, and a wrapper's raises.
@@ -65,19 +65,19 @@ _undo = contextlib.ExitStack()  # restores the patched names
 
 
 def enable_torch_state_dict_functions() -> contextlib.ExitStack:
-    """Make ``torch.distributed.checkpoint.state_dict`` support :class:`fullshard.FullyShardedDataParallel`.
+    """Make ``torch.distributed.checkpoint.state_dict`` support ``fullshard.FullyShardedDataParallel``.
 
     ``get_model_state_dict``, ``set_optimizer_state_dict`` and the other functions of that module then work on wrappers,
-    with all ``StateDictOptions``, whether they were imported before or after. Private names of torch's module are
-    patched, for the whole process; models of torch's FSDP, DDP and plain ones continue to work. :func:`install`
-    includes it.
+    with all ``StateDictOptions``, whether they were imported before or after this call. Private names of torch's module
+    are patched for the whole process; models of torch's FSDP, DistributedDataParallel and plain ones continue to work.
+    ``fullshard.dropin.install`` includes this call.
 
     Returns:
-        A context manager that undoes this call at its end, or by ``close()``; it may be dropped. The patches stay while
-        another call is in effect.
+        A context manager that undoes this call at its end or by ``close()``; it may be discarded. The patches stay
+        while another call is in effect.
 
     Warns:
-        UserWarning: If torch's module lacks one of the names. Nothing is changed then.
+        UserWarning: If torch's module lacks one of the patched names. Nothing is changed then.
     """
     enabler, undo = object(), contextlib.ExitStack()
     with _lock:
@@ -177,7 +177,7 @@ def _class_of_both_engines(theirs: Any) -> Any:
 
 
 def _as_ours(value: Any) -> Any:
-    """Convert torch's :class:`StateDictType` and config values to fullshard's of the same names."""
+    """Convert torch's ``StateDictType`` and config values to fullshard's of the same names."""
     if value is None:
         return None
     if type(value).__name__ == StateDictType.__name__:
@@ -311,7 +311,7 @@ def _check_complete(model: nn.Module, state_dict: dict[str, Any], info: Any) -> 
         raise FullshardError(
             f"set_model_state_dict: the full state dict has no {', '.join(missing[:5])}"
             f"{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}; pass StateDictOptions(strict=False) to "
-            "leave what is missing as it is"
+            "keep the values of missing keys"
         )
 
 

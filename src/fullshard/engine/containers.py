@@ -31,9 +31,9 @@ def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def tensors_within(value: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors that :func:`iterate_tensors` finds, and those in attributes of objects of any other class.
+    """Yield all tensors that ``iterate_tensors`` finds, and those in attributes of objects of any other class.
 
-    At most :data:`MOST_OBJECTS` objects are visited, each once. Attributes that raise are skipped.
+    At most ``MOST_OBJECTS`` objects are visited, each once. Attributes that raise are skipped.
     """
     seen: dict[int, Any] = {}  # keeps the objects alive, so that ids are not reused
     stack = [value]
@@ -91,7 +91,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 
 def _with_items(value: Any, items: list[Any]) -> Any:
-    """Return a container like ``value`` with other items, in the order of :func:`_items`."""
+    """Return a container like ``value`` with other items, in the order of ``_items``."""
     if isinstance(value, Mapping):
         changed: Any = {} if type(value) is dict else copy.copy(value)  # which keeps the state of subclasses
         for key, item in zip(value, items, strict=True):

@@ -205,7 +205,7 @@ def outside_transforms() -> contextlib.AbstractContextManager[object]:
 
 
 def current_backward() -> int:
-    """Return the id of the backward pass that runs on this thread, or :data:`NO_BACKWARD`."""
+    """Return the id of the backward pass that runs on this thread, or ``NO_BACKWARD``."""
     return torch._C._current_graph_task_id()
 
 

@@ -6,7 +6,7 @@ all-gather of the next forward. The optimizer step between them is computation, 
 has asked for it, a backward ends with its last reductions in flight, the step begins with the units whose gradients are
 there, and as soon as the units that run first are stepped their all-gather is issued, beside the rest of the step.
 
-Until their reduction is waited for, ``.grad`` of the parameters concerned holds a :class:`GradientInFlight`. Whatever
+Until their reduction is waited for, ``.grad`` of the parameters concerned holds a ``GradientInFlight``. Whatever
 computes with it waits first, so a program that reads gradients between backward and step sees the right ones, only
 later. Waiting is local: all messages are on their way by the end of backward, so ranks may look at different times.
 
@@ -94,8 +94,8 @@ class GradientInFlight(torch.Tensor):
         gradient: torch.Tensor | None = state["_result"]
         if gradient is None:
             raise PhaseError(
-                "this gradient was still being reduced when an exception ended the step, or the model was deleted, "
-                "and was dropped with it"
+                "this gradient was discarded: it was still being reduced when an exception ended the step or the model "
+                "was deleted; run forward and backward again"
             )
         return gradient
 
@@ -120,7 +120,7 @@ class OptimizerOverlap:
     def exposed(self) -> Iterator[set[int]]:
         """Have ``.grad`` hold the memory of the gradients in flight: its address may be used, its values not yet.
 
-        Only for gradients that are not added to others; check :attr:`adds` before.
+        Only for gradients that are not added to others; check ``adds`` before.
 
         Yields:
             The ids of the parameters.
@@ -210,9 +210,9 @@ class OptimizerOverlap:
         del self._early[unit.ref]
         if written:
             raise PhaseError(
-                f"parameters of unit {', '.join(written)} were written to after the optimizer step had unsharded them "
-                "for the next forward; call reshard() on the module, on all ranks, after writing, or do without "
-                "fullshard.optim.overlap"
+                f"parameters of unit {', '.join(written)} were modified after the optimizer step had unsharded them "
+                "for the next forward; call reshard() on the module, on all ranks, after you modify parameters, or do "
+                "not use fullshard.optim.overlap"
             )
 
 

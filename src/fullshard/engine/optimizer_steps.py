@@ -1,4 +1,4 @@
-"""What an optimizer step means to unsharded parameters: they are out of date."""
+"""Mark unsharded parameters as out of date when an optimizer steps."""
 
 from __future__ import annotations
 

@@ -169,8 +169,8 @@ def _check_form(parameter: ShardedParameter, form: ShardingFormat) -> None:
     """Raise TiedParameterError if a tied parameter is sharded in another format."""
     if not form.accepts(parameter):
         raise TiedParameterError(
-            f"{parameter.describe()} is tied between a module of a FullyShardedDataParallel unit and one of a "
-            "fully_shard unit, which shard it in different formats; use one of them for both modules"
+            f"{parameter.describe()} is tied between a module sharded by FullyShardedDataParallel and a module sharded "
+            "by fully_shard, whose formats differ; shard both modules with the same API"
         )
 
 

@@ -87,11 +87,11 @@ class ParameterReads:
         self._forwards, self._warned = 0, weakref.WeakSet()
 
     def begin_forward(self) -> None:
-        """Begin the outermost forward. What hooks its nodes refers to :attr:`graph`."""
+        """Begin the outermost forward. What hooks its nodes refers to ``graph``."""
         self.graph = ForwardGraph()
 
     def until_end(self, unit: Unit) -> None:
-        """Leave the unsharded parameters of ``unit`` registered until :meth:`end_forward`."""
+        """Leave the unsharded parameters of ``unit`` registered until ``end_forward``."""
         self._open.append(unit.ref)
 
     def end_forward(self) -> list[Unit]:

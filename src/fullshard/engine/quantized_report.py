@@ -1,4 +1,4 @@
-"""The report on quantized communication: bytes received, and which parameters of a model are quantized."""
+"""Report on quantized communication: bytes received, and which parameters of a model are quantized."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class QuantizationTraffic:
     """Bytes that one rank has received in one kind of collective.
 
     Args:
-        axis: Over which axis of the mesh.
-        kind: In which collectives.
-        collectives: How many of them.
+        axis: Mesh axis, ``"shard"`` or ``"replicate"``.
+        kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
+        collectives: Number of collectives.
         nbytes: Bytes received from other ranks, scales included.
-        full_bytes: Bytes that it would have been in full precision.
-        quantized_bytes: Those of ``full_bytes`` that belong to collectives of which something was quantized.
+        full_bytes: Bytes that would have been received in full precision.
+        quantized_bytes: The part of ``full_bytes`` in collectives with any quantized operand.
     """
 
     axis: Axis
@@ -47,20 +47,20 @@ class QuantizationTraffic:
 
     @property
     def ratio(self) -> float:
-        """Bytes received over those of full precision; 1.0 if there were none."""
+        """Bytes received divided by those of full precision; 1.0 if there were none."""
         return self.nbytes / self.full_bytes if self.full_bytes else 1.0
 
 
 @dataclass(frozen=True)
 class QuantizedParameter:
-    """How one parameter is sent: ``"int8"``, ``"fp8"``, or in brackets why it is sent in full precision.
+    """How one parameter is sent: ``"int8"``, ``"fp8"``, or in parentheses why it is sent in full precision.
 
     Args:
         unit: Name of its unit; ``""`` for the root.
-        fqn: Its name.
-        all_gather: When it is unsharded to compute with.
-        reduce_scatter: Its gradient, over the shard axis.
-        all_reduce: Its gradient, over the replicate axis.
+        fqn: FQN of the parameter.
+        all_gather: How the parameter is sent when it is unsharded for computation.
+        reduce_scatter: How its gradient is sent over the shard axis.
+        all_reduce: How its gradient is sent over the replicate axis.
     """
 
     unit: str
@@ -77,13 +77,13 @@ class QuantizedParameter:
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """The effect of ``set_comm_quantization`` on a model, on this rank. ``str`` of it is a table.
+    """Effect of ``set_comm_quantization`` on a model, on this rank. ``str`` of it is a table.
 
-    All-gathers that are not for computing, as those of checkpoints, are exact, and are not counted.
+    All-gathers that are not for computation, such as those of checkpoints, are in full precision and are not counted.
 
     Args:
-        traffic: By axis and kind, since ``set_comm_quantization``.
-        parameters: All of them, unit by unit.
+        traffic: Bytes by axis and kind of collective, since ``set_comm_quantization``.
+        parameters: All parameters, unit by unit.
     """
 
     traffic: tuple[QuantizationTraffic, ...]
@@ -91,24 +91,31 @@ class QuantizationReport:
 
     @classmethod
     def of(cls, units: Iterable[Unit]) -> QuantizationReport:
-        """The report on some units."""
+        """Return the report on some units.
+
+        Args:
+            units: Units of the engine.
+
+        Returns:
+            The report.
+        """
         found = list(units)
         traffic = [_traffic(found, axis, kind) for axis, kind in _KINDS]
         return cls(tuple(t for t in traffic if t.collectives), tuple(p for unit in found for p in _parameters(unit)))
 
     @property
     def nbytes(self) -> int:
-        """Bytes received in all."""
+        """Total number of bytes received."""
         return sum(each.nbytes for each in self.traffic)
 
     @property
     def full_bytes(self) -> int:
-        """Bytes that they would have been in full precision."""
+        """Total number of bytes that would have been received in full precision."""
         return sum(traffic.full_bytes for traffic in self.traffic)
 
     @property
     def ratio(self) -> float:
-        """Bytes received over those of full precision; 1.0 if there were none."""
+        """Bytes received divided by those of full precision; 1.0 if there were none."""
         return self.nbytes / self.full_bytes if self.full_bytes else 1.0
 
     @property
@@ -117,10 +124,10 @@ class QuantizationReport:
         return any(traffic.quantized_bytes for traffic in self.traffic)
 
     def __str__(self) -> str:
-        lines = [f"{'axis':<10} {'collective':<11} {'number':>7} {'received':>12} {'in full':>12} {'ratio':>6}"]
+        lines = [f"{'axis':<10} {'collective':<14} {'number':>7} {'received':>12} {'in full':>12} {'ratio':>6}"]
         for each in self.traffic:
             lines.append(
-                f"{each.axis:<10} {each.kind:<11} {each.collectives:>7} {_mib(each.nbytes)} {_mib(each.full_bytes)} "
+                f"{each.axis:<10} {each.kind:<14} {each.collectives:>7} {_mib(each.nbytes)} {_mib(each.full_bytes)} "
                 f"{each.ratio:>6.3f}"
             )
         if not self.traffic:

@@ -1,12 +1,12 @@
 """The driver of a step: one runtime per root module says what happens to every unit below it, and when.
 
 The front ends call it around the forward of every sharded module (``composable/fsdp_module.py``, ``wrapper/fsdp.py``),
-autograd calls it through ``hooks.py``. It is made lazily, at the first forward: :func:`runtime_of`.
+autograd calls it through ``hooks.py``. It is made lazily, at the first forward: ``runtime_of``.
 
-Read :meth:`Runtime.pre_forward`, :meth:`Runtime.post_forward`, :meth:`Runtime.pre_backward`,
-:meth:`Runtime.post_backward` and :meth:`Runtime.finish_backward` from top to bottom: they are what happens in a step,
-in this order. All that they call lies below: :mod:`~fullshard.engine.prefetch` chooses what to unshard before its turn,
-a :class:`~fullshard.engine.unit.Unit` unshards, reshards and keeps its states, and the reduction queue takes unsharded
+Read ``Runtime.pre_forward``, ``Runtime.post_forward``, ``Runtime.pre_backward``,
+``Runtime.post_backward`` and ``Runtime.finish_backward`` from top to bottom: they are what happens in a step,
+in this order. All that they call lies below: ``prefetch`` chooses what to unshard before its turn,
+a ``Unit`` unshards, reshards and keeps its states, and the reduction queue takes unsharded
 gradients to sharded ``.grad``.
 
 [Note: Steps inside a forward]
@@ -234,18 +234,18 @@ class Runtime:
         self.overlap.note_unsharded([unit for units in launches for unit in units])
 
     def begin_user_unshard(self, unit: Unit) -> None:
-        """Issue the all-gather for :meth:`user_unshard`."""
+        """Issue the all-gather for ``user_unshard``."""
         if unit.is_kept and unit.is_idle and not unit.user_unshards:
             unit.reshard()  # the shards may have been written to since
         self.begin_unshard([unit])
 
     def user_unshard(self, unit: Unit) -> None:
-        """Have the modules hold the unsharded parameters until :meth:`end_user_unshard`, whatever runs in between."""
+        """Have the modules hold the unsharded parameters until ``end_user_unshard``, whatever runs in between."""
         self.unshard(unit)
         unit.user_unshards += 1
 
     def end_user_unshard(self, unit: Unit) -> None:
-        """End one :meth:`user_unshard`; the last one reshards."""
+        """End one ``user_unshard``; the last one reshards."""
         unit.user_unshards -= 1
         if not unit.user_unshards and unit.is_idle:
             unit.reshard()
@@ -615,7 +615,7 @@ class Runtime:
             unit.check_not_summoned("run")
         for unit in units:
             if unit.runtime is not None:
-                unit.runtime.dissolve(f"{type(modules[0]).__name__} becomes the root")
+                unit.runtime.dissolve(f"{type(modules[0]).__name__} became the root")
         rename(modules, units)
         for unit in units:
             if not unit.is_unsharded:
@@ -638,18 +638,18 @@ class Runtime:
         if self.has_failed:
             self.recover()
         if self.busy:
-            raise PhaseError(f"{reason} while its units are in the middle of a step; finish the step first")
+            raise PhaseError(f"{reason} while its units were in the middle of a step; finish the step first")
         self.finish_reductions()
         for unit in self.units():
             unit.runtime = None
 
 
 class _BackwardOf:
-    """What autograd calls for one forward of a unit. The runtime may be another one by then.
+    """Callbacks of autograd for one forward of a unit.
 
     Args:
-        unit: Whose module runs.
-        graph: Of the outermost forward.
+        unit: Unit whose module runs. Its runtime may be another one by the time of the backward.
+        graph: Graph of the outermost forward.
     """
 
     __slots__ = ("graph", "unit")
@@ -703,7 +703,7 @@ def take_parameters(unit: Unit, parameters: list[ShardedParameter]) -> None:
         PhaseError: In the middle of a step.
     """
     if unit.runtime is not None:
-        unit.runtime.dissolve(f"unit {unit.described} gives up parameters")
+        unit.runtime.dissolve(f"parameters of unit {unit.described} were given to another unit")
     taken = {id(parameter) for parameter in parameters}
     unit.rebuild([parameter for parameter in unit.parameters if id(parameter) not in taken])
 

@@ -1,6 +1,6 @@
 """States of a unit: what computes with it, where its parameters are, and what its gradients wait for.
 
-Each has one table of legal moves; :class:`~fullshard.engine.unit.Unit` makes no other.
+Each has one table of legal moves; ``Unit`` makes no other.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ParameterState(enum.Enum):
 
 
 class GradientState(enum.Enum):
-    """What the unsharded gradients of a unit wait for."""
+    """State of a unit's unsharded gradients: none, unreduced, or reduced."""
 
     NONE = "none"
     UNREDUCED = "unreduced"  # a backward left some: one without gradient sync, or the first of several calls

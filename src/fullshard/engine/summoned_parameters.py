@@ -35,8 +35,8 @@ def require_idle(unit: Unit, what: str) -> None:
     summoned = unit.parameter_state is ParameterState.SUMMONED
     if running or not unit.is_idle or summoned or unit.user_unshards:
         raise PhaseError(
-            f"unit {unit.described} was asked for {what} in the middle of a step, or while its parameters are "
-            "unsharded; summon, save and load between steps, not inside forward, backward or summon_full_params"
+            f"unit {unit.described}: cannot access {what} in the middle of a step or while it is unsharded; save, load "
+            "and summon parameters between steps, not inside forward, backward, summon_full_params or unsharded"
         )
     unit.reshard()
     unit.refresh()
@@ -53,7 +53,7 @@ def all_gather_now(unit: Unit, gathers: Sequence[BucketAllGather]) -> None:
 
 
 class SummonedParameters:
-    """Copies of the unsharded parameters of one unit, which its modules hold until :meth:`close`.
+    """Copies of the unsharded parameters of one unit, which its modules hold until ``close``.
 
     Made by an all-gather over the unit's shard axis. The unsharded buffers, which may have another dtype, are not used.
 
@@ -201,7 +201,7 @@ class SummonedParameters:
                 held[id(parameter)] = nn.Parameter(parameter.placement.unsharded(value), requires_grad=False)
 
     def keep_memory(self) -> None:
-        """Do not free the buffers at :meth:`close`: references to the copies keep them alive."""
+        """Do not free the buffers at ``close``: references to the copies keep them alive."""
         self._copies = []
 
     def _free_buffers(self) -> None:

@@ -1,6 +1,6 @@
 """One unit: the parameters that are all-gathered and reduced together, their buckets, and the states they are in.
 
-A unit does what it is told and knows nobody above it; :mod:`fullshard.engine.runtime` says when.
+A unit does what it is told and knows nobody above it; ``fullshard.engine.runtime`` says when.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Unit:
 
     @property
     def described(self) -> str:
-        """Its name for errors."""
+        """Name of the unit for errors."""
         return repr(self.name or "<root>")
 
     # ---------------------------------------------------------------- states
@@ -120,8 +120,8 @@ class Unit:
         """
         if phase not in self.phase.legal_moves:
             raise PhaseError(
-                f"unit {self.described} cannot go from {self.phase.value} to {phase.value}; was its backward run from "
-                "inside its own forward?"
+                f"unit {self.described} cannot change from phase {self.phase.value} to {phase.value}; was backward() "
+                "called inside its own forward()?"
             )
         self.phase = phase
 
@@ -143,7 +143,7 @@ class Unit:
     def check_not_summoned(self, what: str) -> None:
         """Raise PhaseError if the modules hold copies of the unsharded parameters."""
         if self.parameter_state is ParameterState.SUMMONED:
-            raise PhaseError(f"unit {self.described} was {what} inside summon_full_params; do that after it")
+            raise PhaseError(f"unit {self.described} cannot {what} inside summon_full_params; do it after the block")
 
     # ---------------------------------------------------------------- storage
 
@@ -218,8 +218,8 @@ class Unit:
             value, local = value_of(parameter.accept_replacement()), parameter.local
             if self.policy.offloads and value.device.type not in ("cpu", "meta"):
                 raise FullshardError(
-                    f"{parameter.describe()} was moved to {value.device}, but its unit has a CPUOffloadPolicy; keep "
-                    "the module, and what is loaded into it, on the CPU"
+                    f"{parameter.describe()} was moved to {value.device}, but its unit offloads parameters to the CPU "
+                    "(CPUOffloadPolicy); keep the module, and tensors that are loaded into it, on the CPU"
                 )
             rebuild |= value.dtype != local.dtype or value.device != local.device or type(value) is not type(local)
         if rebuild:
@@ -380,8 +380,8 @@ class Unit:
         """Raise FullshardError if gradients wait for a later microbatch: their dtype or shape would not fit then."""
         if self.has_unreduced_gradients:
             raise FullshardError(
-                f"unit {self.described} holds gradients of microbatches without sync; call synchronize_gradients() or "
-                "zero_grad() before changing the dtype, device or owner of its parameters"
+                f"unit {self.described} has unreduced gradients of microbatches without gradient sync; call "
+                "synchronize_gradients() or zero_grad() before changing the dtype, device or owner of its parameters"
             )
 
     def drop_gradients(self) -> None:

@@ -87,7 +87,7 @@ def root_modules(api: str, module: nn.Module | Sequence[nn.Module]) -> list[nn.M
 def _check_module(api: str, module: nn.Module) -> None:
     if unit_of(module) is not None:
         plain = getattr(type(module), "_fullshard_class", (type(module),))[0]
-        raise ValueError(f"{api}: this {plain.__name__} is sharded already, by an earlier call; shard each module once")
+        raise ValueError(f"{api}: this {plain.__name__} is already sharded; call {api} once per module")
     # torch.compile, and programs that patch models, set a forward on the instance.
     if "forward" not in module.__dict__ and type(module).forward in (
         nn.Module.forward,
@@ -95,7 +95,7 @@ def _check_module(api: str, module: nn.Module) -> None:
         nn.ModuleDict.forward,
     ):
         raise ValueError(
-            f"{api}: {type(module).__name__} has no forward of its own, so its parameters would never be unsharded; "
+            f"{api}: {type(module).__name__} does not implement forward(), so its parameters would never be unsharded; "
             f"call {api} on each of its modules and on the module that contains it"
         )
 
@@ -177,7 +177,7 @@ def warn_if_unpinned(pin: bool) -> None:
 @functools.cache
 def _warn_unpinned() -> None:
     warnings.warn(
-        "CPU offloading without an accelerator has no effect: parameters are in CPU memory already, which is not "
+        "CPU offloading has no effect without an accelerator: parameters are already in CPU memory, and it is not "
         "pinned",
         stacklevel=4,
     )
@@ -224,9 +224,9 @@ def _mesh_of_plain(api: str, fqn: str, mesh: ShardMesh, whole: WholeMesh) -> Sha
     others = [name for name in whole.device_mesh.mesh_dim_names or () if name not in used]
     if others:
         raise ValueError(
-            f"{api}: with dp_mesh_dims all parameters have to be DTensors on the mesh; {fqn} is a plain "
-            f"tensor without placements on {others}; use torch.distributed.tensor.distribute_module, or pass the "
-            "data-parallel mesh alone"
+            f"{api}: dp_mesh_dims: expected all parameters to be DTensors on the mesh, found the plain tensor {fqn} "
+            f"without placements on the axes {others}; call torch.distributed.tensor.distribute_module first, or pass "
+            "only the data-parallel submesh as mesh"
         )
     return mesh.for_plain()
 
@@ -293,7 +293,7 @@ def shard_mesh_for(api: str, mesh: DeviceMesh | None, dims: DataParallelMeshDims
     names = mesh.mesh_dim_names or ()
     unknown = [name for name in dims.shard_names + dims.replicate_names if name not in names]
     if unknown:
-        raise ValueError(f"{api}: dp_mesh_dims names {unknown}, but the axes of the mesh are {list(names)}")
+        raise ValueError(f"{api}: dp_mesh_dims: expected axes of the mesh, {list(names)}, found {unknown}")
     return shard_mesh(mesh, dims=dims)
 
 
@@ -325,7 +325,7 @@ def default_mesh(device_type: str | None = None) -> DeviceMesh:
 
 
 def device_type_of(group: dist.ProcessGroup) -> str:
-    """Return the type of the accelerator if there is one and ``group`` has a back end for it, else "cpu"."""
+    """Return the type of the accelerator if there is one and ``group`` has a backend for it, else "cpu"."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return "cpu"

@@ -57,7 +57,7 @@ def units_at(module: nn.Module, recurse: bool) -> list[Unit]:
 
 
 def computes_on_copies(unit: Unit) -> bool:
-    """True if a forward now uses the copies of ``summon_full_params``: without unshard and casts.
+    """Return True if a forward now uses the copies of ``summon_full_params``, without unshard and casts.
 
     Only without gradients, which would accumulate into the copies.
     """
@@ -111,19 +111,19 @@ def finish_reductions(module: nn.Module) -> None:
 
 
 class ShardedModule(nn.Module):
-    """Base class of modules that ``fully_shard`` was called on, and of wrappers."""
+    """Base class of modules sharded by ``fully_shard``, ``replicate`` or ``FullyShardedDataParallel``."""
 
     _is_nested: bool = False  # another sharded module contains it
 
     def get_pending_gradients(self) -> dict[nn.Parameter, PendingGradient]:
-        """Return the gradients, of this module's and all nested units, that are not in ``.grad`` yet.
+        """Return the gradients of this module and all nested units that are not in ``.grad`` yet.
 
-        No communication.
+        No communication. Gradients in flight, as after a backward with ``set_is_last_backward(False)``, are neither in
+        the result nor in ``.grad``.
 
         Returns:
-            Pending gradients by sharded parameter, where there are any. The tensors are not copies: they may be changed
-            in place. Gradients in flight, as after a backward with :meth:`set_is_last_backward` False, are neither here
-            nor in ``.grad``.
+            Pending gradients by sharded parameter, for parameters that have any. The tensors are not copies and may be
+            changed in place.
         """
         ensure_idle(unit_at(self))
         return {
@@ -133,9 +133,24 @@ class ShardedModule(nn.Module):
         }
 
     def synchronize_gradients(self) -> None:
-        """Reduce gradients of microbatches without sync, of this module's and all nested units, into ``.grad``.
+        """Reduce the gradients of microbatches without gradient sync into ``.grad``.
 
-        Call it on all ranks. No-op if there are none.
+        Applies to this module and all nested units. Call it on all ranks. No-op if there are no such gradients.
+
+        Example:
+            ```python
+            import torch
+            from torch import nn
+
+            from fullshard import fully_shard
+
+            model = fully_shard(nn.Linear(8, 4))
+            model.set_requires_gradient_sync(False)
+            for inputs in torch.randn(3, 2, 8):  # a number of microbatches that is not known in advance
+                model(inputs).sum().backward()
+            model.synchronize_gradients()
+            assert model.weight.grad is not None
+            ```
         """
         ensure_idle(unit_at(self))
         finish_reductions(self)
@@ -145,7 +160,11 @@ class ShardedModule(nn.Module):
         finish_reductions(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients as ``nn.Module`` does, and unreduced gradients of earlier microbatches."""
+        """Clear gradients as ``nn.Module`` does, and unreduced gradients of earlier microbatches.
+
+        Args:
+            set_to_none: Set gradients to None instead of zero.
+        """
         finish_reductions(self)  # gradients in flight would be added afterwards
         super().zero_grad(set_to_none)
         for unit in nested_units(self):
@@ -157,19 +176,30 @@ class ShardedModule(nn.Module):
                 unit.gradients.zero_pending()
 
     def set_prefetch_bytes(self, budget: int | None) -> None:
-        """Set how many bytes to prefetch, in forward and in backward. Only the root's budget is used.
+        """Set how many bytes of the next units to prefetch, in forward and in backward.
 
-        A larger budget hides latency, and units of different sizes: the all-gather of a large unit may take longer than
-        the computation of the small one before it. Units with lists of modules to prefetch
-        (``set_modules_to_forward_prefetch``) prefetch these instead.
+        Only the root's budget is used. A larger budget hides latency and helps if units differ in size: the all-gather
+        of a large unit may take longer than the computation of the small unit before it. Units with a list of modules
+        to prefetch (``set_modules_to_forward_prefetch``) prefetch these instead.
 
         Args:
             budget: Bytes of unsharded parameters, in the dtype of the all-gather, that may be unsharded and not in use
                 yet: as many of the next units as fit, but at least one. None (default): one unit. 0: no prefetch.
 
         Raises:
-            TypeError: If it is neither an int nor None.
-            ValueError: If it is negative.
+            TypeError: If ``budget`` is neither an int nor None.
+            ValueError: If ``budget`` is negative.
+
+        Example:
+            ```python
+            from torch import nn
+
+            from fullshard import fully_shard
+
+            model = nn.Sequential(*[fully_shard(nn.Linear(64, 64)) for _ in range(8)])
+            fully_shard(model)
+            model.set_prefetch_bytes(64 * 1024)  # up to three layers of 16.25 KiB
+            ```
         """
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int)):
             raise TypeError(f"set_prefetch_bytes: expected a number of bytes or None, found {budget!r}")
@@ -184,28 +214,49 @@ class ShardedModule(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters as ``nn.Module`` does; after a backward that raised, the sharded ones."""
+        """Yield parameters as ``nn.Module`` does; after a backward that raised, the sharded ones.
+
+        Args:
+            *args: Arguments of ``nn.Module.named_parameters``.
+            **kwargs: Keyword arguments of ``nn.Module.named_parameters``.
+
+        Returns:
+            Iterator over names and parameters.
+        """
         ensure_idle(unit_at(self))
         return super().named_parameters(*args, **kwargs)
 
     def set_comm_quantization(
         self, shard: CommQuantization | None = None, replicate: CommQuantization | None = None, *, recurse: bool = True
     ) -> None:
-        """Send large parameters and gradients in fewer bytes than they have, for slow networks.
+        """Send large parameters and gradients in fewer bytes (quantized communication), for slow networks.
 
-        Off at first; without arguments, off again. Call it between steps, on all ranks alike. Bytes are counted from
-        here on, see :meth:`comm_quantization_report`.
+        It is off by default; call it without arguments to turn it off again. Call it between steps, with equal
+        arguments on all ranks. It restarts the counts of ``comm_quantization_report``.
 
         Args:
-            shard: How over the axis that parameters are sharded over. None: in full precision.
-            replicate: How over the replicate axis of a 2-D mesh, where nothing is gathered. None: in full precision.
-            recurse: Set all units below as well.
+            shard: Quantization over the shard axis. None: full precision.
+            replicate: Quantization over the replicate axis of a 2-D mesh, where only gradients are sent. None: full
+                precision.
+            recurse: Set it for all nested units as well.
 
         Raises:
-            TypeError: If one is not a :class:`~fullshard.policy.CommQuantization`.
-            ValueError: If one asks for what its axis does not have, or a unit has custom collectives or a
-                communication hook.
-            FullshardError: If a unit is in the middle of a step, or holds gradients that wait for the replicate axis.
+            TypeError: If ``shard`` or ``replicate`` is neither a ``CommQuantization`` nor None.
+            ValueError: If an axis does not support an option, or if a unit has custom collectives or a communication
+                hook.
+            FullshardError: If a unit is in the middle of a step, or has gradients that have not been all-reduced over
+                the replicate axis yet.
+
+        Example:
+            ```python
+            from torch import nn
+
+            from fullshard import CommQuantization, fully_shard
+
+            model = fully_shard(nn.Linear(256, 256))
+            model.set_comm_quantization(shard=CommQuantization(all_gather="fp8", reduce="int8"))
+            model.set_comm_quantization()  # full precision again
+            ```
         """
         _check_quantization(shard, replicate)
         units = units_at(self, recurse)
@@ -217,16 +268,19 @@ class ShardedModule(nn.Module):
             unit.change_transports()
 
     def comm_quantization_report(self) -> QuantizationReport:
-        """Bytes communicated since :meth:`set_comm_quantization`, and which parameters are quantized, or why not.
+        """Return the bytes received since ``set_comm_quantization``, and which parameters are quantized, or why not.
 
-        For this module and all below, on this rank; no communication. ``print`` it for a table.
+        It covers this module and all nested units, on this rank. No communication.
+
+        Returns:
+            The report; ``print`` it for a table.
         """
         return QuantizationReport.of(nested_units(self))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         unit = unit_at(self)
         for nested in nested_units(self):  # check all before moving one
-            nested.check_not_summoned("moved")
+            nested.check_not_summoned("be moved")
             if any(_changes(fn, parameter.sharded) for parameter in nested.parameters):
                 nested.check_no_unreduced_gradients()
         ensure_idle(unit)
@@ -240,7 +294,7 @@ class ShardedModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the module with separate shards; the copy is idle and has no gradients."""
         unit = unit_at(self)
-        unit.check_not_summoned("copied")
+        unit.check_not_summoned("be copied")
         ensure_idle(unit)
         unit.reshard()
         unit.refresh()
@@ -276,9 +330,9 @@ class ShardedModule(nn.Module):
 class PendingGradient(NamedTuple):
     """Unreduced gradients of one parameter; each is None if there is none.
 
-    Args:
-        unreduced: This rank's unsharded gradient, of the parameter's unsharded shape, in the reduce dtype.
-        partial: This rank's rows, reduced over the shard axis and not yet over the replicate axis.
+    Attributes:
+        unreduced: This rank's unsharded gradient, with the parameter's unsharded shape, in the reduce dtype.
+        partial: This rank's rows, reduced over the shard axis but not over the replicate axis yet.
     """
 
     unreduced: torch.Tensor | None
@@ -294,13 +348,13 @@ def _check_quantization(shard: CommQuantization | None, replicate: CommQuantizat
             )
     if shard is not None and shard.error_feedback:
         raise ValueError(
-            "set_comm_quantization: shard: expected no error_feedback, found True; it would keep a copy of all "
-            "unsharded gradients on every rank, which is what sharding is there to avoid"
+            "set_comm_quantization: shard: expected error_feedback=False, found True; on the shard axis, error "
+            "feedback would keep a copy of all unsharded gradients on every rank"
         )
     if replicate is not None and replicate.all_gather is not None:
         raise ValueError(
             f"set_comm_quantization: replicate: expected all_gather=None, found {replicate.all_gather!r}; nothing is "
-            "all-gathered over the replicate axis, and reduce says how its all-reduce is sent"
+            "all-gathered over the replicate axis. To quantize its all-reduce, set reduce"
         )
 
 
@@ -308,20 +362,21 @@ def _check_may_change_quantization(unit: Unit) -> None:
     name, settings = unit.name or "<root>", unit.settings
     if settings.comm_hook is not None:
         raise ValueError(
-            f"set_comm_quantization: unit {name!r} has a communication hook, which reduces by itself; a unit can have "
-            "a hook or quantized communication"
+            f"set_comm_quantization: unit {name!r} has a communication hook, which reduces gradients itself; use "
+            "either a hook or quantized communication"
         )
     if settings.collectives.all_gather is not None or settings.collectives.reduce_scatter is not None:
-        raise ValueError(f"set_comm_quantization: unit {name!r} has custom collectives; set those to None first")
-    unit.check_not_summoned("given other communication")
+        raise ValueError(f"set_comm_quantization: unit {name!r} has custom collectives; set them to None first")
+    unit.check_not_summoned("change its communication")
     if not unit.is_idle or unit.user_unshards:
         raise PhaseError(
-            f"set_comm_quantization: unit {name!r} is in the middle of a step, or held unsharded; call it between steps"
+            f"set_comm_quantization: unit {name!r} is in the middle of a step or inside fullshard.unsharded; call it "
+            "between steps"
         )
     if unit.gradients.needs_all_reduce:
         raise FullshardError(
-            f"set_comm_quantization: unit {name!r} holds gradients that are still to be reduced over the replicate "
-            "axis; call synchronize_gradients() first"
+            f"set_comm_quantization: unit {name!r} has gradients that have not been all-reduced over the replicate "
+            "axis yet; call synchronize_gradients() first"
         )
 
 

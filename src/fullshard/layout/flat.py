@@ -59,7 +59,7 @@ class FlatSlot:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """Where the parameters of one bucket lie. Build with :meth:`build`; offsets and sizes are in elements."""
+    """Where the parameters of one bucket lie. Build with ``build``; offsets and sizes are in elements."""
 
     slots: tuple[FlatSlot, ...]  # in the order of the parameters given
     world_size: int
@@ -94,11 +94,11 @@ class FlatLayout:
         for slot in self.slots:
             fqn, numel = slot.parameter.fqn, slot.parameter.numel
             if slot.unsharded_offset < end:
-                raise ValueError(f"unsharded buffer: {fqn} at {slot.unsharded_offset} overlaps what ends at {end}")
-            if slot.slice_numel != self.slice_numel:
                 raise ValueError(
-                    f"{fqn}: cut into slices of {slot.slice_numel} elements, the others of {self.slice_numel}"
+                    f"unsharded buffer: {fqn} at {slot.unsharded_offset} overlaps the parameter that ends at {end}"
                 )
+            if slot.slice_numel != self.slice_numel:
+                raise ValueError(f"{fqn}: expected slices of {self.slice_numel} elements, found {slot.slice_numel}")
             end = slot.unsharded_offset + numel
             if end > self.unsharded_numel:
                 raise ValueError(

@@ -83,7 +83,7 @@ class ParameterShape:
             )
         if self.shape and not self.replicated and not 0 <= self.cut < len(self.shape):
             raise ValueError(
-                f"{self.fqn}: expected a dim to cut from 0 to {len(self.shape) - 1}, found {self.cut} "
+                f"{self.fqn}: expected a dim to shard from 0 to {len(self.shape) - 1}, found {self.cut} "
                 f"for shape {self.shape}"
             )
 
@@ -205,7 +205,7 @@ def is_row_major(parameter: ParameterShape) -> bool:
 
 @dataclass(frozen=True)
 class PerParameterLayout:
-    """Where the parameters of one bucket lie. Build with :meth:`build`; offsets and sizes are in elements."""
+    """Where the parameters of one bucket lie. Build with ``build``; offsets and sizes are in elements."""
 
     slots: tuple[Slot, ...]  # in the order of the parameters given
     world_size: int
@@ -293,12 +293,14 @@ class PerParameterLayout:
             held = slot.local_rows(slot.world_size - 1)[1]  # every rank begins where the one before it ends
             if slot.route is not Route.REPLICATED and (held != slot.rows or slot.world_size != self.world_size):
                 raise ValueError(
-                    f"{slot.parameter.fqn}: {slot.world_size} ranks hold {held} of {slot.rows} rows, in a layout of "
-                    f"{self.world_size} ranks"
+                    f"{slot.parameter.fqn}: expected {slot.rows} rows on {self.world_size} ranks, found {held} rows on "
+                    f"{slot.world_size} ranks"
                 )
             inside = self.message_offset <= slot.shard_offset
             if slot.shard_numel and inside == (slot.route is Route.DIRECT):
-                raise ValueError(f"{slot.parameter.fqn}: {slot.route} on the wrong side of the packed message")
+                raise ValueError(
+                    f"{slot.parameter.fqn}: {slot.route} parameter on the wrong side of the packed message"
+                )
 
     def picture(self) -> str:
         """Draw the unsharded buffer and every rank's shard buffer, one cell per parameter."""

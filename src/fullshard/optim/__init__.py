@@ -1,5 +1,8 @@
-"""Optimizers for sharded parameters: :func:`localize` makes stock optimizers step plain local tensors, :class:`Muon`
-and other subclasses of :class:`MatrixOptimizer` update whole matrices; and gradient norms of sharded parameters.
+"""Optimizers and gradient norms for sharded parameters.
+
+``localize`` makes stock optimizers step plain local tensors, and ``overlap`` overlaps such a step with communication.
+``Muon`` and other subclasses of ``MatrixOptimizer`` update whole matrices. ``clip_grad_norm_`` and ``get_total_norm``
+compute norms over all ranks.
 """
 
 from fullshard.optim.local.localize import localize as localize

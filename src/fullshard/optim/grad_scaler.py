@@ -12,25 +12,39 @@ __all__ = ["ShardedGradScaler"]
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` for sharded gradients.
+    """Gradient scaler for sharded gradients: ``torch.amp.GradScaler`` with one decision for all ranks.
 
-    If a gradient is not finite on any rank, all ranks skip the optimizer's step and their scales stay equal. Gradients
-    may be DTensors, plain or sparse, of any floating-point or complex dtype (also float16), on any device, and missing
-    on some ranks. ``unscale_`` and ``step`` are collectives over the group, one all-reduce of two numbers per optimizer
-    and step.
+    If a gradient is infinite or NaN on any rank, all ranks skip the optimizer step, and their scales stay equal.
+    Gradients may be DTensors or plain tensors, dense or sparse, of any floating-point or complex dtype (also float16),
+    on any device, and missing on some ranks. ``unscale_`` and ``step`` are collectives over the process group: one
+    all-reduce of two numbers per optimizer and step.
 
     Args:
-        device: Device type of the loss; "cuda" without such a device disables the scaler.
-        init_scale: Initial scale of losses. Must be the same on all ranks, as all other arguments.
+        device: Device type of the loss. "cuda" on a machine without such a device disables the scaler.
+        init_scale: Initial scale of the loss. Must be equal on all ranks, like all other arguments.
         backoff_factor: Factor of the scale after a skipped step; below 1.
         growth_factor: Factor of the scale after ``growth_interval`` steps without a skipped one; above 1.
         growth_interval: Number of steps.
-        enabled: If False, ``step`` just steps, and all other methods do nothing.
-        process_group: All ranks that hold a shard or a replica of the parameters; with HSDP, those of both axes. None:
-            all ranks, resolved at first use.
+        enabled: If False, ``step`` steps the optimizer and all other methods do nothing.
+        process_group: All ranks that hold a shard or a replica of the parameters; with HSDP, those of both mesh
+            dimensions. None: all ranks, resolved at first use.
 
     Raises:
-        TypeError: If ``process_group`` is not a group that this rank belongs to.
+        TypeError: If ``process_group`` is not a process group that this rank belongs to.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+        from fullshard import ShardedGradScaler, fully_shard
+
+        model = fully_shard(nn.Linear(16, 16))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = ShardedGradScaler("cpu")
+        scaler.scale(model(torch.randn(4, 16)).sum()).backward()
+        scaler.step(optimizer)  # skipped on all ranks if a gradient of any rank is infinite or NaN
+        scaler.update()
+        ```
     """
 
     process_group: dist.ProcessGroup | None
@@ -48,7 +62,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(
                 "process_group: expected a torch.distributed.ProcessGroup that this rank belongs to, or None for all "
-                f"ranks, got {type(process_group).__name__}; of a DeviceMesh, pass mesh.get_group()"
+                f"ranks, found {type(process_group).__name__}; for a DeviceMesh, pass mesh.get_group()"
             )
         super().__init__(
             device,

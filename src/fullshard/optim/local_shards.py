@@ -69,7 +69,7 @@ class _DTensorSharding(NamedTuple):
 
 
 class ShardLocator:
-    """Finds the local shards of tensors, with one :class:`Axis` for all meshes' axes over the same ranks."""
+    """Finds the local shards of tensors, with one ``Axis`` for all meshes' axes over the same ranks."""
 
     _axes: dict[tuple[int, ...], Axis]
     # By the id of the mesh, which the value keeps alive.
@@ -106,7 +106,7 @@ class ShardLocator:
                 yield LocalShard(managed.fqn, self._axes_of(managed), None if tensor is None else local_of(tensor))
                 return
         # Accessing the shape of a DTensor takes longer than all the rest.
-        name = f"number {number}, of shape {tuple(parameter.shape)}" if managed is None else managed.fqn
+        name = f"parameter {number} of shape {tuple(parameter.shape)}" if managed is None else managed.fqn
         if not isinstance(parameter, DTensor):
             yield LocalShard(name, (), None if tensor is None else local_of(tensor))
             return

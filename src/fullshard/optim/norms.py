@@ -39,26 +39,40 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients down in place so that their norm, over all ranks, is at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grad_norm_``, for parameters of all kinds at once: of ``fully_shard`` on any meshes, of the
-    wrapper in both forms, DTensors of tensor parallelism, plain ones. Every element counts once, however many ranks
-    hold a replica. A collective: all ranks that hold shards or replicas call it with the same parameters in the same
-    order, also if their gradients are missing.
+    Like ``torch.nn.utils.clip_grad_norm_``, for all kinds of parameters at once: those of ``fully_shard`` on any mesh,
+    of the wrapper with flat or original parameters, DTensors of tensor parallelism, and plain ones. Every element
+    counts once, however many ranks hold a replica.
+
+    A collective: all ranks that hold shards or replicas call it with the same parameters in the same order, also if
+    gradients are missing on some of them.
 
     Args:
-        parameters: Parameters whose ``.grad`` is scaled; one or many, duplicates count once.
+        parameters: One or more parameters whose ``.grad`` is scaled. Duplicates count once.
         max_norm: Largest norm to allow.
-        norm_type: Order p of the norm. ``math.inf``: the largest absolute value, ``-math.inf`` the smallest; 0 counts
-            the gradients that are not all zero, as torch does.
-        error_if_nonfinite: Raise, on all ranks, if the norm is infinite or NaN. Waits for the device.
-        foreach: Ignored, as foreach kernels are always used; for torch's signature.
+        norm_type: Order p of the norm. ``math.inf``: the largest absolute value; ``-math.inf``: the smallest; 0: the
+            number of gradients that are not all zero, as in torch.
+        error_if_nonfinite: Raise on all ranks if the norm is infinite or NaN. This waits for the device.
+        foreach: Ignored; foreach kernels are always used. For compatibility with torch's signature.
 
     Returns:
-        The norm before scaling: a plain 0-D tensor on the device of the first parameter, fp32 (fp64 if a parameter
-        is), the same bits on all ranks.
+        The norm before scaling: a plain 0-D tensor on the device of the first parameter, fp32 (fp64 if a parameter is
+        fp64), with the same bits on all ranks.
 
     Raises:
-        NonFiniteError: With ``error_if_nonfinite``, naming the parameters on whichever rank they are.
+        NonFiniteError: With ``error_if_nonfinite``, with the names of the parameters, on whichever rank their shards
+            are.
         ValueError: If ``norm_type`` is NaN.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+        from fullshard import clip_grad_norm_, fully_shard
+
+        model = fully_shard(nn.Linear(16, 16))
+        model(torch.randn(4, 16)).square().mean().backward()
+        norm = clip_grad_norm_(model.parameters(), max_norm=1.0)
+        ```
     """
     found = _as_list(parameters)
     shards = _NormInputs.of([(parameter, parameter.grad) for parameter in found])
@@ -78,25 +92,25 @@ def get_total_norm(
     *,
     parameters: _Tensors | None = None,
 ) -> torch.Tensor:
-    """Return the norm of all ``tensors`` together, over all ranks.
+    """Return the norm of all ``tensors`` together, over all ranks. A collective.
 
-    As ``torch.nn.utils.get_total_norm``, for tensors of all kinds as :func:`clip_grad_norm_`. Sharded tensors must be
-    DTensors, or parameters of a sharded model (for the norm of the weights). Plain tensors, such as gradients of the
-    wrapper's parameters, do not tell that they are shards: pass ``parameters`` with them.
+    Like ``torch.nn.utils.get_total_norm``, for tensors of all kinds, as ``clip_grad_norm_``. Sharded tensors must be
+    DTensors, or parameters of a sharded model (for the norm of the weights). A plain tensor, such as the gradient of a
+    wrapper's parameter, does not show that it is a shard: pass ``parameters`` with it.
 
     Args:
-        tensors: One or many. Partial DTensors are reduced first, one by one.
-        norm_type: As in :func:`clip_grad_norm_`.
-        error_if_nonfinite: As in :func:`clip_grad_norm_`.
-        foreach: As in :func:`clip_grad_norm_`.
-        parameters: As many parameters: each tensor is sharded as its parameter, and None among ``tensors`` stands for a
-            tensor that is missing on this rank.
+        tensors: One or more tensors. DTensors with ``Partial`` placements are reduced first, one by one.
+        norm_type: As for ``clip_grad_norm_``.
+        error_if_nonfinite: As for ``clip_grad_norm_``.
+        foreach: As for ``clip_grad_norm_``.
+        parameters: One parameter for each tensor: the tensor is sharded as its parameter. None among ``tensors`` then
+            stands for a tensor that is missing on this rank.
 
     Returns:
-        The norm, as in :func:`clip_grad_norm_`.
+        The norm, as ``clip_grad_norm_`` returns it.
 
     Raises:
-        NonFiniteError: With ``error_if_nonfinite``, as in :func:`clip_grad_norm_`.
+        NonFiniteError: With ``error_if_nonfinite``, as ``clip_grad_norm_``.
         ValueError: If ``norm_type`` is NaN, or the numbers of parameters and tensors differ.
     """
     values = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
@@ -121,16 +135,16 @@ def get_total_norm(
 def clip_grads_with_norm_(
     parameters: _Tensors, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None
 ) -> None:
-    """Scale gradients in place by ``max_norm / (total_norm + 1e-6)`` where that is below 1. No communication.
+    """Scale gradients in place by ``max_norm / (total_norm + 1e-6)`` if that is below 1. No communication.
 
-    As ``torch.nn.utils.clip_grads_with_norm_``. A NaN norm makes all gradients NaN.
+    Like ``torch.nn.utils.clip_grads_with_norm_``. A NaN norm makes all gradients NaN.
 
     Args:
-        parameters: Parameters whose ``.grad`` is scaled; one or many, duplicates once.
+        parameters: One or more parameters whose ``.grad`` is scaled. Duplicates are scaled once.
         max_norm: Largest norm to allow.
-        total_norm: 0-D, the same on all ranks, as :func:`get_total_norm` returns it. A DTensor, as torch's own
-            function returns it, is gathered first, which is a collective.
-        foreach: As in :func:`clip_grad_norm_`.
+        total_norm: 0-D tensor, equal on all ranks, as ``get_total_norm`` returns it. A DTensor, as torch's function
+            returns it, is reduced to a full tensor first, which is a collective.
+        foreach: As for ``clip_grad_norm_``.
     """
     gradients: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for parameter in {id(parameter): parameter for parameter in _as_list(parameters)}.values():
@@ -256,7 +270,7 @@ class _NormInputs:
         names = [shard.name for shard, flag in zip(shards, found.tolist(), strict=True) if flag]
         more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
         where = (
-            f"not finite: {', '.join(names[:MAX_NAMES])}{more}" if names else "all are finite, but their norm overflows"
+            f"non-finite: {', '.join(names[:MAX_NAMES])}{more}" if names else "all are finite, but their norm overflows"
         )
         raise NonFiniteError(
             f"expected a finite norm of order {float(norm_type)} of {len(shards)} gradients or other tensors, found "
@@ -271,7 +285,7 @@ def _as_list(tensors: _Tensors) -> list[torch.Tensor]:
         return [tensors]
     found = list(tensors)
     if not found and isinstance(tensors, types.GeneratorType):
-        warnings.warn("the generator of parameters is exhausted: no gradient is clipped", stacklevel=3)
+        warnings.warn("parameters is an exhausted generator: no gradient is clipped; pass a list", stacklevel=3)
     return found
 
 

@@ -25,29 +25,49 @@ _O = TypeVar("_O", bound=Optimizer)
 
 
 def overlap(optimizer: _O, model: nn.Module, *, enable: bool = True) -> _O:
-    """Make ``optimizer.step()`` overlap with the last reductions of backward and the first all-gathers of the next
-    forward.
+    """Overlap ``optimizer.step()`` with the last reductions of backward and the first all-gathers of the next forward.
 
     A backward of ``model`` then returns while its last reductions are in flight. Their gradients are waited for at
-    first use: by the step, after it has stepped other parameters, or by any other operation on them. The step continues
-    with the parameters that run first in forward and issues their all-gather, which overlaps with the rest of the step.
-    Between a step and the next forward, parameters must not be written to except by loading a state dict or by other
-    optimizers; after any other write call ``reshard()``, on all ranks, on every FSDP module whose parameters were
-    written (it applies to one unit, not to nested ones). The step becomes a collective: all ranks have to step.
+    first use: by the step, after it has stepped other parameters, or by any other operation on them. The step then
+    updates the parameters that run first in forward and issues their all-gather, which overlaps with the rest of the
+    step.
+
+    The step becomes a collective: all ranks have to step. Between a step and the next forward, only other optimizers
+    and loading a state dict may write to parameters. After any other write, call ``reshard()`` on all ranks, on every
+    FSDP module whose parameters were written: it applies to one unit, not to nested ones.
 
     Gradients that user hooks receive (``set_all_reduce_hook``, hooks on parameters), that are offloaded to the CPU, or
     that belong to a ``FullyShardedDataParallel`` are waited for at the end of backward, as without overlap.
 
     Args:
-        optimizer: Changed in place; localized first if it is not, see :func:`fullshard.optim.localize`.
-        model: The root: the module that :func:`fullshard.fully_shard` was called on last, or the outermost wrapper.
-        enable: False undoes it; the optimizer stays localized.
+        optimizer: Optimizer of the parameters of ``model`` and maybe others. It is changed in place, and localized
+            first if it is not (``fullshard.optim.localize``).
+        model: The root: the module that ``fullshard.fully_shard`` was called on last, or the outermost wrapper.
+        enable: False disables the overlap; the optimizer stays localized.
 
     Returns:
-        The same object.
+        The same optimizer.
 
     Raises:
         ValueError: If ``model`` is not sharded, or ``optimizer`` cannot be localized.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+        from fullshard import fully_shard
+        from fullshard.optim import overlap
+
+        model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = overlap(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
+        for _ in range(2):
+            model(torch.randn(4, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ```
     """
     unit = unit_of(model)
     if unit is None:
@@ -136,7 +156,7 @@ class OverlappedStep:
         runtime = None if root is None else root.runtime
         if runtime is not None and runtime.root() is not root:
             raise FullshardError(
-                "fullshard.optim.overlap was called with a model that is now nested in another FSDP module; call it "
+                "overlap: the model that was passed is now nested in another FSDP module; call fullshard.optim.overlap "
                 "with the root module"
             )
         return None if runtime is None or runtime.busy else runtime

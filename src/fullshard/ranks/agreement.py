@@ -2,7 +2,7 @@
 
 Every function with a process group is a collective: all ranks of the group call it. The usual case, that all ranks
 agree, costs an all-gather of 8 bytes per group. Ranks that may not get as far synchronize with a
-:func:`~fullshard.ranks.barrier.rank_barrier` first.
+``rank_barrier`` first.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def gather(value: T, group: dist.ProcessGroup | None) -> dict[int, T]:
 
 
 def differs(value: object, group: dist.ProcessGroup | None) -> bool:
-    """Return True on all ranks if the ``repr`` of their values differs; ``group`` as for :func:`gather`."""
+    """Return True on all ranks if the ``repr`` of their values differs; ``group`` as for ``gather``."""
     group = resolve_group(group)
     if group is None or group.size() == 1:
         return False
@@ -123,7 +123,7 @@ def raise_on_all(failure: Exception | None, groups: Sequence[dist.ProcessGroup |
 
 @contextlib.contextmanager
 def raised_on_all(groups: Sequence[dist.ProcessGroup | None]) -> Iterator[None]:
-    """Raise an error of the ``with`` block on all ranks of a mesh, as :func:`raise_on_all`.
+    """Raise an error of the ``with`` block on all ranks of a mesh, as ``raise_on_all``.
 
     What ends a process, such as a KeyboardInterrupt, is raised on other ranks as FullshardError.
     """
@@ -133,7 +133,7 @@ def raised_on_all(groups: Sequence[dist.ProcessGroup | None]) -> Iterator[None]:
     except Exception as error:
         failure = error
     except BaseException as error:
-        with contextlib.suppress(Exception):  # of a back end whose other ranks were interrupted, too
+        with contextlib.suppress(Exception):  # of a backend whose other ranks were interrupted, too
             raise_on_all(FullshardError(f"interrupted by {type(error).__name__}"), groups)
         raise
     raise_on_all(failure, groups)
@@ -154,7 +154,7 @@ def describe_error(error: BaseException) -> tuple[str, str]:
 
 
 def error_from(kind: str, message: str) -> Exception:
-    """Return an exception of a kind that :func:`describe_error` returned."""
+    """Return an exception of a kind that ``describe_error`` returned."""
     return _RAISED[kind](message)
 
 

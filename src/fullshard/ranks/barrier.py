@@ -1,7 +1,7 @@
 """A barrier that names missing ranks: saves and loads begin when all ranks have called the same one.
 
 [Note: Rank barrier]
-Ranks synchronize through the key-value store of the process group and not in a collective of its back end: a collective
+Ranks synchronize through the key-value store of the process group and not in a collective of its backend: a collective
 that a rank never joins ends in a timeout that names no rank, and a broken group (docs/design/ranks.md compares it with
 ``monitored_barrier``). A barrier is a [Note: Rendezvous]: a rank that arrives reports the name of its operation, the
 last one compares the names and proposes the result, and the others wait for it. The first rank that has waited too
@@ -46,7 +46,7 @@ _REQUESTS_PER_S = 20_000  # to the store while all ranks wait
 
 
 class RankBarrier:
-    """A collective operation, divided into steps with a barrier after each; made by :func:`rank_barrier`.
+    """A collective operation, divided into steps with a barrier after each; made by ``rank_barrier``.
 
     Args:
         name: Name of the operation, for errors.
@@ -149,8 +149,8 @@ class RankBarrier:
             if not isinstance(error, dist.DistError):
                 raise
             raise FullshardError(
-                f"{self.name}: rank {self._store.global_rank} cannot reach the store of the process group; did the "
-                f"process that serves it, usually rank 0, end? ({error})"
+                f"{self.name}: rank {self._store.global_rank} cannot reach the store of the process group; has the "
+                f"process that hosts it, usually rank 0, exited? ({error})"
             ) from error
 
 
@@ -160,7 +160,7 @@ def rank_barrier(
 ) -> Iterator[RankBarrier]:
     """Run a block on all ranks of a group together, with a barrier at its beginning and end.
 
-    If the block raises on one rank, the others raise at the next step of the :class:`RankBarrier`, or at the end::
+    If the block raises on one rank, the others raise at the next step of the ``RankBarrier``, or at the end::
 
         with rank_barrier(f"save {path}", group) as barrier:
             plan = barrier.run_on_all("plan", make_plan)    # fails on all ranks if it fails on one
@@ -214,7 +214,7 @@ def _result_of(reports: Mapping[int, str], ranks: Sequence[int], timeout: float,
         return FullshardError.__name__, f"ranks called different functions: {called}. {advice}", []
     hint = (
         "If they are still working, raise the timeout with the environment variable "
-        f"{STEP_TIMEOUT_VARIABLE} (seconds); if they hang or have ended, see their own output"
+        f"{STEP_TIMEOUT_VARIABLE} (seconds); if they hang or have exited, see their own output"
         if step
         else "All ranks must call it, in the same order; look for control flow that depends on the rank, and for ranks "
         "that have failed. If they are only slow, raise the timeout with the environment variable "

@@ -88,10 +88,10 @@ def warn_of_change(before: Sequence[str], now: Sequence[str]) -> None:
     pairs = enumerate(itertools.zip_longest(before, now, fillvalue=END))
     position, (then, instead) = next((position, pair) for position, pair in pairs if pair[0] != pair[1])
     warnings.warn(
-        f"rank {dist.get_rank()} ran its units in another order than in its first forward: at position {position} "
-        f"(from 0), {_describe(then)} ran then and {_describe(instead)} ran now. That is fine if all ranks did "
-        "the same; if not, collectives do not match, and ranks may hang or mix up weights. Units that run out of "
-        "order are not prefetched. This warning is shown once",
+        f"rank {dist.get_rank()} ran its units in a different order than in its first forward: at position {position} "
+        f"(from 0), {_describe(then)} ran then and {_describe(instead)} ran now. This is fine if all ranks ran the "
+        "same order; if not, collectives do not match, and ranks may hang or use wrong weights. Units that run "
+        "out of order are not prefetched. This warning is shown once",
         UserWarning,
         stacklevel=2,
     )
@@ -104,7 +104,7 @@ def _failure(orders: Mapping[int, Sequence[str]]) -> FullshardError:
 
 
 def _describe(name: str) -> str:
-    return "nothing, its forward was over," if name == END else repr(name) if name else "the root"
+    return "no unit (its forward had ended)" if name == END else repr(name) if name else "the root"
 
 
 class OrderWatchdog:
@@ -186,14 +186,14 @@ class OrderWatchdog:
                     _abort(self._group)
                     return
         except RuntimeError as error:  # the store is gone
-            _logger.warning("cannot find out whether ranks stall because their orders of units differ: %s", error)
+            _logger.warning("cannot compare the order of units between ranks, which may explain a hang: %s", error)
 
 
 def _abort(group: dist.ProcessGroup) -> None:
     """Abort all pending collectives of ``group``, from another thread.
 
     [Note: Aborting gloo collectives]
-    Gloo's back end accepts ``abort`` and ``shutdown`` but continues to wait. However, a receive that times out closes
+    Gloo's backend accepts ``abort`` and ``shutdown`` but continues to wait. However, a receive that times out closes
     all connections of its group, and pending operations on them raise. So a receive without a matching send is issued,
     with a timeout of a millisecond. A group may have several sets of connections, selected by tag.
     """

@@ -27,7 +27,7 @@ class Checkpoints:
     folder: Path  # of the checkpoints, which every rank sees
     every: int  # steps; 0: never
     keep: int  # number of complete checkpoints
-    leads: bool  # this rank removes old files and reports
+    is_rank0: bool  # this rank removes old files and reports
     say: Callable[[str], None]  # told on rank 0 of every complete checkpoint
     step: int  # of the last checkpoint that was begun or resumed from; 0: there is none
     _pending: Future[None] | None = None
@@ -49,7 +49,7 @@ class Checkpoints:
         try:
             self.wait()
         except CheckpointError as error:  # on all ranks
-            if self.leads:
+            if self.is_rank0:
                 self.say(f"warning: the checkpoint after step {self.step} was not written: {error}")
                 remove_incomplete(self.folder)  # what it has left takes up space
         self._began, self.step = time.perf_counter(), step
@@ -65,7 +65,7 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
-            if self.leads:
+            if self.is_rank0:
                 self.say(f"step {self.step}: checkpoint saved in {time.perf_counter() - self._began:.1f} s")
                 keep_newest(self.folder, self.keep)
 
@@ -98,7 +98,9 @@ def resume(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
         older = [str(path) for path in itertools.takewhile(lambda path: path != checkpoint, complete)]
         advice = "There is no older checkpoint: choose another --name to start from the beginning"
         if older:
-            advice = f"Older ones: {', '.join(older)}. Start from one with --resume PATH and another --name"
+            advice = (
+                f"Older checkpoints: {', '.join(older)}. Start from one of them with --resume PATH and another --name"
+            )
         raise ConfigError(f"cannot resume: {error}. {advice}") from error
     if "position" not in extra:
         raise ConfigError(f"cannot resume: {checkpoint} was not written by fullshard train")

@@ -87,11 +87,13 @@ class GPTConfig(_Checked):
 
     PANEL: ClassVar[str] = "Model"
     layers: int = option(3, "Transformer blocks.", least=1)
-    width: int = option(128, "Size of the residual stream.", least=2)
+    width: int = option(128, "Width of the residual stream (hidden size).", least=2)
     heads: int = option(2, "Attention heads per block.", least=1)
     sequence: int = option(512, "Context length in bytes.", least=8)
-    ngrams: int = option(4, "Length in bytes of the longest n-grams that have learned vectors.", least=2)
-    ngram_rows: int = option(16384, "Rows of their table for each length; n-grams with one hash share a row.", least=1)
+    ngrams: int = option(4, "Longest n-gram, in bytes, that has an embedding.", least=2)
+    ngram_rows: int = option(
+        16384, "Rows of the n-gram embedding per length; n-grams with the same hash share a row.", least=1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,16 +122,22 @@ class TrainingConfig(_Checked):
 
     PANEL: ClassVar[str] = "Training"
     steps: int = option(400, "Optimizer steps.", least=1)
-    batch: int = option(2, "Sequences of a forward on each rank.", least=1)
-    accumulate: int = option(1, "Forwards and backwards per step; their gradients are added.", least=1)
-    optimizer: str = option("muon", "muon: Muon for the matrices of blocks, AdamW for all others.", choices=OPTIMIZERS)
-    lr: float = option(0.06, "Peak learning rate of embeddings in AdamW; the rest of AdamW gets 0.07 of it.", above=0)
+    batch: int = option(2, "Sequences per forward on each rank.", least=1)
+    accumulate: int = option(1, "Microbatches per optimizer step (gradient accumulation).", least=1)
+    optimizer: str = option(
+        "muon", "muon: Muon for the weight matrices of blocks, AdamW for all other parameters.", choices=OPTIMIZERS
+    )
+    lr: float = option(
+        0.06, "Peak learning rate of AdamW for embeddings; its other parameters use 0.07 times this.", above=0
+    )
     muon_lr: float = option(0.03, "Peak learning rate of Muon.", above=0)
-    warmup: int = option(20, "Steps of linear warm-up.", least=0)
-    weight_decay: float = option(0.0, "Decay of the matrices of blocks.", least=0)
-    clip: float = option(1.0, "Largest gradient norm.", above=0)
+    warmup: int = option(20, "Steps of linear learning rate warmup.", least=0)
+    weight_decay: float = option(0.0, "Weight decay of the weight matrices of blocks.", least=0)
+    clip: float = option(1.0, "Maximum gradient norm (gradient clipping).", above=0)
     dtype: str = option(
-        "fp32", "Of computation and all-gathers; weights, reductions and optimizer stay in fp32.", choices=DTYPES
+        "fp32",
+        "Dtype of computation and all-gathers; weights, gradient reduction and optimizer state stay in fp32.",
+        choices=DTYPES,
     )
     activation_checkpointing: bool = option(
         False, "Recompute the activations of blocks in backward: less memory, a third more computation."
@@ -143,16 +151,16 @@ class EvaluationConfig(_Checked):
     PANEL: ClassVar[str] = "Validation and output"
     eval_every: int = option(100, "Steps between validations.", least=1)
     eval_bytes: int = option(
-        256 * 1024, "Held-out bytes of the last validation and the baselines; 1/8 in between.", least=1024
+        256 * 1024, "Held-out bytes of the final validation and the baselines; other validations use 1/8.", least=1024
     )
-    prompt: str = option("def ", "Text to continue at the end.")
+    prompt: str = option("def ", "Prompt of the text that is generated at the end.")
     generate: int = option(200, "Bytes to generate.", least=0)
-    tensorboard: bool = option(False, "Write metrics for TensorBoard, too.")
+    tensorboard: bool = option(False, "Also write metrics for TensorBoard.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.prompt:
-            raise ConfigError("prompt must hold at least one character")
+            raise ConfigError("prompt must have at least one character")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,17 +193,21 @@ class TrainConfig(_Checked):
 
     data: tuple[str, ...] = ()
     data_sha256: str = ""
-    ranks: int = option(0, "Worker processes.", least=0, default="one per accelerator, or 2 without", panel="Ranks")
+    ranks: int = option(
+        0, "Number of ranks (worker processes).", least=0, default="one per accelerator, or 2 without", panel="Ranks"
+    )
     device: str = option(
         "auto",
-        "auto: accelerators if there is one for each rank, else the CPU. TYPE: as torch calls them.",
+        "auto: accelerators if there is one for each rank, else the CPU. TYPE: a device type of torch.",
         metavar="auto|cpu|TYPE",
         panel="Ranks",
     )
-    seed: int = option(0, "Decides split, first weights, batches and sample.", least=0, panel="Training")
+    seed: int = option(
+        0, "Random seed of data split, initial weights, batches and generated text.", least=0, panel="Training"
+    )
     comm_quantization: str = option(
         "none",
-        "Send large weights and gradients in fewer bytes, for slow networks: int8 blocks, or fp8 weights.",
+        "Quantized communication of large parameters, for slow networks: weights in int8 or fp8, gradients in int8.",
         choices=COMM_QUANTIZATIONS,
         panel="Ranks",
     )
@@ -252,7 +264,7 @@ class TrainConfig(_Checked):
         try:
             unknown = sorted(flat.keys() - types.keys())
             if unknown:
-                raise ConfigError(f"unknown settings: {', '.join(unknown)}; known are {', '.join(types)}")
+                raise ConfigError(f"unknown settings: {', '.join(unknown)}; valid settings are {', '.join(types)}")
             return cls().with_options({name: _convert(name, value, types[name]) for name, value in flat.items()})
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None

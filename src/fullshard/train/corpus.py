@@ -77,13 +77,13 @@ def read(data: Sequence[str], *, seed: int, sequence: int) -> Corpus:
         source = f"source code of Python {sys.version_info.major}.{sys.version_info.minor}'s standard library"
         files, notes = _read_folder(root, suffix=".py")
         if not files:
-            raise ConfigError(f"no Python source files under {root}: name a file or folder of text to train on")
+            raise ConfigError(f"no Python source files under {root}: pass a file or folder of text to train on")
     total = sum(len(file.content) for file in files)
     needed = 4 * (sequence + 1)
     if total < needed:
         raise ConfigError(
-            f"{source} holds {total} bytes of text; at least {needed} are needed at --sequence {sequence}: "
-            f"name more text, or lower --sequence"
+            f"{source} has {total} bytes of text; at least {needed} are needed with --sequence {sequence}: "
+            f"pass more text, or lower --sequence"
         )
     return _split(source, files, notes, seed=seed, least=sequence + 1)
 
@@ -126,7 +126,7 @@ def _read_paths(paths: Sequence[Path]) -> tuple[list[TextFile], list[str]]:
             found, skipped = _read_folder(path)
             notes += skipped
             if not found:
-                raise ConfigError(f"no text in the folder {path}: it holds no readable, non-empty text file")
+                raise ConfigError(f"no text in the folder {path}: it has no readable, non-empty text file")
         else:
             try:
                 found = [TextFile(path, path.read_bytes())]
@@ -135,7 +135,7 @@ def _read_paths(paths: Sequence[Path]) -> tuple[list[TextFile], list[str]]:
                     f"cannot read {path}: {error.strerror or error}: check path and permissions"
                 ) from error
             if not found[0].content:
-                raise ConfigError(f"{path} is empty: name a file or folder with text")
+                raise ConfigError(f"{path} is empty: pass a file or folder with text")
         files.update({file.path.resolve(): file for file in found})
     return list(files.values()), notes
 
@@ -152,7 +152,7 @@ def _read_folder(root: Path, suffix: str = "") -> tuple[list[TextFile], list[str
             continue
         if content and b"\0" not in content[:8192]:
             files.append(TextFile(path, content))
-    notes = [f"{len(unreadable)} unreadable files left out, the first is {unreadable[0]}"] if unreadable else []
+    notes = [f"skipped unreadable files: {len(unreadable)}; the first is {unreadable[0]}"] if unreadable else []
     return files, notes
 
 

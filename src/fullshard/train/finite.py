@@ -21,17 +21,17 @@ class DivergedError(ArithmeticError):
 
 
 def check_loss(model: nn.Module, inputs: Sequence[Tensor], losses: Sequence[float], step: int, group: Group) -> None:
-    """Raise if the loss of any rank is not finite; only then a collective, in which the model runs once more.
+    """Raise on all ranks if the loss of any rank is not finite. Then a collective, in which the model runs once more.
 
     Args:
-        model: with the weights that the loss was computed with.
-        inputs: of this rank, one for each forward.
-        losses: of all ranks.
-        step: the optimizer step that is under way.
-        group: the ranks.
+        model: Model with the weights that the loss was computed with.
+        inputs: Inputs of this rank, one for each forward.
+        losses: Losses of all ranks.
+        step: Current optimizer step.
+        group: The ranks.
 
     Raises:
-        DivergedError: on all ranks, with the ranks and the first modules whose output is not finite.
+        DivergedError: On all ranks, with the ranks and the first modules whose output is not finite.
     """
     if all(map(math.isfinite, losses)):
         return

@@ -28,12 +28,12 @@ def text_from(run: Path, prompt: str, count: int, temperature: float, seed: int)
         ConfigError: the prompt or the temperature is out of range, or the file holds no model of `fullshard train`.
     """
     if not prompt:
-        raise ConfigError("--prompt must hold at least one character")
+        raise ConfigError("--prompt must have at least one character")
     if not 0 < temperature < math.inf:
         raise ConfigError(f"--temperature must be a number above 0, found {temperature}")
     path = run / MODEL if run.is_dir() else run
     if not path.is_file():
-        raise ConfigError(f"there is no {path}: name the folder of a run of fullshard train that has ended")
+        raise ConfigError(f"there is no {path}: pass the folder of a finished run of fullshard train")
     try:
         model = load(path)
     except (ValueError, OSError, SafetensorError) as error:

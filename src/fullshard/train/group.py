@@ -38,7 +38,7 @@ class Group:
         """Initialize the default process group from torch elastic's environment.
 
         Args:
-            device: what :func:`choose` takes. The back end is the one that c10d names for the type of device.
+            device: what ``choose`` takes. The back end is the one that c10d names for the type of device.
 
         Raises:
             ValueError: this node has no such devices, or fewer than ranks; or torchrun may restart ranks with a store
@@ -48,7 +48,7 @@ class Group:
         if shares_store and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             raise ValueError(
                 f"torchrun --max-restarts needs {OWN_STORE}=1 in its environment and --standalone or --rdzv-backend "
-                f"c10d: otherwise restarted ranks find addresses of killed ones and wait for them"
+                f"c10d: otherwise restarted ranks read the addresses of killed ranks from the store, and hang"
             )
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         try:
@@ -62,7 +62,7 @@ class Group:
         return cls(dist.get_rank(), dist.get_world_size(), own)
 
     @property
-    def leads(self) -> bool:
+    def is_rank0(self) -> bool:
         """True on rank 0, which prints and writes files."""
         return self.rank == 0
 
@@ -71,7 +71,7 @@ class Group:
         return list(agreement.gather(value, None).values())
 
     @contextlib.contextmanager
-    def failing_together(self) -> Iterator[None]:
+    def raised_on_all_ranks(self) -> Iterator[None]:
         """Raise a `ConfigError` or `OSError` of the `with` block on all ranks, as `ConfigError`. A collective."""
         problem = ""
         try:
@@ -101,7 +101,7 @@ def choose(wanted: str, ranks: int) -> tuple[str, int]:
     if wanted not in ("auto", "cpu", found):
         raise ConfigError(
             f"device must be one of {', '.join(dict.fromkeys(('auto', 'cpu', found)))} on this machine, found "
-            f"{wanted!r}. Others need a torch with support for them and for process groups on them"
+            f"{wanted!r}. Other device types need a torch build that supports them, with a process group backend"
         )
     if wanted not in ("auto", "cpu") and count < max(1, ranks):
         raise ConfigError(

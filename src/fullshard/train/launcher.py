@@ -111,7 +111,7 @@ def _report(error: ChildFailedError, traceback: Path) -> None:
     print(f"fullshard train: rank {rank} failed: {lines[0]}", file=sys.stderr)
     if trace:
         traceback.write_text(trace, encoding="utf-8")
-        print(f"its traceback is in {traceback}", file=sys.stderr)
+        print(f"fullshard train: traceback written to {traceback}", file=sys.stderr)
 
 
 def _cause_order(failure: ProcessFailure) -> tuple[int, float]:

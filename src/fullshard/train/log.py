@@ -1,4 +1,4 @@
-"""What rank 0 shows and writes while a run trains: terminal, `metrics.jsonl` and TensorBoard."""
+"""Output of rank 0 during training: terminal, `metrics.jsonl` and TensorBoard."""
 
 from __future__ import annotations
 
@@ -75,24 +75,24 @@ class RunLog:
     _tensorboard: Any
     _bar: Progress | None
 
-    def __init__(self, folder: Path, steps: int, done: int, *, leads: bool, tensorboard: bool = False) -> None:
+    def __init__(self, folder: Path, steps: int, done: int, *, is_rank0: bool, tensorboard: bool = False) -> None:
         """Open the files of a run.
 
         Args:
             folder: the run's folder.
             steps: optimizer steps of the whole run.
             done: steps done.
-            leads: True on rank 0.
+            is_rank0: True on rank 0.
             tensorboard: write for TensorBoard, too.
         """
-        self.console, self._steps = PipeConsole(quiet=not leads), steps
-        self._file = (folder / METRICS).open("a", encoding="utf-8") if leads else None
+        self.console, self._steps = PipeConsole(quiet=not is_rank0), steps
+        self._file = (folder / METRICS).open("a", encoding="utf-8") if is_rank0 else None
         self._tensorboard = self._bar = None
-        if leads and tensorboard:
+        if is_rank0 and tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # not installed with fullshard
 
             self._tensorboard = SummaryWriter(str(folder / TENSORBOARD), purge_step=done + 1)
-        if leads and self.console.is_terminal:
+        if is_rank0 and self.console.is_terminal:
             columns = (MofNCompleteColumn(), BarColumn(None), TextColumn("{task.description}"), TimeRemainingColumn())
             self._bar = Progress(*columns, console=self.console)
             self._bar.add_task("", total=steps, completed=done)

@@ -28,7 +28,7 @@ from fullshard.train.run_folder import complete_checkpoints
 from fullshard.train.stop import StopRequest
 from fullshard.train.summary import Footprint
 
-BETWEEN = 8  # validations during the run use one such share of `eval_bytes`
+INTERMEDIATE_SHARE = 8  # validations during the run use one such share of `eval_bytes`
 
 
 def build_model(config: TrainConfig, group: Group) -> GPT:
@@ -85,7 +85,8 @@ class Run:
             DivergedError: on all ranks, if a loss, gradient or weight is not finite; no checkpoint is being written any
                 more then.
         """
-        steps, between = self.config.training.steps, self.held_out(self.config.evaluation.eval_bytes // BETWEEN)
+        steps = self.config.training.steps
+        between = self.held_out(self.config.evaluation.eval_bytes // INTERMEDIATE_SHARE)
         try:
             while self.step < steps and not self.stop_code:
                 self._train_step(self.step + 1)

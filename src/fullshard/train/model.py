@@ -110,7 +110,7 @@ class GPT(nn.Module):
         """
         length = tokens.shape[1]
         if length > self.config.sequence:
-            raise ValueError(f"at most {self.config.sequence} tokens fit this model, found {length}")
+            raise ValueError(f"expected at most {self.config.sequence} tokens, found {length}")
         angles = (self.cos[:length], self.sin[:length])
         x = self.embedding(tokens)
         for block in self.blocks:
@@ -154,10 +154,10 @@ def load(path: str | Path) -> GPT:
     with safe_open(str(path), framework="pt") as file:
         metadata = file.metadata() or {}
         if METADATA_KEY not in metadata:
-            raise ValueError(f"{path} holds no model of fullshard train: its metadata lacks {METADATA_KEY!r}")
+            raise ValueError(f"{path} is not a model of fullshard train: its metadata has no {METADATA_KEY!r}")
         size = json.loads(metadata[METADATA_KEY])
         if set(size) != {field.name for field in dataclasses.fields(GPTConfig)}:
-            raise ValueError(f"{path} holds a model of another version of fullshard: its size is given by {size}")
+            raise ValueError(f"{path} was written by another version of fullshard: its model config is {size}")
         model = GPT(GPTConfig(**size))
         model.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     return model.eval()

@@ -37,7 +37,7 @@ class MuonAndAdamW(Optimizer):
     def step(self, closure: Any = None) -> Any:
         """Step all parameters. A collective."""
         if closure is not None:
-            raise ValueError("MuonAndAdamW.step() takes no closure")
+            raise ValueError("MuonAndAdamW.step() does not support a closure")
         for method, part in self.parts.items():  # loading replaces groups and state of this optimizer
             part.param_groups, part.state = _of(method, self.param_groups), self.state
             part.step()

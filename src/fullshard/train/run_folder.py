@@ -36,12 +36,14 @@ class RunLocation:
     """Folder of a run, and what it starts from, as given by the user. Its fields are options of the command line."""
 
     PANEL: ClassVar[str] = "Run"
-    out: Path = option(Path("runs"), "Folder of runs.")
-    name: str | None = option(None, "The run's folder in it; an existing run is resumed.", default="next free number")
+    out: Path = option(Path("runs"), "Folder for all runs.")
+    name: str | None = option(
+        None, "Name of the run, a folder in --out. An existing run is resumed.", default="next free number"
+    )
     resume: Path | None = option(
         None,
-        "Start from another run's newest checkpoint, or from this one. A run that has checkpoints of its own "
-        "resumes from those instead, if its --name is given.",
+        "Start from this checkpoint, or from the newest checkpoint of this run. If --name is a run that has "
+        "checkpoints, it resumes from those instead.",
         metavar="FOLDER",
         default="none",
     )
@@ -136,11 +138,13 @@ def lock(folder: Path, say: Callable[[str], None]) -> None:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if not deadline:
-                say(f"waiting for another process that writes to {folder}")
+                say(f"waiting for another process that is writing to {folder}")
                 deadline = time.monotonic() + LOCK_TIMEOUT
             elif time.monotonic() > deadline:
                 os.close(descriptor)
-                raise ConfigError(f"another process writes to {folder}: stop it, or choose another --name") from None
+                raise ConfigError(
+                    f"another process is writing to {folder}: stop it, or choose another --name"
+                ) from None
             time.sleep(0.1)
         except OSError:
             return os.close(descriptor)
@@ -195,8 +199,10 @@ def find_checkpoint(folder: Path) -> Path:
         return folder
     found = complete_checkpoints(folder / CHECKPOINTS) or complete_checkpoints(folder)
     if not found:
-        reason = "holds no complete checkpoint" if folder.is_dir() else "is no folder"
-        raise ConfigError(f"cannot resume: {folder} {reason}; name the folder of a run, or one in its {CHECKPOINTS}/")
+        reason = "has no complete checkpoint" if folder.is_dir() else "is not a folder"
+        raise ConfigError(
+            f"cannot resume: {folder} {reason}; pass the folder of a run, or a checkpoint in its {CHECKPOINTS}/"
+        )
     return found[-1]
 
 
@@ -216,12 +222,12 @@ def check_resumable(before: TrainConfig, config: TrainConfig, checkpoint: Path |
     if before.training.optimizer != config.training.optimizer:
         raise ConfigError(
             f"{checkpoint} was trained with --optimizer {before.training.optimizer}, not {config.training.optimizer}, "
-            f"whose state it lacks: leave --optimizer out to resume"
+            f"whose state it does not have: leave out --optimizer to resume"
         )
     if before.seed != config.seed:
         raise ConfigError(
             f"{checkpoint} was trained with --seed {before.seed}, not {config.seed}: another seed holds out other "
-            f"files, so that validation would use bytes that the model was trained on. Leave --seed out to resume"
+            f"files, so that validation would use bytes that the model was trained on. Leave out --seed to resume"
         )
 
 

@@ -47,9 +47,9 @@ class StopRequest:
 
 
 def end_with_launcher() -> None:
-    """From now on, send this process SIGTERM when its launcher has ended, and end it if it has not ended after a while.
+    """Send this process SIGTERM when its launcher ends, and kill it if it has not ended after a while.
 
-    Call it before torch is imported: ranks may wait for others that the launcher did not live to start.
+    Call it before torch is imported: ranks may wait for others that the launcher can no longer start.
     """
     launcher = int(os.environ.get(LAUNCHER_VARIABLE, os.getppid()))
 

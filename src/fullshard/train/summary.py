@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 
 SHOWN_RANKS = 4  # with more ranks, only the smallest and the largest are shown
 LOSS_NOTE = (
-    "All three on the same bytes. The model predicts a byte from at most {sequence} before it and was trained on "
-    "other files; its own size is not counted. Order-0 uses byte frequencies of the training files. zlib never "
-    "sees those: it compresses all held-out bytes as one stream and looks back up to 32 KiB."
+    "All three are computed on the same bytes. The model predicts each byte from at most {sequence} bytes before it "
+    "and was trained on other files; its own size is not counted. Order-0 uses the byte frequencies of the training "
+    "files. zlib does not use those: it compresses all held-out bytes as one stream, with a window of 32 KiB."
 )
 MEMORY_NOTE = (
-    "Counted after a step: tensors that this state is stored in, without gathered parameters, activations, "
-    "communication buffers, and Python and torch themselves."
+    "Counted after a step: the tensors of this state, without unsharded parameters, activations, communication "
+    "buffers, and the memory of Python and torch."
 )
 
 
@@ -89,7 +89,7 @@ def show(summary: Summary, sequence: int, folder: Path, console: Console) -> Non
         console.print(text, style=style, highlight=False, markup=False, soft_wrap=not style)
 
     if summary.bits_per_byte is None:
-        say("stopped before the last validation: no loss to compare with the baselines")
+        say("stopped before the final validation: no loss to compare with the baselines")
     else:
         console.print(_loss_table(summary, summary.bits_per_byte))
         for line in verdicts(summary.bits_per_byte, summary.baselines):

@@ -83,45 +83,47 @@ def run(config: TrainConfig, before: TrainConfig | None, location: RunLocation) 
         position = resume(checkpoint, model, optimizer)
     step = position["step"]
     if step > config.training.steps:
-        raise ConfigError(f"{checkpoint} is already at step {step}: to train further, raise --steps")
-    with group.failing_together():
-        if group.leads:
+        raise ConfigError(f"{checkpoint} is already at step {step}: increase --steps to train further")
+    with group.raised_on_all_ranks():
+        if group.is_rank0:
             _prepare_folder(folder, checkpoint, step, config)
 
-    log = RunLog(folder, config.training.steps, step, leads=group.leads, tensorboard=config.evaluation.tensorboard)
+    log = RunLog(
+        folder, config.training.steps, step, is_rank0=group.is_rank0, tensorboard=config.evaluation.tensorboard
+    )
     log.console.on_closed = lambda: stop.ask(signal.SIGPIPE)
     every = config.checkpoints.interval(config.training.steps)
-    saved = Checkpoints(folder / run_folder.CHECKPOINTS, every, config.checkpoints.keep, group.leads, log.say, step)
+    saved = Checkpoints(folder / run_folder.CHECKPOINTS, every, config.checkpoints.keep, group.is_rank0, log.say, step)
     started = time.perf_counter() - position["elapsed"]
-    once = loop.Run(config, corpus, group, stop, model, optimizer, saved, log, step, started)
+    training = loop.Run(config, corpus, group, stop, model, optimizer, saved, log, step, started)
     final, sample = None, b""
     with log:
-        _announce(once, position, checkpoint)
-        once.train()
-        if once.stop_code:
+        _announce(training, position, checkpoint)
+        training.train()
+        if training.stop_code:
             advice = f"--name {folder.name} resumes it" if every else "no checkpoint was saved (--checkpoint-every 0)"
-            log.say(f"stopped after step {once.step} of {config.training.steps}; {advice}")
+            log.say(f"stopped after step {training.step} of {config.training.steps}; {advice}")
         else:
-            final = once.evaluate("final_validation", once.held_out(config.evaluation.eval_bytes))
-            sample = _generate(once)
+            final = training.evaluate("final_validation", training.held_out(config.evaluation.eval_bytes))
+            sample = _generate(training)
     size = json.dumps(dataclasses.asdict(config.model))
     export_safetensors(model, folder, max_shard_bytes=sys.maxsize, metadata={METADATA_KEY: size}, sync=True)
-    local, unsharded = once.footprints or once.measure()
+    local, unsharded = training.footprints or training.measure()
     footprints = group.gather(local)
-    if group.leads:
-        _report(once, folder, final, footprints, unsharded, sample)
+    if group.is_rank0:
+        _report(training, folder, final, footprints, unsharded, sample)
     dist.destroy_process_group()
-    return once.stop_code
+    return training.stop_code
 
 
 def _read_on_all_ranks(config: TrainConfig, group: Group) -> Corpus:
     """Read the text on every rank; if one fails, or reads different text, all raise the same error."""
-    with group.failing_together():
+    with group.raised_on_all_ranks():
         corpus = read(config.data, seed=config.seed, sequence=config.model.sequence)
     digests = group.gather(corpus.sha256)
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
-            raise ConfigError(f"rank {rank} reads different text than rank 0: every node needs the same files")
+            raise ConfigError(f"rank {rank} read different text than rank 0: every node needs the same files")
     return corpus
 
 
@@ -137,21 +139,21 @@ def _claim(
         ConfigError: settings to resume with are no longer those that `config` took its defaults from.
     """
     checkpoint = None
-    with group.failing_together():
-        if group.leads:
+    with group.raised_on_all_ranks():
+        if group.is_rank0:
             location = location.claim()
             run_folder.lock(location.folder, print)
             checkpoint = location.checkpoint()
             if location.settings() != before:
                 raise ConfigError(
-                    f"{checkpoint or location.folder} or its settings have changed meanwhile: start again"
+                    f"{checkpoint or location.folder} or its settings have changed since the launch: start again"
                 )
             location.check(config)
     checkpoint, folder = group.gather((checkpoint, location.folder))[0]
-    with group.failing_together():
+    with group.raised_on_all_ranks():
         if config.checkpoints.checkpoint_every != 0 and not folder.is_dir():
             raise ConfigError(
-                f"does not see {folder}: checkpoints need a folder that all nodes share; set it with --out, or disable "
+                f"cannot see {folder}: checkpoints need a folder that all nodes share; set it with --out, or disable "
                 f"checkpoints with --checkpoint-every 0"
             )
     return checkpoint, folder
@@ -166,9 +168,9 @@ def _prepare_folder(folder: Path, checkpoint: Path | None, step: int, config: Tr
     copy_metrics(source / run_folder.METRICS, folder / run_folder.METRICS, step, config.training.steps)
 
 
-def _announce(once: loop.Run, position: dict[str, Any], checkpoint: Path | None) -> None:
+def _announce(training: loop.Run, position: dict[str, Any], checkpoint: Path | None) -> None:
     """Say what is trained on what, and what a user should know about it."""
-    config, corpus, say = once.config, once.corpus, once.log.say
+    config, corpus, say = training.config, training.corpus, training.log.say
     say(
         f"{config.model.parameter_count:,} parameters sharded over {config.ranks} ranks ({config.device}), "
         f"{config.training.steps} steps of {config.sequences * config.model.sequence:,} bytes; text: {corpus.source}, "
@@ -176,43 +178,48 @@ def _announce(once: loop.Run, position: dict[str, Any], checkpoint: Path | None)
         f"{len(corpus.validation) / 1e6:.2f} MB in {len(corpus.validation_files)} files"
     )
     if checkpoint is not None:
-        say(f"resumed from step {once.step} ({checkpoint})")
+        say(f"resumed from step {training.step} ({checkpoint})")
     for note in corpus.notes:
         say(f"note: {note}")
     if position.get("data_sha256", "") not in ("", corpus.sha256):
         say(
-            "note: the text has changed since these settings or the checkpoint were written, so that results differ; "
-            "validation losses are too low if held-out bytes were trained on before"
+            "note: the text has changed since these settings or the checkpoint were written, so results differ; "
+            "validation losses are too low if the model was trained on held-out bytes before"
         )
     if position.get("sequences", config.sequences) != config.sequences:
-        say(f"note: a step now sees {config.sequences} sequences, and {position['sequences']} so far")
+        say(f"note: an optimizer step now has {config.sequences} sequences; it had {position['sequences']} so far")
 
 
-def _generate(once: loop.Run) -> bytes:
+def _generate(training: loop.Run) -> bytes:
     """Continue the prompt; every rank runs the same forwards and draws the same bytes."""
-    config = once.config
+    config = training.config
     generator = torch.Generator().manual_seed(config.seed)
-    once.model.eval()
+    training.model.eval()
     prompt = config.evaluation.prompt.encode("utf-8")
-    return bytes(generate(once.model, prompt, config.evaluation.generate, config.model.sequence, generator))
+    return bytes(generate(training.model, prompt, config.evaluation.generate, config.model.sequence, generator))
 
 
 def _report(
-    once: loop.Run, folder: Path, final: float | None, footprints: list[Footprint], unsharded: Footprint, sample: bytes
+    training: loop.Run,
+    folder: Path,
+    final: float | None,
+    footprints: list[Footprint],
+    unsharded: Footprint,
+    sample: bytes,
 ) -> None:
     """Draw the plot, write the summary and print it."""
-    config = once.config
-    held_out = once.held_out(config.evaluation.eval_bytes).targets
-    compressors = baselines(once.corpus.train, held_out)
+    config = training.config
+    held_out = training.held_out(config.evaluation.eval_bytes).targets
+    compressors = baselines(training.corpus.train, held_out)
     records = read_metrics(folder / run_folder.METRICS)
     plot_losses(folder / run_folder.PLOT, records, compressors)
     quantization = None
     if config.comm_quantization != "none":
-        traffic = loop.sharded(once.model).comm_quantization_report()
+        traffic = loop.sharded(training.model).comm_quantization_report()
         quantization = {"bytes_received": traffic.nbytes, "bytes_in_full_precision": traffic.full_bytes}
     summary = Summary(
         parameters=config.model.parameter_count,
-        steps=once.step,
+        steps=training.step,
         bits_per_byte=None if final is None else bits(final),
         baselines=compressors,
         held_out_bytes=len(held_out),
@@ -226,4 +233,4 @@ def _report(
     run_folder.replace_text(folder / run_folder.SUMMARY, json.dumps(dataclasses.asdict(summary), indent=2))
     here = Path.cwd()
     shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
-    show(summary, config.model.sequence, shown, once.log.console)
+    show(summary, config.model.sequence, shown, training.log.console)

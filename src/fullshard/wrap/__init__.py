@@ -1,4 +1,4 @@
-"""Wrap policies, the plans they make, and annotations in the model's own code."""
+"""Wrap policies, the plans that they make, and annotations in the code of a model."""
 
 from fullshard.wrap.annotate import enable_wrap, wrap
 from fullshard.wrap.plan import WrapEntry, WrapFunction, WrapPlan

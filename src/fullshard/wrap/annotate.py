@@ -23,7 +23,7 @@ _active: ContextVar[_Wrapping | None] = ContextVar("fullshard_enable_wrap", defa
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """Make :func:`wrap` wrap modules inside a ``with`` block.
+    """Make ``wrap`` wrap modules inside a ``with`` block.
 
     Layers can be sharded one by one while the model is being built, so that the full model never exists.
 
@@ -31,9 +31,26 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
         wrapper_cls: Called as ``wrapper_cls(module, **kwargs)``: a class, or a function that returns a module.
         **wrapper_kwargs: Arguments for every call.
 
+    Yields:
+        None.
+
     Raises:
-        TypeError: If ``wrapper_cls`` cannot be called.
-        NotImplementedError: Inside another such block.
+        TypeError: If ``wrapper_cls`` is not callable.
+        NotImplementedError: Inside another ``enable_wrap`` block.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+
+        from fullshard import fully_shard
+        from fullshard.wrap import enable_wrap, wrap
+
+        with enable_wrap(wrapper_cls=fully_shard, reshard_after_forward=True):
+            layers = [wrap(nn.Linear(8, 8)) for _ in range(4)]
+        model = fully_shard(nn.Sequential(*layers))
+        model(torch.randn(2, 8))
+        ```
     """
     if not callable(wrapper_cls):
         raise TypeError(f"enable_wrap: wrapper_cls: expected a class or function, found {wrapper_cls!r}")
@@ -47,11 +64,14 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Wrap ``module`` with the arguments of the enclosing :func:`enable_wrap` block; outside of one, return ``module``.
+    """Wrap ``module`` with the arguments of the enclosing ``enable_wrap`` block; outside of one, return ``module``.
 
     Args:
-        module: The module.
-        **wrap_overrides: Arguments that take precedence over those of the block.
+        module: Module to wrap.
+        **wrap_overrides: Arguments that override those of the block.
+
+    Returns:
+        The result of ``wrapper_cls``, or ``module`` itself outside of an ``enable_wrap`` block.
     """
     active = _active.get()
     if active is None:

@@ -20,7 +20,7 @@ WrapFunction = Callable[[nn.Module, dict[str, Any], frozenset[nn.Parameter]], nn
 
 @dataclass(frozen=True, eq=False)
 class WrapEntry:
-    """A module to wrap.
+    """One module to wrap.
 
     Args:
         name: Name below the plan's root, as in ``named_modules()``.
@@ -37,12 +37,12 @@ class WrapEntry:
 class WrapPlan:
     """The modules below ``root`` that a policy wraps. Print it to inspect the units.
 
-    Made by :func:`fullshard.wrap.plan_for`. It describes the model at that time: make a new plan after changes.
+    ``fullshard.wrap.plan_for`` creates it. It describes the model at that time: make a new plan after changes.
 
     Args:
-        root: The model. It becomes a unit too, but not by the plan: its caller wraps it.
-        entries: The modules to wrap, children before parents, each once.
-        units: The unit of each entry, in the same order, and last the root's.
+        root: The model. It becomes a unit too, but its caller wraps it, not the plan.
+        entries: Modules to wrap, children before parents, each once.
+        units: Unit of each entry, in the same order, and last the root's.
     """
 
     root: nn.Module = field(repr=False)
@@ -53,9 +53,17 @@ class WrapPlan:
     def of(
         cls, tree: ModuleTree, targets: Mapping[nn.Module, dict[str, Any]], root_kwargs: Mapping[str, Any]
     ) -> WrapPlan:
-        """Plan to wrap ``targets``, a mapping from modules of ``tree`` to keyword arguments.
+        """Return a plan that wraps ``targets``.
 
         The root, ignored modules and modules that are already sharded are left out.
+
+        Args:
+            tree: Modules and parameters of the model.
+            targets: Keyword arguments by module of the tree.
+            root_kwargs: Arguments of the root.
+
+        Returns:
+            The plan.
         """
         entries = tuple(
             WrapEntry(tree.name(module), module, targets[module])
@@ -66,13 +74,16 @@ class WrapPlan:
 
     @property
     def modules(self) -> dict[nn.Module, dict[str, Any]]:
-        """The modules to wrap and their arguments, children before parents."""
+        """Modules to wrap with their arguments, children before parents."""
         return {entry.module: entry.kwargs for entry in self.entries}
 
     def owners(self) -> dict[str, list[tuple[str, ...]]]:
-        """Return the parameters of each unit ("" is the root), each by all its names.
+        """Return the parameters of each unit, each by all its names.
 
         Ignored parameters, and those of modules that are already sharded, are left out.
+
+        Returns:
+            Lists of tuples of FQNs, by the name of the unit; ``""`` is the root.
         """
         return {unit.name: [parameter.names for parameter in unit.parameters] for unit in self.units}
 
@@ -80,11 +91,21 @@ class WrapPlan:
         """Return the parameters in ``entry.module`` that it must leave out, because an ancestor unit owns them.
 
         They are also used outside of the module. See [Note: Owner of a shared parameter].
+
+        Args:
+            entry: An entry of this plan.
+
+        Returns:
+            Parameters that are still alive.
         """
         return set(_owned_by_ancestor(self.units[self.entries.index(entry)]))
 
     def mixed_frozen(self) -> dict[str, list[str]]:
-        """Return units ("" is the root) with both frozen and trainable parameters, and the names of the frozen ones."""
+        """Return the units with both frozen and trainable parameters.
+
+        Returns:
+            Names of the frozen parameters, by the name of the unit; ``""`` is the root.
+        """
         return {
             unit.name: [parameter.name for parameter in unit.frozen]
             for unit in self.units
@@ -92,7 +113,11 @@ class WrapPlan:
         }
 
     def explain(self) -> str:
-        """Return a table of the units: class, elements, all-gathered bytes, and notes."""
+        """Return a table of the units as text: class, elements, unsharded bytes, and notes.
+
+        Returns:
+            The table; ``str(plan)`` is the same.
+        """
         return table(self.units)
 
     __str__ = explain
@@ -100,22 +125,23 @@ class WrapPlan:
     def apply(self, wrap: WrapFunction) -> None:
         """Wrap every entry, children before parents.
 
+        If a call raises, all modules are restored. Changes to modules in place are not undone.
+
         Args:
-            wrap: Called with a module, its keyword arguments and the parameters it must leave out. The result replaces
-                the module wherever it is registered below the root; it may be the module itself, changed in place.
+            wrap: Called with a module, its keyword arguments and the parameters that it must leave out. The result
+                replaces the module wherever it is registered below the root; it may be the module itself, changed in
+                place.
 
         Raises:
             FullshardError: If a module of the plan is no longer below the root.
             TypeError: If ``wrap`` returns something that is not a module.
-
-        If a call raises, all modules are restored. Changes to modules in place are not undone.
         """
         places = _places(self.root)
         for entry in self.entries:
             if entry.module not in places:
                 raise FullshardError(
-                    f"wrap plan: {entry.name!r} ({type(entry.module).__name__}) is no longer below the root; the model "
-                    "has changed since the plan was made: make a new plan"
+                    f"wrap plan: {entry.name!r} ({type(entry.module).__name__}) is no longer a submodule of the root: "
+                    "the model has changed since the plan was made; make a new plan"
                 )
         owned_by_ancestor = [
             frozenset(_owned_by_ancestor(unit)) for unit in self.units[:-1]

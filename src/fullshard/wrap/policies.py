@@ -1,6 +1,6 @@
 """Policies that select the modules that become separate units.
 
-A policy is an object (:class:`Policy`), or a callable that is traversal ``policy(module=, recurse=,
+A policy is an object (``Policy``), or a callable that is traversal ``policy(module=, recurse=,
 nonwrapped_numel=)`` on the way down (``recurse=True``: recurse into this module?) and on the way up (``recurse=False``:
 wrap it?), with the number of elements in the module that are not ignored and not wrapped yet.
 
@@ -35,18 +35,24 @@ PolicyFunction = Callable[..., bool]
 
 
 class Policy(ABC):
-    """Base class of policies that select all modules to wrap at once, with their arguments."""
+    """Base class of policies that select all modules to wrap at once, with their arguments.
+
+    Subclasses implement ``_run_policy``, as in PyTorch.
+    """
 
     @abstractmethod
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
-        """Return the modules to wrap and their arguments. Subclasses define it; named as in torch.
+        """Return the modules to wrap and their arguments. Subclasses implement it; named as in PyTorch.
 
         Args:
             root_module: The model.
             ignored_modules: Modules that are never wrapped: ignored, or already sharded.
             root_kwargs: Arguments for the root. Copy them, do not change them.
+
+        Returns:
+            Arguments by module.
         """
 
     def plan(
@@ -58,7 +64,23 @@ class Policy(ABC):
         root_kwargs: Mapping[str, Any] | None = None,
         sharded: Callable[[nn.Module], bool] | None = None,
     ) -> WrapPlan:
-        """Plan the units of ``root``; the arguments are those of :func:`plan_for`."""
+        """Plan the units of ``root`` without changing it.
+
+        Args:
+            root: The model. No policy wraps the root itself.
+            ignored_modules: Modules that are never wrapped, with all their children; their parameters are ignored.
+            ignored_params: Parameters that are not sharded and not counted.
+            root_kwargs: Arguments of the root. Each module gets a shallow copy, which the policy may override.
+            sharded: Returns True for modules that are already sharded. They are skipped, with all their children. None:
+                no module is.
+
+        Returns:
+            The plan; ``print(plan)`` shows it.
+
+        Raises:
+            TypeError: If an argument has the wrong type.
+            ValueError: If the policy selects a module that is not a submodule of ``root``, or returns an invalid value.
+        """
         tree = ModuleTree(root, ignored_modules, ignored_params, sharded)
         kwargs = dict(root_kwargs or {})
         left_alone = {module for module in root.modules() if module is not root and not tree.wrappable(module)}
@@ -66,7 +88,9 @@ class Policy(ABC):
         known = set(root.modules())
         for module in targets:
             if module not in known:
-                raise ValueError(f"{type(self).__name__} selected a {type(module).__name__} that is not below the root")
+                raise ValueError(
+                    f"{type(self).__name__} selected a {type(module).__name__} that is not a submodule of the root"
+                )
         return WrapPlan.of(tree, targets, kwargs)
 
 
@@ -76,13 +100,27 @@ _Policy = Policy  # the name in torch
 class ModuleWrapPolicy(Policy):
     """Wrap every module of the given classes (or subclasses), with the root's arguments.
 
-    Can also be called like the policies that are functions, for instance inside of :func:`_or_policy`.
+    Instances can also be called like policies that are functions, for instance inside ``_or_policy``.
 
     Args:
-        module_classes: Classes to wrap, for instance that of the blocks.
+        module_classes: Classes to wrap, for instance the class of the blocks.
 
     Raises:
         TypeError: If ``module_classes`` is not an iterable of classes.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+
+        from fullshard import fully_shard
+        from fullshard.wrap import ModuleWrapPolicy
+
+        block = nn.TransformerEncoderLayer(16, nhead=2, dim_feedforward=32, batch_first=True)
+        model = nn.TransformerEncoder(block, num_layers=3, enable_nested_tensor=False)
+        fully_shard(model, policy=ModuleWrapPolicy({nn.TransformerEncoderLayer}))
+        model(torch.randn(2, 5, 16)).sum().backward()
+        ```
     """
 
     _module_classes: frozenset[type]
@@ -101,7 +139,17 @@ class ModuleWrapPolicy(Policy):
         }
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """Act as a policy function: recurse into every module, wrap those of the classes."""
+        """Act as a policy function: recurse into every module, wrap those of the classes.
+
+        Args:
+            module: The module.
+            recurse: True asks whether to recurse into the module, False whether to wrap it.
+            *args: Ignored.
+            **kwargs: Ignored.
+
+        Returns:
+            The answer.
+        """
         return recurse or isinstance(module, tuple(self._module_classes))
 
     def __repr__(self) -> str:
@@ -110,15 +158,34 @@ class ModuleWrapPolicy(Policy):
 
 
 class CustomPolicy(Policy):
-    """Call a function for each module below the root.
+    """Wrap the modules for which a function returns True or arguments.
 
     Args:
-        lambda_fn: Given a module, False or ``{}``: do not wrap it. True: wrap it with the root's arguments. A dict:
-            wrap it with the root's arguments, overridden by these.
+        lambda_fn: Called with each module below the root. False or ``{}``: do not wrap it. True: wrap it with the
+            root's arguments. A dict: wrap it with the root's arguments, overridden by these.
 
     Raises:
-        TypeError: If ``lambda_fn`` cannot be called.
-        ValueError: When planning, if it returns anything else.
+        TypeError: If ``lambda_fn`` is not callable.
+        ValueError: When planning, if ``lambda_fn`` returns anything else.
+
+    Example:
+        ```python
+        from torch import nn
+
+        from fullshard import fully_shard
+        from fullshard.wrap import CustomPolicy
+
+        model = nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 100))
+
+
+        def select(module):
+            if isinstance(module, nn.Embedding):
+                return {"reshard_after_forward": False}
+            return isinstance(module, nn.Linear)
+
+
+        fully_shard(model, policy=CustomPolicy(select))
+        ```
     """
 
     _lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]
@@ -147,20 +214,44 @@ class CustomPolicy(Policy):
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Wrap every module."""
+    """Wrap every module.
+
+    Args:
+        *args: Ignored.
+        **kwargs: Ignored.
+
+    Returns:
+        True.
+    """
     return True
 
 
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Recurse into every module; wrap those for which ``lambda_fn(module)`` is true. To be used with ``partial``.
+    """Wrap the modules for which ``lambda_fn(module)`` is true. Use it with ``functools.partial``.
 
     Args:
         module: The module.
-        recurse: True: recurse into it? False: wrap it?
-        nonwrapped_numel: Elements not wrapped yet; unused.
+        recurse: True asks whether to recurse into the module (always), False whether to wrap it.
+        nonwrapped_numel: Number of elements not wrapped yet; unused.
         lambda_fn: Returns True for modules to wrap.
+
+    Returns:
+        The answer.
+
+    Example:
+        ```python
+        import functools
+
+        from torch import nn
+
+        from fullshard.wrap import lambda_auto_wrap_policy, plan_for
+
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.Linear))
+        print(plan_for(policy, model))
+        ```
     """
     return recurse or bool(lambda_fn(module))
 
@@ -168,13 +259,31 @@ def lambda_auto_wrap_policy(
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: Iterable[type]
 ) -> bool:
-    """Recurse into every module; wrap those of the given classes. To be used with ``partial``.
+    """Wrap the modules of the given classes. Use it with ``functools.partial``.
 
     Args:
         module: The module.
-        recurse: True: recurse into it? False: wrap it?
-        nonwrapped_numel: Elements not wrapped yet; unused.
-        transformer_layer_cls: The classes to wrap.
+        recurse: True asks whether to recurse into the module (always), False whether to wrap it.
+        nonwrapped_numel: Number of elements not wrapped yet; unused.
+        transformer_layer_cls: Classes to wrap.
+
+    Returns:
+        The answer.
+
+    Example:
+        ```python
+        import functools
+
+        from torch import nn
+
+        from fullshard import FullyShardedDataParallel
+        from fullshard.wrap import transformer_auto_wrap_policy
+
+        block = nn.TransformerEncoderLayer(16, nhead=2, dim_feedforward=32, batch_first=True)
+        model = nn.TransformerEncoder(block, num_layers=3, enable_nested_tensor=False)
+        policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.TransformerEncoderLayer})
+        model = FullyShardedDataParallel(model, auto_wrap_policy=policy)
+        ```
     """
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
@@ -187,19 +296,37 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Iterable[type] | None = None,
     exclude_wrap_modules: Iterable[type] | None = None,
 ) -> bool:
-    """Wrap a module as soon as it has enough elements that are not wrapped yet. To be used with ``partial``.
+    """Wrap a module as soon as it has enough elements that are not wrapped yet. Use it with ``functools.partial``.
 
     Args:
         module: The module.
-        recurse: True: recurse into it? False: wrap it?
-        nonwrapped_numel: Elements not wrapped yet.
-        min_num_params: Least number of elements of a unit.
+        recurse: True asks whether to recurse into the module, False whether to wrap it.
+        nonwrapped_numel: Number of elements not wrapped yet.
+        min_num_params: Smallest number of elements of a unit.
         force_leaf_modules: Classes not to recurse into: neither they nor their children are wrapped. None:
-            ``size_based_auto_wrap_policy.FORCE_LEAF_MODULES``, which is ``{nn.MultiheadAttention}``: that reads
+            ``size_based_auto_wrap_policy.FORCE_LEAF_MODULES``, which is ``{nn.MultiheadAttention}``, because it reads
             the weights of its children without running them.
         exclude_wrap_modules: Classes to recurse into, but not to wrap. None:
-            ``size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES``, which is ``{nn.ModuleList, nn.ModuleDict}``:
-            these have no forward.
+            ``size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES``, which is ``{nn.ModuleList, nn.ModuleDict}``, because
+            they have no forward.
+
+    Returns:
+        The answer.
+
+    Example:
+        ```python
+        import functools
+
+        from torch import nn
+
+        from fullshard import fully_shard
+        from fullshard.wrap import plan_for, size_based_auto_wrap_policy
+
+        model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)])
+        policy = functools.partial(size_based_auto_wrap_policy, min_num_params=1000)
+        print(plan_for(policy, model))
+        fully_shard(model, policy=policy)
+        ```
     """
     leaves: Iterable[type] = size_based_auto_wrap_policy.FORCE_LEAF_MODULES  # type: ignore[attr-defined]
     excluded: Iterable[type] = size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES  # type: ignore[attr-defined]
@@ -215,7 +342,17 @@ size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict
 def _or_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[PolicyFunction | Policy]
 ) -> bool:
-    """Return True if any of ``policies`` does. To be used with ``partial``."""
+    """Wrap the modules that any of ``policies`` wraps. Use it with ``functools.partial``.
+
+    Args:
+        module: The module.
+        recurse: True asks whether to recurse into the module, False whether to wrap it.
+        nonwrapped_numel: Number of elements not wrapped yet.
+        policies: Policies that can be called like functions.
+
+    Returns:
+        True if any of ``policies`` returns True.
+    """
     # mypy does not know which Policy classes can be called; the others raise by themselves.
     traversal: Iterable[Any] = policies
     return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in traversal)
@@ -230,16 +367,16 @@ def plan_for(
     root_kwargs: Mapping[str, Any] | None = None,
     sharded: Callable[[nn.Module], bool] | None = None,
 ) -> WrapPlan:
-    """Plan the units of a model for a policy. Nothing is changed.
+    """Plan the units of a model for a policy, without changing the model.
 
     Args:
-        policy: A :class:`Policy`, or a callable ``policy(module=, recurse=, nonwrapped_numel=)``.
+        policy: A ``Policy``, or a callable ``policy(module=, recurse=, nonwrapped_numel=)``.
         root: The model. No policy wraps the root itself.
         ignored_modules: Modules that are never wrapped, with all their children; their parameters are ignored.
-        ignored_params: Parameters that are not sharded, and not counted.
+        ignored_params: Parameters that are not sharded and not counted.
         root_kwargs: Arguments of the root. Each module gets a shallow copy, which a policy may override.
-        sharded: Returns True for modules that are already sharded. These are skipped, with all their children, so that
-            wrapping by hand and by policy can be mixed. None: no module is.
+        sharded: Returns True for modules that are already sharded. They are skipped, with all their children, so that
+            you can combine manual wrapping and policies. None: no module is.
 
     Returns:
         The plan; ``print(plan)`` shows it.
@@ -247,6 +384,17 @@ def plan_for(
     Raises:
         TypeError: If ``policy`` is neither, or another argument has the wrong type.
         ValueError: If a policy returns an invalid value.
+
+    Example:
+        ```python
+        from torch import nn
+
+        from fullshard.wrap import ModuleWrapPolicy, plan_for
+
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(3)])
+        plan = plan_for(ModuleWrapPolicy({nn.Sequential}), model)
+        print(plan)  # one row per unit: class, elements, unsharded bytes, notes
+        ```
     """
     options = {"ignored_modules": ignored_modules, "ignored_params": ignored_params, "sharded": sharded}
     if isinstance(policy, Policy):

@@ -1,4 +1,4 @@
-"""Units of a plan: plain values, which keep no parameter alive."""
+"""Units of a plan: immutable values that keep no parameter alive."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class PlannedParameter:
     Args:
         names: All its FQNs below the plan's root, that of ``named_parameters()`` first.
         numel: Number of elements.
-        dtype: Its dtype.
-        requires_grad: False: frozen.
-        reference: The parameter. Weak, because a plan may outlive the unsharded parameters.
+        dtype: Dtype of the parameter.
+        requires_grad: False if the parameter is frozen.
+        reference: Weak reference to the parameter, because a plan may outlive the unsharded parameters.
     """
 
     names: tuple[str, ...]
@@ -39,7 +39,14 @@ class PlannedParameter:
 
     @classmethod
     def of(cls, found: TreeParameter) -> PlannedParameter:
-        """Return the record of a parameter of a tree."""
+        """Return the record of a parameter of a tree.
+
+        Args:
+            found: Parameter of the tree.
+
+        Returns:
+            The record.
+        """
         parameter = found.parameter
         reference = weakref.ref(parameter)
         return cls(found.names, parameter.numel(), parameter.dtype, parameter.requires_grad, reference)
@@ -50,10 +57,10 @@ class PlannedUnit:
     """A unit: the root, or a module that the plan wraps.
 
     Args:
-        name: The module's name below the plan's root; "" is the root.
-        class_name: The class of the module.
+        name: Name of the module below the plan's root; ``""`` is the root.
+        class_name: Class of the module.
         kwargs: Arguments of its front end.
-        parameters: Parameters that it owns: in its module, in no nested unit, and used nowhere else.
+        parameters: Parameters that the unit owns: in its module, in no nested unit, and used nowhere else.
         owned_by_ancestor: Parameters in its module that an ancestor owns, because they are also used outside of it.
         ignored: Number of ignored parameters in it.
     """
@@ -67,7 +74,7 @@ class PlannedUnit:
 
     @property
     def title(self) -> str:
-        """Name for display."""
+        """Name for display; ``(root)`` for the root."""
         return self.name or "(root)"
 
     @property
@@ -77,7 +84,7 @@ class PlannedUnit:
 
     @property
     def gather_bytes(self) -> int:
-        """Bytes of its unsharded parameters: floating-point ones in the dtype they are computed in."""
+        """Bytes of its unsharded parameters; floating-point parameters count in the dtype of computation."""
         return sum(parameter.numel * self._gather_dtype(parameter).itemsize for parameter in self.parameters)
 
     @property

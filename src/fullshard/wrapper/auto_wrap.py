@@ -51,8 +51,8 @@ def plan_wrappers(
     if full_precision:
         names = sorted({type(found).__name__ for found in full_precision})
         warnings.warn(
-            f"{API}: with mixed precision, the modules of {names} run in full precision and become separate units; "
-            "pass MixedPrecision(_module_classes_to_ignore=()) to change that",
+            f"{API}: mixed_precision is given, so modules of the classes {names} are wrapped separately and run in "
+            "full precision; pass MixedPrecision(_module_classes_to_ignore=()) to disable that",
             stacklevel=3,
         )
         targets.update((found, {**targets.get(found, arguments), "mixed_precision": None}) for found in full_precision)
@@ -61,14 +61,17 @@ def plan_wrappers(
     for unit, names in chosen.mixed_frozen().items():
         warnings.warn(
             f"{API}: unit {unit or '<root>'!r} has both frozen and trainable parameters (frozen: {', '.join(names)}); "
-            "they are all-gathered in a separate message; wrap them separately to avoid that",
+            "the frozen ones are all-gathered by a separate collective; wrap them separately to avoid that",
             stacklevel=3,
         )
     options = {}
     for entry in chosen.entries:
         unknown = sorted(set(entry.kwargs) - set(arguments))
         if unknown:
-            raise ValueError(f"{API}: the policy chose {unknown} for {entry.name!r}, expected of {sorted(arguments)}")
+            raise ValueError(
+                f"{API}: auto_wrap_policy: expected arguments of the constructor for module {entry.name!r}, found "
+                f"{unknown}; valid are {sorted(arguments)}"
+            )
         same = all(entry.kwargs.get(name, value) is value for name, value in arguments.items())
         own = root_options if same else WrapperOptions.of(entry.module, {**arguments, **entry.kwargs})
         options[entry.module] = replace(own, casts_around=True) if entry.module in full_precision else own

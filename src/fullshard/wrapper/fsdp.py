@@ -41,47 +41,67 @@ from fullshard.wrapper.order import checked_execution_order
 from fullshard.wrapper.rollback import rollback_on_failure
 from fullshard.wrapper.state_dict.model import WrapperState
 from fullshard.wrapper.state_dict.optimizer import WrapperOptim
-from fullshard.wrapper.summon import summon_full_params
+from fullshard.wrapper.summon import WrapperSummon
 
 __all__ = ["FullyShardedDataParallel"]
 
 
-class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
-    """Wraps a module: its parameters are sharded as one flat parameter, unsharded for forward and backward, and freed.
+class FullyShardedDataParallel(WrapperSummon, WrapperOptim, WrapperState, ShardedModule):
+    """Wrap a module and shard its parameters, gradients and optimizer state over ranks, like PyTorch's FSDP1.
 
-    The parameters that are not in a nested unit become one unit, as with :func:`fullshard.fully_shard`, on the same
-    engine. Each rank keeps one slice of the flat parameter. Build the optimizer from ``parameters()`` afterwards, or
-    with ``use_orig_params=True`` before or afterwards.
+    The parameters that are not in a nested unit become one unit (an FSDP module: parameters that are unsharded and
+    reduced together). They are flattened into one flat parameter, of which each rank keeps one slice, and all-gathered
+    for forward and backward. Build the optimizer from ``parameters()`` after wrapping, or with ``use_orig_params=True``
+    before or after.
 
-    The first wrapper sets for the whole process what the first call of :func:`fullshard.fully_shard` sets, see there:
-    the C allocator on CPU (``FULLSHARD_KEEP_FREED_MEMORY=0``: not) and a hook on all optimizers
-    (``FULLSHARD_WATCH_OPTIMIZERS=0``: not). The functions of ``torch.distributed.checkpoint.state_dict`` raise
-    :class:`FullshardError` on wrappers until :func:`fullshard.dropin.enable_torch_state_dict_functions` was called.
+    Two settings apply to the whole process from the first wrapper on, as from the first call of
+    ``fullshard.fully_shard``: on CPU the C allocator keeps freed memory (``FULLSHARD_KEEP_FREED_MEMORY=0`` disables
+    this), and a hook on all optimizers tracks their steps (``FULLSHARD_WATCH_OPTIMIZERS=0`` disables this). The
+    functions of ``torch.distributed.checkpoint.state_dict`` raise ``FullshardError`` on wrappers until
+    ``fullshard.dropin.enable_torch_state_dict_functions()`` is called.
 
     Args:
         module: Any module. With ``auto_wrap_policy``, modules inside of it are replaced by wrappers of themselves.
-        process_group: The ranks; for hybrid strategies two groups, to shard over and to replicate over. None: all
-            ranks, and for hybrid strategies the machines of torchrun.
-        sharding_strategy: A :class:`ShardingStrategy`. None: FULL_SHARD.
-        cpu_offload: Offload parameters and gradients to CPU memory.
-        auto_wrap_policy: Selects modules inside that become separate units; see :mod:`fullshard.wrap`.
-        backward_prefetch: When to prefetch the next unit in backward. None: no prefetching.
-        mixed_precision: Dtypes of computation, reduction and buffers.
+        process_group: Ranks to shard over. For hybrid strategies, a tuple of two process groups: the one to shard over
+            and the one to replicate over. None: all ranks; hybrid strategies then shard within a machine and replicate
+            over machines.
+        sharding_strategy: A ``ShardingStrategy``. None: ``FULL_SHARD``.
+        cpu_offload: Offload parameters and gradients to CPU memory. None: no offloading.
+        auto_wrap_policy: Policy of ``fullshard.wrap`` or of ``torch.distributed.fsdp.wrap`` (a callable) that selects
+            the modules inside of ``module`` to wrap. None: only ``module`` itself.
+        backward_prefetch: When to prefetch the next unit in backward. None: no prefetching in backward.
+        mixed_precision: Dtypes of parameters in computation, of gradient reduction and of buffers. None: no casts.
         ignored_modules: Modules that are ignored with all their children: not sharded, moved, cast or reduced.
-        param_init_fn: Called with each module that has meta tensors. None: allocate the module's own parameters and
-            buffers, and call its ``reset_parameters()``.
-        device_id: Compute device, which becomes the current one; CPU parameters are moved there.
-        sync_module_states: Broadcast rank 0's parameters and buffers first.
-        forward_prefetch: For compatibility: the next unit of a forward is always prefetched.
-        limit_all_gathers: For compatibility: never more than two units are unsharded at a time.
-        use_orig_params: ``parameters()`` are the original parameters, with this rank's 1-D shards of them, instead of
-            one :class:`FlatParameter` per unit (and dtype).
-        ignored_states: Modules or parameters, instead of ``ignored_modules``.
-        device_mesh: Mesh instead of ``process_group``: 1-D, or for hybrid strategies 2-D (replicate, shard).
+        param_init_fn: Called with each module that has parameters or buffers on the meta device, to allocate and
+            initialize them. None: allocate them on the compute device and call the module's ``reset_parameters()``.
+        device_id: Compute device; CPU parameters are moved there. A device with an index becomes the current device.
+            None: the accelerator that the module is on, else the device type of the mesh.
+        sync_module_states: Broadcast parameters and buffers from the first rank before sharding.
+        forward_prefetch: For compatibility. The next unit of a forward is always prefetched.
+        limit_all_gathers: For compatibility. The prefetch budget always limits how many units are prefetched at a time.
+        use_orig_params: If True, ``parameters()`` yields the original parameters, each holding this rank's 1-D shard.
+            If False, it yields one ``FlatParameter`` per unit (and dtype).
+        ignored_states: Modules or parameters to ignore, instead of ``ignored_modules``.
+        device_mesh: Device mesh, instead of ``process_group``: 1-D, or for hybrid strategies 2-D (replicate, shard).
 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If arguments contradict each other or the module. The module is then unchanged.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+        from fullshard import FullyShardedDataParallel as FSDP
+        from fullshard.wrap import ModuleWrapPolicy
+
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3)])
+        model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), use_orig_params=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model(torch.randn(4, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ```
     """
 
     _fsdp_wrapped_module: nn.Module
@@ -129,7 +149,7 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             warnings.warn(
                 f"{API}: {type(module).__name__} has no forward, so its own parameters are never unsharded; wrap its "
-                "modules, and the module that contains it",
+                "children and the module that contains it instead",
                 stacklevel=2,
             )
         modules, parameters = _ignored(module, ignored_modules, ignored_states)
@@ -191,10 +211,17 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with unsharded parameters.
 
-        The first training forward of the root compares the order of units between all ranks.
+        In the first training forward, the root compares the order of units between all ranks.
+
+        Args:
+            *args: Positional arguments of the wrapped module.
+            **kwargs: Keyword arguments of the wrapped module.
+
+        Returns:
+            The output of the wrapped module.
 
         Raises:
-            FullshardError: On all ranks, if ranks run different units.
+            FullshardError: On all ranks, if the ranks run different units.
         """
         if computes_on_copies(unit_at(self)):
             return self._fsdp_wrapped_module(*args, **kwargs)
@@ -240,13 +267,29 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None, None, None]:
-        """Accumulate gradients without reducing them, for backwards in the ``with`` block: no gradient communication.
+        """Accumulate unsharded gradients without communication, for the backwards inside the ``with`` block.
 
-        They stay unsharded, in the reduce dtype. With strategies that keep unsharded parameters until backward, these
-        stay unsharded after it, too.
+        The gradients stay unsharded, in the reduce dtype; the next backward outside of the block reduces them. With
+        strategies that keep parameters unsharded between forward and backward, parameters also stay unsharded after
+        backward.
+
+        Yields:
+            None.
 
         Raises:
-            PhaseError: In the middle of a step.
+            PhaseError: If it is entered in the middle of a step.
+
+        Example:
+            ```python
+            import torch
+            from torch import nn
+            from fullshard import FullyShardedDataParallel as FSDP
+
+            model = FSDP(nn.Linear(16, 16))
+            with model.no_sync():
+                model(torch.randn(4, 16)).sum().backward()  # no reduce-scatter
+            model(torch.randn(4, 16)).sum().backward()  # reduces the sum of both gradients
+            ```
         """
         units = nested_units(self)
         if any(unit.runtime is not None and unit.runtime.busy for unit in units):
@@ -267,15 +310,35 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
-        """Scale all gradients down so that their norm, over all ranks and units, is at most ``max_norm``.
+        """Scale all gradients down in place so that their norm, over all ranks and units, is at most ``max_norm``.
+
+        A collective: call it on the root, on all ranks, after backward.
 
         Args:
             max_norm: Largest norm to allow.
-            norm_type: Order p of the norm; ``float("inf")``: the largest absolute value.
+            norm_type: Order p of the norm, above 0; ``float("inf")``: the largest absolute value.
 
         Returns:
-            The norm before scaling, 0-D, in the dtype that the gradients' dtypes promote to, and the same on all ranks,
-            as from :func:`fullshard.clip_grad_norm_`.
+            The norm before scaling: a 0-D tensor on the compute device, the same on all ranks. Its dtype is the one
+            that the dtypes of the gradients promote to.
+
+        Raises:
+            ValueError: If ``norm_type`` is not positive.
+
+        Warns:
+            UserWarning: If this rank has no gradients.
+
+        Example:
+            ```python
+            import torch
+            from torch import nn
+            from fullshard import FullyShardedDataParallel as FSDP
+
+            model = FSDP(nn.Linear(16, 16))
+            model(torch.randn(4, 16)).square().mean().backward()
+            norm = model.clip_grad_norm_(1.0)
+            assert norm.dim() == 0
+            ```
         """
         max_norm, norm_type = float(max_norm), float(norm_type)
         if not norm_type > 0:
@@ -285,23 +348,28 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
         total = clip_grad_norm_(parameters, max_norm, norm_type).to(self.compute_device)
         dtypes = [parameter.grad.dtype for parameter in parameters if parameter.grad is not None]
         if not dtypes:
-            warnings.warn("clip_grad_norm_: this rank has no gradients", stacklevel=3)
+            warnings.warn(
+                "clip_grad_norm_: this rank has no gradients; returning the norm in torch.float32", stacklevel=3
+            )
             return total.float()
         return total.to(functools.reduce(torch.promote_types, dtypes))
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Have ``hook`` reduce the gradients of all nested units, instead of the engine.
+        """Register a hook that reduces the gradients of all nested units in place of the built-in reduction.
 
-        The hook also divides. ``fullshard.comm_hooks`` has some.
+        The hook also averages: it has to divide by the number of ranks. ``fullshard.comm_hooks`` contains ready-made
+        hooks.
 
         Args:
             state: First argument of the hook.
-            hook: ``hook(state, gradient, shard)``: reduce-scatter the flat ``gradient`` into ``shard``. Without
-                sharding ``hook(state, gradient)``: all-reduce it in place.
+            hook: With sharding, ``hook(state, gradient, shard)``, which reduce-scatters the flat ``gradient`` into
+                ``shard``. Without sharding, ``hook(state, gradient)``, which all-reduces it in place.
 
         Raises:
-            ValueError: If it is not callable, or gradients are both sharded and replicated.
+            ValueError: If ``hook`` is not callable, quantized communication is enabled, the strategy is hybrid, or a
+                nested unit was made by ``fully_shard``.
             FullshardError: If this is not the root, or a hook is already registered.
+            PhaseError: In the middle of a step.
         """
         if not callable(hook):
             raise ValueError(f"register_comm_hook: expected a function, found {hook!r}")
@@ -312,8 +380,8 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
             raise FullshardError("register_comm_hook: a hook is already registered; a model can have only one")
         if any(unit.settings.collectives.quantization is not None for unit in units):
             raise ValueError(
-                "register_comm_hook: quantized communication is enabled, which has its own reduction; disable it with "
-                "set_comm_quantization() first"
+                "register_comm_hook: quantized communication is enabled and cannot be combined with a hook; disable it "
+                "with set_comm_quantization() first"
             )
         others = [
             unit.name or type(unit.modules[0]()).__name__
@@ -322,8 +390,8 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
         ]
         if others:
             raise ValueError(
-                f"register_comm_hook: units {others} were made by fully_shard; use their set_custom_reduce_scatter or "
-                "set_all_reduce_hook"
+                f"register_comm_hook: the units {others} were sharded by fully_shard, which has no communication "
+                "hooks; use their set_custom_reduce_scatter or set_all_reduce_hook"
             )
         waiting = [
             unit.name for unit in units if unit.gradients.needs_all_reduce or (unit.runtime and unit.runtime.busy)
@@ -334,7 +402,8 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
             )
         if any(unit.mesh.world_size > 1 and unit.mesh.replicas > 1 for unit in units):
             raise ValueError(
-                "register_comm_hook: hybrid strategies reduce twice and do not support hooks; use another strategy"
+                "register_comm_hook: hybrid sharding strategies reduce over two process groups and do not support "
+                "communication hooks; use another sharding strategy"
             )
         for unit in units:
             unit.settings.comm_hook = (state, hook)
@@ -344,42 +413,77 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module, inside of a checkpoint wrapper if there is one."""
+        """The wrapped module, without the wrapper of activation checkpointing if there is one."""
         inner = self._fsdp_wrapped_module
         return inner._modules.get(CHECKPOINTED) or inner
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """Return all wrappers in ``module``, itself included; with ``root_only`` those that are not nested."""
+        """Return all wrappers in ``module``, including ``module`` itself.
+
+        Args:
+            module: Any module.
+            root_only: Return only the wrappers that are not nested in another one.
+
+        Returns:
+            The wrappers, in the order of ``module.modules()``.
+        """
         found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         return [m for m in found if not m._is_nested] if root_only else found
 
     def check_is_root(self) -> bool:
-        """Return True if this unit is not nested in another one. Changes nothing."""
+        """Return True if this wrapper is the root: not nested in another FSDP module. No state is changed.
+
+        Returns:
+            True for a root.
+        """
         unit = unit_at(self)
         return unit.runtime.root() is unit if unit.runtime is not None else not self._is_nested
 
-    summon_full_params = staticmethod(summon_full_params)
-
     def apply(self, fn: Callable[[nn.Module], object]) -> FullyShardedDataParallel:
-        """Apply ``fn`` as ``nn.Module.apply`` does, to unsharded parameters; changes are written back."""
+        """Apply ``fn`` to every module inside, as ``nn.Module.apply`` does, while parameters are unsharded.
+
+        A collective. Changes are written back to the shards.
+
+        Args:
+            fn: Called with each module inside, and then with this one.
+
+        Returns:
+            This module.
+        """
         with self.summon_full_params(self, recurse=False):
             return super().apply(fn)  # type: ignore[arg-type]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters as ``nn.Module`` does; inside :meth:`summon_full_params` with their FQNs before wrapping."""
+        """Yield parameters as ``nn.Module`` does; inside ``summon_full_params``, with their FQNs before wrapping.
+
+        Args:
+            *args: Positional arguments of ``nn.Module.named_parameters``.
+            **kwargs: Keyword arguments of ``nn.Module.named_parameters``.
+
+        Yields:
+            FQN and parameter.
+        """
         summoned = unit_at(self).parameter_state is ParameterState.SUMMONED
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield clean_name(name) if summoned else name, parameter
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield buffers as ``nn.Module`` does; inside :meth:`summon_full_params` with their FQNs before wrapping."""
+        """Yield buffers as ``nn.Module`` does; inside ``summon_full_params``, with their FQNs before wrapping.
+
+        Args:
+            *args: Positional arguments of ``nn.Module.named_buffers``.
+            **kwargs: Keyword arguments of ``nn.Module.named_buffers``.
+
+        Yields:
+            FQN and buffer.
+        """
         summoned = unit_at(self).parameter_state is ParameterState.SUMMONED
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield clean_name(name) if summoned else name, buffer
 
     def __getattr__(self, name: str) -> Any:
-        """Return attributes that only the wrapped module has."""
+        """Return an attribute of the wrapped module that the wrapper does not have."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -395,19 +499,19 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
 
     @property
     def process_group(self) -> Any:
-        """Process group that parameters are sharded over; without sharding, that gradients are averaged over."""
+        """Process group that parameters are sharded over; with ``NO_SHARD``, to average gradients over."""
         mesh = self._options.mesh
         part = mesh.shard if mesh.shard is not None else mesh.replicate
         return None if part is None else part.get_group()
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
-        """Sharding strategy, as given."""
+        """Sharding strategy that was passed; ``FULL_SHARD`` if none was."""
         return self._options.strategy
 
     @property
     def mixed_precision(self) -> MixedPrecision:
-        """Mixed precision, as given; if none was given, one that casts nothing."""
+        """Mixed precision that was passed; if none was, one without casts."""
         return self._options.precision or MixedPrecision()
 
     @property
@@ -417,13 +521,13 @@ class FullyShardedDataParallel(WrapperOptim, WrapperState, ShardedModule):
 
     @property
     def rank(self) -> int:
-        """Rank in :attr:`process_group`."""
+        """Rank of this process in ``process_group``."""
         group = self.process_group
         return 0 if group is None else int(group.rank())
 
     @property
     def world_size(self) -> int:
-        """Size of :attr:`process_group`."""
+        """Number of ranks in ``process_group``."""
         group = self.process_group
         return 1 if group is None else int(group.size())
 

@@ -74,7 +74,10 @@ class Initializer:
                 reset()
         left = sorted({type(module).__name__ for module in waiting if _on_meta(module)})
         if left:
-            raise ValueError(f"{API}: param_init_fn left parameters or buffers of {left} on the meta device")
+            raise ValueError(
+                f"{API}: param_init_fn left parameters or buffers of {left} on the meta device; it has to allocate and "
+                "initialize all of them, for example with module.to_empty(device=..., recurse=False)"
+            )
         self._tie(owners_by_parameter)
 
     def _tie(self, owners_by_parameter: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> None:

@@ -132,8 +132,9 @@ class WrapperOptions:
 
 
 def _device_type(module: nn.Module, device_id: int | torch.device | None) -> str | None:
-    """Return the type of the compute device; None if it is not specified. A device with an index becomes the current
-    one.
+    """Return the type of the compute device; None if it is not specified.
+
+    A device with an index becomes the current device.
     """
     check_instance(f"{API}: device_id", device_id, (int, torch.device, type(None)))
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -150,7 +151,10 @@ def _device_type(module: nn.Module, device_id: int | torch.device | None) -> str
         device = device_id
     if device.type == "cpu":
         if types:
-            raise ValueError(f"{API}: device_id is {device_id}, but the module has parameters on {types[0]}")
+            raise ValueError(
+                f"{API}: device_id is {device_id}, but the module has parameters on {types[0]}; move the module to the "
+                "CPU first, or pass its device"
+            )
         return "cpu"
     if accelerator is None or device.type != accelerator.type:
         available = "no accelerator" if accelerator is None else accelerator.type
@@ -161,7 +165,8 @@ def _device_type(module: nn.Module, device_id: int | torch.device | None) -> str
     else:
         if on_accelerators - {device}:
             raise ValueError(
-                f"{API}: device_id is {device}, but the module has parameters on {sorted(map(str, on_accelerators))}"
+                f"{API}: device_id is {device}, but the module has parameters on "
+                f"{sorted(map(str, on_accelerators))}; move the module to {device} or to the CPU first"
             )
         torch.accelerator.set_device_index(device.index)
     return device.type
@@ -216,8 +221,8 @@ def _hybrid_mesh(device_type: str | None) -> DeviceMesh:
         local = min(torch.accelerator.device_count(), ranks) if world.device_type != "cpu" else ranks
     if ranks % local:
         raise ValueError(
-            f"{API}: cannot determine the machines: {ranks} ranks are not a multiple of the {local} on this machine; "
-            "pass device_mesh=init_device_mesh(type, (machines, ranks per machine))"
+            f"{API}: hybrid sharding requires the same number of ranks on every machine, found {ranks} ranks in all "
+            f"and {local} on this machine; pass device_mesh=init_device_mesh(type, (machines, ranks_per_machine))"
         )
     shape = (ranks // local, local)
     group, key = dist.distributed_c10d._get_default_group(), (world.device_type, shape)

@@ -1,4 +1,4 @@
-"""Compare the execution order of units around forwards of the root; see :mod:`fullshard.ranks.order`."""
+"""Compare the execution order of units around forwards of the root; see ``fullshard.ranks.order``."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def dtype_of(name: str) -> torch.dtype:
     """
     dtype = getattr(torch, name, None)
     if name not in ITEM_SIZES or not isinstance(dtype, torch.dtype):
-        raise TypeError(f"this torch ({torch.__version__}) has no dtype {name}")
+        raise TypeError(f"this torch ({torch.__version__}) has no dtype {name}; install a newer torch")
     return dtype
 
 
@@ -123,7 +123,9 @@ def write_entries(stream: IO[bytes], entries: Iterable[tuple[DataEntry, torch.Te
     """
     pairs = list(entries)
     if any(entry.name == CHECKSUMS for entry, _ in pairs):
-        raise TypeError(f"{CHECKSUMS!r} cannot be the key of a tensor or value: data files have their checksums there")
+        raise TypeError(
+            f"the key {CHECKSUMS!r} is reserved for the checksums of data files; rename the tensor or value"
+        )
     blocks = sum(-(-entry.nbytes // BLOCK) for entry, _ in pairs)
     header = _header([*(entry for entry, _ in pairs), DataEntry(CHECKSUMS, "uint8", (CHECKSUM * blocks,))])
     stream.write(header)
@@ -180,10 +182,10 @@ def read_directory(stream: IO[bytes], where: str, name: str, file: FileEntry, bl
     try:
         entries = _parsed_header(header, file.length)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise _corrupted(where, f"a header that is not one of a data file ({error})") from None
+        raise _corrupted(where, f"invalid header ({error})") from None
     _, table = entries.pop(CHECKSUMS, (None, None))
     if table is None or table[1] != file.length:
-        raise _corrupted(where, f"no {CHECKSUMS} at the end")
+        raise _corrupted(where, f"the header does not end with {CHECKSUMS}")
     stream.seek(table[0])
     checksums = stream.read(table[1] - table[0])
     if checksum(checksums) != file.checksum[CHECKSUM:]:
@@ -210,14 +212,14 @@ def _parsed_header(header: bytes, length: int) -> dict[str, tuple[tuple[str, tup
         ValueError: If they do not.
     """
     if int.from_bytes(header[:8], "little") != len(header) - 8:
-        raise ValueError("it has another length than it says")
+        raise ValueError("its length is not the one that it states")
     content = json.loads(header[8:])
     content.pop("__metadata__", None)
     entries, end = {}, len(header)
     for name, entry in content.items():
         start, stop = (len(header) + int(offset) for offset in entry["data_offsets"])
         if start != end or stop < start:
-            raise ValueError(f"{name} does not follow the entry before it")
+            raise ValueError(f"the entry {name} does not begin where the previous one ends")
         entries[name] = (str(entry["dtype"]), tuple(map(int, entry["shape"]))), (start, stop)
         end = stop
     if end != length:

@@ -172,7 +172,7 @@ def _fsspec_files(path: str) -> Any:
     try:
         from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFiles
     except ImportError as error:
-        raise CheckpointError(f"{path} is a URL, and URLs are opened with fsspec: pip install fsspec") from error
+        raise CheckpointError(f"{path} is a URL, which requires fsspec: pip install fsspec") from error
     files = FsspecFiles()
     try:
         files.init_path(path)

@@ -21,9 +21,11 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     """
     tensor = tensor.detach()
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
-        raise TypeError(f"a {type(tensor).__name__} with layout {tensor.layout} has no elements that could be stored")
+        raise TypeError(
+            f"a {type(tensor).__name__} with layout {tensor.layout} has no dense memory, so it cannot be stored"
+        )
     if tensor.device.type == "meta":
-        raise TypeError("a tensor on the meta device has no elements; give the model memory first")
+        raise TypeError("a tensor on the meta device has no values; materialize the model first")
     return tensor.resolve_conj().resolve_neg()
 
 

@@ -4,7 +4,7 @@ form.
 [Note: Index]
 The index says which regions of which tensors are in which file, so it is untrusted input until checked: file names must
 be ones that the writer makes (none leaves the folder), every shard must lie in its tensor, and shards must neither
-overlap nor leave holes. An :class:`Index` is valid once it exists. The writer checks its own index before it commits.
+overlap nor leave holes. An ``Index`` is valid once it exists. The writer checks its own index before it commits.
 
 Where in its file a shard lies is in the file's own header, which only the ranks that need the file read; see
 [Note: Directory]. Checkpoints of format 1 and of torch.distributed.checkpoint have these places in the index.
@@ -154,7 +154,7 @@ class Index:
         save: Name of the save; part of the names of its files.
         block: Bytes per checksum.
         places: FilePlaces of all shards and values, in formats that have them in the index.
-        raw: True if shards are elements row by row in fullshard's own files; otherwise each is a file of
+        own_format: True if shards are elements row by row in fullshard's own files; otherwise each is a file of
             ``torch.save``.
 
     Raises:
@@ -172,13 +172,13 @@ class Index:
     save: str = ""
     block: int = BLOCK
     places: FilePlaces | None = None
-    raw: bool = True
+    own_format: bool = True
 
     def __post_init__(self) -> None:
         if not (0 < self.block <= 1 << 28 and self.block % 64 == 0):
             raise self._wrong("block", f"block size {self.block}")
         for name, file in self.files.items():
-            if self.raw and not DATA_FILE.fullmatch(name):
+            if self.own_format and not DATA_FILE.fullmatch(name):
                 raise self._wrong("files", f"file name {name!r}, which is not one of a data file")
             if not _is_within(0, file.header, file.length):
                 raise self._wrong(name, f"a header of {file.header} bytes in a file of {file.length}")
@@ -223,7 +223,7 @@ class Index:
         if place.length < 0 or not _is_within(file.header, place.start, file.length - place.length):
             end = place.start + place.length
             raise self._wrong(key, f"bytes {place.start} to {end} of {place.file}, which has {file.length} bytes")
-        if not self.raw:
+        if not self.own_format:
             return
         if region is not None and place.length != region.numel * ITEM_SIZES[self.tensors[key].dtype]:
             raise self._wrong(key, f"{place.length} bytes for shard {region} of dtype {self.tensors[key].dtype}")
@@ -272,7 +272,7 @@ class Index:
 def table_of(
     tensors: Mapping[str, TensorEntry], files: Sequence[str], places: FilePlaces
 ) -> tuple[RegionTable, Numbers]:
-    """Return the regions of all shards that have a place, and their file numbers, in the order of an :class:`Index`.
+    """Return the regions of all shards that have a place, and their file numbers, in the order of an ``Index``.
 
     Raises:
         ValueError: If a shard has other dims than its tensor, or is too large for any tensor.

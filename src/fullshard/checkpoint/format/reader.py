@@ -2,8 +2,8 @@
 
 [Note: Checked before anything changes]
 A checksum mismatch halfway through a load would leave a model that is part old, part new. So every rank first reads
-everything that it needs and compares it with its checksums (:meth:`CheckpointReader.check`); then the ranks tell each
-other whether they have succeeded; only then are targets written (:meth:`CheckpointReader.fill`).
+everything that it needs and compares it with its checksums (``CheckpointReader.check``); then the ranks tell each
+other whether they have succeeded; only then are targets written (``CheckpointReader.fill``).
 
 A local checkpoint is read a second time for that: it is in the page cache by then, and a copy of our own costs more
 than it saves (measured: 200 MB per rank on two ranks, 0.38 s with a copy, 0.20 s without). Data behind a URL, or that
@@ -48,14 +48,14 @@ class ShardRead:
         dtype: Name of its dtype.
         region: Region of the stored shard.
         place: Its bytes.
-        parts: Regions relative to the shard, each with memory of its sizes, on any device and of any dtype.
+        targets: Regions relative to the shard, each with memory of its sizes, on any device and of any dtype.
     """
 
     key: str
     dtype: str
     region: Region
     place: FilePlace
-    parts: list[tuple[Region, torch.Tensor]] = field(default_factory=list)
+    targets: list[tuple[Region, torch.Tensor]] = field(default_factory=list)
 
     @property
     def item_size(self) -> int:
@@ -84,12 +84,13 @@ def open_reader(path: str | os.PathLike[str]) -> CheckpointReader:
     found = f"found {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}" if names else "it is empty or missing"
     raise CheckpointError(
         f"{folder.path} has no checkpoint: {found}, but neither {INDEX_FILE} (fullshard) nor {METADATA_FILE} "
-        "(torch.distributed.checkpoint). Pass the folder that was saved to; a first save that was killed leaves none"
+        "(torch.distributed.checkpoint). Pass the folder that was saved to; an interrupted first save leaves no "
+        "checkpoint"
     )
 
 
 class CheckpointReader:
-    """Reads a checkpoint; made by :func:`open_reader`. Only the blocks that are needed are read.
+    """Reads a checkpoint; made by ``open_reader``. Only the blocks that are needed are read.
 
     Args:
         folder: Folder of the checkpoint.
@@ -106,7 +107,7 @@ class CheckpointReader:
     _versions: dict[str, FileVersion | None]  # of these files, when they were checked
     _checked: dict[tuple[str, int], torch.Tensor | None]  # by file and first byte: blocks, with those that are kept
     _kept_bytes: int
-    _small: memoryview
+    _checksum_buffer: memoryview
     _buffer: torch.Tensor  # for blocks that cannot be read in place
     _decoded: tuple[FilePlace, torch.Tensor] | None  # the shard of torch's format that was read last
 
@@ -115,7 +116,7 @@ class CheckpointReader:
         self._open, self._stream = contextlib.ExitStack(), None
         self._directories, self._versions = {}, {}
         self._checked, self._kept_bytes, self._decoded = {}, 0, None
-        self._small, self._buffer = memoryview(bytearray(_SMALL)), host_buffer(0, torch.uint8, pin=False)
+        self._checksum_buffer, self._buffer = memoryview(bytearray(_SMALL)), host_buffer(0, torch.uint8, pin=False)
 
     def value(self, key: str) -> Any:
         """Return a value that is not a tensor. Runs no code from the file.
@@ -142,7 +143,7 @@ class CheckpointReader:
                 both = stored.overlap(region)
                 assert both is not None
                 target = _part(local.detach(), both.relative_to(region.offsets))
-                reads[stored].parts.append((both.relative_to(stored.offsets), target))
+                reads[stored].targets.append((both.relative_to(stored.offsets), target))
         return list(reads.values())
 
     def check(self, targets: Mapping[str, Iterable[TensorShard]]) -> list[ShardRead]:
@@ -151,14 +152,14 @@ class CheckpointReader:
         See [Note: Checked before anything changes].
 
         Returns:
-            Reads for :meth:`fill`, ordered by file and place.
+            Reads for ``fill``, ordered by file and place.
 
         Raises:
             CheckpointError: If a file is missing, truncated or changed.
         """
         reads = [read for key, shards in targets.items() for read in self.find(key, shards)]
         reads.sort(key=lambda read: read.place[:2])
-        limit = 0 if self.folder.is_local and self.index.raw else _KEPT
+        limit = 0 if self.folder.is_local and self.index.own_format else _KEPT
         for read in reads:
             for start, numel in self._blocks(read):
                 nbytes, flat = numel * read.item_size, None
@@ -194,7 +195,7 @@ class CheckpointReader:
                     flat = self._read_block(read, start, numel, into)
                     if memory is not None:
                         continue
-                for region, target in read.parts:
+                for region, target in read.targets:
                     _copy_range(flat, start, read.region.sizes, region, target)
 
     def check_file(self, name: str) -> None:
@@ -213,7 +214,7 @@ class CheckpointReader:
         version = self.folder.version(name)
         if self.index.places is None:
             self._directories[name] = read_directory(self._file(name), where, name, entry, self.index.block)
-        elif self.index.raw:
+        elif self.index.own_format:
             stream = self._file(name)
             stream.seek(0)
             if checksum(stream.read(entry.header)) != entry.checksum:
@@ -265,11 +266,11 @@ class CheckpointReader:
         A checksum can only be verified for a whole block; a shard of torch's format can only be read as a whole.
         """
         sizes, numel = read.region.sizes, read.region.numel
-        if not self.index.raw:
+        if not self.index.own_format:
             yield 0, numel
             return
         step = self.index.block // read.item_size
-        spans = [(_span_of(sizes, region), region) for region, _ in read.parts]
+        spans = [(_span_of(sizes, region), region) for region, _ in read.targets]
         low, high = min(span[0] for span, _ in spans), max(span[1] for span, _ in spans)
         for start in range(low // step * step, high, step):
             count = min(step, numel - start)
@@ -280,11 +281,11 @@ class CheckpointReader:
         """Return the bytes of the target that a block can be read straight into: the only one, and it needs all of the
         block; None if there is none.
         """
-        (region, target), *others = read.parts
+        (region, target), *others = read.targets
         low, high = _span_of(read.region.sizes, region)
         direct = (
             not others
-            and self.index.raw
+            and self.index.own_format
             and target.device.type == "cpu"
             and target.dtype == dtype_of(read.dtype)
             and target.is_contiguous()
@@ -299,15 +300,15 @@ class CheckpointReader:
 
     def _reused(self, read: ShardRead, numel: int) -> torch.Tensor:
         """Return host memory for a block that is valid until the next call."""
-        nbytes = numel * read.item_size if self.index.raw else 0
-        pinned = any(target.device.type != "cpu" for _, target in read.parts)
+        nbytes = numel * read.item_size if self.index.own_format else 0
+        pinned = any(target.device.type != "cpu" for _, target in read.targets)
         if self._buffer.numel() < nbytes or (pinned and not self._buffer.is_pinned()):
             self._buffer = host_buffer(max(nbytes, BLOCK), torch.uint8, pin=pinned)
         return self._buffer[:nbytes]
 
     def _read_block(self, read: ShardRead, start: int, numel: int, into: torch.Tensor) -> torch.Tensor:
         """Return the elements of a block, 1-D. Those of fullshard's own format are read into ``into``, uint8 memory."""
-        if not self.index.raw:
+        if not self.index.own_format:
             if self._decoded is None or self._decoded[0] != read.place:
                 self._decoded = None  # freed before the next one is allocated
                 where, data = self._where(read.key, read.place), self._read_whole(read.key, read.place)
@@ -322,13 +323,13 @@ class CheckpointReader:
 
     def _verify_block(self, read: ShardRead, start: int, numel: int) -> None:
         """Verify the checksum of a block, through a small buffer that stays in the processor's cache: half the time."""
-        if not self.index.raw:
+        if not self.index.own_format:
             self._read_block(read, start, numel, self._buffer)
             return
         offset, end = start * read.item_size, (start + numel) * read.item_size
         digest = xxhash.xxh3_64()
         for begin in range(offset, end, _SMALL):
-            view = self._small[: min(_SMALL, end - begin)]
+            view = self._checksum_buffer[: min(_SMALL, end - begin)]
             self._read_bytes(read.key, read.place, begin, view)
             digest.update(view)
         self._compare(read.key, read.place, offset, digest.digest())
@@ -340,7 +341,7 @@ class CheckpointReader:
         data = bytearray(place.length)
         view = memoryview(data)
         self._read_bytes(key, place, 0, view)
-        if self.index.raw:
+        if self.index.own_format:
             for begin in range(0, len(view), self.index.block):
                 self._compare(key, place, begin, checksum(view[begin : begin + self.index.block]))
         else:

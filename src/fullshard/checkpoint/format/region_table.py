@@ -96,7 +96,7 @@ class RegionTable:
 
     @classmethod
     def from_columns(cls, columns: Numbers) -> RegionTable:
-        """Return the table of :attr:`columns`.
+        """Return the table of ``columns``.
 
         Raises:
             ValueError: If there is an even number of columns.
@@ -152,7 +152,7 @@ class RegionTable:
         """Return the index of the first element of each region in its tensor, counted row by row.
 
         Args:
-            shapes: :func:`shape_columns` of the tensors.
+            shapes: ``shape_columns`` of the tensors.
         """
         strides = np.ones_like(shapes)
         for dim in range(self.dims - 2, -1, -1):

@@ -4,7 +4,7 @@
 A pickle is a program: it names callables and calls them. ``.metadata`` needs a dozen names; any other is refused. Not
 even torch's own classes are handed out, as a pickle can change attributes of the classes that it names: each name has a
 stand-in, new for every file, that only keeps the state that it is given. What comes out is type-checked and becomes an
-:class:`~fullshard.checkpoint.format.index.Index`, checked as any other. Tensors and values are read with torch's
+``Index``, checked as any other. Tensors and values are read with torch's
 restricted unpickler.
 """
 
@@ -86,7 +86,7 @@ def decode_shard(where: str, data: bytes, sizes: tuple[int, ...], dtype: str) ->
 
 def _damaged(where: str, found: str) -> CheckpointError:
     return CheckpointError(
-        f"{where} cannot be read ({found}); no code in them was run. Copy the file again, or use another checkpoint"
+        f"{where} cannot be read ({found}); no code in it was run. Copy the file again, or use another checkpoint"
     )
 
 
@@ -113,7 +113,7 @@ def read_metadata_file(folder: Folder) -> Index:
             files={name: FileEntry(folder.length(name)) for name in names},
             about={"format": "torch.distributed.checkpoint", "version": _shown(top.get("version"))},
             places=places,
-            raw=False,
+            own_format=False,
         )
     except CheckpointError:
         raise
@@ -154,7 +154,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return the stand-in for a name in the pickle."""
         if (module, name) not in self._names:
-            raise _RefusedError(f"refers to {module[:80]}.{name[:80]}, which is not allowed in it")
+            raise _RefusedError(f"refers to {module[:80]}.{name[:80]}, which is not allowed")
         return self._names[module, name]
 
     def persistent_load(self, pid: Any) -> NoReturn:

@@ -33,7 +33,7 @@ def to_bytes(key: str, value: Any) -> bytes:
         value: Numbers, strings, bytes, None, tensors, numpy arrays and numbers, and containers of them.
 
     Raises:
-        TypeError: If :func:`from_bytes` could not read it back.
+        TypeError: If ``from_bytes`` could not read it back.
     """
     stream = io.BytesIO()
     try:
@@ -50,7 +50,7 @@ def to_bytes(key: str, value: Any) -> bytes:
 
 
 def from_bytes(key: str, data: bytes) -> Any:
-    """Deserialize a value of :func:`to_bytes`, with its tensors on the CPU. Runs no code from the bytes.
+    """Deserialize a value of ``to_bytes``, with its tensors on the CPU. Runs no code from the bytes.
 
     Args:
         key: Its name in the checkpoint, for the error.

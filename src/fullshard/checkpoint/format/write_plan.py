@@ -89,8 +89,8 @@ class RankInventory:
     """The shards and values that one rank holds, as it sends them to the coordinator.
 
     Args:
-        table: A :attr:`TensorTable.packed`; None: the same as the first rank's.
-        regions: Result of :meth:`packed`.
+        table: A ``TensorTable.packed``; None: the same as the first rank's.
+        regions: Result of ``packed``.
         values: Keys of values.
     """
 
@@ -181,7 +181,9 @@ def _merge_tables(held: Sequence[RankInventory]) -> tuple[TensorTable, list[Regi
                 if key not in rows:  # the first rank that has it
                     rows[key], numbers[key] = (dtype, shape, equal), len(numbers)
                 elif len(rows[key][1]) != len(shape):
-                    raise CheckpointError(f"{key}: has shape {rows[key][1]} on one rank and {shape} on another")
+                    raise CheckpointError(
+                        f"{key}: expected the same shape on all ranks, found {rows[key][1]} and {shape}"
+                    )
             known[packed] = np.fromiter((numbers[key] for key in own.keys), dtype=np.int64)
         found = RegionTable.from_columns(unpack_columns(each.regions))
         regions.append(found.renumbered(known[packed][found.tensor]))

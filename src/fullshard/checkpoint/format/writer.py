@@ -168,7 +168,7 @@ def index_of(
         CheckpointError: If ranks have written other files than planned.
     """
     if list(files) != [data_file(save, rank) for rank, number in enumerate(plan.files) if number >= 0]:
-        raise CheckpointError(f"{where}: ranks have written other files than planned")
+        raise CheckpointError(f"{where}: the files that the ranks have written do not match the write plan")
     order = np.lexsort((plan.regions.first(shape_columns(plan.table.shapes)), plan.regions.tensor))
     numbers = np.array(plan.files, dtype=np.int64)[plan.ranks[order]]
     tensors = map(TensorEntry, plan.table.dtypes, plan.table.shapes)

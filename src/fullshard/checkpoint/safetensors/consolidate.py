@@ -86,7 +86,7 @@ def _names(checkpoint: Checkpoint, prefix: str) -> list[str]:
 
 
 def _tied(checkpoint: Checkpoint, prefix: str) -> dict[str, str]:
-    """Return the metadata in which :func:`fullshard.load_safetensors` finds the other names of tied parameters."""
+    """Return the metadata in which ``fullshard.load_safetensors`` finds the other names of tied parameters."""
     aliases = {
         name.removeprefix(prefix): first.removeprefix(prefix)
         for name, first in checkpoint.aliases.items()

@@ -5,7 +5,7 @@ The byte ranges of all tensors follow from names, shapes and dtypes, which all r
 files, headers first and at full length, under temporary names, and then all ranks write their shards into them
 concurrently; weights are not communicated. Replicated shards are written by one rank. At the end the files are renamed
 to their final names, the index last. That needs a folder on a shared file system; otherwise the group's first rank
-writes all, tensor by tensor, as :func:`fullshard.full_tensors` gathers them.
+writes all, tensor by tensor, as ``fullshard.full_tensors`` gathers them.
 """
 
 from __future__ import annotations
@@ -48,38 +48,50 @@ def export_safetensors(
     sync: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the full weights of ``model`` in the Hugging Face layout. All ranks call it.
+    """Write the full weights of ``model`` as safetensors files in the Hugging Face layout. All ranks call it.
 
-    ``model.safetensors``, or with more than ``max_shard_bytes`` files ``model-00001-of-0000N.safetensors`` and
-    ``model.safetensors.index.json``. Parameters and persistent buffers, with their names as before wrapping; a tied
-    parameter is written once; its other names are in the metadata under "aliases", where
-    :func:`fullshard.load_safetensors` finds them. Extra state of modules is left out.
+    The files are ``model.safetensors``, or above ``max_shard_bytes`` several files ``model-00001-of-0000N.safetensors``
+    and ``model.safetensors.index.json``. They contain parameters and persistent buffers, with their names before
+    wrapping. A tied parameter is written once; its other names are in the metadata under "aliases", where
+    ``load_safetensors`` finds them. Extra state of modules is not written.
 
     Every rank writes its own shards into the files, through a few megabytes of memory. If the ranks do not see the same
-    ``folder``, the group's first rank writes alone, which takes longer and needs memory for a group of full tensors, as
-    :func:`full_tensors`.
+    ``folder``, the first rank of the process group writes alone, which takes longer and needs as much memory as
+    ``full_tensors``.
 
     Args:
-        model: A model of either front end, DistributedDataParallel or plain; between steps.
-        folder: Created if missing. Existing weights in this layout are replaced; meanwhile readers find the old ones,
-            the new ones, or none, never a mixture.
+        model: A model of ``fully_shard`` or ``FullyShardedDataParallel``, DistributedDataParallel or plain; not in the
+            middle of a step.
+        folder: Created if missing. Existing weights in this layout are replaced; while they are, readers find the old
+            files, the new files or none, but never a mixture.
         dtype: Convert floating-point tensors to it. None: keep their dtypes.
         max_shard_bytes: Limit for the tensors in one file; a larger tensor gets a separate file.
         metadata: Strings to add to the headers of the files.
-        sync: Flush the files to disk, so that they survive a power failure.
-        process_group: The ranks that the model is sharded over. None: all.
+        sync: Flush the files to disk before returning, so that they survive a power failure.
+        process_group: Ranks that the model is sharded over. None: all ranks.
 
     Raises:
         ValueError: If an argument is invalid, or the format does not support a tensor.
         CheckpointError: On all ranks, if one of them cannot write (with the rank and the file), or the ranks of
             ``process_group`` do not hold the whole model. Files written so far are removed.
+        UnmaterializedParameterError: If a parameter or buffer is on the meta device.
         PhaseError: If a unit is in the middle of a step.
-        FullshardError: On the ranks that wait, if others do not call ``export_safetensors``.
+        FullshardError: On the ranks that have called ``export_safetensors``, if others do not call it.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+        import fullshard
+
+        model = fullshard.fully_shard(nn.Linear(16, 16))
+        fullshard.export_safetensors(model, "exported", dtype=torch.bfloat16)
+        ```
     """
     texts = dict(metadata or {})
     check_arguments(dtype, max_shard_bytes)
     if ALIASES in texts or not all(isinstance(text, str) for item in texts.items() for text in item):
-        raise ValueError(f"metadata: expected strings by names other than {ALIASES!r}, found {texts}")
+        raise ValueError(f"metadata: expected a dictionary of strings without the key {ALIASES!r}, found {texts}")
     path = local_path("export_safetensors: folder", folder)
     with rank_barrier(f"export_safetensors {path}", process_group) as barrier:
         state = barrier.run_on_all("planning", lambda: _exportable_state(model))

@@ -1,6 +1,6 @@
 """Layout of safetensors files, and of several files with a Hugging Face index: read and planned.
 
-The safetensors package reads and checks headers. The bytes of shards are read and written by :mod:`shard_io`, straight
+The safetensors package reads and checks headers. The bytes of shards are read and written by ``shard_io``, straight
 into and from existing memory: ``safe_open(...).get_slice`` maps the file, so that a file that is cut off, or an error
 of the disk, would end the process with SIGBUS where now every rank raises an error; and nothing of the package writes
 parts of tensors.
@@ -111,7 +111,7 @@ def local_path(what: str, path: str | os.PathLike[str]) -> Path:
         ValueError: If it is a URL.
     """
     if "://" in os.fspath(path):
-        raise ValueError(f"{what}: expected a path, found the URL {os.fspath(path)!r}; copy the files from or to it")
+        raise ValueError(f"{what}: expected a local path, found the URL {os.fspath(path)!r}; copy the files separately")
     return Path(path)
 
 
@@ -197,7 +197,7 @@ def read_index(path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path}: invalid JSON: {error}") from error
     places = parsed.get("weight_map") if isinstance(parsed, dict) else None
     if not isinstance(places, dict) or not all(isinstance(file_name, str) for file_name in places.values()):
-        raise CheckpointError(f"{path}: expected strings by name as weight_map")
+        raise CheckpointError(f"{path}: expected an object of strings as weight_map")
     for name, file_name in places.items():
         # A plain name: an untrusted index must not select files outside of its folder.
         if file_name in ("", ".", "..") or "\0" in file_name or set(file_name) & {"/", "\\"}:
@@ -236,7 +236,7 @@ def plan_files(tensors: Mapping[str, FileTensor], max_bytes: int, metadata: Mapp
     if unknown:
         raise ValueError(f"safetensors does not support the dtypes of these tensors: {shortened(unknown)}")
     if METADATA in tensors:
-        raise ValueError(f"a tensor cannot be called {METADATA!r} in a safetensors file")
+        raise ValueError(f"the name {METADATA!r} is reserved in safetensors files; rename the tensor")
     groups: list[dict[str, FileTensor]] = [{}]
     taken = 0
     for name, tensor in tensors.items():

@@ -34,9 +34,9 @@ _SHOWN = 1000  # names per kind of mismatch in an error
 class IncompatibleNames(NamedTuple):
     """Names that only the model or only the files have.
 
-    Args:
-        missing_keys: Parameters and persistent buffers that the files do not have.
-        unexpected_keys: Tensors of the files that the model does not have.
+    Attributes:
+        missing_keys: Parameters and persistent buffers that are not in the files.
+        unexpected_keys: Tensors of the files that are not in the model.
     """
 
     missing_keys: list[str]
@@ -53,38 +53,52 @@ def load_safetensors(
     init_buffers: Callable[[nn.Module], object] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> IncompatibleNames:
-    """Fill ``model`` from safetensors files. All ranks call it; each reads only the byte ranges of its shards.
+    """Load weights into ``model`` from safetensors files. All ranks call it; each reads only its own shards.
 
-    Contiguous byte ranges are read straight into the shards. Names, shapes and dtypes are compared on all ranks before
-    anything changes. Parameters and buffers on the meta device are allocated on the device where their unit computes
-    (or is offloaded to); they stay the same objects, so an optimizer may exist already.
+    Contiguous byte ranges are read directly into the shards. All ranks compare names, shapes and dtypes before anything
+    changes. Parameters and buffers on the meta device are allocated on the compute device of their unit (or in CPU
+    memory if the unit is offloaded). Parameters stay the same objects, so an optimizer may exist already.
 
     Args:
-        model: A model of either front end, DistributedDataParallel or plain; between steps.
-        path: A ``.safetensors`` file, an index of several, or a folder with ``model.safetensors``,
+        model: A model of ``fully_shard`` or ``FullyShardedDataParallel``, DistributedDataParallel or plain; not in the
+            middle of a step.
+        path: A ``.safetensors`` file, an index of several files, or a folder with ``model.safetensors``,
             ``model.safetensors.index.json`` or one ``.safetensors`` file.
-        strict: Raise if a name is only in the model or only in the files. Otherwise tensors that the files lack keep
-            their values; tensors on the meta device must be in the files in any case, unless they are buffers that
+        strict: Raise if a name is only in the model or only in the files. If False, tensors that are not in the files
+            keep their values. Tensors on the meta device must be in the files in any case, unless they are buffers that
             can be initialized.
-        rename: Called with each name in the files; returns the model's name for it (as before wrapping), or None to
-            leave the tensor out. Equal on all ranks.
-        cast: Convert between floating-point dtypes. Other differences of dtype are always errors.
-        init_buffers: Fills the buffers of a module, such as the frequencies of rotary embeddings: called with each that
-            has buffers on the meta device that are not in the files. What else it changes is undone. None: the module's
-            own ``reset_parameters()``, or else ``_init_weights(module)`` of the closest module around it that has such
-            a method, as models of Hugging Face transformers (5 and later) do.
-        process_group: The ranks that the model is sharded over. None: all.
+        rename: Called with each name in the files. Returns the name in the model (before wrapping), or None to skip the
+            tensor. Must return the same names on all ranks.
+        cast: Convert between floating-point dtypes. Other dtype mismatches are always errors.
+        init_buffers: Function that initializes the buffers of a module, such as the frequencies of rotary embeddings.
+            It is called with each module that has buffers on the meta device that are not in the files; its changes to
+            other tensors are undone. None: the module's ``reset_parameters()``, else ``_init_weights(module)`` of the
+            closest enclosing module with such a method, as models of Hugging Face transformers (5 and later) have.
+        process_group: Ranks that the model is sharded over. None: all ranks.
 
     Returns:
-        The names that only one side has.
+        The names that only the model or only the files have.
 
     Raises:
-        CheckpointError: On all ranks, before anything changes: the files are invalid or do not match the model, with
-            missing and unexpected names, and those of wrong shape or dtype. Or a file could not be read to the end
-            although it had been checked: then the model is partly changed, and the error says so.
-        ValueError: If ``rename`` returns the same name for two tensors.
+        CheckpointError: On all ranks and before anything changes, if the files are invalid or do not match the model,
+            with missing and unexpected names and mismatches of shape or dtype. Also if a file that was checked could
+            not be read to the end: then the model is partly changed, and the error says so.
+        ValueError: If ``path`` is a URL, or ``rename`` returns the same name for two tensors.
         PhaseError: If a unit is in the middle of a step.
-        FullshardError: On the ranks that wait, if others do not call ``load_safetensors``.
+        FullshardError: On the ranks that have called ``load_safetensors``, if others do not call it.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+        import fullshard
+
+        fullshard.export_safetensors(fullshard.fully_shard(nn.Linear(16, 16)), "weights")
+        with torch.device("meta"):
+            model = nn.Linear(16, 16)
+        fullshard.fully_shard(model)
+        fullshard.load_safetensors(model, "weights")
+        ```
     """
     where = local_path("load_safetensors: path", path)
     with rank_barrier(f"load_safetensors {where}", process_group) as barrier:

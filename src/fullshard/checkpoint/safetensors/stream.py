@@ -30,26 +30,36 @@ GROUP_BYTES = 256 * 1024 * 1024  # of tensors that are all-gathered together; a 
 def full_tensors(
     model: nn.Module, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all parameters and persistent buffers of ``model`` as full tensors, with their names as before wrapping.
+    """Yield all parameters and persistent buffers of ``model`` as full tensors, with their names before wrapping.
 
-    A collective: all ranks iterate together, to the end or to the same tensor. Beside the shards, one group of tensors
-    of up to 256 MiB, or one larger tensor, is in memory at a time, unless the caller keeps references.
+    A collective: all ranks iterate together, to the end or to the same tensor. In addition to the shards, one group of
+    tensors of up to 256 MiB, or one larger tensor, is in memory at a time, unless the caller keeps references.
 
     Args:
-        model: A model of either front end, or plain; between steps. It must not run, and its parameters must not
-            change, until the iteration ends.
-        dtype: Convert floating-point tensors to it, before they are communicated. None: keep their dtypes.
-        device: Device of the tensors. None: where the model computes.
+        model: A model of ``fully_shard`` or ``FullyShardedDataParallel``, or plain; not in the middle of a step. It
+            must not run, and its parameters must not change, until the iteration ends.
+        dtype: Convert floating-point tensors to it before they are communicated. None: keep their dtypes.
+        device: Device of the tensors. None: the compute device.
 
     Returns:
-        Iterator over name and tensor, unit by unit, then parameters that are in no unit, then buffers. A tied parameter
-        is yielded under each of its names, as the same tensor. Do not write to the tensors: those that were not sharded
-        are the model's own memory.
+        Iterator over pairs of name and tensor: unit by unit, then parameters that are in no unit, then buffers. A tied
+        parameter is yielded under each of its names, as the same tensor. Do not write to the tensors: those that are
+        not sharded share memory with the model.
 
     Raises:
         PhaseError: If a unit is in the middle of a step, or its parameters are unsharded by ``summon_full_params``.
         UnmaterializedParameterError: If a parameter or buffer is on the meta device.
-        ValueError: If ``dtype`` is not a floating-point one.
+        ValueError: If ``dtype`` is not a floating-point dtype.
+
+    Example:
+        ```python
+        from torch import nn
+        import fullshard
+
+        model = fullshard.fully_shard(nn.Linear(16, 8))
+        shapes = {name: tuple(tensor.shape) for name, tensor in fullshard.full_tensors(model)}
+        assert shapes == {"weight": (8, 16), "bias": (8,)}
+        ```
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"full_tensors: dtype: expected a floating-point dtype, found {dtype}")

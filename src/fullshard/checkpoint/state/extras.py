@@ -29,7 +29,7 @@ def split(value: Any, tensors: dict[str, TensorShards], prefix: str, *, small: b
     """Take the tensors out of a nested value.
 
     Args:
-        value: Any value; dictionaries, lists and tuples are searched. Tensors may be :class:`TensorShards`.
+        value: Any value; dictionaries, lists and tuples are searched. Tensors may be ``TensorShards``.
         tensors: Receives the tensors.
         prefix: Prefix of their names.
         small: Leave small plain CPU tensors in the value.
@@ -60,7 +60,7 @@ def placeholder(name: str) -> dict[str, str]:
 
 
 def joined(value: Any, tensor_of: Callable[[str], Any]) -> Any:
-    """Put the tensors back into a value of :func:`split`; ``tensor_of`` returns them by name."""
+    """Put the tensors back into a value of ``split``; ``tensor_of`` returns them by name."""
     if isinstance(value, dict):
         if value.keys() == {_MARK}:
             return tensor_of(value[_MARK])
@@ -72,7 +72,7 @@ def joined(value: Any, tensor_of: Callable[[str], Any]) -> Any:
 
 
 def tensors_in(value: Any) -> set[str]:
-    """Return the names of the tensors that :func:`split` took out of a value."""
+    """Return the names of the tensors that ``split`` took out of a value."""
     names: set[str] = set()
     joined(value, names.add)
     return names
@@ -93,7 +93,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Restore random generators to a state of :func:`random_state`; generators that it lacks are left alone."""
+    """Restore random generators to a state of ``random_state``; generators that it lacks are left alone."""
     torch.set_rng_state(state["torch"])
     random.setstate(_tuples(state["python"]))
     if device.type != "cpu" and device.type in state:

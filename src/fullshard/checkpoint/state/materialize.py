@@ -119,8 +119,8 @@ class MetaTensors:
         forgotten = [name for (name, module, own), old in pairs if not _is_set(module._buffers[own], *old)]
         if forgotten:
             raise CheckpointError(
-                f"the initialization of these buffers, which are not in the files, did not set them: {forgotten[:10]}; "
-                "pass a function as init_buffers that does"
+                f"these buffers are not in the files, and the initialization of their modules did not set them: "
+                f"{forgotten[:10]}; pass init_buffers, a function that sets them"
             )
 
 
@@ -193,8 +193,8 @@ def _give_memory(meta: _MetaTensor, device: torch.device) -> torch.Tensor:
         torch.utils.swap_tensors(old, replacement)  # type: ignore[no-untyped-call]
     except RuntimeError as error:  # an optimizer would not know a new object
         raise CheckpointError(
-            f"{meta.names[0]} on the meta device cannot get memory and stay the same object: {error}; load before "
-            "anything else refers to it, a graph of autograd or a weak reference"
+            f"{meta.names[0]} is on the meta device and cannot be materialized in place: {error}; load before anything "
+            "else refers to it, such as an autograd graph or a weak reference"
         ) from error
     old.__class__ = kind
     return old

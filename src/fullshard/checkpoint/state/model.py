@@ -112,9 +112,9 @@ def _warn_about_custom_state_dict(prefix: str, module: nn.Module) -> None:
     foreign = [hook for hook in hooks if not str(_module_of(hook)).startswith(("torch.", "fullshard."))]
     if foreign or type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
         warnings.warn(
-            f"{prefix.removesuffix('.') or 'the model'} ({type(module).__name__}) changes state dicts with hooks or a "
-            "_save_to_state_dict of its own, which checkpoints do not run: they save parameters, persistent buffers "
-            "and the result of get_extra_state. Return further state there",
+            f"{prefix.removesuffix('.') or 'the model'} ({type(module).__name__}) customizes its state dict with hooks "
+            "or _save_to_state_dict, which fullshard.save does not run: it saves parameters, persistent buffers and "
+            "the result of get_extra_state(). Return additional state from get_extra_state()",
             stacklevel=2,
         )
 

@@ -30,7 +30,7 @@ class LocalParameter:
         fqns: Its FQNs as before wrapping; a tied parameter has several.
         shape: Shape of the unsharded parameter.
         dtype: Dtype of its sharded elements.
-        parameter: The parameter object of optimizers: itself, or the :class:`FlatParameter` that contains its shard.
+        parameter: The parameter object of optimizers: itself, or the ``FlatParameter`` that contains its shard.
         flat_slice: Elements of its shard in a visible flat parameter; None if it is a parameter by itself.
         sharded: Its state in the engine; None if no unit manages it.
     """
@@ -48,7 +48,7 @@ class LocalParameter:
         return self.fqns[0]
 
     def local_of(self, value: torch.Tensor) -> torch.Tensor:
-        """Return this parameter's part of a tensor shaped as :attr:`parameter`, such as a state of an optimizer.
+        """Return this parameter's part of a tensor shaped as ``parameter``, such as a state of an optimizer.
 
         Args:
             value: Plain or DTensor.
@@ -63,7 +63,7 @@ class LocalParameter:
         """Return that part as shards of the unsharded parameter.
 
         Args:
-            value: Shaped as :attr:`parameter`, of any dtype. A DTensor is cut by its own placements.
+            value: Shaped as ``parameter``, of any dtype. A DTensor is cut by its own placements.
 
         Raises:
             FullshardError: If it has another shape.
@@ -179,7 +179,7 @@ def ensure_idle(model: nn.Module) -> None:
     """Return all units of ``model`` to the idle state, with sharded parameters registered.
 
     Raises:
-        PhaseError: As :func:`local_parameters` does.
+        PhaseError: As ``local_parameters`` does.
     """
     for unit in nested_units(model):
         require_idle(unit, "its state")

@@ -61,7 +61,7 @@ class Snapshot:
         aliases: Other keys of tied parameters.
         about: Description of the save, for the index.
         fingerprint: Compared between the ranks of the save.
-        wait: Blocks until the entries can be read: copies from an accelerator are under way when :meth:`stage` returns.
+        wait: Blocks until the entries can be read: copies from an accelerator are under way when ``stage`` returns.
     """
 
     entries: dict[str, TensorShards | bytes]
@@ -163,8 +163,8 @@ def components(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra:
     removed = sorted(REMOVED.intersection(extra))
     if removed:
         raise TypeError(
-            f"{removed[0]} is no argument of save(), async_save() and load() any more; for other storage, use torch's "
-            "dcp.save or dcp.load with get_state_dict"
+            f"{removed[0]} is not an argument of save(), async_save() or load(); for other storage, use "
+            "torch.distributed.checkpoint.save or load with get_state_dict"
         )
     taken = sorted(ARGUMENTS.intersection(extra))
     if taken:
@@ -183,8 +183,7 @@ def components(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra:
             of = next((each for each in models if any(id(p) in own for p in each.parameters())), None)
             if of is None:
                 raise CheckpointError(
-                    f"{name}: the optimizer's parameters are in none of the models that were passed; pass its model as "
-                    "well"
+                    f"{name}: the optimizer's parameters are in none of the models that were passed; pass its model too"
                 )
             found.append(Component(f"{EXTRA}{name}.", of, value))
     return found

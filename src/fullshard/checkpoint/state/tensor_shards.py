@@ -129,7 +129,7 @@ def region_at(tensor: DTensor, coordinate: Sequence[int]) -> Region:
             offsets[dim] += start
         elif not isinstance(placement, Replicate):
             raise TypeError(
-                f"a DTensor with placement {placement} has no definite elements on any rank; redistribute it to "
+                f"a DTensor with placement {placement} has no final values on any rank; redistribute it to "
                 "Shard or Replicate first"
             )
     return Region(tuple(offsets), tuple(sizes))

@@ -1,4 +1,4 @@
-"""Implementation of ``fullshard inspect`` and ``fullshard export``. Options are declared in :mod:`fullshard.cli`.
+"""Implementation of ``fullshard inspect`` and ``fullshard export``. Options are declared in ``fullshard.cli``.
 
 Exit codes: 0 all good; 1 problems or differences were found, or something could not be written; 2 wrong input.
 """
@@ -175,14 +175,14 @@ def _show_rows(table: Table, count: int, what: str, console: Console) -> None:
         console.print(table)
     more = count - table.row_count
     if more > 0:
-        console.print(f"[dim]and {more} more {what}; --names '*' lists all, --names 'model.*' some of them[/]\n")
+        console.print(f"[dim]and {more} more {what}; --names '*' lists all, --names 'model.*' those that match[/]\n")
 
 
 def _contents(checkpoint: Checkpoint, name: str, limit: int) -> Text:
     try:
         text = " ".join(repr(checkpoint.read(name)).split())
     except CheckpointError:
-        return Text("cannot be read; run with --verify for the error", style="red")
+        return Text("cannot be read; run with --verify to see the error", style="red")
     return Text(text if len(text) <= limit else text[: limit - 3] + "...")
 
 
@@ -193,7 +193,9 @@ def _verify(checkpoint: Checkpoint, console: Console) -> int:
     if problems:
         console.print(Text(f"{_count(len(problems), 'problem')} found", style="bold red"))
         return FOUND
-    what = "all checksums match" if checkpoint.index.raw else "everything can be read; the format has no checksums"
+    what = (
+        "all checksums match" if checkpoint.index.own_format else "everything can be read; the format has no checksums"
+    )
     console.print(Text.assemble(("verified: ", "bold green"), f"{_bytes(checkpoint.index.nbytes)} of tensors, {what}"))
     return GOOD
 
@@ -202,11 +204,13 @@ def _diff(checkpoint: Checkpoint, other: Checkpoint, console: Console) -> int:
     differences = checkpoint.diff(other)
     both = f"{checkpoint.path} and {other.path}"
     if not differences:
-        console.print(Text.assemble(("equal: ", "bold green"), f"{both} hold the same"))
+        console.print(Text.assemble(("equal: ", "bold green"), f"{both} have the same contents"))
         return GOOD
     for difference in differences:  # a line each, also where lines are short: names are long, and pipes are searched
         console.print(Text(difference), soft_wrap=True)
-    console.print(Text.assemble((_count(len(differences), "difference"), "bold red"), f" of {both}"), soft_wrap=True)
+    console.print(
+        Text.assemble((_count(len(differences), "difference"), "bold red"), f" between {both}"), soft_wrap=True
+    )
     return FOUND
 
 

@@ -31,6 +31,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Args:
         path: Folder or URL, of fullshard's format or of torch.distributed.checkpoint's.
 
+    Returns:
+        The open checkpoint, a context manager.
+
     Raises:
         CheckpointError: If there is no checkpoint, or its index is corrupted.
     """
@@ -38,7 +41,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 class Checkpoint:
-    """An open checkpoint; a context manager. Tensors are read on demand. Made by :func:`open_checkpoint`."""
+    """An open checkpoint, returned by ``open_checkpoint``. A context manager; tensors are read on demand."""
 
     _reader: CheckpointReader
 
@@ -72,15 +75,41 @@ class Checkpoint:
         return list(self.index.tensors)
 
     def shape(self, name: str) -> torch.Size:
-        """Return the shape of a tensor; KeyError if there is no tensor of that name."""
+        """Return the shape of a tensor.
+
+        Args:
+            name: Name of the tensor.
+
+        Returns:
+            Shape of the unsharded tensor.
+
+        Raises:
+            KeyError: If there is no such tensor.
+        """
         return torch.Size(self._tensor(name).shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor; KeyError if there is no tensor of that name."""
+        """Return the dtype of a tensor.
+
+        Args:
+            name: Name of the tensor.
+
+        Returns:
+            The dtype.
+
+        Raises:
+            KeyError: If there is no such tensor.
+        """
         return dtype_of(self._tensor(name).dtype)
 
     def read(self, name: str) -> Any:
-        """Read a tensor, whole and on the CPU, or a value.
+        """Read a full tensor or a value.
+
+        Args:
+            name: Name of the tensor or value.
+
+        Returns:
+            The full tensor in CPU memory, or the value.
 
         Raises:
             KeyError: If there is no such tensor or value.
@@ -92,18 +121,29 @@ class Checkpoint:
         return self._range(name, 0, entry.numel).view(entry.shape)
 
     def parts(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield a tensor in parts of at most 16 MiB, each as its first element and its elements, 1-D."""
+        """Yield a tensor in parts of at most 16 MiB.
+
+        Args:
+            name: Name of the tensor.
+
+        Yields:
+            Index of the part's first element, counted row by row, and its elements as a 1-D tensor.
+
+        Raises:
+            KeyError: If there is no such tensor.
+            CheckpointError: If it cannot be read, or its checksum does not match.
+        """
         entry = self._tensor(name)
         step = max(1, _PART // self.dtype(name).itemsize)
         for start in range(0, entry.numel, step):
             yield start, self._range(name, start, min(step, entry.numel - start))
 
     def verify(self) -> list[str]:
-        """Read everything and compare it with its checksums.
+        """Read everything and verify the checksums.
 
         Returns:
-            Problems, one sentence for each file, shard and value that is damaged. Checkpoints of
-            torch.distributed.checkpoint have no checksums of blocks: there, those of torch's files are compared.
+            Problems, one sentence for each damaged file, shard and value. Checkpoints of torch.distributed.checkpoint
+            have no checksums of blocks; there, the checksums of torch's zip files are verified.
         """
         problems: list[str] = []
         bad_files: set[str] = set()
@@ -129,7 +169,10 @@ class Checkpoint:
         return problems
 
     def diff(self, other: Checkpoint) -> list[str]:
-        """Compare with another checkpoint: names, shapes, dtypes and contents. NaN equals NaN.
+        """Compare names, shapes, dtypes and contents with another checkpoint. NaN equals NaN.
+
+        Args:
+            other: The other checkpoint.
 
         Returns:
             Differences, one line each, which begins with the name.

@@ -86,7 +86,7 @@ class BlockFormat:
             scales.narrow(1, start, count).copy_(scale)
 
     def decode(self, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """Write what :meth:`encode` has written, or as much as there is room for, into ``values``.
+        """Write what ``encode`` has written, or as much as there is room for, into ``values``.
 
         Args:
             rows: ``(m, rows(n), row_bytes)`` of uint8.

@@ -17,10 +17,10 @@ others. What is in no slice is sent as it is, too: presence numbers, which quant
 would become 0; padding, in which anything may be by chance; and the data of tensor subclasses, whose meaning only they
 know. What shares an operand with quantized slices is sent beside the rows. Operands of which nothing is quantized go to
 the transport underneath in the same launch. Values that leave the model (checkpoints, ``summon_full_params``, exports)
-are sent by :attr:`ShardMesh.exact_transport`.
+are sent by ``ShardMesh.exact_transport``.
 
 Messages are allocated with the launch and freed when it is over; results are written only by the host that waits (on
-accelerators: on the stream that does), never from a thread of the back end.
+accelerators: on the stream that does), never from a thread of the backend.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class QuantizedTransport(WrappingTransport):
         self._residuals = {}
 
     def _notify(self, kind: Kind, requests: Sequence[CommRequest]) -> None:
-        """Record nothing yet: :meth:`_sort` records what is really sent."""
+        """Record nothing yet: ``_sort`` records what is really sent."""
 
     def _all_gather(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         layout, plain = self._sort("all_gather", requests)

@@ -25,13 +25,13 @@ AWAITED = (
 )
 HERE = os.path.dirname(os.path.abspath(__file__))
 MISSING = (
-    "this interpreter was started by a program on fullshard.dropin and has no fullshard; install it there, or take "
-    f"{HERE} out of PYTHONPATH"
+    "this Python was started by a program that runs with fullshard.dropin, but cannot import fullshard; install "
+    f"fullshard for it, or remove {HERE} from PYTHONPATH"
 )
 
 
 class Installer:
-    """A loader that loads a module as its own loader does, and has fullshard installed when that is done."""
+    """Loader that wraps a module's own loader, and installs fullshard after the module was loaded."""
 
     _loader: "Any" = None  # as long as an instance has none, for copies
     _finder: "Finder"
@@ -44,7 +44,7 @@ class Installer:
         return getattr(self._loader, name)
 
     def exec_module(self, module: "ModuleType") -> None:
-        """As of the module's own loader, which it has again afterwards."""
+        """Execute the module with its own loader, and restore that loader."""
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
@@ -70,7 +70,7 @@ class Finder:
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        """The module's own specification, loaded by an :class:`Installer`."""
+        """Return the spec that the other finders find, with an ``Installer`` as its loader."""
         key = (name, _thread.get_ident())
         if key in self._asking or not (name in AWAITED or name.partition(".")[0] == "fullshard"):
             return None
@@ -124,7 +124,7 @@ class Finder:
             sys.meta_path.remove(self)
 
     def _forget(self) -> None:
-        """Have nobody find torch's engine, which would run without fullshard, among what has been imported."""
+        """Remove torch's FSDP from the loaded modules, because it would run without fullshard."""
         self._loaded.clear()
         for name in list(sys.modules):
             if any(name == awaited or name.startswith(f"{awaited}.") for awaited in AWAITED):
@@ -136,7 +136,7 @@ class Finder:
 
 
 def run_hidden(seen: "set[str]") -> None:
-    """Have the ``sitecustomize`` that the ones in the folders ``seen`` hide, if there is one, be the module itself."""
+    """Run the ``sitecustomize`` that those in the folders ``seen`` shadow, if there is one, as this module."""
     path = [entry for entry in sys.path if os.path.abspath(entry) not in seen]
     for finder in sys.meta_path:
         spec = finder.find_spec("sitecustomize", path, None)
@@ -148,7 +148,7 @@ def run_hidden(seen: "set[str]") -> None:
 
 
 def begin() -> None:
-    """Wait for torch's engine, once in a process, from however many folders such a file is run."""
+    """Install the finder, once per process, from however many folders such a file is run."""
     seen: set[str] = sys.__dict__.setdefault("_fullshard_inherits", set())
     if not seen:
         sys.meta_path.insert(0, Finder())

@@ -109,7 +109,7 @@ class Bucket:
         """
 
     def free_subgroup_shard(self) -> None:
-        """Free the shard that :meth:`reshard_to_subgroup` kept."""
+        """Free the shard that ``reshard_to_subgroup`` kept."""
 
     def change_transports(self, mesh: ShardMesh) -> None:
         """Communicate through ``mesh``, which has the same ranks, from now on. Unsharded parameters stay the same."""
@@ -195,7 +195,7 @@ class Bucket:
         """The all-gathers to be issued to fill the unsharded parameters; none if that was done.
 
         Args:
-            from_subgroup: From the subgroup, if :meth:`reshard_to_subgroup` was called since the last reshard.
+            from_subgroup: From the subgroup, if ``reshard_to_subgroup`` was called since the last reshard.
         """
         if self.is_unsharded:
             return []
@@ -204,7 +204,7 @@ class Bucket:
         return self._in_flight
 
     def issued(self, pending_work: PendingWork) -> None:
-        """Remember that the all-gathers were issued, for :meth:`wait_for_unshard`."""
+        """Remember that the all-gathers were issued, for ``wait_for_unshard``."""
         self._pending_work = pending_work
 
     def wait_for_unshard(self) -> None:

@@ -78,8 +78,8 @@ class ExtensionBucket(Bucket):
                 local.copy_(chunks[rank])
         except (NotImplementedError, AssertionError) as error:
             raise ValueError(
-                f"{parameter.describe()}: {type(value).__name__} cannot be cut into {self.mesh.world_size} parts of "
-                f"dim {cut}, this rank's being {shape}: {error}"
+                f"{parameter.describe()}: cannot shard dim {cut} of a {type(value).__name__} over "
+                f"{self.mesh.world_size} ranks (shape of this rank's shard: {shape}): {error}"
             ) from error
         return self._placed(local)
 
@@ -111,8 +111,9 @@ class ExtensionBucket(Bucket):
     def copies(self, gradients: bool = False) -> UnshardedCopies:
         """Raise FullshardError: only the subclass knows what an unsharded value is beside the one computed with."""
         raise FullshardError(
-            f"{self.parameters[0].describe()} is a tensor subclass that is all-gathered through hooks of its own; its "
-            "unsharded value is what the module computes with: use fullshard.unsharded"
+            f"{self.parameters[0].describe()} is a tensor subclass with its own all-gather hooks ({PRE_ALL_GATHER}): "
+            "there is no copy of its unsharded value besides the one that the module computes with; read that inside "
+            "fullshard.unsharded"
         )
 
     def _copies_of(
@@ -127,7 +128,7 @@ class ExtensionBucket(Bucket):
     def never_quantized(self, index: int, kind: Kind) -> str:
         """Nobody but the subclass knows what its bytes mean; gradients are ordinary ones."""
         if kind == "all_gather":
-            return "a tensor subclass that says itself what is all-gathered"
+            return "a tensor subclass with its own all-gather hooks"
         return super().never_quantized(index, kind)
 
     def _all_gathers(self, from_subgroup: bool) -> list[BucketAllGather]:
@@ -184,9 +185,9 @@ class ExtensionAllGather(BucketAllGather):
         sizes = [(tensor.size(), tensor.dtype) for tensor in inputs]
         if self._own_sizes is not None and sizes != self._own_sizes:
             raise FullshardError(
-                f"{self.parameter.describe()}: {PRE_ALL_GATHER} of {type(local).__name__} returned {_shown(sizes)}, "
-                f"and in the all-gathers before {_shown(self._own_sizes)}; sizes and dtypes have to stay those of the "
-                "first"
+                f"{self.parameter.describe()}: {PRE_ALL_GATHER} of {type(local).__name__} returned tensors "
+                f"{_shown(sizes)}, expected {_shown(self._own_sizes)} as in the first all-gather; sizes and dtypes "
+                "must not change"
             )
         if self._own_sizes is None:
             self._agree(sizes, error)
@@ -254,7 +255,7 @@ class ExtensionAllGather(BucketAllGather):
         inputs, self._metadata = result
         for tensor in inputs:
             if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"expected tensors to send, found {_kind(inputs)}")
+                raise TypeError(f"expected tensors to all-gather, found {_kind(inputs)}")
         return tuple(inputs)
 
     def _agree(self, own: list[tuple[torch.Size, torch.dtype]], error: Exception | None) -> None:
@@ -279,8 +280,9 @@ class ExtensionAllGather(BucketAllGather):
             if not fits:
                 raise ValueError(
                     f"{self.parameter.describe()}: {PRE_ALL_GATHER} of {type(self.parameter.local).__name__} returned "
-                    f"tensors {_shown(first)} on rank 0, which holds {rows[0]} rows, and {_shown(sizes)} on rank "
-                    f"{rank}, which holds {rows[rank]}; return tensors of equal sizes, or with rows in proportion"
+                    f"tensors {_shown(first)} on rank 0, which has {rows[0]} rows, and {_shown(sizes)} on rank "
+                    f"{rank}, which has {rows[rank]} rows; return tensors of equal sizes on all ranks, or of sizes in "
+                    "proportion to the rows"
                 )
         self._sizes = list(first)  # rank 0 never holds fewer rows than another
 

@@ -131,7 +131,7 @@ class FlatBucket(BufferBucket):
 
     def quantized_together(self, index: int) -> tuple[int, str]:
         """Elements of the whole bucket, which is sent as one."""
-        return self.layout.unsharded_numel, "all of its unit: "
+        return self.layout.unsharded_numel, "its whole unit: "
 
     def _reduced_together(self, trainable: set[int]) -> tuple[int, ...]:
         return tuple(range(len(self.parameters))) if trainable else ()

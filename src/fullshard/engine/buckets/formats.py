@@ -102,8 +102,8 @@ class FlatShardingFormat(ShardingFormat):
         """
         if has_all_gather_hooks(value_of(parameter), fqn):
             raise ValueError(
-                f"FullyShardedDataParallel: {fqn} is a {type(value_of(parameter)).__name__}, which brings its own "
-                "all-gather hooks; shard it with fully_shard, which knows them"
+                f"FullyShardedDataParallel: {fqn} is a {type(value_of(parameter)).__name__}, a tensor subclass with "
+                "its own all-gather hooks, which flat parameters do not support; use fully_shard"
             )
         return super().parameter(parameter, owner, fqn, placement)
 

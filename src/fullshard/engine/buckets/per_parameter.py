@@ -100,7 +100,7 @@ class PerParameterBucket(BufferBucket):
     def never_quantized(self, index: int, kind: Kind) -> str:
         """Replicated parameters are not quantized, nor gradients of frozen ones."""
         reason = super().never_quantized(index, kind)
-        return reason or ("on every rank anyway" if self.layout.slots[index].route is Route.REPLICATED else "")
+        return reason or ("replicated" if self.layout.slots[index].route is Route.REPLICATED else "")
 
     def _make_all_gather(
         self, layout: PerParameterLayout, shard: torch.Tensor, unsharded: Buffer, transport: Transport
@@ -130,7 +130,7 @@ class PerParameterBucket(BufferBucket):
         torch._foreach_copy_(*self._subgroup_copies)
 
     def free_subgroup_shard(self) -> None:
-        """Free the rows that :meth:`reshard_to_subgroup` kept."""
+        """Free the rows that ``reshard_to_subgroup`` kept."""
         if self._subgroup_shard is not None:
             self._subgroup_shard.free()
 

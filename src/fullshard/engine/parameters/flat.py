@@ -7,7 +7,7 @@ and parameter groups that were built earlier stay valid; only its data changes. 
 replication only) it is the whole parameter and keeps its shape.
 
 If flat parameters are visible (``use_orig_params=False``), modules hold the unsharded parameters as plain attributes
-while they compute, and the :class:`FlatParameter` with all shards is what is registered, optimized and saved.
+while they compute, and the ``FlatParameter`` with all shards is what is registered, optimized and saved.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ __all__ = ["FlatParamHandle", "FlatParameter", "FlatShardedParameter", "shard_vi
 
 
 NOT_FUNCTIONAL = (
-    ", as torch.func.functional_call does; a sharded module computes with its own parameters, so call it without "
-    "others, assign to their .data, or edit them inside summon_full_params"
+    " (torch.func.functional_call does this); a sharded module always computes with its own parameters: call it "
+    "without replacements, assign to param.data, or edit parameters inside summon_full_params"
 )
 
 
 class FlatParameter(nn.Parameter):
-    """This rank's slice of a bucket as a parameter: 1-D, padding included.
+    """This rank's slice of a unit's parameters as one 1-D parameter, padding included.
+
+    Modules of a ``FullyShardedDataParallel`` with ``use_orig_params=False`` have one per unit and dtype.
 
     Attributes:
         fqns: FQNs of the original parameters, in order.
@@ -116,16 +118,16 @@ class FlatShardedParameter(ShardedParameter):
         if self.handle is not None:
             if any(other is not None for other in held):
                 raise FullshardError(
-                    f"cannot write back {self.describe()}: a parameter was assigned to its module although "
-                    "use_orig_params is False; edit it inside summon_full_params"
+                    f"cannot write back {self.describe()}: with use_orig_params=False a parameter cannot be assigned "
+                    "to the module; edit it inside summon_full_params, or set use_orig_params=True"
                 )
             self.sharded.data = self.handle.registered_shard(self)
             return self.sharded
         found = next((other for other in held if other is not self.sharded), self.sharded)
         if not isinstance(found, nn.Parameter):
             raise FullshardError(
-                f"cannot write back {self.describe()}: expected an nn.Parameter, found a {type(found).__name__} that "
-                f"is no nn.Parameter{NOT_FUNCTIONAL}"
+                f"cannot write back {self.describe()}: expected an nn.Parameter, found a "
+                f"{type(found).__name__}{NOT_FUNCTIONAL}"
             )
         if found.shape not in (self.local.shape, self.placement.shape):
             raise FullshardError(
@@ -202,9 +204,9 @@ def _refuse_gradient(sharded: torch.Tensor) -> None:
         return
     sharded.grad = None
     raise FullshardError(
-        f"{parameter.describe()} got a gradient from a call outside of its FSDP wrapper, which the flat parameter "
-        f"{parameter.handle.name} would never receive: its module is part of the wrapped module and of another one "
-        "too. Wrap the shared module itself, call it only through its wrapper, or use use_orig_params=True"
+        f"{parameter.describe()} got a gradient from a call outside of its FSDP wrapper, and the flat parameter "
+        f"{parameter.handle.name} cannot receive it: the module is shared by the wrapped module and a module outside "
+        "of it. Wrap the shared module itself, call it only through its wrapper, or set use_orig_params=True"
     )
 
 
@@ -265,8 +267,8 @@ class FlatParamHandle:
         value = self.flat if registered is None else registered
         if not isinstance(value, nn.Parameter):
             raise FullshardError(
-                f"cannot write back the flat parameter {self.name}: it was replaced by a {type(value).__name__} that "
-                f"is no nn.Parameter{NOT_FUNCTIONAL}"
+                f"cannot write back the flat parameter {self.name}: expected an nn.Parameter, found a "
+                f"{type(value).__name__}{NOT_FUNCTIONAL}"
             )
         if value.shape != self._shard_buffer.shape:
             raise FullshardError(

@@ -84,7 +84,8 @@ class ParameterPlacement:
         for axis in sorted(self._data_axes(whole)):
             if not own.placements[axis].is_replicate():
                 raise ValueError(
-                    f"expected Replicate() on the data-parallel axis {names[axis]!r}, found {own.placements[axis]}"
+                    f"expected a DTensor with Replicate() on the data-parallel axis {names[axis]!r}, found "
+                    f"{own.placements[axis]}; redistribute it first"
                 )
         shard = [names.index(name) for name in dims.shard_names]
         if not shard:

@@ -296,20 +296,18 @@ class ShardedParameter:
         """
         found = next((held for held in map(Owner.held, self.owners) if held is not self.sharded), self.sharded)
         if found is None:
-            raise ValueError(
-                f"{self.describe()} was removed from its module, but fully_shard manages it; register it again"
-            )
+            raise ValueError(f"{self.describe()} was removed from its module after fully_shard; register it again")
         if not isinstance(found, nn.Parameter):
             raise FullshardError(
-                f"{self.describe()} was replaced by a {type(found).__name__} that is no nn.Parameter, as "
-                "torch.func.functional_call does; a sharded module computes with the parameters that fully_shard "
-                "manages, so call it without others, or load their values with load_state_dict"
+                f"{self.describe()} was replaced by a {type(found).__name__}, expected an nn.Parameter "
+                "(torch.func.functional_call does this); a sharded module always computes with the parameters that "
+                "fully_shard manages: call it without replacements, or load the values with load_state_dict"
             )
         if found.shape != self.placement.shape:
             raise ValueError(
                 f"{self.describe()} was replaced by a parameter of shape {tuple(found.shape)}, expected "
-                f"{tuple(self.placement.shape)}; assign a DTensor with the placements of the old one, or an unsharded "
-                "tensor of its shape"
+                f"{tuple(self.placement.shape)}; assign a DTensor with the placements of the old parameter, or an "
+                "unsharded tensor of its shape"
             )
         own = None if self.placement.own is None else self.placement.own.placements
         known = {self.spec.placements, own}
@@ -402,7 +400,7 @@ def accumulate_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
-    """True if :func:`accumulate_gradient` calls functions of users."""
+    """True if ``accumulate_gradient`` calls functions of users."""
     hooks = ("_backward_hooks", "_post_accumulate_grad_hooks", "_in_backward_optimizers")
     return any(getattr(parameter, name, None) for name in hooks)
 
@@ -416,12 +414,12 @@ def clear_gradient(parameter: nn.Parameter, *, set_to_none: bool) -> None:
 
 
 def mark(parameter: nn.Parameter, managed: ShardedParameter) -> None:
-    """Have :func:`managed_by` find ``managed`` for this parameter object."""
+    """Have ``managed_by`` find ``managed`` for this parameter object."""
     setattr(parameter, _MANAGED_BY, _Mark(managed))
 
 
 def unmark(parameter: nn.Parameter) -> None:
-    """Undo :func:`mark`: the parameter object is not managed any more."""
+    """Undo ``mark``: the parameter object is not managed any more."""
     parameter.__dict__.pop(_MANAGED_BY, None)
 
 

@@ -96,7 +96,7 @@ class GradReduction:
 
     @property
     def _memory(self) -> torch.Tensor:
-        """What gradients are packed into."""
+        """Memory that gradients are packed into."""
         if self.plan.reduces_in_place:
             return self._shards.tensors[0]
         return self.plan.message.whole if self._transport_memory is None else self._transport_memory

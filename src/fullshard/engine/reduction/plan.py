@@ -252,7 +252,7 @@ class ReductionPlan:
     def arriving(
         self, shards: Sequence[torch.Tensor], present: Sequence[bool]
     ) -> list[tuple[ShardedParameter, torch.Tensor]] | None:
-        """The gradients that :meth:`accumulate` will set where there are none; None if they are no DTensors, for which
+        """The gradients that ``accumulate`` will set where there are none; None if they are no DTensors, for which
         gradients in flight stand.
         """
         if not self.dtensors:

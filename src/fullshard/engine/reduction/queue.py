@@ -19,7 +19,7 @@ class ReductionQueue:
     """Takes reductions through their stages, see [Note: Stages of a reduction], a bounded number at a time.
 
     Only those in their first stage hold unsharded gradients, and so many batches of them are bounded by
-    :attr:`max_in_flight`; one more may be in its second stage, so that the all-reduce of one unit overlaps with the
+    ``max_in_flight``; one more may be in its second stage, so that the all-reduce of one unit overlaps with the
     reduce-scatter of the next.
     """
 
@@ -70,7 +70,7 @@ class ReductionQueue:
         self.accumulate_offloaded()
 
     def leave(self, comm_streams: CommStreams) -> list[GradReduction]:
-        """Issue all that is left to be issued, and return what is in flight then. :meth:`finish` ends it."""
+        """Issue all that is left to be issued, and return what is in flight then. ``finish`` ends it."""
         while any(named[1].plan.all_reduces for batch in self._reduce_scatters for named in batch):
             self._advance(comm_streams)
         self.accumulate_offloaded()

@@ -64,8 +64,8 @@ class UnitGradients:
         """Raise FullshardError if some need an all-reduce: where they lie depends on the transport."""
         if self.needs_all_reduce:
             raise FullshardError(
-                f"unit {unit or '<root>'!r} holds gradients that are still to be reduced over the replicate axis; "
-                "call synchronize_gradients() before changing how it communicates"
+                f"unit {unit or '<root>'!r} has gradients that have not been all-reduced over the replicate axis yet; "
+                "call synchronize_gradients() before changing its communication settings"
             )
 
     def pending(self) -> list[tuple[ShardedParameter, torch.Tensor | None, torch.Tensor | None]]:

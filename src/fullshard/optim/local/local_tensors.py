@@ -1,16 +1,16 @@
 """Flat plain tensors that an optimizer steps in place of sharded parameters, on the same memory, and their state.
 
 [Note: Local tensors]
-A *local tensor* is one plain tensor that a localized optimizer steps. It is this rank's shard of one parameter, or a
-*run*: the shards of several parameters that are adjacent in a shard buffer, and whose gradients are adjacent as well,
-without gaps. A gap between two gradients must not be written to (some optimizers write to gradients): it may contain
-another gradient, or other data of the user. Local tensors are 1-D, which makes no difference to an elementwise
-optimizer; in one path, a parameter alone is a run of one.
+A *local tensor* is one plain tensor that a localized optimizer steps. It is this rank's shard of one parameter, or the
+shards of several parameters that are adjacent in a shard buffer, and whose gradients are adjacent as well, without
+gaps. A gap between two gradients must not be written to (some optimizers write to gradients): it may contain another
+gradient, or other data of the user. Local tensors are 1-D, which makes no difference to an elementwise optimizer; a
+single parameter takes the same path.
 
 The optimizer's state for a local tensor is plain and flat, too; the user's view of it, in ``optimizer.state``, are
 DTensors on the same memory. So the user's view is always correct and complete, and local tensors can be rebuilt from it
-whenever something has changed. Scalars beside the elementwise entries (``step``) exist once per run, and once per
-parameter in the user's view: other optimizers, which may load that state, update each of them (:class:`RunScalars`).
+whenever something has changed. Scalars beside the elementwise entries (``step``) exist once per local tensor, and once
+per parameter in the user's view: other optimizers, which may load that state, update each of them (``ScalarState``).
 
 What cannot be stepped like that (sparse gradients, gradients that lie otherwise than the parameter, tensor subclasses,
 state of other shapes) is stepped as it is: its local tensor is the user's parameter itself.
@@ -32,7 +32,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fullshard.engine.parameters.placement import dtensor
 from fullshard.memory import own_storage
 
-__all__ = ["FlatStates", "LocalTensor", "Member", "RunScalars", "StateEntries"]
+__all__ = ["FlatStates", "LocalTensor", "Member", "ScalarState", "StateEntries"]
 
 StateEntries = dict[Any, Any]  # state of one parameter or local tensor, by name
 
@@ -93,7 +93,7 @@ class FlatStates:
     def __init__(self) -> None:
         self._slices = WeakTensorKeyDictionary()
 
-    def divide(self, flat: torch.Tensor, tensor: LocalTensor) -> list[torch.Tensor]:
+    def split(self, flat: torch.Tensor, tensor: LocalTensor) -> list[torch.Tensor]:
         """Return the members' slices of a flat tensor, each with a storage of its own on the same memory: who copies or
         pickles one entry copies no other.
         """
@@ -106,7 +106,7 @@ class FlatStates:
             slices.append(found)
         return slices
 
-    def around(self, slices: Sequence[torch.Tensor], tensor: LocalTensor) -> torch.Tensor | None:
+    def flat_of(self, slices: Sequence[torch.Tensor], tensor: LocalTensor) -> torch.Tensor | None:
         """Return the part of a flat tensor that has ``slices`` as the members' slices; None if there is none."""
         flat, start = self._slices.get(slices[0], (None, 0))
         expected = [(id(flat), start + offset) for offset in tensor.offsets]
@@ -164,7 +164,7 @@ class LocalTensor:
         slices = [entry._local_tensor if isinstance(entry, DTensor) else entry for entry in entries]
         if len(slices) == 1 and slices[0].stride() == self.members[0].local.stride():
             return slices[0].as_strided(self.parameter.shape, (1,))
-        flat = flats.around(slices, self)
+        flat = flats.flat_of(slices, self)
         if flat is None:
             flat = torch.empty(self.parameter.shape, dtype=slices[0].dtype, device=slices[0].device)
             for member, offset, found in zip(self.members, self.offsets, slices, strict=True):
@@ -196,7 +196,7 @@ class LocalTensor:
 
     def _set_user_entries(self, name: Any, entry: Any, flats: FlatStates) -> None:
         if type(entry) is torch.Tensor and entry.shape == self.parameter.shape:
-            slices = flats.divide(entry, self)
+            slices = flats.split(entry, self)
             entries = [member.as_user_entry(local) for member, local in zip(self.members, slices, strict=True)]
         elif type(entry) is torch.Tensor and len(self.members) > 1:
             entries = [entry.clone() for _ in self.members]
@@ -207,20 +207,20 @@ class LocalTensor:
             member.state[name] = each
 
 
-class RunScalars:
-    """Scalar state of runs, such as ``step``: one per run for the optimizer, and a copy per parameter for the user.
+class ScalarState:
+    """Scalar state, such as ``step``: one per local tensor for the optimizer, and a copy per parameter for the user.
 
     All scalars of one name, dtype and device are in two vectors, so that write-back is one operation.
 
     Args:
         name: Name of the entry.
-        tensors: The runs that have it, with the same dtype on the same device.
+        tensors: The local tensors that have it, with the same dtype on the same device.
         states: The optimizer's state for each.
     """
 
-    _values: torch.Tensor  # one per run
+    _values: torch.Tensor  # one per local tensor
     _user_values: torch.Tensor  # one per parameter
-    _owner: torch.Tensor  # the run of each parameter
+    _owner: torch.Tensor  # the local tensor of each parameter
     _version: int  # version of the user's copies at the last write-back
 
     def __init__(self, name: Any, tensors: Sequence[LocalTensor], states: Sequence[StateEntries]) -> None:

@@ -1,4 +1,4 @@
-"""Make stock optimizers step plain local tensors, or runs of them, in place of DTensors.
+"""Make stock optimizers step plain local tensors, several at once where they are adjacent, in place of DTensors.
 
 [Note: Localized optimizers]
 A localized optimizer is the same object with another class: a subclass of its own, of the same name, that overrides
@@ -50,29 +50,46 @@ _STEP = "_fullshard_local_step"  # attribute of a localized optimizer
 
 
 def localize(optimizer: _O, *, elementwise: bool | None = None) -> _O:
-    """Make an optimizer step plain local tensors from now on, in place of the DTensors that it was built from.
+    """Make an optimizer step plain local tensors instead of DTensors from now on.
 
-    There is no DTensor dispatch in the step, and parameters that are adjacent in a shard buffer, in the same group and
-    with adjacent gradients, are stepped as one tensor. The results are those of the same of torch's implementations
-    (``foreach``, ``fused`` or neither; by default, torch uses ``foreach`` on accelerators, for DTensors too, and a loop
-    on the CPU), bit for bit unless kernels round the last elements of a tensor otherwise. Everything else stays:
-    ``param_groups``, ``state``, ``state_dict()``, hooks, schedulers, scalers, copying, pickling.
+    The step then has no DTensor dispatch. Parameters that are adjacent in a shard buffer, are in the same parameter
+    group and have adjacent gradients are stepped as one tensor. The results are those of the same implementation in
+    torch (``foreach``, ``fused`` or neither; by default torch uses ``foreach`` on accelerators, also for DTensors, and
+    a loop on the CPU), bit for bit unless kernels round the last elements of a tensor differently. Everything else
+    stays the same: ``param_groups``, ``state``, ``state_dict()``, hooks, schedulers, gradient scalers, copying and
+    pickling.
 
     Args:
-        optimizer: A ``torch.optim`` optimizer of parameters of :func:`fullshard.fully_shard` models or wrappers, and
-            any others. With or without state; changed in place.
-        elementwise: True if each element of a parameter is updated from the same element of gradient and state and from
-            scalars only, and everything that the optimizer reads and writes is in ``param_groups`` and ``state``.
-            None: known for torch's own classes, and for subclasses that change neither ``step`` nor ``_init_group``.
+        optimizer: A ``torch.optim`` optimizer of parameters of ``fullshard.fully_shard`` modules or wrappers, and any
+            other parameters. With or without state. It is changed in place.
+        elementwise: True if each element of a parameter is updated only from the same element of gradient and state and
+            from scalars, and everything that the optimizer reads and writes is in ``param_groups`` and ``state``. None:
+            known for torch's own classes, and for subclasses that override neither ``step`` nor ``_init_group``.
 
     Returns:
-        The same object. If it cannot be localized it is left unchanged, with a warning that gives the reason.
+        The same object. If it cannot be localized, it is left unchanged.
 
     Raises:
         TypeError: If ``optimizer`` is not a ``torch.optim.Optimizer``.
+
+    Warns:
+        UserWarning: If the optimizer cannot be localized, with the reason.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+        from fullshard import fully_shard
+        from fullshard.optim import localize
+
+        model = fully_shard(nn.Linear(16, 16))
+        optimizer = localize(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        model(torch.randn(4, 16)).sum().backward()
+        optimizer.step()
+        ```
     """
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"localize: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        raise TypeError(f"localize: expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
     if _STEP in vars(optimizer):
         return optimizer
     original = type(optimizer)
@@ -86,7 +103,7 @@ def localize(optimizer: _O, *, elementwise: bool | None = None) -> _O:
 
 
 def local_step_of(optimizer: Optimizer) -> LocalStep | None:
-    """Return the :class:`LocalStep` of a localized optimizer; None for others."""
+    """Return the ``LocalStep`` of a localized optimizer; None for others."""
     step: LocalStep | None = vars(optimizer).get(_STEP)
     return step
 

@@ -3,7 +3,8 @@
 [Note: Step plans]
 A plan is valid as long as all parameters and state entries are the same objects and gradients lie in the same way.
 Checking that costs a fraction of what the plan saves: it is done for all parameters at once, by ``map`` over lists,
-without a loop in Python. Plans are local to a rank, and no collective depends on them: ranks may have different runs.
+without a loop in Python. Plans are local to a rank, and no collective depends on them: ranks may have other
+local tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.engine.parameters.sharded import managed_by
 from fullshard.engine.unit import Unit
 from fullshard.layout.per_parameter import is_dense
-from fullshard.optim.local.local_tensors import FlatStates, LocalTensor, Member, RunScalars, StateEntries
+from fullshard.optim.local.local_tensors import FlatStates, LocalTensor, Member, ScalarState, StateEntries
 
 __all__ = ["StepPlan", "owning_unit"]
 
@@ -38,19 +39,19 @@ class StepPlan:
 
     Args:
         optimizer: The optimizer.
-        flats: Flat tensors of the state of earlier plans' runs.
+        flats: Flat tensors of the state of earlier plans.
     """
 
     tensors: list[LocalTensor]
     local_state: defaultdict[Any, StateEntries]  # the optimizer's state, by the tensors that it steps
     _flats: FlatStates
-    _scalars: list[RunScalars]
+    _scalars: list[ScalarState]
     _parameters: list[torch.Tensor]  # of all groups
     _plain_parameters: list[torch.Tensor]  # whose memory users may replace
     _indices: list[int]  # of the parameters that are members of plain local tensors, among all
-    _firsts: list[int]  # the first member of each plain local tensor, among the members
+    _first_members: list[int]  # the first member of each plain local tensor, among the members
     _distances: list[int | None]  # bytes from each member's gradient to the next, if both may be stepped together
-    _objects: list[Any]  # that the plan depends on
+    _dependencies: list[Any]  # that the plan depends on
     _types: list[type]  # of all gradients
     _layout: list[Any]  # of the members' gradients
 
@@ -62,13 +63,14 @@ class StepPlan:
             found, others = _candidates(groups, state)
             self._indices = [candidate.index for candidate in found]
             self._distances = list(starmap(_Candidate.distance_to, pairwise(found)))
-            self._firsts = [i for i in range(len(found)) if not i or not found[i - 1].continues_in(found[i])]
-            ends = [*self._firsts[1:], len(found)]
-            plain = [_local_tensor(found[first:end]) for first, end in zip(self._firsts, ends, strict=False)]
+            self._first_members = [i for i in range(len(found)) if not i or not found[i - 1].continues_in(found[i])]
+            ends = [*self._first_members[1:], len(found)]
+            plain = [_local_tensor(found[first:end]) for first, end in zip(self._first_members, ends, strict=False)]
             self.tensors = plain + others
             self._load_state(state)
-        every = [parameter.grad for parameter in self._parameters]
-        self._objects, self._types, self._layout = _objects(optimizer), [*map(type, every)], self._local(every)[1]
+        all_gradients = [parameter.grad for parameter in self._parameters]
+        self._dependencies, self._types = _dependencies(optimizer), [*map(type, all_gradients)]
+        self._layout = self._local(all_gradients)[1]
 
     def _load_state(self, state: State) -> None:
         self.local_state = defaultdict(dict)
@@ -87,27 +89,27 @@ class StepPlan:
                     if isinstance(entry, torch.Tensor) and not entry.dim():
                         alike.setdefault((name, entry.dtype, entry.device), []).append(tensor)
         self._scalars = [
-            RunScalars(name, runs, [self.local_state[run.parameter] for run in runs])
-            for (name, *_), runs in alike.items()
+            ScalarState(name, tensors, [self.local_state[tensor.parameter] for tensor in tensors])
+            for (name, *_), tensors in alike.items()
         ]
 
     # ---------------------------------------------------------------- a step
 
     def begin(self, optimizer: torch.optim.Optimizer) -> bool:
         """Set the local tensors' gradients; return False if a new plan is needed instead."""
-        objects = _objects(optimizer)
-        if len(objects) != len(self._objects) or not all(map(operator.is_, objects, self._objects)):
+        objects = _dependencies(optimizer)
+        if len(objects) != len(self._dependencies) or not all(map(operator.is_, objects, self._dependencies)):
             return False
         if not all(scalars.is_current for scalars in self._scalars):
             return False
-        every = [parameter.grad for parameter in self._parameters]
-        if list(map(type, every)) != self._types:
+        all_gradients = [parameter.grad for parameter in self._parameters]
+        if list(map(type, all_gradients)) != self._types:
             return False
         try:
-            gradients, layout = self._local(every)
+            gradients, layout = self._local(all_gradients)
             if layout != self._layout:
                 return False
-            for tensor, first in zip(self.tensors, self._firsts, strict=False):  # those that are plain come first
+            for tensor, first in zip(self.tensors, self._first_members, strict=False):  # the plain ones come first
                 tensor.set_gradient(gradients[first])
         except RuntimeError:  # gradients that are sparse, or adjacent but in several storages
             return False
@@ -117,9 +119,9 @@ class StepPlan:
         """Clear the local tensors' gradients and update the user's view of the state.
 
         New entries are added in the order of the parameters, as without local tensors, and as on other ranks, which
-        have other runs.
+        may have other local tensors.
         """
-        for tensor in self.tensors[: len(self._firsts)]:
+        for tensor in self.tensors[: len(self._first_members)]:
             tensor.parameter.grad = None
         for scalars in self._scalars:
             scalars.write_back()
@@ -135,11 +137,11 @@ class StepPlan:
             if parameter not in state and states.get(id(parameter)) is not None:
                 state[parameter] = states[id(parameter)]
         state.update(shared)
-        self._objects = _objects(optimizer)
+        self._dependencies = _dependencies(optimizer)
 
-    def _local(self, every: Sequence[torch.Tensor | None]) -> tuple[list[Any], list[Any]]:
+    def _local(self, all_gradients: Sequence[torch.Tensor | None]) -> tuple[list[Any], list[Any]]:
         """Return the members' local gradients, given the gradients of all parameters, and how they lie."""
-        found: list[Any] = [every[index] for index in self._indices]
+        found: list[Any] = [all_gradients[index] for index in self._indices]
         gradients: list[Any] = [g._local_tensor if type(g) is DTensor else g for g in found]
         addresses = list(map(_address_of, gradients))
         layout = [
@@ -204,7 +206,7 @@ def _candidates(groups: Sequence[Mapping[str, Any]], state: State) -> tuple[list
         if parameter.grad is None:
             continue
         buffer, entries = buffers.get(id(parameter)), state.get(parameter)
-        pair = _plain_pair(parameter, parameter.grad, is_placed=buffer is not None)
+        pair = _local_shards(parameter, parameter.grad, is_placed=buffer is not None)
         member = Member(parameter, parameter if pair is None else pair[0], entries)
         if pair is None or not _has_local_state(member):
             others.append(LocalTensor(number, [member], parameter))
@@ -221,12 +223,12 @@ def _candidates(groups: Sequence[Mapping[str, Any]], state: State) -> tuple[list
     return sorted(found, key=lambda c: (c.group, places[id(c.buffer)], c.offset)), others
 
 
-def _plain_pair(
+def _local_shards(
     parameter: torch.Tensor, gradient: torch.Tensor, *, is_placed: bool
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return this rank's shards of a parameter and its gradient; None if the parameter itself has to be stepped.
 
-    Plain parameters are returned only if they are placed in a shard buffer, and so may be in runs.
+    Plain parameters are returned only if they are placed in a shard buffer, where they may be adjacent to others.
     """
     if type(parameter) is DTensor:
         if type(gradient) is not DTensor or not _same_placement(gradient, parameter):
@@ -304,17 +306,17 @@ def owning_unit(parameter: torch.Tensor) -> Unit | None:
     return unit
 
 
-def _local_tensor(run: Sequence[_Candidate]) -> LocalTensor:
-    first, members = run[0], [candidate.member for candidate in run]
+def _local_tensor(candidates: Sequence[_Candidate]) -> LocalTensor:
+    first, members = candidates[0], [candidate.member for candidate in candidates]
     numel = sum(member.local.numel() for member in members)
-    if len(run) == 1:
+    if len(candidates) == 1:
         return LocalTensor(first.group, members, first.member.local.as_strided((numel,), (1,)))
     assert first.buffer is not None
     start = int(first.buffer.storage_offset()) + first.offset
     return LocalTensor(first.group, members, first.buffer.detach().as_strided((numel,), (1,), start))
 
 
-def _objects(optimizer: torch.optim.Optimizer) -> list[Any]:
+def _dependencies(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return the objects that a plan depends on, to be compared by identity."""
     groups, state = optimizer.param_groups, optimizer.state
     parameters = list(chain.from_iterable((*group["params"], None) for group in groups))

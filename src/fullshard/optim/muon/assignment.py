@@ -11,7 +11,7 @@ __all__ = ["Assignment"]
 
 @dataclass(frozen=True)
 class Assignment:
-    """Owner ranks of matrices, and the rounds in which they are exchanged. Build with :meth:`build`.
+    """Owner ranks of matrices, and the rounds in which they are exchanged. Build with ``build``.
 
     The matrix with the most work goes to the rank with the least work so far, then the next one (LPT): no rank has more
     than the mean and one matrix, and at most 4/3 of the optimum. Every rank computes its largest matrices first, so

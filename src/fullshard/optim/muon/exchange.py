@@ -44,7 +44,7 @@ class MatrixTraffic(NamedTuple):
 
 
 class PendingExchange(NamedTuple):
-    """An all-to-all in flight. What is sent is kept alive with it; what is received is valid after :meth:`wait`."""
+    """An all-to-all in flight. What is sent is kept alive with it; what is received is valid after ``wait``."""
 
     work: Work
     sent: torch.Tensor
@@ -130,7 +130,7 @@ class Round:
 
         Args:
             received: Messages of all ranks.
-            missing: As in :meth:`send`. Flags are read only for these, which waits for the device.
+            missing: As in ``send``. Flags are read only for these, which waits for the device.
         """
         found: dict[int, torch.Tensor] = {}
         for index, slots in self._owned_slots.items():

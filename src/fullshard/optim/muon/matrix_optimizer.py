@@ -37,31 +37,33 @@ ROUND_BYTES = 64 * 1024 * 1024
 
 
 class MatrixOptimizer(Optimizer):
-    """Base class of optimizers that update whole matrices, of sharded and plain parameters alike.
+    """Base class of optimizers that update whole matrices, for sharded and plain parameters alike.
 
-    Every matrix has one owner rank among the ranks that it is sharded over, assigned so that all have about the same
-    work; only the owner assembles the full matrix. State stays sharded: :meth:`prepare` and :meth:`apply` keep
-    elementwise state of this rank's shard. See [Note: Owners compute] and [Note: Rounds].
+    Every matrix has one owner rank among the ranks that it is sharded over, assigned so that all ranks have about the
+    same work. Only the owner rank assembles the full matrix. State stays sharded: ``prepare`` and ``apply`` keep
+    elementwise state of this rank's shard.
 
-    Subclasses define three methods, and may override :meth:`update_all` and :meth:`work`:
+    Subclasses define three methods, and may override ``update_all`` and ``work``:
 
-    - :meth:`prepare`, on every rank: its shard of the matrix for the owner rank;
-    - :meth:`update`, on the owner rank: full matrix to full update (:meth:`update_all`: several at a time);
-    - :meth:`apply`, on every rank: its shard of the update, onto its shard of the parameter;
-    - :meth:`work`: the cost of :meth:`update`.
+    - ``prepare``, on every rank: compute its shard of the matrix for the owner rank;
+    - ``update``, on the owner rank: compute the full update from the full matrix (``update_all``: of several matrices);
+    - ``apply``, on every rank: apply its shard of the update to its shard of the parameter;
+    - ``work``: estimate the cost of ``update``.
 
     Parameters may be those of ``fully_shard`` (any mesh, any dim, also with tensor parallelism), of the wrapper with
     ``use_orig_params=True``, DTensors, and plain ones. Parameters that are not sharded are updated on every rank. All
     ranks have to step together, also those without gradients.
 
     Args:
-        params: 2-D parameters, or parameter groups, or named parameters.
-        defaults: Options of groups.
-        comm_dtype: Dtype in which matrices and updates are communicated; None: the parameter's dtype.
-        round_bytes: Limit for the full matrices of an owner rank at a time, unless a single matrix is larger.
+        params: 2-D parameters, parameter groups, or named parameters.
+        defaults: Default options of parameter groups.
+        comm_dtype: Dtype in which matrices and updates are communicated. None: the parameter's dtype.
+        round_bytes: Limit in bytes for the full matrices that an owner rank holds at a time, unless a single matrix is
+            larger.
 
     Raises:
-        ValueError: If a parameter is no matrix, or complex, or sharded by both the wrapper and tensor parallelism.
+        ValueError: If a parameter is not 2-D, or is complex, or is sharded by both the wrapper and tensor parallelism;
+            or ``comm_dtype`` or ``round_bytes`` is out of range.
     """
 
     comm_dtype: torch.dtype | None = None
@@ -88,17 +90,18 @@ class MatrixOptimizer(Optimizer):
         """Return this rank's shard of the matrix from which the owner rank computes the update.
 
         Args:
-            gradient: This rank's shard, plain: 2-D, or 1-D for the wrapper's. Zeros if it is missing only on this rank.
+            gradient: This rank's shard, a plain tensor: 2-D, or 1-D for a parameter of the wrapper. Zeros if the
+                gradient is missing only on this rank.
             state: State of the parameter, with local tensors. Change it in place, or set keys.
             group: The parameter group.
 
         Returns:
-            A tensor of the gradient's shape. It is read before :meth:`apply` is called.
+            A tensor of the gradient's shape. It is read before ``apply`` is called.
         """
         raise NotImplementedError
 
     def update(self, matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Compute the update from a whole matrix. Must depend on nothing else, and not change the matrix.
+        """Compute the update from a full matrix. It must depend on nothing else, and must not change the matrix.
 
         Args:
             matrix: The full matrix, in ``comm_dtype``.
@@ -110,8 +113,14 @@ class MatrixOptimizer(Optimizer):
         raise NotImplementedError
 
     def update_all(self, matrices: Sequence[torch.Tensor], group: dict[str, Any]) -> Sequence[torch.Tensor]:
-        """Compute :meth:`update` for several matrices of one shape and one group; override it to compute them in a
-        batch.
+        """Compute ``update`` for several matrices of one shape and one group. Override it to compute them in a batch.
+
+        Args:
+            matrices: The full matrices, in ``comm_dtype``.
+            group: The parameter group.
+
+        Returns:
+            One update per matrix.
         """
         return [self.update(matrix, group) for matrix in matrices]
 
@@ -121,22 +130,33 @@ class MatrixOptimizer(Optimizer):
         """Update this rank's shard of a parameter in place.
 
         Args:
-            parameter: The shard, plain.
-            update: The same shard of the result of :meth:`update`, in ``comm_dtype``.
+            parameter: The shard, a plain tensor.
+            update: The same shard of the result of ``update``, in ``comm_dtype``.
             shape: Shape of the full parameter.
             group: The parameter group.
         """
         raise NotImplementedError
 
     def work(self, shape: tuple[int, int], group: dict[str, Any]) -> float:
-        """Return the cost of :meth:`update`, in any unit; by default, that of a product of the matrix with itself."""
+        """Return the cost of ``update``, in any unit; by default, that of a product of the matrix with itself.
+
+        Args:
+            shape: Shape of the full parameter.
+            group: The parameter group.
+
+        Returns:
+            The cost; the same on all ranks.
+        """
         return float(shape[0] * shape[1] * min(shape))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as ``torch.optim.Optimizer`` does, and check its parameters.
+        """Add a parameter group as ``torch.optim.Optimizer`` does, and check its parameters.
+
+        Args:
+            param_group: Parameters and options of the group.
 
         Raises:
-            ValueError: If a parameter is not supported, as for the class.
+            ValueError: If a parameter is not supported. The group is then not added.
         """
         super().add_param_group(param_group)
         added = self.param_groups[-1]
@@ -169,10 +189,13 @@ class MatrixOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform one step, on all ranks together.
+        """Perform one step. All ranks call it together.
 
         Args:
-            closure: Recomputes the loss and returns it.
+            closure: Function that recomputes the loss and returns it.
+
+        Returns:
+            The loss; None without a closure.
 
         Raises:
             FullshardError: If a gradient is sparse.
@@ -191,7 +214,7 @@ class MatrixOptimizer(Optimizer):
         steps = [_RoundStep(self, exchange) for exchange in plan.rounds]
         for step in steps[:1]:
             step.send_gradients()
-        _step_whole_matrices(self, plan.whole)  # while the first messages are in flight
+        _step_unsharded_matrices(self, plan.unsharded)  # while the first messages are in flight
         for index, step in enumerate(steps):
             step.receive()
             for later in steps[index + 1 : index + 2]:
@@ -204,8 +227,12 @@ class MatrixOptimizer(Optimizer):
             step.finish()
 
     def plan(self) -> _RoundPlan:
-        """Return the assignment of matrices to ranks and rounds, planned again when parameters, their groups or
-        ``requires_grad`` changed.
+        """Return the assignment of matrices to owner ranks and rounds.
+
+        It is planned again when the parameters, their groups or ``requires_grad`` change.
+
+        Returns:
+            The plan; the same on all ranks that the matrices are sharded over.
         """
         current = tuple(
             (number, id(p), p.requires_grad, p.dtype, p.device, _placement_key(p))
@@ -217,11 +244,14 @@ class MatrixOptimizer(Optimizer):
         return self._plan
 
     def traffic(self, rank: int | None = None) -> MatrixTraffic:
-        """Return the bytes that a rank sends in a step: its shards to owner ranks, and shards of the updates that it
-        computes.
+        """Return the bytes that a rank sends in a step.
 
         Args:
-            rank: Rank in the group or groups that matrices are sharded over; None: this one.
+            rank: Rank in the process groups that matrices are sharded over. None: this rank.
+
+        Returns:
+            Bytes of shards that are sent to owner ranks (``out``), and of shards of updates that are sent back
+            (``back``).
         """
         each = [exchange.traffic(exchange.rank if rank is None else rank) for exchange in self.plan().rounds]
         return MatrixTraffic(sum(t.out for t in each), sum(t.back for t in each))
@@ -235,20 +265,20 @@ class _RoundPlan:
     """All matrices: those that are sharded in rounds, and those that this rank has in full."""
 
     rounds: tuple[Round, ...]
-    whole: tuple[ShardedMatrix, ...]
+    unsharded: tuple[ShardedMatrix, ...]
 
     @classmethod
     def of(cls, optimizer: MatrixOptimizer) -> _RoundPlan:
         """Plan rounds for the parameters that require gradients now."""
         sharded: dict[tuple[ShardGroup, torch.dtype], list[ShardedMatrix]] = {}
-        whole: list[ShardedMatrix] = []
+        unsharded: list[ShardedMatrix] = []
         for number, group in enumerate(optimizer.param_groups):
             for name, parameter in _named(group, number):
                 if not parameter.requires_grad or not math.prod(matrix_shape(parameter)):
                     continue
                 matrix = ShardedMatrix.of(parameter, number, name)
                 key = matrix.shard_group, optimizer.comm_dtype or parameter.dtype
-                (whole if key[0] is None else sharded.setdefault((key[0], key[1]), [])).append(matrix)
+                (unsharded if key[0] is None else sharded.setdefault((key[0], key[1]), [])).append(matrix)
         rounds: list[Round] = []
         for (shard_group, dtype), matrices in sharded.items():
             work = [optimizer.work(matrix.shape, optimizer.param_groups[matrix.group]) for matrix in matrices]
@@ -257,7 +287,7 @@ class _RoundPlan:
             for indices in assigned.rounds:
                 owner_ranks = [assigned.owner_ranks[i] for i in indices]
                 rounds.append(Round([matrices[i] for i in indices], owner_ranks, shard_group, dtype))
-        return cls(tuple(rounds), tuple(whole))
+        return cls(tuple(rounds), tuple(unsharded))
 
 
 class _RoundStep:
@@ -270,15 +300,14 @@ class _RoundStep:
 
     _optimizer: MatrixOptimizer
     _round: Round
-    _tentative: dict[
-        int, dict[str, Any]
-    ]  # new state of matrices without a gradient on this rank, stored if any rank has one
+    # New state of matrices without a gradient on this rank, stored if any rank has one.
+    _uncommitted_state: dict[int, dict[str, Any]]
     _message: PendingExchange | None  # in flight
     _owned: dict[int, torch.Tensor]  # matrices, then updates; from receive to send_back
 
     def __init__(self, optimizer: MatrixOptimizer, exchange: Round) -> None:
         self._optimizer, self._round = optimizer, exchange
-        self._tentative, self._message, self._owned = {}, None, {}
+        self._uncommitted_state, self._message, self._owned = {}, None, {}
 
     def send_gradients(self) -> None:
         """Update states and start sending shards to the owner ranks."""
@@ -290,15 +319,15 @@ class _RoundStep:
                 state = _local_state(self._optimizer, matrix)
                 state = {key: value.clone() if torch.is_tensor(value) else value for key, value in state.items()}
                 shards.append(self._optimizer.prepare(gradient, state, _group(self._optimizer, matrix)))
-                self._tentative[index] = state
+                self._uncommitted_state[index] = state
             else:
                 shards.append(_prepare(self._optimizer, matrix, gradient))
-        self._message = self._round.send(shards, self._tentative)
+        self._message = self._round.send(shards, self._uncommitted_state)
 
     def receive(self) -> None:
         """Assemble the matrices that this rank owns."""
         received = self._wait()
-        self._owned = self._round.full_matrices(received, self._tentative)
+        self._owned = self._round.full_matrices(received, self._uncommitted_state)
 
     def compute(self) -> None:
         """Compute their updates, those of one shape and group together."""
@@ -319,10 +348,10 @@ class _RoundStep:
         """Receive the updates and change the parameters."""
         received = self._wait()
         for index, matrix in enumerate(self._round.matrices):
-            if index in self._tentative:
+            if index in self._uncommitted_state:
                 if not self._round.any_rank_had_gradient(received, index):
                     continue
-                _store(self._optimizer, matrix, self._tentative.pop(index))
+                _store(self._optimizer, matrix, self._uncommitted_state.pop(index))
             _apply(self._optimizer, matrix, self._round.shard_update(received, index))
 
     def _wait(self) -> torch.Tensor:
@@ -331,7 +360,7 @@ class _RoundStep:
         return message.wait()
 
 
-def _step_whole_matrices(optimizer: MatrixOptimizer, matrices: Sequence[ShardedMatrix]) -> None:
+def _step_unsharded_matrices(optimizer: MatrixOptimizer, matrices: Sequence[ShardedMatrix]) -> None:
     """Update the matrices that this rank has in full, one at a time: those that have a gradient."""
     for matrix in matrices:
         gradient = _local_gradient(matrix)

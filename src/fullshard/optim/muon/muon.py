@@ -24,12 +24,12 @@ MAX_STEPS = 100
 
 
 class Muon(MatrixOptimizer):
-    """``torch.optim.Muon`` for sharded parameters: the same numbers, each matrix orthogonalized by one owner rank.
+    """Muon for sharded parameters: the numbers of ``torch.optim.Muon``, each matrix orthogonalized by one owner rank.
 
-    Matrices are communicated in bf16, to which Newton-Schulz rounds anyway: parameters get the same bits as from an
-    unsharded ``torch.optim.Muon``, if gradients have the same bits and kernels do not depend on the rank's hardware or
-    number of threads. State dicts are interchangeable with it. See :class:`MatrixOptimizer` for the supported
-    parameters and the assignment to ranks.
+    Matrices are communicated in bf16, to which Newton-Schulz rounds anyway. Parameters get the same bits as from
+    ``torch.optim.Muon`` without sharding, if gradients have the same bits and kernels do not depend on the rank's
+    hardware or number of threads. State dicts are interchangeable with it. ``MatrixOptimizer`` describes the supported
+    parameters and the assignment of matrices to ranks.
 
     Args:
         params: 2-D parameters of hidden layers, or groups of them. Give others (biases, norms, embeddings, the output
@@ -38,17 +38,34 @@ class Muon(MatrixOptimizer):
         weight_decay: Parameters are multiplied by ``1 - lr * weight_decay`` in each step.
         momentum: Weight of the old momentum buffer in the new one.
         nesterov: Use Nesterov momentum.
-        ns_coefficients: a, b, c of the polynomial ``a x + b x^3 + c x^5`` of a Newton-Schulz step.
-        eps: Smallest norm that a matrix is divided by.
-        ns_steps: Newton-Schulz steps; below 100.
-        adjust_lr_fn: Factor of the learning rate for the shape (m, n). "original", or None: ``sqrt(max(1, m / n))``;
-            "match_rms_adamw": ``0.2 sqrt(max(m, n))``, so that learning rates tuned for AdamW can be reused.
+        ns_coefficients: Coefficients a, b, c of the polynomial ``a x + b x^3 + c x^5`` of a Newton-Schulz step.
+        eps: Lower bound of the norm that a matrix is divided by.
+        ns_steps: Number of Newton-Schulz steps; below 100.
+        adjust_lr_fn: Factor of the learning rate for a matrix of shape (m, n). "original" or None: ``sqrt(max(1, m /
+            n))``. "match_rms_adamw": ``0.2 sqrt(max(m, n))``, so that learning rates tuned for AdamW can be reused.
         comm_dtype: Dtype in which matrices and updates are communicated.
-        ns_dtype: Dtype of the Newton-Schulz steps; float32 is faster on CPUs that cannot multiply bf16.
-        round_bytes: As in :class:`MatrixOptimizer`.
+        ns_dtype: Dtype of the Newton-Schulz steps. float32 is faster on CPUs without bf16 matrix products.
+        round_bytes: Limit in bytes for the full matrices that an owner rank holds at a time, unless a single matrix is
+            larger.
 
     Raises:
-        ValueError: If a number is out of range, or a parameter is not supported by :class:`MatrixOptimizer`.
+        ValueError: If a number is out of range, or a parameter is not supported by ``MatrixOptimizer``.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+        from fullshard import fully_shard
+        from fullshard.optim import Muon
+
+        model = fully_shard(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)))
+        matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+        vectors = [parameter for parameter in model.parameters() if parameter.dim() != 2]
+        muon, adamw = Muon(matrices, lr=0.02), torch.optim.AdamW(vectors, lr=1e-3)
+        model(torch.randn(4, 16)).square().mean().backward()
+        muon.step()
+        adamw.step()
+        ```
     """
 
     ns_dtype: torch.dtype
@@ -96,7 +113,16 @@ class Muon(MatrixOptimizer):
         super().__init__(params, defaults, comm_dtype=comm_dtype, round_bytes=round_bytes)
 
     def prepare(self, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
-        """Update the momentum buffer and return the momentum."""
+        """Update the momentum buffer and return the momentum of this rank's shard.
+
+        Args:
+            gradient: This rank's shard of the gradient.
+            state: State of the parameter, with local tensors.
+            group: The parameter group.
+
+        Returns:
+            The momentum, of the gradient's shape.
+        """
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         momentum, buffer = group["momentum"], state["momentum_buffer"]
@@ -105,11 +131,27 @@ class Muon(MatrixOptimizer):
         return gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
 
     def update(self, matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Orthogonalize the matrix."""
+        """Orthogonalize a full matrix.
+
+        Args:
+            matrix: The full matrix, in ``comm_dtype``.
+            group: The parameter group.
+
+        Returns:
+            The orthogonalized matrix, in ``ns_dtype``.
+        """
         return orthogonalize(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"], self.ns_dtype)
 
     def update_all(self, matrices: Sequence[torch.Tensor], group: dict[str, Any]) -> Sequence[torch.Tensor]:
-        """Orthogonalize matrices of one shape, in a batch on accelerators."""
+        """Orthogonalize several matrices of one shape, in a batch on accelerators.
+
+        Args:
+            matrices: The full matrices, in ``comm_dtype``.
+            group: The parameter group.
+
+        Returns:
+            One orthogonalized matrix per matrix, in ``ns_dtype``.
+        """
         # Batched products of bf16 matrices take 9 times as long as single ones on CPU (4 of 256 x 512, torch 2.13).
         if len(matrices) == 1 or matrices[0].device.type == "cpu":
             return super().update_all(matrices, group)
@@ -118,7 +160,14 @@ class Muon(MatrixOptimizer):
     def apply(
         self, parameter: torch.Tensor, update: torch.Tensor, shape: tuple[int, int], group: dict[str, Any]
     ) -> None:
-        """Apply weight decay and the update."""
+        """Apply weight decay and the update to this rank's shard of a parameter, in place.
+
+        Args:
+            parameter: The shard, a plain tensor.
+            update: The same shard of the orthogonalized matrix.
+            shape: Shape of the full parameter.
+            group: The parameter group.
+        """
         lr = group["lr"]
         if isinstance(lr, torch.Tensor):  # products are rounded to its dtype, as in torch.optim.Muon
             lr = lr.squeeze().to(parameter.device)
@@ -126,7 +175,15 @@ class Muon(MatrixOptimizer):
         parameter.add_(update, alpha=-float(lr * _rate(group["adjust_lr_fn"], shape)))
 
     def work(self, shape: tuple[int, int], group: dict[str, Any]) -> float:
-        """Return the number of multiplications in the Newton-Schulz steps."""
+        """Return the number of multiplications in the Newton-Schulz steps.
+
+        Args:
+            shape: Shape of the full parameter.
+            group: The parameter group.
+
+        Returns:
+            The number of multiplications.
+        """
         rows, columns = max(shape), min(shape)
         return float(group["ns_steps"] * (2 * rows * columns**2 + columns**3))
 
@@ -138,20 +195,20 @@ def orthogonalize(
     eps: float = EPS,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """Push all singular values of matrices towards 1 by Newton-Schulz steps, keeping singular vectors.
+    """Push all singular values of matrices towards 1 by Newton-Schulz steps, and keep their singular vectors.
 
     Each step replaces the singular values s by ``a s + b s^3 + c s^5``. With the default coefficients they end between
-    about 0.7 and 1.2, which serves as well as 1.
+    about 0.7 and 1.2, which trains as well as 1.
 
     Args:
-        matrices: (..., m, n), any floating-point dtype; not changed.
-        coefficients: a, b, c.
+        matrices: One matrix or a batch, shape (..., m, n), of any floating-point dtype. Not changed.
+        coefficients: Coefficients a, b, c.
         steps: Number of steps.
-        eps: Smallest norm that a matrix is divided by first, so that no singular value exceeds 1.
+        eps: Lower bound of the norm that a matrix is divided by first, so that no singular value exceeds 1.
         dtype: Dtype of the computation.
 
     Returns:
-        The same shape, in ``dtype``.
+        A tensor of the same shape, in ``dtype``.
     """
     a, b, c = coefficients
     tall = matrices.size(-2) > matrices.size(-1)

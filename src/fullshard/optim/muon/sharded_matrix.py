@@ -82,9 +82,9 @@ class ShardedMatrix:
 
         Args:
             parameter: 2-D when unsharded: plain, DTensor, or an original parameter of the wrapper, unless
-                :func:`is_sharded_twice`.
+                ``is_sharded_twice``.
             group: Index of its parameter group.
-            name: Result of :func:`matrix_name`.
+            name: Result of ``matrix_name``.
         """
         rows, columns = matrix_shape(parameter)
         managed = managed_by(parameter)
@@ -107,7 +107,7 @@ class ShardedMatrix:
         return torch.empty_strided(self.shape, self.stride, dtype=dtype, device=device)
 
     def in_memory_order(self, full: torch.Tensor) -> torch.Tensor:
-        """Return ``full`` with :attr:`stride`: itself, or a copy."""
+        """Return ``full`` with ``stride``: itself, or a copy."""
         if full.stride() == self.stride:
             return full
         return self.empty_full(full.dtype, full.device).copy_(full)

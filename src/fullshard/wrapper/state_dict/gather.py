@@ -38,7 +38,7 @@ def _groups_of_mesh(mesh: DeviceMesh) -> Iterator[dist.ProcessGroup]:
 def full_state(
     original: LocalParameter, value: torch.Tensor, is_sharded: bool, only_on: int | None = None
 ) -> torch.Tensor | None:
-    """Return a state as a full tensor. All ranks of :func:`gather_groups` call it.
+    """Return a state as a full tensor. All ranks of ``gather_groups`` call it.
 
     Args:
         original: The parameter.
@@ -64,7 +64,7 @@ def full_state(
 
 
 def sharded_state(original: LocalParameter, value: torch.Tensor, is_sharded: bool) -> torch.Tensor:
-    """Return a state as a DTensor with Shard(0). All ranks of :func:`gather_groups` call it.
+    """Return a state as a DTensor with Shard(0). All ranks of ``gather_groups`` call it.
 
     Args:
         original: The parameter.

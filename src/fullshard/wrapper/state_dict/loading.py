@@ -105,8 +105,9 @@ def _different_keys(kinds: Mapping[int, Mapping[str, str]]) -> FullshardError:
         {rank: {clean_name(key): kind for key, kind in own.items()} for rank, own in kinds.items()}
     )
     return FullshardError(
-        f"load_state_dict: keys or kinds of values differ between ranks: {differences}; load a state dict "
-        "that was saved with rank0_only on every rank, or on rank 0 before wrapping with sync_module_states=True"
+        f"load_state_dict: expected the same keys and kinds of values on all ranks, found {differences}; a state dict "
+        "that was saved with rank0_only=True has to be loaded on every rank, or on rank 0 before wrapping with "
+        "sync_module_states=True"
     )
 
 

@@ -41,7 +41,7 @@ class _Metadata(dict[str, Any]):
 
 
 class WrapperState(nn.Module):
-    """Saving and loading of a wrapper: its ``state_dict`` methods and their settings."""
+    """State dict methods of ``FullyShardedDataParallel``, and the settings that control them."""
 
     _buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] | None  # dtypes before the cast; None: not cast yet
     _ignored_modules: set[nn.Module]
@@ -84,9 +84,9 @@ class WrapperState(nn.Module):
         else. Where they know wrappers, they get another answer: see [Note: torch's state dict functions].
         """
         raise FullshardError(
-            "the functions of torch.distributed.checkpoint.state_dict would take this rank's 1-D shards of parameters "
-            "of fullshard.FullyShardedDataParallel for full parameters; call "
-            "fullshard.dropin.enable_torch_state_dict_functions() before them (it changes torch's module for the whole "
+            "the functions of torch.distributed.checkpoint.state_dict would treat this rank's 1-D shards of parameters "
+            "of fullshard.FullyShardedDataParallel as full parameters; call "
+            "fullshard.dropin.enable_torch_state_dict_functions() before them (it patches torch's module for the whole "
             "process, and can be undone), or use fullshard.save and fullshard.load, or the wrapper's own state_dict, "
             "load_state_dict, optim_state_dict and optim_state_dict_to_load"
         )
@@ -100,21 +100,22 @@ class WrapperState(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Set the state dict type and configs of the wrappers in ``module``.
+        """Set the state dict type and configs of all wrappers in ``module``.
 
         Args:
-            module: Root of the wrappers to set, itself included. There may be none.
-            state_dict_type: Type of the values.
-            state_dict_config: Config of the class that belongs to the type. None: its defaults.
-            optim_state_dict_config: The same for optimizer state.
+            module: Module whose wrappers are set, including itself. It may contain none.
+            state_dict_type: Type of the values in state dicts.
+            state_dict_config: Config for parameters and buffers, of the class that matches the type. None: its
+                defaults.
+            optim_state_dict_config: Config for optimizer state, of the class that matches the type. None: its defaults.
 
         Returns:
             The previous settings.
 
         Raises:
-            TypeError: If ``state_dict_type`` is not a :class:`StateDictType`.
-            FullshardError: If a config belongs to another type, or wrappers had different settings. Nothing is changed
-                then.
+            TypeError: If ``state_dict_type`` is not a ``StateDictType``.
+            FullshardError: If a config does not match the type, or the wrappers had different settings. Nothing is
+                changed then.
         """
         settings = _settings(state_dict_type, state_dict_config, optim_state_dict_config)
         before = WrapperState.get_state_dict_type(module)
@@ -124,10 +125,16 @@ class WrapperState(nn.Module):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """Return the state dict settings of the wrappers in ``module``; the defaults if there are none.
+        """Return the state dict settings of the wrappers in ``module``.
+
+        Args:
+            module: Module that contains the wrappers, or a wrapper.
+
+        Returns:
+            The settings; the defaults if there are no wrappers.
 
         Raises:
-            FullshardError: If they have different settings.
+            FullshardError: If the wrappers have different settings.
         """
         found: list[tuple[StateDictSettings, list[str]]] = []
         for name, wrapper in _wrappers(module):
@@ -151,7 +158,33 @@ class WrapperState(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Generator[None, None, None]:
-        """Set the state dict type within a ``with`` block, and restore each wrapper's settings afterwards."""
+        """Set the state dict type inside the ``with`` block, and restore each wrapper's settings afterwards.
+
+        Args:
+            module: As for ``set_state_dict_type``.
+            state_dict_type: As for ``set_state_dict_type``.
+            state_dict_config: As for ``set_state_dict_type``.
+            optim_state_dict_config: As for ``set_state_dict_type``.
+
+        Yields:
+            None.
+
+        Raises:
+            TypeError: If ``state_dict_type`` is not a ``StateDictType``.
+            FullshardError: If a config does not match the type.
+
+        Example:
+            ```python
+            from torch import nn
+            from fullshard import FullStateDictConfig, StateDictType
+            from fullshard import FullyShardedDataParallel as FSDP
+
+            model = FSDP(nn.Linear(16, 16))
+            config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+            with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+                state = model.state_dict()  # full tensors in CPU memory on rank 0, empty on the other ranks
+            ```
+        """
         settings = _settings(state_dict_type, state_dict_config, optim_state_dict_config)
         before = [(wrapper, wrapper._state_settings) for _, wrapper in _wrappers(module)]
         try:
@@ -165,14 +198,23 @@ class WrapperState(nn.Module):
     # ---------------------------------------------------------------- saving
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state dict that ``nn.Module`` would have before wrapping. All ranks call it.
+        """Return the state dict with the keys that the module had before wrapping. All ranks call it.
 
-        The type set by :meth:`set_state_dict_type` determines the values: full parameters (the default), all-gathered
-        unit by unit; this rank's shards as DTensors, like those of ``fully_shard``; or the live flat parameters. With
-        ``NO_SHARD`` they are always full. Values have separate memory, except live ones.
+        The type set by ``set_state_dict_type`` determines the values. ``FULL_STATE_DICT`` (default): full tensors,
+        all-gathered unit by unit. ``SHARDED_STATE_DICT``: this rank's shards as DTensors, like those of
+        ``fully_shard``. ``LOCAL_STATE_DICT``: this rank's slices of the flat parameters, not copied. With ``NO_SHARD``,
+        values are always full tensors. Values do not share memory with the model, except those of ``LOCAL_STATE_DICT``
+        or with ``keep_vars=True``.
+
+        Args:
+            *args: Positional arguments of ``nn.Module.state_dict``.
+            **kwargs: Keyword arguments of ``nn.Module.state_dict``.
+
+        Returns:
+            The state dict.
 
         Raises:
-            FullshardError: For LOCAL_STATE_DICT with ``use_orig_params=True``.
+            FullshardError: For ``LOCAL_STATE_DICT`` with ``use_orig_params=True``.
             PhaseError: In the middle of a step, or inside ``summon_full_params``.
         """
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
@@ -242,13 +284,21 @@ class WrapperState(nn.Module):
     # ---------------------------------------------------------------- loading
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict as ``nn.Module`` would before wrapping. All ranks call it, with the same values.
+        """Load a state dict with the keys that the module had before wrapping. All ranks call it, with the same values.
 
-        With any state dict type, values may be full, or DTensors of any mesh, as saved by a wrapper or ``fully_shard``.
-        Only flat parameters require ``LOCAL_STATE_DICT``, and the same wrapping.
+        With any state dict type, values may be full tensors, or DTensors on any mesh, as saved by a wrapper or
+        ``fully_shard``. Only the flat parameters of a ``LOCAL_STATE_DICT`` require that type, and the same wrapping.
+
+        Args:
+            state_dict: Values by FQN.
+            strict: Raise if keys are missing or unexpected.
+            assign: As in ``nn.Module.load_state_dict``.
+
+        Returns:
+            Missing and unexpected keys, as ``nn.Module.load_state_dict`` returns them.
 
         Raises:
-            RuntimeError: As in ``nn.Module``.
+            RuntimeError: As in ``nn.Module.load_state_dict``.
             FullshardError: If a key is missing on some ranks, or has values of different kinds.
         """
         metadata = getattr(state_dict, "_metadata", None)
@@ -301,7 +351,7 @@ def _check_ddp(module: nn.Module) -> None:
     if names:
         raise FullshardError(
             f"{names[0]} (and {len(names) - 1} more) are sharded, but DistributedDataParallel also reduces them, and "
-            "has overwritten them; have it ignore them: before DistributedDataParallel(model), call "
+            "has overwritten them; make it ignore them: before DistributedDataParallel(model), call "
             "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)"
         )
 

@@ -34,14 +34,14 @@ Input = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 
 
 class WrapperOptim:
-    """Saving and loading of optimizers of wrapped models.
+    """Optimizer state dict methods of ``FullyShardedDataParallel``.
 
-    State dicts are portable between all kinds of wrapping and numbers of ranks:
-    ``{"state": {FQN: {name: value}}, "param_groups": [{"params": [FQN, ...], ...}]}``. ``fully_shard`` units may be
-    among the wrappers. No step is run.
+    State dicts are portable between all kinds of wrapping and numbers of ranks. Their form is ``{"state": {FQN: {name:
+    value}}, "param_groups": [{"params": [FQN, ...], ...}]}``. Modules sharded by ``fully_shard`` may be among the
+    wrappers. The optimizer is never stepped.
 
     Migration from fairscale: ``gather_full_optim_state_dict(optim)`` is ``full_optim_state_dict(model, optim)``, with
-    ``rank0_only=False`` if every rank needs it, and ``state_dict_on_rank_0_only`` is ``rank0_only``;
+    ``rank0_only=False`` if every rank needs the result, and ``state_dict_on_rank_0_only`` is ``rank0_only``.
     ``get_shard_from_optim_state_dict(state)`` is ``shard_full_optim_state_dict(state, model, optim=optim)``.
     """
 
@@ -52,20 +52,22 @@ class WrapperOptim:
         optim_state_dict: State | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> State:
-        """Return the state of ``optim``, of the type that :meth:`set_state_dict_type` has set. All ranks call it.
+        """Return the optimizer state keyed by FQN, of the type set by ``set_state_dict_type``. All ranks call it.
 
-        Gathered tensor by tensor, with memory for the result and one more tensor.
+        State is gathered tensor by tensor: peak memory is the result and one more tensor.
 
         Args:
-            model: The model that it optimizes.
-            optim: Any optimizer. All ranks must have state for the same parameters, also where their shard is empty.
-            optim_state_dict: Its state dict, if that was edited; without ``param_groups`` to leave them out.
+            model: Model that the optimizer optimizes.
+            optim: Any optimizer. All ranks must have state for the same parameters, also where a rank's shard is empty.
+            optim_state_dict: State dict of ``optim``, if it was edited; without ``"param_groups"`` to leave these out.
+                None: the current state.
             group: Process group whose first rank gets the result with ``rank0_only``. None: the ranks of the model.
 
         Returns:
-            FULL: full tensors, in separate memory; with ``rank0_only`` empty on other ranks. SHARDED: DTensors with
-            Shard(0); those of ``fully_shard`` units are live; before the first step, its initial state, as a target for
-            loading. LOCAL: the live state, by the names of registered parameters. Tied parameters have their first FQN.
+            The state dict. Full: full tensors in separate memory; with ``rank0_only``, empty on other ranks. Sharded:
+            DTensors with ``Shard(0)``; those of ``fully_shard`` modules share memory with the optimizer; before the
+            first step, its initial state, as a target for loading. Local: the optimizer's own tensors, keyed by the
+            names of registered parameters. Tied parameters are keyed by their first FQN.
 
         Raises:
             ValueError: If the optimizer has parameters that are not in the model.
@@ -86,24 +88,26 @@ class WrapperOptim:
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> State:
-        """Convert a result of :meth:`optim_state_dict` to a state dict that ``optim`` can load. All ranks call it.
+        """Convert a result of ``optim_state_dict`` to a state dict that ``optim`` can load. All ranks call it.
 
-        Parameters are matched by FQN; wrapping, order and groups may have changed.
+        Parameters are matched by FQN. Wrapping, parameter order and parameter groups may differ from those at saving.
 
         Args:
-            model: The model that it optimizes.
-            optim: The optimizer to load into; its state need not exist yet, and does not change.
-            optim_state_dict: State with full tensors, DTensors, or torch's ``ShardedTensor``. With ``rank0_only``, only
-                the first rank's is used, which must not have ``ShardedTensor``, and is sent to the others tensor by
-                tensor.
-            is_named_optimizer: Key the result by names instead of indices.
-            load_directly: Also load it into ``optim``.
+            model: Model that the optimizer optimizes.
+            optim: Optimizer to load into. It need not have state yet, and is not changed.
+            optim_state_dict: State with full tensors, DTensors or torch's ``ShardedTensor``. With ``rank0_only``, the
+                first rank's state is broadcast tensor by tensor; it must consist of full tensors.
+            is_named_optimizer: Key the result by FQNs instead of indices.
+            load_directly: Also load the result into ``optim``.
             group: Process group of the broadcast with ``rank0_only``. None: the ranks of the model.
 
+        Returns:
+            The state dict for ``optim.load_state_dict``.
+
         Raises:
-            ValueError: If parameters are missing or unexpected, a shape does not match, or parameters of one group were
-                saved with different options.
-            FullshardError: If parameters in one flat parameter were saved with different numbers of steps.
+            ValueError: If parameters are missing or unexpected, a shape does not match, or the parameters of one group
+                were saved with different options.
+            FullshardError: If parameters in one flat parameter were saved with different step counts.
         """
         settings = WrapperState.get_state_dict_type(model)
         named, rank0_only = is_named_optimizer, getattr(settings.optim_state_dict_config, "rank0_only", False)
@@ -125,7 +129,23 @@ class WrapperOptim:
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> State:
-        """Return the full state, in CPU memory. ``optim_input`` is not needed."""
+        """Return the full optimizer state in CPU memory, keyed by FQN. All ranks call it.
+
+        Args:
+            model: Model that the optimizer optimizes.
+            optim: The optimizer.
+            optim_input: For compatibility; not used.
+            rank0_only: Return the state only on the first rank.
+            group: Process group whose first rank gets the result with ``rank0_only``. None: the ranks of the model.
+
+        Returns:
+            The state dict; empty on other ranks with ``rank0_only``.
+
+        Raises:
+            ValueError: As ``optim_state_dict``.
+            FullshardError: As ``optim_state_dict``.
+            PhaseError: As ``optim_state_dict``.
+        """
         settings = StateDictSettings(optim_state_dict_config=FullOptimStateDictConfig(rank0_only=rank0_only))
         return saved_state(model, optim, None, settings, group)
 
@@ -133,7 +153,21 @@ class WrapperOptim:
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> State:
-        """Return the sharded state, in CPU memory."""
+        """Return the sharded optimizer state in CPU memory, as DTensors keyed by FQN. All ranks call it.
+
+        Args:
+            model: Model that the optimizer optimizes.
+            optim: The optimizer.
+            group: For compatibility; the ranks of the model hold the state.
+
+        Returns:
+            The state dict.
+
+        Raises:
+            ValueError: As ``optim_state_dict``.
+            FullshardError: As ``optim_state_dict``.
+            PhaseError: As ``optim_state_dict``.
+        """
         return saved_state(model, optim, None, StateDictSettings(StateDictType.SHARDED_STATE_DICT), group)
 
     @staticmethod
@@ -143,13 +177,20 @@ class WrapperOptim:
         optim_input: Input = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> State:
-        """Convert a result of :meth:`full_optim_state_dict` to this rank's state dict for the optimizer to load.
+        """Convert a result of ``full_optim_state_dict`` to this rank's state dict for the optimizer to load.
 
         Args:
             full_optim_state_dict: The full state, on every rank.
-            model: The model that is optimized.
+            model: Model that the optimizer optimizes.
             optim_input: Parameters or groups of the optimizer, if it does not exist yet. None: ``model.parameters()``.
-            optim: The optimizer.
+            optim: The optimizer, instead of ``optim_input``.
+
+        Returns:
+            The state dict for ``optim.load_state_dict``.
+
+        Raises:
+            ValueError: As ``optim_state_dict_to_load``.
+            FullshardError: As ``optim_state_dict_to_load``.
         """
         return state_to_load(model, _optimizer(model, optim_input, optim), full_optim_state_dict)
 
@@ -157,7 +198,20 @@ class WrapperOptim:
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: State, model: nn.Module, optim: torch.optim.Optimizer
     ) -> State:
-        """Convert a result of :meth:`sharded_optim_state_dict` to this rank's state dict. All ranks call it."""
+        """Convert a result of ``sharded_optim_state_dict`` for this rank's optimizer. All ranks call it.
+
+        Args:
+            sharded_optim_state_dict: The sharded state.
+            model: Model that the optimizer optimizes.
+            optim: The optimizer.
+
+        Returns:
+            The state dict for ``optim.load_state_dict``.
+
+        Raises:
+            ValueError: As ``optim_state_dict_to_load``.
+            FullshardError: As ``optim_state_dict_to_load``.
+        """
         return state_to_load(model, optim, sharded_optim_state_dict)
 
     @staticmethod
@@ -168,7 +222,22 @@ class WrapperOptim:
         optim: torch.optim.Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> State:
-        """Convert a full state that only the first rank has to each rank's state dict. All of ``group`` call it."""
+        """Convert a full state that only the first rank has to each rank's state dict. All ranks of ``group`` call it.
+
+        Args:
+            full_optim_state_dict: The full state on the first rank; not used on other ranks.
+            model: Model that the optimizer optimizes.
+            optim_input: Parameters or groups of the optimizer, if it does not exist yet. None: ``model.parameters()``.
+            optim: The optimizer, instead of ``optim_input``.
+            group: Process group of the broadcast. None: the ranks of the model.
+
+        Returns:
+            The state dict for ``optim.load_state_dict``.
+
+        Raises:
+            ValueError: As ``optim_state_dict_to_load``.
+            FullshardError: As ``optim_state_dict_to_load``.
+        """
         optimizer = _optimizer(model, optim_input, optim)
         return state_to_load(model, optimizer, full_optim_state_dict, rank0_only=True, group=group)
 
@@ -180,19 +249,23 @@ class WrapperOptim:
         optim_input: Input = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> State:
-        """Convert the keys of a state dict from indices of parameters to FQNs, or the reverse.
+        """Convert the keys of an optimizer state dict from parameter indices to FQNs, or the reverse.
 
-        For optimizers of models without flat parameters, mostly plain ones. Tensors are not copied.
+        For optimizers of models without flat parameters, such as models that are not wrapped. Tensors are not copied.
 
         Args:
-            optim_state_dict: State dict with either keys.
-            optim_state_key_type: Type of the result's keys.
-            model: The model that is optimized.
+            optim_state_dict: State dict keyed by FQNs or by indices.
+            optim_state_key_type: Key type of the result.
+            model: Model that the optimizer optimizes.
             optim_input: Parameters or groups of the optimizer. None: ``model.parameters()``.
             optim: The optimizer, instead of ``optim_input``.
 
+        Returns:
+            A new state dict.
+
         Raises:
-            ValueError: If keys are of both types, or unknown.
+            TypeError: If ``optim_state_key_type`` is not an ``OptimStateKeyType``.
+            ValueError: If keys are of both types or unknown, or parameters share a flat parameter.
         """
         check_instance("rekey_optim_state_dict: optim_state_key_type", optim_state_key_type, OptimStateKeyType)
         named = optim_state_key_type is OptimStateKeyType.PARAM_NAME

@@ -1,4 +1,4 @@
-"""Convert state dicts of optimizers to and from each :class:`~fullshard.checkpoint.state.types.StateDictType`."""
+"""Convert state dicts of optimizers to and from each ``StateDictType``."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ def saved_state(
     for key, value in state.items():
         if not isinstance(key, torch.Tensor):
             warnings.warn(
-                f"the optimizer's state has the key {key!r}, which is not a parameter; it is copied", stacklevel=4
+                f"the optimizer's state has the key {key!r}, which is not a parameter; its value is copied unchanged",
+                stacklevel=4,
             )
             saved[key] = copy.deepcopy(value)
     result: dict[str, Any] = {"state": saved}
@@ -130,8 +131,8 @@ def _sending_group(model: nn.Module, group: dist.ProcessGroup | None) -> dist.Pr
     if mesh.ndim == 1:
         return mesh.get_group()
     raise ValueError(
-        f"the model is sharded over a multi-dimensional mesh of some ranks, {mesh}; pass the process group of these "
-        "ranks for the broadcast from its first rank"
+        "optim_state_dict_to_load: rank0_only broadcasts the state, and the model is sharded over a multi-dimensional "
+        f"mesh of some of the ranks, {mesh}, which has no process group for that; pass one of these ranks as group"
     )
 
 
@@ -206,7 +207,7 @@ def state_to_load(
     rank0_only: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Convert a result of :func:`saved_state`, maybe of a model wrapped otherwise, to a state dict for ``optimizer``.
+    """Convert a result of ``saved_state``, maybe of a model wrapped otherwise, to a state dict for ``optimizer``.
 
     With ``rank0_only``, the state of the first rank of ``group``, or of the model, is broadcast, and all ranks call it.
     The result is keyed by names if ``named``, else by indices.
@@ -275,7 +276,7 @@ def _receive_specs(
         if sharded:
             raise ValueError(
                 f"rank0_only: expected full tensors on the first rank, found {' and '.join(sorted(sharded))}s, which "
-                "all ranks must gather; load the state without rank0_only, on every rank"
+                "only all ranks together can all-gather; load the state without rank0_only, on every rank"
             )
         groups = None if receives else (given or {}).get("param_groups")
         if groups is not None:
@@ -349,7 +350,7 @@ def _keys(model: nn.Module, optimizer: Any) -> dict[int, str]:
 
 
 def load_local(model: nn.Module, optimizer: Any, given: Mapping[str, Any], *, named: bool) -> dict[str, Any]:
-    """Convert a result of :func:`save_local` to a state dict for ``optimizer``: same wrapping, same ranks.
+    """Convert a result of ``save_local`` to a state dict for ``optimizer``: same wrapping, same ranks.
 
     Raises:
         ValueError: If the parameters or shapes differ.

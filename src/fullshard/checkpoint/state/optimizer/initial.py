@@ -123,9 +123,9 @@ def _initial_state(
     unknown = [name for name, value in made.items() if name != "step" and not _began_as_zeros(value, parameter)]
     if unknown:
         raise FullshardError(
-            f"cannot tell the initial state of a localized {kind.__name__}: its own step fails with DTensors "
-            f"({type(failure).__name__}: {failure}), and its step on local tensors leaves {unknown}, which may have "
-            "changed in it; run a step first, or initialize the state in the optimizer"
+            f"cannot determine the initial state of a localized {kind.__name__}: its own step fails with DTensors "
+            f"({type(failure).__name__}: {failure}), and its step on local tensors may have changed {unknown}; run a "
+            "step first, or initialize the state in the optimizer"
         ) from failure
     return made
 

@@ -12,7 +12,7 @@ replicated where even that does not decide.
 
 Ranks come to the same result although their shards have different shapes: a sharded entry has the parameter's shape
 on every rank, also where a shard is empty, and a replicated one has it only by chance. Saving compares the results of
-the ranks, see :func:`fingerprint`. Loading goes by the shapes of whole tensors only, which all ranks know.
+the ranks, see ``fingerprint``. Loading goes by the shapes of whole tensors only, which all ranks know.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class TensorSpec:
 
 
 def to_specs(value: Any) -> Any:
-    """Replace tensors and :class:`TensorShards` inside of a nested ``value`` by :class:`TensorSpec`."""
+    """Replace tensors and ``TensorShards`` inside of a nested ``value`` by ``TensorSpec``."""
     return map_leaves(value, lambda _, leaf: TensorSpec(leaf.shape, leaf.dtype) if _is_tensor(leaf) else leaf)
 
 
@@ -88,7 +88,7 @@ class OptimizedParameter:
 
     Attributes:
         parameter: The object.
-        originals: The model's parameters in it: one, or those of a :class:`FlatParameter`.
+        originals: The model's parameters in it: one, or those of a ``FlatParameter``.
         index: Position of the first of them in the model.
     """
 
@@ -175,7 +175,7 @@ def holds_tensors(value: Any) -> bool:
 def map_leaves(value: Any, leaf: Callable[[Path, Any], Any], path: Path = ()) -> Any:
     """Replace the leaves of ``value`` by ``leaf(path, leaf)``, called in an order that depends on keys only.
 
-    Containers for which :func:`holds_tensors` is true are traversed, and ``value`` itself if it is a mapping.
+    Containers for which ``holds_tensors`` is true are traversed, and ``value`` itself if it is a mapping.
     """
     if isinstance(value, Mapping) and (not path or holds_tensors(value)):
         return {key: map_leaves(value[key], leaf, (*path, key)) for key in sorted(value, key=str)}
@@ -259,7 +259,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
     Returns:
         ``{"state": {FQN: {name: value}}, "param_groups": [{"params": [FQN, ...], option: value}]}``. Values are
-        :class:`TensorShards` if the state is sharded as its parameter, tensors if it is the same on all ranks, and
+        ``TensorShards`` if the state is sharded as its parameter, tensors if it is the same on all ranks, and
         other values as they are, all of them live. Tied parameters have their first name. Parameters without state are
         in ``param_groups`` only. State that users added under a string key is included under that key; if it is no
         mapping, in one with the only key "".
@@ -278,7 +278,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def as_shards(original: LocalParameter, value: torch.Tensor, is_sharded: bool) -> TensorShards | torch.Tensor:
-    """Return a tensor of the state as :func:`optimizer_state` does."""
+    """Return a tensor of the state as ``optimizer_state`` does."""
     if is_sharded:
         return original.shards_of(value)
     return TensorShards.of(value) if isinstance(value, DTensor) else value.detach()
@@ -347,7 +347,7 @@ def compare_fingerprints(own: Mapping[str, str], group: dist.ProcessGroup | None
     """Raise on all ranks of ``group`` if their states differ. All of them call it: a collective of a few bytes.
 
     Args:
-        own: The :func:`fingerprint` of this rank.
+        own: The ``fingerprint`` of this rank.
         group: The ranks. None: all.
 
     Raises:

@@ -82,15 +82,15 @@ class OptimizerTarget:
     """The saved state of an optimizer, matched by FQN with the parameters of this one: wrapping, ranks, and the order
     and grouping of parameters may have changed since.
 
-    Use it in this order: check :attr:`problems`; fill the tensors and :class:`TensorShards` in :attr:`shared`, and
-    check :meth:`conflicts`; fill those in :attr:`tree`; :meth:`install`. No step is run, and the optimizer does not
-    change before :meth:`install`, except that its tensors are filled. (:attr:`shared` is a subset of :attr:`tree`.)
+    Use it in this order: check ``problems``; fill the tensors and ``TensorShards`` in ``shared``, and
+    check ``conflicts``; fill those in ``tree``; ``install``. No step is run, and the optimizer does not
+    change before ``install``, except that its tensors are filled. (``shared`` is a subset of ``tree``.)
 
     Args:
         model: The model that is optimized; idle.
         optimizer: Any optimizer, new or used.
-        saved: By FQN and name, :class:`TensorSpec` for tensors, however nested, and values; tensors are values that are
-            there already. As :func:`~fullshard.checkpoint.state.optimizer.state.to_specs` makes it.
+        saved: By FQN and name, ``TensorSpec`` for tensors, however nested, and values; tensors are values that are
+            there already. As ``to_specs`` makes it.
         groups: The saved groups: options, and FQNs in ``params``. None: unknown, all groups keep their options.
         strict: Report parameters that only one side has as problems. Otherwise their state stays or is left out.
         reuse: Fill the optimizer's present tensors where they fit. Otherwise all are new.
@@ -100,7 +100,7 @@ class OptimizerTarget:
         PhaseError: In the middle of a step.
 
     Attributes:
-        tree: Targets to fill, in the form of :func:`~fullshard.checkpoint.state.optimizer.state.optimizer_state`,
+        tree: Targets to fill, in the form of ``optimizer_state``,
             under the saved names; values, and tensors that were passed as such, are set already.
         problems: Messages about mismatches; the same on all ranks.
     """
@@ -227,7 +227,7 @@ class OptimizerTarget:
 
     @property
     def shared(self) -> dict[str, dict[str, Any]]:
-        """The subset of ``tree["state"]`` that :meth:`conflicts` compares: mostly nothing, and a few numbers."""
+        """The subset of ``tree["state"]`` that ``conflicts`` compares: mostly nothing, and a few numbers."""
         asked = {fqn: {path[0] for path in e.copies} for e in self._planned for fqn in e.member.fqns if e.copies}
         return {
             fqn: {name: value for name, value in self.tree["state"][fqn].items() if name in names}
@@ -236,7 +236,7 @@ class OptimizerTarget:
         }
 
     def conflicts(self) -> list[str]:
-        """Return the conflicts within flat parameters, which have one state for all originals, after :attr:`shared` was
+        """Return the conflicts within flat parameters, which have one state for all originals, after ``shared`` was
         filled.
         """
         return [text for planned in self._planned for text in planned.conflicts()]
@@ -261,7 +261,7 @@ class OptimizerTarget:
             hook(optimizer)
 
     def state_dict(self, names: Mapping[int, str] | None = None) -> dict[str, Any]:
-        """Return the state dict with which the optimizer would load what :meth:`install` installs.
+        """Return the state dict with which the optimizer would load what ``install`` installs.
 
         Args:
             names: Keys by ids of parameters. None: their indices in the optimizer.
