@@ -9,5 +9,7 @@
 - ``contestants.py``, ``models.py``  who takes part, and what they train
 - ``simulators/``      networks and streams that are models, and a model of a step's schedule
 - ``training/``        a GPT trained in turns: ``step``, ``modes``, ``wrapper``, ``accelerate_step``, ``page_faults``
+- ``redraw.py``       plots of stored results, without a measurement
+- ``pictures/``        the pictures of the documentation, drawn from stored data
 - one folder or file for each of the other benchmarks; ``gpu/`` imports no package beside torch
 """

@@ -29,9 +29,11 @@ BENCHMARKS = {
     "wrap_model": "bench.wrap_model",
     "accelerate_step": "bench.training.accelerate_step",
     "gpu": "bench.gpu.driver",
+    "pictures": "bench.pictures.driver",
+    "redraw": "bench.redraw",
 }
-# Not part of ``make bench``: wants accelerate; wants a GPU; writes docs/performance/gpu.md.
-APART = ("accelerate_step", "gpu")
+# Not part of ``make bench``: needs accelerate; needs a GPU and writes docs/performance/gpu.md; two draw stored data.
+APART = ("accelerate_step", "gpu", "pictures", "redraw")
 
 
 def sentence_of(name: str) -> str:
@@ -42,7 +44,7 @@ def sentence_of(name: str) -> str:
 
 def listing() -> str:
     lines = [f"  {name:16} {sentence_of(name)}" for name in BENCHMARKS]
-    all_of_them = f"  {'all':16} All of these but {' and '.join(APART)}, one after another."
+    all_of_them = f"  {'all':16} All of these but {', '.join(APART)}, one after another."
     return "\n".join(["python -m bench NAME [options]; NAME --help lists the options.", "", *lines, all_of_them])
 
 

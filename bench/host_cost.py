@@ -45,6 +45,7 @@ from bench.report import column
 from bench.statistics import paired_spread, spread
 from bench.turns import compete
 
+TITLE = "Host time per unit"
 PLAIN = UNSHARDED
 SYSTEMS = (PLAIN, FSDP1, FSDP1_FLAT, FSDP2, FULLSHARD, WRAPPER, WRAPPER_FLAT)
 FIGURES = {"forward_backward": "forward + backward", "step": "with optimizer step"}
@@ -148,6 +149,16 @@ def verdicts(summary: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return lines
 
 
+def panels(summary: Mapping[str, Any]) -> list[report.Bars]:
+    """A panel per figure and peer."""
+    keys = {
+        f"host time per unit / {peer.upper()}, {label}": (figure, f"host_cost_ratio_to_{peer}")
+        for figure, label in FIGURES.items()
+        for peer in ("fsdp2", "fsdp1")
+    }
+    return report.bars(summary, keys)
+
+
 def run(options: Options) -> None:
     """Compare the host time per unit and step of fullshard and its peers."""
     with fake_group(options.ranks):
@@ -160,16 +171,11 @@ def run(options: Options) -> None:
         *report.against_targets(verdicts(summary)),
         *report.could_not_run(failures),
     ]
-    panels = {
-        f"host time per unit / {peer.upper()}, {label}": (figure, f"host_cost_ratio_to_{peer}")
-        for figure, label in FIGURES.items()
-        for peer in ("fsdp2", "fsdp1")
-    }
     report.publish(
         options,
         "host_cost",
         {"settings": options.settings, "contestants": summary, "not_run": failures},
         paragraphs,
-        title="Host time per unit",
-        panels=report.bars(summary, panels),
+        title=TITLE,
+        panels=panels(summary),
     )

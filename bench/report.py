@@ -15,7 +15,8 @@ from bench.command_line import Options
 from bench.environment import Environment, current_environment
 from bench.statistics import Spread
 
-DARK, LIGHT = "#1f6f8b", "#b9c4cc"
+DARK, LIGHT, OTHER = "#00796b", "#b9c4cc", "#d9822b"
+DEFAULT_MALLOC = "-malloc"  # ends the name of a contestant of ours whose allocator is left alone
 _LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
 
 # Header, and the cell of a contestant's entry in the JSON.
@@ -23,6 +24,17 @@ Column = tuple[str, Callable[[Mapping[str, Any]], str]]
 
 
 # ------------------------------------------------------------------ cells and sentences
+
+
+def label_of(name: str) -> str:
+    """A contestant's name as people read it in a table: fullshard-malloc has no malloc of its own."""
+    return name.replace(DEFAULT_MALLOC, ", default malloc")
+
+
+def label_in_plot(name: str) -> str:
+    """The same in a plot, where peers have the names of their classes."""
+    written = label_of(name).replace("fsdp", "FSDP").replace("+malloc", ", malloc keeps memory")
+    return re.sub(r"\bddp\b", "DDP", written)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], failures: Iterable[str] = ()) -> str:
@@ -76,8 +88,8 @@ def table(
     first: str, entries: Mapping[str, Mapping[str, Any]], columns: Sequence[Column], failures: Iterable[str] = ()
 ) -> str:
     """One row per contestant."""
-    rows = [[name, *(text(entry) for _, text in columns)] for name, entry in entries.items()]
-    return markdown_table([first, *(header for header, _ in columns)], rows, failures)
+    rows = [[label_of(name), *(text(entry) for _, text in columns)] for name, entry in entries.items()]
+    return markdown_table([first, *(header for header, _ in columns)], rows, map(label_of, failures))
 
 
 def verdict(what: str, value: float, limit: float, of: str = "") -> str:
@@ -126,7 +138,7 @@ def publish(
     paragraphs: Sequence[str],
     *,
     title: str = "",
-    panels: Sequence[Bars | Curves] = (),
+    panels: Sequence[Panel] = (),
     parts: Sequence[object] = (),
     marker: str | None = None,
 ) -> None:
@@ -210,11 +222,12 @@ class Bars:
 
     def draw(self, axis: Any) -> None:
         """Draw them on an axis of matplotlib."""
-        names = list(self.values)
+        names = [label_in_plot(name) for name in self.values]
         spreads = [v if isinstance(v, Spread) else Spread(v, v, v) for v in self.values.values()]
         below = [s.median - s.lower_quartile for s in spreads]
         above = [s.upper_quartile - s.median for s in spreads]
-        colors = [DARK if name.startswith(self.highlight) else LIGHT for name in names]
+        ours = (self.highlight, f", {self.highlight}")
+        colors = [DARK if name.startswith(ours[0]) or ours[1] in name else LIGHT for name in self.values]
         whiskers = [below, above] if any([*below, *above]) else None
         axis.barh(names, [s.median for s in spreads], color=colors, xerr=whiskers, capsize=3)
         limit = max([s.upper_quartile for s in spreads] + [self.reference or 0.0]) or 1.0
@@ -224,7 +237,59 @@ class Bars:
         if self.reference is not None:
             axis.axvline(self.reference, color="#555555", linewidth=1, linestyle="--")
         axis.set_xlim(0, 1.14 * limit)
+        axis.set_xlabel("lower is better", loc="left", fontsize=9, color="#5b6874")
         axis.invert_yaxis()
+
+
+@dataclass(frozen=True)
+class Dots:
+    """A row per case, and in it a dot per contestant: ours dark, the others each in a way of their own.
+
+    Args:
+        title: Of the panel.
+        rows: Case -> contestant -> value.
+        limits: Vertical lines: value -> what it is.
+        logarithmic: The axis of values.
+    """
+
+    title: str
+    rows: Mapping[str, Mapping[str, float]]
+    limits: Mapping[float, str]
+    logarithmic: bool = False
+
+    @property
+    def values(self) -> Mapping[str, Mapping[str, float]]:
+        return self.rows
+
+    @property
+    def size(self) -> tuple[float, float]:
+        return 6.4, 1.7 + 0.36 * len(self.rows)
+
+    def draw(self, axis: Any) -> None:
+        """Draw them on an axis of matplotlib."""
+        names = list(dict.fromkeys(name for row in self.rows.values() for name in row))
+        for number, name in enumerate(sorted(names, key=lambda name: name.startswith("fullshard"))):
+            ours = name.startswith("fullshard")
+            found = [(row[name], place) for place, row in enumerate(self.rows.values()) if name in row]
+            marker = ("o", "s", "^")[[n for n in names if n.startswith("fullshard")].index(name)] if ours else "D"
+            color = DARK if ours else (OTHER, "#5b6874", LIGHT, "#333333")[number % 4]
+            label = label_in_plot(name)
+            axis.scatter(*zip(*found, strict=True), color=color, marker=marker, s=38, label=label, alpha=0.85, zorder=3)
+        for place in range(len(self.rows)):
+            axis.axhline(place, color="#e4e8ec", linewidth=0.8, zorder=0)
+        for value, what in self.limits.items():
+            axis.axvline(value, color="#555555", linewidth=1, linestyle="--", zorder=1)
+            axis.text(value, -0.75, what, fontsize=8.5, color="#555555", ha="center")
+        if self.logarithmic:
+            axis.set_xscale("log")
+            ticks = [
+                tick for tick in (0.05, 0.1, 0.2, 0.5, 1, 2, 5) if axis.get_xlim()[0] <= tick <= axis.get_xlim()[1]
+            ]
+            axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axis.minorticks_off()
+        axis.set_yticks(range(len(self.rows)), list(self.rows))
+        axis.set_ylim(len(self.rows) - 0.5, -1.0)
+        axis.set_xlabel("lower is better", loc="left", fontsize=9, color="#5b6874")
 
 
 @dataclass(frozen=True)
@@ -243,14 +308,14 @@ class Curves:
         for index, (name, points) in enumerate(self.values.items()):
             ours, style = name.startswith("fullshard"), ("-", "--", ":", "-.")[index % 4]
             marker, color = "osv^"[index // 4 % 4], DARK if ours else "#d1495b"
-            axis.plot(*zip(*points.items(), strict=True), color=color, linestyle=style, marker=marker, ms=4, label=name)
+            line = {"linestyle": style, "marker": marker, "ms": 4, "label": label_in_plot(name)}
+            axis.plot(*zip(*points.items(), strict=True), color=color, **line)
         if self.reference is not None:
             axis.axhline(self.reference, color="#333333", linewidth=1)
         sizes = sorted({x for points in self.values.values() for x in points})
         axis.set(xscale="log", yscale="log" if self.logarithmic else "linear", xlabel=self.label)
         axis.set_xticks(sizes, [f"{size:,g}" for size in sizes])
         axis.minorticks_off()
-        axis.legend(fontsize=6)
 
 
 def bars(
@@ -271,7 +336,10 @@ def bars(
     return found
 
 
-def plot(path: Path, title: str, panels: Sequence[Bars | Curves], columns: int = 3) -> Path | None:
+Panel = Bars | Curves | Dots
+
+
+def plot(path: Path, title: str, panels: Sequence[Panel], columns: int = 3) -> Path | None:
     """Draw those panels that have values, so many side by side; None if none has."""
     panels = [panel for panel in panels if any(panel.values.values())]
     if not panels:
@@ -293,6 +361,12 @@ def plot(path: Path, title: str, panels: Sequence[Bars | Curves], columns: int =
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     figure.suptitle(title, fontsize=11)
+    lines = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    if lines and not any(isinstance(panel, Bars) for panel in panels):
+        columns = max(2, min(len(lines), int(size[0] / 2.1)))
+        figure.legend(
+            lines.values(), lines, loc="outside lower center", ncols=columns, fontsize=9, frameon=False, markerscale=1.2
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130, metadata={"Software": None})  # without a word about what wrote it
     pyplot.close(figure)

@@ -24,6 +24,7 @@ from bench.report import column
 from bench.statistics import paired_spread, spread
 from bench.turns import compete
 
+TITLE = "Time to wrap"
 FIGURES = {"constructor": "constructor", "first_step": "first step", "both": "both together"}
 # What the constructor may take of FSDP1's with the same flag.
 TARGET = 0.50
@@ -97,6 +98,11 @@ def verdicts(summary: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [report.verdict(f"constructor, {name}:", each["median"], TARGET) for name, each in found.items() if each]
 
 
+def panels(summary: Mapping[str, Any]) -> list[report.Bars]:
+    """A panel per figure."""
+    return report.bars(summary, {f"{label} / FSDP1": (key, "ratio_to_fsdp1") for key, label in FIGURES.items()})
+
+
 def run(options: Options) -> None:
     """Compare the time that wrapping a model of many small modules takes in fullshard and in FSDP1."""
     with fake_group(options.ranks):
@@ -114,6 +120,6 @@ def run(options: Options) -> None:
         "wrap_time",
         {"settings": options.settings, "contestants": summary, "not_run": failures},
         paragraphs,
-        title="Time to wrap",
-        panels=report.bars(summary, {f"{label} / FSDP1": (key, "ratio_to_fsdp1") for key, label in FIGURES.items()}),
+        title=TITLE,
+        panels=panels(summary),
     )

@@ -31,7 +31,7 @@ import torch
 from safetensors.torch import load_file
 
 from bench import report, resident_memory
-from bench.checkpoint.report import OPERATIONS, Operation, Way, bars, paragraphs, summarise
+from bench.checkpoint.report import OPERATIONS, Operation, Way, panels, paragraphs, summarise
 from bench.checkpoint.systems import FILE, KEEPERS, digest, write_weights
 from bench.checkpoint.worker import TRAINED, Answer, Request
 from bench.command_line import Options as SharedOptions
@@ -245,7 +245,7 @@ def run(options: Options) -> bool:
         result,
         told,
         title=f"Checkpoints at width {options.width}",
-        panels=bars(result) if right else (),
+        panels=panels(result) if right else (),
         # What only some took part in does not replace the results of all.
         parts=(options.width, *(["part"] if options.what or options.only else [])),
         marker=f"checkpoint:{options.width}",

@@ -10,7 +10,7 @@ from typing import Any
 from bench import report
 from bench.checkpoint.worker import INITIAL, TRAINED, Answer
 from bench.contestants import FSDP1, FSDP2, FULLSHARD, OURS, WRAPPER_FLAT
-from bench.report import column, mebibytes, spread_of
+from bench.report import column, mebibytes
 from bench.statistics import Spread, paired_ratios
 
 RETURNED, DONE = "returned", "done"
@@ -185,18 +185,19 @@ def paragraphs(result: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def bars(result: Mapping[str, Any]) -> list[report.Bars]:
-    """All times that have a peer, and everyone's memory."""
-    times: dict[str, float | Spread] = {}
-    memory: dict[str, float | Spread] = {}
+def panels(result: Mapping[str, Any]) -> list[report.Dots]:
+    """A row per operation: times over the peer's, and everyone's memory."""
+    times: dict[str, dict[str, float]] = {}
+    memory: dict[str, dict[str, float]] = {}
     for name, summary in result["operations"].items():
+        row = name.replace("_", " ")
         for way, entry in summary["ways"].items():
             found = entry.get(f"{BY_NAME[name].clock}_ratio")
-            if found is not None and way != summary["peer"]:
-                times[f"{way}, {name}"] = spread_of(found)
+            if found is not None:
+                times.setdefault(row, {})[way] = found["median"]
             if entry["extra_bytes"] is not None:
-                memory[f"{way}, {name}"] = entry["extra_bytes"] / 2**30
+                memory.setdefault(row, {})[way] = entry["extra_bytes"] / 2**30
     return [
-        report.Bars("time / peer (FSDP2; export, import: FSDP1)", times),
-        report.Bars("extra memory per rank, GiB", memory, BUDGET_BYTES / 2**30),
+        report.Dots("time / peer", times, {1.0: "FSDP2 (export, import: FSDP1)"}, logarithmic=True),
+        report.Dots("extra memory per rank, GiB", memory, {BUDGET_BYTES / 2**30: "limit of the target"}),
     ]

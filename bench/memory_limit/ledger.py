@@ -19,6 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 _PREFIX = "ledger:"
+_LIBRARIES = ("fullshard::", "FSDP::")  # as these name what they do in profiles
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,14 @@ class Span:
 
 @dataclass
 class Ledger:
-    """See the module docstring. Complete when the ``with`` block of :func:`recorded` has ended."""
+    """See the module docstring. Complete when the ``with`` block of :func:`recorded` has ended.
+
+    ``operations`` are what fullshard or FSDP2 did, under its own names: "fullshard::all_gather (blocks.3)".
+    """
 
     blocks: list[Block] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    operations: list[Span] = field(default_factory=list)
 
     def span(self, name: str) -> Span:
         """The only range of this name."""
@@ -126,8 +131,11 @@ def _read(roots: list[Any], ledger: Ledger) -> None:
             ranges = (*ranges, name)
         else:
             operators = (*operators, name)
+            if name.startswith(_LIBRARIES):
+                ledger.operations.append(Span(name, event.start_time_ns, event.end_time_ns))
         todo += [(child, ranges, operators) for child in event.children]
-    ledger.spans.sort(key=lambda span: span.begin)
+    for spans in (ledger.spans, ledger.operations):
+        spans.sort(key=lambda span: span.begin)
     ledger.blocks = _paired(sorted(events, key=lambda event: event[0]))
 
 

@@ -37,6 +37,7 @@ from fullshard import fully_shard
 from fullshard.optim.muon.matrix_optimizer import ROUND_BYTES
 from fullshard.optim.muon.muon import Muon
 
+TITLE = "A step of Muon"
 EXACT = (FULLSHARD, ONE_ROUND, GATHER)  # whose parameters have the bits of the plain ones
 GROUP_SIZES = (2, 8, 64)
 # A 7B Llama: 32 blocks of four attention matrices and three of the MLP.
@@ -136,6 +137,11 @@ def tables(contestants: Mapping[str, Any], traffic: Mapping[str, Any]) -> tuple[
     return report.table("contestant", contestants, steps), report.table("ranks", traffic, gigabytes)
 
 
+def panels(contestants: Mapping[str, Any]) -> list[report.Bars]:
+    """Times of steps."""
+    return report.bars(contestants, {"time / gathering everything": ("ratio_to_gather",)})
+
+
 def run(options: Options) -> None:
     """Compare a step of Muon with owners to one in which every rank gathers everything."""
     contestants, failures = compete(options)
@@ -158,6 +164,6 @@ def run(options: Options) -> None:
         "muon",
         {"settings": options.settings, "contestants": contestants, "not_run": failures, "traffic": traffic},
         paragraphs,
-        title="A step of Muon",
-        panels=report.bars(contestants, {"time / gathering everything": ("ratio_to_gather",)}),
+        title=TITLE,
+        panels=panels(contestants),
     )

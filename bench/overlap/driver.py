@@ -26,6 +26,7 @@ from bench.overlap.cells import CLOCKS, HOST, STREAMS, Cell, Measured, even_unit
 from bench.overlap.systems import SYSTEMS, System, UnitShape
 
 EVEN, UNEVEN, REAL = "even", "uneven", "GPT"
+TITLE = "Overlap"
 UNITS: Mapping[str, tuple[UnitShape, ...]] = {EVEN: even_units(), UNEVEN: uneven_units(), REAL: ()}
 AHEAD_RANKS = 64
 AHEAD = tuple(system for system in SYSTEMS if system.depth is not None or system.name == "fullshard")
@@ -178,13 +179,13 @@ def paragraphs(results: Results, ahead: Results) -> list[str]:
     return parts
 
 
-def curves(results: Results) -> list[report.Curves]:
+def curves(cells: Sequence[Mapping[str, Any]]) -> list[report.Curves]:
     """Step time over the bound against link time over computation: a panel per device and number of ranks."""
     found: dict[tuple[str, int], dict[str, dict[float, float]]] = {}
-    for cell, measured in results.items():
-        panel = found.setdefault((cell.device, cell.ranks), {}) if cell.model == EVEN else {}
-        for name in measured.steps:
-            panel.setdefault(name, {})[cell.ratio] = measured.over_bound(name).median
+    for cell in cells:
+        panel = found.setdefault((cell["device"], cell["ranks"]), {}) if cell["model"] == EVEN else {}
+        for name, entry in cell["contestants"].items():
+            panel.setdefault(name, {})[cell["link_over_computation"]] = entry["over_bound"]["median"]
     label = "link time / computation"
     return [report.Curves(f"{d}, {n:,} ranks", lines, label, reference=1.0) for (d, n), lines in found.items()]
 
@@ -212,6 +213,6 @@ def run(options: Options) -> None:
         "overlap",
         {"settings": options.settings, "cells": as_json(found), "ahead": as_json(ahead)},
         paragraphs(found, ahead),
-        title="Overlap",
-        panels=curves(found),
+        title=TITLE,
+        panels=curves(as_json(found)),
     )

@@ -23,6 +23,7 @@ from bench.scaling.checkpoint import TENSORS_PER_UNIT
 from bench.scaling.worker import Case
 from bench.teams import Launch, ask_alone
 
+TITLE = "Host cost of one rank by ranks and by units"
 SYSTEMS = (FULLSHARD, WRAPPER, WRAPPER_FLAT, FSDP2, FSDP1)
 PHASES = {"init": "initialisation", "first": "first step", "steady": "steady step"}
 LONG, SHORT = 16_384, 1_024  # elements of a parameter where ranks vary, and where units do
@@ -207,5 +208,4 @@ def run(options: Options) -> None:
         outcome = asked("checkpoint", FULLSHARD, 4 * options.limit_s, units=units, ranks=ranks)
         saved.append({"units": units, "ranks": ranks, **outcome})
     result = {"settings": options.settings, "exponents": exponents(costs), "costs": costs, "checkpoints": saved}
-    title = "Host cost of one rank by ranks and by units"
-    report.publish(options, "scaling", result, paragraphs(result, options), title=title, panels=curves(costs))
+    report.publish(options, "scaling", result, paragraphs(result, options), title=TITLE, panels=curves(costs))

@@ -140,10 +140,17 @@ def _write_page(benchmark: Benchmark, width: int, options: TrainingOptions) -> N
     if not results:
         print("no times are reported: losses disagree, or nobody ran")
         return
-    image, title = options.results / f"{benchmark.name}_{width}_{machine}.png", f"{benchmark.title} at width {width}"
+    image, title = draw(benchmark, results, options.results, width, machine)
+    report.write_page(options, f"{benchmark.name}:{width}", paragraphs(benchmark, results), image, title)
+
+
+def draw(
+    benchmark: Benchmark, results: Mapping[str, Result], folder: Path, width: int, machine: str
+) -> tuple[Path | None, str]:
+    """Plot what was measured at a width on a kind of machine. The file, and the title."""
+    title = f"{benchmark.title} at width {width}"
     panels = report.bars(_entries(benchmark, results), {each: (key,) for each, key in benchmark.panels.items()})
-    drawn = report.plot(image, title, panels)
-    report.write_page(options, f"{benchmark.name}:{width}", paragraphs(benchmark, results), drawn, title)
+    return report.plot(folder / f"{benchmark.name}_{width}_{machine}.png", title, panels), title
 
 
 def _entries(benchmark: Benchmark, results: Mapping[str, Result]) -> dict[str, Mapping[str, Any]]:

@@ -24,8 +24,8 @@ NAMES = ("unsharded", "ddp", "fsdp1", "fsdp1+malloc", "fsdp2", "fsdp2+malloc", "
 BLOCKS = {512: 6, 1024: 4}
 NOTE = (
     "`+malloc`: the peer in a process whose allocator keeps freed memory (`MALLOC_MMAP_MAX_=0`, "
-    "`MALLOC_TRIM_THRESHOLD_`, `MALLOC_TOP_PAD_`); `fullshard-malloc`: fullshard without its own such policy "
-    "(`FULLSHARD_KEEP_FREED_MEMORY=0`). `unsharded` exchanges nothing, so each rank trains alone."
+    "`MALLOC_TRIM_THRESHOLD_`, `MALLOC_TOP_PAD_`); `fullshard, default malloc`: fullshard without its own such "
+    "policy (`FULLSHARD_KEEP_FREED_MEMORY=0`). `unsharded` exchanges nothing, so each rank trains alone."
 )
 STEP = Benchmark(
     name="step",

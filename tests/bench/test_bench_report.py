@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import socket
 from pathlib import Path
 
 import pytest
 from bench.command_line import Options
 from bench.environment import REPOSITORY, current_environment, slug
+from bench.memory_limit import driver as memory_limit
 from bench.statistics import (
     Spread,
     largest_difference,
@@ -21,7 +23,7 @@ from bench.statistics import (
 )
 from bench.turns import each_that_runs, take_turns
 
-from bench import report
+from bench import redraw, report
 
 PAGE = "# Page\n\n<!-- bench:a -->\nold\n<!-- /bench -->\n\nkept\n\n<!-- bench:b -->\n<!-- /bench -->\n"
 
@@ -135,6 +137,29 @@ def test_tables_have_what_stands_in_the_entries() -> None:
     (panel,) = report.bars(entries, {"ratio": ("ratio",)})
     assert panel.values == {"a": Spread(0.5, 0.4, 0.6)}
     assert report.verdict("step", 0.9, 0.8) == "step 0.90 of at most 0.80 (missed)"
+
+
+def test_names_say_whose_allocator_is_left_alone() -> None:
+    """What is fullshard-malloc on the command line has no setting of malloc; a peer with +malloc has."""
+    assert report.label_of("bf16, fullshard-malloc") == "bf16, fullshard, default malloc"
+    assert report.label_in_plot("fsdp2+malloc") == "FSDP2, malloc keeps memory"
+    assert report.label_in_plot("ddp") == "DDP" and report.label_of("fullshard") == "fullshard"
+    lines = report.table("who", {"fullshard-malloc": {}}, [], ["fsdp2-malloc"]).splitlines()
+    assert lines[2:] == ["| fullshard, default malloc |", "| fsdp2, default malloc | cannot run |"]
+
+
+def test_stored_results_are_drawn_again(tmp_path: Path) -> None:
+    """Each with its figures, also of several measurements; the withdrawn and those of other versions have none."""
+    stored = REPOSITORY / "bench" / "results"
+    for name in ("memory_limit", "checkpoint_1024", "scaling", "modes_bf16_512", "modes_hsdp_512", "muon"):
+        (path,) = stored.glob(f"{name}_*.json")
+        shutil.copy(path, tmp_path)
+    redraw.run(redraw.Options(results=tmp_path))
+    drawn = {path.name.rpartition("_")[0] for path in tmp_path.glob("*.png")}
+    assert drawn == {"memory_limit", "checkpoint_1024", "modes_512"}
+    cells = json.loads(next(stored.glob("memory_limit_*.json")).read_text())["cells"]
+    (panel,) = memory_limit.panels(cells)
+    assert len(panel.rows) == 8 and max(row["fullshard"] for row in panel.rows.values()) > memory_limit.TARGET
 
 
 def test_the_environment_names_neither_host_nor_path() -> None:

@@ -1,0 +1,144 @@
+"""The pictures of the documentation: stored data is current where it is of code, and every picture is drawn from it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from bench.memory_limit.bound import Bound, Widths
+from bench.memory_limit.ledger import Block, Span
+from bench.pictures import architecture, bytes_per_rank, driver, memory, meshes, recorder, schedule, step, style
+
+
+@pytest.mark.parametrize("name", ["architecture", "schedule", "bytes"])
+def test_stored_data_is_that_of_the_code(name: str) -> None:
+    """Of imports, of the golden trace and of formulas; else ``python -m bench pictures --record --only NAME``."""
+    recorded = {"architecture": architecture, "schedule": schedule, "bytes": bytes_per_rank}[name].record()
+    assert json.loads(json.dumps(recorded)) == driver.stored(name)
+
+
+def test_meshes_are_those_of_the_code() -> None:
+    """Of one of the eight ranks: its rows, and whom it exchanges what with."""
+    stored = driver.stored("meshes")["meshes"]
+    for name, found in meshes.record(ranks=[3])["meshes"].items():
+        assert found["rows"]["3"] == stored[name]["rows"]["3"] and set(found["groups"]) == set(stored[name]["groups"])
+        for kind, (own,) in found["groups"].items():
+            assert own in stored[name]["groups"][kind] and 3 in own
+
+
+@pytest.mark.parametrize("name", driver.PICTURES)
+def test_every_picture_is_drawn_in_both_themes(name: str, tmp_path: Path) -> None:
+    """As text in paths, with a background, without the date; the stored ones are there and as large."""
+    pytest.importorskip("matplotlib")
+    light, dark = driver.draw(name, driver.stored(name), tmp_path)
+    assert (light.name, dark.name) == (f"{name}.svg", f"{name}.dark.svg")
+    for path, palette in zip((light, dark), style.PALETTES, strict=True):
+        text = path.read_text()
+        assert palette.background in text and "<text" not in text and "dc:date" not in text
+        stored = (style.FOLDER / path.name).read_text()
+        assert size_of(stored) == size_of(text)
+
+
+def size_of(svg: str) -> list[str]:
+    return re.findall(r'viewBox="([^"]*)"', svg)
+
+
+def test_every_room_and_every_import_is_drawn() -> None:
+    """All folders are rooms, arrows go down, and follow from no others."""
+    folders = {path.parent.name for path in architecture.PACKAGE.glob("*/__init__.py")}
+    assert folders < set(architecture.ROOMS)
+    drawn = driver.stored("architecture")["reduced"]
+    assert all(architecture.ROOMS[own][0] < architecture.ROOMS[other][0] for own, other in drawn)
+    edges = {"train": ["engine", "comm"], "engine": ["comm"], "comm": ["layout"]}
+    assert architecture.reduced(edges) == [["train", "engine"], ["engine", "comm"], ["comm", "layout"]]
+
+
+def test_a_schedule_has_overlap_where_the_trace_has_it() -> None:
+    """The next block is gathered while one computes, and reduced while the one before computes."""
+    lanes = schedule.bars(schedule.record()["events"])
+    compute = {(bar.unit, bar.what): bar for bar in lanes["compute"]}
+    gathers, reductions = lanes["all-gather"], {bar.unit: bar for bar in lanes["reduce-scatter"]}
+    (first,) = (bar for bar in gathers if bar.unit == "blocks.1" and bar.begin < 3)
+    assert first[2:] == compute["blocks.0", "forward"][2:]
+    assert reductions["blocks.2"][2:] == compute["blocks.1", "backward"][2:]
+    kept = next(bar for bar in lanes["parameters"] if bar.unit == "blocks.2")
+    assert kept.begin < compute["blocks.2", "forward"].begin and kept.end == compute["blocks.2", "backward"].end
+
+
+def test_bytes_are_those_of_the_bound() -> None:
+    """What is at rest and what units take, as the memory benchmark compares it with counted bytes."""
+    units, ranks = [100, 200, 200, 300], 4
+    ours = {each.name: each.bytes_on(units, ranks, bytes_per_rank.MIXED) for each in bytes_per_rank.STRATEGIES}
+    bound = Bound(units, 0, ranks, bytes_per_rank.MIXED)
+    sharded = ours["ZeRO-3"]
+    assert sum(sharded.values()) == pytest.approx(bound.resident + bound.transient)
+    assert ours["ZeRO-3, offloaded"] == {**dict.fromkeys(bytes_per_rank.KINDS, 0.0), "unsharded": bound.transient}
+    assert sum(ours["Replicated (DDP)"].values()) == 16 * 800 + 2 * 500 + 2 * 200 + 4 * 300
+    assert sum(bytes_per_rank.LlamaShape().units) == 8_030_261_248
+
+
+def test_formulas_are_near_the_counted_bytes() -> None:
+    """Of the steps that memory.svg shows: state at rest within 1 %, unsharded tensors within 5 %."""
+    stored = driver.stored("memory")
+    width, blocks = stored["shape"]["width"], stored["shape"]["blocks"]
+    block = 12 * width**2 + 13 * width
+    root = stored["systems"]["fullshard"]["parameters"] - blocks * block
+    strategies = {"fullshard": "ZeRO-3", "kept": "ZeRO-2"}
+    for system, name in strategies.items():
+        rows = stored["systems"][system]["memory"]
+        (strategy,) = (each for each in bytes_per_rank.STRATEGIES if each.name == name)
+        expected = strategy.bytes_on([block] * blocks, stored["ranks"], Widths())
+        resting = max(row[1] for row in rows) + max(row[2] for row in rows)
+        share = 16 * root / stored["ranks"]
+        assert resting == pytest.approx(sum(expected.values()) - expected["unsharded"] + share, rel=0.01)
+        unsharded = max(row[3] + row[4] for row in rows)
+        assert unsharded == pytest.approx(expected["unsharded"] + 8 * root, rel=0.05)
+
+
+def test_a_recorded_step_knows_what_memory_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a rank of a fake group: what is at rest, sharded gradients, and unsharded ones of one block at least."""
+    from fullshard.engine.parameters.sharded import ShardedParameter
+
+    for name in ("collect_gradient", "accumulate"):
+        monkeypatch.setattr(ShardedParameter, name, getattr(ShardedParameter, name))  # restored afterwards
+    found = recorder.build(width=64, blocks=2, tokens=16, ranks=4, system="fullshard").record(steps=1, warmup=1)
+    rest, sharded, parameters, gradients, _ = (max(row[i] for row in found["memory"]) for i in range(1, 6))
+    nbytes = 4 * found["parameters"]
+    assert rest == pytest.approx(3 * nbytes / 4, rel=0.1) and sharded == pytest.approx(nbytes / 4, rel=0.1)
+    assert parameters > nbytes / 2 and gradients > nbytes / 3
+    assert {(phase, unit) for phase, unit, *_ in found["compute"]} >= {
+        ("forward", "blocks.0"),
+        ("backward", "blocks.1"),
+        ("optimizer", ""),
+    }
+    assert any(name == "fullshard::all_gather (blocks.1)" for name, *_ in found["operations"])
+
+
+def test_waiting_is_no_computation() -> None:
+    """Gaps before, inside, over the end of a span, and none."""
+    gaps = [Span("", 0, 12), Span("", 14, 16), Span("", 19, 30)]
+    assert recorder.without((10, 20), gaps) == [(12, 14), (16, 19)]
+    assert recorder.without((10, 20), []) == [(10, 20)] and recorder.without((20, 29), gaps) == []
+
+
+def test_memory_is_named_by_what_made_it() -> None:
+    """State from before the step, gradients by their marks, else by the library's operation."""
+    whole = Span("step", 10, 20)
+    made = {
+        "at rest": Block(1, 8, 0, None, (), ()),
+        "parameters": Block(2, 8, 11, 12, (), ("fullshard::all_gather (blocks.0)", "aten::empty")),
+        "gradients": Block(3, 8, 11, 12, (), ("fullshard::reduce_scatter (blocks.0)",)),
+        "other": Block(4, 8, 11, 12, (), ("aten::mm",)),
+    }
+    assert {name: recorder.kind_of(block, whole, {}) for name, block in made.items()} == {name: name for name in made}
+    assert recorder.kind_of(made["other"], whole, {id(made["other"]): recorder.SHARDED}) == "sharded gradients"
+
+
+def test_recorded_pictures_say_what_they_were_recorded_on() -> None:
+    """Machine, versions and commit, and nobody's machine."""
+    for module in (step, memory):
+        assert module.SLOW
+        environment = driver.stored(module.__name__.rpartition(".")[2])["environment"]
+        assert {"cpu", "torch", "commit"} <= set(environment)
