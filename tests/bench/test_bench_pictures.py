@@ -25,7 +25,7 @@ from bench.pictures import (
 
 @pytest.mark.parametrize("name", ["architecture", "schedule", "bytes", "summary"])
 def test_stored_data_is_that_of_the_code(name: str) -> None:
-    """Of imports, the golden trace, formulas and the page on performance; else ``python -m bench pictures --record --only NAME``."""
+    """Imports, golden trace, formulas, figures; else run ``python -m bench pictures --record --only NAME``."""
     recorded = {"architecture": architecture, "schedule": schedule, "bytes": bytes_per_rank, "summary": summary}[
         name
     ].record()
