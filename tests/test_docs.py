@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import types
@@ -92,6 +93,22 @@ def test_readme_example_trains_as_fsdp2(ranks: Callable[..., Any]) -> None:
     ours = ranks(2, losses_of_readme, " +")
     assert ours == ranks(2, losses_of_readme, " -")
     assert len(ours[0]) == 3 and ours[0] != ours[1]
+
+
+def run_as_a_script(rank: Rank, code: str) -> None:
+    """Run a program as Python does that torchrun has not started."""
+    torch.distributed.destroy_process_group()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    exec(compile(code, "quick_start.md", "exec"), {"__name__": "__main__"})
+
+
+def test_quick_start_runs_as_a_plain_script(ranks: Callable[..., Any]) -> None:
+    """The program of the quick start runs in one process without torchrun if it starts no process group, as it says."""
+    code = snippets_of(ROOT / "docs" / "get_started" / "quick_start.md")[0]
+    start = 'if not dist.is_initialized():\n    dist.init_process_group("nccl" if cuda else "gloo")\n'
+    assert start in code
+    ranks(1, run_as_a_script, code.replace(start, ""), fresh=True)
 
 
 @pytest.mark.parametrize("page", sorted(RANKS))

@@ -63,7 +63,7 @@ _SECTIONS = {
         "Tests",
         "Tests with `FULLSHARD_TEST_DEVICE=cuda` on NCCL. Since NCCL 2.30, several ranks can share a GPU if "
         "`NCCL_MULTI_RANK_GPU_ENABLE=1` is set. Otherwise tests with more ranks than GPUs are skipped. `LD_PRELOAD` "
-        "can name a `libnccl.so.2` that is newer than torch's.",
+        "can name a `libnccl.so.2` that is newer than torch's. Files of tests have the names of the measured commit.",
     ),
 }
 

@@ -155,8 +155,8 @@ def run(options: Options) -> None:
         steps,
         *report.could_not_run(failures),
         "Bytes that a rank sends per step, bf16, from the plans of optimizers on fake groups, the matrices of a 7B "
-        f"Llama (6.5 billion elements), rounds of {ROUND_BYTES / 2**20:g} MiB per owner. Bound: 2 b P (N-1)/N^2; "
-        "beyond it travels one number per matrix and message. Work: of the rank with most, over the mean.",
+        f"Llama (6.5 billion elements), rounds of {ROUND_BYTES / 2**20:g} MiB per owner. Bound: 2 b P (N-1)/N^2. "
+        "In addition, each message has one number per matrix. work / mean: of the rank with the most work.",
         gigabytes,
     ]
     report.publish(

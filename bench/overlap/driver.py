@@ -147,10 +147,10 @@ def as_json(results: Results) -> list[dict[str, Any]]:
 def paragraphs(results: Results, ahead: Results) -> list[str]:
     """The tables with what a reader needs to know."""
     parts = [
-        "Step time over T_LB, the largest of four lower bounds (`bench/overlap/bound.py`); 1 is the limit of a "
-        "schedule that gathers one unit ahead and keeps one between forward and backward, so that more ahead can be "
-        "below it. Columns: ranks, and link time over computation at 8 ranks. Eight equal units, 10 ms forward and 20 "
-        "ms backward each; one link; 20 us and 5 us per level of a tree on every launch.",
+        "Step time / T_LB, the largest of four lower bounds (`bench/overlap/bound.py`) for a schedule that prefetches "
+        "one unit and keeps one unit unsharded between forward and backward. A schedule that prefetches more can be "
+        "below 1. Columns: number of ranks, and link time / computation at 8 ranks. Eight equal units, 10 ms forward "
+        "and 20 ms backward each; one link; a launch costs 20 us, and 5 us per level of a tree.",
     ]
     texts = {
         HOST: "As on CPU ranks. FSDP1 and FSDP2 overlap by streams, which do nothing there: their collectives block.",
@@ -164,16 +164,16 @@ def paragraphs(results: Results, ahead: Results) -> list[str]:
     real = {cell: m for cell, m in results.items() if cell.model == REAL}
     if real:
         parts += [
-            "A GPT of four blocks of width 256 that computes, 512 tokens, on the host; its computation is what the "
-            "plain model takes in the same rounds:",
+            "A GPT of four blocks of width 256, 512 tokens, which really computes on the host. Its computation is the "
+            "time of the plain model in the same rounds:",
             table(real),
         ]
     if ahead:
         parts += [
-            "What gathering ahead (`set_prefetch_bytes`) and more reductions in flight "
-            "(`set_reduce_scatter_max_input_buffers`) gain, predicted / measured, over T_LB and without the host's own "
-            "work. Uneven: two units that compute much and weigh little, then two of three times their size with a "
-            "quarter of the computation.",
+            "The gain of prefetching more units (`set_prefetch_bytes`) and of more reductions in flight "
+            "(`set_reduce_scatter_max_input_buffers`): step time / T_LB, predicted / measured, without the time of the "
+            'host. "Uneven": two small units with much computation, then two units of three times their size with a '
+            "quarter of the computation, and so on.",
             ahead_table(ahead),
         ]
     return parts

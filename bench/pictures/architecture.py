@@ -56,6 +56,8 @@ def record() -> dict[str, Any]:
         own = _room(relative.parts[0])
         for name in imports(path.read_text(encoding="utf-8"), package):
             top, *rest = name.split(".")
+            if path.suffix == ".pyi" and len(rest) == 1:
+                continue  # names a part of the package, which is imported when it is first used
             if top == PUBLIC:
                 known.setdefault(own, set()).add(_room_of_name(rest))
     edges = {own: sorted(found - {own}) for own, found in sorted(known.items()) if found - {own}}

@@ -25,7 +25,7 @@ from bench.teams import Launch, ask_alone
 
 TITLE = "Host cost of one rank by ranks and by units"
 SYSTEMS = (FULLSHARD, WRAPPER, WRAPPER_FLAT, FSDP2, FSDP1)
-PHASES = {"init": "initialisation", "first": "first step", "steady": "steady step"}
+PHASES = {"init": "initialization", "first": "first step", "steady": "steady step"}
 LONG, SHORT = 16_384, 1_024  # elements of a parameter where ranks vary, and where units do
 CHECKPOINTS = ((100, 8), (100, 128), (100, 1024), (10, 16384))  # units, ranks
 # Slopes that are growth, and not noise or the size of a message: beyond proportion in units, beyond none in ranks.

@@ -146,7 +146,7 @@ class Runner:
             parameter.grad = None
 
     def turn(self, units: int, steps: int) -> tuple[float, float, float]:
-        """Seconds of a new model: initialisation, first step, best later step."""
+        """Seconds of a new model: initialization, first step, best later step."""
         plain = stack(units, self.case.elements)
         gc.collect()
         gc.disable()  # a full collection in one turn and none in the next would hide what grows

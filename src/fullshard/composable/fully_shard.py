@@ -31,8 +31,6 @@ from fullshard.wrap import Policy, PolicyFunction, plan_for
 
 __all__ = ["fully_shard", "replicate"]
 
-_FULL_PRECISION, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
-
 
 @overload
 def fully_shard(
@@ -70,8 +68,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFunction | None = None,
-    mp_policy: MixedPrecisionPolicy | None = _FULL_PRECISION,
-    offload_policy: OffloadPolicy | None = _NO_OFFLOAD,
+    mp_policy: MixedPrecisionPolicy | None = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     policy: Policy | PolicyFunction | None = None,
@@ -166,8 +164,8 @@ def replicate(
     module: nn.Module,
     *,
     mesh: DeviceMesh | None = None,
-    mp_policy: MixedPrecisionPolicy | None = _FULL_PRECISION,
-    offload_policy: OffloadPolicy | None = _NO_OFFLOAD,
+    mp_policy: MixedPrecisionPolicy | None = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
@@ -266,7 +264,7 @@ def _policy(api: str, precision: MixedPrecisionPolicy | None, offload: OffloadPo
     check_instance(f"{api}: mp_policy", precision, (MixedPrecisionPolicy, type(None)))
     check_instance(f"{api}: offload_policy", offload, (OffloadPolicy, type(None)))
     warn_if_unpinned(isinstance(offload, CPUOffloadPolicy) and offload.pin_memory)
-    return UnitPolicy(precision or _FULL_PRECISION, offload or _NO_OFFLOAD)
+    return UnitPolicy(precision or MixedPrecisionPolicy(), offload or OffloadPolicy())
 
 
 def _shard(
