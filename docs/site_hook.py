@@ -24,6 +24,7 @@ ROOT_PAGES = {
     "project/contributing.md": "CONTRIBUTING.md",
     "project/security.md": "SECURITY.md",
 }
+NOT_SEARCHED = ("log.md", "project/changelog.md")  # they have every word, and would hide the page that explains it
 RESULTS = "bench/results"  # plots, which the site has under the same path
 
 
@@ -39,6 +40,8 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Rewrite the links of a page that leave ``docs/``, outside of code."""
     uri = page.file.src_uri
+    if uri in NOT_SEARCHED:
+        page.meta["search"] = {"exclude": True}
     markdown = re.sub(r"\A<!-- snippets: .*? -->\n+", "", markdown)  # the page's title is a heading in its first line
     blocks = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
     for number in range(0, len(blocks), 2):
@@ -69,5 +72,8 @@ def link(text: str, target: str, uri: str, config: Any) -> str:
     relative = posixpath.relpath(on_site, posixpath.dirname(uri) or ".")
     dark = re.sub(r"\.svg$", ".dark.svg", relative)
     if text.startswith("!") and dark != relative and (ROOT / re.sub(r"\.svg$", ".dark.svg", found)).exists():
-        return f"{text}({relative}#only-light){text}({dark}#only-dark)"
+        # A link to the picture, so that it can be opened in its own size on a narrow screen.
+        return "".join(
+            f"[{text}({path}#only-{theme})]({path})" for path, theme in ((relative, "light"), (dark, "dark"))
+        )
     return f"{text}({relative}{'#' + heading if heading else ''})"

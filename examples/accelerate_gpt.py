@@ -38,7 +38,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens to logits."""
 
-    _no_split_modules = ["Block"]  # what accelerate shards one by one
+    _no_split_modules = ["Block"]  # accelerate makes a unit of each of these
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def data() -> TensorDataset:
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Of the next token."""
+    """Return the loss of the next token."""
     return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -82,11 +82,11 @@ def train(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Opt
 
 
 def main() -> None:
-    """Train an epoch, save, train another; then go back to what was saved, and train the other again."""
+    """Train an epoch, save, train another epoch; then load the checkpoint and repeat that epoch."""
     on_cpu = not torch.accelerator.is_available()
-    if on_cpu:  # accelerate shards on accelerators only: have it take the processes for such
+    if on_cpu:  # accelerate runs FSDP only with an accelerator: make it assume one
         PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
-    plugin = None  # if `accelerate launch` has said how, else
+    plugin = None  # set by `accelerate launch` in the environment; otherwise:
     if "ACCELERATE_USE_FSDP" not in os.environ:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     accelerator = Accelerator(cpu=on_cpu, fsdp_plugin=plugin, gradient_accumulation_steps=ACCUMULATION)
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def fully_shard_of(model: nn.Module) -> str:
-    """Whose FSDP it is."""
+    """Return the package whose FSDP shards the model: torch or fullshard."""
     return next(base.__module__.partition(".")[0] for base in type(model).__mro__ if base.__name__ == "FSDPModule")
 
 

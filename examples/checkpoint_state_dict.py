@@ -1,4 +1,4 @@
-"""A run with fully_shard is saved, and goes on with FullyShardedDataParallel, by torch.distributed.checkpoint.
+"""Save a run with fully_shard by torch.distributed.checkpoint, and resume it with FullyShardedDataParallel.
 
 torchrun --nproc-per-node 2 -m fullshard.dropin examples/checkpoint_state_dict.py
 """
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 
 def a_model(seed):
-    """The plain model."""
+    """Return the unsharded model."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
 
@@ -34,7 +34,7 @@ def train(model, optimizer, steps):
 
 
 def main():
-    """Train, save, go on; load into another kind of model, go on."""
+    """Train, save, continue; load into a wrapped model, and repeat the last steps."""
     dist.init_process_group("gloo")
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)

@@ -1,4 +1,4 @@
-"""Train a small transformer with Lightning Fabric and FSDPStrategy, save a sharded checkpoint, and go on from it.
+"""Train a small transformer with Lightning Fabric and FSDPStrategy, save a sharded checkpoint, and resume from it.
 
 Start it on fullshard, on two processes:
 
@@ -20,7 +20,7 @@ VOCABULARY, WIDTH, LENGTH, BATCH = 64, 32, 16, 8
 
 
 class FSDPAnywhere(FSDPStrategy):
-    """Lightning wants a GPU for FSDPStrategy itself. A subclass runs on CPUs as well."""
+    """Lightning accepts FSDPStrategy itself only with a GPU. It accepts a subclass on CPUs too."""
 
 
 class Model(nn.Module):
@@ -35,7 +35,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Scores of all tokens at all places."""
+        """Return the logits of all tokens at all positions."""
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
         x = self.embedding(tokens)
         for layer in self.layers:
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 def make(fabric: L.Fabric):
-    """A model and an optimizer, set up."""
+    """Return a model and an optimizer, set up by Fabric."""
     torch.manual_seed(0)
     model = Model()
     return fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
@@ -55,7 +55,7 @@ def train(fabric: L.Fabric, model, optimizer, steps: range) -> None:
     for step in steps:
         generator = torch.Generator().manual_seed(1000 * step + fabric.global_rank)
         start = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)
-        tokens = ((start + torch.arange(LENGTH)) % VOCABULARY).to(fabric.device)  # count up from anywhere
+        tokens = ((start + torch.arange(LENGTH)) % VOCABULARY).to(fabric.device)  # count up from a random token
         logits = model(tokens[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         fabric.backward(loss)
@@ -67,7 +67,7 @@ def train(fabric: L.Fabric, model, optimizer, steps: range) -> None:
 
 
 def main() -> None:
-    """Train, save, load into a fresh model, and go on."""
+    """Train, save, load into a new model, and continue."""
     strategy = FSDPAnywhere(auto_wrap_policy={nn.TransformerEncoderLayer}, state_dict_type="sharded")
     fabric = L.Fabric(accelerator="auto", devices=2, strategy=strategy)
     fabric.launch()

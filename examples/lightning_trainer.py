@@ -1,4 +1,4 @@
-"""Train a small transformer with Lightning's Trainer and ModelParallelStrategy: fully_shard and an average of weights.
+"""Train a small transformer with Lightning's Trainer and ModelParallelStrategy, with fully_shard and averaged weights.
 
 Start it on fullshard, on two processes:
 
@@ -16,7 +16,7 @@ VOCABULARY, WIDTH, LENGTH, BATCH = 64, 32, 16, 8
 
 
 class Counting(torch.utils.data.Dataset):
-    """Rows of tokens that count up from anywhere."""
+    """Rows of tokens that count up from different starts."""
 
     def __len__(self) -> int:
         return 20 * BATCH
@@ -48,7 +48,7 @@ class Model(L.LightningModule):
         fully_shard(self, mesh=mesh)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Scores of all tokens at all places."""
+        """Return the logits of all tokens at all positions."""
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
         x = self.embedding(tokens)
         for layer in self.layers:
@@ -56,7 +56,7 @@ class Model(L.LightningModule):
         return self.head(x)
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Of every next token."""
+        """Return the loss of the next token."""
         return nn.functional.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
     def training_step(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
@@ -72,12 +72,12 @@ class Model(L.LightningModule):
         self.log("validation", self.loss(tokens), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Of the sharded parameters."""
+        """Return an optimizer of the sharded parameters."""
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
 def main() -> None:
-    """Fit, and validate the average."""
+    """Train, and validate the averaged weights."""
     trainer = L.Trainer(
         accelerator="auto",
         devices=2,

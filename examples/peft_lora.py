@@ -19,7 +19,7 @@ IDS = torch.tensor(list(TEXT.encode())).unfold(0, ROW, ROW)
 
 
 def base() -> LlamaForCausalLM:
-    """A tiny Llama of bytes; in a real program, from_pretrained."""
+    """Return a tiny Llama with bytes as tokens. A real program calls from_pretrained."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
@@ -43,7 +43,7 @@ def main() -> None:
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
     )
-    if arguments.device.type == "cpu":  # for CPUs accelerate knows no FSDP, and would silently use DDP
+    if arguments.device.type == "cpu":  # on CPUs accelerate has no FSDP, and silently uses DDP
         PartialState().distributed_type = DistributedType.MULTI_GPU
     adapters = LoraConfig(
         r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"], task_type="CAUSAL_LM"

@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 def loss_of(output, target):
-    """Of one microbatch."""
+    """Return the loss of one microbatch."""
     return (output - target).square().mean()
 
 

@@ -1,4 +1,4 @@
-"""Float8 layers of torchao, sharded by FSDP2, with an 8-bit optimizer. Knows nothing of fullshard.
+"""Float8 layers of torchao, sharded by FSDP2, with an 8-bit optimizer. It does not mention fullshard.
 
 torchrun --nproc-per-node 2 -m fullshard.dropin examples/torchao_low_bit.py
 """
@@ -18,7 +18,7 @@ WIDTH, SAVED = 256, os.environ.get("SAVED", "torchao-low-bit")
 
 
 def build(device):
-    """The model, sharded, and its optimizer."""
+    """Return the sharded model and its optimizer."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(3)]
     model = nn.Sequential(*blocks).to(device)
@@ -47,7 +47,7 @@ def train(model, optimizer, steps):
 
 
 def main():
-    """Train, save, and go on twice: with what is there, and with what was saved."""
+    """Train, save, and continue twice: with the model in memory, and with the loaded checkpoint."""
     dist.init_process_group()
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -15,14 +15,14 @@ from torchtitan.distributed.utils import clip_grad_norm_, set_spmd_backend
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import llama3_configs, parallelize_llama
 
-LENGTH, BATCH, STEPS = 64, 4, 5  # of every rank, but the steps
+LENGTH, BATCH, STEPS = 64, 4, 5  # length and batch size are per rank
 
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
-torchtitan.distributed.parallel_dims.device_type = "cpu"  # where there is no accelerator, torchtitan says "cuda"
+torchtitan.distributed.parallel_dims.device_type = "cpu"  # without an accelerator, torchtitan assumes "cuda"
 
 config = llama3_configs["debugmodel"](attn_backend="flex")
-for layer in config.layers:  # flex attention wants a compiler
+for layer in config.layers:  # flex attention requires a compiler
     layer.attention.inner_attention = ScaledDotProductAttention.Config()
     layer.attention.rope = dataclasses.replace(layer.attention.rope, max_seq_len=LENGTH)
 

@@ -22,7 +22,7 @@ rank, ranks = dist.get_rank(), dist.get_world_size()
 cpu = torch.device("cpu")
 
 torch.manual_seed(0)
-base = llama3(vocab_size=WORDS, max_seq_len=LENGTH, **SIZES).state_dict()  # of a checkpoint, elsewhere
+base = llama3(vocab_size=WORDS, max_seq_len=LENGTH, **SIZES).state_dict()  # in a real program, read from a checkpoint
 
 with torch.device("meta"):
     model = lora_llama3(vocab_size=WORDS, max_seq_len=LENGTH, **SIZES, **LORA, quantize_base=True)
@@ -56,7 +56,7 @@ for step in range(STEPS):
     optimizer.zero_grad()
     whole = loss.detach()
     dist.all_reduce(whole)
-    norm = norm.full_tensor()  # of all ranks
+    norm = norm.full_tensor()  # the norm over all ranks
     if rank == 0:
         print(f"step {step}: loss {whole / ranks:.4f}, gradient norm {norm:.4f}", flush=True)
 

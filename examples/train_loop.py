@@ -1,12 +1,13 @@
-"""Train a small GPT with fully_shard: one program for one process, for the GPUs of a machine and for many nodes.
+"""Train a small GPT with fully_shard, in one process, on the GPUs of one machine, or on many nodes.
 
     python examples/train_loop.py
-    torchrun --nproc-per-node 8 examples/train_loop.py --bf16 --compile notes.txt books/*.txt
-    torchrun --nproc-per-node 4 examples/train_loop.py --bf16 --compile notes.txt books/*.txt
+    torchrun --nproc-per-node 8 examples/train_loop.py notes.txt books/*.txt --bf16 --compile
+    torchrun --nproc-per-node 4 examples/train_loop.py notes.txt books/*.txt --bf16 --compile
 
-GPUs and NCCL if every rank of the machine has one, else CPU and gloo. Without files the text is the source code of
-Python's standard library. The same command resumes from the last checkpoint, on any number of ranks with the same
-global batch: steps, learning rates and data continue where they stopped. docs/tutorial/index.md explains each part.
+If every rank of the machine has a GPU, the program uses GPUs and NCCL, otherwise CPUs and gloo. If you pass no files,
+it trains on the source code of Python's standard library. The same command resumes from the last checkpoint, on any
+number of ranks with the same global batch: steps, learning rates and data continue where they stopped. Pass files
+before --compile, which takes an optional value. docs/tutorial/index.md explains each part.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class GPT(nn.Module):
         self.register_buffer("place", torch.arange(sequence), persistent=False)
 
     def init_weights(self) -> None:
-        """Fill all parameters and buffers, which `to_empty` has left uninitialized. Works on shards as well."""
+        """Initialize all parameters and buffers after `to_empty`. This also works on shards."""
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
@@ -86,7 +87,7 @@ class GPT(nn.Module):
 
 
 class Text(Dataset[Tensor]):
-    """Windows of `sequence + 1` bytes; as many as fill whole batches, so that every epoch ends with a step."""
+    """Windows of `sequence + 1` bytes. Their number is a multiple of the batch, so every epoch ends with a step."""
 
     def __init__(self, files: list[Path], sequence: int, batch: int) -> None:
         text = b"".join(file.read_bytes() for file in files)
@@ -103,10 +104,10 @@ class Text(Dataset[Tensor]):
 
 
 class ResumableSampler(DistributedSampler[int]):
-    """A DistributedSampler that yields all epochs, from any sample on.
+    """A DistributedSampler that yields one epoch after the other, and can start at any sample.
 
-    All ranks shuffle alike, then rank r of N takes samples r, r + N, r + 2 N, ... So the next `batch` samples are the
-    same on any number of ranks, and the number of samples used so far, `seen`, is all that a checkpoint has to keep.
+    All ranks shuffle in the same way. Then rank r of N takes samples r, r + N, r + 2 N, ... So the next `batch` samples
+    are the same on any number of ranks. A checkpoint only needs to store `seen`, the number of samples used so far.
     """
 
     seen = 0
@@ -114,12 +115,12 @@ class ResumableSampler(DistributedSampler[int]):
     def __iter__(self) -> Iterator[int]:
         epoch, seen = divmod(self.seen, len(self) * self.num_replicas)
         for number in itertools.count(epoch):
-            self.set_epoch(number)  # another order
+            self.set_epoch(number)  # each epoch has a different order
             yield from itertools.islice(super().__iter__(), seen // self.num_replicas if number == epoch else 0, None)
 
 
 class Log:
-    """Numbers of a run: to `metrics.csv`, and to TensorBoard if it is installed (`fullshard[tensorboard]`)."""
+    """Writes metrics to `metrics.csv`, and to TensorBoard if it is installed (`fullshard[tensorboard]`)."""
 
     def __init__(self, folder: Path, step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -130,10 +131,10 @@ class Log:
 
             self.board = SummaryWriter(str(folder), purge_step=step + 1, flush_secs=10)
         except ImportError:
-            print("TensorBoard is not installed: numbers go to metrics.csv only", flush=True)
+            print("TensorBoard is not installed: metrics are written to metrics.csv only", flush=True)
 
     def write(self, step: int, **numbers: float) -> None:
-        """Add the numbers of a step. After a crash, steps since the last checkpoint are written once more."""
+        """Add the metrics of a step. After a crash, steps after the last checkpoint are written a second time."""
         print(f"step {step}: " + ", ".join(f"{name} {value:.5g}" for name, value in numbers.items()), flush=True)
         for name, value in numbers.items():
             self.csv.write(f"{step},{name},{value!r}\n")
@@ -142,7 +143,7 @@ class Log:
 
 
 def start() -> torch.device:
-    """Join the other ranks. Without torchrun, be the only one."""
+    """Start the process group and return this rank's device. Without torchrun, there is one rank."""
     cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
@@ -153,7 +154,7 @@ def start() -> torch.device:
 
 
 def build(args: argparse.Namespace, device: torch.device) -> FSDPModule:
-    """A sharded model with initial weights. No rank ever holds the whole of it."""
+    """Return a sharded model with initial weights. No rank ever has the full model in memory."""
     shape = args.replicas, dist.get_world_size() // args.replicas
     whole = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     mesh = whole if args.replicas > 1 else whole["shard"]
@@ -170,8 +171,8 @@ def build(args: argparse.Namespace, device: torch.device) -> FSDPModule:
     logits = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
     sharded = fully_shard(model, mesh=mesh, mp_policy=logits)
     model.to_empty(device=device)  # memory for this rank's shards
-    # On GPUs, DTensor draws what one process would draw: the same seed on all ranks. On CPUs each rank draws its own
-    # rows: another seed for each shard, and the same one for its replicas.
+    # On GPUs, DTensor draws the numbers that one process would draw, so all ranks use the same seed. On CPUs, each rank
+    # draws only its rows, so each shard needs a different seed, and the replicas of a shard need the same seed.
     torch.manual_seed(args.seed + (whole["shard"].get_local_rank() if device.type == "cpu" else 0))
     warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support on cpu")
     model.init_weights()
@@ -179,7 +180,7 @@ def build(args: argparse.Namespace, device: torch.device) -> FSDPModule:
 
 
 def train(args: argparse.Namespace, device: torch.device, stop: threading.Event) -> None:
-    """Train until `args.steps`, or until `stop` is set on any rank; save, and resume from what was saved."""
+    """Resume from the checkpoint if there is one, train until `args.steps` or until `stop` is set on any rank, save."""
     rank, ranks, out = dist.get_rank(), dist.get_world_size(), Path(args.out)
     accumulate, rest = divmod(args.batch, ranks * args.microbatch)
     if rest or ranks % args.replicas:
@@ -187,7 +188,7 @@ def train(args: argparse.Namespace, device: torch.device, stop: threading.Event)
     model = build(args, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
 
-    def schedule(done: int) -> float:  # linear warm-up, then half a cosine down to a tenth
+    def schedule(done: int) -> float:  # linear warmup, then half a cosine down to 1/10 of the peak
         after = min(1.0, max(0, done - args.warmup) / max(1, args.steps - args.warmup))
         return float(min(1.0, (done + 1) / args.warmup) * (0.55 + 0.45 * math.cos(math.pi * after)))
 
@@ -226,7 +227,7 @@ def train(args: argparse.Namespace, device: torch.device, stop: threading.Event)
 
         stopping = False
         if step % args.log_every == 0 or step == args.steps:
-            # All ranks stop at the same step: a rank that left alone would leave the others waiting.
+            # All ranks stop at the same step. If one rank left the loop alone, the others would wait for it.
             report = torch.stack((loss / (step - last), torch.tensor(float(stop.is_set()), device=device)))
             dist.all_reduce(report)
             mean_loss, stopping = report[0].item() / ranks, report[1].item() > 0
@@ -234,7 +235,7 @@ def train(args: argparse.Namespace, device: torch.device, stop: threading.Event)
                 speed = (step - last) * args.batch * args.sequence / (time.perf_counter() - began)
                 log.write(step, loss=mean_loss, grad_norm=float(norm), lr=lr, tokens_per_second=speed)
             loss, last, began = torch.zeros_like(loss), step, time.perf_counter()
-        if stopping or step % args.save_every == 0 or step == args.steps:  # atomic; async_save does it during training
+        if stopping or step % args.save_every == 0 or step == args.steps:  # or async_save, in the background
             fullshard.save(out / "checkpoint", model, optimizer, scheduler=scheduler, progress=progress)
         if stopping:
             return
@@ -242,29 +243,29 @@ def train(args: argparse.Namespace, device: torch.device, stop: threading.Event)
 
 
 def options(words: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path, help="text (the standard library's source)")
-    parser.add_argument("--out", default="runs/train_loop", help="folder that all ranks see (%(default)s)")
+    parser.add_argument("files", nargs="*", type=Path, help="text files (default: source of the standard library)")
+    parser.add_argument("--out", default="runs/train_loop", help="output folder that all ranks see (%(default)s)")
     parser.add_argument("--compile", nargs="?", const="inductor", help="compile blocks, with this back end")
     for name, what in (("bf16", "compute in bf16"), ("checkpoint-activations", "recompute blocks in backward")):
         parser.add_argument(f"--{name}", action="store_true", help=what)
     numbers: list[tuple[str, int | float, str]] = [
         ("replicas", 1, "copies of the model, each sharded over ranks / replicas (HSDP)"),
-        ("batch", 32, "sequences of a step, of all ranks together"),
-        ("microbatch", 4, "sequences of one forward on one rank"),
+        ("batch", 32, "global batch: sequences per optimizer step on all ranks"),
+        ("microbatch", 4, "sequences per forward on each rank"),
         ("steps", 200, "optimizer steps"),
-        ("warmup", 20, "steps of rising learning rate"),
-        ("lr", 1e-3, "highest learning rate"),
-        ("clip", 1.0, "largest norm of the gradient"),
-        ("layers", 4, "blocks"),
-        ("width", 128, "of the residual stream"),
-        ("heads", 4, "of attention"),
-        ("sequence", 128, "bytes of context"),
-        ("workers", 0, "processes that load data, per rank"),
-        ("save-every", 50, "steps"),
-        ("log-every", 10, "steps"),
-        ("seed", 0, "of weights and data"),
+        ("warmup", 20, "steps of learning rate warmup"),
+        ("lr", 1e-3, "peak learning rate"),
+        ("clip", 1.0, "maximum gradient norm"),
+        ("layers", 4, "number of blocks"),
+        ("width", 128, "width of the residual stream"),
+        ("heads", 4, "attention heads per block"),
+        ("sequence", 128, "context length in bytes"),
+        ("workers", 0, "processes per rank that load data"),
+        ("save-every", 50, "steps between checkpoints"),
+        ("log-every", 10, "steps between log lines"),
+        ("seed", 0, "random seed of weights and data"),
     ]
     for name, default, what in numbers:
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{what} (%(default)s)")
@@ -273,7 +274,7 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):  # torchrun passes them on, and kills after 30 s
+    for number in (signal.SIGTERM, signal.SIGINT):  # torchrun passes signals on, and kills the ranks after 30 s
         signal.signal(number, lambda *_: stop.set())
     train(options(), start(), stop)
     dist.destroy_process_group()

@@ -17,7 +17,7 @@ IDS = torch.tensor(list(TEXT.encode())).unfold(0, ROW, ROW)
 
 
 def model() -> LlamaForCausalLM:
-    """A tiny Llama of bytes."""
+    """Return a tiny Llama with bytes as tokens."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=128,
@@ -49,7 +49,7 @@ def main() -> None:
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
     )
-    if arguments.device.type == "cpu":  # for CPUs accelerate knows no FSDP, and would silently use DDP
+    if arguments.device.type == "cpu":  # on CPUs accelerate has no FSDP, and silently uses DDP
         PartialState().distributed_type = DistributedType.MULTI_GPU
     data = [{"input_ids": row, "labels": row} for row in IDS]
     trainer = Trainer(model=model(), args=arguments, train_dataset=data)

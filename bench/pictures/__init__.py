@@ -10,6 +10,7 @@
 - ``schedule.py``      the order of a step's events, out of a golden trace of the tests
 - ``architecture.py``  folders of the package and their imports
 - ``meshes.py``        which rank holds which part of a weight on a mesh, out of a sharded model
+- ``summary.py``       measured ratios to peers, out of the page on performance
 - ``bytes_per_rank.py``  bytes per rank of a large model, by the formulas of ``bench.memory_limit.bound``
 
 Each picture is a module with ``record() -> data``, ``draw(data, palette) -> figure`` and ``SLOW``: whether recording

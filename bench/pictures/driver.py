@@ -21,6 +21,7 @@ PICTURES = {
     "architecture": "bench.pictures.architecture",
     "meshes": "bench.pictures.meshes",
     "bytes": "bench.pictures.bytes_per_rank",
+    "summary": "bench.pictures.summary",
 }
 
 

@@ -1,8 +1,6 @@
-"""Fully sharded data parallelism for PyTorch: parameters, gradients and optimizer state are sharded over the ranks.
+"""fullshard: parameters, gradients and optimizer state sharded over ranks, all-gathered just in time and freed.
 
-Parameters are all-gathered just before use and freed afterwards.
-
-The public names are listed in ``__init__.pyi``. These names, and subpackages such as ``fullshard.optim``, are imported
+The public names are those of ``__init__.pyi``. They, and parts of the package such as ``fullshard.optim``, are imported
 when they are first used, so that ``fullshard --help`` does not wait for torch.
 """
 

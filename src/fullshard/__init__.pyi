@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism for PyTorch: parameters, gradients and optimizer state are sharded over the ranks."""
+"""fullshard: parameters, gradients and optimizer state sharded over ranks, all-gathered just in time and freed."""
 
 from . import activation_checkpoint as activation_checkpoint
 from . import checkpoint as checkpoint

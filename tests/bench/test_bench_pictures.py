@@ -9,13 +9,26 @@ from pathlib import Path
 import pytest
 from bench.memory_limit.bound import Bound, Widths
 from bench.memory_limit.ledger import Block, Span
-from bench.pictures import architecture, bytes_per_rank, driver, memory, meshes, recorder, schedule, step, style
+from bench.pictures import (
+    architecture,
+    bytes_per_rank,
+    driver,
+    memory,
+    meshes,
+    recorder,
+    schedule,
+    step,
+    style,
+    summary,
+)
 
 
-@pytest.mark.parametrize("name", ["architecture", "schedule", "bytes"])
+@pytest.mark.parametrize("name", ["architecture", "schedule", "bytes", "summary"])
 def test_stored_data_is_that_of_the_code(name: str) -> None:
-    """Of imports, of the golden trace and of formulas; else ``python -m bench pictures --record --only NAME``."""
-    recorded = {"architecture": architecture, "schedule": schedule, "bytes": bytes_per_rank}[name].record()
+    """Imports, golden trace, formulas, figures; else run ``python -m bench pictures --record --only NAME``."""
+    recorded = {"architecture": architecture, "schedule": schedule, "bytes": bytes_per_rank, "summary": summary}[
+        name
+    ].record()
     assert json.loads(json.dumps(recorded)) == driver.stored(name)
 
 

@@ -205,11 +205,11 @@ def test_places_are_found_by_names() -> None:
     assert find_model([f"net.{name}" for name in repeated], repeated) == {"net": "model"}
     assert find_model(["model.conv.weight", "model.norm.weight"], {"weight"}) == {}
     assert find_model(["net.a.weight", "ema.a.weight", "ema.b.weight"], {"c.weight"}) == {}
-    with pytest.raises(CheckpointError, match="each of 'ema', 'net'"):
+    with pytest.raises(CheckpointError, match="under the prefixes 'ema', 'net'"):
         find_model(["net.a.weight", "ema.a.weight", "ema.b.weight"], {"a.weight", "b.weight"})
     assert find_optimizer(["x.y"], llama) == {}
     two = ["g.state.lm_head.weight.step", "g.param_groups.0.lr", "d.state.conv.weight.step", "d.param_groups.0.lr"]
     assert find_optimizer(two, llama) == {"g": "optimizer"}
-    with pytest.raises(CheckpointError, match="each of 'g', 'plain'"):
+    with pytest.raises(CheckpointError, match="under the prefixes 'g', 'plain'"):
         find_optimizer([*two, "plain.param_groups.0.lr"], llama)
     assert top_level(["a.x", "a.y", "b"]) == "'a' (2 keys), 'b' (1 key)"

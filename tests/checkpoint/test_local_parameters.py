@@ -151,7 +151,7 @@ def test_state_dict_hooks_are_warned_of() -> None:
         model_state(nn.Sequential(nn.Linear(1, 1), Own(1, 1)))
     hooked = nn.Linear(1, 1)
     hooked._register_state_dict_hook(lambda *_: None)
-    with pytest.warns(UserWarning, match=r"the model \(Linear\) changes"):
+    with pytest.warns(UserWarning, match=r"the model \(Linear\) customizes"):
         model_state(hooked)
     quiet = checkpoint_wrapper(nn.Sequential(nn.BatchNorm1d(1), nn.LSTM(1, 1), nn.MultiheadAttention(2, 1)))
     with warnings.catch_warnings():

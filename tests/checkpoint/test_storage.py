@@ -186,7 +186,7 @@ def test_what_cannot_be_stored(tmp_path: Path) -> None:
     """Sparse, quantized and meta tensors, and aliases of nothing, are refused; nothing is left of the save."""
     quantized = torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8)
     for bad in (torch.zeros(3, 3).to_sparse(), torch.zeros(2, device="meta"), quantized):
-        with pytest.raises((CheckpointError, NotImplementedError), match=r"no dense memory|cannot be stored|sparse"):
+        with pytest.raises((CheckpointError, NotImplementedError), match=r"no values|cannot be stored|sparse"):
             write(tmp_path, {"odd": bad})
         assert list(tmp_path.iterdir()) == []
     with pytest.raises(CheckpointError, match="alias of 'x'"):

@@ -33,7 +33,8 @@ def overlap(optimizer: _O, model: nn.Module, *, enable: bool = True) -> _O:
     step.
 
     The step becomes a collective: all ranks have to step. Between a step and the next forward, only other optimizers
-    and loading a state dict may write to parameters; after any other write, call ``model.reshard()`` on all ranks.
+    and loading a state dict may write to parameters. After any other write, call ``reshard()`` on all ranks, on every
+    FSDP module whose parameters were written: it applies to one unit, not to nested ones.
 
     Gradients that user hooks receive (``set_all_reduce_hook``, hooks on parameters), that are offloaded to the CPU, or
     that belong to a ``FullyShardedDataParallel`` are waited for at the end of backward, as without overlap.

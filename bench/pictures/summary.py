@@ -1,0 +1,53 @@
+"""Measured ratios to peers at a glance, out of the tables of ``docs/performance/index.md``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from bench.environment import REPOSITORY
+from bench.pictures import style
+from bench.pictures.style import Palette
+
+SLOW = False
+PAGE = REPOSITORY / "docs" / "performance" / "index.md"
+ROW = re.compile(r"^\| ([^|]+) \| ([^|]+) \| (\d\.\d+)(?: \((\d\.\d+) to (\d\.\d+)\))? \| \[", re.MULTILINE)
+LIMIT = 2.4  # of the axis
+
+
+def record() -> dict[str, Any]:
+    """The rows of both tables: what was measured, the peer, the ratio and its spread."""
+    rows = ROW.findall(PAGE.read_text(encoding="utf-8"))
+    return {
+        "rows": [
+            {
+                "measured": what,
+                "peer": peer,
+                "ratio": float(ratio),
+                "spread": [float(low or ratio), float(high or ratio)],
+            }
+            for what, peer, ratio, low, high in rows
+        ]
+    }
+
+
+def draw(data: Any, palette: Palette) -> Any:
+    rows = sorted(data["rows"], key=lambda row: float(row["ratio"]))
+    figure = style.figure(1.3 + 0.27 * len(rows))
+    height = float(figure.get_size_inches()[1])
+    style.heading(figure, palette, "fullshard / peer, as measured", "Left of the line, fullshard is faster or smaller.")
+    axis = figure.add_axes((0.66, 0.35 / height, 0.31, 1 - 1.15 / height))
+    for y, row in enumerate(rows):
+        color = palette.accent if row["ratio"] < 1 else palette.second
+        low, high = row["spread"]
+        axis.plot((low, high), (y, y), color=color, linewidth=3, alpha=0.45, solid_capstyle="round")
+        axis.plot(row["ratio"], y, "o", color=color, markersize=6)
+        axis.text(max(high, row["ratio"]) + 0.05, y, f"{row['ratio']:.2f}", va="center", fontsize=9.5)
+        label = f"{row['measured']} / {row['peer']}".replace("`", "")
+        axis.text(-0.08, y, label, va="center", ha="right", fontsize=9.5, color=palette.text)
+    axis.axvline(1, color=palette.muted, linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+    axis.set(xlim=(0, LIMIT), ylim=(len(rows) - 0.4, -0.6))
+    axis.set_yticks([])
+    axis.set_xticks((0, 0.5, 1, 1.5, 2))
+    axis.spines[["left"]].set_visible(False)
+    return figure
