@@ -104,7 +104,7 @@ CONTESTANTS = {contestant.name: contestant for contestant in _contestants()}
 
 
 def process_environment(contestant: Contestant, threads: int) -> dict[str, str]:
-    """The environment of a contestant's processes: this one's, less what would favour one of them."""
+    """The environment of a contestant's processes: this one's, less what would favor one of them."""
     kept = {name: value for name, value in os.environ.items() if name not in GOVERNED_VARIABLES}
     network = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
     return {**kept, **network, "OMP_NUM_THREADS": str(threads), **contestant.environment}

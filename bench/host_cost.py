@@ -101,10 +101,10 @@ class Runner:
 def measured(systems: Sequence[str], options: Options, device: str = "cpu") -> tuple[dict[str, Any], dict[str, str]]:
     """Everyone's summary, and why one cannot run."""
     turns, failures = compete(systems, partial(Runner, options=options, device=device), options.rounds)
-    return summarise(turns, options.units), failures
+    return summarize(turns, options.units), failures
 
 
-def summarise(turns: Turns, units: int) -> dict[str, dict[str, Any]]:
+def summarize(turns: Turns, units: int) -> dict[str, dict[str, Any]]:
     """JSON-ready: per contestant and figure the step, the cost per unit and its ratio to FSDP2's, and, of
     fullshard's wrapper, to FSDP1's with the same flag."""
     summary: dict[str, dict[str, Any]] = {name: {} for name in turns}

@@ -127,7 +127,7 @@ def ratio(seconds: Mapping[str, Sequence[float]], name: str, reference: str) -> 
     return paired_spread(seconds[name], seconds[reference])
 
 
-def summarise(seconds: Mapping[str, Sequence[float]], parameters: int) -> dict[str, dict[str, Any]]:
+def summarize(seconds: Mapping[str, Sequence[float]], parameters: int) -> dict[str, dict[str, Any]]:
     """JSON-ready: per contestant the step, the cost of a parameter, and ratios to plain tensors and to FSDP2."""
     summary: dict[str, dict[str, Any]] = {}
     for name, times in seconds.items():
@@ -179,7 +179,7 @@ def run(options: Options) -> None:
     with fake_group(options.ranks):
         seconds, failures = compete(names, lambda name: Runner(name, options), options.rounds)
     parameters = options.units * PARAMETERS_PER_UNIT
-    summary, verdicts = summarise(seconds, parameters), judge(seconds)
+    summary, verdicts = summarize(seconds, parameters), judge(seconds)
     paragraphs = [
         f"{parameters} parameters in {options.units} units, rank 0 of {options.ranks} on a fake process group, one "
         f"thread, its CPU time; {options.rounds} rounds of {options.steps_per_round} steps.",

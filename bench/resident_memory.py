@@ -36,7 +36,7 @@ def reset_peak() -> None:
 def forget_freed() -> None:
     """Give memory that the allocator holds but nobody uses back to the kernel (glibc), and measure the peak from here.
 
-    To be called on a model just built: the unsharded one was the benchmark's own way to initialise.
+    To be called on a model just built: the unsharded one was the benchmark's own way to initialize.
     """
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):

@@ -1,7 +1,7 @@
 """Medians, quartiles and paired ratios: the only statistics the benchmarks report.
 
 A noisy machine drifts, so absolute times of two contestants are never compared across a run. Every round runs
-every contestant once; the ratio is taken *within* a round and then summarised over the rounds.
+every contestant once; the ratio is taken *within* a round and then summarized over the rounds.
 """
 
 from __future__ import annotations

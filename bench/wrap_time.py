@@ -66,7 +66,7 @@ class Runner:
         return {"constructor": made - start, "first_step": end - made, "both": end - start}
 
 
-def summarise(turns: Mapping[str, Sequence[Mapping[str, float]]], units: int) -> dict[str, dict[str, Any]]:
+def summarize(turns: Mapping[str, Sequence[Mapping[str, float]]], units: int) -> dict[str, dict[str, Any]]:
     """JSON-ready: per contestant and figure the time and, if the peer ran, its ratio to FSDP1's with the same flag."""
     summary: dict[str, dict[str, Any]] = {name: {} for name in turns}
     for figure in FIGURES:
@@ -107,7 +107,7 @@ def run(options: Options) -> None:
     """Compare the time that wrapping a model of many small modules takes in fullshard and in FSDP1."""
     with fake_group(options.ranks):
         turns, failures = compete(options.only or WRAPPING, lambda name: Runner(name, options), options.rounds)
-    summary = summarise(turns, options.units)
+    summary = summarize(turns, options.units)
     paragraphs = [
         f"{options.units} units (linear 16 x 16 and norm) found by a ModuleWrapPolicy, rank 0 of "
         f"{options.ranks} on a fake process group, one thread; {options.rounds} rounds.",

@@ -53,7 +53,7 @@ class Settings:
         lr: learning rate of AdamW.
         steps: optimizer steps of an epoch.
         batch: windows of text per step and rank.
-        dtype: in which layers compute, and in which the frozen part that is not quantised is kept.
+        dtype: in which layers compute, and in which the frozen part that is not quantized is kept.
         seed: of the adapters' first values and of the batches.
     """
 
@@ -161,7 +161,7 @@ class Unit(NamedTuple):
 
     Attributes:
         modules: they run one right after the other.
-        adapted: whether their linear layers are quantised and get adapters.
+        adapted: whether their linear layers are quantized and get adapters.
         stays: whether they stay gathered from forward to backward.
     """
 
@@ -195,7 +195,7 @@ def build(base: Base, settings: Settings, device: torch.device) -> GPT:
 def assemble(
     model: nn.Module, units: list[Unit], read: Callable[[str], Tensor], settings: Settings, device: torch.device
 ) -> None:
-    """Fill a model without memory, unit by unit: read, quantise and cut one before the next.
+    """Fill a model without memory, unit by unit: read, quantize and cut one before the next.
 
     So no rank ever holds more of the base than its shards and one unit.
 
@@ -246,7 +246,7 @@ def fits(shape: torch.Size, ranks: int, scaler_block: int) -> bool:
 
 
 def check_shapes(shapes: dict[str, torch.Size], ranks: int, scaler_block: int) -> None:
-    """Look at all weights that are to be quantised, before anything is read.
+    """Look at all weights that are to be quantized, before anything is read.
 
     Raises:
         ValueError: some cannot be cut; names them, and what would do for all.

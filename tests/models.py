@@ -196,7 +196,7 @@ def square_loss(step: int = 0, *shape: int) -> LossOf:
 
 @contextlib.contextmanager
 def tiny_units(up_to: int = 0) -> Iterator[None]:
-    """Units made inside travel with a neighbour up to this size in bytes when gathered; 0: none do."""
+    """Units made inside travel with a neighbor up to this size in bytes when gathered; 0: none do."""
     usual = {kind: kind.tiny_bytes for kind in (GlooTransport, CollectiveTransport, NcclTransport)}
     for kind in usual:
         kind.tiny_bytes = up_to

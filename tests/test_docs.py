@@ -199,3 +199,22 @@ def test_cited_notes_exist() -> None:
     for page in (ROOT / "docs").rglob("*.md"):
         for cited in re.findall(r"\[Note: ([^\]]+)\]", page.read_text()):
             assert " ".join(cited.split()) in defined, f"{page.name} cites {cited}"
+
+
+BRITISH = re.compile(
+    r"(initial|synchron|quant)is(e|ed|es|ing|ation)|(summar|vector|normal|serial|optim|recogn|material|minim)is(e|ed|ing)"
+    r"|orthogonalis|localised?|behaviour|neighbour|judgement|favour|colours?\b|\bcentre|artefact|cancelled",
+    re.IGNORECASE,
+)
+AS_WRITTEN = {"docs/log.md", "CHANGELOG.md", "tests/test_docs.py"}  # a notebook, a former name, the pattern above
+
+
+def test_spelling_is_american() -> None:
+    """Of docs, code, tests and examples. ("modelled", as in the name of the modelled network, is not looked for.)"""
+    code = (path for room in ("src", "bench", "tests", "examples") for path in (ROOT / room).rglob("*.py"))
+    found = []
+    for path in [*PAGES, *code]:
+        name = path.relative_to(ROOT).as_posix()
+        for number, line in enumerate(path.read_text().splitlines() if name not in AS_WRITTEN else [], start=1):
+            found += [f"{name}:{number}: {match[0]}" for match in BRITISH.finditer(line)]
+    assert not found

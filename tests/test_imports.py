@@ -250,7 +250,7 @@ def test_circles_are_found() -> None:
     ],
 )
 def test_upward_imports_are_found(path: str, text: str) -> None:
-    """An import of a higher layer, or of a neighbour in the lowest one, is found however it is written."""
+    """An import of a higher layer, or of a neighbor in the lowest one, is found however it is written."""
     assert len(list(check_layers(Source(path, text)))) == 1
 
 

@@ -31,7 +31,7 @@ import torch
 from safetensors.torch import load_file
 
 from bench import report, resident_memory
-from bench.checkpoint.report import OPERATIONS, Operation, Way, panels, paragraphs, summarise
+from bench.checkpoint.report import OPERATIONS, Operation, Way, panels, paragraphs, summarize
 from bench.checkpoint.systems import FILE, KEEPERS, digest, write_weights
 from bench.checkpoint.worker import TRAINED, Answer, Request
 from bench.command_line import Options as SharedOptions
@@ -133,7 +133,7 @@ class Contest:
         """Do an operation, and say how it went; its files are gone afterwards."""
         started = time.monotonic()
         found = self.compete(operation, ways)
-        summary = summarise(operation, found)
+        summary = summarize(operation, found)
         if operation.kept:
             summary["wrong"] += self.check_exports(operation, [way for way in ways if way.name in found])
         summary["not_run"] = {way.name: self.teams.failures[way.system] for way in ways if way.name not in found}

@@ -102,7 +102,7 @@ def _largest(values: Sequence[int | None]) -> int | None:
     return None if not values or None in values else max(value for value in values if value is not None)
 
 
-def summarise(operation: Operation, found: Mapping[str, Sequence[Sequence[Answer]]]) -> dict[str, Any]:
+def summarize(operation: Operation, found: Mapping[str, Sequence[Sequence[Answer]]]) -> dict[str, Any]:
     """Times, ratios and memory of every way, JSON-ready; no ratio to a peer that did not run.
 
     A ratio is that of the medians, with the smallest and the largest of the rounds in the places of quartiles.

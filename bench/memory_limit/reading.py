@@ -114,7 +114,7 @@ def name_of(block: Block, step: Span) -> str:
 
 
 def _moments(ledger: Ledger, step: Span, phases: Mapping[str, Span], owners: Mapping[int, str]) -> list[Moment]:
-    """Between two neighbouring marks, that of the most activations; none if the model set no marks.
+    """Between two neighboring marks, that of the most activations; none if the model set no marks.
 
     Within such an interval the same units are there; only gradients come in, which :class:`Moment` has at the same
     moment as the activations.

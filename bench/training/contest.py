@@ -240,7 +240,7 @@ def by_peer(contestant: Contestant, records: Mapping[str, Record]) -> dict[str, 
     return {"": contestant.peer} if contestant.peer in records else {}
 
 
-def summarise(records: Mapping[str, Record], references: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, Any]]:
+def summarize(records: Mapping[str, Record], references: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, Any]]:
     """Everything reported about each contestant, JSON-ready.
 
     Args:

@@ -23,7 +23,7 @@ from bench.training.contest import (
     compete,
     disagreements,
     refuse_what_does_not_fit,
-    summarise,
+    summarize,
 )
 
 Result = Mapping[str, Any]  # of one measurement, as it is stored
@@ -109,7 +109,7 @@ def _measure(
         **benchmark.figures(),
         "loss_tolerance": LOSS_TOLERANCE,
         "losses_that_disagree": wrong,
-        "contestants": summarise(records, references),
+        "contestants": summarize(records, references),
         "not_run": failures,
     }
     for name, record in records.items():

@@ -48,7 +48,7 @@ class Assignment:
         return cls(contestant=Contestant(**contestant), **others)
 
 
-def unsynchronised(model: Any, *, last: bool) -> contextlib.AbstractContextManager[None]:
+def unsynchronized(model: Any, *, last: bool) -> contextlib.AbstractContextManager[None]:
     """Around a microbatch's forward and backward: gradients are exchanged in the ``last`` one only."""
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(last)
@@ -122,7 +122,7 @@ class Trainer:
         losses = []
         for index, batch in enumerate(batches):
             alone = len(batches) == 1
-            with contextlib.nullcontext() if alone else unsynchronised(self.model, last=index == len(batches) - 1):
+            with contextlib.nullcontext() if alone else unsynchronized(self.model, last=index == len(batches) - 1):
                 loss = next_token_loss(self.model, batch)
                 loss = loss if alone else loss / len(batches)
                 loss.backward()

@@ -33,7 +33,7 @@ def rounds(
 def test_the_slowest_rank_counts_in_the_rounds_that_count() -> None:
     """Neither the round that warms up nor the one that samples memory is in a time; both clocks have a ratio."""
     found = {"fullshard": rounds([1.0, 3.0], later=2.0), "fsdp2": rounds([3.0] * 2, later=4.0)}
-    summary = checkpoint_report.summarise(BY_NAME["save"], found)
+    summary = checkpoint_report.summarize(BY_NAME["save"], found)
     entry = summary["ways"]["fullshard"]
     assert entry["seconds"]["returned"] == [2.0, 4.0] and entry["median_returned_seconds"] == 3.0
     assert summary["peer"] == "fsdp2"
@@ -45,10 +45,10 @@ def test_the_slowest_rank_counts_in_the_rounds_that_count() -> None:
 def test_the_faster_of_two_ways_is_the_peer() -> None:
     """FSDP1 imports in two ways; fullshard is measured by the better one of the whole run, or by none."""
     ways = {"fullshard": rounds([1.0]), "fsdp1": rounds([4.0]), "fsdp1+broadcast": rounds([3.0])}
-    summary = checkpoint_report.summarise(BY_NAME["import"], ways)
+    summary = checkpoint_report.summarize(BY_NAME["import"], ways)
     assert summary["peer"] == "fsdp1+broadcast"
     assert summary["ways"]["fullshard"]["returned_ratio"]["median"] == 0.5
-    alone = checkpoint_report.summarise(BY_NAME["import"], {"fullshard": rounds([1.0])})
+    alone = checkpoint_report.summarize(BY_NAME["import"], {"fullshard": rounds([1.0])})
     assert alone["peer"] is None and "returned_ratio" not in alone["ways"]["fullshard"]
 
 
@@ -56,11 +56,11 @@ def test_wrong_values_are_named() -> None:
     """One wrong rank in one round is enough, also in a round that does not count; so is another loss, or NaN."""
     spoiled = rounds([1.0, 1.0])
     spoiled[0][1] = Answer(1.0, 1.0, 0, None, False)
-    summary = checkpoint_report.summarise(BY_NAME["load"], {"fullshard": rounds([1.0, 1.0]), "fsdp2": spoiled})
+    summary = checkpoint_report.summarize(BY_NAME["load"], {"fullshard": rounds([1.0, 1.0]), "fsdp2": spoiled})
     assert summary["wrong"] == ["fsdp2"]
     assert driver.wrong_values({"a": 1.0, "b": 1.0 + 1e-7}, {"load": summary}) == ["load of fsdp2"]
     assert driver.wrong_values({"a": 1.0, "b": float("nan")}, {}) == ["the loss of b"]
-    assert not checkpoint_report.summarise(BY_NAME["save"], {"fsdp2": rounds([1.0], right=None)})["wrong"]
+    assert not checkpoint_report.summarize(BY_NAME["save"], {"fsdp2": rounds([1.0], right=None)})["wrong"]
 
 
 def test_digests_see_every_bit() -> None:

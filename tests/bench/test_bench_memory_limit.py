@@ -77,14 +77,14 @@ def test_a_reading_names_what_is_alive_at_the_peak() -> None:
     assert Reading.from_json(json.loads(json.dumps(asdict(found)))) == found
 
 
-def test_the_sum_counts_neighbours_and_dtypes() -> None:
+def test_the_sum_counts_neighbors_and_dtypes() -> None:
     """fp32: 16 bytes at rest, four units of 4 bytes, and the root twice; the largest place of uneven units."""
     bound = Bound([100, 100, 100], 10, 2, Widths())
     assert (bound.resident, bound.transient) == (16 * 310 / 2, 4 * 4 * 100 + 8 * 10)
     assert bound.sum(reading([Moment("forward", "", 5, {})])) == bound.resident + bound.transient + 5
     assert Bound([100, 100, 100], 0, 2, Widths(gathered=2, gradient=2)).transient == 10 * 100
     assert Bound([10, 100, 1000], 0, 1, Widths()).transient == 4 * (2 * 1000 + 100)
-    assert Bound([7], 0, 4, Widths()).transient == 8 * 7  # a single unit has no neighbours
+    assert Bound([7], 0, 4, Widths()).transient == 8 * 7  # a single unit has no neighbors
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_calls_grow_with_units_in_proportion(system: str) -> None:
 
 @pytest.mark.parametrize("system", ["fullshard", "fullshard-wrapper"])
 def test_calls_do_not_grow_with_ranks(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Initialisation and a step call as many functions on 1,024 ranks as on 8."""
+    """Initialization and a step call as many functions on 1,024 ranks as on 8."""
     monkeypatch.setattr(CollectiveTransport, "tiny_bytes", 0)  # padded to 1,024 ranks, units are not tiny
     found = []
     for ranks in (8, 1024):

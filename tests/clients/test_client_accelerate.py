@@ -496,7 +496,7 @@ def test_ram_efficient_loading(rank: Rank, tied: bool, offload: bool) -> None:
         assert_equal(full(model), parameters_of(expected), "parameters")
 
 
-def synchronised(plugin: FullyShardedDataParallelPlugin) -> None:
+def synchronized(plugin: FullyShardedDataParallelPlugin) -> None:
     """What ``sync_module_states=True`` does where there is an accelerator; elsewhere the plugin raises."""
     plugin.sync_module_states = True
     plugin.param_init_fn = lambda module: module.to_empty(device=torch.device("cpu"), recurse=False)
@@ -509,7 +509,7 @@ def test_sync_module_states(rank: Rank, engine: str, tied: bool) -> None:
     """FSDP1: a rank whose model is on the meta device gets weights and buffers of rank 0."""
     expected = gpt(tied=tied)
     losses, _ = unsharded(expected, texts(4))
-    with accelerated(engine, before=synchronised, **BLOCKWISE) as accelerator:
+    with accelerated(engine, before=synchronized, **BLOCKWISE) as accelerator:
         with torch.device("meta" if rank.rank else "cpu"):
             given = gpt(tied=tied)
         model, optimizer = prepared(accelerator, given)

@@ -246,7 +246,7 @@ def test_qlora_memory(rank: Rank, reshard: bool):
 @pytest.mark.parametrize("kind", ["lora", "qlora", "dora"])
 @on_ranks(2)
 def test_adapters_on_the_meta_device(rank: Rank, kind: str):
-    """As recipes build it: on meta, sharded, adapters initialised in place, the base from a full state dict."""
+    """As recipes build it: on meta, sharded, adapters initialized in place, the base from a full state dict."""
     options = {"quantize_base": kind == "qlora", "use_dora": kind == "dora"}
     base = full_model().state_dict()
     with fullshard.dropin.install(quiet=True):

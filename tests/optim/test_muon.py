@@ -142,7 +142,7 @@ def test_beside_tensor_parallelism(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_low_precision(rank: Rank) -> None:
-    """bf16 parameters, with momentum in bf16, as torch's; without Nesterov torch normalises its own momentum there."""
+    """bf16 parameters, with momentum in bf16, as torch's; without Nesterov torch normalizes its own momentum there."""
     model, reference = build()
     fully_shard(model.bfloat16())
     reference.bfloat16()
@@ -199,7 +199,7 @@ def test_checkpoints(rank: Rank, tmp_path: Path) -> None:
         assert_equal(whole, plain.get_parameter(name).detach(), name)
 
 
-def test_orthogonalise() -> None:
+def test_orthogonalize() -> None:
     """Singular values end near 1, vectors stay; a batch is its matrices; the argument stays as it is."""
     torch.manual_seed(0)
     for shape in ((20, 30), (30, 20)):

@@ -48,7 +48,7 @@ class GlooTransport(Transport):
         group: The ranks.
     """
 
-    # Below this a message costs its latency rather than its bytes. A judgement, not yet swept.
+    # Below this a message costs its latency rather than its bytes. A judgment, not yet swept.
     direct_bytes: int = 64 * 1024
 
     _record: GroupRecord

@@ -54,7 +54,7 @@ class FlatBucket(BufferBucket):
         if cut is not None and len(slots) == len(self.flat_parameters):
             return FlatLayout(tuple(slots), cut.world_size, cut.slice_numel)
         shapes = [parameter.shape for parameter in self.parameters]
-        # Aligned as vectorised kernels want it.
+        # Aligned as vectorized kernels want it.
         return FlatLayout.build(shapes, world_size=self.mesh.world_size, alignment=max(4, 16 // itemsize))
 
     def show(self, handle: FlatParamHandle) -> None:
