@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import compatibility
-from compatibility import CLOSING, CORE, OPENING, PAGE, RESULTS, ROOT
+from compatibility import CLOSING, CORE, OPENING, PAGE, PYTHONS, RESULTS, ROOT, TORCHES
 
 WHERE = {"system": "Linux x86_64", "date": "2026-11-24", "commit": "abc"}
 RAN = {"python": "3.10.13", "torch": "2.11.0+cpu", "passed": 7, "failed": 0, "skipped": 1, **WHERE}
@@ -25,6 +25,15 @@ def test_page_has_the_table_of_the_results() -> None:
     shown = PAGE.read_text().partition(OPENING)[2].partition(CLOSING)[0].strip()
     assert shown == compatibility.table(json.loads(RESULTS.read_text()))
     assert [name for name in CORE if not (ROOT / name).exists()] == []
+
+
+def test_stated_versions_have_run() -> None:
+    """Each version of Python and of torch that is called supported has a row without a failure."""
+    ran = [
+        outcome for outcome in json.loads(RESULTS.read_text()) if outcome.get("failed") == 0 and outcome["passed"] > 500
+    ]
+    assert {".".join(each["python"].split(".")[:2]) for each in ran} == set(PYTHONS)
+    assert {each["torch"].split("+")[0] for each in ran} == set(TORCHES)
 
 
 def test_outcomes_of_a_report(tmp_path: Path) -> None:

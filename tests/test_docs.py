@@ -18,7 +18,10 @@ from fullshard.comm import CollectiveTransport, GlooTransport, NcclTransport
 from ranks import Rank
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")),
+    *(ROOT / "docs").rglob("*.md"),
+]
 
 
 def snippets_of(page: Path) -> list[str]:
@@ -186,9 +189,21 @@ def test_figures_of_the_summary_are_in_the_tables() -> None:
     rows = re.findall(
         r"^\|[^|]*\|[^|]*\| (\d[^|]*?) \| \[[^]]*\]\(([^)#]+)#([^)]+)\) \|$", page.read_text(), re.MULTILINE
     )
-    assert len(rows) > 20
+    assert len(rows) == len(re.findall(r"^\| .*\.md", page.read_text(), re.MULTILINE)), "a row that is not understood"
     for ratio, target, heading in rows:
         assert ratio in section((page.parent / target).resolve(), heading), f"{ratio} is not in {target}#{heading}"
+
+
+def test_figures_of_the_readme_are_in_the_tables() -> None:
+    """Every ratio in the README is one of the pages on performance, or of the table of seeded faults."""
+    readme = section(ROOT / "README.md", "why-fullshard")
+    tables = "".join((ROOT / "docs" / "performance" / name).read_text() for name in ("benchmarks.md", "gpu.md"))
+    ratios = re.findall(r"\d\.\d\d", readme)
+    assert len(ratios) > 15 and not [ratio for ratio in ratios if ratio not in tables]
+    noticed, faults = re.search(r"\*\*Tests that are tested\.\*\* (\d+) of (\d+)", readme).groups()
+    assert f"| all | 64 of 76 | {noticed} of {faults} |" in (ROOT / "docs" / "design" / "tests.md").read_text()
+    failing = section(ROOT / "docs" / "get_started" / "migrating.md", "what-fails-in-torch-on-cpu")
+    assert "Twelve" in readme and len(re.findall(r"^\| ", failing, re.MULTILINE)) == 1 + 12
 
 
 def test_cited_notes_exist() -> None:

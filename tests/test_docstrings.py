@@ -27,6 +27,9 @@ MODULES = (
 )
 
 
+PROPERTIES: set[Any] = set()  # their getters, which say in one sentence what they are
+
+
 def public() -> dict[str, Any]:
     """The public functions, classes and methods that the package defines, by module and qualified name."""
     found: dict[str, Any] = {}
@@ -44,6 +47,8 @@ def with_members(value: Any) -> Iterator[Any]:
     for base in value.__mro__ if inspect.isclass(value) else ():
         for name, member in vars(base).items():
             found = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+            if isinstance(member, property):
+                PROPERTIES.add(found)
             if inspect.isfunction(found) and not name.startswith("_"):
                 yield found
 
@@ -86,5 +91,8 @@ def test_arguments_are_documented(name: str) -> None:
     text = inspect.getdoc(function) or ""
     arguments = [argument for argument in inspect.signature(function).parameters if argument not in ("self", "cls")]
     assert not set(arguments) - documented(text)
+    returned = inspect.signature(function).return_annotation
+    if function not in PROPERTIES and returned not in (None, "None", "NoReturn", inspect.Signature.empty):
+        assert re.search(r"^(Returns|Yields):", text, re.MULTILINE), f"it returns {returned}"
     assert not re.search(r":(func|class|meth|mod|attr|data):`", text), "Markdown shows roles of reST as they are"
     assert not re.match(r"(What|Whether|See|Its?) ", text)
