@@ -25,7 +25,18 @@ def record() -> dict[str, Any]:
         found = ask_alone(launch, TIMEOUT, "record", steps=STEPS)
     if "failure" in found:
         raise RuntimeError(found["failure"])
-    return {"shape": SHAPE, "ranks": RANKS, **found["answers"][0]}
+    data = {"shape": SHAPE, "ranks": RANKS, **found["answers"][0]}
+    if not rests(data):
+        raise RuntimeError(
+            "memory at rest is not that of shards and AdamW's state; something else was alive: record again"
+        )
+    return data
+
+
+def rests(data: Any) -> bool:
+    """Return True if the step begins with the memory of the shards and AdamW's two moments in fp32, within 1%."""
+    expected = 3 * 4 * data["parameters"] / data["ranks"]
+    return bool(abs(sum(data["memory"][0][1:]) - expected) < 0.01 * expected)
 
 
 LEFT, RIGHT = 0.135, 0.985

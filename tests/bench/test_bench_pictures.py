@@ -33,6 +33,14 @@ def test_stored_data_is_that_of_the_code(name: str) -> None:
     assert json.loads(json.dumps(recorded)) == driver.stored(name)
 
 
+def test_the_recorded_step_begins_with_what_rests() -> None:
+    """Memory of another step that was still alive is noticed, as it was once."""
+    data = driver.stored("step")
+    assert step.rests(data)
+    first = [data["memory"][0][0], data["memory"][0][1] + 34 * 2**20, *data["memory"][0][2:]]
+    assert not step.rests({**data, "memory": [first, *data["memory"][1:]]})
+
+
 def test_meshes_are_those_of_the_code() -> None:
     """Of one of the eight ranks: its rows, and whom it exchanges what with."""
     stored = driver.stored("meshes")["meshes"]
