@@ -247,11 +247,11 @@ def processes_of(out: Path) -> Iterator[Path]:
                 yield folder
 
 
-def kill_all(out: Path) -> None:
-    """End the processes with files below ``out``. A rank of torchrun has a session of its own, so one by one."""
+def signal_all(out: Path, number: signal.Signals) -> None:
+    """Signal the processes with files below ``out``. Each rank of torchrun has a session of its own, so one by one."""
     for folder in processes_of(out):
         with contextlib.suppress(OSError):
-            os.kill(int(folder.name), signal.SIGKILL)
+            os.kill(int(folder.name), number)
 
 
 @contextlib.contextmanager
@@ -264,7 +264,7 @@ def started(out: Path, command: list[str | Path], **environment: Any) -> Iterato
     quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     environment = {**outer, **quiet, **{key: str(value) for key, value in environment.items()}}
     pipe = subprocess.PIPE
-    watchdog = threading.Timer(300, kill_all, [out])
+    watchdog = threading.Timer(300, signal_all, [out, signal.SIGKILL])
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -273,7 +273,7 @@ def started(out: Path, command: list[str | Path], **environment: Any) -> Iterato
             yield process
         finally:
             watchdog.cancel()
-            kill_all(out)
+            signal_all(out, signal.SIGKILL)
 
 
 def torchrun(*words: str | Path) -> list[str | Path]:
@@ -290,14 +290,14 @@ def test_alone(tmp_path: Path) -> None:
 
 
 def test_terminated(ranks: RankPool, tmp_path: Path) -> None:
-    """torchrun, ended by SIGTERM, which also reaches the worker that loads data: the program saves, and can resume."""
+    """SIGTERM to torchrun, the rank and its worker, as from SLURM; torchrun then passes it on: the rank saves."""
     words = ["--steps", "100000", "--workers", "1", "--out", str(tmp_path / "out"), str(make_text(tmp_path))]
     with started(tmp_path, torchrun("--nproc-per-node", "1", "--standalone", EXAMPLE, *SMALL, *words)) as process:
         printed = ""
         for line in process.stdout or ():
             printed += line
             if line.startswith("step 3:"):
-                process.send_signal(signal.SIGTERM)
+                signal_all(tmp_path, signal.SIGTERM)
     assert (tmp_path / "out" / "checkpoint" / "fullshard.json").exists(), printed
     assert "DataLoader worker" not in printed, printed
     last = max(numbers_of(tmp_path / "out")["loss"])
