@@ -6,13 +6,14 @@
 
 If every rank of the machine has a GPU, the program uses GPUs and NCCL, otherwise CPUs and gloo. If you pass no files,
 it trains on the source code of Python's standard library. The same command resumes from the last checkpoint, on any
-number of ranks with the same global batch: steps, learning rates and data continue where they stopped. Pass files
-before --compile, which takes an optional value. docs/tutorial/index.md explains each part.
+number of ranks: steps, learning rates and data continue where they stopped. Pass files before --compile, which takes an
+optional value. docs/tutorial/index.md explains each part.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import math
 import os
@@ -35,6 +36,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import fullshard
 from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fullshard.activation_checkpoint import apply_activation_checkpointing
+from fullshard.checkpoint.tools.offline import open_checkpoint
+
+# Another value makes another training run, so a checkpoint is only resumed with the same values.
+SETTINGS = ("batch", "sequence", "steps", "warmup", "lr", "clip", "seed", "layers", "width", "heads")
 
 
 class Block(nn.Module):
@@ -92,6 +97,7 @@ class Text(Dataset[Tensor]):
     def __init__(self, files: list[Path], sequence: int, batch: int) -> None:
         text = b"".join(file.read_bytes() for file in files)
         self.bytes, self.sequence = torch.frombuffer(bytearray(text), dtype=torch.uint8), sequence
+        self.digest = hashlib.sha256(text).hexdigest()[:16]
         self.windows = (len(text) - 1) // sequence // batch * batch
         if self.windows == 0:
             raise SystemExit(f"expected at least {batch * sequence + 1} bytes of text, found {len(text)}")
@@ -107,7 +113,7 @@ class ResumableSampler(DistributedSampler[int]):
     """A DistributedSampler that yields one epoch after the other, and can start at any sample.
 
     All ranks shuffle in the same way. Then rank r of N takes samples r, r + N, r + 2 N, ... So the next `batch` samples
-    are the same on any number of ranks. A checkpoint only needs to store `seen`, the number of samples used so far.
+    are the same on any number of ranks. `seen` is the number of samples that were used before.
     """
 
     seen = 0
@@ -140,6 +146,25 @@ class Log:
             self.csv.write(f"{step},{name},{value!r}\n")
             if self.board is not None:
                 self.board.add_scalar(name, value, step)
+
+
+def stop_on_signals() -> threading.Event:
+    """Return an event that SIGTERM and SIGINT set."""
+    stop = threading.Event()
+
+    def handle(*_: object) -> None:
+        stop.set()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process; SIGTERM may arrive repeatedly
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
+    return stop
+
+
+def ignore_signals(_: int) -> None:
+    """Keep a worker of the data loader alive. It also gets the signals, and ends when its rank ends."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def start() -> torch.device:
@@ -179,9 +204,25 @@ def build(args: argparse.Namespace, device: torch.device) -> FSDPModule:
     return sharded
 
 
+def agree(checkpoint: Path, settings: dict[str, Any], group: dist.ProcessGroup | None) -> bool:
+    """Return whether rank 0 sees a checkpoint. Exit on all ranks if a rank or the checkpoint has other settings."""
+    saved = None
+    if dist.get_rank() == 0 and (checkpoint / "fullshard.json").exists():
+        with open_checkpoint(checkpoint) as opened:
+            saved = opened.read("extra.settings")
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (settings, saved), group=group)
+    expected, where = (found[0][1], checkpoint) if found[0][1] else (found[0][0], "rank 0")
+    for rank, (own, _) in enumerate(found):
+        if wrong := [f"{name} {own[name]}, expected {value}" for name, value in expected.items() if own[name] != value]:
+            raise SystemExit(f"rank {rank} has other settings than {where}: {'; '.join(wrong)}")
+    return found[0][1] is not None
+
+
 def train(args: argparse.Namespace, device: torch.device, stop: threading.Event) -> None:
     """Resume from the checkpoint if there is one, train until `args.steps` or until `stop` is set on any rank, save."""
     rank, ranks, out = dist.get_rank(), dist.get_world_size(), Path(args.out)
+    checkpoint, control = out / "checkpoint", dist.new_group(backend="gloo")  # messages that do not wait for GPUs
     accumulate, rest = divmod(args.batch, ranks * args.microbatch)
     if rest or ranks % args.replicas:
         raise SystemExit(f"{ranks} ranks: expected --batch % (ranks * --microbatch) == 0 and ranks % --replicas == 0")
@@ -190,26 +231,22 @@ def train(args: argparse.Namespace, device: torch.device, stop: threading.Event)
 
     def schedule(done: int) -> float:  # linear warmup, then half a cosine down to 1/10 of the peak
         after = min(1.0, max(0, done - args.warmup) / max(1, args.steps - args.warmup))
-        return float(min(1.0, (done + 1) / args.warmup) * (0.55 + 0.45 * math.cos(math.pi * after)))
+        return float(min(1.0, (done + 1) / max(1, args.warmup)) * (0.55 + 0.45 * math.cos(math.pi * after)))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     files = args.files or sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = Text(files, args.sequence, args.batch)
-    progress = {"step": 0, "samples": 0, "batch": args.batch, "windows": len(text)}
-    if (out / "checkpoint" / "fullshard.json").exists():
-        saved = fullshard.load(out / "checkpoint", model, optimizer, scheduler=scheduler)["progress"]
-        if (saved["batch"], saved["windows"]) != (args.batch, len(text)):
-            raise SystemExit(f"{out} has a run with another --batch, --sequence or text; choose another --out")
-        progress = saved
+    step, settings = 0, {name: getattr(args, name) for name in SETTINGS} | {"text": text.digest}
+    if agree(checkpoint, settings, control):
+        step = fullshard.load(checkpoint, model, optimizer, scheduler=scheduler)["step"]
     sampler = ResumableSampler(text, seed=args.seed)
-    sampler.seen = progress["samples"]
-    pin = device.type != "cpu"
-    loader = DataLoader(text, args.microbatch, sampler=sampler, num_workers=args.workers, pin_memory=pin)
-    microbatches = iter(loader)
-    log = Log(out, progress["step"]) if rank == 0 else None
-    loss, last, began = torch.zeros((), device=device), progress["step"], time.perf_counter()
+    sampler.seen = step * args.batch
+    workers: Any = {"num_workers": args.workers, "worker_init_fn": ignore_signals, "pin_memory": device.type != "cpu"}
+    microbatches = iter(DataLoader(text, args.microbatch, sampler=sampler, **workers))
+    log = Log(out, step) if rank == 0 else None
+    loss, last, began = torch.zeros((), device=device), step, time.perf_counter()
 
-    while progress["step"] < args.steps:
+    while step < args.steps:
         lr = float(scheduler.get_last_lr()[0])
         for number in range(accumulate):
             model.set_requires_gradient_sync(number == accumulate - 1)  # reduce gradients once
@@ -222,22 +259,21 @@ def train(args: argparse.Namespace, device: torch.device, stop: threading.Event)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        step = progress["step"] = progress["step"] + 1
-        progress["samples"] += args.batch
+        step += 1
 
-        stopping = False
         if step % args.log_every == 0 or step == args.steps:
-            # All ranks stop at the same step. If one rank left the loop alone, the others would wait for it.
-            report = torch.stack((loss / (step - last), torch.tensor(float(stop.is_set()), device=device)))
-            dist.all_reduce(report)
-            mean_loss, stopping = report[0].item() / ranks, report[1].item() > 0
+            dist.all_reduce(loss)
             if log is not None:
                 speed = (step - last) * args.batch * args.sequence / (time.perf_counter() - began)
+                mean_loss = loss.item() / (step - last) / ranks
                 log.write(step, loss=mean_loss, grad_norm=float(norm), lr=lr, tokens_per_second=speed)
             loss, last, began = torch.zeros_like(loss), step, time.perf_counter()
-        if stopping or step % args.save_every == 0 or step == args.steps:  # or async_save, in the background
-            fullshard.save(out / "checkpoint", model, optimizer, scheduler=scheduler, progress=progress)
-        if stopping:
+        # All ranks stop after the same step. If one rank left the loop alone, the others would wait for it.
+        stopping = torch.tensor(float(stop.is_set()))
+        dist.all_reduce(stopping, group=control)
+        if stopping > 0 or step % args.save_every == 0 or step == args.steps:  # or async_save, in the background
+            fullshard.save(checkpoint, model, optimizer, scheduler=scheduler, step=step, settings=settings)
+        if stopping > 0 and step < args.steps:
             return
     fullshard.export_safetensors(model, out / "weights", dtype=torch.bfloat16 if args.bf16 else None)
 
@@ -269,12 +305,14 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
     ]
     for name, default, what in numbers:
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{what} (%(default)s)")
-    return parser.parse_args(words)
+    args = parser.parse_args(words)
+    for name, _, _ in numbers:
+        value = getattr(args, name.replace("-", "_"))
+        if not value > 0 and not (value == 0 and name in ("warmup", "workers", "seed")):
+            parser.error(f"--{name}: expected a positive number, found {value}")
+    return args
 
 
 if __name__ == "__main__":
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):  # torchrun passes signals on, and kills the ranks after 30 s
-        signal.signal(number, lambda *_: stop.set())
-    train(options(), start(), stop)
+    train(options(), start(), stop_on_signals())
     dist.destroy_process_group()
