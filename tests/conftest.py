@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # test modules of subf
 
 # Ranks inherit it: memory that is freed, and memory that is not filled yet, reads as NaN in the whole suite.
 os.environ.setdefault("FULLSHARD_POISON", "1")
+# Inductor's cache does not know for which instructions a kernel was generated, and one with vectors does not compile where
+# ATen has none (CPU=baseline of the Makefile): one cache for each.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    f"{tempfile.gettempdir()}/fullshard-kernels-{os.getuid()}-{os.environ.get('ATEN_CPU_CAPABILITY', 'own')}",
+)
 
 from ranks import RankPool
 from ranks.device import device_type
