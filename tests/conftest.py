@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # test modules of subf
 
 # Ranks inherit it: memory that is freed, and memory that is not filled yet, reads as NaN in the whole suite.
 os.environ.setdefault("FULLSHARD_POISON", "1")
-# Inductor's cache does not know for which instructions a kernel was generated. One with vectors does not compile where ATen
-# has none (CPU=baseline of the Makefile), so each has a cache.
+# Inductor's cache does not know for which instructions a kernel was generated. One with vectors does not compile where
+# ATen has none (CPU=baseline of the Makefile), so each has a cache.
 os.environ.setdefault(
     "TORCHINDUCTOR_CACHE_DIR",
     f"{tempfile.gettempdir()}/fullshard-kernels-{os.getuid()}-{os.environ.get('ATEN_CPU_CAPABILITY', 'own')}",
