@@ -245,7 +245,7 @@ def lane_log() -> Iterator[list[tuple[str, str, str]]]:
 
 def transport_of(rank: Rank) -> Transport:
     """A transport of the kind that units on the mesh of ``rank`` use."""
-    return make_transport(rank.group, rank.device, reduces=False)
+    return make_transport(rank.group, rank.device)
 
 
 def shard_blocks(model: nn.Module, rank: Rank, **settings: Any) -> nn.Module:

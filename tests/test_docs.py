@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.comm import CollectiveTransport, GlooTransport, NcclTransport
+from fullshard.comm import CollectiveTransport, GlooTransport
+from fullshard.comm.group_costs import smallest_direct
 from ranks import Rank
 
 ROOT = Path(__file__).parents[1]
@@ -165,13 +166,24 @@ def anchor(heading: str) -> str:
 
 
 def test_stated_sizes_of_packed_parameters_are_those_of_the_transports() -> None:
-    """The page that says which parameters are packed has the thresholds of the code, and sizes that follow."""
-    assert CollectiveTransport.direct_bytes == GlooTransport.direct_bytes, "one row for both"
+    """The page that says which parameters are packed has the thresholds of the code, and what follows from them."""
+    assert CollectiveTransport.direct_bytes == GlooTransport.direct_bytes, "one sentence for both"
     page = (ROOT / "docs" / "how_to" / "communication.md").read_text()
-    for label, transport in (("gloo and others", GlooTransport), ("NCCL", NcclTransport)):
-        mib = [transport.direct_bytes * ranks / 2**20 for ranks in (8, 64, 128, 1024)]
-        sizes = " | ".join(f"{size:g} MiB" if size < 1024 else f"{size / 1024:g} GiB" for size in mib)
-        assert f"| {label} (`direct_bytes` {transport.direct_bytes:,}) | {sizes} |" in page
+    sizes = [f"{GlooTransport.direct_bytes * ranks / 2**20:g} MiB" for ranks in (8, 64, 128, 1024)]
+    assert f"at least {GlooTransport.direct_bytes:,} bytes" in page
+    stated = f"smaller than {sizes[0]} on 8 ranks, {sizes[1]} on 64, {sizes[2]} on 128 and {sizes[3]} on 1,024"
+    assert stated in " ".join(page.split())
+    for article, model, weights in (
+        ("an", "8B", (8, 8, 32, 32, 112, 112, 112)),
+        ("a", "70B", (16, 16, 128, 128, 448, 448, 448)),
+    ):
+        cells = []
+        for ranks in (2, 8, 16, 32, 64, 128, 256):
+            shards = [size * 2**20 // ranks for size in weights]
+            smallest = smallest_direct(shards, ranks, copied=False)
+            cells.append(f"{sum(shard >= smallest for shard in shards)}")
+        which = f"weights of {article} {model} block without staging copies"
+        assert f"| {which} | {' | '.join(cells)} |" in page
 
 
 def section(page: Path, heading: str) -> str:

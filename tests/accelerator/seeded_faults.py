@@ -287,6 +287,16 @@ def replace(owner: Any, name: str, value: Any) -> Callable[[Patch], None]:
     return lambda patch: patch.setattr(owner, name, value)
 
 
+def asynchronous(seed: Callable[[Patch], None]) -> Callable[[Patch], None]:
+    """Make a change where collectives run on a stream of the back end, as other back ends than NCCL do."""
+
+    def both(patch: Patch) -> None:
+        patch.setattr(NcclTransport, "asynchronous", True)
+        seed(patch)
+
+    return both
+
+
 def _wait_elsewhere(self: Any) -> None:
     self._owner.device  # noqa: B018 - the stream that has to wait is left alone
     _elsewhere(self._owner.device).wait_event(self._done)
@@ -418,7 +428,7 @@ def _input_as_it_is(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 def _scaled_too_early(self: Any) -> None:
     for tensor, factor in self._results:
         tensor.mul_(factor)
-    self._work.wait()
+    [work.wait() for work in self._works]
 
 
 def _leaving_dropped(self: Any) -> None:
@@ -449,7 +459,7 @@ FAULTS: dict[str, Fault] = {
     "memory is allocated after the order was made": Fault(comm_stream(order_first=True)),
     "gradients are packed where their message is allocated": Fault(comm_stream(allocate_on_lane=True)),
     "memory is allocated on a lane that does not wait": Fault(comm_stream(order_before=False, allocate_on_lane=True)),
-    "the lane does not wait for its collectives": Fault(comm_stream(wait_works=False)),
+    "the lane does not wait for its collectives": Fault(asynchronous(comm_stream(wait_works=False))),
     "results are unpacked on the compute stream at once": Fault(comm_stream(finish_on_lane=False)),
     "the event is recorded before results are unpacked": Fault(comm_stream(done="first")),
     "the event is recorded on the compute stream": Fault(comm_stream(done="compute")),
@@ -458,7 +468,7 @@ FAULTS: dict[str, Fault] = {
     "all lanes share one event": Fault(_shared_event),
     "a failed launch leaves the lane unordered": Fault(comm_stream(order_on_failure=False), failing_launch),
     "a group call that fails drops its work": Fault(
-        replace(NcclTransport, "_together", _together_that_drops), failing_launch
+        asynchronous(replace(NcclTransport, "_together", _together_that_drops)), failing_launch
     ),
     "a dropped ticket orders nothing, reductions": Fault(
         replace(memory._DeviceWork, "__del__", lambda self: None), dropped
@@ -478,7 +488,9 @@ FAULTS: dict[str, Fault] = {
     "packed pieces are freed before they are unpacked": Fault(_free_pieces_early),
     "a unit is resharded while it is unsharded": Fault(replace(Bucket, "reshard", _reshard_in_flight), resharded),
     "gradients are packed on the lane": Fault(replace(reductions, "issue_reduce_scatters", _pack_on_lane), mixed),
-    "sums are scaled before they are there": Fault(replace(collectives.Scaled, "wait", _scaled_too_early), scaled),
+    "sums are scaled before they are there": Fault(
+        asynchronous(replace(collectives.Scaled, "wait", _scaled_too_early)), scaled
+    ),
     "the host reads gradients that are on their way": Fault(
         replace(memory, "_synchronize", lambda event: None), offloaded
     ),

@@ -59,7 +59,7 @@ def _run(fault: Fault, rank: Rank, *, seeded: bool) -> tuple[Values, list[object
     from accelerator.races import take_races
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NcclTransport, "direct_bytes", 1024)  # some parameters travel on their own, others packed
+        patch.setattr(NcclTransport, "smallest_direct", lambda *_, **__: 1024)  # some on their own, others packed
         patch.setattr(NcclTransport, "tiny_bytes", 0)
         if seeded:
             fault.seed(patch)

@@ -127,7 +127,7 @@ def test_a_recorded_step_knows_what_memory_is(monkeypatch: pytest.MonkeyPatch) -
 
     for name in ("collect_gradient", "accumulate"):
         monkeypatch.setattr(ShardedParameter, name, getattr(ShardedParameter, name))  # restored afterwards
-    found = recorder.build(width=64, blocks=2, tokens=16, ranks=4, system="fullshard").record(steps=1, warmup=1)
+    found = recorder.build(width=128, blocks=2, tokens=16, ranks=4, system="fullshard").record(steps=1, warmup=1)
     rest, sharded, parameters, gradients, _ = (max(row[i] for row in found["memory"]) for i in range(1, 6))
     nbytes = 4 * found["parameters"]
     assert rest == pytest.approx(3 * nbytes / 4, rel=0.1) and sharded == pytest.approx(nbytes / 4, rel=0.1)

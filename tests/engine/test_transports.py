@@ -31,12 +31,14 @@ from fullshard.comm import (
     SymmetricMemoryAllGather,
     SymmetricMemoryReduceScatter,
     Transport,
+    collective,
     make_transport,
     part_of,
     record,
 )
 from fullshard.comm.base import issue_all
 from fullshard.comm.collective import nccl_reduction
+from fullshard.comm.group_costs import smallest_direct
 from fullshard.comm.pooled import SymmetricMemory
 from fullshard.comm.summation import fold
 from ranks import Rank, on_ranks
@@ -536,10 +538,10 @@ def test_nccl_divides_by_itself_where_it_may(
 
 
 class GroupCalls:
-    """Stands for a process group of 4 ranks: writes down what it is asked for."""
+    """A process group that logs what is called, and whether it would run on the current stream, as NCCL's does then."""
 
     def __init__(self) -> None:
-        self.log = []
+        self.log: list[object] = []
 
     def rank(self) -> int:
         return 1
@@ -547,65 +549,64 @@ class GroupCalls:
     def size(self) -> int:
         return 4
 
-    def wait(self) -> None:
-        self.log.append("wait")
-
-    def _note(self, *what: object) -> GroupCalls:
-        self.log.append(what if len(what) > 1 else what[0])
-        return self
+    def _note(self, options: object, *what: object) -> None:
+        assert not options.asyncOp, "it would run on NCCL's own stream, which has no priority"
+        self.log.append(what)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._note("start")
+        self.log.append("start")
 
-    def _end_coalescing(self, device: torch.device) -> GroupCalls:
-        return self._note("end")
+    def _end_coalescing(self, device: torch.device) -> None:
+        self.log.append("end")
 
-    def _allgather_base(self, unsharded, shard, options) -> GroupCalls:
-        return self._note("all_gather", shard.numel(), shard.dtype)
+    def _allgather_base(self, unsharded, shard, options) -> None:
+        self._note(options, "all_gather", shard.numel(), shard.dtype)
 
-    def _reduce_scatter_base(self, shard, unsharded, options) -> GroupCalls:
-        return self._note("reduce_scatter", shard.numel(), options.reduceOp.op, float(unsharded[0]))
+    def _reduce_scatter_base(self, shard, unsharded, options) -> None:
+        self._note(options, "reduce_scatter", shard.numel(), options.reduceOp.op, float(unsharded[0]))
 
-    def allreduce(self, tensors, options) -> GroupCalls:
-        return self._note("all_reduce", tensors[0].numel(), options.reduceOp.op)
+    def allreduce(self, tensors, options) -> None:
+        self._note(options, "all_reduce", tensors[0].numel(), options.reduceOp.op)
 
 
-def test_nccl_launch_is_one_group_call() -> None:
-    """All operands of all requests, with whatever operations, are between one start and one end; one work for all."""
+def test_nccl_launch_is_one_group_call_on_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All operands of all requests, with whatever operations, are between one start and one end, without a work."""
     group, reductions = GroupCalls(), GroupCalls()
-    transport = NcclTransport(group, reductions)
-    assert transport.reduce_group is reductions
+    transport = NcclTransport(group)
 
     def operand(numel: int, dtype: torch.dtype = torch.float32) -> Operand:
         return Operand(torch.full((numel,), 6.0).to(dtype), torch.full((4 * numel,), 8.0).to(dtype))
 
-    wait(transport.all_gather([CommRequest("a", [operand(2)]), CommRequest("b", [operand(3, torch.int16)])]))
-    assert group.log == ["start", ("all_gather", 2, torch.float32), ("all_gather", 6, torch.uint8), "end", "wait"]
-    assert reductions.log == []
+    assert transport.all_gather([CommRequest("a", [operand(2)]), CommRequest("b", [operand(3, torch.int16)])]) == []
+    assert group.log == ["start", ("all_gather", 2, torch.float32), ("all_gather", 6, torch.uint8), "end"]
 
     group.log.clear()
     operands = [operand(2), operand(3), operand(4, torch.float16)]
     scalings = [GradScaling(after=4), GradScaling(after=2), GradScaling(before=8, after=3)]
-    wait(transport.reduce_scatter([CommRequest(str(s), [o], s) for o, s in zip(operands, scalings, strict=True)]))
-    assert group.log == []
-    assert reductions.log == [
+    requests = [CommRequest(str(s), [o], s) for o, s in zip(operands, scalings, strict=True)]
+    assert transport.reduce_scatter(requests) == []
+    assert group.log == [
         "start",
         ("reduce_scatter", 2, ReduceOp.AVG, 8.0),
         ("reduce_scatter", 3, ReduceOp.PREMUL_SUM, 8.0),
         ("reduce_scatter", 4, ReduceOp.SUM, 1.0),  # divided beforehand
         "end",
-        "wait",
     ]
     assert [float(o.shard[0]) for o in operands] == [6, 6, 2], "divided afterwards, where needed"
 
-    reductions.log.clear()
-    transport.separate_reduce_group(False)
-    wait(transport.reduce_scatter([CommRequest("a", [operand(5)])]))
-    wait(transport.all_reduce([CommRequest("a", in_place([torch.ones(7)]), GradScaling(after=4))]))
-    assert reductions.log == []
-    assert group.log == [("reduce_scatter", 5, ReduceOp.SUM, 8.0), "wait", ("all_reduce", 7, ReduceOp.AVG), "wait"]
+    made: list[tuple[list[int], str]] = []
+    ranks = [0, 1, 2, 3]
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: list(ranks))
+    monkeypatch.setattr(collective, "part_of", lambda _, of, purpose: made.append((of, purpose)) or reductions)
+    assert transport.reduce_group is group and not made, "a second communicator is made when it is asked for"
     transport.separate_reduce_group(True)
-    assert transport.reduce_group is reductions
+    assert transport.reduce_group is reductions and made == [(ranks, "reduce_scatter")]
+    group.log.clear()
+    transport.reduce_scatter([CommRequest("a", [operand(5)])])
+    transport.all_reduce([CommRequest("a", in_place([torch.ones(7)]), GradScaling(after=4))])
+    assert reductions.log == [("reduce_scatter", 5, ReduceOp.SUM, 8.0)] and group.log == [
+        ("all_reduce", 7, ReduceOp.AVG)
+    ]
 
     asked: list[tuple[object, object]] = []  # a user's reduce-scatter gets AVG when that is the whole division
 
@@ -613,13 +614,33 @@ def test_nccl_launch_is_one_group_call() -> None:
         def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
             asked.append((group, op))
 
-    transport = CustomTransport(NcclTransport(group, reductions), reduce_scatter=Noting())
+    custom = CustomTransport(transport, reduce_scatter=Noting())
     for scaling in (GradScaling(after=4), GradScaling(after=3), GradScaling(2, 2), GradScaling(1, 4, False)):
-        wait(transport.reduce_scatter([CommRequest("a", [operand(2)], scaling)]))
-    transport.separate_reduce_group(False)
-    wait(transport.reduce_scatter([CommRequest("a", [operand(2)])]))
+        wait(custom.reduce_scatter([CommRequest("a", [operand(2)], scaling)]))
+    custom.separate_reduce_group(False)
+    wait(custom.reduce_scatter([CommRequest("a", [operand(2)])]))
     sums = [(reductions, ReduceOp.SUM)] * 3
     assert asked == [(reductions, ReduceOp.AVG), *sums, (group, ReduceOp.SUM)]
+
+    ranks.reverse()
+    with pytest.raises(ValueError, match=r"ascending order, found \[3, 2, 1, 0\]"):
+        transport.separate_reduce_group(True)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 128, 1024])
+def test_nccl_packs_what_is_cheaper_to_copy_than_to_send_alone(ranks: int) -> None:
+    """The choice has the least cost of all, is monotonous in size, and sends alone only what is not copied anyway."""
+    mib = 2**20
+    llama = [32 * mib, 8 * mib, 8 * mib, 32 * mib, 112 * mib, 112 * mib, 112 * mib]  # an 8B block in bf16
+    shards = [size // ranks for size in llama]
+    smallest = smallest_direct(shards, ranks, copied=False)
+    direct = [size for size in llama if size // ranks >= smallest]
+    expected = {2: 7, 8: 5, 128: 0, 1024: 0}  # up to 8 ranks the large ones, among many none
+    assert len(direct) == expected[ranks]
+    assert smallest_direct(shards, ranks, copied=True) > max(shards)
+    assert smallest_direct([], ranks, copied=False) > 0
+    huge = smallest_direct([2**36 // ranks] * 3 + [4096], ranks, copied=False)
+    assert 4096 < huge <= 2**36 // ranks, "one that is far smaller goes packed"
 
 
 @GLOO

@@ -39,7 +39,7 @@ def new_group(timeout: float = 30) -> dist.ProcessGroup:
 def gather(rank: Rank, group: dist.ProcessGroup, name: str, numel: int = 4) -> None:
     """Gather a unit called ``name``, and wait."""
     region = torch.empty(group.size() * numel)
-    transport = make_transport(group, rank.device, reduces=False)
+    transport = make_transport(group, rank.device)
     for work in transport.all_gather([CommRequest(name, [Operand(torch.ones(numel), region)])]):
         work.wait()
 

@@ -3,6 +3,7 @@
 - ``base.py``         the interface: operands, requests, scaling; recording of collectives
 - ``single_rank.py``  one rank: nothing is sent
 - ``gloo.py``, ``collective.py``  gloo, and all other backends: NCCL, groups written in Python
+- ``group_costs.py``  which shards NCCL sends packed
 - ``custom.py``, ``pooled.py``, ``hooked.py``  custom collectives, memory and communication hooks
 - ``quantized/``      quantized communication, for slow networks
 - ``mesh.py``         the axes of a mesh with their transports; ``groups.py``  subgroups of a process group
@@ -66,14 +67,12 @@ __all__ = [
 ]
 
 
-def make_transport(group: dist.ProcessGroup, device: torch.device, *, reduces: bool = True) -> Transport:
+def make_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
     """Create the transport for the backend that ``group`` uses on ``device``. Call it on all ranks of the group.
 
     Args:
         group: The ranks. A subclass of ``torch.distributed.ProcessGroup`` may be its own backend.
         device: Device of the tensors.
-        reduces: Create the communicator for ``Transport.reduce_scatter``. With NCCL this is a second communicator, once
-            per group whose ranks are in order; not needed for transports that only all-gather or all-reduce.
 
     Returns:
         A transport for the group's backend; ``SingleRankTransport`` for a group of one rank.
@@ -106,10 +105,7 @@ def make_transport(group: dist.ProcessGroup, device: torch.device, *, reduces: b
             raise
         return PythonGroupTransport(group)
     if backend == "nccl":
-        ranks = dist.get_process_group_ranks(group)
-        # A new group sorts its ranks: if these are not in order, they would get each other's shards.
-        separate = reduces and ranks == sorted(ranks)
-        return NcclTransport(group, part_of(group, ranks, "reduce_scatter") if separate else None)
+        return NcclTransport(group)
     if backend == "gloo" and device.type == "cpu":
         return GlooTransport(group)
     return CollectiveTransport(group)  # also gloo's: it stages device memory in its collectives, not in send and recv

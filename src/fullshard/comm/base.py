@@ -238,7 +238,7 @@ class Transport:
         group: The ranks.
     """
 
-    # Smallest shard in bytes that is worth an operand of its own; smaller ones should share a packed one.
+    # Smallest shard in bytes that is worth an operand of its own, see ``smallest_direct``.
     direct_bytes: int
     # Units that are no larger than this when unsharded share a launch with the next unit.
     tiny_bytes: int = 64 * 1024
@@ -298,6 +298,19 @@ class Transport:
         self._notify("all_reduce", requests)
         return self._all_reduce(requests)
 
+    def smallest_direct(self, kind: Kind, shards: Sequence[int], *, copied: bool) -> int:
+        """Return the size of the smallest shard that is worth an operand of its own; smaller ones are sent packed.
+
+        Args:
+            kind: Collective.
+            shards: Bytes of the shards of a bucket that could be operands of their own; equal on all ranks.
+            copied: They are copied in any case, because their dtype is not the one in which they are sent.
+
+        Returns:
+            Bytes: ``direct_bytes``, unless the transport chooses by all sizes and the number of ranks.
+        """
+        return self.direct_bytes
+
     def allocate(self, kind: Kind, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
         """Return flat memory for the unsharded tensor of a packed operand, if the transport provides it.
 
@@ -323,8 +336,8 @@ class Transport:
     def separate_reduce_group(self, enable: bool) -> None:
         """Set whether reduce-scatters use a separate communicator, to overlap with all-gathers. Call it on all ranks.
 
-        No-op unless the backend runs the collectives of one communicator in order, as NCCL does. Messages of gloo and
-        other backends are in flight at the same time anyway.
+        Off by default. No-op unless the backend runs the collectives of one communicator in order, as NCCL does:
+        messages of gloo and other backends are in flight at the same time anyway.
 
         Args:
             enable: Use a separate communicator.

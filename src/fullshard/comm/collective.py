@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,9 @@ from torch._C._distributed_c10d import (
     _make_nccl_premul_sum,
 )
 
-from fullshard.comm.base import CommRequest, GradScaling, Operand, Transport, issue_all
+from fullshard.comm.base import CommRequest, GradScaling, Kind, Operand, Transport, issue_all
+from fullshard.comm.group_costs import smallest_direct
+from fullshard.comm.groups import part_of
 from fullshard.memory import Work
 
 __all__ = [
@@ -55,8 +58,11 @@ def _all_gather_options(async_op: bool) -> AllgatherOptions:
 # torch.distributed.
 def all_gather_base(
     group: dist.ProcessGroup, unsharded: torch.Tensor, shard: torch.Tensor, *, async_op: bool = True
-) -> dist.Work:
-    """Start an all-gather of ``shard`` into ``unsharded``, both flat, on a group with a backend of c10d's."""
+) -> dist.Work | None:
+    """Start an all-gather of ``shard`` into ``unsharded``, both flat, on a group with a backend of c10d's.
+
+    Without ``async_op`` it runs on the current stream, in order, and NCCL returns no work.
+    """
     return group._allgather_base(unsharded, shard, _all_gather_options(async_op))
 
 
@@ -67,8 +73,11 @@ def reduce_scatter_base(
     op: ReduceOp | ReduceOp.RedOpType,
     *,
     async_op: bool = True,
-) -> dist.Work:
-    """Start a reduce-scatter of ``unsharded`` into ``shard``, both flat, on a group with a backend of c10d's."""
+) -> dist.Work | None:
+    """Start a reduce-scatter of ``unsharded`` into ``shard``, both flat, on a group with a backend of c10d's.
+
+    Without ``async_op`` it runs on the current stream, in order, and NCCL returns no work.
+    """
     options = ReduceScatterOptions()
     options.reduceOp, options.asyncOp = op if isinstance(op, ReduceOp) else ReduceOp(op), async_op
     return group._reduce_scatter_base(shard, unsharded, options)
@@ -86,7 +95,8 @@ def all_gather_flat(group: dist.ProcessGroup, unsharded: torch.Tensor, shard: to
     return work
 
 
-class Reduction(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Reduction:
     """How a ``GradScaling`` is carried out.
 
     Args:
@@ -101,21 +111,22 @@ class Reduction(NamedTuple):
 
 
 class Scaled:
-    """Multiplies results once the work that brings them is done.
+    """Multiplies results once the works that bring them are done.
 
     Args:
-        work: The reduction in flight.
+        works: The reductions in flight.
         results: Pairs of a tensor and its factor.
     """
 
-    __slots__ = ("_results", "_work")
+    __slots__ = ("_results", "_works")
 
-    def __init__(self, work: Work, results: Iterable[tuple[torch.Tensor, float]]) -> None:
-        self._work, self._results = work, list(results)
+    def __init__(self, works: Iterable[Work], results: Iterable[tuple[torch.Tensor, float]]) -> None:
+        self._works, self._results = list(works), list(results)
 
     def wait(self) -> None:
         """Wait, then multiply (on accelerators: enqueue that on the current stream)."""
-        self._work.wait()
+        for work in self._works:
+            work.wait()
         for tensor, factor in self._results:
             tensor.mul_(factor)
 
@@ -133,36 +144,48 @@ class CollectiveTransport(Transport):
     """
 
     direct_bytes: int = 64 * 1024
+    # Run collectives on a stream of the backend, which the caller's stream waits for. False: on the caller's stream.
+    asynchronous: bool = True
+
+    _reductions: dict[tuple[torch.dtype, GradScaling], Reduction]
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._reductions = {}
 
     def _all_gather(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         operands = [operand for request in requests for operand in request.operands if operand.unsharded.numel()]
         return self._together(self.group, operands, self._issue_gather)
 
-    def _issue_gather(self, operand: Operand) -> Work:
+    def _issue_gather(self, operand: Operand) -> Work | None:
         shard, unsharded = operand.shard, operand.unsharded
         if shard.dtype not in _GATHERED_DTYPES:
             shard, unsharded = shard.view(torch.uint8), unsharded.view(torch.uint8)
-        return all_gather_base(self.group, unsharded, shard)
+        return all_gather_base(self.group, unsharded, shard, async_op=self.asynchronous)
 
     def _reduce_scatter(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         return self._summed(self.reduce_group, requests, self._issue_reduce_scatter)
 
-    def _issue_reduce_scatter(self, operand: Operand, op: ReduceOp) -> Work:
-        return reduce_scatter_base(self.reduce_group, _real(operand.shard), _real(operand.unsharded), op)
+    def _issue_reduce_scatter(self, operand: Operand, reduction: Reduction) -> Work | None:
+        shard, unsharded = _real(operand.shard), _real(operand.unsharded)
+        return reduce_scatter_base(self.reduce_group, shard, unsharded, reduction.op, async_op=self.asynchronous)
 
     def _all_reduce(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         return self._summed(self.group, requests, self._issue_all_reduce)
 
-    def _issue_all_reduce(self, operand: Operand, op: ReduceOp) -> Work:
+    def _issue_all_reduce(self, operand: Operand, reduction: Reduction) -> Work | None:
         options = AllreduceOptions()
-        options.reduceOp, options.asyncOp = op, True
+        options.reduceOp, options.asyncOp = reduction.op, self.asynchronous
         return self.group.allreduce([_real(operand.unsharded)], options)
 
     def _summed(
-        self, group: dist.ProcessGroup, requests: Sequence[CommRequest], issue: Callable[[Operand, ReduceOp], Work]
+        self,
+        group: dist.ProcessGroup,
+        requests: Sequence[CommRequest],
+        issue: Callable[[Operand, Reduction], Work | None],
     ) -> Sequence[Work]:
         reductions = [
-            (operand, self._reduction(operand.shard.dtype, request.scaling))
+            (operand, self._reduction_of(operand.shard.dtype, request.scaling))
             for request in requests
             for operand in request.operands
             if operand.unsharded.numel()
@@ -171,31 +194,46 @@ class CollectiveTransport(Transport):
         for operand, reduction in reductions:
             if reduction.before != 1:
                 operand.unsharded.mul_(reduction.before)
-        ops = iter([reduction.op for _, reduction in reductions])
-        works = self._together(group, [operand for operand, _ in reductions], lambda operand: issue(operand, next(ops)))
+        waiting = iter(reductions)
+        works = self._together(group, [each for each, _ in reductions], lambda each: issue(each, next(waiting)[1]))
         scaled = [(operand.shard, reduction.after) for operand, reduction in reductions if reduction.after != 1]
         if not scaled:
             return works
-        if len(works) == 1:
-            return [Scaled(works[0], scaled)]
+        if len(works) != len(reductions):  # one for all of them, or none where they are on the caller's stream
+            finished = Scaled(works, scaled)
+            if works:
+                return [finished]
+            finished.wait()
+            return []
         return [
-            work if reduction.after == 1 else Scaled(work, [(operand.shard, reduction.after)])
+            work if reduction.after == 1 else Scaled([work], [(operand.shard, reduction.after)])
             for work, (operand, reduction) in zip(works, reductions, strict=True)
         ]
 
+    def _reduction_of(self, dtype: torch.dtype, scaling: GradScaling) -> Reduction:
+        """How to carry out ``scaling`` for sums of ``dtype``: the same object every time."""
+        found = self._reductions.get((dtype, scaling))
+        if found is None:
+            found = self._reductions[dtype, scaling] = self._reduction(dtype, scaling)
+        return found
+
     def _reduction(self, dtype: torch.dtype, scaling: GradScaling) -> Reduction:
-        """How to carry out ``scaling`` for sums of ``dtype``."""
         return _plain_sum(scaling)
 
     def _together(
-        self, group: dist.ProcessGroup, operands: Sequence[Operand], issue: Callable[[Operand], Work]
+        self, group: dist.ProcessGroup, operands: Sequence[Operand], issue: Callable[[Operand], Work | None]
     ) -> Sequence[Work]:
-        """Call ``issue``, which issues a collective on ``group``, for every operand: one work each, or one for all."""
+        """Call ``issue``, which issues a collective on ``group``, for every operand.
+
+        Returns:
+            One work each, one for all, or none if they run on the current stream.
+        """
         return issue_all(partial(_issue_one, issue, operand) for operand in operands)
 
 
-def _issue_one(issue: Callable[[Operand], Work], operand: Operand) -> list[Work]:
-    return [issue(operand)]
+def _issue_one(issue: Callable[[Operand], Work | None], operand: Operand) -> list[Work]:
+    work = issue(operand)
+    return [] if work is None else [work]
 
 
 class PythonGroupTransport(CollectiveTransport):
@@ -205,51 +243,67 @@ class PythonGroupTransport(CollectiveTransport):
         group: The ranks.
     """
 
-    def _issue_gather(self, operand: Operand) -> Work:
+    def _issue_gather(self, operand: Operand) -> Work | None:
         return all_gather_flat(self.group, operand.unsharded.view(torch.uint8), operand.shard.view(torch.uint8))
 
-    def _issue_reduce_scatter(self, operand: Operand, op: ReduceOp) -> Work:
-        work: Work = _reduce_scatter(operand.shard, operand.unsharded, op, self.reduce_group, async_op=True)
+    def _issue_reduce_scatter(self, operand: Operand, reduction: Reduction) -> Work | None:
+        work: Work = _reduce_scatter(operand.shard, operand.unsharded, reduction.op, self.reduce_group, async_op=True)
         return work
 
 
 class NcclTransport(CollectiveTransport):
     """Transport of NVIDIA and AMD GPUs: one NCCL group call, which is one kernel, for all operands of a launch.
 
-    NCCL scales gradients itself where it can, with AVG or PREMUL_SUM.
+    Collectives run on the stream that is current: NCCL's own streams have no priority, and each work of theirs costs
+    events. NCCL scales gradients itself where it can, with AVG or PREMUL_SUM.
 
     Args:
-        group: The ranks, with the communicator of all-gathers and all-reduces.
-        reduce_group: The same ranks with a communicator for reduce-scatters. None: they share the communicator of
-            ``group``.
+        group: The ranks.
     """
 
-    # From about 1 MB per rank NCCL reaches its bandwidth inside a group call; smaller shards are cheaper to
-    # pack than to launch. Not measured on our own hardware yet (docs/performance/benchmarks.md says so).
-    direct_bytes: int = 1024 * 1024
     tiny_bytes: int = 1024 * 1024
     averages: bool = True
+    asynchronous: bool = False
 
-    _own_reduce_group: dist.ProcessGroup | None
-
-    def __init__(self, group: dist.ProcessGroup, reduce_group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(group)
-        self._own_reduce_group = reduce_group
-        self.separate_reduce_group(True)
-
-    def separate_reduce_group(self, enable: bool) -> None:
-        """Switch reduce-scatters between their separate communicator (the default) and that of all-gathers.
+    def smallest_direct(self, kind: Kind, shards: Sequence[int], *, copied: bool) -> int:
+        """Choose by a model of costs, see ``fullshard.comm.group_costs``.
 
         Args:
-            enable: Use the separate communicator.
+            kind: Collective.
+            shards: Bytes of the shards that could be operands of their own.
+            copied: They are copied in any case, because their dtype is not the one in which they are sent.
+
+        Returns:
+            Bytes of the smallest shard to send as an operand of its own.
         """
-        self.reduce_group = self._own_reduce_group if enable and self._own_reduce_group is not None else self.group
+        return smallest_direct(shards, self.world_size, copied=copied)
+
+    def separate_reduce_group(self, enable: bool) -> None:
+        """Set whether reduce-scatters use a separate communicator. By default they share that of all-gathers.
+
+        Args:
+            enable: Use a separate communicator, which is made when it is first asked for.
+
+        Raises:
+            ValueError: If the group's ranks are not in ascending order: a new group would sort them, and ranks would
+                get each other's shards.
+        """
+        if not enable:
+            self.reduce_group = self.group
+            return
+        ranks = dist.get_process_group_ranks(self.group)
+        if ranks != sorted(ranks):
+            raise ValueError(
+                "a separate communicator for reduce-scatters: expected a process group with ranks in ascending order, "
+                f"found {ranks}; make the mesh of ranks in order, or leave the communicator shared"
+            )
+        self.reduce_group = part_of(self.group, ranks, "reduce_scatter")
 
     def _reduction(self, dtype: torch.dtype, scaling: GradScaling) -> Reduction:
         return nccl_reduction(dtype, scaling, self.world_size)
 
     def _together(
-        self, group: dist.ProcessGroup, operands: Sequence[Operand], issue: Callable[[Operand], Work]
+        self, group: dist.ProcessGroup, operands: Sequence[Operand], issue: Callable[[Operand], Work | None]
     ) -> Sequence[Work]:
         if len(operands) < 2:
             return super()._together(group, operands, issue)
@@ -264,7 +318,8 @@ class NcclTransport(CollectiveTransport):
                 if work is not None:  # what was begun uses memory that the caller is about to free
                     work.wait()
             raise
-        return [group._end_coalescing(device)]
+        work = group._end_coalescing(device)
+        return [] if work is None else [work]
 
 
 _PREMULTIPLIED = frozenset({torch.float32, torch.bfloat16})

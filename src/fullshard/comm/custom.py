@@ -231,7 +231,7 @@ class CustomTransport(WrappingTransport):
         if work is not None and (averages or scaling.after == 1):
             return [work]
         if work is not None:
-            return [Scaled(work, [(operand.shard, 1 / scaling.after)])]
+            return [Scaled([work], [(operand.shard, 1 / scaling.after)])]
         if not averages and scaling.after != 1:
             operand.shard.mul_(1 / scaling.after)
         return []

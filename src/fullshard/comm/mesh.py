@@ -69,7 +69,7 @@ class ShardMesh:
         if shard is not None:
             self.transport = make_transport(shard.get_group(), self.device)
         if replicate is not None:
-            self.replica_transport = make_transport(replicate.get_group(), self.device, reduces=False)
+            self.replica_transport = make_transport(replicate.get_group(), self.device)
         self.exact_transport = self.transport
         self._subgroups, self._joined, self._plain = {}, {}, None
 
@@ -125,7 +125,7 @@ class ShardMesh:
             ranks = dist.get_process_group_ranks(self.shard.get_group())
             first = self.rank // size * size
             group = part_of(self.shard.get_group(), ranks[first : first + size], "subgroup")
-            self._subgroups[size] = make_transport(group, self.device, reduces=False)
+            self._subgroups[size] = make_transport(group, self.device)
         return self._subgroups[size]
 
 

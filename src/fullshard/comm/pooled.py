@@ -186,14 +186,14 @@ class SymmetricMemoryReduceScatter(SymmetricMemory, ReduceScatter):
         """
         # Both ends have to be symmetric, and the output is a gradient that outlives the message.
         output = self.allocate(output_tensor.shape, dtype=output_tensor.dtype, device=output_tensor.device)
-        reduce_scatter_base(group, output, input_tensor, op, async_op=False).wait()
+        _started(reduce_scatter_base(group, output, input_tensor, op, async_op=False), async_op=False)
         output_tensor.copy_(output)
         self.release(output)
         return None
 
 
-def _started(work: dist.Work, async_op: bool) -> dist.Work | None:
-    if async_op:
+def _started(work: dist.Work | None, async_op: bool) -> dist.Work | None:
+    if async_op or work is None:  # NCCL returns none of what runs on the current stream
         return work
     work.wait()
     return None

@@ -557,15 +557,16 @@ class FSDPModule(ShardedModule):
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Set whether reduce-scatters use a separate communicator, so that they overlap with all-gathers.
 
-        This is the default with NCCL and costs the memory of a communicator's buffers. Other backends do not need it.
-        Set it for all units of a mesh, which share communicators, and on all ranks.
+        Off by default: with NCCL a second communicator costs the memory of its buffers. Other backends do not need it.
+        Set it for all units of a mesh, which share communicators, and on all ranks, which create the communicator
+        together when it is first asked for.
 
         Args:
             enable: Use a separate communicator.
             recurse: Set it for all nested units as well.
 
         Raises:
-            ValueError: If an argument is not a bool.
+            ValueError: If an argument is not a bool, or the ranks of the mesh axis are not in ascending order.
         """
         check_bool("set_separate_reduce_scatter_group", enable)
         for unit in units_at(self, recurse):

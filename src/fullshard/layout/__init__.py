@@ -1,7 +1,7 @@
 """Layouts: where every parameter lies in a bucket's buffers. Pure values without tensors or process groups."""
 
 from fullshard.layout.flat import FlatLayout, FlatShard, FlatSlot
-from fullshard.layout.per_parameter import ParameterShape, PerParameterLayout, Route, Slot
+from fullshard.layout.per_parameter import ParameterShape, PerParameterLayout, Route, Slot, direct_shards
 from fullshard.layout.regions import Region, chunk_of, regions_of_range
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "Route",
     "Slot",
     "chunk_of",
+    "direct_shards",
     "regions_of_range",
 ]

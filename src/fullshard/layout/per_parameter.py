@@ -36,8 +36,9 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-__all__ = ["ALIGNMENT_BYTES", "ParameterShape", "PerParameterLayout", "Route", "Slot"]
+__all__ = ["ALIGNMENT_BYTES", "ParameterShape", "PerParameterLayout", "Route", "Slot", "direct_shards"]
 
 # Vectorized CPU kernels want 64 bytes; it also satisfies the 16 bytes below which NCCL copies scalar by scalar
 # (pytorch#195450).
@@ -117,27 +118,27 @@ class Slot:
     shard_offset: int  # of its shard in every rank's shard buffer
     unsharded_offset: int  # of the parameter in the unsharded buffer
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Size of the cut dim (1 for replicated parameters, which are not cut)."""
         return 1 if self.route is Route.REPLICATED else self.parameter.shape[self.parameter.cut]
 
-    @property
+    @cached_property
     def row_numel(self) -> int:
         """Elements of one row, also where there are no rows."""
         return self.parameter.numel if self.route is Route.REPLICATED else _row_numel(self.parameter)
 
-    @property
+    @cached_property
     def chunk_rows(self) -> int:
         """Rows of the first shards: ``ceil(rows / world_size)``; later ranks may hold fewer, or none."""
         return 1 if self.route is Route.REPLICATED else -(-self.rows // self.world_size)
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         """Elements reserved in every rank's shard buffer, padding included."""
         return self.chunk_rows * self.row_numel
 
-    @property
+    @cached_property
     def row_major(self) -> bool:
         """True if the cut dim is outermost in memory, so that the shards of consecutive ranks are contiguous.
 
@@ -145,17 +146,17 @@ class Slot:
         """
         return self.world_size == 1 or is_row_major(self.parameter)
 
-    @property
+    @cached_property
     def in_place(self) -> bool:
         """True if shards are copied straight into the unsharded parameter: on a single rank always."""
         return self.route is Route.DIRECT or (self.world_size == 1 and self.shard_numel > 0)
 
-    @property
+    @cached_property
     def padded(self) -> bool:
         """True if it takes more than its size in the unsharded buffer: its rows are not a multiple of the ranks."""
         return self.row_major and self.unsharded_numel != self.parameter.numel
 
-    @property
+    @cached_property
     def unsharded_numel(self) -> int:
         """Elements reserved in the unsharded buffer: all (padded) shards where they are contiguous there."""
         if self.route is Route.REPLICATED or not self.row_major:
@@ -335,11 +336,28 @@ def span(offset: int, held: int, reserved: int = 0) -> str:
 def _route(parameter: ParameterShape, world_size: int, itemsize: int, direct_bytes: int) -> Route:
     if parameter.replicated or not parameter.shape:
         return Route.REPLICATED
-    shard_bytes = -(-parameter.shape[parameter.cut] // world_size) * _row_numel(parameter) * itemsize
-    aligned = shard_bytes % MESSAGE_ALIGNMENT_BYTES == 0
+    direct = _direct_bytes(parameter, world_size, itemsize) >= max(direct_bytes, 1)
+    return Route.DIRECT if direct else Route.PACKED
+
+
+def direct_shards(parameters: Sequence[ParameterShape], world_size: int, itemsize: int) -> list[int]:
+    """Return the sizes in bytes of the shards that can be operands of their own.
+
+    Args:
+        parameters: In any order.
+        world_size: Ranks that the parameters are cut over.
+        itemsize: Bytes per element.
+    """
+    sizes = (_direct_bytes(p, world_size, itemsize) for p in parameters if p.shape and not p.replicated)
+    return [size for size in sizes if size]
+
+
+def _direct_bytes(parameter: ParameterShape, world_size: int, itemsize: int) -> int:
+    """Bytes of a shard that can be an operand of its own; 0 if it cannot."""
+    nbytes = -(-parameter.shape[parameter.cut] // world_size) * _row_numel(parameter) * itemsize
     # On one rank the shard is the whole, whichever dim is cut; without a cut > 0 the route is that of more ranks.
     blocks = is_row_major(parameter) or (world_size == 1 and parameter.cut > 0)
-    return Route.DIRECT if aligned and blocks and shard_bytes >= max(direct_bytes, 1) else Route.PACKED
+    return nbytes if blocks and nbytes % MESSAGE_ALIGNMENT_BYTES == 0 else 0
 
 
 def _row_numel(parameter: ParameterShape) -> int:

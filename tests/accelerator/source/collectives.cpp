@@ -285,14 +285,17 @@ c10::intrusive_ptr<c10d::Work> Collectives::launch(
   work->device = device;
   work->moved = works;
   work->outputs = outputs;
-  work->held = inputs;
-  work->held.insert(work->held.end(), outputs.begin(), outputs.end());
+  work->async = async;
+  if (async) { // memory of what runs on the current stream is freed in its order
+    work->held = inputs;
+    work->held.insert(work->held.end(), outputs.begin(), outputs.end());
+  }
   if (coalescing_) {
     batch_.push_back(work);
     return work;
   }
   finish(*work, own);
-  return work;
+  return async ? work : nullptr; // what runs on the current stream needs no work to wait for
 }
 
 void Collectives::finish(CollectiveWork& work, StreamState& own) {
@@ -337,6 +340,7 @@ c10::intrusive_ptr<c10d::Work> Collectives::endCoalescing() {
   whole->actor = batch_.back()->actor;
   whole->device = batch_.back()->device;
   for (auto& part : batch_) {
+    whole->async |= part->async;
     join(whole->end, part->end);
     whole->moved->insert(whole->moved->end(), part->moved->begin(), part->moved->end());
     whole->outputs.insert(whole->outputs.end(), part->outputs.begin(), part->outputs.end());
@@ -345,7 +349,7 @@ c10::intrusive_ptr<c10d::Work> Collectives::endCoalescing() {
   }
   batch_.clear();
   finish(*whole, *state.streams.at(whole->actor - 1));
-  return whole;
+  return whole->async ? whole : nullptr;
 }
 
 // Writes `from` (host bytes) to a device tensor, unless its memory was freed meanwhile.

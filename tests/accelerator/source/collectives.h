@@ -25,6 +25,7 @@ class CollectiveWork : public c10d::Work {
   int actor = -1;
   c10::DeviceIndex device = 0;
   bool blocks_host = false;
+  bool async = false;
   std::shared_ptr<std::vector<c10::intrusive_ptr<c10d::Work>>> moved;
   std::vector<at::Tensor> outputs;
   std::vector<at::Tensor> held; // until a stream waits, or the host has seen the end, as NCCL's back end has it

@@ -91,10 +91,13 @@ class QuantizedTransport(WrappingTransport):
     def __init__(self, base: Transport, policy: CommQuantization, traffic: dict[Kind, Traffic] | None = None) -> None:
         super().__init__(base)
         self.policy, self.traffic = policy, {} if traffic is None else traffic
-        self.direct_bytes = base.direct_bytes
         self.sums_at_once = False  # the sums are quantized and sent when the parts have come
         self.reads_padding = policy.reduce is not None
         self._residuals = {}
+
+    def smallest_direct(self, kind: Kind, shards: Sequence[int], *, copied: bool) -> int:
+        """Return what the wrapped transport chooses; arguments as for ``Transport.smallest_direct``."""
+        return self.base.smallest_direct(kind, shards, copied=copied)
 
     def _notify(self, kind: Kind, requests: Sequence[CommRequest]) -> None:
         """Record nothing yet: ``_sort`` records what is really sent."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from fullshard.comm import CommRequest, Operand, Transport, launch_all, slices_of
-from fullshard.engine.buckets.message import View, message_copies
+from fullshard.engine.buckets.message import Unpacking
 from fullshard.layout import FlatLayout, PerParameterLayout
 from fullshard.memory import Buffer, CommStream, Event, PendingWork, Work, alias
 
@@ -78,7 +78,8 @@ class PerParameterAllGather(BucketAllGather):
     """Fills an unsharded buffer from shards that are cut parameter by parameter.
 
     Large parameters are operands of their own, from the shard straight into the unsharded parameter. The others are
-    packed into one message, and copied out of it.
+    packed into one message, and copied out of it. On CPU, where they are copied when the computation waits for them, a
+    buffer that is filled by such copies only has no memory before.
 
     If the device of the unsharded buffer is not the shard's, or its dtype and the transport does not cast, the shard is
     first copied, in one kernel, to an *all-gather input*.
@@ -92,17 +93,17 @@ class PerParameterAllGather(BucketAllGather):
     _transport_memory: torch.Tensor | None  # the same in the transport's own memory
     _operands: list[Operand]  # of the parameters in place, and last of the packed ones
     _sent: torch.Tensor  # the shard, or the all-gather input
-    _targets: list[torch.Tensor]  # in the unsharded buffer, of what is copied out
-    _views: list[View]  # where it is copied from, on the message
-    _sources: list[torch.Tensor]  # these views on our own message
+    _unpacking: Unpacking | None  # of the message; None: nothing is packed
+    _own_message: torch.Tensor  # flat, in our own memory
+    _sources: list[torch.Tensor]  # of the unpacking, on it
+    _allocates_late: bool  # the unsharded buffer gets memory when it is copied to
 
     def __init__(
         self, layout: PerParameterLayout, shard: torch.Tensor, unsharded: Buffer, transport: Transport
     ) -> None:
         self.layout, self.shard, self.unsharded, self.transport = layout, shard, unsharded, transport
         self._input = self._message = self._transport_memory = None
-        self._operands, self._targets, self._views, self._sources = [], [], [], []
-        self._sent = shard
+        self._operands, self._sources, self._unpacking, self._sent = [], [], None, shard
         sent_dtype = shard.dtype if transport.casts else unsharded.dtype
         if shard.dtype is not sent_dtype or shard.device != unsharded.device:
             self._input = Buffer(layout.shard_numel, sent_dtype, unsharded.device)
@@ -112,30 +113,31 @@ class PerParameterAllGather(BucketAllGather):
                 own = alias(self._sent, slot.shard_offset, (slot.shard_numel,), (1,))
                 region = unsharded.tensor(slot.unsharded_offset, (slot.unsharded_numel,), (1,))
                 self._operands.append(Operand.of_parameter(own, region))
-            elif slot.shard_numel:
-                for own_view, view in message_copies(slot, layout, unpack=True):
-                    offset = slot.unsharded_offset + own_view.offset
-                    self._targets.append(unsharded.tensor(offset, own_view.shape, own_view.stride))
-                    self._views.append(view)
-        if self._views:
+        self._allocates_late = bool(layout.message_numel) and not self._operands and unsharded.device.type == "cpu"
+        if layout.message_numel and layout.world_size > 1:
+            self._unpacking = Unpacking(layout, unsharded)
             self._message = Buffer(layout.message_numel * layout.world_size, unsharded.dtype, unsharded.device)
-            arrival = self._message.tensor(0, (self._message.numel,), (1,))
+            self._own_message = arrival = self._message.tensor(0, (self._message.numel,), (1,))
             own = alias(self._sent, layout.message_offset, (layout.message_numel,), (1,))
             slices = slices_of(layout, layout.message_offset, unsharded.dtype.itemsize)
             self._operands.append(Operand(own, arrival, slices))
-            self._sources = [view.on(arrival) for view in self._views]
+            self._sources = self._unpacking.sources(arrival)
         self.arrived()
 
     @property
     def in_flight_bytes(self) -> int:
         """Bytes held beside the unsharded buffer at the moment."""
-        return sum(buffer.allocated_bytes for buffer in (self._input, self._message) if buffer is not None)
+        buffers = (self._input, self._message, self._unpacking)
+        return sum(buffer.allocated_bytes for buffer in buffers if buffer is not None)
 
     def allocate(self) -> None:
         """Give memory to the unsharded buffer and to the messages."""
-        self.unsharded.allocate()
+        if not self._allocates_late:
+            self.unsharded.allocate()
         if self._input is not None:
             self._input.allocate()
+        if self._unpacking is not None:
+            self._unpacking.allocate()
         if self._message is not None:
             dtype, device = self.unsharded.dtype, self.unsharded.device
             self._transport_memory = self.transport.allocate("all_gather", self._message.numel, dtype, device)
@@ -156,18 +158,21 @@ class PerParameterAllGather(BucketAllGather):
 
     def copy_out(self) -> None:
         """Copy packed parameters from the message to the unsharded buffer."""
-        if not self._targets:
+        if self._unpacking is None:
             return
+        self.unsharded.allocate()
         foreign = self._transport_memory
-        sources = self._sources if foreign is None else [view.on(foreign) for view in self._views]
-        torch._foreach_copy_(self._targets, sources)
+        if foreign is None:
+            self._unpacking.copy(self._own_message, self._sources)
+        else:
+            self._unpacking.copy(foreign, self._unpacking.sources(foreign))
 
     def arrived(self) -> None:
         """Free the messages."""
         if self._transport_memory is not None:
             self.transport.release("all_gather", self._transport_memory)
         self._transport_memory = None
-        for buffer in (self._input, self._message):
+        for buffer in (self._input, self._message, self._unpacking):
             if buffer is not None:
                 buffer.free()
 

@@ -1,4 +1,13 @@
-"""The packed message of a bucket: where small parameters, or their gradients, lie in it."""
+"""The packed message of a bucket: which parameters, or gradients, lie in it, where, and how they are copied out.
+
+[Note: Packed copies]
+The message has a *section* per rank, with the shards of all packed parameters side by side. Read as a matrix with a row
+per rank, a parameter whose shards are blocks of memory is some *columns* of it. Between the message and the parameters,
+source and target of a copy differ in strides, so that foreach kernels take one kernel per parameter. On accelerators
+torch has one kernel for all columns, in either direction: ``split_with_sizes_copy`` and ``_chunk_cat``. They take all
+columns of the matrix: what lies between shards goes to, or comes from, a little memory for padding. On CPU these
+functions are loops over copies, and slower.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from fullshard.layout import PerParameterLayout, Route, Slot
+from fullshard.comm.base import Kind, Transport
+from fullshard.layout import ParameterShape, PerParameterLayout, Route, Slot, direct_shards
+from fullshard.memory import Buffer
 
-__all__ = ["View", "message_copies"]
+__all__ = ["Column", "Unpacking", "View", "lay_out", "message_columns", "message_copies"]
 
 
 class View(NamedTuple):
@@ -22,6 +33,64 @@ class View(NamedTuple):
     def on(self, tensor: torch.Tensor) -> torch.Tensor:
         """The view, on ``tensor``."""
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
+
+
+class Column(NamedTuple):
+    """Neighboring columns of the message, see [Note: Packed copies]."""
+
+    numel: int  # in every rank's section
+    slot: int | None  # index in the layout of the parameter that they hold; None: none, or not in whole blocks
+
+
+def lay_out(
+    shapes: list[ParameterShape],
+    transport: Transport,
+    itemsize: int,
+    kind: Kind = "all_gather",
+    *,
+    copied: bool = False,
+    within: PerParameterLayout | None = None,
+) -> PerParameterLayout:
+    """Lay out parameters for the collectives of ``transport``, which says which shards are sent packed.
+
+    Args:
+        shapes: Of the parameters.
+        transport: Of the collectives.
+        itemsize: Bytes per element of the smallest dtype in which a buffer of the layout is held.
+        kind: Of the collectives.
+        copied: What is sent is copied in any case, because its dtype is not the one in which it is sent.
+        within: As for ``PerParameterLayout.build``.
+    """
+    shards = direct_shards(shapes, transport.world_size, itemsize)
+    direct_bytes = transport.smallest_direct(kind, shards, copied=copied)
+    return PerParameterLayout.build(
+        shapes, world_size=transport.world_size, itemsize=itemsize, direct_bytes=direct_bytes, within=within
+    )
+
+
+def message_columns(layout: PerParameterLayout, device: torch.device, repeated: int | None = None) -> list[Column]:
+    """Return all columns of the message, in order; none on CPU, or if much of it does not lie in whole blocks.
+
+    Args:
+        layout: With the message.
+        device: Where the copies run.
+        repeated: Index of a replicated parameter that is given as one row per rank.
+    """
+    if device.type == "cpu" or layout.world_size == 1:
+        return []
+    packed = [(s.shard_offset, i, s) for i, s in enumerate(layout.slots) if s.shard_numel and not s.in_place]
+    columns, end, padding = [], layout.message_offset, 0
+    for offset, index, slot in sorted(packed):
+        if offset > end:
+            columns.append(Column(offset - end, None))
+        blocks = slot.row_major and (slot.route is not Route.REPLICATED or index == repeated)
+        columns.append(Column(slot.shard_numel, index if blocks else None))
+        end = offset + slot.shard_numel
+    rest = layout.message_offset + layout.message_numel - end
+    if rest:
+        columns.append(Column(rest, None))
+    padding = sum(column.numel for column in columns if column.slot is None)
+    return columns if 8 * padding <= layout.message_numel else []
 
 
 def message_copies(slot: Slot, layout: PerParameterLayout, *, unpack: bool) -> Iterator[tuple[View, View]]:
@@ -57,3 +126,75 @@ def message_copies(slot: Slot, layout: PerParameterLayout, *, unpack: bool) -> I
         if rest:
             rows, place = slot.local_shape(whole), start + whole * section
             yield View(whole * step, rows, own.stride), View(place, rows, slot.local_stride(whole))
+
+
+class Unpacking:
+    """The copies of packed parameters from a message into the unsharded buffer, see [Note: Packed copies].
+
+    Args:
+        layout: With the message.
+        unsharded: The buffer to copy to.
+    """
+
+    _world_size: int
+    _sizes: list[int]  # of the columns; empty: no parameter is copied by columns
+    _columns: list[torch.Tensor]  # where they are copied to
+    _padding: Buffer | None  # where those without a parameter are copied to; memory only while they are
+    _targets: list[torch.Tensor]  # in the unsharded buffer, of what is copied one by one
+    _views: list[View]  # where it is copied from, on the message
+
+    def __init__(self, layout: PerParameterLayout, unsharded: Buffer) -> None:
+        self._world_size, self._targets, self._views, self._padding = layout.world_size, [], [], None
+        columns = message_columns(layout, unsharded.device)
+        self._sizes = [column.numel for column in columns]
+        self._columns = self._column_targets(columns, layout, unsharded)
+        by_column = {column.slot for column in columns}
+        for index, slot in enumerate(layout.slots):
+            if slot.in_place or not slot.shard_numel or index in by_column:
+                continue
+            for own_view, view in message_copies(slot, layout, unpack=True):
+                offset = slot.unsharded_offset + own_view.offset
+                self._targets.append(unsharded.tensor(offset, own_view.shape, own_view.stride))
+                self._views.append(view)
+
+    def _column_targets(
+        self, columns: list[Column], layout: PerParameterLayout, unsharded: Buffer
+    ) -> list[torch.Tensor]:
+        ranks, targets, end = self._world_size, [], 0
+        padding = sum(column.numel for column in columns if column.slot is None) * ranks
+        self._padding = Buffer(padding, unsharded.dtype, unsharded.device) if padding else None
+        for numel, slot in columns:
+            buffer, offset = unsharded, end
+            if slot is None:
+                assert self._padding is not None
+                buffer, end = self._padding, end + numel * ranks
+            else:
+                offset = layout.slots[slot].unsharded_offset
+            targets.append(buffer.tensor(offset, (ranks, numel), (numel, 1)))
+        return targets
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes held for padding at the moment."""
+        return 0 if self._padding is None else self._padding.allocated_bytes
+
+    def allocate(self) -> None:
+        """Give memory to the padding."""
+        if self._padding is not None:
+            self._padding.allocate()
+
+    def free(self) -> None:
+        """Free the memory of the padding."""
+        if self._padding is not None:
+            self._padding.free()
+
+    def sources(self, message: torch.Tensor) -> list[torch.Tensor]:
+        """Return the views of ``message`` from which parameters are copied one by one, for ``copy``."""
+        return [view.on(message) for view in self._views]
+
+    def copy(self, message: torch.Tensor, sources: list[torch.Tensor]) -> None:
+        """Copy all packed parameters out of ``message``, the flat message of all ranks."""
+        if self._sizes:
+            torch.split_with_sizes_copy(message.view(self._world_size, -1), self._sizes, dim=1, out=self._columns)
+        if self._targets:
+            torch._foreach_copy_(self._targets, sources)

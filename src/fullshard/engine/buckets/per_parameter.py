@@ -10,6 +10,7 @@ from fullshard.comm.base import Kind, Transport
 from fullshard.comm.mesh import ShardMesh
 from fullshard.engine.buckets.all_gather import BucketAllGather, PerParameterAllGather
 from fullshard.engine.buckets.base import BufferBucket
+from fullshard.engine.buckets.message import lay_out
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.sharded import ShardedParameter, value_of
 from fullshard.layout import PerParameterLayout, Route, Slot
@@ -40,12 +41,8 @@ class PerParameterBucket(BufferBucket):
     def _place(self, values: Sequence[torch.Tensor]) -> None:
         """Lay out a shard buffer and put the parameters on it."""
         mesh = self.mesh
-        self.layout = PerParameterLayout.build(
-            [p.shape for p in self.parameters],
-            world_size=mesh.world_size,
-            itemsize=min(values[0].dtype.itemsize, self.storage.param_dtype.itemsize),
-            direct_bytes=mesh.transport.direct_bytes,
-        )
+        itemsize = min(values[0].dtype.itemsize, self.storage.param_dtype.itemsize)
+        self.layout = lay_out([p.shape for p in self.parameters], mesh.transport, itemsize)
         self.shard_buffer = self._new_shard_buffer(self.layout.shard_numel, values[0])
         for parameter, slot, value in zip(self.parameters, self.layout.slots, values, strict=True):
             local = own_storage(_shard_of(self.shard_buffer, slot, mesh.rank))
@@ -80,12 +77,7 @@ class PerParameterBucket(BufferBucket):
         self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, all_gather: Callable[[BucketAllGather], None]
     ) -> list[torch.Tensor]:
         mesh = self.mesh
-        layout = PerParameterLayout.build(
-            [parameter.shape for parameter in parameters],
-            world_size=mesh.world_size,
-            itemsize=dtype.itemsize,
-            direct_bytes=mesh.exact_transport.direct_bytes,
-        )
+        layout = lay_out([parameter.shape for parameter in parameters], mesh.exact_transport, dtype.itemsize)
         shard = torch.empty(layout.shard_numel, dtype=dtype, device=mesh.device)
         for parameter, slot in zip(parameters, layout.slots, strict=True):
             _shard_of(shard, slot, mesh.rank).copy_(parameter.local)
@@ -136,13 +128,8 @@ class PerParameterBucket(BufferBucket):
 
     def _plan_subgroup(self, size: int, unsharded: Buffer) -> None:
         transport = self.mesh.subgroup(size)
-        layout = PerParameterLayout.build(
-            [p.shape for p in self.parameters],
-            world_size=size,
-            itemsize=unsharded.dtype.itemsize,
-            direct_bytes=transport.direct_bytes,
-            within=self.layout,
-        )
+        shapes = [p.shape for p in self.parameters]
+        layout = lay_out(shapes, transport, unsharded.dtype.itemsize, within=self.layout)
         self._subgroup_shard = Buffer(layout.shard_numel, unsharded.dtype, unsharded.device)
         shard = self._subgroup_shard.tensor(0, (layout.shard_numel,), (1,))
         self._subgroup_all_gather = PerParameterAllGather(layout, shard, unsharded, transport)

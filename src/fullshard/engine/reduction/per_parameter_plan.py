@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from fullshard.comm import slices_of
 from fullshard.comm.mesh import ShardMesh
-from fullshard.engine.buckets.message import View, message_copies
+from fullshard.engine.buckets.message import Column, View, lay_out, message_columns, message_copies
 from fullshard.engine.buckets.storage import Storage
 from fullshard.engine.parameters.sharded import ShardedParameter
-from fullshard.engine.reduction.plan import PackCopy, PackedShards, ReductionMessage, ReductionPlan
-from fullshard.layout import ParameterShape, PerParameterLayout, Route, Slot
+from fullshard.engine.reduction.plan import PackCopy, PackedRows, PackedShards, ReductionMessage, ReductionPlan
+from fullshard.layout import ParameterShape, PerParameterLayout, Route, Slot, direct_shards
 
 __all__ = ["plan_per_parameter"]
 
@@ -23,12 +23,10 @@ def plan_per_parameter(parameters: Sequence[ShardedParameter], mesh: ShardMesh, 
     communicates, in_place = mesh.world_size > 1 or mesh.replicas > 1, mesh.world_size == 1
     if communicates:
         shapes.append(ParameterShape("<presence>", (len(parameters),), (1,), replicated=True))
-    layout = PerParameterLayout.build(
-        shapes,
-        world_size=mesh.world_size,
-        itemsize=min(dtype.itemsize, sharded_dtype.itemsize),
-        direct_bytes=max(mesh.transport.direct_bytes, mesh.replica_transport.direct_bytes),
-    )
+    layout = _lay_out(shapes, mesh, storage, min(dtype.itemsize, sharded_dtype.itemsize))
+    columns = message_columns(layout, mesh.device, repeated=len(parameters) if communicates else None)
+    rows = [_packed_rows(column, layout, mesh.world_size, presence=len(parameters)) for column in columns]
+    by_rows = {each.gradient for each in rows}
     # Without a shard axis, direct gradients are tensors of shards themselves.
     start = layout.message_offset if in_place else 0
     direct: dict[int, Slot] = {}
@@ -37,7 +35,7 @@ def plan_per_parameter(parameters: Sequence[ShardedParameter], mesh: ShardMesh, 
     for index, slot in enumerate(layout.slots):
         if slot.route is Route.DIRECT:
             direct[index] = slot
-        elif slot.shard_numel:
+        elif slot.shard_numel and index not in by_rows:
             copies += [PackCopy(index, *pair) for pair in message_copies(slot, layout, unpack=False)]
         tensor, offset = 0, slot.shard_offset - start
         if slot.route is Route.DIRECT and in_place:
@@ -55,7 +53,32 @@ def plan_per_parameter(parameters: Sequence[ShardedParameter], mesh: ShardMesh, 
         slices=slices_of(layout, start, dtype.itemsize),
         direct=direct,
         packed=(PackedShards(layout.message_offset, numel, packed_slices),) if numel else (),
-        message=ReductionMessage(0 if in_place else numel * mesh.world_size, dtype, mesh.device, copies, gaps=()),
+        message=ReductionMessage(
+            0 if in_place else numel * mesh.world_size,
+            dtype,
+            mesh.device,
+            copies,
+            rows=rows,
+            ranks=mesh.world_size,
+        ),
         # Nothing is packed between gradients, nor behind the last rows where ranks do not have equally many.
         zeroes_message=mesh.transport.reads_padding or mesh.replica_transport.reads_padding,
     )
+
+
+def _lay_out(shapes: list[ParameterShape], mesh: ShardMesh, storage: Storage, itemsize: int) -> PerParameterLayout:
+    """Lay out gradients for the first collective that they take part in, on whichever axis that is."""
+    if mesh.world_size > 1:
+        copied = storage.param_dtype is not storage.reduce_dtype
+        return lay_out(shapes, mesh.transport, itemsize, "reduce_scatter", copied=copied)
+    replicas = mesh.replica_transport
+    smallest = replicas.smallest_direct("all_reduce", direct_shards(shapes, 1, itemsize), copied=False)
+    return PerParameterLayout.build(shapes, world_size=1, itemsize=itemsize, direct_bytes=smallest)
+
+
+def _packed_rows(column: Column, layout: PerParameterLayout, ranks: int, *, presence: int) -> PackedRows:
+    if column.slot is None:
+        return PackedRows(column.numel, None, (0, 0))
+    slot = layout.slots[column.slot]
+    shape = (ranks, column.numel) if column.slot == presence else (slot.rows, slot.row_numel)
+    return PackedRows(column.numel, column.slot, shape)

@@ -27,12 +27,13 @@ from fullshard.layout import ParameterShape, Slot
 from fullshard.layout.per_parameter import contiguous_stride
 from fullshard.memory import Buffer, empty
 
-__all__ = ["Gradients", "PackCopy", "PackedShards", "ReductionMessage", "ReductionPlan"]
+__all__ = ["Gradients", "PackCopy", "PackedRows", "PackedShards", "ReductionMessage", "ReductionPlan"]
 
 Gradients = list["torch.Tensor | None"]
 
 # Nearly always it is one or two: all gradients, or all but frozen and unused ones.
 MAX_PRESENCES_KEPT = 8
+MAX_ZEROS_KEPT = 64  # bytes: padding between shards is shorter than their alignment
 
 
 class PackCopy(NamedTuple):
@@ -51,6 +52,14 @@ class PackedShards(NamedTuple):
     slices: tuple[Slice, ...]  # where gradients lie in it, for a transport that quantizes
 
 
+class PackedRows(NamedTuple):
+    """What is packed as neighboring columns of the message, see [Note: Packed copies]."""
+
+    numel: int  # of a rank's part
+    gradient: int | None  # index of the parameter; the presence numbers come behind all of them; None: zeros
+    shape: tuple[int, int]  # rows of the cut dim, and elements of a row
+
+
 class ReductionMessage(Buffer):
     """The packed gradients of all ranks. It has memory only while a reduction is in flight.
 
@@ -58,23 +67,41 @@ class ReductionMessage(Buffer):
     """
 
     whole: torch.Tensor
-    _copies: Sequence[PackCopy]  # what fills it
+    _rows: Sequence[PackedRows]  # what fills all of it, or all but what the copies fill, with one kernel
+    _ranks: int
+    _zeros: dict[tuple[int, torch.dtype], torch.Tensor]  # packed as padding
+    _copies: Sequence[PackCopy]  # what fills the rest of it
     _gaps: Sequence[View]  # what no copy fills and has to be zero
     _places: tuple[list[torch.Tensor], list[torch.Tensor]]  # targets of the copies and gaps, in our own memory
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, device: torch.device, copies: Sequence[PackCopy], gaps: Sequence[View]
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        copies: Sequence[PackCopy],
+        gaps: Sequence[View] = (),
+        rows: Sequence[PackedRows] = (),
+        ranks: int = 1,
     ) -> None:
         super().__init__(numel, dtype, device)
+        self._rows, self._ranks, self._zeros = rows, ranks, {}
         self._copies, self._gaps, self.whole = copies, gaps, self.tensor(0, (numel,), (1,))
         self._places = self._places_in(self.whole) if numel else ([], [])
         self.free()
+
+    @property
+    def packs_rows(self) -> bool:
+        """True if one kernel packs all that lies in whole rows."""
+        return bool(self._rows)
 
     def _places_in(self, memory: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return [copy.target.on(memory) for copy in self._copies], [gap.on(memory) for gap in self._gaps]
 
     def pack(self, inputs: Gradients, memory: torch.Tensor) -> None:
         """Copy gradients, zeros for missing ones, and presence numbers into ``memory``: our own, or another one."""
+        if self._rows:
+            self._pack_rows(inputs, memory)
         places, gaps = self._places if memory is self.whole else self._places_in(memory)
         zeros, targets, sources = list(gaps), [], []
         for copy, place in zip(self._copies, places, strict=True):
@@ -88,6 +115,28 @@ class ReductionMessage(Buffer):
             torch._foreach_zero_(zeros)
         if targets:  # on one rank there may be neither gradients nor presence numbers
             torch._foreach_copy_(targets, sources)
+
+    def _pack_rows(self, inputs: Gradients, memory: torch.Tensor) -> None:
+        """Pack what lies in whole rows, with one kernel that also casts."""
+        packed = [None if each.gradient is None else inputs[each.gradient] for each in self._rows]
+        dtypes = {gradient.dtype for gradient in packed if gradient is not None}
+        dtype = dtypes.pop() if len(dtypes) == 1 else self.dtype
+        parts = [
+            self._padding(each.numel, dtype)
+            if gradient is None
+            else gradient.to(dtype).as_strided(each.shape, (each.shape[1], 1))
+            for each, gradient in zip(self._rows, packed, strict=True)
+        ]
+        torch._chunk_cat(parts, 0, self._ranks, out=memory.view(self._ranks, -1))
+
+    def _padding(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros for every rank: kept, but not those of a missing gradient, which may be as large as a parameter."""
+        found = self._zeros.get((numel, dtype))
+        if found is None:
+            found = torch.zeros((self._ranks, numel), dtype=dtype, device=self.device)
+            if numel * dtype.itemsize <= MAX_ZEROS_KEPT:
+                self._zeros[numel, dtype] = found
+        return found
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -188,13 +237,19 @@ class ReductionPlan:
         return copy
 
     def _presence(self, gradients: Gradients) -> torch.Tensor:
-        """The presence numbers: kept, because making some copies them to the device."""
+        """The presence numbers, in a row for each rank: kept, because making some copies them to the device."""
         present, kept = tuple(gradient is not None for gradient in gradients), self._presence_numbers
         if present not in kept:
             if len(kept) >= MAX_PRESENCES_KEPT:
                 kept.clear()
-            kept[present] = torch.tensor(present, dtype=self.dtype, device=self.mesh.device)
+            rows = [present] * self.mesh.world_size
+            kept[present] = torch.tensor(rows, dtype=self.presence_dtype, device=self.mesh.device)
         return kept[present]
+
+    @cached_property
+    def presence_dtype(self) -> torch.dtype:
+        """The dtype of this rank's presence numbers: that of gradients, as all that one kernel packs."""
+        return self.storage.param_dtype if self.message.packs_rows else self.dtype
 
     # ---------------------------------------------------------------- operands
 
