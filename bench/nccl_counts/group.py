@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from bench.simulators.clocks import Passage
-from bench.simulators.group import ModelledGroup
-from bench.simulators.network import Network, modelled_ranks
+from bench.simulators.silent import SilentGroup, silent_ranks
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, OTHER = "all-gather", "reduce-scatter", "all-reduce", "other"
 
@@ -53,14 +51,15 @@ class Journal:
         self.launches = 0
 
 
-class CountedGroup(ModelledGroup):
+class CountedGroup(SilentGroup):
     """One rank's view of ranks none of which is there, which keeps a journal. Group calls are those of NCCL."""
 
     journal: ClassVar[Journal]
+    _in_group_call = False
 
     def _note(self, kind: str, tensor: Tensor, opts: Any) -> None:
         journal = self.journal
-        if self._open is None:
+        if not self._in_group_call:
             journal.launches += 1
         op = getattr(opts, "reduceOp", "")
         journal.collectives.append(
@@ -79,7 +78,11 @@ class CountedGroup(ModelledGroup):
 
     def _start_coalescing(self, device: torch.device) -> None:
         self.journal.launches += 1
-        super()._start_coalescing(device)
+        self._in_group_call = True
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        self._in_group_call = False
+        return super()._end_coalescing(device)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Noted."""
@@ -127,39 +130,9 @@ def stream_of(device: torch.device) -> int | None:
     return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device).stream_id
 
 
-class Instant:
-    """A device whose messages are there at once, without a stream or an event of their own.
-
-    Args:
-        device: What computes.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def transmit(self, passage: Passage, fill: Callable[[], None]) -> None:
-        """Nothing moves."""
-
-    def wait(self, passage: Passage) -> None:
-        """It is there."""
-
-    def is_over(self, passage: Passage) -> bool:
-        """It is."""
-        return True
-
-    def compute(self, seconds: float, work: Callable[[], Any] | None = None) -> Any:
-        """In no time."""
-        return work() if work is not None else None
-
-    def synchronize(self) -> float:
-        """There is nothing to wait for."""
-        return 0.0
-
-
 @contextlib.contextmanager
 def counted_ranks(ranks: int, device: torch.device) -> Iterator[Journal]:
     """Be rank 0 of ``ranks`` as long as the block lasts; the journal of all groups that are made in it."""
     CountedGroup.journal = journal = Journal()
-    network = Network(bandwidth=1e12, fills=False)
-    with modelled_ranks(ranks, network, device=Instant(device), group_type=CountedGroup):
+    with silent_ranks(ranks, device, group_type=CountedGroup):
         yield journal
