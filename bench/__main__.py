@@ -21,6 +21,7 @@ BENCHMARKS = {
     "host_cost": "bench.host_cost",
     "optimizer_cost": "bench.optimizer_cost",
     "muon": "bench.muon.driver",
+    "nccl_counts": "bench.nccl_counts.driver",
     "overlap": "bench.overlap.driver",
     "memory_limit": "bench.memory_limit.driver",
     "page_faults": "bench.training.page_faults",

@@ -1,10 +1,12 @@
-"""Host time that sharding adds per unit and step, on a fake process group of 8 ranks on CPU.
+"""Host time that sharding adds per unit and step, on a silent process group of 8 ranks on CPU: of two models.
 
-A hundred units, each a 16 x 16 linear layer and a norm, at batch 1: the arithmetic costs next to nothing and
-c10d's fake process group only copies a shard to each rank's part of the output, eight here, for all contestants. So the
-time beyond the plain model's step is the library's own, and these copies. All contestants live in this process and take
-turns. Two figures: forward and backward alone, and the whole step with AdamW, where it also matters what kind of
-tensors the optimizer is given.
+A hundred *tiny units*, each a 16 x 16 linear layer and a norm, which share messages; and blocks of *nine parameters
+that all travel on their own*, as the matrices of a Llama block do on few GPUs. The latter are 16 x 16, too, and
+fullshard is told that a message of its own pays at any size: what it calls for each does not depend on the size, but
+what copies cost does. At batch 1 the arithmetic costs next to nothing, and the process group, which calls itself NCCL,
+moves nothing, for nobody. So the time beyond the plain model's step is the library's own, without NCCL's. All
+contestants live in this process and take turns. Two figures: forward and backward alone, and the whole step with AdamW,
+where it also matters what kind of tensors the optimizer is given. None of them says much alone.
 
 ``fsdp1-flat`` and ``fullshard-wrapper-flat`` are wrappers with ``use_orig_params=False``, ``fsdp1`` and
 ``fullshard-wrapper`` with True; fullshard's are measured by FSDP1 with the same flag. A flat optimizer has fewer
@@ -15,15 +17,18 @@ Host cost per unit = (step - plain step) / units, both medians of the same round
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from bench import report
 from bench.command_line import Options as SharedOptions
@@ -38,12 +43,13 @@ from bench.contestants import (
     WRAPPER,
     WRAPPER_FLAT,
     distribute,
-    fake_group,
 )
-from bench.models import TinyUnit, tiny_units
+from bench.models import tiny_units
 from bench.report import column
+from bench.simulators.silent import silent_ranks
 from bench.statistics import paired_spread, spread
 from bench.turns import compete
+from fullshard.comm import NcclTransport
 
 TITLE = "Host time per unit"
 PLAIN = UNSHARDED
@@ -51,6 +57,12 @@ SYSTEMS = (PLAIN, FSDP1, FSDP1_FLAT, FSDP2, FULLSHARD, WRAPPER, WRAPPER_FLAT)
 FIGURES = {"forward_backward": "forward + backward", "step": "with optimizer step"}
 # What the wrapper may cost of FSDP1 with the same flag, forward and backward.
 WRAPPER_TARGET = 0.50
+TINY, DIRECT = "tiny units", "nine direct parameters"
+# What fullshard may cost of FSDP2, by model and figure.
+TARGETS = {(TINY, "forward_backward"): 0.25, (DIRECT, "forward_backward"): 0.35, (TINY, "step"): 0.30}
+# Who runs the second model.
+OF_DIRECT = (PLAIN, FSDP2, FULLSHARD)
+PARAMETERS, WIDTH = 9, 16
 
 Turns = Mapping[str, Sequence[Mapping[str, float]]]  # seconds by contestant, round and figure
 
@@ -60,6 +72,7 @@ class Options(SharedOptions):
     """All systems."""
 
     units: int = 100
+    direct_units: int = option(30, "Units with nine parameters that travel on their own.")
     ranks: int = 8
     rounds: int = 20
     steps_per_round: int = 5
@@ -67,15 +80,33 @@ class Options(SharedOptions):
     only: tuple[str, ...] = option((), choices=SYSTEMS)
 
 
+class Nine(nn.Sequential):
+    """So many matrices."""
+
+    def __init__(self, _: int = 0) -> None:
+        super().__init__(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(PARAMETERS)))
+
+
+@contextlib.contextmanager
+def each_on_its_own() -> Iterator[None]:
+    """Every parameter of fullshard's travels on its own, and no units together, as long as the block lasts."""
+    smallest = {"smallest_direct": lambda *_, **__: 0} if hasattr(NcclTransport, "smallest_direct") else {}
+    changes = {"direct_bytes": 0, "tiny_bytes": -1, **smallest}
+    with contextlib.ExitStack() as stack:
+        for name, value in changes.items():
+            stack.enter_context(mock.patch.object(NcclTransport, name, value))
+        yield
+
+
 class Runner:
     """One contestant's model and optimizer, warmed up."""
 
-    def __init__(self, system: str, options: Options, device: str = "cpu") -> None:
+    def __init__(self, system: str, options: Options, device: str = "cpu", kind: str = TINY) -> None:
         torch.manual_seed(0)
         self.device, self.steps = torch.device(device), options.steps_per_round
-        model = tiny_units(options.units).to(self.device)
-        self.inputs = torch.randn(1, model[0].linear.in_features).to(self.device)
-        self.model: nn.Module = distribute(system, model, TinyUnit, self.device)
+        model = tiny_units(options.units) if kind == TINY else nn.Sequential(*map(Nine, range(options.direct_units)))
+        self.inputs = torch.randn(1, WIDTH).to(self.device)
+        self.model: nn.Module = distribute(system, model.to(self.device), type(model[0]), self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         for _ in range(options.warmup_steps):
             self.step()
@@ -99,9 +130,32 @@ class Runner:
 
 
 def measured(systems: Sequence[str], options: Options, device: str = "cpu") -> tuple[dict[str, Any], dict[str, str]]:
-    """Everyone's summary, and why one cannot run."""
+    """Everyone's summary of tiny units, and why one cannot run."""
     turns, failures = compete(systems, partial(Runner, options=options, device=device), options.rounds)
     return summarize(turns, options.units), failures
+
+
+def measured_directly(systems: Sequence[str], options: Options) -> tuple[dict[str, Any], dict[str, str]]:
+    """The same of units with nine parameters that travel on their own."""
+
+    def build(system: str) -> Runner:
+        runner = Runner(system, options, kind=DIRECT)
+        before = _collectives()
+        runner.step()
+        sent = _collectives() - before
+        least = PARAMETERS * (3 * options.direct_units - 1)  # the last unit may stay gathered until its backward
+        if system == FULLSHARD and sent < least:
+            raise RuntimeError(f"expected a message per parameter, {least} in all or more, found {sent}")
+        return runner
+
+    with each_on_its_own():
+        turns, failures = compete(systems, build, options.rounds)
+    return summarize(turns, options.direct_units), failures
+
+
+def _collectives() -> int:
+    """Of all groups so far."""
+    return sum(group.collectives for group in distributed_c10d._world.pg_map)
 
 
 def summarize(turns: Turns, units: int) -> dict[str, dict[str, Any]]:
@@ -139,9 +193,14 @@ def table(summary: Mapping[str, Mapping[str, Any]], failures: Mapping[str, str])
     return report.table("contestant", named, columns, failures)
 
 
-def verdicts(summary: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Per wrapper of fullshard whose peer ran: its ratio to FSDP1, and whether it meets the target."""
+def verdicts(summary: Mapping[str, Mapping[str, Any]], direct: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """fullshard's ratios to FSDP2, and those of its wrappers to FSDP1, as far as they ran, beside the targets."""
     lines = []
+    for (model, figure), target in TARGETS.items():
+        keys = (FULLSHARD, figure, "host_cost_ratio_to_fsdp2")
+        found = report.value_under(summary if model == TINY else direct, keys)
+        if found is not None:
+            lines.append(report.verdict(f"{model}, {FIGURES[figure]}:", found["median"], target, " of FSDP2's"))
     for name in (WRAPPER, WRAPPER_FLAT):
         found = report.value_under(summary, (name, "forward_backward", "host_cost_ratio_to_fsdp1"))
         if found is not None:
@@ -149,10 +208,10 @@ def verdicts(summary: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def panels(summary: Mapping[str, Any]) -> list[report.Bars]:
+def panels(summary: Mapping[str, Any], model: str = "") -> list[report.Bars]:
     """A panel per figure and peer."""
     keys = {
-        f"host time per unit / {peer.upper()}, {label}": (figure, f"host_cost_ratio_to_{peer}")
+        f"host time per unit / {peer.upper()}, {label}{model}": (figure, f"host_cost_ratio_to_{peer}")
         for figure, label in FIGURES.items()
         for peer in ("fsdp2", "fsdp1")
     }
@@ -161,21 +220,27 @@ def panels(summary: Mapping[str, Any]) -> list[report.Bars]:
 
 def run(options: Options) -> None:
     """Compare the host time per unit and step of fullshard and its peers."""
-    with fake_group(options.ranks):
+    with silent_ranks(options.ranks):
         chosen = [name for name in SYSTEMS if not options.only or name == PLAIN or name in options.only]
         summary, failures = measured(chosen, options)
+        direct, failed = measured_directly([name for name in chosen if name in OF_DIRECT], options)
     paragraphs = [
-        f"{options.units} units (linear 16 x 16 and norm) at batch 1, rank 0 of {options.ranks} on a fake "
-        f"process group, one thread; {options.rounds} rounds of {options.steps_per_round} steps.",
+        f"At batch 1, rank 0 of {options.ranks} on a process group that moves nothing, one thread; {options.rounds} "
+        f"rounds of {options.steps_per_round} steps.",
+        f"{options.units} tiny units (linear 16 x 16 and norm):",
         table(summary, failures),
-        *report.against_targets(verdicts(summary)),
-        *report.could_not_run(failures),
+        f"{options.direct_units} units of nine parameters, each of which travels on its own (9 messages where FSDP2 "
+        "has 1):",
+        table(direct, failed),
+        *report.against_targets(verdicts(summary, direct)),
+        *report.could_not_run({**failures, **{f"{name}, {DIRECT}": why for name, why in failed.items()}}),
     ]
     report.publish(
         options,
         "host_cost",
-        {"settings": options.settings, "contestants": summary, "not_run": failures},
+        {"settings": options.settings, "contestants": summary, "not_run": failures}
+        | {"direct": {"contestants": direct, "not_run": failed}},
         paragraphs,
         title=TITLE,
-        panels=panels(summary),
+        panels=panels(summary) + panels(direct, f", {DIRECT}"),
     )

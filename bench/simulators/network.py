@@ -18,9 +18,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
-from bench.simulators.clocks import Device, HostDevice, Passage, SkippingClock, StreamDevice
+from bench.simulators.clocks import Device, HostDevice, Passage, SkippingClock
 from bench.simulators.group import Launch, ModelledGroup, ModelledWork
 
 
@@ -84,15 +85,17 @@ class Fabric:
     Args:
         network: What it is like.
         device: What computes beside it.
+        group_type: What its groups are.
     """
 
     network: Network
     device: Any
+    group_type: type[ModelledGroup]
     messages: list[Message] | None  # None: not recorded
     groups: int  # made so far
 
-    def __init__(self, network: Network, device: Device) -> None:
-        self.network, self.device, self.messages, self.groups = network, device, None, 0
+    def __init__(self, network: Network, device: Device, group_type: type[ModelledGroup] = ModelledGroup) -> None:
+        self.network, self.device, self.group_type, self.messages, self.groups = network, device, group_type, None, 0
 
     def send(self, launch: Launch, group: ModelledGroup) -> ModelledWork:
         """Put a launch on the link."""
@@ -109,11 +112,18 @@ _current: list[Fabric] = []  # the one whose groups are being made
 def _create(options: Any, _: Any = None) -> ModelledGroup:
     if not _current:
         raise RuntimeError("no modelled network is running: make groups inside modelled_ranks(...)")
-    return ModelledGroup(_current[-1], options.group_rank, options.group_size, options.group_id)
+    return _current[-1].group_type(_current[-1], options.group_rank, options.group_size, options.group_id)
 
 
 @contextlib.contextmanager
-def modelled_ranks(ranks: int, network: Network, *, rank: int = 0, device: Device | None = None) -> Iterator[Fabric]:
+def modelled_ranks(
+    ranks: int,
+    network: Network,
+    *,
+    rank: int = 0,
+    device: Device | None = None,
+    group_type: type[ModelledGroup] = ModelledGroup,
+) -> Iterator[Fabric]:
     """Be rank ``rank`` of ``ranks`` as long as the block lasts; there must be no default group yet.
 
     Args:
@@ -121,14 +131,15 @@ def modelled_ranks(ranks: int, network: Network, *, rank: int = 0, device: Devic
         network: Its link.
         rank: The one this process plays.
         device: What computes and waits; None: this host, with a clock that skips.
+        group_type: What the groups are.
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank must be one of the {ranks} ranks, got {rank}")
     device = device if device is not None else HostDevice(SkippingClock())
     if not hasattr(dist.Backend, "MODELLED"):
-        accelerator = device.device.type if isinstance(device, StreamDevice) else "cpu"
+        accelerator = getattr(device, "device", torch.device("cpu")).type
         dist.Backend.register_backend("modelled", _create, extended_api=True, devices=["cpu", "cuda", accelerator])
-    fabric = Fabric(network, device)
+    fabric = Fabric(network, device, group_type)
     _current.append(fabric)
     try:
         dist.init_process_group("modelled", store=dist.HashStore(), rank=rank, world_size=ranks)

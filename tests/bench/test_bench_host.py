@@ -10,10 +10,12 @@ from small_runs import run_small
 
 from bench import host_cost, optimizer_cost, wrap_time
 
+SMALL = "--units 2 --rounds 2 --steps-per-round 1"
+
 
 def test_host_cost(tmp_path: Path) -> None:
     """Everybody steps in turns, as often, in the same process."""
-    page, stored = run_small(tmp_path, "host_cost", "--units 2 --rounds 2 --steps-per-round 1 --warmup-steps 1")
+    page, stored = run_small(tmp_path, "host_cost", SMALL + " --direct-units 2 --warmup-steps 1")
     assert set(stored["contestants"]) == set(host_cost.SYSTEMS) and not stored["not_run"]
     for entry in stored["contestants"].values():
         assert len(entry["step"]["seconds"]) == 2
@@ -23,7 +25,10 @@ def test_host_cost(tmp_path: Path) -> None:
         ratios = [(mine - plain) / (theirs - plain) for mine, theirs, plain in rounds]
         found = stored["contestants"][name]["step"]["host_cost_ratio_to_fsdp1"]
         assert found["median"] == pytest.approx(sum(ratios) / 2)
-    assert "<!-- bench:host_cost -->\n2 units" in page and "| plain |" in page
+    assert set(stored["direct"]["contestants"]) == set(host_cost.OF_DIRECT) and not stored["direct"]["not_run"]
+    assert "<!-- bench:host_cost -->\nAt batch 1, rank 0 of 8" in page and page.count("| plain |") == 2
+    for model, figure in host_cost.TARGETS:
+        assert f"{model}, {host_cost.FIGURES[figure]}: " in page
 
 
 def test_wrap_time(tmp_path: Path) -> None:

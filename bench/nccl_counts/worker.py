@@ -1,0 +1,160 @@
+"""One contestant in one configuration: what a block adds to a steady step, as counts."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from bench.contestants import BF16, COMPOSABLE, UNSHARDED, options_of
+from bench.memory_limit.ledger import Ledger, range_of, recorded
+from bench.nccl_counts import group
+from bench.nccl_counts.blocks import CONFIGURATIONS, Configuration, LlamaBlock
+from bench.nccl_counts.group import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collective, Journal, counted_ranks
+from bench.nccl_counts.host import READS, Calls, calls_counted
+from bench.nccl_counts.recorder import Recorder, resizes_noted
+
+DEPTHS = (3, 5)  # blocks; what a block adds is the difference, without what begins and ends a step
+WARMUP_STEPS = 4
+TOKENS = 2
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass
+class Step:
+    """Everything that was noted in one step, and in one more of the calls of functions."""
+
+    recorder: Recorder
+    collectives: list[tuple[str, Collective]]  # with the phase
+    communicators: int
+    calls: Calls
+    peaks: dict[str, float]  # of memory, by phase, in bytes of a block's parameters as they are gathered
+
+
+def shard(system: str, model: nn.Module, shape: Configuration, device: torch.device) -> nn.Module:
+    """Every block a unit, and the root; parameters gathered in bf16, gradients reduced in fp32."""
+    if system == UNSHARDED:
+        return model.to(torch.bfloat16).to_empty(device=device)
+    replicas = shape.ranks // shape.shards
+    names = ("replicate", "shard")
+    if replicas == 1:
+        mesh = init_device_mesh(device.type, (shape.ranks,))
+    else:
+        mesh = init_device_mesh(device.type, (replicas, shape.shards), mesh_dim_names=names)
+    fully_shard = importlib.import_module(COMPOSABLE[system]).fully_shard
+    for module in (*model.children(), model):
+        fully_shard(module, mesh=mesh, **options_of(system, BF16))
+    return model.to_empty(device=device)
+
+
+def steady_step(system: str, shape: Configuration, depth: int, device: torch.device) -> Step:
+    """Build a model of so many blocks, and count one of its later steps."""
+    with counted_ranks(shape.ranks, device) as journal:
+        recorder = Recorder(journal, device)
+        with recorder, resizes_noted(recorder):
+            with torch.device("meta"):
+                model = nn.Sequential(*(LlamaBlock(shape) for _ in range(depth)))
+            model = shard(system, model, shape, device)
+            x = torch.zeros(TOKENS, shape.width, device=device, dtype=torch.bfloat16, requires_grad=True)
+            for _ in range(WARMUP_STEPS):
+                _step(model, x, recorder, journal)
+            outside = {Recorder.__torch_dispatch__.__code__, resizes_noted.__wrapped__.__code__}
+            outside |= {each.__code__ for each in vars(group.CountedGroup).values() if hasattr(each, "__code__")}
+            with calls_counted(outside) as calls:
+                _step(model, x, recorder, journal)
+            collectives = _step(model, x, recorder, journal, noted=True)
+            peaks = _peaks(lambda: _step(model, x, recorder, journal), device, 2 * shape.parameters)
+        communicators = len({each.communicator for each in journal.collectives})
+        return Step(recorder, collectives, communicators, calls, peaks)
+
+
+def _peaks(step: Callable[[], object], device: torch.device, unit: int) -> dict[str, float]:
+    """Memory of a step at its highest, beside what was there before and without the gradients that it leaves."""
+    if device.type != "cpu":
+        return {}
+    with recorded() as ledger:
+        step()
+    spans = {phase: ledger.span(phase) for phase in (FORWARD, BACKWARD)}
+    left = ledger.alive(spans[BACKWARD].end)
+    passing = Ledger([block for block in ledger.blocks if block not in left])
+    return {phase: passing.peak(span.begin, span.end)[1] / unit for phase, span in spans.items()}
+
+
+def _step(
+    model: nn.Module, x: torch.Tensor, recorder: Recorder, journal: Journal, *, noted: bool = False
+) -> list[tuple[str, Collective]]:
+    """Forward, backward, and gradients cleared; the collectives of each phase."""
+    begun = len(journal.collectives)
+    recorder.phase = FORWARD if noted else ""
+    with range_of(FORWARD):
+        loss = model(x).sum()
+    middle = len(journal.collectives)
+    recorder.phase = BACKWARD if noted else ""
+    with range_of(BACKWARD):
+        loss.backward()
+    recorder.phase = ""
+    model.zero_grad(set_to_none=True)
+    x.grad = None
+    found = journal.collectives
+    return [(FORWARD, each) for each in found[begun:middle]] + [(BACKWARD, each) for each in found[middle:]]
+
+
+def counts_of(step: Step) -> Counter[str]:
+    """Totals of a step, by a name that says of what."""
+    totals: Counter[str] = Counter()
+    for phase, each in step.collectives:
+        totals[f"{each.kind} messages, {phase}"] += 1
+        totals[f"{each.kind} bytes, {phase}"] += each.nbytes
+        totals["asynchronous messages"] += each.asynchronous
+    for phase in (FORWARD, BACKWARD):
+        for kind in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE):
+            launches = {one.launch for at, one in step.collectives if at == phase and one.kind == kind}
+            totals[f"{kind} launches, {phase}"] = len(launches)
+    for operation in step.recorder.operations:
+        where = "copy-out" if operation.leaves_gather else "copies" if operation.copies else "other"
+        totals[f"{where} bytes, {operation.phase}"] += operation.read + operation.written
+        totals[f"{where} kernels, {operation.phase}"] += operation.kernels.launched
+        totals[f"{where} strided kernels, {operation.phase}"] += operation.kernels.strided
+        if operation.leaves_gather:
+            totals[f"copy-out written, {operation.phase}"] += operation.written
+    for allocation in step.recorder.allocations:
+        totals[f"allocations, {allocation.phase}"] += 1
+        totals[f"allocated bytes, {allocation.phase}"] += allocation.nbytes
+    totals["reads of the host"] = len(step.recorder.reads) + sum(step.calls.c[name] for name in READS)
+    totals["calls of Python functions"] = sum(step.calls.python.values())
+    totals["calls of C functions"] = sum(step.calls.c.values())
+    totals["calls of is_dense"] = sum(n for name, n in step.calls.python.items() if name.endswith("is_dense"))
+    totals["calls of is_dense"] += step.calls.c["is_non_overlapping_and_dense"]
+    return totals
+
+
+def block_of(system: str, shape: Configuration, device: torch.device) -> dict[str, float]:
+    """What one block adds, and what the model has once."""
+    shallow, deep = (steady_step(system, shape, depth, device) for depth in DEPTHS)
+    first, second = counts_of(shallow), counts_of(deep)
+    blocks = DEPTHS[1] - DEPTHS[0]
+    added = {name: (second[name] - first[name]) / blocks for name in sorted({*first, *second})}
+    peaks = {f"peak, {phase}": peak for phase, peak in deep.peaks.items()}
+    return {**added, **peaks, "communicators": deep.communicators}
+
+
+class Worker:
+    """Counts one contestant on one kind of device."""
+
+    def __init__(self, system: str, device: torch.device) -> None:
+        self.system, self.device = system, device
+
+    def count(self, configuration: str) -> dict[str, float]:
+        """The counts of a configuration, by name."""
+        return block_of(self.system, CONFIGURATIONS[configuration], self.device)
+
+
+def build(system: str, device: str) -> Worker:
+    """For ``bench.worker``."""
+    torch.set_num_threads(1)
+    return Worker(system, torch.device(device))

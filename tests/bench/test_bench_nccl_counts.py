@@ -1,0 +1,124 @@
+"""The counter of copies, kernels, allocations and messages: what it says of known sequences, and of one small block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from bench.contestants import FSDP2, FULLSHARD, UNSHARDED
+from bench.nccl_counts import kernels
+from bench.nccl_counts.blocks import Configuration
+from bench.nccl_counts.driver import rows_of, without_plain, worse
+from bench.nccl_counts.group import ALL_GATHER, REDUCE_SCATTER, counted_ranks
+from bench.nccl_counts.kernels import Kernels
+from bench.nccl_counts.recorder import LEFT_OUT_BYTES, Recorder, resizes_noted
+from bench.nccl_counts.worker import block_of
+
+CPU = torch.device("cpu")
+
+
+def test_a_known_sequence_is_counted() -> None:
+    """Two copies are two of known bytes, one of them out of a gather; a storage that grows is an allocation."""
+    with counted_ranks(4, CPU) as journal:
+        recorder = Recorder(journal, CPU)
+        gathered, shard = torch.ones(4 * 30), torch.ones(30)
+        large = torch.zeros(LEFT_OUT_BYTES)
+        with recorder, resizes_noted(recorder):
+            recorder.phase = "forward"
+            target = torch.empty(120, dtype=torch.bfloat16)
+            target.copy_(torch.ones(120))
+            dist.group.WORLD._allgather_base(gathered, shard)
+            torch._foreach_copy_([target[:60].view(6, 10)], [gathered.view(6, 20)[:, :10]])
+            storage = torch.empty(0).untyped_storage()
+            storage.resize_(400)
+            storage.resize_(0)
+            large.copy_(torch.ones(LEFT_OUT_BYTES))
+            large.mul_(3)
+            recorder.phase = ""
+            target.copy_(gathered)
+    assert not large.any(), "large copies are counted, not made"
+    copies = [each for each in recorder.operations if each.copies]
+    assert [(each.read, each.written) for each in copies] == [(480, 240), (240, 120), (262144, 262144)]
+    assert [each.leaves_gather for each in copies] == [False, True, False]
+    assert [each.kernels for each in copies] == [Kernels(1), Kernels(1, 1), Kernels(1)]
+    assert [each.name for each in recorder.operations if not each.copies] == ["aten::ones"] * 2 + ["aten::mul_"]
+    assert [each.nbytes for each in recorder.allocations] == [240, 480, 400, 262144]
+
+
+def test_messages_are_noted_as_they_are_asked_for() -> None:
+    """Through the functions of torch.distributed and through the group; one launch per group call."""
+    with counted_ranks(4, CPU) as journal:
+        group, world, own = dist.group.WORLD, torch.ones(8), torch.ones(2)
+        dist.reduce_scatter_tensor(own, world, op=dist.ReduceOp.AVG)
+        group._start_coalescing(CPU)
+        for async_op in (True, False):
+            options = dist.distributed_c10d.AllgatherOptions()
+            options.asyncOp = async_op
+            group._allgather_base(world, own, options)
+        group._end_coalescing(CPU).wait()
+    found = [(each.kind, each.nbytes, each.asynchronous, each.launch, each.op) for each in journal.collectives]
+    assert found == [
+        (REDUCE_SCATTER, 32, False, 1, "AVG"),
+        (ALL_GATHER, 32, True, 2, ""),
+        (ALL_GATHER, 32, False, 2, ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("numels", "launches"),
+    [
+        ([], 0),
+        ([1], 1),
+        ([65536] * 64, 1),
+        ([1] * 65, 2),
+        ([65536 * 320], 1),
+        ([65536 * 320 + 1], 2),
+        ([65536 * 321] * 2, 3),
+    ],
+)
+def test_fused_kernels_take_so_many_tensors_and_chunks(numels: list[int], launches: int) -> None:
+    """64 tensors, 320 chunks of 65536."""
+    assert kernels.fused_launches(numels) == launches
+
+
+def test_which_copies_are_fused() -> None:
+    """Equal strides on both sides, whatever the dtypes; one kernel of its own per pair else."""
+    dense, rows = torch.empty(8, 6), torch.empty(8, 12)[:, :6]
+    assert kernels.of_foreach([dense, dense], [dense.bfloat16(), dense.bfloat16()]) == (1, 0)
+    assert kernels.of_foreach([dense, dense], [dense, dense.bfloat16()]) == (2, 0)
+    assert kernels.of_foreach([dense, dense], [rows, rows]) == (2, 2)
+    assert kernels.of_foreach([rows], [rows]) == (1, 1), "equal strides, but not dense"
+    assert kernels.of_split([dense, dense], torch.empty(16, 6)) == (1, 0)
+    assert kernels.of_split([rows, dense], torch.empty(16, 6)) == (2, 2)
+    assert kernels.of_chunk_cat(torch.empty(4, 24), [dense.bfloat16(), dense.bfloat16()]) == (1, 0)
+    assert kernels.of_chunk_cat(torch.empty(4, 24), [rows, dense]) == (3, 2)
+
+
+def test_a_block_of_both_engines() -> None:
+    """What can be said in advance of one block: bytes, messages and casts."""
+    shape = Configuration(width=512, key_width=128, hidden=1792, ranks=4, shards=4)
+    plain = block_of(UNSHARDED, shape, CPU)
+    rows = {system: rows_of(without_plain(block_of(system, shape, CPU), plain)) for system in (FSDP2, FULLSHARD)}
+    theirs, ours = rows[FSDP2], rows[FULLSHARD]
+    gathered = 2 * shape.parameters / 1e6
+    assert theirs["messages per all-gather"] == theirs["messages per reduce-scatter"] == 1
+    assert theirs["packed share of an all-gather"] == 1
+    assert theirs["copy-out, MB per all-gather"] == pytest.approx(2 * gathered)
+    for row in rows.values():
+        # A shard is cast, from 4 to 2 bytes per element; FSDP2 copies the result once more.
+        assert row["copy-in, MB per all-gather"] >= gathered / 4 * 3 * (1 - 1e-3)
+        assert row["copied, MB per reduction"] >= 3 * gathered * (1 - 1e-3)
+        assert row["sent, MB per step"] == pytest.approx(4 * gathered, rel=1e-3)
+        assert row["reads of the host, per step"] == 0
+    assert theirs["copy-in, MB per all-gather"] == pytest.approx(gathered / 4 * 5, rel=1e-3)
+    found = {"a": {FSDP2: {**theirs, "x": 1}, FULLSHARD: {**theirs, "x": 2, "y": 3}}}
+    assert worse(found) == {"a": ["x"]}
+    assert ours["launches of NCCL, per step"] <= theirs["launches of NCCL, per step"]
+
+
+def test_a_hybrid_block() -> None:
+    """On two axes sums are reduced over replicas as well, by both engines."""
+    shape = Configuration(width=256, key_width=128, hidden=512, ranks=8, shards=4)
+    for system in (FSDP2, FULLSHARD):
+        counts = block_of(system, shape, CPU)
+        assert rows_of(counts)["messages per all-reduce"] == 1 and counts["communicators"] >= 2
