@@ -250,6 +250,8 @@ class Transport:
     averages: bool = False
     # An all-gather may be given shards of another dtype than the memory it fills.
     casts: bool = False
+    # Its device has kernels that copy all packed parameters at once, see [Note: Packed copies].
+    copies_columns: bool = False
     # Padding in a packed message of gradients has to be zero, because it is quantized together with gradients.
     reads_padding: bool = False
 
@@ -375,6 +377,7 @@ class WrappingTransport(Transport):
     def __init__(self, base: Transport) -> None:
         super().__init__(base.group)
         self.base, self.reduce_group, self.tiny_bytes = base, base.reduce_group, base.tiny_bytes
+        self.copies_columns = base.copies_columns
 
     def separate_reduce_group(self, enable: bool) -> None:
         """Set whether reduce-scatters of the wrapped transport use a separate communicator.

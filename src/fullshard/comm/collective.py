@@ -263,6 +263,7 @@ class NcclTransport(CollectiveTransport):
 
     tiny_bytes: int = 1024 * 1024
     averages: bool = True
+    copies_columns: bool = True
     asynchronous: bool = False
 
     def smallest_direct(self, kind: Kind, shards: Sequence[int], *, copied: bool) -> int:

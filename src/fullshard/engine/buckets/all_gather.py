@@ -81,48 +81,65 @@ class PerParameterAllGather(BucketAllGather):
     packed into one message, and copied out of it. On CPU, where they are copied when the computation waits for them, a
     buffer that is filled by such copies only has no memory before.
 
-    If the device of the unsharded buffer is not the shard's, or its dtype and the transport does not cast, the shard is
-    first copied, in one kernel, to an *all-gather input*.
+    If the dtype of the unsharded buffer is not the shard's and the transport does not cast, this rank's part of the
+    unsharded parameters and of the message is written first, and sent from there. If the shard is on another device, it
+    is first copied, as a whole, to an *all-gather input*.
     """
 
     layout: PerParameterLayout  # over the ranks of the transport
     shard: torch.Tensor  # this rank's: ``(layout.shard_numel,)``
     unsharded: Buffer  # to be filled
-    _input: Buffer | None  # the shard in the dtype in which it is sent; memory only while it is
+    _input: Buffer | None  # the shard, on the device on which it is sent; memory only while it is
+    _sent: torch.Tensor  # all of that
     _message: Buffer | None  # the packed shards of all ranks; memory only while they are in flight
+    _own_message: torch.Tensor  # flat, on that
     _transport_memory: torch.Tensor | None  # the same in the transport's own memory
     _operands: list[Operand]  # of the parameters in place, and last of the packed ones
-    _sent: torch.Tensor  # the shard, or the all-gather input
+    _cast: tuple[list[torch.Tensor], list[torch.Tensor]]  # into what is sent in place, and from the shard
     _unpacking: Unpacking | None  # of the message; None: nothing is packed
-    _own_message: torch.Tensor  # flat, in our own memory
-    _sources: list[torch.Tensor]  # of the unpacking, on it
+    _sources: list[torch.Tensor]  # of the unpacking, on our own message
     _allocates_late: bool  # the unsharded buffer gets memory when it is copied to
 
     def __init__(
         self, layout: PerParameterLayout, shard: torch.Tensor, unsharded: Buffer, transport: Transport
     ) -> None:
         self.layout, self.shard, self.unsharded, self.transport = layout, shard, unsharded, transport
-        self._input = self._message = self._transport_memory = None
-        self._operands, self._sources, self._unpacking, self._sent = [], [], None, shard
-        sent_dtype = shard.dtype if transport.casts else unsharded.dtype
-        if shard.dtype is not sent_dtype or shard.device != unsharded.device:
+        self._input = self._message = self._transport_memory = self._unpacking = None
+        self._operands, self._cast, self._sources, sent = [], ([], []), [], shard
+        if shard.device != unsharded.device:
+            sent_dtype = shard.dtype if transport.casts else unsharded.dtype
             self._input = Buffer(layout.shard_numel, sent_dtype, unsharded.device)
-            self._sent = self._input.tensor(0, (layout.shard_numel,), (1,))
+            sent = self._sent = self._input.tensor(0, (layout.shard_numel,), (1,))
+        casts = sent.dtype is not unsharded.dtype and not transport.casts
         for slot in layout.slots:
             if slot.in_place:
-                own = alias(self._sent, slot.shard_offset, (slot.shard_numel,), (1,))
+                own = alias(sent, slot.shard_offset, (slot.shard_numel,), (1,))
                 region = unsharded.tensor(slot.unsharded_offset, (slot.unsharded_numel,), (1,))
+                if casts:
+                    own = self._cast_in_place(own, region)
                 self._operands.append(Operand.of_parameter(own, region))
         self._allocates_late = bool(layout.message_numel) and not self._operands and unsharded.device.type == "cpu"
         if layout.message_numel and layout.world_size > 1:
-            self._unpacking = Unpacking(layout, unsharded)
-            self._message = Buffer(layout.message_numel * layout.world_size, unsharded.dtype, unsharded.device)
-            self._own_message = arrival = self._message.tensor(0, (self._message.numel,), (1,))
-            own = alias(self._sent, layout.message_offset, (layout.message_numel,), (1,))
-            slices = slices_of(layout, layout.message_offset, unsharded.dtype.itemsize)
-            self._operands.append(Operand(own, arrival, slices))
-            self._sources = self._unpacking.sources(arrival)
+            self._pack(alias(sent, layout.message_offset, (layout.message_numel,), (1,)), casts=casts)
         self.arrived()
+
+    def _cast_in_place(self, shard: torch.Tensor, unsharded: torch.Tensor) -> torch.Tensor:
+        """Have ``copy_in`` write ``shard`` to this rank's part of ``unsharded``, which is returned."""
+        own = alias(unsharded, self.transport.rank * shard.numel(), (shard.numel(),), (1,))
+        self._cast[0].append(own)
+        self._cast[1].append(shard)
+        return own
+
+    def _pack(self, shard: torch.Tensor, *, casts: bool) -> None:
+        """Plan the message of ``shard``, the packed part of what this rank sends."""
+        layout, unsharded = self.layout, self.unsharded
+        self._unpacking = Unpacking(layout, unsharded, self.transport)
+        self._message = Buffer(layout.message_numel * layout.world_size, unsharded.dtype, unsharded.device)
+        self._own_message = self._message.tensor(0, (self._message.numel,), (1,))
+        self._sources = self._unpacking.sources(self._own_message)
+        own = self._cast_in_place(shard, self._own_message) if casts else shard
+        slices = slices_of(layout, layout.message_offset, unsharded.dtype.itemsize)
+        self._operands.append(Operand(own, self._own_message, slices))
 
     @property
     def in_flight_bytes(self) -> int:
@@ -136,25 +153,36 @@ class PerParameterAllGather(BucketAllGather):
             self.unsharded.allocate()
         if self._input is not None:
             self._input.allocate()
-        if self._unpacking is not None:
-            self._unpacking.allocate()
-        if self._message is not None:
-            dtype, device = self.unsharded.dtype, self.unsharded.device
-            self._transport_memory = self.transport.allocate("all_gather", self._message.numel, dtype, device)
-            if self._transport_memory is None:
-                self._message.allocate()
+        if self._unpacking is None or self._message is None:
+            return
+        self._unpacking.allocate()
+        dtype, device = self.unsharded.dtype, self.unsharded.device
+        self._transport_memory = self.transport.allocate("all_gather", self._message.numel, dtype, device)
+        if self._transport_memory is None:
+            self._message.allocate()
 
     def copy_in(self) -> None:
-        """Fill the all-gather input, if there is one."""
+        """Bring this rank's shard onto the device, and into the dtype, in which it is sent."""
         if self._input is not None:
             _copy_shard(self.shard, self._sent)
+        targets, sources = self._cast
+        if not targets:
+            return
+        if self._transport_memory is not None:
+            targets = [*targets[:-1], self._own_section(self._transport_memory)]
+        torch._foreach_copy_(targets, sources)
+
+    def _own_section(self, message: torch.Tensor) -> torch.Tensor:
+        numel = self.layout.message_numel
+        return message.narrow(0, self.transport.rank * numel, numel)
 
     def request(self, unit: str) -> CommRequest:
         """The operands of the all-gather."""
         if self._transport_memory is None:
             return CommRequest(unit, self._operands)
         *in_place, packed = self._operands
-        return CommRequest(unit, [*in_place, Operand(packed.shard, self._transport_memory, packed.slices)])
+        own = self._own_section(self._transport_memory) if self._cast[0] else packed.shard
+        return CommRequest(unit, [*in_place, Operand(own, self._transport_memory, packed.slices)])
 
     def copy_out(self) -> None:
         """Copy packed parameters from the message to the unsharded buffer."""

@@ -3,10 +3,10 @@
 [Note: Packed copies]
 The message has a *section* per rank, with the shards of all packed parameters side by side. Read as a matrix with a row
 per rank, a parameter whose shards are blocks of memory is some *columns* of it. Between the message and the parameters,
-source and target of a copy differ in strides, so that foreach kernels take one kernel per parameter. On accelerators
-torch has one kernel for all columns, in either direction: ``split_with_sizes_copy`` and ``_chunk_cat``. They take all
-columns of the matrix: what lies between shards goes to, or comes from, a little memory for padding. On CPU these
-functions are loops over copies, and slower.
+source and target of a copy differ in strides, so that foreach kernels take one kernel per parameter. On GPUs torch has
+one kernel for all columns, in either direction: ``split_with_sizes_copy`` and ``_chunk_cat``. They take all columns of
+the matrix: what lies between shards goes to, or comes from, a little memory for padding. On CPU these functions are
+loops over copies, and slower.
 """
 
 from __future__ import annotations
@@ -68,15 +68,17 @@ def lay_out(
     )
 
 
-def message_columns(layout: PerParameterLayout, device: torch.device, repeated: int | None = None) -> list[Column]:
-    """Return all columns of the message, in order; none on CPU, or if much of it does not lie in whole blocks.
+def message_columns(layout: PerParameterLayout, transport: Transport, repeated: int | None = None) -> list[Column]:
+    """Return all columns of the message, in order; none where parameters are copied one by one.
+
+    They are if much of the message does not lie in whole blocks, or if that is as fast where the transport runs.
 
     Args:
         layout: With the message.
-        device: Where the copies run.
+        transport: That sends the message.
         repeated: Index of a replicated parameter that is given as one row per rank.
     """
-    if device.type == "cpu" or layout.world_size == 1:
+    if not transport.copies_columns or layout.world_size == 1:
         return []
     packed = [(s.shard_offset, i, s) for i, s in enumerate(layout.slots) if s.shard_numel and not s.in_place]
     columns, end, padding = [], layout.message_offset, 0
@@ -134,6 +136,7 @@ class Unpacking:
     Args:
         layout: With the message.
         unsharded: The buffer to copy to.
+        transport: That sends the message.
     """
 
     _world_size: int
@@ -143,9 +146,9 @@ class Unpacking:
     _targets: list[torch.Tensor]  # in the unsharded buffer, of what is copied one by one
     _views: list[View]  # where it is copied from, on the message
 
-    def __init__(self, layout: PerParameterLayout, unsharded: Buffer) -> None:
+    def __init__(self, layout: PerParameterLayout, unsharded: Buffer, transport: Transport) -> None:
         self._world_size, self._targets, self._views, self._padding = layout.world_size, [], [], None
-        columns = message_columns(layout, unsharded.device)
+        columns = message_columns(layout, transport)
         self._sizes = [column.numel for column in columns]
         self._columns = self._column_targets(columns, layout, unsharded)
         by_column = {column.slot for column in columns}

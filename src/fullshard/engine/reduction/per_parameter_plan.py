@@ -24,7 +24,7 @@ def plan_per_parameter(parameters: Sequence[ShardedParameter], mesh: ShardMesh, 
     if communicates:
         shapes.append(ParameterShape("<presence>", (len(parameters),), (1,), replicated=True))
     layout = _lay_out(shapes, mesh, storage, min(dtype.itemsize, sharded_dtype.itemsize))
-    columns = message_columns(layout, mesh.device, repeated=len(parameters) if communicates else None)
+    columns = message_columns(layout, mesh.transport, repeated=len(parameters) if communicates else None)
     rows = [_packed_rows(column, layout, mesh.world_size, presence=len(parameters)) for column in columns]
     by_rows = {each.gradient for each in rows}
     # Without a shard axis, direct gradients are tensors of shards themselves.
