@@ -109,12 +109,14 @@ def test_counts_know_their_streams(rank: Rank) -> None:
         with recorder:
             recorder.phase = "forward"
             dist.all_reduce(own)
+            current = torch.accelerator.current_stream(rank.device)
+            side.wait_stream(current)
             with side:
                 output[:4].copy_(own)
                 dist.all_gather_into_tensor(output, own, async_op=True)
+            current.wait_stream(side)
             recorder.phase = ""
-    default = torch.accelerator.current_stream(rank.device).stream_id
     found = [(each.kind, each.stream, each.asynchronous) for each in journal.collectives]
-    assert found == [("all-reduce", default, False), ("all-gather", side.stream_id, True)]
+    assert found == [("all-reduce", current.stream_id, False), ("all-gather", side.stream_id, True)]
     assert [(each.name, each.stream) for each in recorder.operations] == [("aten::copy_", side.stream_id)]
     assert priorities == {side.stream_id: -1}
