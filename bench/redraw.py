@@ -41,7 +41,8 @@ def panels_of(result: Mapping[str, Any]) -> list[Any]:
     found: Mapping[str, Any] = result.get("contestants", {})
     match result["benchmark"]:
         case "host_cost":
-            return list(host_cost.panels(found))
+            direct = result.get("direct", {}).get("contestants", {})
+            return [*host_cost.panels(found), *host_cost.panels(direct, f", {host_cost.DIRECT}")]
         case "wrap_time":
             return list(wrap_time.panels(found))
         case "muon":

@@ -82,6 +82,7 @@ ROWS = (
     Row("messages per all-reduce", reduction("all-reduce messages")),
     Row("launches of NCCL, per step", both(*(f"{kind} launches" for kind in KINDS))),
     Row("asynchronous messages, per step", total("asynchronous messages")),
+    Row("messages without priority, per step", total("messages without priority")),
     Row("sent, MB per step", lambda counts: both(*(f"{kind} bytes" for kind in KINDS))(counts) / MEGABYTE),
     Row("packed share of an all-gather", packed_share, ".3f"),
     Row("copy-in, MB per all-gather", forward("copies bytes", scale=MEGABYTE), ".1f"),
@@ -95,7 +96,12 @@ ROWS = (
     Row("allocations per reduction", reduction("allocations")),
     Row("peak of memory in forward, units", total("peak, forward"), ".2f"),
     Row("peak of memory in backward, units", total("peak, backward"), ".2f"),
+    Row("allocator's peak in forward, units", total("allocator's peak, forward"), ".2f"),
+    Row("allocator's peak in backward, units", total("allocator's peak, backward"), ".2f"),
     Row("communicators of the model", total("communicators")),
+    Row("new streams, per step of the model", total("new streams")),
+    Row("new events, per step of the model", total("new events")),
+    Row("waits of the host, per step of the model", total("waits of the host")),
     Row("reads of the host, per step", total("reads of the host")),
     Row("calls of Python functions, per step", total("calls of Python functions")),
     Row("calls of C functions, per step", total("calls of C functions")),
@@ -105,7 +111,7 @@ ROWS = (
 
 def without_plain(counts: Counts, plain: Counts) -> dict[str, float]:
     """What a contestant adds to the plain model."""
-    own = ("communicators", "peak, ")
+    own = ("communicators", "peak, ", "allocator's peak, ")
     return {name: value - (0 if name.startswith(own) else plain.get(name, 0)) for name, value in counts.items()}
 
 

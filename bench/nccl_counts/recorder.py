@@ -98,8 +98,11 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
         result = func(*args, **kwargs) if self._small(args, kwargs) else _left_out(func, args, kwargs, written)
+        made = [] if written or name == "fsdp::all_gather_copy_in" else _tensors(result)
+        for each in made:
+            self._allocated(each)
         if self.phase:
-            self._note(name, args, kwargs, written, result)
+            self._note(name, args, kwargs, written or made, result)
         return result
 
     def _small(self, args: Any, kwargs: Any) -> bool:
@@ -109,12 +112,9 @@ class Recorder(TorchDispatchMode):
         if name in _READS:
             self.reads.append(name)
             return
-        made = [] if written or name == "fsdp::all_gather_copy_in" else _tensors(result)
-        for each in made:
-            self._allocated(each)
         copy = copied_by(name, args, kwargs, result)
         if copy is None:
-            inputs, outputs, launched = _tensors((args, kwargs)), written or made, Kernels(1)
+            inputs, outputs, launched = _tensors((args, kwargs)), written, Kernels(1)
         else:
             outputs, inputs, launched = copy
         if not any(each.numel() for each in outputs):
@@ -125,12 +125,15 @@ class Recorder(TorchDispatchMode):
         self.operations.append(Operation(name, self.phase, copy is not None, leaves, read, wrote, launched, streams))
 
     def _was_gathered(self, tensor: Tensor) -> bool:
+        self._read_journal()
+        begin = tensor.data_ptr()
+        return any(begin < end and address < begin + tensor.nbytes for address, end in self._gathered.items())
+
+    def _read_journal(self) -> None:
         for each in self._journal.collectives[self._seen :]:
             if each.kind == ALL_GATHER:
                 self._gathered[each.address] = each.address + each.nbytes
         self._seen = len(self._journal.collectives)
-        begin = tensor.data_ptr()
-        return any(begin < end and address < begin + tensor.nbytes for address, end in self._gathered.items())
 
     def _allocated(self, tensor: Tensor) -> None:
         if tensor.device.type == self.device.type and not isinstance(tensor, FakeTensor):
@@ -140,6 +143,7 @@ class Recorder(TorchDispatchMode):
         """Note memory that is new, or was freed and is used again."""
         if not nbytes:
             return
+        self._read_journal()
         for begin, end in list(self._gathered.items()):
             if address < end and begin < address + nbytes:
                 del self._gathered[begin]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench.contestants import BF16, COMPOSABLE, UNSHARDED, options_of
 from bench.memory_limit.ledger import Ledger, range_of, recorded
-from bench.nccl_counts import group
+from bench.nccl_counts import emulated, group
 from bench.nccl_counts.blocks import CONFIGURATIONS, Configuration, LlamaBlock
 from bench.nccl_counts.group import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collective, Journal, counted_ranks
 from bench.nccl_counts.host import READS, Calls, calls_counted
@@ -31,9 +32,9 @@ class Step:
 
     recorder: Recorder
     collectives: list[tuple[str, Collective]]  # with the phase
-    communicators: int
     calls: Calls
-    peaks: dict[str, float]  # of memory, by phase, in bytes of a block's parameters as they are gathered
+    of_model: dict[str, float]  # what is not a sum over blocks
+    priorities: dict[int, int]  # of streams; empty on a CPU
 
 
 def shard(system: str, model: nn.Module, shape: Configuration, device: torch.device) -> nn.Module:
@@ -54,7 +55,9 @@ def shard(system: str, model: nn.Module, shape: Configuration, device: torch.dev
 
 def steady_step(system: str, shape: Configuration, depth: int, device: torch.device) -> Step:
     """Build a model of so many blocks, and count one of its later steps."""
-    with counted_ranks(shape.ranks, device) as journal:
+    on_device = device.type == emulated.NAME
+    noting = emulated.priorities_noted() if on_device else contextlib.nullcontext({})
+    with counted_ranks(shape.ranks, device) as journal, noting as priorities:
         recorder = Recorder(journal, device)
         with recorder, resizes_noted(recorder):
             with torch.device("meta"):
@@ -68,31 +71,40 @@ def steady_step(system: str, shape: Configuration, depth: int, device: torch.dev
             with calls_counted(outside) as calls:
                 _step(model, x, recorder, journal)
             collectives = _step(model, x, recorder, journal, noted=True)
-            peaks = _peaks(lambda: _step(model, x, recorder, journal), device, 2 * shape.parameters)
-        communicators = len({each.communicator for each in journal.collectives})
-        return Step(recorder, collectives, communicators, calls, peaks)
+            unit = 2 * shape.parameters  # bytes
+            if on_device:
+                of_model = emulated.counted(lambda between: _step(model, x, recorder, journal, between=between), unit)
+            else:
+                of_model = _peaks(lambda: _step(model, x, recorder, journal), unit)
+        of_model["communicators"] = len({each.communicator for each in journal.collectives})
+        return Step(recorder, collectives, calls, of_model, priorities)
 
 
-def _peaks(step: Callable[[], object], device: torch.device, unit: int) -> dict[str, float]:
-    """Memory of a step at its highest, beside what was there before and without the gradients that it leaves."""
-    if device.type != "cpu":
-        return {}
+def _peaks(step: Callable[[], object], unit: int) -> dict[str, float]:
+    """Memory at its highest, in units, above what was there before and without the gradients that it leaves."""
     with recorded() as ledger:
         step()
     spans = {phase: ledger.span(phase) for phase in (FORWARD, BACKWARD)}
     left = ledger.alive(spans[BACKWARD].end)
     passing = Ledger([block for block in ledger.blocks if block not in left])
-    return {phase: passing.peak(span.begin, span.end)[1] / unit for phase, span in spans.items()}
+    return {f"peak, {phase}": passing.peak(span.begin, span.end)[1] / unit for phase, span in spans.items()}
 
 
 def _step(
-    model: nn.Module, x: torch.Tensor, recorder: Recorder, journal: Journal, *, noted: bool = False
+    model: nn.Module,
+    x: torch.Tensor,
+    recorder: Recorder,
+    journal: Journal,
+    *,
+    noted: bool = False,
+    between: Callable[[], None] = lambda: None,
 ) -> list[tuple[str, Collective]]:
     """Forward, backward, and gradients cleared; the collectives of each phase."""
     begun = len(journal.collectives)
     recorder.phase = FORWARD if noted else ""
     with range_of(FORWARD):
         loss = model(x).sum()
+    between()
     middle = len(journal.collectives)
     recorder.phase = BACKWARD if noted else ""
     with range_of(BACKWARD):
@@ -111,6 +123,9 @@ def counts_of(step: Step) -> Counter[str]:
         totals[f"{each.kind} messages, {phase}"] += 1
         totals[f"{each.kind} bytes, {phase}"] += each.nbytes
         totals["asynchronous messages"] += each.asynchronous
+        if step.priorities:
+            high = not each.asynchronous and step.priorities.get(each.stream or 0, 0) < 0
+            totals["messages without priority"] += not high
     for phase in (FORWARD, BACKWARD):
         for kind in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE):
             launches = {one.launch for at, one in step.collectives if at == phase and one.kind == kind}
@@ -125,11 +140,12 @@ def counts_of(step: Step) -> Counter[str]:
     for allocation in step.recorder.allocations:
         totals[f"allocations, {allocation.phase}"] += 1
         totals[f"allocated bytes, {allocation.phase}"] += allocation.nbytes
+    if step.priorities:  # of an accelerator, whose backward runs on another thread: its calls are not seen
+        return totals
     totals["reads of the host"] = len(step.recorder.reads) + sum(step.calls.c[name] for name in READS)
     totals["calls of Python functions"] = sum(step.calls.python.values())
     totals["calls of C functions"] = sum(step.calls.c.values())
     totals["calls of is_dense"] = sum(n for name, n in step.calls.python.items() if name.endswith("is_dense"))
-    totals["calls of is_dense"] += step.calls.c["is_non_overlapping_and_dense"]
     return totals
 
 
@@ -139,8 +155,7 @@ def block_of(system: str, shape: Configuration, device: torch.device) -> dict[st
     first, second = counts_of(shallow), counts_of(deep)
     blocks = DEPTHS[1] - DEPTHS[0]
     added = {name: (second[name] - first[name]) / blocks for name in sorted({*first, *second})}
-    peaks = {f"peak, {phase}": peak for phase, peak in deep.peaks.items()}
-    return {**added, **peaks, "communicators": deep.communicators}
+    return {**added, **deep.of_model}
 
 
 class Worker:
@@ -157,4 +172,6 @@ class Worker:
 def build(system: str, device: str) -> Worker:
     """For ``bench.worker``."""
     torch.set_num_threads(1)
+    if device == emulated.NAME:
+        emulated.register()
     return Worker(system, torch.device(device))
