@@ -30,7 +30,7 @@ from fullshard.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecis
 from fullshard.wrap import Policy, PolicyFunction, WrapPlan, plan_for
 from fullshard.wrap.plan import WrapTargets
 
-__all__ = ["fully_shard", "replicate"]
+__all__ = ["check_plan", "fully_shard", "replicate"]
 
 
 @overload
@@ -252,6 +252,21 @@ def _shard_inside(
         root_kwargs=arguments,
         sharded=lambda found: unit_of(found) is not None,
     )
+    check_plan(api, plan, arguments)
+    plan.apply(lambda inner, chosen, _: fully_shard(inner, **chosen))
+
+
+def check_plan(api: str, plan: WrapPlan, arguments: dict[str, Any]) -> None:
+    """Check the modules of a plan and their arguments, all before the first is sharded.
+
+    Args:
+        api: Name of the function that was called.
+        plan: The plan.
+        arguments: Arguments of the root, which have all names.
+
+    Raises:
+        TypeError, ValueError: If a module cannot be a unit, or an argument is invalid.
+    """
     for entry in plan.entries:
         unknown = sorted(set(entry.kwargs) - set(arguments))
         if unknown:
@@ -263,7 +278,6 @@ def _shard_inside(
         ranks = shard_mesh_for(api, entry.kwargs["mesh"], entry.kwargs["dp_mesh_dims"])
         check_reshard(api, entry.kwargs["reshard_after_forward"], ranks.world_size)
         _policy(api, entry.kwargs["mp_policy"], entry.kwargs["offload_policy"])
-    plan.apply(lambda inner, chosen, _: fully_shard(inner, **chosen))
 
 
 def _policy(api: str, precision: MixedPrecisionPolicy | None, offload: OffloadPolicy | None) -> UnitPolicy:

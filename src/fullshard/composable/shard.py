@@ -13,9 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.activation_checkpoint import ActivationWrapper, apply_activation_checkpointing, checkpoint_wrapper
 from fullshard.composable.fsdp_module import FSDPModule
-from fullshard.composable.fully_shard import fully_shard
+from fullshard.composable.fully_shard import check_plan, fully_shard
 from fullshard.engine.ownership import unit_of
-from fullshard.frontend.arguments import check_bool, check_instance, check_reshard, root_modules, shard_mesh_for
+from fullshard.frontend.arguments import (
+    check_bool,
+    check_instance,
+    check_parameters,
+    check_reshard,
+    root_modules,
+    shard_mesh_for,
+)
 from fullshard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.wrap import Policy, PolicyFunction, WrapPlan, plan_blocks, plan_for
 from fullshard.wrap.blocks import plain_module, repeated_blocks
@@ -98,14 +105,19 @@ def shard(
     precision, offload_policy = _precision(mixed_precision), _offloading(offload)
     ranks = shard_mesh_for(_API, mesh, None)
     check_reshard(_API, reshard_after_forward, ranks.world_size)
-    arguments = {
+    arguments: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": reshard_after_forward,
         "mp_policy": replace(precision, output_dtype=None),
         "offload_policy": offload_policy,
+        "shard_placement_fn": None,
+        "ignored_params": None,
+        "dp_mesh_dims": None,
     }
     options: dict[str, Any] = {"root_kwargs": arguments, "sharded": lambda module: unit_of(module) is not None}
     chosen = plan_blocks(model, **options) if plan is None else plan_for(plan, model, **options)
+    check_plan(_API, chosen, arguments)
+    check_parameters(_API, [model], ())
     selected = _checkpointed(model, checkpoint_activations)
     names = [name for name, module in model.named_modules() if module in selected]
     replicas = f" x {ranks.replicas} replicas" if ranks.replicas > 1 else ""
@@ -113,7 +125,7 @@ def shard(
     lines += [chosen.explain(ranks.world_size), *_about(precision, offload_policy, names)]
     wrappers = _checkpoint(model, selected)
     units = {_replaced(target, wrappers): own for target, own in chosen.modules.items()}
-    sharded: FSDPModule = fully_shard(model, policy=units, **{**arguments, "mp_policy": precision})  # type: ignore[arg-type]
+    sharded = fully_shard(model, policy=units, **{**arguments, "mp_policy": precision})
     if report and dist.get_rank() == 0:
         print("\n".join(lines), flush=True)
     return sharded
