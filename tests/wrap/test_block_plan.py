@@ -199,7 +199,7 @@ def test_report() -> None:
     assert plan_blocks(model).explain(3) == (
         "unit                               class               elements  unsharded  of rank 0  notes\n"
         "model.embed_tokens                 Embedding                792    3.1 KiB    1.0 KiB\n"
-        "model.layers.0 ... model.layers.2  3 x Layer                568    2.2 KiB      816 B\n"
+        "model.layers.0 ... model.layers.2  Layer                3 x 568    2.2 KiB      816 B\n"
         "model.layers.3                     Layer                    568    2.2 KiB      816 B  "
         "mixed, frozen: model.layers.3.up.weight\n"
         "model.norm + lm_head               LayerNorm + Linear       808    3.2 KiB    1.1 KiB\n"

@@ -51,21 +51,20 @@ def seq2seq() -> nn.Module:
     return nn.Transformer(8, 2, 2, 2, 16, dropout=0.0, batch_first=True)
 
 
+CASES = {
+    "stack": (Stack, square_loss),
+    "frozen": (Frozen, square_loss),
+    "untied": (Untied, token_loss),
+    "tied": (Language, token_loss),
+    "seq2seq": (seq2seq, seq2seq_loss),
+}
+
+
 @on_ranks(2)
-@each_value(
-    case=[
-        (Stack, square_loss),
-        (Frozen, square_loss),
-        (Untied, token_loss),
-        (Language, token_loss),
-        (seq2seq, seq2seq_loss),
-    ],
-    checkpoint=[False, True, "function", True, False],
-    reshard=[None, False, True],
-)
-def test_models_train_as_unsharded(rank: Rank, case: Any, checkpoint: Any, reshard: Any) -> None:
+@each_value(case=[*CASES], checkpoint=[False, True, "function", True, False], reshard=[None, False, True])
+def test_models_train_as_unsharded(rank: Rank, case: str, checkpoint: Any, reshard: Any) -> None:
     """With and without recomputation, tied and frozen weights, one list of blocks or two; a plan is made beforehand."""
-    make, loss_at = case
+    make, loss_at = CASES[case]
     model = build(make)
     reference = copy.deepcopy(model)
     plan = plan_blocks(model)
@@ -162,7 +161,7 @@ def test_plans_and_parts_that_are_done(rank: Rank) -> None:
 @on_ranks(2)
 def test_wrong_arguments_change_nothing(rank: Rank) -> None:
     """Wrong values are refused before anything is wrapped or sharded."""
-    model, plain = build(Stack), build(Stack)
+    model, plain, untied = build(Stack), build(Stack), build(Untied)
     wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ValueError, "mixed_precision: expected one of", {"mixed_precision": "bfloat16"}),
         (
@@ -191,6 +190,6 @@ def test_wrong_arguments_change_nothing(rank: Rank) -> None:
     with pytest.raises(ValueError, match="no repeated blocks found in this Linear"):
         shard(nn.Linear(4, 4), mesh=rank.mesh, checkpoint_activations=True)
     with pytest.raises(ValueError, match=r"units of one module each, found 'norm \+ head'"):
-        FullyShardedDataParallel(untied := build(Untied), device_mesh=rank.mesh, auto_wrap_policy=plan_blocks(untied))
+        FullyShardedDataParallel(untied, device_mesh=rank.mesh, auto_wrap_policy=plan_blocks(untied))
     assert not nested_units(model) and [type(b) for b in model.blocks] == [Block] * 3
     assert_models_equal(model, plain)

@@ -130,8 +130,8 @@ class WrapPlan:
         """Return a table of the units as text: class, elements, unsharded bytes, and notes.
 
         Args:
-            ranks: Number of ranks of the shard axis, for a column with the bytes of the parameters on the first one.
-                None: no such column.
+            ranks: Number of ranks of the shard axis, for a column with the bytes of the parameters on the first one,
+                sharded on dim 0. None: no such column.
 
         Returns:
             The table, and the reason for the units. ``str(plan)`` is the same, without ``ranks``.

@@ -11,7 +11,7 @@ from fullshard.wrap.units import PlannedUnit
 
 __all__ = ["table"]
 
-_HEADER = ("unit", "class", "elements", "unsharded", "notes")
+_HEADER = ("unit", "class", "elements", "unsharded", "of rank 0", "notes")
 _ABSENT = object()
 _SHOWN = 4  # names in a note
 
@@ -21,25 +21,21 @@ def table(units: Sequence[PlannedUnit], ranks: int | None = None) -> str:
 
     With ``ranks``, there is a column of the bytes of the parameters on the first of so many ranks.
     """
-    rows = [_row(*_HEADER, "of rank 0")]
+    rows = [_HEADER]
     for first, count in _runs(units):
         unit = units[first]
-        title, kind = unit.title, unit.class_name
+        title, numel = unit.title, f"{unit.numel:,}"
         if count > 1:
-            title, kind = f"{title} ... {units[first + count - 1].title}", f"{count} x {kind}"
-        notes = "; ".join(_notes(unit, units))
-        rows.append(_row(title, kind, f"{unit.numel:,}", _size(unit.gather_bytes), notes, _size(_of_rank(unit, ranks))))
+            title, numel = f"{title} ... {units[first + count - 1].title}", f"{count} x {numel}"
+        sizes = _size(unit.gather_bytes), _size(_of_rank(unit, ranks))
+        rows.append((title, unit.class_name, numel, *sizes, "; ".join(_notes(unit, units))))
     total, largest = sum(unit.numel for unit in units), max(unit.gather_bytes for unit in units)
     summary = f"{len(units)} units, the largest {_size(largest)}"
-    sizes = [_size(sum(sizes)) for sizes in zip(*((u.gather_bytes, _of_rank(u, ranks)) for u in units), strict=True)]
-    rows.append(_row("total", "", f"{total:,}", sizes[0], summary, sizes[1]))
-    columns = [column for column in range(len(rows[0])) if column != 4 or ranks is not None]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    sizes = _size(sum(unit.gather_bytes for unit in units)), _size(sum(_of_rank(unit, ranks) for unit in units))
+    rows.append(("total", "", f"{total:,}", *sizes, summary))
+    columns = [column for column in range(len(_HEADER)) if column != 4 or ranks is not None]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
     return "\n".join(_line(row, widths, columns) for row in rows)
-
-
-def _row(title: str, kind: str, numel: str, unsharded: str, notes: str, of_rank: str) -> tuple[str, ...]:
-    return title, kind, numel, unsharded, of_rank, notes
 
 
 def _line(row: tuple[str, ...], widths: list[int], columns: list[int]) -> str:
