@@ -136,7 +136,7 @@ def _reason(tree: ModuleTree, lists: list[BlockList]) -> str:
     texts = []
     for found in lists:
         classes = dict.fromkeys(type(block).__name__ for block in found.blocks)
-        where = f"in {found.name}" if found.name else "of the model itself"
+        where = f"in {found.name}" if found.name else "in the model itself"
         share = sum(map(tree.numel, found.blocks)) / tree.numel(tree.root)
         texts.append(f"{len(found.blocks)} {' and '.join(classes)} {where} ({share:.0%} of the elements)")
     return "repeated blocks: " + ", ".join(texts)
