@@ -11,7 +11,8 @@ from typing import Literal, cast
 import torch
 import torch.nn.functional as F
 
-from fullshard import CommQuantization, shard
+from fullshard import CommQuantization, MixedPrecisionPolicy, fully_shard
+from fullshard.activation_checkpoint import apply_activation_checkpointing
 from fullshard.composable.fsdp_module import FSDPModule
 from fullshard.errors import CheckpointError
 from fullshard.train import finite
@@ -21,7 +22,7 @@ from fullshard.train.corpus import Corpus, sample
 from fullshard.train.evaluation import HeldOut, evaluate
 from fullshard.train.group import Group
 from fullshard.train.log import RunLog, bits
-from fullshard.train.model import GPT, initialize
+from fullshard.train.model import GPT, Block, initialize
 from fullshard.train.optimizer import learning_rate, set_learning_rates
 from fullshard.train.run_folder import complete_checkpoints
 from fullshard.train.stop import StopRequest
@@ -35,12 +36,14 @@ def build_model(config: TrainConfig, group: Group) -> GPT:
     model = GPT(config.model)
     initialize(model, config.seed)
     model.to(group.device)
-    shard(
-        model,
-        mixed_precision="bf16" if config.training.dtype == "bf16" else None,
-        checkpoint_activations=config.training.activation_checkpointing,
-        report=False,
-    )
+    if config.training.activation_checkpointing:
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    precision = MixedPrecisionPolicy()
+    if config.training.dtype == "bf16":
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=precision)
+    fully_shard(model, mp_policy=precision)
     if config.comm_quantization != "none":
         weights = cast('Literal["int8", "fp8"]', config.comm_quantization)
         sharded(model).set_comm_quantization(shard=CommQuantization(all_gather=weights, reduce="int8"))
