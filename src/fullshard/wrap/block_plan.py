@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.wrap.blocks import BlockList, repeated_blocks
+from fullshard.wrap.blocks import BlockList, plain_module, repeated_blocks
 from fullshard.wrap.plan import WrapPlan
 from fullshard.wrap.policies import plan_for, size_based_auto_wrap_policy
 from fullshard.wrap.tree import ModuleTree, has_forward
@@ -135,7 +135,7 @@ def _reason(tree: ModuleTree, lists: list[BlockList]) -> str:
     """Say which blocks were found, and how much of the model they are."""
     texts = []
     for found in lists:
-        classes = dict.fromkeys(type(block).__name__ for block in found.blocks)
+        classes = dict.fromkeys(type(plain_module(block)).__name__ for block in found.blocks)
         where = f"in {found.name}" if found.name else "in the model itself"
         share = sum(map(tree.numel, found.blocks)) / tree.numel(tree.root)
         texts.append(f"{len(found.blocks)} {' and '.join(classes)} {where} ({share:.0%} of the elements)")
