@@ -1,4 +1,4 @@
-"""Train a small GPT with fully_shard, in one process, on the GPUs of one machine, or on many nodes.
+"""Train a small GPT with fullshard.shard, in one process, on the GPUs of one machine, or on many nodes.
 
     python examples/train_loop.py
     torchrun --nproc-per-node 8 examples/train_loop.py notes.txt books/*.txt --bf16 --compile
@@ -34,8 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import fullshard
-from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard
-from fullshard.activation_checkpoint import apply_activation_checkpointing
+from fullshard import FSDPModule, MixedPrecisionPolicy, shard
 from fullshard.checkpoint.tools.offline import open_checkpoint
 
 # Another value makes another training run, so a checkpoint is only resumed with the same values.
@@ -185,16 +184,14 @@ def build(args: argparse.Namespace, device: torch.device) -> FSDPModule:
     mesh = whole if args.replicas > 1 else whole["shard"]
     with torch.device("meta"):  # shapes only, no memory
         model = GPT(args.layers, args.width, args.heads, args.sequence)
-    if args.checkpoint_activations:
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
     dtype = torch.bfloat16 if args.bf16 else None
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        if args.compile:
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    sharded = shard(  # each block, and what is large around the blocks; rank 0 prints the units
+        model, mesh=mesh, mixed_precision=precision, checkpoint_activations=args.checkpoint_activations
+    )
+    if args.compile:
+        for block in model.blocks:
             block.compile(backend=args.compile)
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    logits = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    sharded = fully_shard(model, mesh=mesh, mp_policy=logits)
     model.to_empty(device=device)  # memory for this rank's shards
     # On GPUs, DTensor draws the numbers that one process would draw, so all ranks use the same seed. On CPUs, each rank
     # draws only its rows, so each shard needs a different seed, and the replicas of a shard need the same seed.

@@ -27,6 +27,7 @@ from fullshard import (
     fully_shard,
     optim,
     replicate,
+    shard,
     wrap,
 )
 from fullshard.dropin import Installation, UnsupportedClientError
@@ -91,6 +92,9 @@ def sharded_in_other_ways(mesh: DeviceMesh) -> tuple[nn.Module, list[FSDPModule]
     by_policy = fully_shard(Model(), mesh=mesh, policy=policy, offload_policy=CPUOffloadPolicy(pin_memory=False))
     by_policy.set_comm_quantization(CommQuantization(all_gather="int8"))
     replicate(Model())
+    units = wrap.plan_blocks(whole := Model()).modules
+    by_structure: FSDPModule = shard(whole, mesh=mesh, mixed_precision="bf16", plan=units, report=False)
+    by_structure.set_requires_gradient_sync(True)
     together: list[FSDPModule] = fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)], mesh=mesh)
     wrapped = FullyShardedDataParallel(
         Model(),

@@ -34,6 +34,7 @@ from .composable.fsdp_module import (
     unsharded,
 )
 from .composable.fully_shard import fully_shard, replicate
+from .composable.shard import shard
 from .engine.parameters.flat import FlatParameter
 from .engine.quantized_report import QuantizationReport
 from .errors import (
@@ -118,6 +119,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "replicate",
     "save",
+    "shard",
     "share_comm_ctx",
     "unsharded",
 ]

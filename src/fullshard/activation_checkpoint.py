@@ -21,6 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from fullshard.wrap import Policy, PolicyFunction, lambda_auto_wrap_policy, plan_for
+from fullshard.wrap.tree import has_forward
 
 __all__ = [
     "ActivationWrapper",
@@ -76,7 +77,7 @@ def apply_activation_checkpointing(
     """
     policy = auto_wrap_policy
     if policy is None:
-        policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: _has_forward(m) and check_fn(m))
+        policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: has_forward(m) and check_fn(m))
     elif not isinstance(policy, Policy) and (not callable(policy) or isinstance(policy, type)):
         raise ValueError(
             "apply_activation_checkpointing: auto_wrap_policy: expected a Policy or a callable "
@@ -87,8 +88,3 @@ def apply_activation_checkpointing(
         return checkpoint_wrapper_fn(module, **kwargs)
 
     plan_for(policy, model).apply(wrap)
-
-
-def _has_forward(module: nn.Module) -> bool:
-    containers = (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
-    return "forward" in module.__dict__ or type(module).forward not in containers

@@ -1,5 +1,6 @@
-"""The composable front end: ``fully_shard`` and ``replicate``, in place, with per-parameter DTensor shards.
+"""The composable front end: ``shard``, ``fully_shard`` and ``replicate``, in place, with per-parameter DTensor shards.
 
 - ``fully_shard.py``  the two functions: check arguments, claim parameters, make the unit
+- ``shard.py``        one call for a model: plan the units, checkpoint, shard, print
 - ``fsdp_module.py``  ``FSDPModule``: the class of a sharded module, its forward, and its setters
 """

@@ -27,9 +27,10 @@ from fullshard.frontend.arguments import (
 )
 from fullshard.frontend.sharded_module import make_unit
 from fullshard.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.wrap import Policy, PolicyFunction, plan_for
+from fullshard.wrap import Policy, PolicyFunction, WrapPlan, plan_for
+from fullshard.wrap.plan import WrapTargets
 
-__all__ = ["fully_shard", "replicate"]
+__all__ = ["check_plan", "fully_shard", "replicate"]
 
 
 @overload
@@ -43,7 +44,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
-    policy: Policy | PolicyFunction | None = ...,
+    policy: Policy | PolicyFunction | WrapPlan | WrapTargets | None = ...,
 ) -> FSDPModule: ...
 
 
@@ -72,7 +73,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = OffloadPolicy(),
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-    policy: Policy | PolicyFunction | None = None,
+    policy: Policy | PolicyFunction | WrapPlan | WrapTargets | None = None,
 ) -> Any:
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
 
@@ -106,7 +107,8 @@ def fully_shard(
         ignored_params: Parameters that are not sharded, moved or reduced.
         dp_mesh_dims: Data-parallel axes of ``mesh``, if the parameters are already DTensors on all of ``mesh``.
         policy: Wrap policy that selects modules inside ``module`` to shard first, with the same arguments or with
-            arguments that the policy returns; see ``fullshard.wrap``. Only for one module, not for a list.
+            arguments that the policy returns; see ``fullshard.wrap``. Or a plan, or a dict of arguments by module. Only
+            for one module, not for a list.
 
     Returns:
         The same ``module``, which is now also an ``FSDPModule``. For a list, the list of modules.
@@ -235,7 +237,10 @@ def replicate(
 
 
 def _shard_inside(
-    api: str, module: nn.Module | Sequence[nn.Module], policy: Policy | PolicyFunction, arguments: dict[str, Any]
+    api: str,
+    module: nn.Module | Sequence[nn.Module],
+    policy: Policy | PolicyFunction | WrapPlan | WrapTargets,
+    arguments: dict[str, Any],
 ) -> None:
     """Shard the modules that ``policy`` selects, after checking the arguments of all of them."""
     if not isinstance(module, nn.Module):
@@ -247,6 +252,21 @@ def _shard_inside(
         root_kwargs=arguments,
         sharded=lambda found: unit_of(found) is not None,
     )
+    check_plan(api, plan, arguments)
+    plan.apply(lambda inner, chosen, _: fully_shard(inner, **chosen))
+
+
+def check_plan(api: str, plan: WrapPlan, arguments: dict[str, Any]) -> None:
+    """Check the modules of a plan and their arguments, all before the first is sharded.
+
+    Args:
+        api: Name of the function that was called.
+        plan: The plan.
+        arguments: Arguments of the root, which have all names.
+
+    Raises:
+        TypeError, ValueError: If a module cannot be a unit, or an argument is invalid.
+    """
     for entry in plan.entries:
         unknown = sorted(set(entry.kwargs) - set(arguments))
         if unknown:
@@ -254,11 +274,10 @@ def _shard_inside(
                 f"{api}: policy: found unknown arguments {unknown} for module {entry.name!r}, expected a subset of "
                 f"{sorted(arguments)}"
             )
-        root_modules(api, entry.module)
+        root_modules(api, entry.modules)
         ranks = shard_mesh_for(api, entry.kwargs["mesh"], entry.kwargs["dp_mesh_dims"])
         check_reshard(api, entry.kwargs["reshard_after_forward"], ranks.world_size)
         _policy(api, entry.kwargs["mp_policy"], entry.kwargs["offload_policy"])
-    plan.apply(lambda inner, chosen, _: fully_shard(inner, **chosen))
 
 
 def _policy(api: str, precision: MixedPrecisionPolicy | None, offload: OffloadPolicy | None) -> UnitPolicy:

@@ -21,6 +21,7 @@ from fullshard.engine.ownership import managed_modules, unit_of
 from fullshard.engine.parameters.placement import ParameterPlacement
 from fullshard.engine.parameters.sharded import managed_by
 from fullshard.policy import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from fullshard.wrap.tree import has_forward
 
 __all__ = [
     "Place",
@@ -88,12 +89,7 @@ def _check_module(api: str, module: nn.Module) -> None:
     if unit_of(module) is not None:
         plain = getattr(type(module), "_fullshard_class", (type(module),))[0]
         raise ValueError(f"{api}: this {plain.__name__} is already sharded; call {api} once per module")
-    # torch.compile, and programs that patch models, set a forward on the instance.
-    if "forward" not in module.__dict__ and type(module).forward in (
-        nn.Module.forward,
-        nn.ModuleList.forward,
-        nn.ModuleDict.forward,
-    ):
+    if not has_forward(module):
         raise ValueError(
             f"{api}: {type(module).__name__} does not implement forward(), so its parameters would never be unsharded; "
             f"call {api} on each of its modules and on the module that contains it"

@@ -1,6 +1,7 @@
 """Wrap policies, the plans that they make, and annotations in the code of a model."""
 
 from fullshard.wrap.annotate import enable_wrap, wrap
+from fullshard.wrap.block_plan import plan_blocks
 from fullshard.wrap.plan import WrapEntry, WrapFunction, WrapPlan
 from fullshard.wrap.policies import (
     CustomPolicy,
@@ -32,6 +33,7 @@ __all__ = [
     "always_wrap_policy",
     "enable_wrap",
     "lambda_auto_wrap_policy",
+    "plan_blocks",
     "plan_for",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",

@@ -10,27 +10,40 @@ from torch import nn
 
 from fullshard.errors import FullshardError
 from fullshard.wrap.report import table
-from fullshard.wrap.tree import ModuleTree
+from fullshard.wrap.tree import ModuleTree, TreeParameter
 from fullshard.wrap.units import PlannedParameter, PlannedUnit
 
-__all__ = ["WrapEntry", "WrapFunction", "WrapPlan"]
+__all__ = ["WrapEntry", "WrapFunction", "WrapPlan", "WrapTargets"]
 
-WrapFunction = Callable[[nn.Module, dict[str, Any], frozenset[nn.Parameter]], nn.Module]
+WrapFunction = Callable[[Any, dict[str, Any], frozenset[nn.Parameter]], Any]
+WrapTargets = Mapping[Any, dict[str, Any]]  # arguments by module, or by tuple of modules that become one unit
 
 
 @dataclass(frozen=True, eq=False)
 class WrapEntry:
-    """One module to wrap.
+    """One module to wrap, or several that become one unit.
 
     Args:
-        name: Name below the plan's root, as in ``named_modules()``.
+        name: Name below the plan's root, as in ``named_modules()``; of several modules, joined by ``" + "``.
         module: The module.
         kwargs: Arguments of the front end for this module.
+        others: Further modules of the same unit.
     """
 
     name: str
     module: nn.Module = field(repr=False)
     kwargs: dict[str, Any]
+    others: tuple[nn.Module, ...] = field(default=(), repr=False)
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """All modules of the unit."""
+        return (self.module, *self.others)
+
+    @property
+    def target(self) -> Any:
+        """The module, or a tuple of several."""
+        return self.modules if self.others else self.module
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,39 +56,40 @@ class WrapPlan:
         root: The model. It becomes a unit too, but its caller wraps it, not the plan.
         entries: Modules to wrap, children before parents, each once.
         units: Unit of each entry, in the same order, and last the root's.
+        reason: Why these units, as text; empty if the policy does not say.
     """
 
     root: nn.Module = field(repr=False)
     entries: tuple[WrapEntry, ...]
     units: tuple[PlannedUnit, ...] = field(repr=False)
+    reason: str = ""
 
     @classmethod
-    def of(
-        cls, tree: ModuleTree, targets: Mapping[nn.Module, dict[str, Any]], root_kwargs: Mapping[str, Any]
-    ) -> WrapPlan:
+    def of(cls, tree: ModuleTree, targets: WrapTargets, root_kwargs: Mapping[str, Any], reason: str = "") -> WrapPlan:
         """Return a plan that wraps ``targets``.
 
         The root, ignored modules and modules that are already sharded are left out.
 
         Args:
             tree: Modules and parameters of the model.
-            targets: Keyword arguments by module of the tree.
+            targets: Keyword arguments by module of the tree, or by tuple of modules that become one unit.
             root_kwargs: Arguments of the root.
+            reason: Why these units.
 
         Returns:
             The plan.
         """
-        entries = tuple(
-            WrapEntry(tree.name(module), module, targets[module])
-            for module in tree.modules
-            if module in targets and tree.wrappable(module)
-        )
-        return cls(tree.root, entries, _units(tree, (*entries, WrapEntry("", tree.root, dict(root_kwargs)))))
+        entries = tuple(_entries(tree, targets))
+        root = WrapEntry("", tree.root, dict(root_kwargs))
+        return cls(tree.root, entries, _units(tree, (*entries, root)), reason)
 
     @property
-    def modules(self) -> dict[nn.Module, dict[str, Any]]:
-        """Modules to wrap with their arguments, children before parents."""
-        return {entry.module: entry.kwargs for entry in self.entries}
+    def modules(self) -> dict[Any, dict[str, Any]]:
+        """Modules to wrap, or tuples of modules that become one unit, with their arguments, children before parents.
+
+        Change it and pass it as a policy to change the units.
+        """
+        return {entry.target: entry.kwargs for entry in self.entries}
 
     def owners(self) -> dict[str, list[tuple[str, ...]]]:
         """Return the parameters of each unit, each by all its names.
@@ -112,15 +126,20 @@ class WrapPlan:
             if 0 < len(unit.frozen) < len(unit.parameters)
         }
 
-    def explain(self) -> str:
+    def explain(self, ranks: int | None = None) -> str:
         """Return a table of the units as text: class, elements, unsharded bytes, and notes.
 
-        Returns:
-            The table; ``str(plan)`` is the same.
-        """
-        return table(self.units)
+        Args:
+            ranks: Number of ranks of the shard axis, for a column with the bytes of the parameters on the first one,
+                sharded on dim 0. None: no such column.
 
-    __str__ = explain
+        Returns:
+            The table, and the reason for the units. ``str(plan)`` is the same, without ``ranks``.
+        """
+        return table(self.units, ranks) + (f"\n{self.reason}" if self.reason else "")
+
+    def __str__(self) -> str:
+        return self.explain()
 
     def apply(self, wrap: WrapFunction) -> None:
         """Wrap every entry, children before parents.
@@ -130,7 +149,7 @@ class WrapPlan:
         Args:
             wrap: Called with a module, its keyword arguments and the parameters that it must leave out. The result
                 replaces the module wherever it is registered below the root; it may be the module itself, changed in
-                place.
+                place. For a unit of several modules: called with the list of them, which it changes in place.
 
         Raises:
             FullshardError: If a module of the plan is no longer below the root.
@@ -138,9 +157,10 @@ class WrapPlan:
         """
         places = _places(self.root)
         for entry in self.entries:
-            if entry.module not in places:
+            gone = next((module for module in entry.modules if module not in places), None)
+            if gone is not None:
                 raise FullshardError(
-                    f"wrap plan: {entry.name!r} ({type(entry.module).__name__}) is no longer a submodule of the root: "
+                    f"wrap plan: {entry.name!r} ({type(gone).__name__}) is no longer a submodule of the root: "
                     "the model has changed since the plan was made; make a new plan"
                 )
         owned_by_ancestor = [
@@ -149,6 +169,9 @@ class WrapPlan:
         replaced: list[WrapEntry] = []
         try:
             for entry, left_out in zip(self.entries, owned_by_ancestor, strict=True):
+                if entry.others:
+                    wrap(list(entry.modules), dict(entry.kwargs), left_out)
+                    continue
                 new = wrap(entry.module, dict(entry.kwargs), left_out)
                 if not isinstance(new, nn.Module):
                     raise TypeError(
@@ -161,6 +184,31 @@ class WrapPlan:
             for entry in replaced:
                 _put(places[entry.module], entry.module)
             raise
+
+
+def _entries(tree: ModuleTree, targets: WrapTargets) -> Iterator[WrapEntry]:
+    """Yield the entries, each after all modules below it: a unit of several modules after the last of them."""
+    group_of: dict[nn.Module, tuple[nn.Module, ...]] = {}
+    for target in targets:
+        members = tuple(module for module in _members(target) if tree.wrappable(module))
+        for module in members:
+            if module in group_of:
+                raise ValueError(f"wrap plan: expected each module in one unit, found {tree.name(module)!r} in two")
+            group_of[module] = members
+    kwargs = {module: chosen for target, chosen in targets.items() for module in _members(target)}
+    missing: dict[int, int] = {}  # modules of a group that are not reached yet
+    for module in tree.modules:
+        if module not in group_of:
+            continue
+        group = group_of[module]
+        missing[id(group)] = missing.get(id(group), len(group)) - 1
+        if not missing[id(group)]:
+            name = " + ".join(map(tree.name, group))
+            yield WrapEntry(name, group[0], kwargs[module], group[1:])
+
+
+def _members(target: Any) -> tuple[nn.Module, ...]:
+    return target if isinstance(target, tuple) else (target,)
 
 
 def _owned_by_ancestor(unit: PlannedUnit) -> Iterator[nn.Parameter]:
@@ -185,12 +233,12 @@ def _put(places: list[tuple[nn.Module, str]], module: nn.Module) -> None:
 
 
 def _units(tree: ModuleTree, entries: tuple[WrapEntry, ...]) -> tuple[PlannedUnit, ...]:
-    modules = {entry.module for entry in entries}
-    held: dict[nn.Module, list[PlannedParameter]] = {module: [] for module in modules}
-    ignored = dict.fromkeys(modules, 0)
+    entry_of = {module: entry for entry in entries for module in entry.modules}
+    held: dict[WrapEntry, list[PlannedParameter]] = {entry: [] for entry in entries}
+    ignored = dict.fromkeys(entries, 0)
     shared = []  # (parameter, record, owner) that descendants of the owner may have to leave out
     for found in tree.parameters:
-        owner = next(module for module in reversed(found.above) if module in modules)
+        owner = _owner(found, entry_of)
         if found.ignored:
             ignored[owner] += 1
             continue
@@ -200,19 +248,20 @@ def _units(tree: ModuleTree, entries: tuple[WrapEntry, ...]) -> tuple[PlannedUni
             shared.append((found.parameter, record, owner))
     units = []
     for entry in entries:
-        below = set(entry.module.modules()) if shared else set()
+        below = {module for top in entry.modules for module in top.modules()} if shared else set()
         within = {id(p) for module in below for p in module._parameters.values()}
         owned_by_ancestor = [
-            record for parameter, record, owner in shared if id(parameter) in within and owner not in below
+            record
+            for parameter, record, owner in shared
+            if id(parameter) in within and owner is not entry and owner.module not in below
         ]
-        units.append(
-            PlannedUnit(
-                entry.name,
-                type(entry.module).__name__,
-                entry.kwargs,
-                tuple(held[entry.module]),
-                tuple(owned_by_ancestor),
-                ignored[entry.module],
-            )
-        )
+        classes = " + ".join(type(module).__name__ for module in entry.modules)
+        parameters = tuple(held[entry]), tuple(owned_by_ancestor)
+        units.append(PlannedUnit(entry.name, classes, entry.kwargs, *parameters, ignored[entry]))
     return tuple(units)
+
+
+def _owner(found: TreeParameter, entry_of: Mapping[nn.Module, WrapEntry]) -> WrapEntry:
+    """Return the lowest entry with a module on every path to the parameter."""
+    first, *others = ({id(entry_of[m]): entry_of[m] for m in chain if m in entry_of} for chain in found.chains)
+    return next(entry for key, entry in reversed(first.items()) if all(key in other for other in others))

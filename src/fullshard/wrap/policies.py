@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.wrap.plan import WrapPlan
+from fullshard.wrap.plan import WrapPlan, WrapTargets
 from fullshard.wrap.tree import ModuleTree, TreeParameter
 
 __all__ = [
@@ -359,7 +359,7 @@ def _or_policy(
 
 
 def plan_for(
-    policy: Policy | PolicyFunction,
+    policy: Policy | PolicyFunction | WrapPlan | WrapTargets,
     root: nn.Module,
     *,
     ignored_modules: Iterable[nn.Module] = (),
@@ -370,7 +370,9 @@ def plan_for(
     """Plan the units of a model for a policy, without changing the model.
 
     Args:
-        policy: A ``Policy``, or a callable ``policy(module=, recurse=, nonwrapped_numel=)``.
+        policy: A ``Policy``, or a callable ``policy(module=, recurse=, nonwrapped_numel=)``. Or the units themselves: a
+            plan of this model, or a dict as in ``plan.modules``, whose keys are modules, or tuples of modules that
+            become one unit, and whose values are arguments that override those of the root.
         root: The model. No policy wraps the root itself.
         ignored_modules: Modules that are never wrapped, with all their children; their parameters are ignored.
         ignored_params: Parameters that are not sharded and not counted.
@@ -383,7 +385,7 @@ def plan_for(
 
     Raises:
         TypeError: If ``policy`` is neither, or another argument has the wrong type.
-        ValueError: If a policy returns an invalid value.
+        ValueError: If a policy returns an invalid value, or a plan or a dict has a module that is not below ``root``.
 
     Example:
         ```python
@@ -399,16 +401,37 @@ def plan_for(
     options = {"ignored_modules": ignored_modules, "ignored_params": ignored_params, "sharded": sharded}
     if isinstance(policy, Policy):
         return policy.plan(root, root_kwargs=root_kwargs, **options)  # type: ignore[arg-type]
+    kwargs = dict(root_kwargs or {})
+    if isinstance(policy, (WrapPlan, Mapping)):
+        reason = policy.reason if isinstance(policy, WrapPlan) else ""
+        targets = {target: {**kwargs, **own} for target, own in _checked_targets(policy, root).items()}
+        return WrapPlan.of(ModuleTree(root, ignored_modules, ignored_params, sharded), targets, kwargs, reason)
     if not callable(policy) or isinstance(policy, type):
         raise TypeError(
             "auto_wrap_policy: expected a Policy (ModuleWrapPolicy, CustomPolicy) or a callable "
             f"(module=, recurse=, nonwrapped_numel=) -> bool, found {policy!r}"
         )
     tree = ModuleTree(root, ignored_modules, ignored_params, sharded)
-    kwargs = dict(root_kwargs or {})
     traversal = _PolicyTraversal(policy, tree)
     traversal.traverse(root)
     return WrapPlan.of(tree, {module: dict(kwargs) for module in traversal.chosen}, kwargs)
+
+
+def _checked_targets(plan: WrapPlan | WrapTargets, root: nn.Module) -> WrapTargets:
+    if isinstance(plan, WrapPlan) and plan.root is not root:
+        raise ValueError(f"plan: expected a plan of this {type(root).__name__}, found one of another model")
+    targets: WrapTargets = plan.modules if isinstance(plan, WrapPlan) else plan
+    below = set(root.modules()) - {root}
+    for target, kwargs in targets.items():
+        if not isinstance(kwargs, dict):
+            raise TypeError(f"plan: expected a dict of arguments for each unit, found {kwargs!r:.100}")
+        for module in target if isinstance(target, tuple) else (target,):
+            if module not in below:
+                raise ValueError(
+                    f"plan: expected modules below the {type(root).__name__} that is sharded, found "
+                    + ("the model itself" if module is root else f"a {type(module).__name__} that is not below it")
+                )
+    return targets
 
 
 class _PolicyTraversal:

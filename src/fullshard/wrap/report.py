@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,30 +11,60 @@ from fullshard.wrap.units import PlannedUnit
 
 __all__ = ["table"]
 
-_HEADER = ("unit", "class", "elements", "unsharded", "notes")
+_HEADER = ("unit", "class", "elements", "unsharded", "of rank 0", "notes")
 _ABSENT = object()
 _SHOWN = 4  # names in a note
 
 
-def table(units: Sequence[PlannedUnit]) -> str:
-    """Format the units as a table, the root last, and a line of totals."""
+def table(units: Sequence[PlannedUnit], ranks: int | None = None) -> str:
+    """Format the units as a table, the root last, and a line of totals; equal units in a row share a line.
+
+    With ``ranks``, there is a column of the bytes of the parameters on the first of so many ranks.
+    """
     rows = [_HEADER]
-    for unit in units:
-        numbers = (f"{unit.numel:,}", _size(unit.gather_bytes))
-        rows.append((unit.title, unit.class_name, *numbers, "; ".join(_notes(unit, units))))
+    for first, count in _runs(units):
+        unit = units[first]
+        title, numel = unit.title, f"{unit.numel:,}"
+        if count > 1:
+            title, numel = f"{title} ... {units[first + count - 1].title}", f"{count} x {numel}"
+        sizes = _size(unit.gather_bytes), _size(_of_rank(unit, ranks))
+        rows.append((title, unit.class_name, numel, *sizes, "; ".join(_notes(unit, units))))
     total, largest = sum(unit.numel for unit in units), max(unit.gather_bytes for unit in units)
     summary = f"{len(units)} units, the largest {_size(largest)}"
-    rows.append(("total", "", f"{total:,}", _size(sum(unit.gather_bytes for unit in units)), summary))
+    sizes = _size(sum(unit.gather_bytes for unit in units)), _size(sum(_of_rank(unit, ranks) for unit in units))
+    rows.append(("total", "", f"{total:,}", *sizes, summary))
+    columns = [column for column in range(len(_HEADER)) if column != 4 or ranks is not None]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-    return "\n".join(_line(row, widths) for row in rows)
+    return "\n".join(_line(row, widths, columns) for row in rows)
 
 
-def _line(row: tuple[str, ...], widths: list[int]) -> str:
-    cells = [
-        cell.rjust(width) if column in (2, 3) else cell.ljust(width)
-        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ]
+def _line(row: tuple[str, ...], widths: list[int], columns: list[int]) -> str:
+    cells = [row[c].rjust(widths[c]) if c in (2, 3, 4) else row[c].ljust(widths[c]) for c in columns]
     return "  ".join(cells).rstrip()
+
+
+def _of_rank(unit: PlannedUnit, ranks: int | None) -> int:
+    return sum(parameter.bytes_of_rank(ranks or 1) for parameter in unit.parameters)
+
+
+def _runs(units: Sequence[PlannedUnit]) -> Iterator[tuple[int, int]]:
+    """Yield index and length of runs of units that differ in their numbers only; two make no run."""
+    kinds = [_kind(unit, units) for unit in units]
+    first = 0
+    while first < len(units):
+        end = first + 1
+        while end < len(units) and kinds[end] == kinds[first]:
+            end += 1
+        if end - first < 3:
+            end = first + 1
+        yield first, end - first
+        first = end
+
+
+def _kind(unit: PlannedUnit, units: Sequence[PlannedUnit]) -> tuple[object, ...]:
+    shapes = tuple((parameter.shape, parameter.dtype) for parameter in unit.parameters)
+    notes = re.sub(r"\d+", "#", "; ".join(_notes(unit, units)))
+    return re.sub(r"\d+", "#", unit.name), unit.class_name, unit.gather_bytes, shapes, notes
 
 
 def _notes(unit: PlannedUnit, units: Sequence[PlannedUnit]) -> Iterator[str]:

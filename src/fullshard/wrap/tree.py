@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-__all__ = ["ModuleTree", "TreeParameter"]
+__all__ = ["ModuleTree", "TreeParameter", "has_forward"]
 
 _T = TypeVar("_T")
 
@@ -29,15 +29,20 @@ class TreeParameter:
     Args:
         parameter: The parameter.
         names: All its FQNs below the root, that of ``named_parameters()`` first.
-        above: The modules that every path from the root to it goes through, the root first.
-            See [Note: Owner of a shared parameter].
+        chains: For each module that has it, the modules that every path from the root to that module goes through, the
+            root first.
         ignored: True if it is not to be sharded.
     """
 
     parameter: nn.Parameter
     names: tuple[str, ...]
-    above: tuple[nn.Module, ...]
+    chains: tuple[tuple[nn.Module, ...], ...]
     ignored: bool
+
+    @property
+    def above(self) -> tuple[nn.Module, ...]:
+        """Modules that every path to it goes through, the root first. See [Note: Owner of a shared parameter]."""
+        return _common(list(self.chains))
 
 
 class ModuleTree:
@@ -94,6 +99,10 @@ class ModuleTree:
         for _, child in self._named_children(module):
             yield child
 
+    def named(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield names and modules in the order of ``named_modules()``."""
+        return ((names[0], module) for module, names in self._names.items())
+
     def name(self, module: nn.Module) -> str:
         """Return the name below the root, as in ``named_modules()``."""
         return self._names[module][0]
@@ -101,6 +110,10 @@ class ModuleTree:
     def inside(self, module: nn.Module) -> list[TreeParameter]:
         """Return the parameters that are used only through ``module``, without ignored ones."""
         return self._inside[module]
+
+    def numel(self, module: nn.Module) -> int:
+        """Return the number of elements of the parameters that are used only through ``module``."""
+        return sum(parameter.parameter.numel() for parameter in self._inside[module])
 
     def _named_children(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         for name, child in module._modules.items():
@@ -149,8 +162,8 @@ class ModuleTree:
         dominators = self._dominators()
         for parameter, locations in holders.items():
             names = tuple(_join(name, key) for module, key in locations for name in self._names[module])
-            above = _common([dominators[module] for module, _ in locations])
-            yield TreeParameter(parameter, names, above, parameter in ignored)
+            chains = tuple(dominators[module] for module, _ in locations)
+            yield TreeParameter(parameter, names, chains, parameter in ignored)
 
     def _dominators(self) -> dict[nn.Module, tuple[nn.Module, ...]]:
         """Return for each module the modules that every path to it goes through, from the root to itself."""
@@ -167,6 +180,13 @@ class ModuleTree:
                 changed |= found.get(module) != new
                 found[module] = new
         return found
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return True if ``module`` has a forward, which lists of modules and of parameters do not have."""
+    # torch.compile, and programs that patch models, set a forward on the instance.
+    without = (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
+    return "forward" in module.__dict__ or type(module).forward not in without
 
 
 def _common(chains: list[tuple[nn.Module, ...]]) -> tuple[nn.Module, ...]:

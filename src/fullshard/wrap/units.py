@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ class PlannedParameter:
 
     Args:
         names: All its FQNs below the plan's root, that of ``named_parameters()`` first.
+        shape: Its shape; of a DTensor, that of this rank's part.
         numel: Number of elements.
         dtype: Dtype of the parameter.
         requires_grad: False if the parameter is frozen.
@@ -27,6 +29,7 @@ class PlannedParameter:
     """
 
     names: tuple[str, ...]
+    shape: tuple[int, ...]
     numel: int
     dtype: torch.dtype
     requires_grad: bool
@@ -49,16 +52,29 @@ class PlannedParameter:
         """
         parameter = found.parameter
         reference = weakref.ref(parameter)
-        return cls(found.names, parameter.numel(), parameter.dtype, parameter.requires_grad, reference)
+        shape = tuple(getattr(parameter, "_local_tensor", parameter).shape)
+        return cls(found.names, shape, parameter.numel(), parameter.dtype, parameter.requires_grad, reference)
+
+    def bytes_of_rank(self, ranks: int) -> int:
+        """Return the bytes of the largest shard, if the rows are sharded over ``ranks`` ranks.
+
+        Args:
+            ranks: Number of ranks of the shard axis.
+
+        Returns:
+            The bytes of the first rank's shard, in the parameter's dtype.
+        """
+        rows = -(-self.shape[0] // ranks) if self.shape else 1
+        return rows * math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedUnit:
-    """A unit: the root, or a module that the plan wraps.
+    """A unit: the root, or modules that the plan wraps.
 
     Args:
-        name: Name of the module below the plan's root; ``""`` is the root.
-        class_name: Class of the module.
+        name: Name of the module below the plan's root, or names joined by ``" + "``; ``""`` is the root.
+        class_name: Class of the module, or classes.
         kwargs: Arguments of its front end.
         parameters: Parameters that the unit owns: in its module, in no nested unit, and used nowhere else.
         owned_by_ancestor: Parameters in its module that an ancestor owns, because they are also used outside of it.

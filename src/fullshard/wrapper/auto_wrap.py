@@ -46,6 +46,11 @@ def plan_wrappers(
         root_kwargs=arguments,
         sharded=is_sharded,
     )
+    if group := next((entry.name for entry in chosen.entries if entry.others), None):
+        raise ValueError(
+            f"{API}: auto_wrap_policy: expected units of one module each, found {group!r}; a unit of several modules "
+            "needs fully_shard"
+        )
     targets = chosen.modules
     full_precision = _in_full_precision(module, arguments["mixed_precision"], targets)
     if full_precision:
