@@ -43,7 +43,6 @@ class BucketAllGather:
 
     def abandon(self) -> None:
         """Free the messages after a failure, when nothing has arrived."""
-        self.arrived()
 
 
 def issue_all_gathers(
@@ -78,8 +77,9 @@ class PerParameterAllGather(BucketAllGather):
     """Fills an unsharded buffer from shards that are cut parameter by parameter.
 
     Large parameters are operands of their own, from the shard straight into the unsharded parameter. The others are
-    packed into one message, and copied out of it. On CPU, where they are copied when the computation waits for them, a
-    buffer that is filled by such copies only has no memory before.
+    packed into one message, and copied out of it. A buffer that is filled by such copies only is allocated and filled
+    on the compute stream when the computation waits for it, so that a prefetched unit has no memory but its message;
+    others are filled on the communication stream.
 
     If the dtype of the unsharded buffer is not the shard's and the transport does not cast, this rank's part of the
     unsharded parameters and of the message is written first, and sent from there. If the shard is on another device, it
@@ -98,7 +98,7 @@ class PerParameterAllGather(BucketAllGather):
     _cast: tuple[list[torch.Tensor], list[torch.Tensor]]  # into what is sent in place, and from the shard
     _unpacking: Unpacking | None  # of the message; None: nothing is packed
     _sources: list[torch.Tensor]  # of the unpacking, on our own message
-    _allocates_late: bool  # the unsharded buffer gets memory when it is copied to
+    _all_packed: bool  # the unsharded buffer is allocated and filled when the message has arrived
 
     def __init__(
         self, layout: PerParameterLayout, shard: torch.Tensor, unsharded: Buffer, transport: Transport
@@ -118,10 +118,10 @@ class PerParameterAllGather(BucketAllGather):
                 if casts:
                     own = self._cast_in_place(own, region)
                 self._operands.append(Operand.of_parameter(own, region))
-        self._allocates_late = bool(layout.message_numel) and not self._operands and unsharded.device.type == "cpu"
+        self._all_packed = bool(layout.message_numel) and not self._operands
         if layout.message_numel and layout.world_size > 1:
             self._pack(alias(sent, layout.message_offset, (layout.message_numel,), (1,)), casts=casts)
-        self.arrived()
+        self.abandon()
 
     def _cast_in_place(self, shard: torch.Tensor, unsharded: torch.Tensor) -> torch.Tensor:
         """Have ``copy_in`` write ``shard`` to this rank's part of ``unsharded``, which is returned."""
@@ -149,7 +149,7 @@ class PerParameterAllGather(BucketAllGather):
 
     def allocate(self) -> None:
         """Give memory to the unsharded buffer and to the messages."""
-        if not self._allocates_late:
+        if not self._all_packed:
             self.unsharded.allocate()
         if self._input is not None:
             self._input.allocate()
@@ -185,10 +185,13 @@ class PerParameterAllGather(BucketAllGather):
         return CommRequest(unit, [*in_place, Operand(own, self._transport_memory, packed.slices)])
 
     def copy_out(self) -> None:
-        """Copy packed parameters from the message to the unsharded buffer."""
+        """Copy packed parameters from the message to the unsharded buffer, beside those that are in place."""
+        if not self._all_packed:
+            self._unpack()
+
+    def _unpack(self) -> None:
         if self._unpacking is None:
             return
-        self.unsharded.allocate()
         foreign = self._transport_memory
         if foreign is None:
             self._unpacking.copy(self._own_message, self._sources)
@@ -196,6 +199,13 @@ class PerParameterAllGather(BucketAllGather):
             self._unpacking.copy(foreign, self._unpacking.sources(foreign))
 
     def arrived(self) -> None:
+        """Copy parameters out of the message if all are packed, and free the messages."""
+        if self._all_packed:
+            self.unsharded.allocate()
+            self._unpack()
+        self.abandon()
+
+    def abandon(self) -> None:
         """Free the messages."""
         if self._transport_memory is not None:
             self.transport.release("all_gather", self._transport_memory)
