@@ -78,11 +78,10 @@ def slices_of(layout: PerParameterLayout, start: int, itemsize: int) -> tuple[Sl
     return tuple(sorted(Slice(s.shard_offset - start, s.shard_numel, s.parameter.numel * itemsize) for s in sent))
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """One (shard, unsharded) pair of a collective. Both tensors are flat and contiguous.
 
-    Args:
+    Attributes:
         shard: This rank's part, ``numel`` elements.
         unsharded: ``world_size * numel`` elements, rank r's part at ``r * numel``. In an all-reduce, the same tensor as
             ``shard``.

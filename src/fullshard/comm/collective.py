@@ -78,9 +78,13 @@ def reduce_scatter_base(
 
     Without ``async_op`` it runs on the current stream, in order, and NCCL returns no work.
     """
+    return group._reduce_scatter_base(shard, unsharded, _reduce_scatter_options(op, async_op))
+
+
+def _reduce_scatter_options(op: ReduceOp | ReduceOp.RedOpType, async_op: bool) -> ReduceScatterOptions:
     options = ReduceScatterOptions()
     options.reduceOp, options.asyncOp = op if isinstance(op, ReduceOp) else ReduceOp(op), async_op
-    return group._reduce_scatter_base(shard, unsharded, options)
+    return options
 
 
 def all_gather_flat(group: dist.ProcessGroup, unsharded: torch.Tensor, shard: torch.Tensor) -> Work:
@@ -108,6 +112,16 @@ class Reduction:
     op: ReduceOp
     before: float
     after: float
+
+    @functools.cached_property
+    def synchronous(self) -> ReduceScatterOptions:
+        """Options of a reduce-scatter on the current stream: made once, because that takes as long as the call."""
+        return _reduce_scatter_options(self.op, async_op=False)
+
+    @functools.cached_property
+    def asynchronous(self) -> ReduceScatterOptions:
+        """Options of a reduce-scatter on a stream of the backend."""
+        return _reduce_scatter_options(self.op, async_op=True)
 
 
 class Scaled:
@@ -161,14 +175,14 @@ class CollectiveTransport(Transport):
         shard, unsharded = operand.shard, operand.unsharded
         if shard.dtype not in _GATHERED_DTYPES:
             shard, unsharded = shard.view(torch.uint8), unsharded.view(torch.uint8)
-        return all_gather_base(self.group, unsharded, shard, async_op=self.asynchronous)
+        return self.group._allgather_base(unsharded, shard, _all_gather_options(self.asynchronous))
 
     def _reduce_scatter(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         return self._summed(self.reduce_group, requests, self._issue_reduce_scatter)
 
     def _issue_reduce_scatter(self, operand: Operand, reduction: Reduction) -> Work | None:
-        shard, unsharded = _real(operand.shard), _real(operand.unsharded)
-        return reduce_scatter_base(self.reduce_group, shard, unsharded, reduction.op, async_op=self.asynchronous)
+        options = reduction.asynchronous if self.asynchronous else reduction.synchronous
+        return self.reduce_group._reduce_scatter_base(_real(operand.shard), _real(operand.unsharded), options)
 
     def _all_reduce(self, requests: Sequence[CommRequest]) -> Sequence[Work]:
         return self._summed(self.group, requests, self._issue_all_reduce)
