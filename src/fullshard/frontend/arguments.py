@@ -208,10 +208,11 @@ def placer(api: str, mesh: ShardMesh, choose: PlacementFunction | None = None) -
         own = parameter._spec if isinstance(parameter, DTensor) and managed_by(parameter) is None else None
         if own is None and own_mesh.whole is not None:
             own_mesh = _mesh_of_plain(api, fqn, own_mesh, own_mesh.whole)
+        cut = dim if parameter.ndim else None
         try:
-            return ParameterPlacement(
-                own_mesh, dim if parameter.ndim else None, parameter.shape, tuple(parameter.stride()), own
-            )
+            if own is None:
+                return ParameterPlacement.of_plain(own_mesh, cut, parameter.shape, parameter.stride())
+            return ParameterPlacement(own_mesh, cut, parameter.shape, tuple(parameter.stride()), own)
         except ValueError as error:
             raise ValueError(f"{api}: {fqn}: {error}") from error
 

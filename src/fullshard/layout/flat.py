@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fullshard.layout.per_parameter import ParameterShape, picture_lines, span
+from fullshard.layout.per_parameter import ParameterShape, built_once, picture_lines, span
 
 __all__ = ["FlatLayout", "FlatShard", "FlatSlot"]
 
@@ -57,7 +57,7 @@ class FlatSlot:
         return FlatShard(start, stop - start, offset)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FlatLayout:
     """Where the parameters of one bucket lie. Build with ``build``; offsets and sizes are in elements."""
 
@@ -66,6 +66,7 @@ class FlatLayout:
     slice_numel: int  # of every rank's shard buffer
 
     @classmethod
+    @built_once
     def build(
         cls,
         parameters: Sequence[ParameterShape],
@@ -88,6 +89,9 @@ class FlatLayout:
         slice_numel = -(-end // world_size)
         slots = (FlatSlot(p, offset, slice_numel) for p, offset in zip(parameters, offsets, strict=True))
         return cls(tuple(slots), world_size, slice_numel)
+
+    def __hash__(self) -> int:  # without the slots: layouts are looked up often, and nearly always found by identity
+        return hash((self.slice_numel, self.world_size, len(self.slots)))
 
     def __post_init__(self) -> None:
         end = 0

@@ -34,10 +34,34 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
-__all__ = ["ALIGNMENT_BYTES", "ParameterShape", "PerParameterLayout", "Route", "Slot"]
+__all__ = ["ALIGNMENT_BYTES", "LAYOUTS_KEPT", "ParameterShape", "PerParameterLayout", "Route", "Slot", "built_once"]
+
+# Layouts, and values computed from them, that are kept for other buckets of the same parameters: most models have a
+# few kinds of blocks.
+LAYOUTS_KEPT = 256
+
+_Layout = TypeVar("_Layout")
+_Choices = ParamSpec("_Choices")
+_Build = Callable[Concatenate[type[_Layout], Sequence["ParameterShape"], _Choices], _Layout]
+
+
+def built_once(build: _Build[_Layout, _Choices]) -> _Build[_Layout, _Choices]:
+    """Have ``build`` return the layout that it has returned before for equal parameters and choices."""
+    cached = lru_cache(maxsize=LAYOUTS_KEPT)(build)
+
+    @wraps(build)
+    def find(
+        cls: type[_Layout], parameters: Sequence[ParameterShape], *args: _Choices.args, **kwargs: _Choices.kwargs
+    ) -> _Layout:
+        return cached(cls, tuple(parameters), *args, **kwargs)  # type: ignore[arg-type]
+
+    return find  # type: ignore[return-value] # mypy does not know what wraps returns
+
 
 # Vectorized CPU kernels want 64 bytes; it also satisfies the 16 bytes below which NCCL copies scalar by scalar
 # (pytorch#195450).
@@ -54,7 +78,7 @@ class Route(enum.Enum):
     REPLICATED = "replicated"  # every rank keeps all of it; its gradient is in the shared message
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ParameterShape:
     """Shape, strides and cut of one parameter.
 
@@ -87,7 +111,7 @@ class ParameterShape:
                 f"for shape {self.shape}"
             )
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
@@ -117,27 +141,27 @@ class Slot:
     shard_offset: int  # of its shard in every rank's shard buffer
     unsharded_offset: int  # of the parameter in the unsharded buffer
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Size of the cut dim (1 for replicated parameters, which are not cut)."""
         return 1 if self.route is Route.REPLICATED else self.parameter.shape[self.parameter.cut]
 
-    @property
+    @cached_property
     def row_numel(self) -> int:
         """Elements of one row, also where there are no rows."""
         return self.parameter.numel if self.route is Route.REPLICATED else _row_numel(self.parameter)
 
-    @property
+    @cached_property
     def chunk_rows(self) -> int:
         """Rows of the first shards: ``ceil(rows / world_size)``; later ranks may hold fewer, or none."""
         return 1 if self.route is Route.REPLICATED else -(-self.rows // self.world_size)
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         """Elements reserved in every rank's shard buffer, padding included."""
         return self.chunk_rows * self.row_numel
 
-    @property
+    @cached_property
     def row_major(self) -> bool:
         """True if the cut dim is outermost in memory, so that the shards of consecutive ranks are contiguous.
 
@@ -145,17 +169,17 @@ class Slot:
         """
         return self.world_size == 1 or is_row_major(self.parameter)
 
-    @property
+    @cached_property
     def in_place(self) -> bool:
         """True if shards are copied straight into the unsharded parameter: on a single rank always."""
         return self.route is Route.DIRECT or (self.world_size == 1 and self.shard_numel > 0)
 
-    @property
+    @cached_property
     def padded(self) -> bool:
         """True if it takes more than its size in the unsharded buffer: its rows are not a multiple of the ranks."""
         return self.row_major and self.unsharded_numel != self.parameter.numel
 
-    @property
+    @cached_property
     def unsharded_numel(self) -> int:
         """Elements reserved in the unsharded buffer: all (padded) shards where they are contiguous there."""
         if self.route is Route.REPLICATED or not self.row_major:
@@ -216,6 +240,7 @@ class PerParameterLayout:
     unsharded_numel: int
 
     @classmethod
+    @built_once
     def build(
         cls,
         parameters: Sequence[ParameterShape],
@@ -280,6 +305,9 @@ class PerParameterLayout:
             shard_numel=offset,
             unsharded_numel=unsharded_numel,
         )
+
+    def __hash__(self) -> int:  # without the slots: layouts are looked up often, and nearly always found by identity
+        return hash((self.shard_numel, self.unsharded_numel, self.message_numel, self.world_size, len(self.slots)))
 
     def __post_init__(self) -> None:
         unsharded = [(s.unsharded_offset, s.unsharded_numel, s.parameter.fqn, self.alignment) for s in self.slots]

@@ -28,6 +28,7 @@ fullshard, where the second ``backward()`` of that sum is wrong). The sum of two
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection
@@ -39,10 +40,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fullshard.engine import hooks
-from fullshard.engine.parameters.placement import ParameterPlacement, dtensor
+from fullshard.engine.parameters.placement import ParameterPlacement, dtensor, dtensor_parameter
 from fullshard.errors import FullshardError
 from fullshard.layout import ParameterShape
-from fullshard.layout.per_parameter import contiguous_stride, is_dense
+from fullshard.layout.per_parameter import LAYOUTS_KEPT, contiguous_stride, is_dense
 
 __all__ = [
     "Owner",
@@ -126,11 +127,8 @@ class ShardedParameter:
     @classmethod
     def of(cls, parameter: nn.Parameter, owner: Owner, fqn: str, placement: ParameterPlacement) -> ShardedParameter:
         """Make the state of a parameter that no unit manages yet."""
-        value, dim = value_of(parameter), placement.shard_dim
-        stride: tuple[Any, ...] = tuple(value.stride())
-        if not is_dense(tuple(value.shape), stride):
-            stride = contiguous_stride(value.shape)
-        shape = ParameterShape(fqn, tuple(value.shape), stride, replicated=dim is None, cut=dim or 0)
+        value = value_of(parameter)
+        shape = _unsharded_shape(fqn, tuple(value.shape), tuple(value.stride()), placement.shard_dim)
         return cls(parameter, [owner], [fqn], placement, shape)
 
     def place(self, local: torch.Tensor) -> None:
@@ -150,8 +148,7 @@ class ShardedParameter:
             old._local_tensor = local
             old._spec = self.spec
         else:
-            self.sharded = nn.Parameter(dtensor(local, self.spec), requires_grad=old.requires_grad)
-            self.sharded._local_tensor = local  # type: ignore[attr-defined] # nn.Parameter detaches it
+            self.sharded = dtensor_parameter(local, self.spec, requires_grad=old.requires_grad)
             if isinstance(old, DTensor) and old.grad is not None and old.placements == self.spec.placements:
                 moved = old.grad.device == old.device  # along with the parameter
                 self.sharded.grad = old.grad.to(local.device) if moved else old.grad
@@ -352,6 +349,16 @@ class ShardedParameter:
     def describe(self) -> str:
         """Return FQN, global shape and dtype, for errors."""
         return f"{self.fqn} (shape {tuple(self.placement.shape)}, {self.sharded.dtype})"
+
+
+@functools.lru_cache(maxsize=16 * LAYOUTS_KEPT)
+def _unsharded_shape(
+    fqn: str, shape: tuple[int, ...], stride: tuple[int, ...], shard_dim: int | None
+) -> ParameterShape:
+    """Return the shape of the unsharded parameter: dense, whatever the strides of the original one."""
+    if not is_dense(shape, stride):
+        stride = contiguous_stride(shape)
+    return ParameterShape(fqn, shape, stride, replicated=shard_dim is None, cut=shard_dim or 0)
 
 
 def _copy_of(gradient: torch.Tensor) -> torch.Tensor:
