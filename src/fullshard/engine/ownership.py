@@ -22,6 +22,7 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import TiedParameterError
 
 __all__ = [
+    "Subtree",
     "check_owned",
     "claim_parameters",
     "clear_unit",
@@ -55,20 +56,48 @@ def nested_units(module: nn.Module) -> list[Unit]:
     return list({id(unit): unit for unit in map(unit_of, module.modules()) if unit is not None}.values())
 
 
+class Subtree(NamedTuple):
+    """Some modules and all below them.
+
+    Args:
+        roots: Those modules.
+        managed: They, and those below that are not in another unit, with names relative to them, each once.
+        nested: The first modules with units of their own on each way down.
+    """
+
+    roots: Sequence[nn.Module]
+    managed: list[tuple[str, nn.Module]]
+    nested: list[nn.Module]
+
+    @classmethod
+    def of(cls, modules: Sequence[nn.Module]) -> Subtree:
+        """Walk through the modules once."""
+        # With a stack: a recursive nested function would be a reference cycle that keeps the module alive.
+        found: dict[int, tuple[str, nn.Module]] = {}
+        nested: dict[int, nn.Module] = {}
+        roots = {id(module) for module in modules}
+        stack = [("", module) for module in reversed(modules)]
+        while stack:
+            name, current = stack.pop()
+            key = id(current)
+            if key in found or key in nested:
+                continue
+            if _UNIT in current.__dict__ and key not in roots:
+                nested[key] = current
+                continue
+            found[key] = (name, current)
+            prefix = f"{name}." if name else ""
+            stack += [(prefix + own, child) for own, child in reversed(current._modules.items()) if child is not None]
+        return cls(modules, list(found.values()), list(nested.values()))
+
+    def below_nested(self) -> list[nn.Module]:
+        """Return the modules in nested units: those with units of their own, and all below."""
+        return [below for module in self.nested for below in module.modules()]
+
+
 def managed_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     """Return ``modules`` and modules below that are not in another unit, with relative names, each once."""
-    # With a stack: a recursive nested function would be a reference cycle that keeps the module alive.
-    found: dict[int, tuple[str, nn.Module]] = {}
-    roots = {id(module) for module in modules}
-    stack = [("", module) for module in reversed(modules)]
-    while stack:
-        name, current = stack.pop()
-        if id(current) in found or (id(current) not in roots and unit_of(current) is not None):
-            continue
-        found[id(current)] = (name, current)
-        children = [(f"{name}.{key}" if name else key, child) for key, child in current.named_children()]
-        stack.extend(reversed(children))
-    return list(found.values())
+    return Subtree.of(modules).managed
 
 
 class _Holder(NamedTuple):
@@ -87,17 +116,17 @@ def _holders(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[_Holder]:
 
 
 def claim_parameters(
-    modules: Sequence[nn.Module],
+    subtree: Subtree,
     ignored: Iterable[nn.Parameter],
     place: Callable[[str, nn.Parameter], ParameterPlacement],
     form: ShardingFormat,
     take: Callable[[Unit, list[ShardedParameter]], None],
     owned_by_ancestor: Iterable[nn.Parameter] = (),
 ) -> list[ShardedParameter]:
-    """Return the parameters that a unit on ``modules`` owns, in model order, see [Note: Tied parameters].
+    """Return the parameters that a unit owns, in model order, see [Note: Tied parameters].
 
     Args:
-        modules: Modules of the unit.
+        subtree: The modules of the unit, and those below.
         ignored: Parameters that are not managed.
         place: Returns the placement of a parameter that no unit owns yet, by FQN and parameter.
         form: Sharding format of the unit.
@@ -107,14 +136,14 @@ def claim_parameters(
     Raises:
         TiedParameterError: If a tied parameter is owned by a unit with another sharding format.
     """
-    ignored_ids = set(map(id, ignored))
+    modules, ignored_ids = subtree.roots, set(map(id, ignored))
     inside = _tests_inside(modules)
-    nested = {id(unit): unit for module in modules for unit in nested_units(module)}
+    nested = {id(unit): unit for unit in map(unit_of, subtree.below_nested()) if unit is not None}
     claimed: dict[int, ShardedParameter] = {}
     left_ids = {id(p) for p in owned_by_ancestor}
     everything = [named for module in modules for named in module.named_modules()] if left_ids else []
     below = (holder for holder in _holders(everything) if id(holder.parameter) in left_ids)
-    for holder in (*_holders(managed_modules(modules)), *below):
+    for holder in (*_holders(subtree.managed), *below):
         if id(holder.parameter) in ignored_ids:
             continue
         owner = Owner.of(holder.module, holder.name)
@@ -134,7 +163,7 @@ def claim_parameters(
             existing.pending_owners.append(owner)
     for unit in nested.values():
         for parameter in unit.parameters:
-            if any(map(inside, parameter.pending_owners)):
+            if parameter.pending_owners and any(map(inside, parameter.pending_owners)):
                 _check_form(parameter, form)
                 claimed[id(parameter)] = parameter
     _take_from_owners(claimed, inside, take)
@@ -183,7 +212,7 @@ def _take_from_owners(
     owners = {id(unit): unit for unit in (p.unit() for p in claimed.values() if p.owned) if unit is not None}
     for unit in owners.values():
         take(unit, [p for p in unit.parameters if id(p) in claimed])
-    for parameter in claimed.values():
+    for parameter in (p for p in claimed.values() if p.pending_owners):
         for owner in filter(inside, parameter.pending_owners):
             parameter.add_owner(owner, "")
         parameter.pending_owners = [owner for owner in parameter.pending_owners if not inside(owner)]
@@ -192,9 +221,10 @@ def _take_from_owners(
 def check_owned(units: list[Unit]) -> None:
     """Raise TiedParameterError if no unit contains all modules of a tied parameter."""
     waiting = {id(p): p for unit in units for p in unit.parameters if p.pending_owners}
-    for unit in units:
-        for holder in _holders(managed_modules([module for ref in unit.modules if (module := ref()) is not None])):
-            parameter = managed_by(holder.parameter)
+    modules = [module for unit in units for ref in unit.modules if (module := ref()) is not None]
+    for _, module in Subtree.of(modules).managed:
+        for held in module._parameters.values():
+            parameter = None if held is None else managed_by(held)
             if parameter is not None and parameter.pending_owners:  # of a unit elsewhere
                 waiting[id(parameter)] = parameter
     if waiting:

@@ -154,12 +154,14 @@ def check_parameters(api: str, modules: Sequence[nn.Module], ignored: Iterable[n
 
 def _check_engine(api: str, modules: Sequence[nn.Module]) -> None:
     """Raise ValueError if torch's FSDP has sharded one of ``modules`` or a module in them."""
+    known: dict[type, bool] = {}
     for root in modules:
         for name, module in root.named_modules():
-            # By name: fullshard does not import torch's FSDP. Modules with a unit are sharded by fullshard, whatever
-            # their base classes.
-            owners = (base.__module__ for base in type(module).__mro__) if unit_of(module) is None else ()
-            if any(owner.startswith(TORCHS_ENGINE) for owner in owners):
+            kind = type(module)
+            if kind not in known:  # by name: fullshard does not import torch's FSDP
+                known[kind] = any(base.__module__.startswith(TORCHS_ENGINE) for base in kind.__mro__)
+            # Modules with a unit are sharded by fullshard, whatever their base classes.
+            if known[kind] and unit_of(module) is None:
                 which = f"the module {name!r}" if name else "this module"
                 raise ValueError(
                     f"{api}: {which}, a {type(module).__name__}, is sharded by torch.distributed.fsdp; expected "
