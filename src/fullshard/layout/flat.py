@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
-from fullshard.layout.per_parameter import ParameterShape, built_once, picture_lines, span
+from fullshard.layout.per_parameter import LAYOUTS_KEPT, ParameterShape, built_once, picture_lines, span
 
 __all__ = ["FlatLayout", "FlatShard", "FlatSlot"]
 
@@ -109,6 +110,10 @@ class FlatLayout:
                     f"unsharded buffer: {fqn} ends at {end}, beyond the {self.unsharded_numel} elements of all slices"
                 )
 
+    def shards(self, rank: int) -> tuple[FlatShard, ...]:
+        """The parts of all parameters that ``rank`` holds."""
+        return _shards(self, rank)
+
     @property
     def unsharded_numel(self) -> int:
         """Elements of the unsharded buffer."""
@@ -131,3 +136,8 @@ class FlatLayout:
         lines = picture_lines(self.world_size, cells)
         lines[0] += f" {self.unsharded_numel} elements, {self.padding} of them padding"
         return "\n".join(lines)
+
+
+@lru_cache(maxsize=LAYOUTS_KEPT)
+def _shards(layout: FlatLayout, rank: int) -> tuple[FlatShard, ...]:
+    return tuple(slot.shard(rank) for slot in layout.slots)

@@ -113,8 +113,8 @@ class FlatShardingFormat(ShardingFormat):
 
     def _kept_apart(self, parameter: ShardedParameter, value: torch.Tensor) -> object:
         """Frozen parameters lie apart, for a reduction takes all of a bucket; those that were cut apart stay apart."""
-        cut = cast("FlatShardedParameter", parameter).original_layout
-        return parameter.requires_grad if cut is None else id(cut)
+        together = cast("FlatShardedParameter", parameter).cut_together
+        return parameter.requires_grad if together is None else together
 
     def bucket(
         self, parameters: Sequence[ShardedParameter], mesh: ShardMesh, storage: Storage, precision: MixedPrecisionPolicy

@@ -61,6 +61,7 @@ class FlatShardedParameter(ShardedParameter):
     shard: FlatShard | None = None  # the part of the parameter in this rank's slice; None: not sharded yet
     slot: FlatSlot | None = None  # where the parameter lies in its original layout
     original_layout: FlatLayout | None = None  # kept for rebuilt buckets: other slices would need an all-gather
+    cut_together: object | None = None  # the same for the parameters of one original bucket; others may be laid out alike
     handle: FlatParamHandle | None = None  # if flat parameters are visible
     gradient_dtype: torch.dtype | None = None  # of sharded gradients, where it is not the shard's
 
@@ -193,7 +194,8 @@ class FlatShardedParameter(ShardedParameter):
         """Make the parameter of a deep copy whose modules and parameters are in ``memo``."""
         copied = super().copy_for(memo)
         assert isinstance(copied, FlatShardedParameter)
-        copied.shard, copied.slot, copied.original_layout = self.shard, self.slot, self.original_layout
+        copied.shard, copied.slot = self.shard, self.slot
+        copied.original_layout, copied.cut_together = self.original_layout, self.cut_together
         return copied
 
 
