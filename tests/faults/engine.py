@@ -131,7 +131,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "engine/ownership.py",
-        "            existing.pending_owners.append(owner)\n",
+        "            existing.pending_owners = (*existing.pending_owners, owner)\n",
         "            pass\n",
         "A parameter tied between modules of different units is trained apart, without an error.",
         ("training/test_tied_weights.py", "engine/test_memory.py"),

@@ -25,6 +25,7 @@ from fullshard.frontend.arguments import (
     shard_mesh_for,
     warn_if_unpinned,
 )
+from fullshard.frontend.collection import collection_paused
 from fullshard.frontend.sharded_module import make_unit
 from fullshard.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.wrap import Policy, PolicyFunction, plan_for
@@ -151,7 +152,8 @@ def fully_shard(
             "ignored_params": ignored_params,
             "dp_mesh_dims": dp_mesh_dims,
         }
-        _shard_inside(api, module, policy, arguments)
+        with collection_paused():
+            _shard_inside(api, module, policy, arguments)
     ranks = shard_mesh_for(api, mesh, dp_mesh_dims)
     reshard = check_reshard(api, reshard_after_forward, ranks.world_size)
     place, policy_of_unit = placer(api, ranks, shard_placement_fn), _policy(api, mp_policy, offload_policy)

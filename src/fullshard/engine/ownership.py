@@ -109,10 +109,11 @@ class _Holder(NamedTuple):
 
 def _holders(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[_Holder]:
     """Yield the parameters that named modules hold themselves, in model order."""
-    for prefix, module in modules:
+    for path, module in modules:
+        prefix = clean_name(path)
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                yield _Holder(clean_name(f"{prefix}.{name}" if prefix else name), module, name, parameter)
+                yield _Holder(f"{prefix}.{name}" if prefix else name, module, name, parameter)
 
 
 def claim_parameters(
@@ -160,7 +161,7 @@ def claim_parameters(
             existing.add_owner(owner, holder.fqn)
             claimed[id(existing)] = existing
         elif not _is_owned_by_ancestor(existing, modules[0]):
-            existing.pending_owners.append(owner)
+            existing.pending_owners = (*existing.pending_owners, owner)
     for unit in nested.values():
         for parameter in unit.parameters:
             if parameter.pending_owners and any(map(inside, parameter.pending_owners)):
@@ -215,7 +216,7 @@ def _take_from_owners(
     for parameter in (p for p in claimed.values() if p.pending_owners):
         for owner in filter(inside, parameter.pending_owners):
             parameter.add_owner(owner, "")
-        parameter.pending_owners = [owner for owner in parameter.pending_owners if not inside(owner)]
+        parameter.pending_owners = tuple(owner for owner in parameter.pending_owners if not inside(owner))
 
 
 def check_owned(units: list[Unit]) -> None:
@@ -261,5 +262,5 @@ def _name(parameter: ShardedParameter, names: dict[int, list[str]]) -> None:
         for owner in parameter.owners
         for prefix in names.get(id(owner.module()), [])
     ]
-    parameter.fqns = found or parameter.fqns  # its modules may be gone, or outside of the roots
+    parameter.fqns = tuple(found) or parameter.fqns  # its modules may be gone, or outside of the roots
     parameter.fqn = parameter.fqns[0]

@@ -31,7 +31,7 @@ def rollback_on_failure(module: nn.Module) -> Iterator[list[nn.Module]]:
     gradients = [(p, p.grad) for _, _, p, _ in holders if p.grad is not None]
     # Units made before note where else their tied parameters are; what a unit that is undone told them is forgotten.
     managed = [sharded for _, _, p, _ in holders if (sharded := managed_by(p)) is not None]
-    pending_owners = [(sharded, list(sharded.pending_owners)) for sharded in managed]
+    pending_owners = [(sharded, sharded.pending_owners) for sharded in managed]
     children = [(m, list(m._modules.items())) for m in module.modules()]
     wrapped_modules: list[nn.Module] = []
     try:

@@ -104,9 +104,9 @@ class FlatShardedParameter(ShardedParameter):
         sharded, local = self.sharded, self.local
         if sharded.shape != local.shape:
             return False
-        # Empty tensors have no address. Ranks with a non-empty shard notice replaced data, so all ranks must.
+        # Empty tensors have no address, but memory. Ranks with a non-empty shard notice replaced data, so all ranks must.
         if not local.numel():
-            return sharded.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+            return bool(torch._C._is_alias_of(sharded, local))  # type: ignore[attr-defined]
         return sharded.data_ptr() == local.data_ptr()
 
     def accept_replacement(self) -> nn.Parameter:
@@ -287,5 +287,6 @@ def shard_view(buffer: torch.Tensor, shard: FlatShard, parameter: FlatShardedPar
     """Return the view of a shard buffer that is one parameter's shard: 1-D, or of its own shape if it is ``whole``."""
     shape, stride = (parameter.shape.shape, parameter.shape.stride) if whole else ((shard.numel,), (1,))
     if not shard.numel:
-        return buffer.new_empty(1).as_strided(shape, stride)  # with an address, see FlatShardedParameter.is_in_place
+        # On memory of its own, see FlatShardedParameter.is_in_place.
+        return buffer.new_empty(1).as_strided_(shape, stride)
     return own_storage(buffer.as_strided(shape, stride, int(buffer.storage_offset()) + shard.offset))

@@ -56,8 +56,7 @@ class WrapperState(nn.Module):
         return [m for _, m in managed_modules([self]) if m is not self and m not in self._ignored_modules]
 
     def _prepare_state(self) -> None:
-        self._buffer_dtypes = self._load = None
-        self._state_settings = StateDictSettings()
+        vars(self).update(_buffer_dtypes=None, _load=None, _state_settings=StateDictSettings())
         self.register_load_state_dict_post_hook(WrapperState._end_load)  # type: ignore[no-untyped-call]
 
     def _cast_buffers(self) -> None:
