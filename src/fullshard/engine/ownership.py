@@ -250,8 +250,10 @@ def _names_of(roots: Sequence[nn.Module]) -> dict[int, list[str]]:
     names: dict[int, list[str]] = {}
     for root in roots:
         for name, module in root.named_modules(remove_duplicate=False):
-            known = names.setdefault(id(module), [])
-            if (clean := clean_name(name)) not in known:  # a wrapper and the module in it have the same
+            clean, known = clean_name(name), names.get(id(module))
+            if known is None:
+                names[id(module)] = [clean]
+            elif clean not in known:  # a wrapper and the module in it have the same
                 known.append(clean)
     return names
 

@@ -83,9 +83,9 @@ class Policy(ABC):
         """
         tree = ModuleTree(root, ignored_modules, ignored_params, sharded)
         kwargs = dict(root_kwargs or {})
-        left_alone = {module for module in root.modules() if module is not root and not tree.wrappable(module)}
-        targets = self._run_policy(root, left_alone, kwargs)
         known = set(root.modules())
+        left_alone = {module for module in known if module is not root and not tree.wrappable(module)}
+        targets = self._run_policy(root, left_alone, kwargs)
         for module in targets:
             if module not in known:
                 raise ValueError(
