@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from fullshard.comm.mesh import ShardMesh, WholeMesh, axis_of, shard_mesh
-from fullshard.engine.ownership import managed_modules, unit_of
+from fullshard.engine.ownership import all_modules, managed_modules, unit_of
 from fullshard.engine.parameters.placement import ParameterPlacement
 from fullshard.engine.parameters.sharded import managed_by
 from fullshard.policy import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
@@ -77,7 +77,7 @@ def root_modules(api: str, module: nn.Module | Sequence[nn.Module]) -> list[nn.M
     for index, one in enumerate(modules):
         if not isinstance(one, nn.Module):
             raise TypeError(f"{api}: expected modules, found a {type(one).__name__} at index {index}")
-    inside = {id(below) for one in modules for below in one.modules() if below is not one}
+    inside = {id(below) for one in modules for below in all_modules(one) if below is not one}
     roots = list({id(one): one for one in modules if id(one) not in inside}.values())
     for one in roots:
         _check_module(api, one)
@@ -154,14 +154,13 @@ def check_parameters(api: str, modules: Sequence[nn.Module], ignored: Iterable[n
 
 def _check_engine(api: str, modules: Sequence[nn.Module]) -> None:
     """Raise ValueError if torch's FSDP has sharded one of ``modules`` or a module in them."""
-    known: dict[type, bool] = {}
-    for root in modules:
+    kinds = {type(module) for root in modules for module in all_modules(root)}
+    # By name: fullshard does not import torch's FSDP.
+    others = {kind for kind in kinds if any(base.__module__.startswith(TORCHS_ENGINE) for base in kind.__mro__)}
+    for root in modules if others else ():
         for name, module in root.named_modules():
-            kind = type(module)
-            if kind not in known:  # by name: fullshard does not import torch's FSDP
-                known[kind] = any(base.__module__.startswith(TORCHS_ENGINE) for base in kind.__mro__)
             # Modules with a unit are sharded by fullshard, whatever their base classes.
-            if known[kind] and unit_of(module) is None:
+            if type(module) in others and unit_of(module) is None:
                 which = f"the module {name!r}" if name else "this module"
                 raise ValueError(
                     f"{api}: {which}, a {type(module).__name__}, is sharded by torch.distributed.fsdp; expected "

@@ -94,7 +94,7 @@ def make_unit(
     unit = Unit(modules, mesh, claimed, policy, settings)
     for module in modules:
         set_unit(module, unit)
-    mark_nested(subtree.below_nested())
+    mark_nested(subtree.in_nested_units)
     watch_optimizers()
 
 

@@ -18,6 +18,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from fullshard.engine.ownership import all_modules
+
 __all__ = ["ModuleTree", "TreeParameter"]
 
 _T = TypeVar("_T")
@@ -187,8 +189,8 @@ def _common(chains: list[tuple[nn.Module, ...]]) -> tuple[nn.Module, ...]:
 
 
 def _closed(root: nn.Module, sharded: Callable[[nn.Module], bool]) -> set[nn.Module]:
-    tops = [module for module in root.modules() if module is not root and sharded(module)]
-    return {below for module in tops for below in module.modules()} - {root}
+    tops = [module for module in all_modules(root) if module is not root and sharded(module)]
+    return {below for module in tops for below in all_modules(module)} - {root}
 
 
 def _join(prefix: str, name: str) -> str:

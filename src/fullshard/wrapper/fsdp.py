@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.engine.containers import cast_tensors, iterate_tensors
 from fullshard.engine.hooks import in_backward
-from fullshard.engine.ownership import nested_units, unit_of
+from fullshard.engine.ownership import all_modules, nested_units, unit_of
 from fullshard.engine.parameters.names import CHECKPOINTED, clean_name
 from fullshard.engine.runtime import runtime_of
 from fullshard.engine.states import ParameterState
@@ -553,7 +553,7 @@ def _ignored(
 ) -> tuple[set[nn.Module], set[nn.Parameter]]:
     """Return ignored modules and parameters, including those that nested wrappers ignore."""
     ignored_modules, ignored_parameters = ignored_states(module, modules, states)
-    for below in module.modules():
+    for below in all_modules(module):
         if isinstance(below, FullyShardedDataParallel):
             ignored_modules |= below._ignored_modules
             ignored_parameters |= below._ignored_parameters

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.comm.mesh import ShardMesh, axis_of, shard_mesh
 from fullshard.engine.buckets.formats import FlatShardingFormat
-from fullshard.engine.ownership import unit_of
+from fullshard.engine.ownership import all_modules, unit_of
 from fullshard.engine.settings import UnitPolicy, UnitSettings
 from fullshard.frontend.arguments import (
     check_bool,
@@ -143,7 +143,7 @@ def _device_type(module: nn.Module, device_id: int | torch.device | None) -> str
     """
     check_instance(f"{API}: device_id", device_id, (int, torch.device, type(None)))
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    tensors = (t for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values()))
+    tensors = (t for m in all_modules(module) for t in (*m._parameters.values(), *m._buffers.values()))
     found = {t.device for t in tensors if t is not None}
     on_accelerators = {device for device in found if device.type not in ("cpu", "meta")}
     types = sorted({device.type for device in on_accelerators})

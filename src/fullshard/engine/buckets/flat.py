@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ class FlatBucket(BufferBucket):
 
     def __init__(self, parameters: Sequence[FlatShardedParameter], mesh: ShardMesh, storage: Storage) -> None:
         super().__init__(parameters, mesh, storage)
-        self.flat_parameters = list(parameters)
+        self.flat_parameters = cast("list[FlatShardedParameter]", self.parameters)
         values = [value_of(parameter.sharded) for parameter in parameters]
         self.layout = self._make_layout(min(values[0].dtype.itemsize, storage.param_dtype.itemsize))
         self.shard_buffer = self._new_shard_buffer(self.layout.slice_numel, values[0])

@@ -61,7 +61,9 @@ class FlatShardedParameter(ShardedParameter):
     shard: FlatShard | None = None  # the part of the parameter in this rank's slice; None: not sharded yet
     slot: FlatSlot | None = None  # where the parameter lies in its original layout
     original_layout: FlatLayout | None = None  # kept for rebuilt buckets: other slices would need an all-gather
-    cut_together: object | None = None  # the same for the parameters of one original bucket; others may be laid out alike
+    cut_together: object | None = (
+        None  # the same for the parameters of one original bucket; others may be laid out alike
+    )
     handle: FlatParamHandle | None = None  # if flat parameters are visible
     gradient_dtype: torch.dtype | None = None  # of sharded gradients, where it is not the shard's
 

@@ -127,7 +127,7 @@ class ShardedParameter:
     @classmethod
     def of(cls, parameter: nn.Parameter, owner: Owner, fqn: str, placement: ParameterPlacement) -> ShardedParameter:
         """Make the state of a parameter that no unit manages yet."""
-        value = value_of(parameter)
+        value = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
         shape = _unsharded_shape(fqn, tuple(value.shape), tuple(value.stride()), placement.shard_dim)
         return cls(parameter, [owner], (fqn,), placement, shape)
 
