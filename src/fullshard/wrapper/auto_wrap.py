@@ -72,11 +72,9 @@ def plan_wrappers(
                 f"{API}: auto_wrap_policy: expected arguments of the constructor for module {entry.name!r}, found "
                 f"{unknown}; valid are {sorted(arguments)}"
             )
-        own = entry.kwargs
-        same = all([own.get(name, value) is value for name, value in arguments.items()])
-        chosen_options = root_options if same else WrapperOptions.of(entry.module, {**arguments, **own})
-        full = entry.module in full_precision
-        options[entry.module] = replace(chosen_options, casts_around=True) if full else chosen_options
+        same = all(entry.kwargs.get(name, value) is value for name, value in arguments.items())
+        own = root_options if same else WrapperOptions.of(entry.module, {**arguments, **entry.kwargs})
+        options[entry.module] = replace(own, casts_around=True) if entry.module in full_precision else own
     return chosen, options
 
 

@@ -106,7 +106,7 @@ class FlatShardedParameter(ShardedParameter):
         sharded, local = self.sharded, self.local
         if sharded.shape != local.shape:
             return False
-        # Empty tensors have no address, but memory. Ranks with a non-empty shard notice replaced data, so all ranks must.
+        # Empty tensors have no address. Ranks with a non-empty shard notice replaced data, so all ranks must.
         if not local.numel():
             return bool(torch._C._is_alias_of(sharded, local))  # type: ignore[attr-defined]
         return sharded.data_ptr() == local.data_ptr()
