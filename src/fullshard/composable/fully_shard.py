@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm.mesh import ShardMesh, shard_mesh
 from fullshard.composable.fsdp_module import FSDPModule, ReplicateModule, set_class, sharded_class
-from fullshard.engine.ownership import unit_of
+from fullshard.engine.ownership import Subtree, unit_of
 from fullshard.engine.settings import UnitPolicy, UnitSettings
 from fullshard.frontend.arguments import (
     Place,
@@ -280,9 +280,9 @@ def _shard(
     ignored_params: Iterable[nn.Parameter] | None,
     base: type[FSDPModule],
 ) -> None:
-    ignored = ignored_parameters(api, ignored_params)
-    check_parameters(api, modules, ignored)
-    make_unit(modules, ranks, place, policy, UnitSettings(reshard_after_forward=reshard), ignored)
+    ignored, subtree = ignored_parameters(api, ignored_params), Subtree.of(modules)
+    check_parameters(api, subtree, ignored)
+    make_unit(subtree, ranks, place, policy, UnitSettings(reshard_after_forward=reshard), ignored)
     for module in modules:
         # torch's composable DDP ignores modules with this entry.
         module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()

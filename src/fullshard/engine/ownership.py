@@ -29,7 +29,6 @@ __all__ = [
     "check_owned",
     "claim_parameters",
     "clear_unit",
-    "managed_modules",
     "nested_units",
     "rename",
     "set_unit",
@@ -111,11 +110,6 @@ class Subtree:
     def in_nested_units(self) -> list[nn.Module]:
         """The modules with units of their own, and all below."""
         return [below for module in self.nested for below in all_modules(module)]
-
-
-def managed_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Return ``modules`` and modules below that are not in another unit, with relative names, each once."""
-    return Subtree.of(modules).managed
 
 
 class _Holder(NamedTuple):

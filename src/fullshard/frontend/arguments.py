@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from fullshard.comm.mesh import ShardMesh, WholeMesh, axis_of, shard_mesh
-from fullshard.engine.ownership import all_modules, managed_modules, unit_of
+from fullshard.engine.ownership import Subtree, all_modules, unit_of
 from fullshard.engine.parameters.placement import ParameterPlacement
 from fullshard.engine.parameters.sharded import managed_by
 from fullshard.policy import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
@@ -141,11 +141,11 @@ def ignored_parameters(api: str, ignored: Iterable[nn.Parameter] | None) -> list
     return found
 
 
-def check_parameters(api: str, modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]) -> None:
+def check_parameters(api: str, subtree: Subtree, ignored: Iterable[nn.Parameter]) -> None:
     """Raise ValueError if a parameter is uninitialized (lazy), or a module is sharded by torch."""
-    _check_engine(api, modules)
+    _check_engine(api, subtree.roots)
     ignored_ids = {id(parameter) for parameter in ignored}
-    for prefix, submodule in managed_modules(modules):
+    for prefix, submodule in subtree.managed:
         for name, parameter in submodule._parameters.items():
             if parameter is not None and id(parameter) not in ignored_ids and nn.parameter.is_lazy(parameter):
                 fqn = f"{prefix}.{name}" if prefix else name

@@ -65,7 +65,7 @@ def computes_on_copies(unit: Unit) -> bool:
 
 
 def make_unit(
-    modules: Sequence[nn.Module],
+    subtree: Subtree,
     mesh: ShardMesh,
     place: Place,
     policy: UnitPolicy,
@@ -75,7 +75,7 @@ def make_unit(
     ignored_modules: Collection[nn.Module] = (),
     owned_by_ancestor: Iterable[nn.Parameter] = (),
 ) -> None:
-    """Move buffers to the device of ``mesh``, and shard the parameters of ``modules`` as one unit.
+    """Move buffers to the device of ``mesh``, and shard the parameters of the roots of ``subtree`` as one unit.
 
     Parameters in ``ignored``, and buffers of ``ignored_modules``, stay as they are. ``owned_by_ancestor`` are
     parameters of modules in nested units that belong to this unit.
@@ -85,14 +85,13 @@ def make_unit(
     """
     if mesh.device.type == "cpu":
         keep_freed_memory_by_default()
-    subtree = Subtree.of(modules)
     for _, managed in subtree.managed:
         for name, buffer in managed._buffers.items() if managed._buffers and managed not in ignored_modules else ():
             if buffer is not None and not buffer.is_meta and buffer.device != mesh.device:
                 managed._buffers[name] = buffer.to(mesh.device)
     claimed = claim_parameters(subtree, ignored, place, policy.form, take_parameters, owned_by_ancestor)
-    unit = Unit(modules, mesh, claimed, policy, settings)
-    for module in modules:
+    unit = Unit(subtree.roots, mesh, claimed, policy, settings)
+    for module in subtree.roots:
         set_unit(module, unit)
     mark_nested(subtree.in_nested_units)
     watch_optimizers()

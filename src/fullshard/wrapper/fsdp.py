@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.engine.containers import cast_tensors, iterate_tensors
 from fullshard.engine.hooks import in_backward
-from fullshard.engine.ownership import all_modules, nested_units, unit_of
+from fullshard.engine.ownership import Subtree, all_modules, nested_units, unit_of
 from fullshard.engine.parameters.names import CHECKPOINTED, clean_name
 from fullshard.engine.runtime import runtime_of
 from fullshard.engine.states import ParameterState
@@ -155,7 +155,7 @@ class FullyShardedDataParallel(WrapperSummon, WrapperOptim, WrapperState, Sharde
             )
         ignored = _ignored(module, ignored_modules, ignored_states)
         options = WrapperOptions.of(module, arguments)
-        check_parameters(API, [module], ignored[1])
+        check_parameters(API, Subtree.of([module]), ignored[1])
         # What initializes modules is the user's, and may leave garbage as large as the model.
         with contextlib.nullcontext() if auto_wrap_policy is None or param_init_fn is not None else collection_paused():
             self._wrap(module, auto_wrap_policy, arguments, options, *ignored)
@@ -197,10 +197,13 @@ class FullyShardedDataParallel(WrapperSummon, WrapperOptim, WrapperState, Sharde
         # Not by nn.Module.__setattr__, which compares each value with all that a module may register.
         vars(self).update(_options=options, _ignored_modules=initializer.ignored_modules)
         self._fsdp_wrapped_module = module
-        mesh, managed = options.mesh, self._managed
+        mesh, subtree = options.mesh, Subtree.of([self])
+        managed = self._managed_in(subtree)
         ranks_agree = options.param_init_fn is not None or options.sync_module_states  # user code; a collective follows
         with raised_on_all(data_parallel_groups(mesh)) if ranks_agree else contextlib.nullcontext():
             initializer.materialize(managed, options.param_init_fn, mesh.device)
+        if options.param_init_fn is not None:
+            subtree = Subtree.of([self])  # it may have changed what the modules hold
         vars(self).update(_ignored_parameters=initializer.current(initializer.ignored_parameters))
         ignored = self._ignored_parameters | initializer.current(left_out)
         unclaimed = initializer.unclaimed - ignored
@@ -209,7 +212,7 @@ class FullyShardedDataParallel(WrapperSummon, WrapperOptim, WrapperState, Sharde
         if options.sync_module_states:
             sync_states(managed, ignored, inherited, mesh)
         make_unit(
-            [self],
+            subtree,
             mesh,
             placer(API, mesh),
             options.policy(module),
