@@ -1,8 +1,9 @@
-"""Time to wrap a model of a thousand small modules, fullshard's FullyShardedDataParallel beside torch FSDP1.
+"""Time to wrap a model of many small modules: FullyShardedDataParallel and fully_shard, each beside torch's.
 
-A thousand units, each a 16 x 16 linear layer and a norm, that a ``ModuleWrapPolicy`` finds, on a fake process group
-of 8 ranks on CPU. All contestants live in this process and take turns; a turn makes a new model (not timed), times
-the constructor, then the first training step of what it made: work that a constructor puts off is in there.
+For FullyShardedDataParallel a thousand units, each a 16 x 16 linear layer and a norm, that a ``ModuleWrapPolicy``
+finds; for ``fully_shard`` a tenth as many units, of eight parameters each. On a fake process group of 8 ranks on CPU.
+All contestants live in this process and take turns; a turn makes a new model (not timed), times the wrapping, then the
+first training step of what it made: work that wrapping puts off is in there. Times are CPU time of the thread.
 """
 
 from __future__ import annotations
@@ -11,23 +12,39 @@ import gc
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from bench import report
 from bench.command_line import Options as SharedOptions
 from bench.command_line import option
-from bench.contestants import PEER_WITH_SAME_FLAG, WRAPPING, distribute, fake_group, prepare
+from bench.contestants import (
+    COMPOSABLE,
+    FSDP2,
+    FULLSHARD,
+    PEER_WITH_SAME_FLAG,
+    WRAPPING,
+    distribute,
+    fake_group,
+    prepare,
+)
 from bench.models import TinyUnit, tiny_units
-from bench.report import column
+from bench.optimizer_cost import PARAMETERS_PER_UNIT, SmallUnit
+from bench.report import cell, column, value_under
 from bench.statistics import paired_spread, spread
 from bench.turns import compete
 
 TITLE = "Time to wrap"
-FIGURES = {"constructor": "constructor", "first_step": "first step", "both": "both together"}
-# What the constructor may take of FSDP1's with the same flag.
-TARGET = 0.50
+FIGURES = {"constructor": "wrapping", "first_step": "first step", "both": "both together"}
+SYSTEMS = (*WRAPPING, *COMPOSABLE)
+# Contestant -> what it is measured by, and the key of their ratio.
+PEERS = {name: (peer, "ratio_to_fsdp1") for name, peer in PEER_WITH_SAME_FLAG.items()}
+PEERS[FULLSHARD] = (FSDP2, "ratio_to_fsdp2")
+# What they may take of their peer's time.
+TARGETS = {"constructor": 0.50, "both": 0.60}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +55,11 @@ class Options(SharedOptions):
     ranks: int = 8
     rounds: int = 7
     warmup_units: int = option(10, "Units of each one's first model, not timed.")
-    only: tuple[str, ...] = option((), choices=tuple(WRAPPING))
+    only: tuple[str, ...] = option((), choices=SYSTEMS)
 
 
 class Runner:
-    """A contestant, with its imports and caches made by a first model."""
+    """A contestant, with its imports made by a first model."""
 
     def __init__(self, system: str, options: Options) -> None:
         self.system, self.units = system, options.units
@@ -55,31 +72,39 @@ class Runner:
     def wrap(self, units: int) -> dict[str, float]:
         """Seconds per figure of one new model."""
         torch.manual_seed(0)
-        model = tiny_units(units)
-        inputs = torch.randn(1, model[0].linear.in_features)
+        model, kind, inputs = model_for(self.system, units)
         gc.collect()  # what the turn before left behind
-        start = time.perf_counter()
-        wrapped = distribute(self.system, model, TinyUnit, torch.device("cpu"))
-        made = time.perf_counter()
+        start = time.thread_time()
+        wrapped = distribute(self.system, model, kind, torch.device("cpu"))
+        made = time.thread_time()
         wrapped(inputs).sum().backward()
-        end = time.perf_counter()
+        end = time.thread_time()
         return {"constructor": made - start, "first_step": end - made, "both": end - start}
 
 
+def model_for(system: str, units: int) -> tuple[nn.Module, type[nn.Module], torch.Tensor]:
+    """A contestant's model, the class of its units, and inputs."""
+    if system in COMPOSABLE:
+        model = nn.Sequential(*(SmallUnit() for _ in range(max(1, units // 10))))
+        return model, SmallUnit, torch.randn(1, model[0].norms[0].normalized_shape[0])
+    tiny = tiny_units(units)
+    return tiny, TinyUnit, torch.randn(1, tiny[0].linear.in_features)
+
+
 def summarize(turns: Mapping[str, Sequence[Mapping[str, float]]], units: int) -> dict[str, dict[str, Any]]:
-    """JSON-ready: per contestant and figure the time and, if the peer ran, its ratio to FSDP1's with the same flag."""
+    """JSON-ready: per contestant and figure the time and, if the peer ran, its ratio to the peer's."""
     summary: dict[str, dict[str, Any]] = {name: {} for name in turns}
     for figure in FIGURES:
         seconds = {name: [one[figure] for one in each] for name, each in turns.items()}
         for name, times in seconds.items():
-            peer, median = PEER_WITH_SAME_FLAG.get(name), spread(times).median
+            (peer, key), median = PEERS.get(name, ("", "")), spread(times).median
             entry: dict[str, Any] = {
                 "median_seconds": median,
-                "median_seconds_per_unit": median / units,
+                "median_seconds_per_unit": median / (units // 10 or 1 if name in COMPOSABLE else units),
                 "seconds": times,
             }
             if peer in seconds:
-                entry["ratio_to_fsdp1"] = paired_spread(times, seconds[peer]).as_json()
+                entry[key] = paired_spread(times, seconds[peer]).as_json()
             summary[name][figure] = entry
     return summary
 
@@ -88,29 +113,43 @@ def table(summary: Mapping[str, Mapping[str, Any]], failures: Mapping[str, str])
     columns = []
     for figure, label in FIGURES.items():
         columns.append(column(f"{label}, ms", figure, "median_seconds", spec=".0f", scale=1e3))
-        columns.append(column("/ FSDP1 with the same flag", figure, "ratio_to_fsdp1"))
+        columns.append(("/ torch's", partial(ratio, figure)))
     return report.table("contestant", summary, columns, failures)
 
 
+def ratio(figure: str, entry: Mapping[str, Any]) -> str:
+    """The cell of a contestant's ratio to its peer."""
+    found = (value_under(entry, (figure, key)) for _, key in PEERS.values())
+    return cell(next((each for each in found if each is not None), None))
+
+
 def verdicts(summary: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Per wrapper of fullshard: its constructor's ratio, and whether it meets the target."""
-    found = {name: figures["constructor"].get("ratio_to_fsdp1") for name, figures in summary.items()}
-    return [report.verdict(f"constructor, {name}:", each["median"], TARGET) for name, each in found.items() if each]
+    """Per front end of fullshard: the ratios that have a target, and whether they meet it."""
+    found = [
+        (f"{FIGURES[figure]}, {name}:", value_under(summary, (name, figure, key)), limit)
+        for figure, limit in TARGETS.items()
+        for name, (_, key) in PEERS.items()
+    ]
+    return [report.verdict(what, each["median"], limit) for what, each, limit in found if each is not None]
 
 
 def panels(summary: Mapping[str, Any]) -> list[report.Bars]:
-    """A panel per figure."""
-    return report.bars(summary, {f"{label} / FSDP1": (key, "ratio_to_fsdp1") for key, label in FIGURES.items()})
+    """A panel per figure and peer."""
+    titles = {"ratio_to_fsdp1": "FSDP1", "ratio_to_fsdp2": "FSDP2"}
+    panels = {f"{label} / {titles[peer]}": (key, peer) for peer in titles for key, label in FIGURES.items()}
+    return report.bars(summary, panels)
 
 
 def run(options: Options) -> None:
-    """Compare the time that wrapping a model of many small modules takes in fullshard and in FSDP1."""
+    """Compare the time that wrapping a model of many small modules takes in fullshard and in torch."""
     with fake_group(options.ranks):
-        turns, failures = compete(options.only or WRAPPING, lambda name: Runner(name, options), options.rounds)
+        turns, failures = compete(options.only or SYSTEMS, lambda name: Runner(name, options), options.rounds)
     summary = summarize(turns, options.units)
     paragraphs = [
-        f"{options.units} units (linear 16 x 16 and norm) found by a ModuleWrapPolicy, rank 0 of "
-        f"{options.ranks} on a fake process group, one thread; {options.rounds} rounds.",
+        f"{options.units} units (linear 16 x 16 and norm) found by a ModuleWrapPolicy, for `fully_shard` "
+        f"{options.units // 10 or 1} of {PARAMETERS_PER_UNIT} parameters each; rank 0 of {options.ranks} on a fake "
+        f"process group, one thread, its CPU time; {options.rounds} rounds. Ratios are to FSDP1 with the same flag, "
+        "and to FSDP2.",
         table(summary, failures),
         *report.against_targets(verdicts(summary)),
         *report.could_not_run(failures),

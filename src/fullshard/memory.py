@@ -145,10 +145,8 @@ def alias(tensor: torch.Tensor, offset: int, shape: Sequence[int], stride: Seque
     Collectives write through such aliases. A view would share the parameter's version counter, which gloo increments
     from its own thread when it writes an output; autograd would then reject tensors saved in forward.
     """
-    start = int(tensor.storage_offset()) + offset
     made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    with torch.no_grad():
-        return made.set_(tensor.untyped_storage(), start, tuple(shape), tuple(stride))
+    return made.set_(tensor.untyped_storage(), tensor.storage_offset() + offset, shape, stride)
 
 
 def own_storage(view: torch.Tensor) -> torch.Tensor:
@@ -167,6 +165,8 @@ def own_storage(view: torch.Tensor) -> torch.Tensor:
         if not view.is_contiguous():
             return view
         own = from_dlpack(to_dlpack(view.view(-1).view(torch.uint8))).view(view.dtype)
+    if own.stride() == view.stride():
+        return own
     return own.as_strided(view.shape, view.stride(), 0)  # DLPack drops strides of dims of size 1
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
-from bench.contestants import FSDP1_FLAT, PEER_WITH_SAME_FLAG, WRAPPER_FLAT
+from bench.contestants import FSDP1_FLAT, FULLSHARD, PEER_WITH_SAME_FLAG, WRAPPER_FLAT
 from small_runs import run_small
 
 from bench import host_cost, optimizer_cost, wrap_time
@@ -32,7 +33,7 @@ def test_host_cost(tmp_path: Path) -> None:
 
 
 def test_wrap_time(tmp_path: Path) -> None:
-    """Constructor and first step of every wrapper, each beside FSDP1 with the same flag."""
+    """Wrapping and first step of every front end, each beside torch's, and the targets of each."""
     page, stored = run_small(tmp_path, "wrap_time", "--units 3 --rounds 2 --warmup-units 1")
     flat = stored["contestants"][WRAPPER_FLAT]
     assert not stored["not_run"] and set(flat) == set(wrap_time.FIGURES)
@@ -40,7 +41,12 @@ def test_wrap_time(tmp_path: Path) -> None:
     ratios = [mine / base for mine, base in zip(flat["both"]["seconds"], peer["both"]["seconds"], strict=True)]
     assert flat["both"]["ratio_to_fsdp1"]["median"] == pytest.approx(sum(ratios) / 2)
     assert "ratio_to_fsdp1" not in peer["both"]
-    assert "<!-- bench:wrap_time -->\n3 units" in page and "Against the targets: constructor, fullshard" in page
+    assert stored["contestants"][FULLSHARD]["both"]["ratio_to_fsdp2"]
+    assert set(stored["contestants"]) == set(wrap_time.SYSTEMS)
+    assert "<!-- bench:wrap_time -->\n3 units" in page and "Against the targets: wrapping, fullshard" in page
+    for name in wrap_time.PEERS:
+        assert re.search(rf"wrapping, {name}: \S+ of at most 0\.50", page)
+        assert re.search(rf"both together, {name}: \S+ of at most 0\.60", page)
 
 
 def test_optimizer_cost(tmp_path: Path) -> None:

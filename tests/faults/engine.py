@@ -131,7 +131,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "engine/ownership.py",
-        "            existing.pending_owners.append(owner)\n",
+        "            existing.pending_owners = (*existing.pending_owners, owner)\n",
         "            pass\n",
         "A parameter tied between modules of different units is trained apart, without an error.",
         ("training/test_tied_weights.py", "engine/test_memory.py"),
@@ -194,8 +194,8 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "memory.py",
-        "    start = int(tensor.storage_offset()) + offset\n",
-        "    start = offset\n",
+        "tensor.untyped_storage(), tensor.storage_offset() + offset, shape, stride",
+        "tensor.untyped_storage(), offset, shape, stride",
         "Tensors that are made on a part of a buffer begin at the start of the whole.",
         ("engine/test_memory.py", "engine/test_reshard_groups.py"),
     ),

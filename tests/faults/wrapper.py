@@ -121,8 +121,8 @@ FAULTS = [
     ),
     Fault(
         "frontend/sharded_module.py",
-        "        mark_nested(module)\n    watch_optimizers()",
-        "    watch_optimizers()",
+        "    mark_nested(subtree.in_nested_units)\n",
+        "",
         "An inner wrapper takes itself for a root before the first forward.",
         ("wrapper/test_methods.py", "wrapper/test_comm_hooks.py"),
     ),

@@ -6,13 +6,14 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fullshard.layout import PerParameterLayout, Route
+from fullshard.layout.per_parameter import LAYOUTS_KEPT
 from fullshard.memory import Work
 
 __all__ = [
@@ -63,6 +64,7 @@ class Slice(NamedTuple):
     nbytes: int
 
 
+@lru_cache(maxsize=LAYOUTS_KEPT)
 def slices_of(layout: PerParameterLayout, start: int, itemsize: int) -> tuple[Slice, ...]:
     """Return the slices of a layout's shard buffer for the parameters that are sharded over the ranks.
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm.mesh import ShardMesh, shard_mesh
 from fullshard.composable.fsdp_module import FSDPModule, ReplicateModule, set_class, sharded_class
-from fullshard.engine.ownership import unit_of
+from fullshard.engine.ownership import Subtree, unit_of
 from fullshard.engine.settings import UnitPolicy, UnitSettings
 from fullshard.frontend.arguments import (
     Place,
@@ -25,6 +25,7 @@ from fullshard.frontend.arguments import (
     shard_mesh_for,
     warn_if_unpinned,
 )
+from fullshard.frontend.collection import collection_paused
 from fullshard.frontend.sharded_module import make_unit
 from fullshard.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.wrap import Policy, PolicyFunction, WrapPlan, plan_for
@@ -153,7 +154,8 @@ def fully_shard(
             "ignored_params": ignored_params,
             "dp_mesh_dims": dp_mesh_dims,
         }
-        _shard_inside(api, module, policy, arguments)
+        with collection_paused():
+            _shard_inside(api, module, policy, arguments)
     ranks = shard_mesh_for(api, mesh, dp_mesh_dims)
     reshard = check_reshard(api, reshard_after_forward, ranks.world_size)
     place, policy_of_unit = placer(api, ranks, shard_placement_fn), _policy(api, mp_policy, offload_policy)
@@ -297,9 +299,9 @@ def _shard(
     ignored_params: Iterable[nn.Parameter] | None,
     base: type[FSDPModule],
 ) -> None:
-    ignored = ignored_parameters(api, ignored_params)
-    check_parameters(api, modules, ignored)
-    make_unit(modules, ranks, place, policy, UnitSettings(reshard_after_forward=reshard), ignored)
+    ignored, subtree = ignored_parameters(api, ignored_params), Subtree.of(modules)
+    check_parameters(api, subtree, ignored)
+    make_unit(subtree, ranks, place, policy, UnitSettings(reshard_after_forward=reshard), ignored)
     for module in modules:
         # torch's composable DDP ignores modules with this entry.
         module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.activation_checkpoint import ActivationWrapper, apply_activation_checkpointing, checkpoint_wrapper
 from fullshard.composable.fsdp_module import FSDPModule
 from fullshard.composable.fully_shard import check_plan, fully_shard
-from fullshard.engine.ownership import unit_of
+from fullshard.engine.ownership import Subtree, unit_of
 from fullshard.frontend.arguments import (
     check_bool,
     check_instance,
@@ -117,7 +117,7 @@ def shard(
     options: dict[str, Any] = {"root_kwargs": arguments, "sharded": lambda module: unit_of(module) is not None}
     chosen = plan_blocks(model, **options) if plan is None else plan_for(plan, model, **options)
     check_plan(_API, chosen, arguments)
-    check_parameters(_API, [model], ())
+    check_parameters(_API, Subtree.of([model]), ())
     selected = _checkpointed(model, checkpoint_activations)
     names = [name for name, module in model.named_modules() if module in selected]
     replicas = f" x {ranks.replicas} replicas" if ranks.replicas > 1 else ""

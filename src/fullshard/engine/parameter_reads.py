@@ -40,6 +40,8 @@ from fullshard.engine.unit import Unit
 
 __all__ = ["ForwardGraph", "ParameterReads"]
 
+_Leaf: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
 # Nodes that are linear in their inputs that require gradients.
 _LINEAR = (
     *("Add", "Sub", "Neg", "Sum", "Mean", "Stack", "Cat", "View", "Unsafe", "Unsqueeze", "Squeeze", "Expand"),
@@ -137,6 +139,9 @@ def _has_peers(parameter: ShardedParameter) -> bool:
 
 def _read_with_data(nodes: Iterable[Any]) -> list[ShardedParameter]:
     """Return the sharded parameters whose gradients depend on data, in the graph behind ``nodes``."""
+    nodes = list(nodes)
+    if not _reads_sharded(nodes):  # as nearly always; what follows is several times the work
+        return []
     below: dict[Any, _Below] = {}
     parameters: dict[int, ShardedParameter] = {}
     found: set[int] = set()
@@ -162,6 +167,24 @@ def _read_with_data(nodes: Iterable[Any]) -> list[ShardedParameter]:
         if read and data and not _is_linear(node.name(), len(children)):
             found |= read
     return [parameters[key] for key in parameters if key in found]
+
+
+def _reads_sharded(nodes: Iterable[Any]) -> bool:
+    """True if a leaf of the graph behind ``nodes`` is a sharded parameter."""
+    seen = set(nodes)
+    stack = list(seen)
+    while stack:
+        node = stack.pop()
+        if type(node) is _Leaf:
+            managed = managed_by(node.variable)
+            if managed is not None and managed.sharded is node.variable:
+                return True
+            continue
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+    return False
 
 
 def _takes_data(node: Any) -> bool:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from fullshard.comm.mesh import ShardMesh, WholeMesh, axis_of, shard_mesh
-from fullshard.engine.ownership import managed_modules, unit_of
+from fullshard.engine.ownership import Subtree, all_modules, unit_of
 from fullshard.engine.parameters.placement import ParameterPlacement
 from fullshard.engine.parameters.sharded import managed_by
 from fullshard.policy import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
@@ -78,7 +78,7 @@ def root_modules(api: str, module: nn.Module | Sequence[nn.Module]) -> list[nn.M
     for index, one in enumerate(modules):
         if not isinstance(one, nn.Module):
             raise TypeError(f"{api}: expected modules, found a {type(one).__name__} at index {index}")
-    inside = {id(below) for one in modules for below in one.modules() if below is not one}
+    inside = {id(below) for one in modules for below in all_modules(one) if below is not one}
     roots = list({id(one): one for one in modules if id(one) not in inside}.values())
     for one in roots:
         _check_module(api, one)
@@ -137,11 +137,11 @@ def ignored_parameters(api: str, ignored: Iterable[nn.Parameter] | None) -> list
     return found
 
 
-def check_parameters(api: str, modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]) -> None:
+def check_parameters(api: str, subtree: Subtree, ignored: Iterable[nn.Parameter]) -> None:
     """Raise ValueError if a parameter is uninitialized (lazy), or a module is sharded by torch."""
-    _check_engine(api, modules)
+    _check_engine(api, subtree.roots)
     ignored_ids = {id(parameter) for parameter in ignored}
-    for prefix, submodule in managed_modules(modules):
+    for prefix, submodule in subtree.managed:
         for name, parameter in submodule._parameters.items():
             if parameter is not None and id(parameter) not in ignored_ids and nn.parameter.is_lazy(parameter):
                 fqn = f"{prefix}.{name}" if prefix else name
@@ -150,12 +150,13 @@ def check_parameters(api: str, modules: Sequence[nn.Module], ignored: Iterable[n
 
 def _check_engine(api: str, modules: Sequence[nn.Module]) -> None:
     """Raise ValueError if torch's FSDP has sharded one of ``modules`` or a module in them."""
-    for root in modules:
+    kinds = {type(module) for root in modules for module in all_modules(root)}
+    # By name: fullshard does not import torch's FSDP.
+    others = {kind for kind in kinds if any(base.__module__.startswith(TORCHS_ENGINE) for base in kind.__mro__)}
+    for root in modules if others else ():
         for name, module in root.named_modules():
-            # By name: fullshard does not import torch's FSDP. Modules with a unit are sharded by fullshard, whatever
-            # their base classes.
-            owners = (base.__module__ for base in type(module).__mro__) if unit_of(module) is None else ()
-            if any(owner.startswith(TORCHS_ENGINE) for owner in owners):
+            # Modules with a unit are sharded by fullshard, whatever their base classes.
+            if type(module) in others and unit_of(module) is None:
                 which = f"the module {name!r}" if name else "this module"
                 raise ValueError(
                     f"{api}: {which}, a {type(module).__name__}, is sharded by torch.distributed.fsdp; expected "
@@ -204,10 +205,11 @@ def placer(api: str, mesh: ShardMesh, choose: PlacementFunction | None = None) -
         own = parameter._spec if isinstance(parameter, DTensor) and managed_by(parameter) is None else None
         if own is None and own_mesh.whole is not None:
             own_mesh = _mesh_of_plain(api, fqn, own_mesh, own_mesh.whole)
+        cut = dim if parameter.ndim else None
         try:
-            return ParameterPlacement(
-                own_mesh, dim if parameter.ndim else None, parameter.shape, tuple(parameter.stride()), own
-            )
+            if own is None:
+                return ParameterPlacement.of_plain(own_mesh, cut, parameter.shape, parameter.stride())
+            return ParameterPlacement(own_mesh, cut, parameter.shape, tuple(parameter.stride()), own)
         except ValueError as error:
             raise ValueError(f"{api}: {fqn}: {error}") from error
 

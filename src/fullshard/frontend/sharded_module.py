@@ -14,7 +14,7 @@ from fullshard.allocator import keep_freed_memory_by_default
 from fullshard.comm.mesh import ShardMesh
 from fullshard.comm.quantized.mesh import MeshQuantization
 from fullshard.engine.optimizer_steps import watch_optimizers
-from fullshard.engine.ownership import claim_parameters, managed_modules, nested_units, set_unit, unit_of
+from fullshard.engine.ownership import Subtree, claim_parameters, nested_units, set_unit, unit_of
 from fullshard.engine.quantized_report import QuantizationReport
 from fullshard.engine.runtime import each_runtime, ensure_idle, runtime_of, take_parameters
 from fullshard.engine.settings import UnitPolicy, UnitSettings
@@ -65,7 +65,7 @@ def computes_on_copies(unit: Unit) -> bool:
 
 
 def make_unit(
-    modules: Sequence[nn.Module],
+    subtree: Subtree,
     mesh: ShardMesh,
     place: Place,
     policy: UnitPolicy,
@@ -75,7 +75,7 @@ def make_unit(
     ignored_modules: Collection[nn.Module] = (),
     owned_by_ancestor: Iterable[nn.Parameter] = (),
 ) -> None:
-    """Move buffers to the device of ``mesh``, and shard the parameters of ``modules`` as one unit.
+    """Move buffers to the device of ``mesh``, and shard the parameters of the roots of ``subtree`` as one unit.
 
     Parameters in ``ignored``, and buffers of ``ignored_modules``, stay as they are. ``owned_by_ancestor`` are
     parameters of modules in nested units that belong to this unit.
@@ -85,23 +85,23 @@ def make_unit(
     """
     if mesh.device.type == "cpu":
         keep_freed_memory_by_default()
-    for _, managed in managed_modules(modules):
-        for name, buffer in managed._buffers.items() if managed not in ignored_modules else ():
+    for _, managed in subtree.managed:
+        for name, buffer in managed._buffers.items() if managed._buffers and managed not in ignored_modules else ():
             if buffer is not None and not buffer.is_meta and buffer.device != mesh.device:
                 managed._buffers[name] = buffer.to(mesh.device)
-    claimed = claim_parameters(modules, ignored, place, policy.form, take_parameters, owned_by_ancestor)
-    unit = Unit(modules, mesh, claimed, policy, settings)
-    for module in modules:
+    claimed = claim_parameters(subtree, ignored, place, policy.form, take_parameters, owned_by_ancestor)
+    unit = Unit(subtree.roots, mesh, claimed, policy, settings)
+    for module in subtree.roots:
         set_unit(module, unit)
-        mark_nested(module)
+    mark_nested(subtree.in_nested_units)
     watch_optimizers()
 
 
-def mark_nested(module: nn.Module) -> None:
-    """Mark the sharded modules below ``module`` as nested: they are not roots any more."""
-    for below in module.modules():
-        if below is not module and isinstance(below, ShardedModule):
-            below._is_nested = True
+def mark_nested(modules: Iterable[nn.Module]) -> None:
+    """Mark the sharded ones of ``modules`` as nested: they are not roots any more."""
+    for module in modules:
+        if isinstance(module, ShardedModule) and not module._is_nested:
+            module._is_nested = True
 
 
 def finish_reductions(module: nn.Module) -> None:
@@ -316,8 +316,8 @@ class ShardedModule(nn.Module):
             copied_unit = _copy_of(unit, [memo[id(module)] for module in members], memo)
             for module in members:
                 set_unit(memo[id(module)], copied_unit)
+        mark_nested(copied.modules())
         copied._is_nested = False
-        mark_nested(copied)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
-from fullshard.layout.per_parameter import ParameterShape, picture_lines, span
+from fullshard.layout.per_parameter import LAYOUTS_KEPT, ParameterShape, built_once, picture_lines, span
 
 __all__ = ["FlatLayout", "FlatShard", "FlatSlot"]
 
@@ -57,7 +58,7 @@ class FlatSlot:
         return FlatShard(start, stop - start, offset)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FlatLayout:
     """Where the parameters of one bucket lie. Build with ``build``; offsets and sizes are in elements."""
 
@@ -66,6 +67,7 @@ class FlatLayout:
     slice_numel: int  # of every rank's shard buffer
 
     @classmethod
+    @built_once
     def build(
         cls,
         parameters: Sequence[ParameterShape],
@@ -89,6 +91,9 @@ class FlatLayout:
         slots = (FlatSlot(p, offset, slice_numel) for p, offset in zip(parameters, offsets, strict=True))
         return cls(tuple(slots), world_size, slice_numel)
 
+    def __hash__(self) -> int:  # without the slots: layouts are looked up often, and nearly always found by identity
+        return hash((self.slice_numel, self.world_size, len(self.slots)))
+
     def __post_init__(self) -> None:
         end = 0
         for slot in self.slots:
@@ -104,6 +109,10 @@ class FlatLayout:
                 raise ValueError(
                     f"unsharded buffer: {fqn} ends at {end}, beyond the {self.unsharded_numel} elements of all slices"
                 )
+
+    def shards(self, rank: int) -> tuple[FlatShard, ...]:
+        """The parts of all parameters that ``rank`` holds."""
+        return _shards(self, rank)
 
     @property
     def unsharded_numel(self) -> int:
@@ -127,3 +136,8 @@ class FlatLayout:
         lines = picture_lines(self.world_size, cells)
         lines[0] += f" {self.unsharded_numel} elements, {self.padding} of them padding"
         return "\n".join(lines)
+
+
+@lru_cache(maxsize=LAYOUTS_KEPT)
+def _shards(layout: FlatLayout, rank: int) -> tuple[FlatShard, ...]:
+    return tuple(slot.shard(rank) for slot in layout.slots)

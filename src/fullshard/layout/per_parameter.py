@@ -34,11 +34,43 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache, wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
-__all__ = ["ALIGNMENT_BYTES", "ParameterShape", "PerParameterLayout", "Route", "Slot", "direct_shards"]
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "LAYOUTS_KEPT",
+    "ParameterShape",
+    "PerParameterLayout",
+    "Route",
+    "Slot",
+    "built_once",
+    "direct_shards",
+]
+
+# Layouts, and values computed from them, that are kept for other buckets of the same parameters: most models have a
+# few kinds of blocks.
+LAYOUTS_KEPT = 256
+
+_Layout = TypeVar("_Layout")
+_Choices = ParamSpec("_Choices")
+_Build = Callable[Concatenate[type[_Layout], Sequence["ParameterShape"], _Choices], _Layout]
+
+
+def built_once(build: _Build[_Layout, _Choices]) -> _Build[_Layout, _Choices]:
+    """Have ``build`` return the layout that it has returned before for equal parameters and choices."""
+    cached = lru_cache(maxsize=LAYOUTS_KEPT)(build)
+
+    @wraps(build)
+    def find(
+        cls: type[_Layout], parameters: Sequence[ParameterShape], *args: _Choices.args, **kwargs: _Choices.kwargs
+    ) -> _Layout:
+        return cached(cls, tuple(parameters), *args, **kwargs)  # type: ignore[arg-type]
+
+    return find  # type: ignore[return-value] # mypy does not know what wraps returns
+
 
 # Vectorized CPU kernels want 64 bytes; it also satisfies the 16 bytes below which NCCL copies scalar by scalar
 # (pytorch#195450).
@@ -55,7 +87,7 @@ class Route(enum.Enum):
     REPLICATED = "replicated"  # every rank keeps all of it; its gradient is in the shared message
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ParameterShape:
     """Shape, strides and cut of one parameter.
 
@@ -88,7 +120,7 @@ class ParameterShape:
                 f"for shape {self.shape}"
             )
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
@@ -217,6 +249,7 @@ class PerParameterLayout:
     unsharded_numel: int
 
     @classmethod
+    @built_once
     def build(
         cls,
         parameters: Sequence[ParameterShape],
@@ -281,6 +314,9 @@ class PerParameterLayout:
             shard_numel=offset,
             unsharded_numel=unsharded_numel,
         )
+
+    def __hash__(self) -> int:  # without the slots: layouts are looked up often, and nearly always found by identity
+        return hash((self.shard_numel, self.unsharded_numel, self.message_numel, self.world_size, len(self.slots)))
 
     def __post_init__(self) -> None:
         unsharded = [(s.unsharded_offset, s.unsharded_numel, s.parameter.fqn, self.alignment) for s in self.slots]

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from fullshard.engine.ownership import all_modules
 from fullshard.errors import FullshardError
 from fullshard.wrap.report import table
 from fullshard.wrap.tree import ModuleTree, TreeParameter
@@ -219,7 +220,7 @@ def _owned_by_ancestor(unit: PlannedUnit) -> Iterator[nn.Parameter]:
 def _places(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
     """Return for each module all (parent, attribute) where it is registered."""
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
-    for holder in root.modules():
+    for holder in all_modules(root):
         for name, child in holder._modules.items():
             if child is not None:
                 places.setdefault(child, []).append((holder, name))

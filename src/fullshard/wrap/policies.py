@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from fullshard.engine.ownership import all_modules
 from fullshard.wrap.plan import WrapPlan, WrapTargets
 from fullshard.wrap.tree import ModuleTree, TreeParameter
 
@@ -83,9 +84,9 @@ class Policy(ABC):
         """
         tree = ModuleTree(root, ignored_modules, ignored_params, sharded)
         kwargs = dict(root_kwargs or {})
-        left_alone = {module for module in root.modules() if module is not root and not tree.wrappable(module)}
+        known = set(all_modules(root))
+        left_alone = {module for module in known if module is not root and not tree.wrappable(module)}
         targets = self._run_policy(root, left_alone, kwargs)
-        known = set(root.modules())
         for module in targets:
             if module not in known:
                 raise ValueError(
@@ -134,8 +135,8 @@ class ModuleWrapPolicy(Policy):
         classes = tuple(self._module_classes)
         return {
             module: dict(root_kwargs)
-            for module in root_module.modules()
-            if module not in ignored_modules and module is not root_module and isinstance(module, classes)
+            for module in all_modules(root_module)
+            if isinstance(module, classes) and module not in ignored_modules and module is not root_module
         }
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:

@@ -12,17 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import torch
 from torch import nn
+
+from fullshard.engine.ownership import all_modules
 
 __all__ = ["ModuleTree", "TreeParameter", "has_forward"]
 
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class TreeParameter:
     """A parameter and its location.
 
@@ -65,7 +68,7 @@ class ModuleTree:
     _names: dict[nn.Module, list[str]]
     _ignored: set[nn.Module]
     _closed: set[nn.Module]
-    _inside: dict[nn.Module, list[TreeParameter]]
+    _children: dict[nn.Module, list[tuple[str, nn.Module]]]  # in the tree, in order of registration
 
     def __init__(
         self,
@@ -82,22 +85,18 @@ class ModuleTree:
         ignored = set(_check_all("ignored_params", ignored_params, nn.Parameter))
         ignored |= {p for module in self._ignored for p in module._parameters.values() if p is not None}
         self._closed = set() if sharded is None else _closed(root, sharded)
+        self._children = {}
         self.modules = tuple(self._post_order())
         self._names = self._all_names()
         self.parameters = tuple(self._all_parameters(ignored))
-        self._inside = {module: [] for module in self.modules}
-        for parameter in self.parameters:
-            for module in () if parameter.ignored else parameter.above:
-                self._inside[module].append(parameter)
 
     def wrappable(self, module: nn.Module) -> bool:
         """Return True if a policy may select ``module``: in the tree, not its root, not ignored."""
         return module in self._names and module is not self.root and module not in self._ignored
 
     def children(self, module: nn.Module) -> Iterator[nn.Module]:
-        """Yield the children in the tree, in order of registration; twice if registered twice."""
-        for _, child in self._named_children(module):
-            yield child
+        """Iterate over the children in the tree, in order of registration; twice if registered twice."""
+        return (child for _, child in self._children[module])
 
     def named(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield names and modules in the order of ``named_modules()``."""
@@ -115,26 +114,37 @@ class ModuleTree:
         """Return the number of elements of the parameters that are used only through ``module``."""
         return sum(parameter.parameter.numel() for parameter in self._inside[module])
 
-    def _named_children(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        for name, child in module._modules.items():
-            if child is not None and child not in self._closed:
-                yield name, child
+    @cached_property
+    def _inside(self) -> dict[nn.Module, list[TreeParameter]]:
+        inside: dict[nn.Module, list[TreeParameter]] = {module: [] for module in self.modules}
+        for parameter in self.parameters:
+            for module in () if parameter.ignored else parameter.above:
+                inside[module].append(parameter)
+        return inside
+
+    def _enter(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Note the children of a module that the tree comes to, and iterate over them."""
+        own, closed = module._modules, self._closed
+        found = [(name, child) for name, child in own.items() if child is not None and child not in closed]
+        self._children[module] = found
+        return iter(found)
 
     def _post_order(self) -> list[nn.Module]:
         # Loops with stacks, here and below: a recursive nested function is a reference cycle that keeps the module
         # alive.
         found: list[nn.Module] = []
         seen = {self.root}
-        stack = [(self.root, self.children(self.root))]
+        stack = [(self.root, self._enter(self.root))]
         while stack:
             module, children = stack[-1]
-            child = next((child for child in children if child not in seen), None)
-            if child is None:
+            for _, child in children:
+                if child not in seen:
+                    seen.add(child)
+                    stack.append((child, self._enter(child)))
+                    break
+            else:
                 found.append(module)
                 stack.pop()
-            else:
-                seen.add(child)
-                stack.append((child, self.children(child)))
         return found
 
     def _all_names(self) -> dict[nn.Module, list[str]]:
@@ -148,7 +158,7 @@ class ModuleTree:
             above |= {module}
             stack += [
                 (_join(name, key), child, above)
-                for key, child in reversed([*self._named_children(module)])
+                for key, child in reversed(self._children[module])
                 if child not in above  # a module may contain one of its ancestors
             ]
         return names
@@ -173,11 +183,13 @@ class ModuleTree:
                 parents.setdefault(child, []).append(module)
         found: dict[nn.Module, tuple[nn.Module, ...]] = {self.root: (self.root,)}
         changed = True
-        while changed:  # the second pass changes nothing, unless a module contains one of its ancestors
+        while changed:
             changed = False
             for module in reversed(self.modules[:-1]):  # parents before children
-                new = (*_common([found[parent] for parent in parents[module] if parent in found]), module)
-                changed |= found.get(module) != new
+                known = [found[parent] for parent in parents[module] if parent in found]
+                new = (*_common(known), module)
+                # One pass is enough, unless a module contains one of its ancestors.
+                changed |= len(known) < len(parents[module]) or (module in found and found[module] != new)
                 found[module] = new
         return found
 
@@ -191,12 +203,14 @@ def has_forward(module: nn.Module) -> bool:
 
 def _common(chains: list[tuple[nn.Module, ...]]) -> tuple[nn.Module, ...]:
     first, *others = chains
+    if not others:
+        return first
     return tuple(module for module in first if all(module in other for other in others))
 
 
 def _closed(root: nn.Module, sharded: Callable[[nn.Module], bool]) -> set[nn.Module]:
-    tops = [module for module in root.modules() if module is not root and sharded(module)]
-    return {below for module in tops for below in module.modules()} - {root}
+    tops = [module for module in all_modules(root) if module is not root and sharded(module)]
+    return {below for module in tops for below in all_modules(module)} - {root}
 
 
 def _join(prefix: str, name: str) -> str:

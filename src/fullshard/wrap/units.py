@@ -15,7 +15,7 @@ from fullshard.wrap.tree import TreeParameter
 __all__ = ["PlannedParameter", "PlannedUnit"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class PlannedParameter:
     """A parameter as it was when the plan was made.
 

@@ -58,7 +58,7 @@ def plan_wrappers(
         warnings.warn(
             f"{API}: mixed_precision is given, so modules of the classes {names} are wrapped separately and run in "
             "full precision; pass MixedPrecision(_module_classes_to_ignore=()) to disable that",
-            stacklevel=3,
+            stacklevel=4,
         )
         targets.update((found, {**targets.get(found, arguments), "mixed_precision": None}) for found in full_precision)
         tree = ModuleTree(module, ignored_modules, ignored_parameters, is_sharded)
@@ -67,7 +67,7 @@ def plan_wrappers(
         warnings.warn(
             f"{API}: unit {unit or '<root>'!r} has both frozen and trainable parameters (frozen: {', '.join(names)}); "
             "the frozen ones are all-gathered by a separate collective; wrap them separately to avoid that",
-            stacklevel=3,
+            stacklevel=4,
         )
     options = {}
     for entry in chosen.entries:

@@ -15,12 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.engine.containers import cast_tensors, iterate_tensors
 from fullshard.engine.hooks import in_backward
-from fullshard.engine.ownership import nested_units, unit_of
+from fullshard.engine.ownership import Subtree, all_modules, nested_units, unit_of
 from fullshard.engine.parameters.names import CHECKPOINTED, clean_name
 from fullshard.engine.runtime import runtime_of
 from fullshard.engine.states import ParameterState
 from fullshard.errors import FullshardError, PhaseError
 from fullshard.frontend.arguments import check_instance, check_parameters, placer
+from fullshard.frontend.collection import collection_paused
 from fullshard.frontend.sharded_module import (
     ShardedModule,
     computes_on_copies,
@@ -152,9 +153,23 @@ class FullyShardedDataParallel(WrapperSummon, WrapperOptim, WrapperState, Sharde
                 "children and the module that contains it instead",
                 stacklevel=2,
             )
-        modules, parameters = _ignored(module, ignored_modules, ignored_states)
+        ignored = _ignored(module, ignored_modules, ignored_states)
         options = WrapperOptions.of(module, arguments)
-        check_parameters(API, [module], parameters)
+        check_parameters(API, Subtree.of([module]), ignored[1])
+        # What initializes modules is the user's, and may leave garbage as large as the model.
+        with contextlib.nullcontext() if auto_wrap_policy is None or param_init_fn is not None else collection_paused():
+            self._wrap(module, auto_wrap_policy, arguments, options, *ignored)
+
+    def _wrap(
+        self,
+        module: nn.Module,
+        auto_wrap_policy: Policy | PolicyFunction | None,
+        arguments: dict[str, Any],
+        options: WrapperOptions,
+        modules: set[nn.Module],
+        parameters: set[nn.Parameter],
+    ) -> None:
+        """Wrap the modules that the policy selects inside of ``module``, and make this the wrapper of ``module``."""
         plan: WrapPlan | None = None
         chosen: dict[nn.Module, WrapperOptions] = {}
         if auto_wrap_policy is not None:
@@ -179,13 +194,17 @@ class FullyShardedDataParallel(WrapperSummon, WrapperOptim, WrapperState, Sharde
         self, module: nn.Module, options: WrapperOptions, initializer: Initializer, left_out: frozenset[nn.Parameter]
     ) -> None:
         """Initialize the wrapper of ``module``, after the wrappers of modules inside of it."""
-        self._options, self._ignored_modules = options, initializer.ignored_modules
+        # Not by nn.Module.__setattr__, which compares each value with all that a module may register.
+        vars(self).update(_options=options, _ignored_modules=initializer.ignored_modules)
         self._fsdp_wrapped_module = module
-        mesh, managed = options.mesh, self._managed
+        mesh, subtree = options.mesh, Subtree.of([self])
+        managed = self._managed_in(subtree)
         ranks_agree = options.param_init_fn is not None or options.sync_module_states  # user code; a collective follows
         with raised_on_all(data_parallel_groups(mesh)) if ranks_agree else contextlib.nullcontext():
             initializer.materialize(managed, options.param_init_fn, mesh.device)
-        self._ignored_parameters = initializer.current(initializer.ignored_parameters)
+        if options.param_init_fn is not None:
+            subtree = Subtree.of([self])  # it may have changed what the modules hold
+        vars(self).update(_ignored_parameters=initializer.current(initializer.ignored_parameters))
         ignored = self._ignored_parameters | initializer.current(left_out)
         unclaimed = initializer.unclaimed - ignored
         # Those that nested units left to this one, in the order of all ranks.
@@ -193,7 +212,7 @@ class FullyShardedDataParallel(WrapperSummon, WrapperOptim, WrapperState, Sharde
         if options.sync_module_states:
             sync_states(managed, ignored, inherited, mesh)
         make_unit(
-            [self],
+            subtree,
             mesh,
             placer(API, mesh),
             options.policy(module),
@@ -537,7 +556,7 @@ def _ignored(
 ) -> tuple[set[nn.Module], set[nn.Parameter]]:
     """Return ignored modules and parameters, including those that nested wrappers ignore."""
     ignored_modules, ignored_parameters = ignored_states(module, modules, states)
-    for below in module.modules():
+    for below in all_modules(module):
         if isinstance(below, FullyShardedDataParallel):
             ignored_modules |= below._ignored_modules
             ignored_parameters |= below._ignored_parameters

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.comm.mesh import ShardMesh, axis_of, shard_mesh
 from fullshard.engine.buckets.formats import FlatShardingFormat
-from fullshard.engine.ownership import unit_of
+from fullshard.engine.ownership import all_modules, unit_of
 from fullshard.engine.settings import UnitPolicy, UnitSettings
 from fullshard.frontend.arguments import (
     check_bool,
@@ -113,11 +114,15 @@ class WrapperOptions:
 
     def policy(self, module: nn.Module) -> UnitPolicy:
         """Return the policy of the unit of a wrapped module; the wrapper casts inputs itself."""
+        return self._policy if self.use_orig_params else self._policy._replace(form=FlatShardingFormat(module))
+
+    @cached_property
+    def _policy(self) -> UnitPolicy:
         precision = self.precision or MixedPrecision()
         return UnitPolicy(
             MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype, cast_forward_inputs=False),
             CPUOffloadPolicy() if self.offload.offload_params else OffloadPolicy(),
-            FlatShardingFormat(None if self.use_orig_params else module),
+            FlatShardingFormat(None),
             self.offload.offload_grads,
             precision.keep_low_precision_grads,
         )
@@ -138,7 +143,8 @@ def _device_type(module: nn.Module, device_id: int | torch.device | None) -> str
     """
     check_instance(f"{API}: device_id", device_id, (int, torch.device, type(None)))
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    found = {t.device for t in (*module.parameters(), *module.buffers())}
+    tensors = (t for m in all_modules(module) for t in (*m._parameters.values(), *m._buffers.values()))
+    found = {t.device for t in tensors if t is not None}
     on_accelerators = {device for device in found if device.type not in ("cpu", "meta")}
     types = sorted({device.type for device in on_accelerators})
     if len(types) > 1:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from fullshard.engine.ownership import clear_unit, unit_of
+from fullshard.engine.ownership import all_modules, clear_unit, unit_of
 from fullshard.engine.parameters.sharded import managed_by, unmark
 from fullshard.engine.unit import Unit
 
@@ -26,13 +26,14 @@ def rollback_on_failure(module: nn.Module) -> Iterator[list[nn.Module]]:
     Yields:
         A list to which the caller appends each module that becomes a unit.
     """
-    holders = [(m, name, p, p.device) for m in module.modules() for name, p in m._parameters.items() if p is not None]
-    values = {p: p.data for _, _, p, _ in holders if p.device.type in ("cpu", "meta") and managed_by(p) is None}
+    modules = all_modules(module)
+    holders = [(m, name, p, p.device) for m in modules for name, p in m._parameters.items() if p is not None]
+    values = {p: p.data for _, _, p, device in holders if device.type in ("cpu", "meta") and managed_by(p) is None}
     gradients = [(p, p.grad) for _, _, p, _ in holders if p.grad is not None]
     # Units made before note where else their tied parameters are; what a unit that is undone told them is forgotten.
     managed = [sharded for _, _, p, _ in holders if (sharded := managed_by(p)) is not None]
-    pending_owners = [(sharded, list(sharded.pending_owners)) for sharded in managed]
-    children = [(m, list(m._modules.items())) for m in module.modules()]
+    pending_owners = [(sharded, sharded.pending_owners) for sharded in managed]
+    children = [(m, list(m._modules.items())) for m in modules if m._modules]
     wrapped_modules: list[nn.Module] = []
     try:
         yield wrapped_modules

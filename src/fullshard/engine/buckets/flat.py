@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -30,18 +31,20 @@ class FlatBucket(BufferBucket):
 
     def __init__(self, parameters: Sequence[FlatShardedParameter], mesh: ShardMesh, storage: Storage) -> None:
         super().__init__(parameters, mesh, storage)
-        self.flat_parameters = list(parameters)
+        self.flat_parameters = cast("list[FlatShardedParameter]", self.parameters)
         values = [value_of(parameter.sharded) for parameter in parameters]
         self.layout = self._make_layout(min(values[0].dtype.itemsize, storage.param_dtype.itemsize))
         self.shard_buffer = self._new_shard_buffer(self.layout.slice_numel, values[0])
-        for parameter, slot, value in zip(parameters, self.layout.slots, values, strict=True):
+        shards, together, whole = self.layout.shards(mesh.rank), object(), mesh.world_size == 1
+        for parameter, slot, shard, value in zip(parameters, self.layout.slots, shards, values, strict=True):
             if parameter.shard is None:
                 parameter.sharded.grad = None  # from before: this rank's own, of the whole parameter
-            parameter.shard, parameter.slot = slot.shard(mesh.rank), slot
-            parameter.original_layout = parameter.original_layout or self.layout
-            local = shard_view(self.shard_buffer, parameter.shard, parameter, whole=mesh.world_size == 1)
-            parameter.local = local
-            local.copy_(parameter.local_part(value))
+            parameter.shard, parameter.slot = shard, slot
+            if parameter.original_layout is None:
+                parameter.original_layout, parameter.cut_together = self.layout, together
+            parameter.local = local = shard_view(self.shard_buffer, shard, parameter, whole=whole)
+            if shard.numel:
+                local.copy_(parameter.local_part(value))
             parameter.place(local)
             if storage.keep_reduced:
                 parameter.gradient_dtype = storage.reduce_dtype
@@ -85,6 +88,7 @@ class FlatBucket(BufferBucket):
         for parameter, value in zip(self.flat_parameters, copies.values, strict=True):
             parameter.sharded.requires_grad_(parameter.requires_grad)
             parameter.shard = parameter.slot = parameter.original_layout = parameter.handle = None
+            parameter.cut_together = None
             device = parameter.local.device
             parameter.place(value.clone() if device == value.device else value.to(device))
         copies.buffer.free()

@@ -113,8 +113,8 @@ class FlatShardingFormat(ShardingFormat):
 
     def _kept_apart(self, parameter: ShardedParameter, value: torch.Tensor) -> object:
         """Frozen parameters lie apart, for a reduction takes all of a bucket; those that were cut apart stay apart."""
-        cut = cast("FlatShardedParameter", parameter).original_layout
-        return parameter.requires_grad if cut is None else id(cut)
+        together = cast("FlatShardedParameter", parameter).cut_together
+        return parameter.requires_grad if together is None else together
 
     def bucket(
         self, parameters: Sequence[ShardedParameter], mesh: ShardMesh, storage: Storage, precision: MixedPrecisionPolicy
@@ -147,12 +147,12 @@ class FlatShardingFormat(ShardingFormat):
 class FlatRegistration(Registration):
     """Modules hold the 1-D parts as their parameters."""
 
-    _rest: list[ShardedParameter]  # those of which this rank has nothing, and those of modules with a __setattr__
+    _empty: list[FlatShardedParameter]  # those of which this rank has nothing: they have no address
 
     def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
         super().__init__(parameters)
-        empty = [parameter for parameter in parameters if not parameter.local.numel()]
-        self._rest = [*empty, *(parameter for _, parameter in self._others)]
+        flat = cast("Sequence[FlatShardedParameter]", parameters)
+        self._empty = [parameter for parameter in flat if not parameter.local.numel()]
 
     def is_registered(self) -> bool:
         """True if modules hold our parameters, on the memory that we gave them."""
@@ -160,7 +160,10 @@ class FlatRegistration(Registration):
             sharded, local = parameter.sharded, parameter.local
             if held.get(name) is not sharded or sharded.data_ptr() != local.data_ptr() or sharded.shape != local.shape:
                 return False
-        return all(parameter.is_registered() for parameter in self._rest)
+        for empty in self._empty:
+            if not empty.is_in_place():
+                return False
+        return all(parameter.is_registered() for _, parameter in self._others)
 
 
 class FlatParameterRegistration(Registration):

@@ -61,6 +61,9 @@ class FlatShardedParameter(ShardedParameter):
     shard: FlatShard | None = None  # the part of the parameter in this rank's slice; None: not sharded yet
     slot: FlatSlot | None = None  # where the parameter lies in its original layout
     original_layout: FlatLayout | None = None  # kept for rebuilt buckets: other slices would need an all-gather
+    cut_together: object | None = (
+        None  # the same for the parameters of one original bucket; others may be laid out alike
+    )
     handle: FlatParamHandle | None = None  # if flat parameters are visible
     gradient_dtype: torch.dtype | None = None  # of sharded gradients, where it is not the shard's
 
@@ -105,7 +108,7 @@ class FlatShardedParameter(ShardedParameter):
             return False
         # Empty tensors have no address. Ranks with a non-empty shard notice replaced data, so all ranks must.
         if not local.numel():
-            return sharded.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+            return bool(torch._C._is_alias_of(sharded, local))  # type: ignore[attr-defined]
         return sharded.data_ptr() == local.data_ptr()
 
     def accept_replacement(self) -> nn.Parameter:
@@ -193,7 +196,8 @@ class FlatShardedParameter(ShardedParameter):
         """Make the parameter of a deep copy whose modules and parameters are in ``memo``."""
         copied = super().copy_for(memo)
         assert isinstance(copied, FlatShardedParameter)
-        copied.shard, copied.slot, copied.original_layout = self.shard, self.slot, self.original_layout
+        copied.shard, copied.slot = self.shard, self.slot
+        copied.original_layout, copied.cut_together = self.original_layout, self.cut_together
         return copied
 
 
@@ -285,5 +289,6 @@ def shard_view(buffer: torch.Tensor, shard: FlatShard, parameter: FlatShardedPar
     """Return the view of a shard buffer that is one parameter's shard: 1-D, or of its own shape if it is ``whole``."""
     shape, stride = (parameter.shape.shape, parameter.shape.stride) if whole else ((shard.numel,), (1,))
     if not shard.numel:
-        return buffer.new_empty(1).as_strided(shape, stride)  # with an address, see FlatShardedParameter.is_in_place
+        # On memory of its own, see FlatShardedParameter.is_in_place.
+        return buffer.new_empty(1).as_strided_(shape, stride)
     return own_storage(buffer.as_strided(shape, stride, int(buffer.storage_offset()) + shard.offset))

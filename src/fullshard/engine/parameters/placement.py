@@ -8,11 +8,14 @@ axes; its unsharded parameter is the DTensor that it was.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -21,10 +24,10 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from fullshard.comm.mesh import ShardMesh
 
-__all__ = ["ParameterPlacement", "dtensor"]
+__all__ = ["ParameterPlacement", "dtensor", "dtensor_parameter"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ParameterPlacement:
     """Mesh, placements and global shape of one parameter; independent of its dtype."""
 
@@ -34,13 +37,28 @@ class ParameterPlacement:
     stride: tuple[int, ...]  # global
     own: DTensorSpec | None  # spec of the unsharded parameter if that is a DTensor, None for a plain parameter
 
+    @classmethod
+    def of_plain(
+        cls, mesh: ShardMesh, shard_dim: int | None, shape: torch.Size, stride: tuple[int, ...]
+    ) -> ParameterPlacement:
+        """Return the placement of a plain parameter: the same object for all that are placed alike."""
+        key = (id(mesh), shard_dim, shape, stride)
+        found = _placements.get(key)
+        if found is None:
+            found = _placements[key] = cls(mesh, shard_dim, shape, stride, None)
+        return found
+
     def __post_init__(self) -> None:
-        self._sharded_layout()  # raises errors about the meshes now, on all ranks in the same place
+        self._sharded_layout  # noqa: B018 # raises errors about the meshes now, on all ranks in the same place
 
     def sharded_spec(self, dtype: torch.dtype) -> DTensorSpec:
         """Return the DTensor spec of the sharded parameter and its gradient."""
-        mesh, placements = self._sharded_layout()
-        return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(self.shape, self.stride, dtype))
+        found = self._specs.get(dtype)
+        if found is None:
+            mesh, placements = self._sharded_layout
+            meta = TensorMeta(self.shape, self.stride, dtype)
+            found = self._specs[dtype] = DTensorSpec(mesh, placements, tensor_meta=meta)
+        return found
 
     def unsharded(self, local: torch.Tensor) -> torch.Tensor:
         """Return the unsharded parameter: ``local`` itself, or the DTensor with that local tensor."""
@@ -66,6 +84,11 @@ class ParameterPlacement:
             gradient = gradient.wait()
         return gradient
 
+    @cached_property
+    def _specs(self) -> dict[torch.dtype, DTensorSpec]:
+        return {}
+
+    @cached_property
     def _sharded_layout(self) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         if self.own is None:
             return self.mesh.device_mesh, self.mesh.placements(self._data_placement(()))
@@ -118,6 +141,20 @@ class ParameterPlacement:
         return Shard(self.shard_dim) if factor == 1 else _StridedShard(self.shard_dim, split_factor=factor)
 
 
+# A value keeps the mesh whose id is in its key alive.
+_placements: weakref.WeakValueDictionary[object, ParameterPlacement] = weakref.WeakValueDictionary()
+
+
 def dtensor(local: torch.Tensor, spec: Any) -> DTensor:
     """Make a DTensor on ``local`` without copies. Bypasses ``DTensor.__init__``, which costs ten times as much."""
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
+def dtensor_parameter(local: torch.Tensor, spec: Any, *, requires_grad: bool) -> nn.Parameter:
+    """Make an ``nn.Parameter`` that is the DTensor on ``local`` itself.
+
+    It is what ``nn.Parameter(dtensor(...))`` makes, which first detaches the DTensor, for ten times the cost.
+    """
+    made: Any = DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+    made._is_param = True
+    return cast("nn.Parameter", made)

@@ -28,6 +28,7 @@ fullshard, where the second ``backward()`` of that sum is wrong). The sum of two
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection
@@ -39,10 +40,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fullshard.engine import hooks
-from fullshard.engine.parameters.placement import ParameterPlacement, dtensor
+from fullshard.engine.parameters.placement import ParameterPlacement, dtensor, dtensor_parameter
 from fullshard.errors import FullshardError
 from fullshard.layout import ParameterShape
-from fullshard.layout.per_parameter import contiguous_stride, is_dense
+from fullshard.layout.per_parameter import LAYOUTS_KEPT, contiguous_stride, is_dense
 
 __all__ = [
     "Owner",
@@ -92,9 +93,9 @@ class ShardedParameter:
     """State of one managed parameter, itself no ``nn.Parameter``, see [Note: Sharded and unsharded parameters]."""
 
     fqn: str  # the first FQN, below the module that fully_shard was called on (from the first forward: the root)
-    fqns: list[str]  # all FQNs
+    fqns: tuple[str, ...]  # all FQNs
     owners: list[Owner]
-    pending_owners: list[Owner]  # tied modules outside the unit, until an ancestor's fully_shard call adds them
+    pending_owners: tuple[Owner, ...]  # tied modules outside the unit, until an ancestor's fully_shard call adds them
     sharded: nn.Parameter
     local: torch.Tensor
     unsharded: nn.Parameter
@@ -112,13 +113,13 @@ class ShardedParameter:
         self,
         sharded: nn.Parameter,
         owners: list[Owner],
-        fqns: list[str],
+        fqns: tuple[str, ...],
         placement: ParameterPlacement,
         shape: ParameterShape,
     ) -> None:
         self.sharded, self.owners, self.fqns, self.placement, self.shape = sharded, owners, fqns, placement, shape
         self.fqn = fqns[0]
-        self.pending_owners, self.on_gradient = [], None
+        self.pending_owners, self.on_gradient = (), None
         self.unreduced_grad, self.owns_unreduced_grad = None, False
         self.remember_attributes()
         mark(self.sharded, self)
@@ -126,12 +127,9 @@ class ShardedParameter:
     @classmethod
     def of(cls, parameter: nn.Parameter, owner: Owner, fqn: str, placement: ParameterPlacement) -> ShardedParameter:
         """Make the state of a parameter that no unit manages yet."""
-        value, dim = value_of(parameter), placement.shard_dim
-        stride: tuple[Any, ...] = tuple(value.stride())
-        if not is_dense(tuple(value.shape), stride):
-            stride = contiguous_stride(value.shape)
-        shape = ParameterShape(fqn, tuple(value.shape), stride, replicated=dim is None, cut=dim or 0)
-        return cls(parameter, [owner], [fqn], placement, shape)
+        value = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        shape = _unsharded_shape(fqn, tuple(value.shape), tuple(value.stride()), placement.shard_dim)
+        return cls(parameter, [owner], (fqn,), placement, shape)
 
     def place(self, local: torch.Tensor) -> None:
         """Make ``sharded`` the DTensor whose local tensor is ``local``.
@@ -150,8 +148,7 @@ class ShardedParameter:
             old._local_tensor = local
             old._spec = self.spec
         else:
-            self.sharded = nn.Parameter(dtensor(local, self.spec), requires_grad=old.requires_grad)
-            self.sharded._local_tensor = local  # type: ignore[attr-defined] # nn.Parameter detaches it
+            self.sharded = dtensor_parameter(local, self.spec, requires_grad=old.requires_grad)
             if isinstance(old, DTensor) and old.grad is not None and old.placements == self.spec.placements:
                 moved = old.grad.device == old.device  # along with the parameter
                 self.sharded.grad = old.grad.to(local.device) if moved else old.grad
@@ -174,14 +171,7 @@ class ShardedParameter:
         self._collect_gradients()
 
     def _collect_gradients(self) -> None:
-        ref = weakref.ref(self)  # the hook lives as long as the unsharded parameter, which this object holds
-
-        def accumulated(_: torch.Tensor) -> None:
-            parameter = ref()
-            if parameter is not None:
-                parameter.collect_gradient(notify=True)
-
-        hooks.after_accumulation(self.unsharded, accumulated)
+        hooks.after_accumulation(self.unsharded, _Collector(self))
 
     @property
     def requires_grad(self) -> bool:
@@ -211,7 +201,7 @@ class ShardedParameter:
         Args:
             notify: Autograd has just accumulated it: call ``on_gradient``, and leave a copy for hooks of users.
         """
-        unsharded: nn.Parameter | None = self.__dict__.get("unsharded")
+        unsharded: nn.Parameter | None = getattr(self, "unsharded", None)
         if unsharded is None or (gradient := unsharded.grad) is None:
             return
         unsharded.grad = None
@@ -273,7 +263,7 @@ class ShardedParameter:
         if owner not in self.owners:
             self.owners.append(owner)
             if fqn:
-                self.fqns.append(fqn)
+                self.fqns = (*self.fqns, fqn)
             self.accumulate_in_reduce_dtype()
 
     def is_registered(self) -> bool:
@@ -326,12 +316,12 @@ class ShardedParameter:
     @property
     def owned(self) -> bool:
         """True if a unit owns the parameter."""
-        return "unit" in self.__dict__
+        return hasattr(self, "unit")
 
     @property
     def has_unsharded(self) -> bool:
         """True if the unsharded parameter has been made."""
-        return "unsharded" in self.__dict__
+        return hasattr(self, "unsharded")
 
     def drop_unreduced_gradient(self) -> None:
         """Drop the unreduced gradient."""
@@ -347,11 +337,21 @@ class ShardedParameter:
     def copy_for(self, memo: dict[int, Any]) -> ShardedParameter:
         """Make the parameter of a deep copy whose modules and parameters are in ``memo``."""
         owners = [Owner.of(memo[id(owner.module())], owner.name) for owner in self.owners]
-        return type(self)(memo[id(self.sharded)], owners, list(self.fqns), self.placement, self.shape)
+        return type(self)(memo[id(self.sharded)], owners, self.fqns, self.placement, self.shape)
 
     def describe(self) -> str:
         """Return FQN, global shape and dtype, for errors."""
         return f"{self.fqn} (shape {tuple(self.placement.shape)}, {self.sharded.dtype})"
+
+
+@functools.lru_cache(maxsize=16 * LAYOUTS_KEPT)
+def _unsharded_shape(
+    fqn: str, shape: tuple[int, ...], stride: tuple[int, ...], shard_dim: int | None
+) -> ParameterShape:
+    """Return the shape of the unsharded parameter: dense, whatever the strides of the original one."""
+    if not is_dense(shape, stride):
+        stride = contiguous_stride(shape)
+    return ParameterShape(fqn, shape, stride, replicated=shard_dim is None, cut=shard_dim or 0)
 
 
 def _copy_of(gradient: torch.Tensor) -> torch.Tensor:
@@ -415,7 +415,7 @@ def clear_gradient(parameter: nn.Parameter, *, set_to_none: bool) -> None:
 
 def mark(parameter: nn.Parameter, managed: ShardedParameter) -> None:
     """Have ``managed_by`` find ``managed`` for this parameter object."""
-    setattr(parameter, _MANAGED_BY, _Mark(managed))
+    parameter.__dict__[_MANAGED_BY] = _Mark(managed)
 
 
 def unmark(parameter: nn.Parameter) -> None:
@@ -426,16 +426,24 @@ def unmark(parameter: nn.Parameter) -> None:
 def managed_by(parameter: torch.Tensor) -> ShardedParameter | None:
     """Return the state of a parameter that is, or was before it was sharded, managed by a unit; else None."""
     mark = getattr(parameter, _MANAGED_BY, None)
-    return mark.parameter() if isinstance(mark, _Mark) else None
+    return mark() if isinstance(mark, _Mark) else None
 
 
-class _Mark:
+class _Mark(weakref.ref[ShardedParameter]):
     """Refers from a parameter object to its state. Copied or pickled, it becomes an empty, harmless dictionary."""
 
-    __slots__ = ("parameter",)
-
-    def __init__(self, parameter: ShardedParameter) -> None:
-        self.parameter = weakref.ref(parameter)
+    __slots__ = ()
 
     def __reduce__(self) -> tuple[type[OrderedDict[Any, Any]], tuple[()]]:
         return OrderedDict, ()
+
+
+class _Collector(weakref.ref[ShardedParameter]):
+    """Hook that collects the gradient of an unsharded parameter, whose state holds it and so the hook."""
+
+    __slots__ = ()
+
+    def __call__(self, _: torch.Tensor | None = None) -> None:
+        parameter = super().__call__()
+        if parameter is not None:
+            parameter.collect_gradient(notify=True)

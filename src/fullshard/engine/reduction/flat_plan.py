@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 from fullshard.comm import Slice
 from fullshard.comm.mesh import ShardMesh
@@ -12,8 +14,17 @@ from fullshard.engine.parameters.flat import FlatParamHandle
 from fullshard.engine.parameters.sharded import ShardedParameter
 from fullshard.engine.reduction.plan import PackCopy, PackedShards, ReductionMessage, ReductionPlan
 from fullshard.layout import FlatLayout
+from fullshard.layout.per_parameter import LAYOUTS_KEPT
 
 __all__ = ["plan_flat"]
+
+
+class _Places(NamedTuple):
+    """Where gradients lie: the same for all buckets of one layout."""
+
+    views: tuple[tuple[int, View], ...]
+    copies: tuple[PackCopy, ...]
+    gaps: tuple[View, ...]
 
 
 def plan_flat(
@@ -27,24 +38,14 @@ def plan_flat(
     ranks, numel, sent = mesh.world_size, layout.slice_numel, layout.unsharded_numel
     communicates = ranks > 1 or mesh.replicas > 1
     count = len(parameters) if communicates else 0
-    views, copies, gaps, end = [], [], [], 0
-    for index, (parameter, slot) in enumerate(zip(parameters, layout.slots, strict=True)):
-        offset, local = slot.shard(mesh.rank).offset, parameter.local
-        views.append((0, View(offset, tuple(local.shape), local.stride())))
-        start, size = slot.unsharded_offset, (slot.parameter.numel,)
-        copies.append(PackCopy(index, View(0, size, (1,)), View(start, size, (1,))))
-        gaps.append(View(end, (start - end,), (1,)))
-        end = start + slot.parameter.numel
-    gaps.append(View(end, (sent - end,), (1,)))
-    if communicates:
-        copies.append(PackCopy(count, View(0, (ranks, count), (0, 1)), View(sent, (ranks, count), (count, 1))))
+    places = _places(layout, mesh.rank, communicates)
     slices = (Slice(0, numel, sent * storage.reduce_dtype.itemsize),)
     packed = (PackedShards(0, numel, slices), PackedShards(numel, count, ()))
     return ReductionPlan(
         parameters=tuple(parameters),
         mesh=mesh,
         storage=storage,
-        views=tuple(views),
+        views=places.views,
         presence=View(numel, (count,), (1,)) if communicates else None,
         shards_numel=numel + count,
         slices=slices,
@@ -54,9 +55,26 @@ def plan_flat(
             0 if ranks == 1 else (numel + count) * ranks,
             storage.reduce_dtype,
             mesh.device,
-            copies,
-            gaps=[gap for gap in gaps if gap.shape != (0,)],
+            places.copies,
+            gaps=places.gaps,
         ),
         dtensors=False,
         handle=handle,
     )
+
+
+@lru_cache(maxsize=LAYOUTS_KEPT)
+def _places(layout: FlatLayout, rank: int, communicates: bool) -> _Places:
+    ranks, sent, count = layout.world_size, layout.unsharded_numel, len(layout.slots)
+    views, copies, gaps, end = [], [], [], 0
+    for index, (slot, shard) in enumerate(zip(layout.slots, layout.shards(rank), strict=True)):
+        own, start = slot.parameter, slot.unsharded_offset
+        shape, stride = (own.shape, own.stride) if ranks == 1 else ((shard.numel,), (1,))
+        views.append((0, View(shard.offset, shape, stride)))
+        copies.append(PackCopy(index, View(0, (own.numel,), (1,)), View(start, (own.numel,), (1,))))
+        gaps.append(View(end, (start - end,), (1,)))
+        end = start + own.numel
+    gaps.append(View(end, (sent - end,), (1,)))
+    if communicates:
+        copies.append(PackCopy(count, View(0, (ranks, count), (0, 1)), View(sent, (ranks, count), (count, 1))))
+    return _Places(tuple(views), tuple(copies), tuple(gap for gap in gaps if gap.shape != (0,)))

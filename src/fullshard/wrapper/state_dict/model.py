@@ -19,7 +19,7 @@ from fullshard.checkpoint.state.types import (
     StateDictSettings,
     StateDictType,
 )
-from fullshard.engine.ownership import managed_modules
+from fullshard.engine.ownership import Subtree
 from fullshard.engine.parameters.names import CHECKPOINTED, WRAPPED, clean_name
 from fullshard.engine.parameters.sharded import managed_by
 from fullshard.errors import FullshardError
@@ -53,11 +53,13 @@ class WrapperState(nn.Module):
     @property
     def _managed(self) -> list[nn.Module]:
         """Modules of this wrapper and of no nested one."""
-        return [m for _, m in managed_modules([self]) if m is not self and m not in self._ignored_modules]
+        return self._managed_in(Subtree.of([self]))
+
+    def _managed_in(self, subtree: Subtree) -> list[nn.Module]:
+        return [m for _, m in subtree.managed if m is not self and m not in self._ignored_modules]
 
     def _prepare_state(self) -> None:
-        self._buffer_dtypes = self._load = None
-        self._state_settings = StateDictSettings()
+        vars(self).update(_buffer_dtypes=None, _load=None, _state_settings=StateDictSettings())
         self.register_load_state_dict_post_hook(WrapperState._end_load)  # type: ignore[no-untyped-call]
 
     def _cast_buffers(self) -> None:
