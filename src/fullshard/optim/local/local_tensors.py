@@ -1,7 +1,7 @@
 """Flat plain tensors that an optimizer steps in place of sharded parameters, on the same memory, and their state.
 
 [Note: Local tensors]
-A *local tensor* is one plain tensor that a localized optimizer steps. It is this rank's shard of one parameter, or the
+A *local tensor* is one plain tensor that an optimizer steps. It is this rank's shard of one parameter, or the
 shards of several parameters that are adjacent in a shard buffer, and whose gradients are adjacent as well, without
 gaps. A gap between two gradients must not be written to (some optimizers write to gradients): it may contain another
 gradient, or other data of the user. Local tensors are 1-D, which makes no difference to an elementwise optimizer; a
@@ -39,7 +39,7 @@ StateEntries = dict[Any, Any]  # state of one parameter or local tensor, by name
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One parameter as a localized optimizer sees it during a step.
+    """One parameter during a step.
 
     Args:
         parameter: The user's parameter.
@@ -118,7 +118,7 @@ class FlatStates:
 
 
 class LocalTensor:
-    """A plain tensor that a localized optimizer steps. See [Note: Local tensors].
+    """A plain tensor that an optimizer steps. See [Note: Local tensors].
 
     Args:
         group: Index of the parameters' group in the optimizer.

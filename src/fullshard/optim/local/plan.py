@@ -5,6 +5,14 @@ A plan is valid as long as all parameters and state entries are the same objects
 Checking that costs a fraction of what the plan saves: it is done for all parameters at once, by ``map`` over lists,
 without a loop in Python. Plans are local to a rank, and no collective depends on them: ranks may have other
 local tensors.
+
+[Note: Vectors of CPU kernels]
+A CPU kernel processes elements in vectors, and what is left at the end of a tensor one by one, which may round otherwise:
+fused kernels contract a multiplication and an addition differently, and in bf16 and fp16 intermediate results are kept in
+fp32 or not. Steps have the same bits as those of single parameters, so parameters are stepped together only where no
+vector crosses from one to the next. Fused kernels begin a vector at every 64 bytes of a tensor, also where threads divide
+it. Kernels of bf16 and fp16 are divided among threads anywhere: there each parameter is stepped alone. Other kernels of
+fp32 and fp64, and those of accelerators, round all elements alike.
 """
 
 from __future__ import annotations
@@ -26,6 +34,8 @@ from fullshard.layout.per_parameter import is_dense
 from fullshard.optim.local.local_tensors import FlatStates, LocalTensor, Member, ScalarState, StateEntries
 
 __all__ = ["StepPlan", "owning_unit"]
+
+VECTOR = 64  # bytes of the widest vector
 
 State = dict[Any, Any]  # state of an optimizer: entries by parameter
 
@@ -167,6 +177,7 @@ class _Candidate:
         buffer: The shard buffer that its shard lies in; None: it is not stepped together with others.
         offset: Where it lies there, in elements.
         key: Equal in members that may be stepped together.
+        whole: Bytes that the shard must be a multiple of to be followed by another. See [Note: Vectors of CPU kernels].
     """
 
     member: Member
@@ -176,11 +187,14 @@ class _Candidate:
     buffer: torch.Tensor | None
     offset: int
     key: Any
+    whole: int
 
     def distance_to(self, other: _Candidate) -> int | None:
         """Return the bytes from this gradient to the other's if both could be stepped together; None otherwise."""
         numel = self.member.local.numel()
         if self.buffer is None or other.buffer is not self.buffer or other.offset != self.offset + numel:
+            return None
+        if numel * self.member.local.itemsize % self.whole:
             return None
         alike = self.key == other.key and self.gradient.dtype is other.gradient.dtype
         return numel * self.gradient.itemsize if alike and numel and other.member.local.numel() else None
@@ -215,8 +229,9 @@ def _candidates(groups: Sequence[Mapping[str, Any]], state: State) -> tuple[list
         if buffer is not None:
             offset, rest = divmod(pair[0].data_ptr() - buffer.data_ptr(), buffer.itemsize)
             is_there = pair[0].dtype is buffer.dtype and not rest and 0 <= offset <= buffer.numel() - pair[0].numel()
-            buffer = buffer if is_there else None
-        found.append(_Candidate(member, number, index, pair[1], buffer, offset, key))
+            buffer = buffer if is_there and (pair[0].device.type != "cpu" or pair[0].itemsize > 2) else None
+        whole = VECTOR if pair[0].device.type == "cpu" and groups[number].get("fused") else 1
+        found.append(_Candidate(member, number, index, pair[1], buffer, offset, key, whole))
     places: dict[int, int] = {}
     for candidate in found:
         places.setdefault(id(candidate.buffer), len(places))
@@ -321,7 +336,7 @@ def _dependencies(optimizer: torch.optim.Optimizer) -> list[Any]:
     groups, state = optimizer.param_groups, optimizer.state
     parameters = list(chain.from_iterable((*group["params"], None) for group in groups))
     locals_ = [parameter._local_tensor for parameter in parameters if isinstance(parameter, DTensor)]
-    return [state, *parameters, *locals_, *_entries_of(state)]
+    return [state, *(group.get("fused") for group in groups), *parameters, *locals_, *_entries_of(state)]
 
 
 def _entries_of(state: State) -> list[Any]:
