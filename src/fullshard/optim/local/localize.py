@@ -1,20 +1,20 @@
 """Make optimizers step plain local tensors, several at once where they are adjacent, in place of DTensors.
 
 [Note: Local steps]
-Optimizers of sharded parameters step local tensors from their first step on, without a call. torch runs two kinds of
-hooks around every step of every optimizer, also if a scheduler, accelerate or a gradient scaler has wrapped ``step``:
-- a pre-hook of all optimizers replaces the optimizer that torch's own ``step`` is called with by one of the same class
-  without parameters. So that ``step`` runs the closure, which is all there is left to do, and returns its loss.
-- a post-hook of the optimizer, put before those of the user, then runs the arithmetic on local tensors. Users'
-  pre-hooks, closure and post-hooks see the user's optimizer before, before and after the step, as without local tensors.
+Optimizers of sharded parameters step local tensors from their first step on, without a call. torch runs hooks around
+every step, also if a scheduler, accelerate or a gradient scaler has wrapped the method:
+- A pre-hook of all optimizers replaces the optimizer that torch's own ``step`` is called with by one of the same class
+  without parameters. So all that this ``step`` does is to run the closure and to return its loss.
+- A post-hook of the optimizer, the first one, then runs the arithmetic on local tensors. Pre-hooks and closure of the
+  user see the optimizer before the step, post-hooks after it, all with DTensors.
 
-What lost: a subclass with another ``step`` (schedulers and accelerate keep the method from before, so it had to be asked
-for in time); groups of local tensors from pre-hook to post-hook (torch calls no post-hook for a step that raises, and
-users' hooks and closures would have seen them); a second optimizer object (every method that reads or writes state would
-have to be translated, including those of libraries).
+What lost: a subclass with another ``step`` (schedulers and accelerate keep the method from before, so it had to be
+asked for in time); local tensors in the optimizer from pre-hook to post-hook (torch calls no post-hook for a step that
+raises, and users' hooks and closures would see them); a second optimizer object (every method that reads or writes
+state would have to be translated, including those of libraries).
 
-An optimizer is known by its class: that of torch, or of a library by name, with neither ``step`` nor ``_init_group``
-changed. Everything else steps DTensors, unless the user says that it is elementwise.
+An optimizer is known by its class: torch's, or a library's by name, with neither ``step`` nor ``_init_group`` changed.
+All others step DTensors, unless the user says that they are elementwise.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -86,8 +86,8 @@ def localize(optimizer: _O, *, elementwise: bool | None = None, enable: bool = T
         optimizer: An optimizer of parameters of ``fullshard.fully_shard`` modules or wrappers, and any other
             parameters. With or without state.
         elementwise: True if each element of a parameter is updated only from the same element of gradient and state and
-            from scalars, everything that the optimizer reads and writes is in ``param_groups`` and ``state``, and a step
-            without parameters changes nothing else. None: known for the classes above.
+            from scalars, and everything that the optimizer reads and writes is in ``param_groups`` and ``state``. None:
+            known for the classes above.
         enable: False: the optimizer steps DTensors, as torch does, from now on.
 
     Returns:
@@ -219,25 +219,31 @@ def _add_hook() -> None:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Have the post-hook run the arithmetic in place of the optimizer's own step. See [Note: Local steps]."""
+    """Have torch run the optimizer's own step without parameters, and the post-hook the arithmetic.
+
+    See [Note: Local steps].
+    """
     if torch.compiler.is_compiling():
         return None
-    post_hooks: OrderedDict[int, Callable[..., None]] = optimizer._optimizer_step_post_hooks  # type: ignore[attr-defined]
-    post_hooks.pop(_HOOK, None)  # of a step that raised
     step = usable_step(optimizer)
     if step is None:
         return None
-    stand_in = _without_parameters(optimizer)
+    post_hooks = optimizer._optimizer_step_post_hooks
+    if next(iter(post_hooks), None) != _HOOK:
+        post_hooks[_HOOK] = _after_own_step
+        post_hooks.move_to_end(_HOOK, last=False)  # type: ignore[attr-defined] # an OrderedDict
+    step.stand_in = _without_parameters(optimizer)
+    return (step.stand_in, *args[1:]), kwargs
 
-    def run(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        post_hooks.pop(_HOOK, None)
-        if args and args[0] is stand_in:  # else a hook of the user has had the optimizer itself step
-            options = {name: value for name, value in kwargs.items() if name != "closure"}
-            step.step(optimizer, *(None if index == 1 else each for index, each in enumerate(args) if index), **options)
 
-    post_hooks[_HOOK] = run
-    post_hooks.move_to_end(_HOOK, last=False)
-    return (stand_in, *args[1:]), kwargs
+def _after_own_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run the arithmetic, unless the optimizer itself has stepped: without local tensors, or by a hook of the user."""
+    step = local_step_of(optimizer)
+    if step is None or step.stand_in is None or not args or args[0] is not step.stand_in:
+        return
+    step.stand_in = None
+    further = {name: value for name, value in kwargs.items() if name != "closure"}
+    step.step(optimizer, *(None, *args[2:])[: len(args) - 1], **further)
 
 
 def usable_step(optimizer: Optimizer) -> LocalStep | None:

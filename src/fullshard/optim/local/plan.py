@@ -7,12 +7,12 @@ without a loop in Python. Plans are local to a rank, and no collective depends o
 local tensors.
 
 [Note: Vectors of CPU kernels]
-A CPU kernel processes elements in vectors, and what is left at the end of a tensor one by one, which may round otherwise:
-fused kernels contract a multiplication and an addition differently, and in bf16 and fp16 intermediate results are kept in
-fp32 or not. Steps have the same bits as those of single parameters, so parameters are stepped together only where no
-vector crosses from one to the next. Fused kernels begin a vector at every 64 bytes of a tensor, also where threads divide
-it. Kernels of bf16 and fp16 are divided among threads anywhere: there each parameter is stepped alone. Other kernels of
-fp32 and fp64, and those of accelerators, round all elements alike.
+A CPU kernel processes elements in vectors, and those that are left at the end of a tensor one by one, which may round
+otherwise: fused kernels contract a multiplication and an addition differently, and in bf16 and fp16 intermediate
+results are kept in fp32 or not. A step has the same bits as one of single parameters, so parameters are stepped
+together only where no vector crosses from one to the next. Fused kernels begin a vector at every 64 bytes of a tensor,
+also where threads divide it. Kernels of bf16 and fp16 are divided among threads anywhere, so there each parameter is
+stepped alone. Other kernels of fp32 and fp64, and those of accelerators, round all elements alike.
 """
 
 from __future__ import annotations

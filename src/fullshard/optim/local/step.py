@@ -39,6 +39,7 @@ class LocalStep:
     """
 
     schedule: StepSchedule | None  # None: all at once
+    stand_in: torch.optim.Optimizer | None  # that torch's own step is called with, see [Note: Local steps]
     is_running: bool
     _inner: Callable[..., Any]
     _plan: StepPlan | None
@@ -46,7 +47,7 @@ class LocalStep:
 
     def __init__(self, inner: Callable[..., Any]) -> None:
         self._inner, self.schedule, self._plan, self._flats = inner, None, None, FlatStates()
-        self.is_running = False
+        self.stand_in, self.is_running = None, False
 
     @torch._disable_dynamo  # type: ignore[attr-defined] # as torch does for functions that read state
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -62,7 +63,7 @@ class LocalStep:
         try:
             for part in (plan.tensors,) if schedule is None else schedule.steps(plan.tensors):
                 with profiled("optimizer"):
-                    written = self._step_tensors(optimizer, options, part, *args, **kwargs)
+                    written = self._step_tensors(optimizer, part, options, *args, **kwargs)
                 for group, values in written:
                     optimizer.param_groups[group].update(values)
         finally:
@@ -82,8 +83,8 @@ class LocalStep:
     def _step_tensors(
         self,
         optimizer: torch.optim.Optimizer,
-        options: Sequence[Mapping[str, Any]],
         tensors: Sequence[LocalTensor],
+        options: Sequence[Mapping[str, Any]],
         *args: Any,
         **kwargs: Any,
     ) -> list[tuple[int, dict[str, Any]]]:
@@ -91,8 +92,8 @@ class LocalStep:
 
         Args:
             optimizer: The optimizer.
-            options: Its groups as they were before the step: each part of a step begins with the same ones.
             tensors: The local tensors.
+            options: Its groups as they were before the step: each part of a step begins with the same ones.
             *args: Further arguments.
             **kwargs: Further arguments.
 
