@@ -151,7 +151,8 @@ class ShardedParameter:
             old._spec = self.spec
         else:
             self.sharded = nn.Parameter(dtensor(local, self.spec), requires_grad=old.requires_grad)
-            self.sharded._local_tensor = local  # type: ignore[attr-defined] # nn.Parameter detaches it
+            # nn.Parameter detaches both. Gradients have the same spec, which saves comparing it with this one.
+            self.sharded._local_tensor, self.sharded._spec = local, self.spec  # type: ignore[attr-defined]
             if isinstance(old, DTensor) and old.grad is not None and old.placements == self.spec.placements:
                 moved = old.grad.device == old.device  # along with the parameter
                 self.sharded.grad = old.grad.to(local.device) if moved else old.grad
