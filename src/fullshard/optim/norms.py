@@ -80,7 +80,7 @@ def clip_grad_norm_(
     """
     found = list({id(parameter): parameter for parameter in _as_list(parameters)}.values())
     gradients = [parameter.grad for parameter in found]
-    shards = _NormInputs.of(list(zip(found, gradients, strict=True)))
+    shards = _NormInputs.of(found, gradients)
     total = shards.norm(norm_type)
     if error_if_nonfinite:
         shards.check_finite(total, norm_type)
@@ -120,7 +120,7 @@ def get_total_norm(
     """
     values = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     if parameters is None:
-        pairs = [(tensor, tensor) for tensor in values if tensor is not None]
+        owners = [tensor for tensor in values if tensor is not None]
     else:
         owners = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if len(owners) != len(values):
@@ -128,8 +128,10 @@ def get_total_norm(
                 f"get_total_norm: expected a parameter for each of {len(values)} tensors, found {len(owners)} "
                 "parameters"
             )
-        pairs = list(zip(owners, values, strict=True))
-    shards = _NormInputs.of(pairs)
+    distinct: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+    for owner, value in zip(owners, owners if parameters is None else values, strict=True):
+        distinct.setdefault(id(owner), (owner, value))
+    shards = _NormInputs.of([owner for owner, _ in distinct.values()], [value for _, value in distinct.values()])
     total = shards.norm(norm_type)
     if error_if_nonfinite:
         shards.check_finite(total, norm_type)
@@ -159,37 +161,34 @@ def clip_grads_with_norm_(
 class _NormInputs:
     """This rank's shards of some tensors and the axes to reduce over; all but the shards is the same on all ranks."""
 
-    pairs: list[tuple[torch.Tensor, torch.Tensor | None]]  # a tensor that is sharded as its owner, and which that is
-    # By axes: this rank's shards, with the index of their pair; None: missing on this rank.
-    shards: dict[Axes, list[tuple[int, torch.Tensor | None]]]
+    owners: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor | None]  # each sharded as its owner
+    shards: dict[Axes, list[torch.Tensor | None]]  # this rank's, by axes; None: missing on this rank
     axes: list[Axis]  # in the order of the all-reduces
     device: torch.device
     dtype: torch.dtype  # of the result
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> _NormInputs:
-        """Collect the shards of the second tensor of each pair, which is sharded as the first."""
-        distinct: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        for owner, tensor in pairs:
-            distinct.setdefault(id(owner), (owner, tensor))
-        found, locator = list(distinct.values()), ShardLocator()
-        shards: dict[Axes, list[tuple[int, torch.Tensor | None]]] = {}
+    def of(cls, owners: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None]) -> _NormInputs:
+        """Collect the shards of ``tensors``, each of which is sharded as its owner."""
+        locator = ShardLocator()
+        shards: dict[Axes, list[torch.Tensor | None]] = {}
         last_axes: Axes | None = None
-        same: list[tuple[int, torch.Tensor | None]] = []
-        for index, (owner, tensor) in enumerate(found):
+        same: list[torch.Tensor | None] = []
+        for index, (owner, tensor) in enumerate(zip(owners, tensors, strict=True)):
             plain = locator.plain_shard(owner, tensor)
             if plain is None:
                 for shard in locator.shards(owner, tensor, index):
-                    shards.setdefault(shard.axes, []).append((index, shard.local))
+                    shards.setdefault(shard.axes, []).append(shard.local)
                 continue
-            if plain[0] is not last_axes:  # axes are long to hash
-                last_axes = plain[0]
-                same = shards.setdefault(last_axes, [])
-            same.append((index, plain[1]))
-        values = (owner._local_tensor if type(owner) is DTensor else owner for owner, _ in found)
+            axes, local = plain
+            if axes is not last_axes:  # axes are long to hash
+                last_axes, same = axes, shards.setdefault(axes, [])
+            same.append(local)
+        values = (owner._local_tensor if type(owner) is DTensor else owner for owner in owners)
         wide = not {value.dtype for value in values}.isdisjoint((torch.float64, torch.complex128))
-        device = found[0][0].device if found else torch.device("cpu")
-        return cls(found, shards, locator.axes, device, torch.float64 if wide else torch.float32)
+        device = owners[0].device if owners else torch.device("cpu")
+        return cls(owners, tensors, shards, locator.axes, device, torch.float64 if wide else torch.float32)
 
     def norm(self, norm_type: float) -> torch.Tensor:
         """Return the norm of all tensors. See [Note: One all-reduce per axis]."""
@@ -200,7 +199,7 @@ class _NormInputs:
             return torch.zeros((), dtype=self.dtype, device=self.device)
         if order == 0:
             return self._count()
-        norms = [_norms([local for _, local in same if local is not None], order) for same in self.shards.values()]
+        norms = [_norms([local for local in same if local is not None], order) for same in self.shards.values()]
         if math.isinf(order):
             return self._reduce_extreme(norms, smallest=order < 0).to(self.dtype)
         sums = self._reduce_sums(torch.stack([self._power_sum(same, order) for same in norms]), list(self.shards))
@@ -208,15 +207,16 @@ class _NormInputs:
 
     def _count(self) -> torch.Tensor:
         """Return the number of tensors that are not all zero: each has a separate sum."""
-        parts: dict[tuple[int, Axes], list[torch.Tensor]] = {}
-        for axes, found in self.shards.items():
-            for index, local in found:
-                parts.setdefault((index, axes), []).extend(() if local is None else (local,))
-        in_order = sorted(parts, key=lambda part: part[0])
-        sums = torch.stack([self._power_sum(_norms(parts[part], 0.0), 0.0) for part in in_order])
-        reduced = self._reduce_sums(sums, [axes for _, axes in in_order])
-        counted = reduced.new_zeros(len(self.pairs))
-        counted.index_add_(0, torch.tensor([index for index, _ in in_order], device=reduced.device), reduced)
+        locator, indices, sums, axes = ShardLocator(), [], [], []
+        for index, (owner, tensor) in enumerate(zip(self.owners, self.tensors, strict=True)):
+            for shard in locator.shards(owner, tensor, index):
+                local = [] if shard.local is None else [shard.local]
+                indices.append(index)
+                sums.append(self._power_sum(_norms(local, 0.0), 0.0))
+                axes.append(shard.axes)
+        reduced = self._reduce_sums(torch.stack(sums), axes)
+        counted = reduced.new_zeros(len(self.owners))
+        counted.index_add_(0, torch.tensor(indices, device=reduced.device), reduced)
         return (counted != 0).sum().to(self.dtype)
 
     @property
@@ -227,13 +227,8 @@ class _NormInputs:
     def _power_sum(self, norms: Sequence[torch.Tensor], order: float) -> torch.Tensor:
         if not norms:
             return torch.zeros((), dtype=self._sum_dtype, device=self.device)
-        stacked = self._stack(norms)
-        return stacked.sum() if order == 0 else stacked.pow(order).sum()
-
-    def _stack(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
-        kinds = {(norm.device, norm.dtype) for norm in norms}
-        one = norms if len(kinds) == 1 else [norm.to(self.device, self._sum_dtype) for norm in norms]
-        return torch.stack(list(one)).to(self.device, self._sum_dtype)
+        together = torch.cat([same.to(self.device, self._sum_dtype) for same in norms])
+        return together.sum() if order == 0 else together.pow(order).sum()
 
     def _reduce_sums(self, sums: torch.Tensor, axes_of_sums: Sequence[Axes]) -> torch.Tensor:
         """All-reduce each sum over its axes, ``axes_of_sums``."""
@@ -259,7 +254,7 @@ class _NormInputs:
         found = torch.zeros(2, dtype=self._sum_dtype, device=self.device)  # the extreme, and 1 if there is a NaN
         found[0] = -math.inf if smallest else 0.0
         if all_norms:
-            stacked = self._stack(all_norms)
+            stacked = torch.cat([same.to(self.device, self._sum_dtype) for same in all_norms])
             found[1] = stacked.isnan().any()
             stacked = stacked.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
             found[0] = (-stacked if smallest else stacked).max()
@@ -274,7 +269,9 @@ class _NormInputs:
             return
         locator = ShardLocator()
         shards = [
-            shard for index, (owner, tensor) in enumerate(self.pairs) for shard in locator.shards(owner, tensor, index)
+            shard
+            for index, (owner, tensor) in enumerate(zip(self.owners, self.tensors, strict=True))
+            for shard in locator.shards(owner, tensor, index)
         ]
         flags = [
             torch.zeros((), device=self.device)
@@ -348,14 +345,17 @@ def _stored_values_of(local: torch.Tensor) -> torch.Tensor:
 
 
 def _norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """Return one norm for each tensor that is not empty, in fp32 or wider, with one kernel per device and dtype."""
-    by_kind = _by_kind(tensors, _values_of)
+    """Return one norm for each tensor that is not empty, in fp32 or wider: one kernel and one 1-D tensor for each
+    device and dtype.
+    """
     found: list[torch.Tensor] = []
-    for (_, dtype), same in by_kind.items():
+    for (_, dtype), same in _by_kind(tensors, _values_of).items():
         if dtype.is_complex:
-            found += [torch.linalg.vector_norm(tensor, order) for tensor in same]
+            norms = [torch.linalg.vector_norm(tensor, order) for tensor in same]
         else:
-            found += torch._foreach_norm(same, order, dtype=torch.promote_types(dtype, torch.float32))
+            wide = torch.promote_types(dtype, torch.float32)
+            norms = list(torch._foreach_norm(same, order, dtype=None if dtype is wide else wide))
+        found.append(torch.stack(norms))
     return found
 
 
