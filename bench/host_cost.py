@@ -51,6 +51,8 @@ SYSTEMS = (PLAIN, FSDP1, FSDP1_FLAT, FSDP2, FULLSHARD, WRAPPER, WRAPPER_FLAT)
 FIGURES = {"forward_backward": "forward + backward", "step": "with optimizer step"}
 # What the wrapper may cost of FSDP1 with the same flag, forward and backward.
 WRAPPER_TARGET = 0.50
+# What fully_shard may cost of FSDP2, with the optimizer.
+STEP_TARGET = 0.30
 
 Turns = Mapping[str, Sequence[Mapping[str, float]]]  # seconds by contestant, round and figure
 
@@ -140,8 +142,11 @@ def table(summary: Mapping[str, Mapping[str, Any]], failures: Mapping[str, str])
 
 
 def verdicts(summary: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Per wrapper of fullshard whose peer ran: its ratio to FSDP1, and whether it meets the target."""
+    """Per contestant of fullshard whose peer ran: its ratio to it, and whether it meets the target."""
     lines = []
+    found = report.value_under(summary, (FULLSHARD, "step", "host_cost_ratio_to_fsdp2"))
+    if found is not None:
+        lines.append(report.verdict(f"{FULLSHARD}, with the optimizer:", found["median"], STEP_TARGET, " of FSDP2's"))
     for name in (WRAPPER, WRAPPER_FLAT):
         found = report.value_under(summary, (name, "forward_backward", "host_cost_ratio_to_fsdp1"))
         if found is not None:
