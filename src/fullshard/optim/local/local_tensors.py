@@ -4,10 +4,11 @@
 A *local tensor* is one plain tensor that an optimizer steps. It is this rank's shard of one parameter, or the
 shards of several parameters that are adjacent in a shard buffer, and whose gradients are adjacent as well, without
 gaps. A gap between two gradients must not be written to (some optimizers write to gradients): it may contain another
-gradient, or other data of the user. Local tensors are 1-D, which makes no difference to an elementwise optimizer; a
-single parameter takes the same path.
+gradient, or other data of the user. The shards of several parameters are one 1-D tensor, which makes no difference to
+an elementwise optimizer; so is that of a 0-D parameter, whose state would look like scalars. That of any other single
+parameter has its shape, so that a step makes no views of its gradient.
 
-The optimizer's state for a local tensor is plain and flat, too; the user's view of it, in ``optimizer.state``, are
+The optimizer's state for a local tensor is plain and of its shape; the user's view of it, in ``optimizer.state``, are
 DTensors on the same memory. So the user's view is always correct and complete, and local tensors can be rebuilt from it
 whenever something has changed. Scalars beside the elementwise entries (``step``) exist once per local tensor, and once
 per parameter in the user's view: other optimizers, which may load that state, update each of them (``ScalarState``).
@@ -123,7 +124,8 @@ class LocalTensor:
     Args:
         group: Index of the parameters' group in the optimizer.
         members: The parameters in it, by address.
-        parameter: The tensor that is stepped: the members' shards as one flat tensor, or the only member's parameter.
+        parameter: The tensor that is stepped: the members' shards as one flat tensor, or the only member's shard or
+            parameter.
     """
 
     group: int
@@ -143,9 +145,16 @@ class LocalTensor:
         """True if it is the user's parameter itself, with the user's gradient and state."""
         return self.parameter is self.members[0].parameter
 
+    @property
+    def is_flat(self) -> bool:
+        """True if it is 1-D whatever the shape of its members."""
+        return len(self.members) > 1 or not self.members[0].local.dim()
+
     def set_gradient(self, gradient: torch.Tensor) -> None:
         """Set the gradient, given as that of the first member, with those of the others behind it in memory."""
-        flat = gradient.as_strided((self.parameter.numel(),), (1,), gradient.storage_offset())
+        flat = gradient
+        if self.is_flat:
+            flat = gradient.as_strided((self.parameter.numel(),), (1,), gradient.storage_offset())
         if flat.dtype is not self.parameter.dtype:
             self.parameter.grad_dtype = flat.dtype
         self.parameter.grad = flat
@@ -163,10 +172,10 @@ class LocalTensor:
         entries = [(member.state or {})[name] for member in self.members]
         slices = [entry._local_tensor if isinstance(entry, DTensor) else entry for entry in entries]
         if len(slices) == 1 and slices[0].stride() == self.members[0].local.stride():
-            return slices[0].as_strided(self.parameter.shape, (1,))
-        flat = flats.flat_of(slices, self)
+            return slices[0] if not self.is_flat else slices[0].as_strided(self.parameter.shape, (1,))
+        flat = flats.flat_of(slices, self) if self.is_flat else None
         if flat is None:
-            flat = torch.empty(self.parameter.shape, dtype=slices[0].dtype, device=slices[0].device)
+            flat = torch.empty_like(self.parameter, dtype=slices[0].dtype)
             for member, offset, found in zip(self.members, self.offsets, slices, strict=True):
                 member.view(flat, offset).copy_(found)
             self._set_user_entries(name, flat, flats)
@@ -196,7 +205,7 @@ class LocalTensor:
 
     def _set_user_entries(self, name: Any, entry: Any, flats: FlatStates) -> None:
         if type(entry) is torch.Tensor and entry.shape == self.parameter.shape:
-            slices = flats.split(entry, self)
+            slices = flats.split(entry, self) if self.is_flat else [entry]
             entries = [member.as_user_entry(local) for member, local in zip(self.members, slices, strict=True)]
         elif type(entry) is torch.Tensor and len(self.members) > 1:
             entries = [entry.clone() for _ in self.members]

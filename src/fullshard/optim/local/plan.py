@@ -325,7 +325,8 @@ def _local_tensor(candidates: Sequence[_Candidate]) -> LocalTensor:
     first, members = candidates[0], [candidate.member for candidate in candidates]
     numel = sum(member.local.numel() for member in members)
     if len(candidates) == 1:
-        return LocalTensor(first.group, members, first.member.local.as_strided((numel,), (1,)))
+        local = first.member.local
+        return LocalTensor(first.group, members, local.detach() if local.dim() else local.as_strided((1,), (1,)))
     assert first.buffer is not None
     start = int(first.buffer.storage_offset()) + first.offset
     return LocalTensor(first.group, members, first.buffer.detach().as_strided((numel,), (1,), start))
