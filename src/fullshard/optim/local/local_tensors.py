@@ -133,22 +133,19 @@ class LocalTensor:
     parameter: torch.Tensor
     offsets: list[int]  # of the members in it, in elements
     known: StateEntries  # the optimizer's state for it at the last write-back
+    is_flat: bool  # 1-D whatever the shape of its members
 
-    __slots__ = ("group", "known", "members", "offsets", "parameter")
+    __slots__ = ("group", "is_flat", "known", "members", "offsets", "parameter")
 
     def __init__(self, group: int, members: list[Member], parameter: torch.Tensor) -> None:
         self.group, self.members, self.parameter, self.known = group, members, parameter, {}
+        self.is_flat = len(members) > 1 or not members[0].local.dim()
         self.offsets = [*accumulate((member.local.numel() for member in members[:-1]), initial=0)]
 
     @property
     def is_user_parameter(self) -> bool:
         """True if it is the user's parameter itself, with the user's gradient and state."""
         return self.parameter is self.members[0].parameter
-
-    @property
-    def is_flat(self) -> bool:
-        """True if it is 1-D whatever the shape of its members."""
-        return len(self.members) > 1 or not self.members[0].local.dim()
 
     def set_gradient(self, gradient: torch.Tensor) -> None:
         """Set the gradient, given as that of the first member, with those of the others behind it in memory."""

@@ -56,6 +56,7 @@ class StepPlan:
     local_state: defaultdict[Any, StateEntries]  # the optimizer's state, by the tensors that it steps
     _flats: FlatStates
     _scalars: list[ScalarState]
+    _written: tuple[list[Any], list[Any]]  # names, and entries, of the local state at the last write-back
     _parameters: list[torch.Tensor]  # of all groups
     _plain_parameters: list[torch.Tensor]  # whose memory users may replace
     _indices: list[int]  # of the parameters that are members of plain local tensors, among all
@@ -83,7 +84,7 @@ class StepPlan:
         self._layout = self._local(all_gradients)[1]
 
     def _load_state(self, state: State) -> None:
-        self.local_state = defaultdict(dict)
+        self.local_state, self._written = defaultdict(dict), ([], [])
         self.local_state.update(_shared_entries(state))
         for tensor in self.tensors:
             loaded = tensor.load_state(self._flats)
@@ -136,18 +137,31 @@ class StepPlan:
         for scalars in self._scalars:
             scalars.write_back()
         state, shared = optimizer.state, _shared_entries(self.local_state)
+        if not shared and self._is_written():
+            return
         with torch.inference_mode(False), torch.no_grad():
             stepped = [tensor for tensor in self.tensors if tensor.parameter in self.local_state]
             is_new = [tensor.write_back(self.local_state[tensor.parameter], self._flats) for tensor in stepped]
-            if not any(is_new) and not shared:
-                return
-            self._share_scalars()
+            if any(is_new):
+                self._share_scalars()
+        self._written = ([], []) if shared else self._contents()
+        if not any(is_new) and not shared:
+            return
         states = {id(member.parameter): member.state for tensor in stepped for member in tensor.members}
         for parameter in self._parameters:
             if parameter not in state and states.get(id(parameter)) is not None:
                 state[parameter] = states[id(parameter)]
         state.update(shared)
         self._dependencies = _dependencies(optimizer)
+
+    def _contents(self) -> tuple[list[Any], list[Any]]:
+        names = chain.from_iterable((*own, None) for own in self.local_state.values())
+        return list(names), _entries_of(self.local_state)
+
+    def _is_written(self) -> bool:
+        """Return True if no entry of the local state is new since the last write-back."""
+        (names, entries), (known_names, known) = self._contents(), self._written
+        return names == known_names and len(entries) == len(known) and all(map(operator.is_, entries, known))
 
     def _local(self, all_gradients: Sequence[torch.Tensor | None]) -> tuple[list[Any], list[Any]]:
         """Return the members' local gradients, given the gradients of all parameters, and how they lie."""
