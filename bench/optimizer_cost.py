@@ -1,20 +1,23 @@
-"""What a step of AdamW costs on many small sharded parameters, on a fake process group of 8 ranks on CPU.
+"""What a step of AdamW, and clipping before it, cost on many small sharded parameters: a fake group of 8 ranks on CPU.
 
-A hundred units of eight parameters each: two norms and four small matrices. Only ``optimizer.step`` is timed. The
-yardstick is the same optimizer on plain tensors of the shards' sizes, which nothing sharded can undercut but by
-stepping fewer tensors: that is what ``flat`` does, one tensor per unit. ``fullshard`` is the optimizer as torch makes
-it, ``flat`` after ``localize(optimizer)``.
+A hundred units of eight parameters each: two norms and four small matrices. The yardstick is the same on plain tensors
+of the shards' sizes. ``fullshard`` is the optimizer as torch makes it, ``dtensors`` the same after
+``localize(optimizer, enable=False)``. ``clip`` is ``torch.nn.utils.clip_grad_norm_``, and for the contestant ``own`` it
+is ``fullshard.clip_grad_norm_``.
 
 All contestants live in this process and take turns, with gradients of a backward of their own. Times are CPU time of
-the thread, so other processes disturb only by what they do to the caches. Ratios are taken within a round.
+the thread, so other processes disturb only by what they do to the caches. Ratios are taken within a round. DTensor
+dispatch finds FSDP2's specs by identity and fullshard's equal ones by comparison, because FSDP2's are cached first;
+alone in a process, ``dtensors`` and fullshard's ``clip`` are a little faster.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +31,19 @@ from bench.report import cell, column
 from bench.statistics import Spread, paired_spread, spread
 from bench.turns import compete
 
-PLAIN, FLAT = "plain", "flat"
-SYSTEMS = (PLAIN, FSDP2, FULLSHARD, FLAT)
+PLAIN, DTENSORS, OWN = "plain", "dtensors", "own"
+SYSTEMS = (PLAIN, FSDP2, FULLSHARD, DTENSORS, OWN)
+CLIP = "clip"
 IMPLEMENTATIONS: Mapping[str, Mapping[str, bool]] = {
     "foreach": {"foreach": True},
     "fused": {"fused": True},
     "loop": {"foreach": False, "fused": False},
+    CLIP: {},
+}
+# Contestants that differ only in their step, and only in how they clip.
+WITHOUT: Mapping[str, frozenset[str]] = {
+    DTENSORS: frozenset({CLIP}),
+    OWN: frozenset({"foreach", "fused", "loop"}),
 }
 PARAMETERS_PER_UNIT = 8
 
@@ -47,10 +57,10 @@ class Target(NamedTuple):
 
 
 TARGETS = (
-    Target("flat foreach", "fsdp2 foreach", 0.25),
-    Target("flat fused", "fsdp2 fused", 0.25),
-    Target("flat foreach", "plain foreach", 0.2),
-    Target("flat fused", "plain foreach", 0.2),
+    Target("fullshard foreach", "plain foreach", 1.1),
+    Target("fullshard fused", "plain fused", 1.1),
+    Target("fullshard clip", "plain clip", 1.2),
+    Target("own clip", "plain clip", 1.2),
 )
 
 
@@ -95,20 +105,26 @@ class Runner:
         options: Any = IMPLEMENTATIONS[implementation]
         self.model = model
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.parameters, lr=1e-3, **options)
-        if system == FLAT:
+        if system == DTENSORS:
             from fullshard.optim import localize
 
-            localize(self.optimizer)
+            localize(self.optimizer, enable=False)
+        self.run: Callable[[], Any] = self.optimizer.step
+        if implementation == CLIP:
+            import fullshard
+
+            clip = fullshard.clip_grad_norm_ if system == OWN else torch.nn.utils.clip_grad_norm_
+            self.run = partial(clip, self.parameters, 1e6)  # scaled by 1, so that all turns are alike
         self.steps = settings.steps_per_round
         for _ in range(settings.warmup_steps):
-            self.optimizer.step()
+            self.run()
 
     def turn(self) -> float:
         """Median of the seconds of some steps."""
         seconds = []
         for _ in range(self.steps):
             start = time.thread_time()
-            self.optimizer.step()
+            self.run()
             seconds.append(time.thread_time() - start)
         return statistics.median(seconds)
 
@@ -161,7 +177,12 @@ def table(summary: Mapping[str, Mapping[str, Any]], failures: Mapping[str, str])
         column("/ plain tensors", f"ratio_to_{PLAIN}"),
         column("/ FSDP2", f"ratio_to_{FSDP2}"),
     )
-    return report.table("AdamW step", summary, columns, failures)
+    tables = []
+    for title, is_clip in (("AdamW step", False), ("gradient clipping", True)):
+        of_table = {name: entry for name, entry in summary.items() if (name.partition(" ")[2] == CLIP) is is_clip}
+        failed = {name: why for name, why in failures.items() if (name.partition(" ")[2] == CLIP) is is_clip}
+        tables.append(report.table(title, of_table, columns, failed))
+    return "\n\n".join(tables)
 
 
 def verdict_table(verdicts: Sequence[Mapping[str, Any]]) -> str:
@@ -172,10 +193,16 @@ def verdict_table(verdicts: Sequence[Mapping[str, Any]]) -> str:
     return report.markdown_table(["ratio", "target, at most", "reached"], rows)
 
 
+def contestants(systems: Sequence[str] = SYSTEMS) -> list[str]:
+    """Each system with each implementation that it has."""
+    ways = {system: [way for way in IMPLEMENTATIONS if way not in WITHOUT.get(system, ())] for system in systems}
+    return [f"{system} {way}" for system in systems for way in ways[system]]
+
+
 def run(options: Options) -> None:
-    """Compare what a step of AdamW costs on plain, sharded and localized parameters."""
+    """Compare what a step of AdamW, and clipping, cost on plain and sharded parameters."""
     chosen = [name for name in SYSTEMS if not options.only or name == PLAIN or name in options.only]
-    names = [f"{system} {implementation}" for system in chosen for implementation in IMPLEMENTATIONS]
+    names = contestants(chosen)
     with fake_group(options.ranks):
         seconds, failures = compete(names, lambda name: Runner(name, options), options.rounds)
     parameters = options.units * PARAMETERS_PER_UNIT

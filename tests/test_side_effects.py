@@ -100,12 +100,12 @@ def unaware() -> Iterator[RankPool]:
 
 @pytest.mark.cpu_only("what is changed does not depend on the device")
 def test_torch_is_left_as_it_is(unaware: RankPool) -> None:
-    """One hook of ``torch.optim`` is all; the checkpoint functions are changed only by who asks."""
-    hook = "torch.optim.optimizer._global_optimizer_post_hooks"
+    """Two hooks of ``torch.optim`` are all; the checkpoint functions are changed only by who asks."""
+    hooks = {f"torch.optim.optimizer._global_optimizer_{when}_hooks" for when in ("pre", "post")}
     assert unaware(1, observe, fresh=True) == [
         {
             "import": set(),
-            "sharding": {"RemovableHandle.next_id", hook},  # torch counts hooks, whoever registers them
+            "sharding": {"RemovableHandle.next_id", *hooks},  # torch counts hooks, whoever registers them
             "state dict functions": {"torch.distributed.checkpoint.state_dict"},
             "undone": set(),
         }

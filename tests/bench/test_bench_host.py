@@ -52,11 +52,15 @@ def test_wrap_time(tmp_path: Path) -> None:
 def test_optimizer_cost(tmp_path: Path) -> None:
     """All kinds of parameters with all implementations, as they are without options."""
     page, stored = run_small(tmp_path, "optimizer_cost", "--units 2 --rounds 2 --steps-per-round 1")
-    pairs = {f"{system} {way}" for system in optimizer_cost.SYSTEMS for way in optimizer_cost.IMPLEMENTATIONS}
+    pairs = set(optimizer_cost.contestants())
     assert set(stored["contestants"]) == pairs and not stored["not_run"]
     assert len(stored["targets"]) == len(optimizer_cost.TARGETS)
     assert stored["contestants"]["plain fused"]["ratio_to_plain"]["median"] == 1.0
-    assert "<!-- bench:optimizer_cost -->\n16 parameters" in page and "| flat loop |" in page
+    assert (
+        "<!-- bench:optimizer_cost -->\n16 parameters" in page
+        and "| dtensors loop |" in page
+        and "| own clip |" in page
+    )
 
 
 def test_muon(tmp_path: Path) -> None:

@@ -84,10 +84,10 @@ class _Drawing:
     def optimizer(self, front_end: FrontEnd) -> OptimizerPlan:
         names = ["sgd", "momentum", "adamw"]
         if front_end.fp16:
-            return OptimizerPlan("sgd", self.one("plain", "localize", "overlap"))
+            return OptimizerPlan("sgd", self.one("plain", "dtensors", "overlap"))
         if not front_end.flat:
             names.append("muon")
-        return OptimizerPlan(self.one(*names), self.one("plain", "localize", "overlap"))
+        return OptimizerPlan(self.one(*names), self.one("plain", "dtensors", "overlap"))
 
     # ---------------------------------------------------------------- models
 

@@ -30,8 +30,8 @@ def optimizers(
         own: torch.optim.Optimizer = torch.optim.AdamW(others, lr=0.01, eps=EPS, foreach=True)
     else:
         own = torch.optim.SGD(others, lr=0.05, momentum=0.9 if plan.name == "momentum" else 0.0)
-    if sharded and plan.mode == "localize":
-        optim.localize(own)
+    if sharded and plan.mode == "dtensors":
+        optim.localize(own, enable=False)
     elif sharded and plan.mode == "overlap":
         optim.overlap(own, model)
     return [*made, own]

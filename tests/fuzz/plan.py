@@ -123,7 +123,7 @@ class OptimizerPlan:
 
     Args:
         name: "sgd", "momentum", "adamw" or "muon" (for matrices; others are left to "sgd").
-        mode: "plain", "localize" or "overlap": the function of ``fullshard.optim`` that it is given to.
+        mode: "plain", which steps local tensors, "dtensors", or "overlap".
     """
 
     name: str = "sgd"

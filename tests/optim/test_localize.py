@@ -1,4 +1,4 @@
-"""Localized optimizers: the same bits, the same view of them and the same checkpoints as without it."""
+"""Steps on local tensors: the same bits, the same view of them and the same checkpoints as steps on DTensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.checkpoint import state_dict as torch_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fullshard
@@ -27,7 +27,7 @@ from fullshard.comm import record
 from fullshard.engine.ownership import nested_units
 from fullshard.optim import localize
 from fullshard.optim.local.local_tensors import LocalTensor
-from fullshard.optim.local.localize import local_step_of
+from fullshard.optim.local.localize import _is_default, local_step_of
 from ranks import Rank, on_ranks
 
 Make = Callable[..., optim.Optimizer]
@@ -43,6 +43,7 @@ STOCK: dict[str, tuple[Make, dict[str, Any]]] = {
     "rmsprop": (optim.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.9}),
     "adamw foreach": (optim.AdamW, {"lr": 0.1, "foreach": True}),
     "asgd": (optim.ASGD, {"lr": 0.1, "t0": 1.0}),
+    "adamw fused": (optim.AdamW, {"lr": 0.1, "fused": True, "amsgrad": True}),
 }
 
 
@@ -124,14 +125,16 @@ def assert_same_view(
 
 
 class Pair:
-    """The same model and optimizer twice, one of them localized."""
+    """The same model and optimizer twice: as made, which steps local tensors, and on DTensors."""
 
     def __init__(
         self, rank: Rank, make: Callable[[nn.Module], optim.Optimizer], *, frozen: bool = False, **options: Any
     ) -> None:
         self.rank = rank
         self.models = build(rank, frozen=frozen), build(rank, frozen=frozen)
-        self.optimizers = localize(make(self.models[0]), **options), make(self.models[1])
+        self.optimizers = make(self.models[0]), localize(make(self.models[1]), enable=False)
+        if options:
+            localize(self.optimizers[0], **options)
         self.count = 0
 
     def __iter__(self) -> Iterator[tuple[Net, optim.Optimizer]]:
@@ -179,32 +182,69 @@ def assert_gaps_are_zero(model: nn.Module) -> None:
 @on_ranks(2)
 def test_stock_optimizers_step_to_the_same_bits(rank: Rank) -> None:
     """Every elementwise optimizer of torch's: parameters and the user's view of state, after three steps."""
+    emulated = next(build(rank).parameters()).device.type == "emulated"  # with kernels of CPUs, which round otherwise
     for name, (kind, options) in STOCK.items():
         pair = Pair(rank, lambda model, k=kind, o=options: k(model.parameters(), **o), frozen=True)
         for _ in range(3):
             pair.step()
-        pair.check()
+            if "fused" not in name or not emulated:
+                pair.check()
         assert_gaps_are_zero(pair.models[0])
         assert max(runs_of(pair.optimizers[0])) > 2, name
 
 
+class Odd(nn.Module):
+    """Parameters that lie without gaps, some of them without a whole number of vectors."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        sizes = (64, 32, 8, 8, 128, 32, 40)
+        self.all = nn.ParameterList(nn.Parameter(torch.randn(size, 2, dtype=dtype)) for size in sizes)
+
+    def forward(self) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.cpu_only("kernels of accelerators round all elements alike")
 @on_ranks(2)
-def test_fused_steps(rank: Rank) -> None:
-    """In runs the ends of vectors lie elsewhere, and round otherwise on CPUs."""
-    pair = Pair(rank, lambda model: adamw(model, fused=True, amsgrad=True))
-    for _ in range(3):
-        pair.step()
-    assert_gaps_are_zero(pair.models[0])
-    for p, q in zip(*(model.parameters() for model in pair.models), strict=True):
-        torch.testing.assert_close(local(p), local(q), rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_ends_of_vectors(rank: Rank, dtype: torch.dtype) -> None:
+    """CPU kernels round them otherwise: no parameter's end comes to lie in a vector. Fused SGD cannot step DTensors."""
+    for options in ({"fused": True}, {"foreach": True}, {"foreach": False}):
+        for kind in (optim.SGD, optim.AdamW, optim.Adagrad):
+            model = fully_shard(Odd(dtype), mesh=rank.mesh)
+            mine, plain = list(model.parameters()), [nn.Parameter(local(p).clone()) for p in model.parameters()]
+            more: Any = options | ({"momentum": 0.9} if kind is optim.SGD else {})
+            optimizer, reference = kind(mine, lr=0.1, **more), kind(plain, lr=0.1, **more)
+            for _ in range(3):
+                for q, flat in zip(plain, flat_gradients(mine), strict=True):
+                    q.grad = flat.clone()
+                optimizer.step()
+                reference.step()
+                for p, q in zip(mine, plain, strict=True):
+                    assert_same(local(p), q.detach(), f"{kind.__name__}, {options}")
+            expected = [1] * 7 if dtype is torch.bfloat16 else [3, 1, 3] if "fused" in options else [7]
+            assert runs_of(optimizer) == expected, options
+
+
+def flat_gradients(parameters: list[Any]) -> list[torch.Tensor]:
+    """Give the parameters gradients that lie one after another; return this rank's."""
+    memory = torch.randn(sum(local(p).numel() for p in parameters)).to(parameters[0].dtype)
+    pieces = [
+        piece.view(local(p).shape)
+        for p, piece in zip(parameters, memory.split([local(p).numel() for p in parameters]), strict=True)
+    ]
+    for p, piece in zip(parameters, pieces, strict=True):
+        p.grad = DTensor.from_local(piece, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+    return pieces
 
 
 @on_ranks(2)
 def test_rprop_steps_as_on_plain_tensors(rank: Rank) -> None:
-    """It cannot step DTensors at all; localized it does to them what it does to plain tensors."""
+    """It cannot step DTensors at all; it does to local tensors what it does to plain ones."""
     net = build(rank)
     plain = [nn.Parameter(local(p).clone()) for p in net.parameters()]
-    optimizer, reference = localize(optim.Rprop(net.parameters())), optim.Rprop(plain)
+    optimizer, reference = optim.Rprop(net.parameters()), optim.Rprop(plain)
     for step in range(3):
         backward(rank, net, step, spare=True)
         for p, q in zip(net.parameters(), plain, strict=True):
@@ -247,7 +287,7 @@ def test_parameters_without_gradient_are_left_out(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_state_dicts_are_interchangeable(rank: Rank) -> None:
-    """Through files: a localized optimizer's into another one and back, also with steps that differ in a run."""
+    """Through files, to DTensors and back, also with steps that differ in a run."""
     pair = Pair(rank, adamw)
     pair.step(spare=True)
     pair.step(spare=True)
@@ -334,17 +374,18 @@ def test_groups(rank: Rank) -> None:
 def test_schedulers_hooks_and_closures(rank: Rank) -> None:
     """They see the user's view; a scheduler that was made before counts steps as one that was made after."""
     net = build(rank)
-    before = adamw(net)
-    first = optim.lr_scheduler.StepLR(before, 1, gamma=0.5)
-    optimizer = localize(before)
+    optimizer = adamw(net)
+    first = optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     second = optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
-    assert optimizer is before and isinstance(optimizer, optim.AdamW) and type(optimizer).__name__ == "AdamW"
     seen: list[str] = []
 
     def look(name: str) -> Callable[..., None]:
         def hook(found: optim.Optimizer, *_: Any) -> None:
             assert all(isinstance(p, DTensor) for group in found.param_groups for p in group["params"])
             assert all(isinstance(p, DTensor) for p in found.state)
+            done = [int(state["step"]) for state in found.state.values()]
+            steps = len(seen) // 4 + (name not in ("pre", "closure"))
+            assert done == [steps] * len(done) and bool(done) == bool(steps), name
             seen.append(name)
 
         return hook
@@ -375,7 +416,7 @@ def test_schedulers_hooks_and_closures(rank: Rank) -> None:
 def test_an_exception_leaves_the_users_view(rank: Rank) -> None:
     """And the next step goes on from there."""
     net = build(rank)
-    optimizer = localize(adamw(net))
+    optimizer = adamw(net)
     backward(rank, net, 0)
     optimizer.step()
     optimizer.param_groups[0]["betas"] = None
@@ -389,12 +430,34 @@ def test_an_exception_leaves_the_users_view(rank: Rank) -> None:
     assert all(state["step"] == 2 for state in optimizer.state.values())
 
 
+class FailingError(Exception):
+    """Of a closure."""
+
+
 @on_ranks(2)
-def test_copies_and_files_are_localized(rank: Rank) -> None:
-    """A deep copy steps its own parameters; what comes out of a file is localized, too."""
+def test_who_else_wraps_steps(rank: Rank) -> None:
+    """A closure that raises, hooks that replace what is stepped, methods kept from before, and copies."""
     pair = Pair(rank, adamw)
     pair.step()
-    pair.step()
+
+    def fail() -> float:
+        raise FailingError
+
+    for model, optimizer in pair:
+        backward(rank, model, 4)
+        with pytest.raises(FailingError):
+            optimizer.step(fail)
+        kept = type(optimizer).step.__get__(optimizer)  # as accelerate and gradient scalers do
+        optimizer.step = lambda *args, kept=kept, **options: kept(*args, **options)
+        optimizer.step()
+        del optimizer.step
+        itself = optimizer.register_step_pre_hook(lambda found, args, options: ((found, *args[1:]), options))
+        halved = optimizer.register_step_pre_hook(lambda found, *_: found.param_groups[0].update(lr=0.05))
+        optimizer.step()
+        itself.remove()
+        halved.remove()
+        optimizer.step(closure=lambda: 3)
+    pair.check()
     copies = [copy.deepcopy((model, optimizer)) for model, optimizer in pair]
     for model, optimizer in copies:
         assert next(model.parameters()) is optimizer.param_groups[0]["params"][0]
@@ -402,13 +465,44 @@ def test_copies_and_files_are_localized(rank: Rank) -> None:
         optimizer.step()
     assert_same_view(copies[0][0], copies[0][1], copies[1][0], copies[1][1])
     pair.check()
-    assert type(copies[0][1]) is type(pair.optimizers[0]) and type(copies[0][1]) is not optim.AdamW
-    plain = localize(optim.SGD([nn.Parameter(torch.ones(3))], lr=0.5, momentum=0.5))
-    for again in (pickle.loads(pickle.dumps(plain)), io_round_trip(plain)):
-        (parameter,) = again.param_groups[0]["params"]
-        parameter.grad = torch.ones(3)
-        again.step()
-        assert torch.equal(parameter, torch.full((3,), 0.5)) and type(again) is type(plain)
+    pickle.dumps(pair.optimizers[0].state_dict())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("fused", [False, True], ids=["loop", "fused"])
+def test_gradient_scalers(rank: Rank, fused: bool) -> None:
+    """A step with an infinite gradient is left out, also by an optimizer that unscales gradients itself."""
+    pair = Pair(rank, lambda model: adamw(model, fused=fused))
+    scalers = [fullshard.ShardedGradScaler("cpu", init_scale=4.0) for _ in pair]
+    for number in range(3):
+        for scaler, (model, optimizer) in zip(scalers, pair, strict=True):
+            batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(number))
+            scaler.scale(model(batch.chunk(2)[rank.rank]).square().mean()).backward()
+            if number == 1:
+                local(model.even[0].weight.grad)[0, 0] = math.inf
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        pair.check()
+    assert pair.optimizers[0].state[pair.models[0].even[0].weight]["step"] == 2
+    assert [scaler.get_scale() for scaler in scalers] == [2.0, 2.0]
+
+
+@on_ranks(2)
+def test_compiled_steps(rank: Rank) -> None:
+    """``torch.compile`` sees DTensors, or runs the hooks; either way the step is the same, also beside others."""
+    models = [fully_shard(nn.Linear(4, 4), mesh=rank.mesh) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [optim.SGD(model.parameters(), lr=0.1, momentum=0.5, foreach=True) for model in models]
+    compiled = torch.compile(optimizers[0].step, backend="eager")
+    for number in range(4):
+        for step, model in zip(
+            (compiled if number in (1, 2) else optimizers[0].step, optimizers[1].step), models, strict=True
+        ):
+            model(torch.full((2, 4), number + 1.0)).square().mean().backward()
+            step()
+            model.zero_grad()
+        assert_same_view(models[0], optimizers[0], models[1], optimizers[1])
 
 
 @on_ranks(2)
@@ -481,7 +575,7 @@ def test_gradients_in_memory_of_the_users(rank: Rank, sharing: Any) -> None:
         model = sharing(Many(), mesh=rank.mesh)
         options = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
         options["foreach"] = how != "each one element repeated"  # which adds the momentum to the gradients in place
-        optimizer = localize(optim.SGD(model.parameters(), **options))
+        optimizer = optim.SGD(model.parameters(), **options)
         plain = optim.SGD([nn.Parameter(local(p).clone()) for p in model.parameters()], **options)
         pairs = [*zip(model.parameters(), plain.param_groups[0]["params"], strict=True)]
         for where in ("as the shards lie", how, how):
@@ -545,8 +639,8 @@ class Changed(optim.AdamW):
         return super().step(closure)
 
 
-def test_who_is_localized() -> None:
-    """Others are left as they are, and a warning says why; twice is as good as once."""
+def test_errors() -> None:
+    """Optimizers that cannot be localized are left as they are, and a warning says why."""
     weight = nn.Parameter(torch.ones(4, 4))
     others = {
         "inner products": optim.LBFGS([weight]),
@@ -557,21 +651,92 @@ def test_who_is_localized() -> None:
         "not known": Changed([weight]),
     }
     for reason, optimizer in others.items():
-        kind = type(optimizer)
         with pytest.warns(UserWarning, match=reason):
             assert localize(optimizer) is optimizer
-        assert type(optimizer) is kind
-    patched = optim.AdamW([weight])
-    patched.step = lambda closure=None: None
-    with pytest.warns(UserWarning, match="its step method was replaced"):
-        localize(patched)
+        assert local_step_of(optimizer) is None
     with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, found Linear"):
         localize(nn.Linear(2, 2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        optimizer = localize(Subclass([weight]))
-        kind = type(optimizer)
-        assert kind is type(localize(optimizer)) is type(localize(Subclass([weight]))) is not Subclass
+        step = local_step_of(localize(Subclass([weight])))
+        assert step is not None
+
+
+class ScheduleFree(optim.Optimizer):
+    """As an optimizer of schedulefree: counts steps in its groups, and keeps a second copy of the weights."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "k": 0, "train_mode": True})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert self.param_groups[0]["train_mode"]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if "z" not in state:
+                        state["z"] = torch.clone(p, memory_format=torch.preserve_format)
+                    state["z"].sub_(p.grad, alpha=group["lr"])
+                    p.lerp_(end=state["z"], weight=1 / group["k"])
+        return loss
+
+
+@on_ranks(2)
+def test_who_steps_local_tensors(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known classes with sharded parameters, without a warning; whoever else, and whoever is told not to, does not."""
+    known = type("SGDScheduleFree", (ScheduleFree,), {"__module__": "schedulefree.sgd_schedulefree"})
+    known.step = ScheduleFree.step
+    monkeypatch.setattr(ScheduleFree.step, "__module__", "schedulefree.sgd_schedulefree")
+    expected = {Subclass: True, known: True, ScheduleFree: False, Changed: False, optim.SGD: True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for kind, is_known in expected.items():
+            pair = Pair(rank, lambda model, k=kind: k(model.parameters()))
+            for _ in range(2):
+                pair.step()
+            pair.check()
+            assert (local_step_of(pair.optimizers[0]) is not None) == is_known, kind
+            assert local_step_of(pair.optimizers[1]) is None
+    plain = nn.Parameter(torch.ones(2))
+    plain.grad = torch.ones(2)
+    others = {
+        "plain parameters": optim.SGD([plain], lr=0.5),
+        "autograd": optim.SGD(build(rank).parameters(), differentiable=True),
+    }
+    with monkeypatch.context() as patch:
+        patch.setenv("FULLSHARD_LOCAL_OPTIMIZERS", "0")
+        _is_default.cache_clear()
+        others["environment"] = optim.SGD(build(rank).parameters())
+        for why, optimizer in others.items():
+            optimizer.step()
+            assert local_step_of(optimizer) is None, why
+    _is_default.cache_clear()
+    assert torch.equal(plain, torch.full((2,), 0.5))
+
+
+@on_ranks(2)
+def test_tensors_in_groups(rank: Rank) -> None:
+    """A learning rate that is a tensor, also a DTensor, which plain tensors cannot be mixed with."""
+    rates = [torch.tensor(0.1) for _ in range(2)]
+    pair = Pair(rank, lambda model: optim.AdamW(model.parameters(), lr=rates.pop()))
+    pair.step()
+    pair.check()
+    for _, optimizer in pair:
+        optimizer.param_groups[0]["lr"].fill_(0.2)
+    pair.step()
+    pair.check()
+    for _, optimizer in pair:
+        rate = DTensor.from_local(torch.tensor(0.3), rank.mesh, [Replicate()])
+        optimizer.param_groups[0]["lr"] = rate
+    pair.step()
+    assert pair.optimizers[0].state[pair.models[0].scale]["step"] == 3
+    pair.check()
 
 
 @on_ranks(2)
@@ -605,7 +770,7 @@ def test_lists_of_all_kinds(rank: Rank) -> None:
 
     for make in (lambda m: optim.SGD(m.parameters(), lr=0.01), lambda m: optim.Adagrad(m.parameters(), lr=0.01)):
         models = make_model(), make_model()
-        optimizers = localize(make(models[0])), make(models[1])
+        optimizers = make(models[0]), localize(make(models[1]), enable=False)
         for step in range(3):
             for model, optimizer in zip(models, optimizers, strict=True):
                 run(model, step)
@@ -620,11 +785,11 @@ def test_lists_of_all_kinds(rank: Rank) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["fullshard", "torch"])
 def test_checkpoints_go_both_ways(rank: Rank, how: str, tmp_path: Path) -> None:
-    """What a localized optimizer saved another one loads and goes on from to the same bits, and the reverse."""
-    for number, saves_localized in enumerate((True, False)):
+    """What a step on local tensors left, one on DTensors loads and goes on from to the same bits, and the reverse."""
+    for number, saves_local in enumerate((True, False)):
         pair = Pair(rank, adamw)
-        saver, loader = (*pair,) if saves_localized else (*pair,)[::-1]
-        for model, optimizer in (saver, saver, saver) if saves_localized else (saver, saver, saver, loader):
+        saver, loader = (*pair,) if saves_local else (*pair,)[::-1]
+        for model, optimizer in (saver, saver, saver) if saves_local else (saver, saver, saver, loader):
             backward(rank, model, 1, spare=True)
             optimizer.step()  # the loader's own state is written over
             optimizer.zero_grad()
@@ -654,7 +819,7 @@ def test_the_wrappers_parameters(rank: Rank, orig: bool) -> None:
     torch.manual_seed(3)
     net = Net()
     models = [FSDP(each, process_group=rank.group, use_orig_params=orig) for each in (net, copy.deepcopy(net))]
-    optimizers = localize(adamw(models[0])), adamw(models[1])
+    optimizers = adamw(models[0]), localize(adamw(models[1]), enable=False)
 
     def train() -> None:
         for step in range(3):

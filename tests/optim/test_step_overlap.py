@@ -15,7 +15,7 @@ from fullshard import FullyShardedDataParallel, PhaseError
 from fullshard.comm import Collective, base, record
 from fullshard.engine.optimizer_overlap import GradientInFlight
 from fullshard.errors import FullshardError
-from fullshard.optim import localize, overlap
+from fullshard.optim import overlap
 from fullshard.optim.local.step import LocalStep
 from fullshard.wrap import ModuleWrapPolicy
 from models import Stack, shard_blocks, square_loss, tiny_units
@@ -117,7 +117,7 @@ def test_same_bits(rank: Rank, options: dict[str, Any], budget: int | None, clip
     """Steps end in the weights that steps without overlap end in, also over several backwards, one without sync."""
     model, other = build(rank)
     model.set_prefetch_bytes(budget)
-    optimizers = overlap(adam(model, **options), model), localize(adam(other, **options))
+    optimizers = overlap(adam(model, **options), model), adam(other, **options)
     for number in range(4):
         for each, optimizer in zip((model, other), optimizers, strict=True):
             for part in range(3 if number == 2 else 1):
@@ -137,7 +137,7 @@ def test_writes_after_the_step(rank: Rank, how: str) -> None:
     """A forward never computes with values from before a write: it gathers again, or raises."""
     model, other = build(rank)
     model.set_prefetch_bytes(1 << 20 if how == "in place" else None)
-    optimizers = overlap(adam(model), model), localize(adam(other))
+    optimizers = overlap(adam(model), model), adam(other)
     step(rank, model, optimizers[0])
     step(rank, other, optimizers[1])
     changed = {name: p + 1 for name, p in model.state_dict().items()}
@@ -172,7 +172,7 @@ def test_writes_after_the_step(rank: Rank, how: str) -> None:
 def test_written_after_another_unit_was_used(rank: Rank) -> None:
     """A write after the step is noticed, whatever else was unsharded in between; and not after a reshard."""
     model, other = build(rank)
-    optimizers = overlap(adam(model), model), localize(adam(other))
+    optimizers = overlap(adam(model), model), adam(other)
     for reshards in (False, True):
         for each, optimizer in zip((model, other), optimizers, strict=True):
             step(rank, each, optimizer)
@@ -193,7 +193,7 @@ def test_written_after_another_unit_was_used(rank: Rank) -> None:
 def test_steps_without_it_are_noticed(rank: Rank, then: str) -> None:
     """Once the optimizer steps as usual again, or where it cannot do otherwise, what is gathered is outdated by it."""
     model, other = build(rank)
-    optimizers = overlap(adam(model), model), localize(adam(other))
+    optimizers = overlap(adam(model), model), adam(other)
     for each, optimizer in zip((model, other), optimizers, strict=True):
         if then != "before the first forward":
             step(rank, each, optimizer)
@@ -281,7 +281,7 @@ def test_loading_into_a_wrapper(rank: Rank, original: bool) -> None:
 def test_gradients_land_in_inference_mode(rank: Rank) -> None:
     """A forward in inference mode waits for gradients, which can be zeroed and added to afterwards."""
     model, other = build(rank)
-    optimizers = overlap(adam(model), model), localize(adam(other))
+    optimizers = overlap(adam(model), model), adam(other)
     for number in range(3):
         for each, optimizer in zip((model, other), optimizers, strict=True):
             for part in range(2):
@@ -296,10 +296,9 @@ def test_gradients_land_in_inference_mode(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_undone(rank: Rank) -> None:
-    """``enable=False`` returns to a step on its own; localizing again, or before, changes nothing else."""
+    """``enable=False`` returns to a step on its own."""
     model, _ = build(rank)
-    optimizer = overlap(localize(adam(model)), model)
-    localize(optimizer)
+    optimizer = overlap(adam(model), model)
     step(rank, model, optimizer)
     square_loss(1)(model, rank.rank).backward()
     with record() as seen:

@@ -84,11 +84,11 @@ def fully_shard(
     ``torch.chunk`` does; 0-D parameters are ``Replicate()``); build the optimizer from these.
 
     The first call has two process-wide effects. On CPU, glibc malloc keeps freed memory:
-    ``fullshard.keep_freed_memory`` undoes it, ``FULLSHARD_KEEP_FREED_MEMORY=0`` in the environment disables it. And a
-    hook on all optimizers marks parameters that are unsharded during a step as out of date:
-    ``FULLSHARD_WATCH_OPTIMIZERS=0`` disables it. With the hook disabled, call ``reshard()`` after a step on modules
-    that stay unsharded (``set_reshard_after_backward(False)``); otherwise their forwards use the parameters from before
-    the step.
+    ``fullshard.keep_freed_memory`` undoes it, ``FULLSHARD_KEEP_FREED_MEMORY=0`` in the environment disables it. And
+    hooks on all optimizers have those of sharded parameters step local tensors (``FULLSHARD_LOCAL_OPTIMIZERS=0``
+    disables that, see ``fullshard.optim.localize``) and mark parameters that are unsharded during a step as out of
+    date: ``FULLSHARD_WATCH_OPTIMIZERS=0`` disables both. Then call ``reshard()`` after a step on modules that stay
+    unsharded (``set_reshard_after_backward(False)``); otherwise their forwards use the parameters from before the step.
 
     Args:
         module: Any module with a ``forward``; its class becomes ``FSDP<Class>``, a subclass of both ``FSDPModule`` and

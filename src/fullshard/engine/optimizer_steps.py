@@ -14,46 +14,49 @@ from fullshard.engine.runtime import runtime_of
 from fullshard.engine.states import InnerBackward
 from fullshard.engine.unit import Unit
 
-__all__ = ["unshards_by_itself", "watch_optimizers"]
+__all__ = ["managed_parameters", "unshards_by_itself", "watch_optimizers"]
 
 
 # Optimizers that unshard units during the step under way, and so have marked them out of date before.
 unshards_by_itself: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
-class _StepHook:
-    """Marks units out of date after a step of an optimizer that has their parameters.
+# By optimizer: the ids of all its parameters, and those of them that are managed.
+_managed: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[weakref.ref[ShardedParameter]]]]
+_managed = weakref.WeakKeyDictionary()
+
+
+def managed_parameters(optimizer: Optimizer) -> list[weakref.ref[ShardedParameter]]:
+    """Return those of an optimizer's parameters that units own."""
+    ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    known = _managed.get(optimizer)
+    if known is None or known[0] != ids:
+        managed = (managed_by(p) for group in optimizer.param_groups for p in group["params"])
+        known = _managed[optimizer] = (ids, [weakref.ref(p) for p in managed if p is not None and p.owned])
+    return known[1]
+
+
+def _units_of(optimizer: Optimizer) -> list[Unit]:
+    """Return the units that have the optimizer's parameters now: wrapping may move a parameter to another unit."""
+    parameters = (ref() for ref in managed_parameters(optimizer))
+    units = (parameter.unit() for parameter in parameters if parameter is not None)
+    return list({id(unit): unit for unit in units if unit is not None}.values())
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    """Mark units out of date after a step of an optimizer that has their parameters.
 
     Only steps are seen, not other writes to sharded parameters, and so all ranks see the same ones; with a version
     counter they would not (an optimizer does not touch empty shards).
     """
-
-    # The ids of all its parameters, and those of them that are managed.
-    _managed: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[weakref.ref[ShardedParameter]]]]
-
-    def __init__(self) -> None:
-        self._managed = weakref.WeakKeyDictionary()
-
-    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        if optimizer in unshards_by_itself:
-            unshards_by_itself.discard(optimizer)
-            return
-        for unit in self._units_of(optimizer):
-            unit.mark_out_of_date()
-            if unit.inner_backward is InnerBackward.ENDED:  # its forward goes on, with what the step has made
-                unit.reshard()
-                runtime_of(unit).unshard(unit)
-
-    def _units_of(self, optimizer: Optimizer) -> list[Unit]:
-        """The units that have the optimizer's parameters now: wrapping may move a parameter to another unit."""
-        ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
-        known = self._managed.get(optimizer)
-        if known is None or known[0] != ids:
-            managed = (managed_by(p) for group in optimizer.param_groups for p in group["params"])
-            known = self._managed[optimizer] = (ids, [weakref.ref(p) for p in managed if p is not None and p.owned])
-        parameters = (ref() for ref in known[1])
-        units = (parameter.unit() for parameter in parameters if parameter is not None)
-        return list({id(unit): unit for unit in units if unit is not None}.values())
+    if optimizer in unshards_by_itself:
+        unshards_by_itself.discard(optimizer)
+        return
+    for unit in _units_of(optimizer):
+        unit.mark_out_of_date()
+        if unit.inner_backward is InnerBackward.ENDED:  # its forward goes on, with what the step has made
+            unit.reshard()
+            runtime_of(unit).unshard(unit)
 
 
 @functools.cache
@@ -64,4 +67,4 @@ def watch_optimizers() -> None:
     an optimizer steps then compute with those from before the step until the user calls ``reshard()``.
     """
     if os.environ.get("FULLSHARD_WATCH_OPTIMIZERS", "1") != "0":
-        register_optimizer_step_post_hook(_StepHook())
+        register_optimizer_step_post_hook(_after_step)

@@ -21,6 +21,7 @@ from fullshard.engine.settings import UnitPolicy, UnitSettings
 from fullshard.engine.unit import Unit
 from fullshard.errors import FullshardError, PhaseError
 from fullshard.frontend.arguments import Place, check_bool
+from fullshard.optim.local.localize import step_local_tensors
 from fullshard.policy import CommQuantization
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def make_unit(
         set_unit(module, unit)
     mark_nested(subtree.in_nested_units)
     watch_optimizers()
+    step_local_tensors()
 
 
 def mark_nested(modules: Iterable[nn.Module]) -> None:

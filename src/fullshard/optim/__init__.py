@@ -1,6 +1,7 @@
 """Optimizers and gradient norms for sharded parameters.
 
-``localize`` makes stock optimizers step plain local tensors, and ``overlap`` overlaps such a step with communication.
+Known optimizers step plain local tensors, others after ``localize``, and ``overlap`` overlaps such a step with
+communication.
 ``Muon`` and other subclasses of ``MatrixOptimizer`` update whole matrices. ``clip_grad_norm_`` and ``get_total_norm``
 compute norms over all ranks.
 """

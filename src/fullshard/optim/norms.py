@@ -10,9 +10,11 @@ gradients that are not reduced (of ignored parameters) differ.
 from __future__ import annotations
 
 import math
+import operator
 import types
 import warnings
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,13 +22,15 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import NonFiniteError
-from fullshard.optim.local_shards import Axes, Axis, LocalShard, ShardLocator, local_of
+from fullshard.optim.local_shards import Axes, Axis, ShardLocator, local_of
 
 __all__ = ["clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
 
 _Tensors = torch.Tensor | Iterable[torch.Tensor]
 
 MAX_NAMES = 10  # in an error
+
+_kind_of = operator.attrgetter("device", "dtype")
 
 
 @torch.no_grad()
@@ -74,12 +78,13 @@ def clip_grad_norm_(
         norm = clip_grad_norm_(model.parameters(), max_norm=1.0)
         ```
     """
-    found = _as_list(parameters)
-    shards = _NormInputs.of([(parameter, parameter.grad) for parameter in found])
+    found = list({id(parameter): parameter for parameter in _as_list(parameters)}.values())
+    gradients = [parameter.grad for parameter in found]
+    shards = _NormInputs.of(found, gradients)
     total = shards.norm(norm_type)
     if error_if_nonfinite:
         shards.check_finite(total, norm_type)
-    clip_grads_with_norm_(found, max_norm, total)
+    _scale([gradient for gradient in gradients if gradient is not None], max_norm, total)
     return total
 
 
@@ -115,7 +120,7 @@ def get_total_norm(
     """
     values = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     if parameters is None:
-        pairs = [(tensor, tensor) for tensor in values if tensor is not None]
+        owners = [tensor for tensor in values if tensor is not None]
     else:
         owners = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if len(owners) != len(values):
@@ -123,8 +128,10 @@ def get_total_norm(
                 f"get_total_norm: expected a parameter for each of {len(values)} tensors, found {len(owners)} "
                 "parameters"
             )
-        pairs = list(zip(owners, values, strict=True))
-    shards = _NormInputs.of(pairs)
+    distinct: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+    for owner, value in zip(owners, owners if parameters is None else values, strict=True):
+        distinct.setdefault(id(owner), (owner, value))
+    shards = _NormInputs.of([owner for owner, _ in distinct.values()], [value for _, value in distinct.values()])
     total = shards.norm(norm_type)
     if error_if_nonfinite:
         shards.check_finite(total, norm_type)
@@ -146,42 +153,42 @@ def clip_grads_with_norm_(
             returns it, is reduced to a full tensor first, which is a collective.
         foreach: As for ``clip_grad_norm_``.
     """
-    gradients: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for parameter in {id(parameter): parameter for parameter in _as_list(parameters)}.values():
-        if parameter.grad is not None:
-            local = local_of(parameter.grad)
-            values = local._values() if local.layout is torch.sparse_coo else local
-            if values.numel():
-                gradients.setdefault((values.device, values.dtype), []).append(values)
-    if isinstance(total_norm, DTensor):
-        total_norm = total_norm.full_tensor()
-    scale = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
-    for (device, _), same in gradients.items():
-        torch._foreach_mul_(same, scale.to(device))
+    distinct = {id(parameter): parameter for parameter in _as_list(parameters)}.values()
+    _scale([gradient for parameter in distinct if (gradient := parameter.grad) is not None], max_norm, total_norm)
 
 
 @dataclass(frozen=True)
 class _NormInputs:
     """This rank's shards of some tensors and the axes to reduce over; all but the shards is the same on all ranks."""
 
-    shards: list[list[LocalShard]]  # of each tensor
+    owners: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor | None]  # each sharded as its owner
+    shards: dict[Axes, list[torch.Tensor | None]]  # this rank's, by axes; None: missing on this rank
     axes: list[Axis]  # in the order of the all-reduces
     device: torch.device
     dtype: torch.dtype  # of the result
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> _NormInputs:
-        """Collect the shards of the second tensor of each pair, which is sharded as the first."""
-        locator, found = ShardLocator(), []
-        distinct: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        for owner, tensor in pairs:
-            distinct.setdefault(id(owner), (owner, tensor))
-        for index, (owner, tensor) in enumerate(distinct.values()):
-            found.append(list(locator.shards(owner, tensor, index)))
-        owners = [owner for owner, _ in distinct.values()]
-        wide = any(owner.dtype in (torch.float64, torch.complex128) for owner in owners)
+    def of(cls, owners: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None]) -> _NormInputs:
+        """Collect the shards of ``tensors``, each of which is sharded as its owner."""
+        locator = ShardLocator()
+        shards: dict[Axes, list[torch.Tensor | None]] = {}
+        last_axes: Axes | None = None
+        same: list[torch.Tensor | None] = []
+        for index, (owner, tensor) in enumerate(zip(owners, tensors, strict=True)):
+            plain = locator.plain_shard(owner, tensor)
+            if plain is None:
+                for shard in locator.shards(owner, tensor, index):
+                    shards.setdefault(shard.axes, []).append(shard.local)
+                continue
+            axes, local = plain
+            if axes is not last_axes:  # axes are long to hash
+                last_axes, same = axes, shards.setdefault(axes, [])
+            same.append(local)
+        values = (owner._local_tensor if type(owner) is DTensor else owner for owner in owners)
+        wide = not {value.dtype for value in values}.isdisjoint((torch.float64, torch.complex128))
         device = owners[0].device if owners else torch.device("cpu")
-        return cls(found, locator.axes, device, torch.float64 if wide else torch.float32)
+        return cls(owners, tensors, shards, locator.axes, device, torch.float64 if wide else torch.float32)
 
     def norm(self, norm_type: float) -> torch.Tensor:
         """Return the norm of all tensors. See [Note: One all-reduce per axis]."""
@@ -190,24 +197,27 @@ class _NormInputs:
             raise ValueError("norm_type: expected the order of a norm, such as 2.0 or math.inf, found nan")
         if not self.shards:
             return torch.zeros((), dtype=self.dtype, device=self.device)
-        groups: dict[tuple[int, Axes], list[torch.Tensor]] = {}
-        for index, shards in enumerate(self.shards):
-            for shard in shards:
-                # Norm 0 counts tensors, so each tensor has a separate sum.
-                same = groups.setdefault((index if order == 0 else 0, shard.axes), [])
-                if shard.local is not None:
-                    same.append(shard.local)
-        norms = [_norms(same, order) for same in groups.values()]
-        axes_of_sums = [axes for _, axes in groups]
+        if order == 0:
+            return self._count()
+        norms = [_norms([local for local in same if local is not None], order) for same in self.shards.values()]
         if math.isinf(order):
             return self._reduce_extreme(norms, smallest=order < 0).to(self.dtype)
-        sums = self._reduce_sums(torch.stack([self._power_sum(same, order) for same in norms]), axes_of_sums)
-        if order == 0:
-            counted = {index: sums.new_zeros(()) for index, _ in groups}
-            for (index, _), value in zip(groups, sums.unbind(), strict=True):
-                counted[index] = counted[index] + value
-            return (torch.stack(list(counted.values())) != 0).sum().to(self.dtype)
+        sums = self._reduce_sums(torch.stack([self._power_sum(same, order) for same in norms]), list(self.shards))
         return sums.sum().pow(1 / order).to(self.dtype)
+
+    def _count(self) -> torch.Tensor:
+        """Return the number of tensors that are not all zero: each has a separate sum."""
+        locator, indices, sums, axes = ShardLocator(), [], [], []
+        for index, (owner, tensor) in enumerate(zip(self.owners, self.tensors, strict=True)):
+            for shard in locator.shards(owner, tensor, index):
+                local = [] if shard.local is None else [shard.local]
+                indices.append(index)
+                sums.append(self._power_sum(_norms(local, 0.0), 0.0))
+                axes.append(shard.axes)
+        reduced = self._reduce_sums(torch.stack(sums), axes)
+        counted = reduced.new_zeros(len(self.owners))
+        counted.index_add_(0, torch.tensor(indices, device=reduced.device), reduced)
+        return (counted != 0).sum().to(self.dtype)
 
     @property
     def _sum_dtype(self) -> torch.dtype:
@@ -217,8 +227,8 @@ class _NormInputs:
     def _power_sum(self, norms: Sequence[torch.Tensor], order: float) -> torch.Tensor:
         if not norms:
             return torch.zeros((), dtype=self._sum_dtype, device=self.device)
-        stacked = torch.stack([norm.to(self.device) for norm in norms]).to(self._sum_dtype)
-        return stacked.sum() if order == 0 else stacked.pow(order).sum()
+        together = torch.cat([same.to(self.device, self._sum_dtype) for same in norms])
+        return together.sum() if order == 0 else together.pow(order).sum()
 
     def _reduce_sums(self, sums: torch.Tensor, axes_of_sums: Sequence[Axes]) -> torch.Tensor:
         """All-reduce each sum over its axes, ``axes_of_sums``."""
@@ -240,11 +250,11 @@ class _NormInputs:
         """Return the largest or smallest of all norms. All axes reduce all numbers: replicas do not change the
         result.
         """
-        all_norms = [norm.to(self.device) for same in norms for norm in same]
+        all_norms = [norm for same in norms for norm in same]
         found = torch.zeros(2, dtype=self._sum_dtype, device=self.device)  # the extreme, and 1 if there is a NaN
         found[0] = -math.inf if smallest else 0.0
         if all_norms:
-            stacked = torch.stack(all_norms).to(self._sum_dtype)
+            stacked = torch.cat([same.to(self.device, self._sum_dtype) for same in all_norms])
             found[1] = stacked.isnan().any()
             stacked = stacked.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
             found[0] = (-stacked if smallest else stacked).max()
@@ -257,7 +267,12 @@ class _NormInputs:
         """Raise on all ranks if ``total`` is not finite; it is the same on all ranks."""
         if bool(total.isfinite()):
             return
-        shards = [shard for same in self.shards for shard in same]
+        locator = ShardLocator()
+        shards = [
+            shard
+            for index, (owner, tensor) in enumerate(zip(self.owners, self.tensors, strict=True))
+            for shard in locator.shards(owner, tensor, index)
+        ]
         flags = [
             torch.zeros((), device=self.device)
             if shard.local is None
@@ -289,23 +304,58 @@ def _as_list(tensors: _Tensors) -> list[torch.Tensor]:
     return found
 
 
+def _scale(gradients: Sequence[torch.Tensor], max_norm: float, total_norm: torch.Tensor) -> None:
+    """Scale gradients in place so that their norm, which is ``total_norm``, is at most ``max_norm``."""
+    if isinstance(total_norm, DTensor):
+        total_norm = total_norm.full_tensor()
+    scale = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
+    for (device, _), same in _by_kind(map(_local_of, gradients), _stored_values_of).items():
+        torch._foreach_mul_(same, scale.to(device))
+
+
+def _local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor; most are plain ones of DTensors."""
+    local = tensor._local_tensor if type(tensor) is DTensor else None
+    return local if type(local) is torch.Tensor else local_of(tensor)
+
+
+def _by_kind(
+    tensors: Iterable[torch.Tensor], values_of: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """Return those that are not empty by device and dtype, of sparse ones the values."""
+    strided = [tensor if tensor.layout is torch.strided else values_of(tensor) for tensor in tensors]
+    filled = [tensor for tensor in strided if tensor.numel()]
+    kinds = set(map(_kind_of, filled))
+    if len(kinds) == 1:
+        return {kinds.pop(): filled}
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for tensor in filled:
+        found[_kind_of(tensor)].append(tensor)
+    return found
+
+
 def _values_of(local: torch.Tensor) -> torch.Tensor:
     """Return the values of a tensor: itself unless it is sparse."""
     return local.coalesce()._values() if local.layout is torch.sparse_coo else local
 
 
+def _stored_values_of(local: torch.Tensor) -> torch.Tensor:
+    """Return the values that a tensor stores, several per index if it is sparse and not coalesced."""
+    return local._values() if local.layout is torch.sparse_coo else local
+
+
 def _norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """Return one norm for each tensor that is not empty, in fp32 or wider, with one kernel per device and dtype."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in map(_values_of, tensors):
-        if tensor.numel():
-            by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    """Return one norm for each tensor that is not empty, in fp32 or wider: one kernel and one 1-D tensor for each
+    device and dtype.
+    """
     found: list[torch.Tensor] = []
-    for (_, dtype), same in by_kind.items():
+    for (_, dtype), same in _by_kind(tensors, _values_of).items():
         if dtype.is_complex:
-            found += [torch.linalg.vector_norm(tensor, order) for tensor in same]
+            norms = [torch.linalg.vector_norm(tensor, order) for tensor in same]
         else:
-            found += torch._foreach_norm(same, order, dtype=torch.promote_types(dtype, torch.float32))
+            wide = torch.promote_types(dtype, torch.float32)
+            norms = list(torch._foreach_norm(same, order, dtype=None if dtype is wide else wide))
+        found.append(torch.stack(norms))
     return found
 
 

@@ -40,16 +40,16 @@ def overlap(optimizer: _O, model: nn.Module, *, enable: bool = True) -> _O:
     that belong to a ``FullyShardedDataParallel`` are waited for at the end of backward, as without overlap.
 
     Args:
-        optimizer: Optimizer of the parameters of ``model`` and maybe others. It is changed in place, and localized
-            first if it is not (``fullshard.optim.localize``).
+        optimizer: Optimizer of the parameters of ``model`` and maybe others. It is changed in place, and steps local
+            tensors (``fullshard.optim.localize``).
         model: The root: the module that ``fullshard.fully_shard`` was called on last, or the outermost wrapper.
-        enable: False disables the overlap; the optimizer stays localized.
+        enable: False disables the overlap.
 
     Returns:
         The same optimizer.
 
     Raises:
-        ValueError: If ``model`` is not sharded, or ``optimizer`` cannot be localized.
+        ValueError: If ``model`` is not sharded, or ``optimizer`` cannot step local tensors.
 
     Example:
         ```python
@@ -82,7 +82,7 @@ def overlap(optimizer: _O, model: nn.Module, *, enable: bool = True) -> _O:
 
 
 class OverlappedStep:
-    """Schedule of a localized optimizer's step that overlaps with communication.
+    """Schedule of a step on local tensors that overlaps with communication.
 
     Args:
         optimizer: Optimizer of the parameters of ``root`` and, maybe, others.

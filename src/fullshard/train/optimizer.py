@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim import AdamW, Optimizer
 
-from fullshard.optim import Muon, localize
+from fullshard.optim import Muon
 from fullshard.train.config import TrainingConfig
 from fullshard.train.model import GPT
 
@@ -31,7 +31,7 @@ class MuonAndAdamW(Optimizer):
         # Momentum is orthogonalized in fp32: few CPUs multiply bf16 matrices fast.
         muon = Muon(_of("muon", groups), weight_decay=weight_decay, ns_dtype=torch.float32)
         adamw = AdamW(_of("adamw", groups), betas=BETAS, eps=EPS, weight_decay=weight_decay, fused=True)
-        self.parts = {"muon": muon, "adamw": localize(adamw)}
+        self.parts = {"muon": muon, "adamw": adamw}
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
 
     def step(self, closure: Any = None) -> Any:
@@ -55,7 +55,7 @@ def build_optimizer(model: GPT, config: TrainingConfig) -> Optimizer:
     if config.optimizer == "muon":
         return MuonAndAdamW(groups, config.weight_decay)
     groups[0].update({PEAK: HEAD * config.lr, METHOD: "adamw"})
-    return localize(AdamW(groups, betas=BETAS, eps=EPS, weight_decay=config.weight_decay, fused=True))
+    return AdamW(groups, betas=BETAS, eps=EPS, weight_decay=config.weight_decay, fused=True)
 
 
 def set_learning_rates(optimizer: Optimizer, step: int, config: TrainingConfig) -> None:

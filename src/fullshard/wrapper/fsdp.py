@@ -57,8 +57,9 @@ class FullyShardedDataParallel(WrapperSummon, WrapperOptim, WrapperState, Sharde
 
     Two settings apply to the whole process from the first wrapper on, as from the first call of
     ``fullshard.fully_shard``: on CPU the C allocator keeps freed memory (``FULLSHARD_KEEP_FREED_MEMORY=0`` disables
-    this), and a hook on all optimizers tracks their steps (``FULLSHARD_WATCH_OPTIMIZERS=0`` disables this). The
-    functions of ``torch.distributed.checkpoint.state_dict`` raise ``FullshardError`` on wrappers until
+    this), and hooks on all optimizers track their steps (``FULLSHARD_WATCH_OPTIMIZERS=0`` disables this) and step local
+    tensors (``FULLSHARD_LOCAL_OPTIMIZERS=0``, see ``fullshard.optim.localize``). The functions of
+    ``torch.distributed.checkpoint.state_dict`` raise ``FullshardError`` on wrappers until
     ``fullshard.dropin.enable_torch_state_dict_functions()`` is called.
 
     Args:

@@ -1,13 +1,14 @@
 """Flat plain tensors that an optimizer steps in place of sharded parameters, on the same memory, and their state.
 
 [Note: Local tensors]
-A *local tensor* is one plain tensor that a localized optimizer steps. It is this rank's shard of one parameter, or the
+A *local tensor* is one plain tensor that an optimizer steps. It is this rank's shard of one parameter, or the
 shards of several parameters that are adjacent in a shard buffer, and whose gradients are adjacent as well, without
 gaps. A gap between two gradients must not be written to (some optimizers write to gradients): it may contain another
-gradient, or other data of the user. Local tensors are 1-D, which makes no difference to an elementwise optimizer; a
-single parameter takes the same path.
+gradient, or other data of the user. The shards of several parameters are one 1-D tensor, which makes no difference to
+an elementwise optimizer; so is that of a 0-D parameter, whose state would look like scalars. That of any other single
+parameter has its shape, so that a step makes no views of its gradient.
 
-The optimizer's state for a local tensor is plain and flat, too; the user's view of it, in ``optimizer.state``, are
+The optimizer's state for a local tensor is plain and of its shape; the user's view of it, in ``optimizer.state``, are
 DTensors on the same memory. So the user's view is always correct and complete, and local tensors can be rebuilt from it
 whenever something has changed. Scalars beside the elementwise entries (``step``) exist once per local tensor, and once
 per parameter in the user's view: other optimizers, which may load that state, update each of them (``ScalarState``).
@@ -39,7 +40,7 @@ StateEntries = dict[Any, Any]  # state of one parameter or local tensor, by name
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One parameter as a localized optimizer sees it during a step.
+    """One parameter during a step.
 
     Args:
         parameter: The user's parameter.
@@ -118,12 +119,13 @@ class FlatStates:
 
 
 class LocalTensor:
-    """A plain tensor that a localized optimizer steps. See [Note: Local tensors].
+    """A plain tensor that an optimizer steps. See [Note: Local tensors].
 
     Args:
         group: Index of the parameters' group in the optimizer.
         members: The parameters in it, by address.
-        parameter: The tensor that is stepped: the members' shards as one flat tensor, or the only member's parameter.
+        parameter: The tensor that is stepped: the members' shards as one flat tensor, or the only member's shard or
+            parameter.
     """
 
     group: int
@@ -131,11 +133,13 @@ class LocalTensor:
     parameter: torch.Tensor
     offsets: list[int]  # of the members in it, in elements
     known: StateEntries  # the optimizer's state for it at the last write-back
+    is_flat: bool  # 1-D whatever the shape of its members
 
-    __slots__ = ("group", "known", "members", "offsets", "parameter")
+    __slots__ = ("group", "is_flat", "known", "members", "offsets", "parameter")
 
     def __init__(self, group: int, members: list[Member], parameter: torch.Tensor) -> None:
         self.group, self.members, self.parameter, self.known = group, members, parameter, {}
+        self.is_flat = len(members) > 1 or not members[0].local.dim()
         self.offsets = [*accumulate((member.local.numel() for member in members[:-1]), initial=0)]
 
     @property
@@ -145,7 +149,9 @@ class LocalTensor:
 
     def set_gradient(self, gradient: torch.Tensor) -> None:
         """Set the gradient, given as that of the first member, with those of the others behind it in memory."""
-        flat = gradient.as_strided((self.parameter.numel(),), (1,), gradient.storage_offset())
+        flat = gradient
+        if self.is_flat:
+            flat = gradient.as_strided((self.parameter.numel(),), (1,), gradient.storage_offset())
         if flat.dtype is not self.parameter.dtype:
             self.parameter.grad_dtype = flat.dtype
         self.parameter.grad = flat
@@ -163,10 +169,10 @@ class LocalTensor:
         entries = [(member.state or {})[name] for member in self.members]
         slices = [entry._local_tensor if isinstance(entry, DTensor) else entry for entry in entries]
         if len(slices) == 1 and slices[0].stride() == self.members[0].local.stride():
-            return slices[0].as_strided(self.parameter.shape, (1,))
-        flat = flats.flat_of(slices, self)
+            return slices[0] if not self.is_flat else slices[0].as_strided(self.parameter.shape, (1,))
+        flat = flats.flat_of(slices, self) if self.is_flat else None
         if flat is None:
-            flat = torch.empty(self.parameter.shape, dtype=slices[0].dtype, device=slices[0].device)
+            flat = torch.empty_like(self.parameter, dtype=slices[0].dtype)
             for member, offset, found in zip(self.members, self.offsets, slices, strict=True):
                 member.view(flat, offset).copy_(found)
             self._set_user_entries(name, flat, flats)
@@ -196,7 +202,7 @@ class LocalTensor:
 
     def _set_user_entries(self, name: Any, entry: Any, flats: FlatStates) -> None:
         if type(entry) is torch.Tensor and entry.shape == self.parameter.shape:
-            slices = flats.split(entry, self)
+            slices = flats.split(entry, self) if self.is_flat else [entry]
             entries = [member.as_user_entry(local) for member, local in zip(self.members, slices, strict=True)]
         elif type(entry) is torch.Tensor and len(self.members) > 1:
             entries = [entry.clone() for _ in self.members]

@@ -1,27 +1,41 @@
-"""Make stock optimizers step plain local tensors, several at once where they are adjacent, in place of DTensors.
+"""Make optimizers step plain local tensors, several at once where they are adjacent, in place of DTensors.
 
-[Note: Localized optimizers]
-A localized optimizer is the same object with another class: a subclass of its own, of the same name, that overrides
-``step`` and nothing else. ``param_groups`` and ``state`` remain the optimizer's own; they are replaced by those of the
-local tensors only while its arithmetic runs in ``step()``. The alternative was a second optimizer object on local
-tensors, kept in sync with the user's: every method that reads or writes state would have had to be translated,
-including those of libraries.
+[Note: Local steps]
+Optimizers of sharded parameters step local tensors from their first step on, without a call. torch runs hooks around
+every step, also if a scheduler, accelerate or a gradient scaler has wrapped the method:
+- A pre-hook of all optimizers replaces the optimizer that torch's own ``step`` is called with by one of the same class
+  without parameters. So all that this ``step`` does is to run the closure and to return its loss.
+- A post-hook of the optimizer, the first one, then runs the arithmetic on local tensors. Pre-hooks and closure of the
+  user see the optimizer before the step, post-hooks after it, all with DTensors.
+
+What lost: a subclass with another ``step`` (schedulers and accelerate keep the method from before, so it had to be
+asked for in time); local tensors in the optimizer from pre-hook to post-hook (torch calls no post-hook for a step that
+raises, and users' hooks and closures would see them); a second optimizer object (every method that reads or writes
+state would have to be translated, including those of libraries).
+
+An optimizer is known by its class: torch's, or a library's by name, with neither ``step`` nor ``_init_group`` changed.
+All others step DTensors, unless the user says that they are elementwise.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import optim
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fullshard.engine.optimizer_steps import managed_parameters
 from fullshard.optim.local.step import LocalStep
 
-__all__ = ["local_step_of", "localize"]
+__all__ = ["local_step_of", "localize", "own_step", "step_local_tensors", "usable_step"]
 
 _O = TypeVar("_O", bound=Optimizer)
 
@@ -38,6 +52,10 @@ ELEMENTWISE = (
     optim.Rprop,
     optim.ASGD,
 )
+# Of libraries, by package and class; libraries are not imported to find out.
+ELEMENTWISE_OF_LIBRARIES = {
+    "schedulefree": {"AdamWScheduleFree", "RAdamScheduleFree", "SGDScheduleFree"},
+}
 REASONS = {
     "LBFGS": "it treats all parameters as one vector and takes inner products",
     "Adafactor": "its state has means over rows and columns of full matrices",
@@ -45,35 +63,41 @@ REASONS = {
     "SparseAdam": "it requires sparse gradients",
 }
 
-_SUBCLASS = "_fullshard_localized"  # attribute of classes
-_STEP = "_fullshard_local_step"  # attribute of a localized optimizer
+_STEP = "_fullshard_local_step"  # attribute of an optimizer: its LocalStep; None: it steps DTensors
+_HOOK = -1  # key of the post-hook; torch counts from 0
 
 
-def localize(optimizer: _O, *, elementwise: bool | None = None) -> _O:
-    """Make an optimizer step plain local tensors instead of DTensors from now on.
+def localize(optimizer: _O, *, elementwise: bool | None = None, enable: bool = True) -> _O:
+    """Choose whether an optimizer steps plain local tensors or DTensors.
 
-    The step then has no DTensor dispatch. Parameters that are adjacent in a shard buffer, are in the same parameter
-    group and have adjacent gradients are stepped as one tensor. The results are those of the same implementation in
-    torch (``foreach``, ``fused`` or neither; by default torch uses ``foreach`` on accelerators, also for DTensors, and
-    a loop on the CPU), bit for bit unless kernels round the last elements of a tensor differently. Everything else
-    stays the same: ``param_groups``, ``state``, ``state_dict()``, hooks, schedulers, gradient scalers, copying and
-    pickling.
+    Optimizers that are known to be elementwise step local tensors without this call, if they have parameters of
+    ``fullshard.fully_shard`` modules or wrappers: those of ``torch.optim`` (``SGD``, ``Adam``, ``AdamW``, ``NAdam``,
+    ``RAdam``, ``Adamax``, ``Adadelta``, ``Adagrad``, ``RMSprop``, ``Rprop``, ``ASGD``) and of schedulefree, and their
+    subclasses that override neither ``step`` nor ``_init_group``. Call it for your own classes, with
+    ``elementwise=True``, or to return to DTensors, with ``enable=False``.
+
+    A step on local tensors has no DTensor dispatch. Parameters that are adjacent in a shard buffer, are in the same
+    parameter group and have adjacent gradients are stepped as one tensor. The results are those of the same
+    implementation in torch (``foreach``, ``fused`` or neither; by default torch uses ``foreach`` on accelerators, also
+    for DTensors, and a loop on the CPU), bit for bit. Everything else stays the same: ``param_groups``, ``state``,
+    ``state_dict()``, hooks, schedulers, gradient scalers.
 
     Args:
-        optimizer: A ``torch.optim`` optimizer of parameters of ``fullshard.fully_shard`` modules or wrappers, and any
-            other parameters. With or without state. It is changed in place.
+        optimizer: An optimizer of parameters of ``fullshard.fully_shard`` modules or wrappers, and any other
+            parameters. With or without state.
         elementwise: True if each element of a parameter is updated only from the same element of gradient and state and
             from scalars, and everything that the optimizer reads and writes is in ``param_groups`` and ``state``. None:
-            known for torch's own classes, and for subclasses that override neither ``step`` nor ``_init_group``.
+            known for the classes above.
+        enable: False: the optimizer steps DTensors, as torch does, from now on.
 
     Returns:
-        The same object. If it cannot be localized, it is left unchanged.
+        The same object. If it cannot step local tensors, it steps DTensors.
 
     Raises:
         TypeError: If ``optimizer`` is not a ``torch.optim.Optimizer``.
 
     Warns:
-        UserWarning: If the optimizer cannot be localized, with the reason.
+        UserWarning: If the optimizer cannot step local tensors, with the reason.
 
     Example:
         ```python
@@ -82,103 +106,168 @@ def localize(optimizer: _O, *, elementwise: bool | None = None) -> _O:
         from fullshard import fully_shard
         from fullshard.optim import localize
 
+
+        class Signs(torch.optim.Optimizer):
+            def __init__(self, params, lr):
+                super().__init__(params, {"lr": lr})
+
+            @torch.no_grad()
+            def step(self, closure=None):
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        if p.grad is not None:
+                            p.add_(p.grad.sign(), alpha=-group["lr"])
+
+
         model = fully_shard(nn.Linear(16, 16))
-        optimizer = localize(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        optimizer = localize(Signs(model.parameters(), lr=1e-3), elementwise=True)
         model(torch.randn(4, 16)).sum().backward()
         optimizer.step()
         ```
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"localize: expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
-    if _STEP in vars(optimizer):
+    if not enable:
+        vars(optimizer)[_STEP] = None
         return optimizer
-    original = type(optimizer)
-    reason = _unsupported_reason(optimizer, original, elementwise)
+    if local_step_of(optimizer) is not None:
+        return optimizer
+    reason = _unsupported_reason(optimizer, elementwise)
     if reason is not None:
-        warnings.warn(f"localize: {original.__name__} is left unchanged: {reason}", stacklevel=2)
+        warnings.warn(f"localize: {type(optimizer).__name__} is left unchanged: {reason}", stacklevel=2)
     else:
-        vars(optimizer).pop("step", None)  # a scheduler's wrapper of the step method, which would call the old method
-        _attach(optimizer, original)
+        vars(optimizer)[_STEP] = LocalStep(own_step(type(optimizer)))
+        _add_hook()
     return optimizer
 
 
 def local_step_of(optimizer: Optimizer) -> LocalStep | None:
-    """Return the ``LocalStep`` of a localized optimizer; None for others."""
+    """Return the ``LocalStep`` of an optimizer that steps local tensors; None for others, and before its first step."""
     step: LocalStep | None = vars(optimizer).get(_STEP)
     return step
 
 
-def _attach(optimizer: Optimizer, original: type[Optimizer]) -> None:
-    inner = original.step
-    inner = getattr(inner, "__wrapped__", inner) if getattr(inner, "hooked", False) else inner
-    vars(optimizer)[_STEP] = LocalStep(inner)
-    optimizer.__class__ = _localized(original)
+def step_local_tensors() -> None:
+    """Have optimizers of sharded parameters step local tensors. See [Note: Local steps].
+
+    ``FULLSHARD_LOCAL_OPTIMIZERS=0`` in the environment, or ``FULLSHARD_WATCH_OPTIMIZERS=0``, leaves it to ``localize``.
+    """
+    if _is_default():
+        _add_hook()
 
 
-def _is_torch_elementwise(kind: type[Any]) -> bool:
-    """Return True if the arithmetic is that of one of torch's elementwise optimizers."""
+@functools.cache
+def _is_default() -> bool:
+    names = ("FULLSHARD_LOCAL_OPTIMIZERS", "FULLSHARD_WATCH_OPTIMIZERS")
+    return all(os.environ.get(name, "1") != "0" for name in names)
+
+
+# ---------------------------------------------------------------- classes of optimizers
+
+
+def own_step(kind: type[Optimizer]) -> Callable[..., Any]:
+    """Return ``step`` of a class of optimizers without torch's hooks around it."""
+    step: Any = kind.step
+    while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    found: Callable[..., Any] = step
+    return found
+
+
+def _is_elementwise(kind: type[Any]) -> bool:
+    """Return True if the arithmetic is that of a known elementwise optimizer."""
     bases: tuple[type[Any], ...] = ELEMENTWISE
-    return any(
-        issubclass(kind, base) and kind.step is base.step and kind._init_group is base._init_group for base in bases
-    )
+    for base in kind.__mro__:
+        in_library = base.__name__ in ELEMENTWISE_OF_LIBRARIES.get(base.__module__.partition(".")[0], ())
+        if base in bases or in_library:
+            step = own_step(kind)
+            is_unchanged = step is own_step(base) and getattr(kind, "_init_group", 0) is getattr(base, "_init_group", 0)
+            return is_unchanged and _package(step) == _package(base)  # someone else may have replaced it in the base
+    return False
 
 
-def _unsupported_reason(optimizer: Optimizer, original: type[Optimizer], elementwise: bool | None) -> str | None:
-    """Return why an optimizer cannot be localized; None if it can."""
-    if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        return "its step method was replaced by something other than a learning rate scheduler; localize it before that"
+def _package(named: Any) -> str:
+    name: str = named.__module__
+    return name.partition(".")[0]
+
+
+def _unsupported_reason(optimizer: Optimizer, elementwise: bool | None) -> str | None:
+    """Return why an optimizer cannot step local tensors; None if it can."""
+    kind = type(optimizer)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "differentiable=True requires autograd through the parameters themselves"
     if elementwise is None:
-        elementwise = _is_torch_elementwise(original)
+        elementwise = _is_elementwise(kind)
+    if not {"param_groups", "state"} <= vars(optimizer).keys():
+        return "its param_groups and state are not attributes of its own"
     if elementwise:
         return None
-    for kind in original.__mro__:
-        if kind.__module__.startswith("torch.optim") and kind.__name__ in REASONS:
-            return REASONS[kind.__name__]
+    for base in kind.__mro__:
+        if base.__module__.startswith("torch.optim") and base.__name__ in REASONS:
+            return REASONS[base.__name__]
     return "it is not known to be elementwise; if it is, pass elementwise=True"
 
 
-# ---------------------------------------------------------------- the class
+# ---------------------------------------------------------------- hooks
 
 
-def _localized(original: type[Optimizer]) -> type[Optimizer]:
-    """Return the subclass of ``original`` that steps local tensors. See [Note: Localized optimizers]."""
-    made: type[Optimizer] | None = vars(original).get(_SUBCLASS)
-    if made is None:
-        made = _subclass(original)
-        setattr(original, _SUBCLASS, made)  # on the class itself, so that both have the same lifetime
+@functools.cache
+def _add_hook() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Have torch run the optimizer's own step without parameters, and the post-hook the arithmetic.
+
+    See [Note: Local steps].
+    """
+    if torch.compiler.is_compiling():
+        return None
+    step = usable_step(optimizer)
+    if step is None:
+        return None
+    post_hooks = optimizer._optimizer_step_post_hooks
+    if next(iter(post_hooks), None) != _HOOK:
+        post_hooks[_HOOK] = _after_own_step
+        post_hooks.move_to_end(_HOOK, last=False)  # type: ignore[attr-defined] # an OrderedDict
+    step.stand_in = _without_parameters(optimizer)
+    return (step.stand_in, *args[1:]), kwargs
+
+
+def _after_own_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run the arithmetic, unless the optimizer itself has stepped: without local tensors, or by a hook of the user."""
+    step = local_step_of(optimizer)
+    if step is None or step.stand_in is None or not args or args[0] is not step.stand_in:
+        return
+    step.stand_in = None
+    further = {name: value for name, value in kwargs.items() if name != "closure"}
+    step.step(optimizer, *(None, *args[2:])[: len(args) - 1], **further)
+
+
+def usable_step(optimizer: Optimizer) -> LocalStep | None:
+    """Return what steps the optimizer's local tensors in this step; None: it steps DTensors."""
+    attributes = vars(optimizer)
+    if _STEP not in attributes:
+        if not _is_default() or not managed_parameters(optimizer) or _unsupported_reason(optimizer, None) is not None:
+            return None
+        attributes[_STEP] = LocalStep(own_step(type(optimizer)))
+    step: LocalStep | None = attributes[_STEP]
+    if step is None or step.is_running:  # a step of the user's that calls that of its base class
+        return None
+    options = (value for group in optimizer.param_groups for value in group.values())
+    scale = (attributes.get("grad_scale"), attributes.get("found_inf"))
+    if any(isinstance(value, DTensor) for each in (options, scale) for value in each):
+        return None
+    return None if any(group.get("differentiable") for group in optimizer.param_groups) else step
+
+
+def _without_parameters(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer of the same class, groups and attributes, without parameters and state."""
+    made: Optimizer = object.__new__(type(optimizer))
+    groups = [{**group, "params": []} for group in optimizer.param_groups]
+    # The one attribute is torch's, of a warning that is given in the real step.
+    own = {"param_groups": groups, "state": defaultdict(dict), "_warned_capturable_if_run_uncaptured": True}
+    vars(made).update({**vars(optimizer), **own})
     return made
-
-
-def _subclass(original: type[Optimizer]) -> type[Optimizer]:
-    @functools.wraps(getattr(original.step, "__wrapped__", original.step))
-    def step(self: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._opt_called = True  # type: ignore[attr-defined] # as learning rate schedulers record steps
-        returned = vars(self)[_STEP].step(self, *args, **kwargs)
-        return returned if closure is None else loss
-
-    @functools.wraps(original.__reduce_ex__)
-    def reduce(self: Optimizer, protocol: Any) -> Any:
-        return _rebuild, (original,), self.__getstate__()
-
-    names: dict[str, Any] = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "__reduce_ex__": reduce,
-    }
-    names["step"] = Optimizer.profile_hook_step(step)
-    names["step"].hooked = names["step"]._wrapped_by_lr_sched = True  # no further wrappers of torch's are needed
-    return type(original.__name__, (original,), names)
-
-
-def _rebuild(original: type[Optimizer]) -> Optimizer:
-    """Create an empty localized optimizer, for copying and unpickling."""
-    optimizer = original.__new__(original)
-    _attach(optimizer, original)
-    return optimizer

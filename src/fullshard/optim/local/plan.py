@@ -5,6 +5,14 @@ A plan is valid as long as all parameters and state entries are the same objects
 Checking that costs a fraction of what the plan saves: it is done for all parameters at once, by ``map`` over lists,
 without a loop in Python. Plans are local to a rank, and no collective depends on them: ranks may have other
 local tensors.
+
+[Note: Vectors of CPU kernels]
+A CPU kernel processes elements in vectors, and those that are left at the end of a tensor one by one, which may round
+otherwise: fused kernels contract a multiplication and an addition differently, and in bf16 and fp16 intermediate
+results are kept in fp32 or not. A step has the same bits as one of single parameters, so parameters are stepped
+together only where no vector crosses from one to the next. Fused kernels begin a vector at every 64 bytes of a tensor,
+also where threads divide it. Kernels of bf16 and fp16 are divided among threads anywhere, so there each parameter is
+stepped alone. Other kernels of fp32 and fp64, and those of accelerators, round all elements alike.
 """
 
 from __future__ import annotations
@@ -27,6 +35,8 @@ from fullshard.optim.local.local_tensors import FlatStates, LocalTensor, Member,
 
 __all__ = ["StepPlan", "owning_unit"]
 
+VECTOR = 64  # bytes of the widest vector
+
 State = dict[Any, Any]  # state of an optimizer: entries by parameter
 
 _address_of = torch.Tensor.data_ptr
@@ -46,6 +56,7 @@ class StepPlan:
     local_state: defaultdict[Any, StateEntries]  # the optimizer's state, by the tensors that it steps
     _flats: FlatStates
     _scalars: list[ScalarState]
+    _written: tuple[list[Any], list[Any]]  # names, and entries, of the local state at the last write-back
     _parameters: list[torch.Tensor]  # of all groups
     _plain_parameters: list[torch.Tensor]  # whose memory users may replace
     _indices: list[int]  # of the parameters that are members of plain local tensors, among all
@@ -73,7 +84,7 @@ class StepPlan:
         self._layout = self._local(all_gradients)[1]
 
     def _load_state(self, state: State) -> None:
-        self.local_state = defaultdict(dict)
+        self.local_state, self._written = defaultdict(dict), ([], [])
         self.local_state.update(_shared_entries(state))
         for tensor in self.tensors:
             loaded = tensor.load_state(self._flats)
@@ -126,18 +137,31 @@ class StepPlan:
         for scalars in self._scalars:
             scalars.write_back()
         state, shared = optimizer.state, _shared_entries(self.local_state)
+        if not shared and self._is_written():
+            return
         with torch.inference_mode(False), torch.no_grad():
             stepped = [tensor for tensor in self.tensors if tensor.parameter in self.local_state]
             is_new = [tensor.write_back(self.local_state[tensor.parameter], self._flats) for tensor in stepped]
-            if not any(is_new) and not shared:
-                return
-            self._share_scalars()
+            if any(is_new):
+                self._share_scalars()
+        self._written = ([], []) if shared else self._contents()
+        if not any(is_new) and not shared:
+            return
         states = {id(member.parameter): member.state for tensor in stepped for member in tensor.members}
         for parameter in self._parameters:
             if parameter not in state and states.get(id(parameter)) is not None:
                 state[parameter] = states[id(parameter)]
         state.update(shared)
         self._dependencies = _dependencies(optimizer)
+
+    def _contents(self) -> tuple[list[Any], list[Any]]:
+        names = chain.from_iterable((*own, None) for own in self.local_state.values())
+        return list(names), _entries_of(self.local_state)
+
+    def _is_written(self) -> bool:
+        """Return True if no entry of the local state is new since the last write-back."""
+        (names, entries), (known_names, known) = self._contents(), self._written
+        return names == known_names and len(entries) == len(known) and all(map(operator.is_, entries, known))
 
     def _local(self, all_gradients: Sequence[torch.Tensor | None]) -> tuple[list[Any], list[Any]]:
         """Return the members' local gradients, given the gradients of all parameters, and how they lie."""
@@ -167,6 +191,7 @@ class _Candidate:
         buffer: The shard buffer that its shard lies in; None: it is not stepped together with others.
         offset: Where it lies there, in elements.
         key: Equal in members that may be stepped together.
+        whole: Bytes that the shard must be a multiple of to be followed by another. See [Note: Vectors of CPU kernels].
     """
 
     member: Member
@@ -176,11 +201,14 @@ class _Candidate:
     buffer: torch.Tensor | None
     offset: int
     key: Any
+    whole: int
 
     def distance_to(self, other: _Candidate) -> int | None:
         """Return the bytes from this gradient to the other's if both could be stepped together; None otherwise."""
         numel = self.member.local.numel()
         if self.buffer is None or other.buffer is not self.buffer or other.offset != self.offset + numel:
+            return None
+        if numel * self.member.local.itemsize % self.whole:
             return None
         alike = self.key == other.key and self.gradient.dtype is other.gradient.dtype
         return numel * self.gradient.itemsize if alike and numel and other.member.local.numel() else None
@@ -215,8 +243,9 @@ def _candidates(groups: Sequence[Mapping[str, Any]], state: State) -> tuple[list
         if buffer is not None:
             offset, rest = divmod(pair[0].data_ptr() - buffer.data_ptr(), buffer.itemsize)
             is_there = pair[0].dtype is buffer.dtype and not rest and 0 <= offset <= buffer.numel() - pair[0].numel()
-            buffer = buffer if is_there else None
-        found.append(_Candidate(member, number, index, pair[1], buffer, offset, key))
+            buffer = buffer if is_there and (pair[0].device.type != "cpu" or pair[0].itemsize > 2) else None
+        whole = VECTOR if pair[0].device.type == "cpu" and groups[number].get("fused") else 1
+        found.append(_Candidate(member, number, index, pair[1], buffer, offset, key, whole))
     places: dict[int, int] = {}
     for candidate in found:
         places.setdefault(id(candidate.buffer), len(places))
@@ -310,7 +339,8 @@ def _local_tensor(candidates: Sequence[_Candidate]) -> LocalTensor:
     first, members = candidates[0], [candidate.member for candidate in candidates]
     numel = sum(member.local.numel() for member in members)
     if len(candidates) == 1:
-        return LocalTensor(first.group, members, first.member.local.as_strided((numel,), (1,)))
+        local = first.member.local
+        return LocalTensor(first.group, members, local.detach() if local.dim() else local.as_strided((1,), (1,)))
     assert first.buffer is not None
     start = int(first.buffer.storage_offset()) + first.offset
     return LocalTensor(first.group, members, first.buffer.detach().as_strided((numel,), (1,), start))
@@ -321,7 +351,7 @@ def _dependencies(optimizer: torch.optim.Optimizer) -> list[Any]:
     groups, state = optimizer.param_groups, optimizer.state
     parameters = list(chain.from_iterable((*group["params"], None) for group in groups))
     locals_ = [parameter._local_tensor for parameter in parameters if isinstance(parameter, DTensor)]
-    return [state, *parameters, *locals_, *_entries_of(state)]
+    return [state, *(group.get("fused") for group in groups), *parameters, *locals_, *_entries_of(state)]
 
 
 def _entries_of(state: State) -> list[Any]:

@@ -1,4 +1,4 @@
-"""One step of a localized optimizer: the optimizer's own arithmetic, on local tensors.
+"""One step on local tensors: the optimizer's own arithmetic.
 
 While the optimizer's own ``step`` runs, its ``param_groups`` and ``state`` are temporarily those of the local tensors;
 hooks and closures see the user's.
@@ -6,7 +6,7 @@ hooks and closures see the user's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -32,39 +32,43 @@ class StepSchedule(Protocol):
 
 
 class LocalStep:
-    """The local tensors of a localized optimizer, and how it steps them.
+    """The local tensors of an optimizer, and how it steps them.
 
     Args:
         inner: The optimizer's own step, without hooks: called with the optimizer and the user's further arguments.
     """
 
     schedule: StepSchedule | None  # None: all at once
+    stand_in: torch.optim.Optimizer | None  # that torch's own step is called with, see [Note: Local steps]
+    is_running: bool
     _inner: Callable[..., Any]
     _plan: StepPlan | None
     _flats: FlatStates
 
     def __init__(self, inner: Callable[..., Any]) -> None:
         self._inner, self.schedule, self._plan, self._flats = inner, None, None, FlatStates()
+        self.stand_in, self.is_running = None, False
 
     @torch._disable_dynamo  # type: ignore[attr-defined] # as torch does for functions that read state
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step all local tensors; return the result of the optimizer's own step, which gets the further arguments."""
-        if any(group.get("differentiable") for group in optimizer.param_groups):
-            return self._inner(optimizer, *args, **kwargs)
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        """Step all local tensors; the optimizer's own step gets the further arguments."""
         schedule = self.schedule
         if schedule is None:
             plan = self._prepare(optimizer)
         else:
             with schedule.inspecting_gradients():
                 plan = self._prepare(optimizer)
-        returned = None
+        options = [dict(group) for group in optimizer.param_groups]
+        self.is_running = True
         try:
             for part in (plan.tensors,) if schedule is None else schedule.steps(plan.tensors):
                 with profiled("optimizer"):
-                    returned = self._step_tensors(optimizer, part, *args, **kwargs)
+                    written = self._step_tensors(optimizer, part, options, *args, **kwargs)
+                for group, values in written:
+                    optimizer.param_groups[group].update(values)
         finally:
+            self.is_running = False
             plan.finish(optimizer)
-        return returned
 
     def _prepare(self, optimizer: torch.optim.Optimizer) -> StepPlan:
         """Return the plan of this step, with the gradients set."""
@@ -77,9 +81,25 @@ class LocalStep:
         return plan
 
     def _step_tensors(
-        self, optimizer: torch.optim.Optimizer, tensors: Sequence[LocalTensor], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Run the optimizer's own step with groups and state of these local tensors in place of the user's."""
+        self,
+        optimizer: torch.optim.Optimizer,
+        tensors: Sequence[LocalTensor],
+        options: Sequence[Mapping[str, Any]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[tuple[int, dict[str, Any]]]:
+        """Run the optimizer's own step with groups and state of these local tensors in place of the user's.
+
+        Args:
+            optimizer: The optimizer.
+            tensors: The local tensors.
+            options: Its groups as they were before the step: each part of a step begins with the same ones.
+            *args: Further arguments.
+            **kwargs: Further arguments.
+
+        Returns:
+            What the optimizer has written to groups, by their number.
+        """
         assert self._plan is not None
         groups, attributes = optimizer.param_groups, optimizer.__dict__
         plain: list[list[torch.Tensor]] = [[] for _ in groups]
@@ -88,16 +108,17 @@ class LocalStep:
             is_dtensor = isinstance(tensor.parameter, DTensor)
             (others.setdefault(tensor.group, []) if is_dtensor else plain[tensor.group]).append(tensor.parameter)
         numbered = [*enumerate(plain), *others.items()]
-        local_groups = [{**groups[number], "params": parameters} for number, parameters in numbered]
+        local_groups = [{**options[number], "params": parameters} for number, parameters in numbered]
         before, state = [dict(group) for group in local_groups], attributes["state"]
         attributes["param_groups"], attributes["state"] = local_groups, self._plan.local_state
         try:
-            return self._inner(optimizer, *args, **kwargs)
+            self._inner(optimizer, *args, **kwargs)
         finally:
             attributes["param_groups"], attributes["state"] = groups, state
-            for (number, _), old, new in zip(numbered, before, local_groups, strict=True):
-                written = (name for name, value in new.items() if name not in old or old[name] is not value)
-                groups[number].update({name: new[name] for name in written if name != "params"})
+        return [
+            (number, {name: value for name, value in new.items() if name not in old or old[name] is not value})
+            for (number, _), old, new in zip(numbered, before, local_groups, strict=True)
+        ]
 
 
 def _wait_for_gradients(optimizer: torch.optim.Optimizer) -> None:

@@ -4,14 +4,14 @@
 PyTorch's optimizers create their state in the first step. Its checkpoint functions therefore run a step with zero
 gradients, which leaves ``step`` at 1 and momentum that decays from there, calls the user's hooks, and changes
 parameters if the optimizer has no ``lr``. Here the step runs for one parameter at a time and is undone: of each entry
-of the state only the first value that was written is kept, copied before the step continued. Localized optimizers
-write their state after the step: of these, the step of the user's own class runs.
+of the state only the first value that was written is kept, copied before the step continued. A step on local tensors
+writes its state at the end: the optimizer's own step runs instead, on DTensors, without hooks.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, UserDict, defaultdict
+from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fullshard.engine.parameters.sharded import value_of
 from fullshard.errors import FullshardError
+from fullshard.optim.local.localize import own_step, usable_step
+from fullshard.optim.local.step import LocalStep
 
 __all__ = ["give_initial_state"]
 
@@ -67,26 +69,23 @@ def give_initial_state(optimizer: torch.optim.Optimizer) -> None:
         optimizer: Left alone if it has state.
 
     Raises:
-        FullshardError: If it is localized, its own step cannot run with DTensors, and its state is not known to begin
-            as zeros.
+        FullshardError: If it steps local tensors, its own step cannot run with DTensors, and its state is not known to
+            begin as zeros.
     """
     optimizer = _itself(optimizer)
     if optimizer.state:
         return
     groups, state, made = optimizer.param_groups, optimizer.state, {}
-    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    optimizer._optimizer_step_pre_hooks = OrderedDict()  # hooks are for real steps
-    optimizer._optimizer_step_post_hooks = OrderedDict()
+    has_local_step = usable_step(optimizer) is not None
     try:
         for group in groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:
-                    made[parameter] = _initial_state(optimizer, group, parameter)
+                    made[parameter] = _initial_state(optimizer, group, parameter, has_local_step)
     except TypeError:  # step() requires a closure
         made = {}
     finally:
         optimizer.param_groups, optimizer.state = groups, state
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
     state.update((parameter, values) for parameter, values in made.items() if values)
 
 
@@ -103,36 +102,30 @@ def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _initial_state(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: nn.Parameter
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: nn.Parameter, has_local_step: bool
 ) -> dict[str, Any]:
-    """Return the initial state of one parameter: from the user's own step, as a localized one shows no first values.
+    """Return the initial state of one parameter, from the optimizer's own step: one on local tensors shows no first
+    values.
 
     Raises:
-        FullshardError: If only the localized step runs, and leaves values that may not be the first ones.
+        FullshardError: If only a step on local tensors runs, and leaves values that may not be the first ones.
     """
-    kind = type(optimizer)
-    own = _class_of_user(kind)
+    step = own_step(type(optimizer))  # of the class: schedulers replace the instance's by one that counts
     try:
-        # The class's method: schedulers replace the instance's by one that counts.
-        return _state_of_step(own.step, optimizer, group, parameter)
+        return _state_of_step(step, optimizer, group, parameter)
     except Exception as error:
-        if own is kind:
+        if not has_local_step:
             raise
         failure = error
-    made = _state_of_step(kind.step, optimizer, group, parameter)
+    made = _state_of_step(LocalStep(step).step, optimizer, group, parameter)
     unknown = [name for name, value in made.items() if name != "step" and not _began_as_zeros(value, parameter)]
     if unknown:
         raise FullshardError(
-            f"cannot determine the initial state of a localized {kind.__name__}: its own step fails with DTensors "
+            f"cannot determine the initial state of {type(optimizer).__name__}: its own step fails with DTensors "
             f"({type(failure).__name__}: {failure}), and its step on local tensors may have changed {unknown}; run a "
             "step first, or initialize the state in the optimizer"
         ) from failure
     return made
-
-
-def _class_of_user(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Return the class below that ``fullshard.optim.localize`` put its own, or ``kind`` if it did not."""
-    return next((each for each in kind.__mro__ if vars(each).get("_fullshard_localized") in kind.__mro__), kind)
 
 
 def _began_as_zeros(value: Any, parameter: torch.Tensor) -> bool:
