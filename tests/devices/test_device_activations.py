@@ -101,8 +101,9 @@ def test_losses_are_the_same_bit_for_bit(rank: Rank) -> None:
         for share in (0.0, fraction):
             model = make()
             offload_activations(model, share, **SMALL)
-            with record() as seen:
+            with record() as seen, copies() as moved:
                 losses = losses_of(rank, model, steps, microbatches)
+            assert len(moved) == (steps * microbatches * (BLOCKS - 1) if share else 0)
             results.append((losses, [(c.kind, c.dtype, c.unit) for c in seen]))
         assert all(map(torch.equal, results[0][0], results[1][0]))
         assert results[0][1] == results[1][1]
@@ -226,7 +227,7 @@ def test_bytes_on_the_device(rank: Rank) -> None:
             assert seen == [per_unit] * (BLOCKS - 1)
         assert fraction * per_unit * (BLOCKS - 1) - HIDDEN <= sum(seen) <= fraction * per_unit * (BLOCKS - 1)
     print(peaks, per_unit)
-    assert peaks[0.0] - peaks[1.0] >= (BLOCKS - 3) * per_unit
+    assert peaks[0.0] - peaks[1.0] >= (BLOCKS - 2) * per_unit - HIDDEN
     assert peaks[0.0] > peaks[0.5] > peaks[1.0]
 
 

@@ -15,8 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fullshard
-from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fullshard import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from fullshard.optim import localize, offload, overlap
+from fullshard.wrap import ModuleWrapPolicy
 from ranks import Rank
 
 WIDTH, LAYERS = 32, 6
@@ -32,6 +33,14 @@ def sharded(rank: Rank, width: int = WIDTH, **options: Any) -> Any:
     return model
 
 
+def wrapped(rank: Rank, flat: bool) -> Any:
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(rank.device)
+    policy = ModuleWrapPolicy({nn.Linear})
+    return FullyShardedDataParallel(model, device_mesh=rank.mesh, auto_wrap_policy=policy, use_orig_params=not flat)
+
+
 def batch(rank: Rank, step: int) -> torch.Tensor:
     made = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank.rank), device="cpu")
     return made.to(rank.device)
@@ -41,7 +50,8 @@ def train(rank: Rank, model: Any, optimizer: Any, steps: int = 3, first: int = 0
     losses = []
     for step in range(first, first + steps):
         for last in (False, True):
-            model.set_requires_gradient_sync(last)
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(last)
             loss = model(batch(rank, 2 * step + last)).float().square().mean()
             loss.backward()
             losses.append(loss.detach().cpu())
@@ -67,10 +77,12 @@ def test_losses_and_state_are_the_same_bit_for_bit(rank: Rank) -> None:
             (adam, {}, 1.0, False),
             (partial(adam, amsgrad=True, foreach=True), {"mp_policy": BF16}, 0.5, False),
             (partial(torch.optim.SGD, lr=1e-2, momentum=0.9), {}, 1.0, True),
+            (adam, {"flat": True}, 1.0, False),
+            (adam, {"flat": False}, 1.0, False),
         ):
             results = []
             for share in (0.0, fraction):
-                model = sharded(rank, **options)
+                model = wrapped(rank, **options) if "flat" in options else sharded(rank, **options)
                 optimizer = localize(make(model.parameters()))
                 if overlaps:
                     overlap(optimizer, model)
@@ -136,7 +148,7 @@ def test_a_step_that_raises(rank: Rank) -> None:
 
 @on_device(1, fresh=True)
 def test_bytes_on_the_device(rank: Rank) -> None:
-    """After a step the device has lost exactly the state that is offloaded; during it, two parts of it are there."""
+    """After a step the device has lost exactly the state that is offloaded; during it, three parts of it are there."""
     held, peaks = {}, {}
     with fake_mesh(rank, 4) as mesh, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["fullshard.optim.offload"], "PART_BYTES", 1)
@@ -153,10 +165,9 @@ def test_bytes_on_the_device(rank: Rank) -> None:
             held[share] = memory.memory_allocated() - before
             state = sum(each.nbytes for each in state_of(optimizer))
             del model, optimizer
-    print(held, peaks, state)
     assert held[0.0] - held[1.0] == pytest.approx(state, rel=0.02)  # the allocator rounds small biases up
     assert held[0.0] - held[0.5] == pytest.approx(state / 2, rel=0.02)
-    assert peaks[1.0] - peaks[0.0] <= 1.02 * 2 * state / LAYERS
+    assert peaks[1.0] - peaks[0.0] <= 1.02 * 3 * state / LAYERS
 
 
 @on_device(1)

@@ -2,7 +2,7 @@
 
 [Note: Streamed optimizer state]
 The optimizer steps on the device as it always does, but in parts. While one part is stepped, the state of the next one
-is copied to the device, and the state of the one before back to the host, on two side streams. So the state of two
+is copied to the device, and the state of the one before back to the host, on two side streams. So the state of three
 parts is on the device at a time, during the step only, and the arithmetic is the same bit for bit.
 
 The alternative was to step copies of the shards on the host. It needs memory on the host for these copies and for the
@@ -43,7 +43,7 @@ def offload(optimizer: _O, fraction: float = 1.0, *, pin_memory: bool = True) ->
     """Keep the state of an optimizer in CPU memory, and copy it to the device and back in each step.
 
     Parameters and gradients stay where they are, and the step is computed on the device with the same results, bit for
-    bit. The step is divided into parts: the state of two parts at a time is on the device, only during the step. The
+    bit. The step is divided into parts: the state of three parts at a time is on the device, only during the step. The
     step takes as long as the copies: in fp32 with Adam 8 bytes per parameter each way. ``step()`` returns when the last
     copy has arrived. State in ``state_dict()`` and ``fullshard.save`` is in CPU memory.
 
@@ -187,6 +187,7 @@ class StateOffload:
         by_device: dict[torch.device, list[_Part]] = {}
         for tensor in tensors:
             if id(tensor.members[0].parameter) not in chosen:
+                _bring_to_device(tensor, state)
                 rest.append(tensor)
                 continue
             parts = by_device.setdefault(tensor.parameter.device, [])
@@ -204,9 +205,9 @@ class StateOffload:
         to_device, to_host = self.streams[device]
         try:
             self._fetch(parts[0], device, state, to_device)
-            for before, part, after in zip([None, *parts], parts, [*parts[1:], None], strict=False):
-                if before is not None:
-                    before.finish()  # so that its memory is used again
+            for stored, part, after in zip([None, None, *parts], parts, [*parts[1:], None], strict=False):
+                if stored is not None:  # the last but one, whose copies went beside the last one's step
+                    stored.finish()
                 if after is not None:
                     self._fetch(after, device, state, to_device)
                 part.finish()
@@ -262,6 +263,14 @@ class StateOffload:
 
         with torch.inference_mode(False), torch.no_grad():
             part.work, part.leaving = stream.issue(list, copy), [local for _, local in pairs]
+
+
+def _bring_to_device(tensor: LocalTensor, state: _State) -> None:
+    """Move state that stays on the device there, if something else has put it on the host, such as a load."""
+    device, entries = tensor.parameter.device, state.get(tensor.parameter, {})
+    for name, entry in entries.items():
+        if device.type != "cpu" and _is_elementwise(entry, tensor.parameter) and entry.device.type == "cpu":
+            entries[name] = _like(entry, _local(entry).to(device))
 
 
 def _local(entry: torch.Tensor) -> torch.Tensor:
