@@ -25,7 +25,7 @@ from fullshard.wrap import ModuleWrapPolicy
 from ranks import Rank
 from ranks.device import forget_races
 
-WIDTH, BLOCKS, ROWS = 32, 4, 24
+WIDTH, BLOCKS, ROWS = 32, 5, 24
 HIDDEN = ROWS * 4 * WIDTH * 4  # bytes of one hidden activation
 SMALL = {"min_bytes": 1024}
 
@@ -226,8 +226,8 @@ def test_bytes_on_the_device(rank: Rank) -> None:
         if fraction == 1.0:
             assert seen == [per_unit] * (BLOCKS - 1)
         assert fraction * per_unit * (BLOCKS - 1) - HIDDEN <= sum(seen) <= fraction * per_unit * (BLOCKS - 1)
-    print(peaks, per_unit)
-    assert peaks[0.0] - peaks[1.0] >= (BLOCKS - 2) * per_unit - HIDDEN
+    # Two units' are left, and by the peak, which is in the second backward, the others have one less.
+    assert peaks[0.0] - peaks[1.0] >= (BLOCKS - 3) * per_unit
     assert peaks[0.0] > peaks[0.5] > peaks[1.0]
 
 

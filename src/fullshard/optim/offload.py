@@ -282,11 +282,11 @@ def _like(entry: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def _is_elementwise(entry: Any, parameter: torch.Tensor) -> bool:
-    """True if an entry of the state of a parameter has one element for each of the parameter's."""
+    """True if an entry of the state of a parameter has one element for each of the parameter's, and any."""
     if (
         not isinstance(entry, torch.Tensor)
         or not entry.dim()
         or isinstance(entry, DTensor) != isinstance(parameter, DTensor)
     ):
         return False
-    return _local(entry).shape == _local(parameter).shape
+    return _local(entry).shape == _local(parameter).shape and _local(entry).numel() > 0
