@@ -22,7 +22,7 @@ as a checkpoint's around the unit, nor those of functions that do not allow hook
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -268,10 +268,10 @@ class OffloadedForwards:
     ``forget_parameters`` has to be called whenever units are unsharded.
 
     Args:
-        units: Returns all units of the root.
+        units: All units of the root.
     """
 
-    _units: Callable[[], list[Unit]]
+    _units: Sequence[weakref.ref[Unit]]
     _known: set[int] | None  # storages of unsharded parameters, by identity; None: to be looked for
     _open: tuple[OpenForward, ForwardActivations] | None  # that runs
     _leaving: list[ForwardActivations]  # being copied to the host
@@ -282,7 +282,7 @@ class OffloadedForwards:
     _seen: int  # bytes of activations in the forward of the root that runs
     _moved: int  # those of them that are offloaded
 
-    def __init__(self, units: Callable[[], list[Unit]]) -> None:
+    def __init__(self, units: Sequence[weakref.ref[Unit]]) -> None:
         self._units, self._known, self._open = units, None, None
         self._leaving, self._waiting, self._in_backward = [], [], []
         self._number, self._last, self._seen, self._moved = 0, None, 0, 0
@@ -290,7 +290,7 @@ class OffloadedForwards:
     def parameters(self) -> set[int]:
         """Return the storages of unsharded parameters, by identity."""
         if self._known is None:
-            unsharded = (unit for unit in self._units() if unit.is_unsharded)
+            unsharded = (unit for ref in self._units if (unit := ref()) is not None and unit.is_unsharded)
             parameters = (parameter for unit in unsharded for parameter in unit.parameters if parameter.has_unsharded)
             self._known = {storage for parameter in parameters for storage in _storages(parameter.unsharded)}
         return self._known
@@ -306,7 +306,8 @@ class OffloadedForwards:
         if self._number:
             self._last = self._number
         elif self._last is None:  # each once, presumably
-            self._last = sum(unit.settings.activation_offload is not None for unit in self._units())
+            units = (unit for ref in self._units if (unit := ref()) is not None)
+            self._last = sum(unit.settings.activation_offload is not None for unit in units)
         self._number = self._seen = self._moved = 0
 
     def begin(self, unit: Unit, call: OpenForward, stream: CommStream) -> None:

@@ -72,7 +72,7 @@ class Runtime:
         self.comm_streams = shared if shared is not None else CommStreams.on(units[0].mesh.device)
         self.prefetcher, self._reads = Prefetcher(units), ParameterReads()
         self._reductions, self.overlap = ReductionQueue(), OptimizerOverlap()
-        self.activations = OffloadedForwards(self.units)
+        self.activations = OffloadedForwards(self._units)
         self.is_last_backward, self._root_runs, self._open_forwards = True, False, 0
         self._backward, self._graphs, self._unshard_after = None, [], None
 
